@@ -1,0 +1,47 @@
+# Everything a fresh machine needs is done here: `make chat` ends in a conversation, `make test` runs all that can run.
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo ok),$(p))))
+
+.PHONY: chat test test-fast lint install install-dev clean
+
+chat: install
+	@$(VENV)/bin/palaver chat
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+$(PY):
+	@test -n "$(PYTHON)" || { echo "Palaver needs Python 3.11 or newer; none was found." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+# torch first and pinned: a range would let pip take a build of several gigabytes
+$(VENV)/.installed: pyproject.toml constraints.txt | $(PY)
+	@echo "Installing Palaver into $(VENV) (once)..."
+	@$(PIP) "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	@$(PIP) hatchling editables
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing what the tests need..."
+	@$(PIP) --no-build-isolation --editable ".[dev]"
+	@touch $@
+
+lint: install-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+test: lint
+	$(VENV)/bin/pytest -n 2
+
+test-fast: install-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/pytest -n 2 -m "not slow"
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

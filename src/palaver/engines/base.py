@@ -1,0 +1,46 @@
+"""The protocol of every engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from palaver.generation import Output, Prompt
+from palaver.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine says of the model it runs."""
+
+    model: str
+    context_length: int
+    vocabulary_size: int
+    end_ids: frozenset[int]
+    """Token ids that end a turn, by the model's own configuration."""
+    defaults: Sampling
+    """The model's own sampling defaults."""
+    device: str
+    dtype: str
+
+
+class Engine(Protocol):
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def generate(
+        self, prompt: Prompt, sampling: Sampling, choice: int = 0
+    ) -> AbstractAsyncContextManager[AsyncIterator[Output]]:
+        """Opens one generation. Its owner leaves the context to end it: that cancels it within one step.
+
+        Yields `Queued` (any number), `Prefilled`, `Step`s and at last `Ended`, or raises a PalaverError.
+        The tokens depend on the prompt, the sampling and `choice` alone: everything of the reply so far is
+        restored from `prompt.reply_ids`. Where those already end the reply, only `Ended` comes.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Ends every generation and frees the model. May be called twice."""
+        ...

@@ -1,0 +1,191 @@
+"""A model's files: where they are, whether they are safe to load, and how big they are."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palaver.errors import BrokenModel, NoWeights, UnknownModel, UnsafeCode, UnsafeWeights
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+MAX_HEADER = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Files that may be loaded: a known architecture, safetensors with whole headers."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    weights: tuple[Path, ...]
+    tensors: dict[str, tuple[str, int]]
+    """The element type and the number of elements of each tensor."""
+
+
+def open_checkpoint(model: str | Path) -> Checkpoint:
+    """The files of a folder or a hub id. Reads headers only; raises a ModelError where they can't be loaded."""
+    folder = find(model)
+    config = _config(folder)
+    weights = _weights(folder)
+    tensors: dict[str, tuple[str, int]] = {}
+    for path in weights:
+        tensors |= _header(path)
+    return Checkpoint(str(model), folder, config, weights, tensors)
+
+
+def find(model: str | Path) -> Path:
+    """The folder of a model: itself, or where the hub's files are on disk, fetching them where they aren't."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    name = str(model)
+    if isinstance(model, Path) or not HUB_ID.fullmatch(name) or name.startswith("."):
+        raise UnknownModel(name, "there is no such folder.")
+    if folder.exists():
+        raise UnknownModel(name, "it is a file; name the folder that holds config.json and *.safetensors.")
+    return _on_disk(name) or _fetch(name)
+
+
+def _on_disk(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=list(WANTED)))
+        return folder if _complete(folder) else None
+    except Exception:  # whatever keeps it from being found on disk, fetching says it better
+        return None
+
+
+def _complete(folder: Path) -> bool:
+    if not (folder / "config.json").is_file():
+        return False
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return all((folder / name).is_file() for name in _shards(index))
+    return any(folder.glob("*.safetensors"))
+
+
+def _fetch(name: str) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        files = HfApi().list_repo_files(name)
+        _check_kinds(name, files)
+        return Path(snapshot_download(name, allow_patterns=list(WANTED)))
+    except GatedRepoError as error:
+        raise UnknownModel(name, "its publisher asks for an account with access; log in to the hub first.") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UnknownModel(name, "there is no such folder, and no such model on the hub (or it is private).") from error
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UnknownModel(name, f"it isn't on disk and couldn't be fetched ({_reason(error)}).") from error
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")
+
+
+def _check_kinds(name: str, files: Sequence[str]) -> None:
+    if any(file.endswith(".safetensors") for file in files):
+        return
+    pickles = [file for file in files if Path(file).suffix in {p[1:] for p in PICKLES}]
+    if pickles:
+        raise UnsafeWeights(name, ", ".join(pickles[:3]))
+    raise NoWeights(name)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        if not _safetensors(folder):
+            raise _no_weights(folder)
+        raise BrokenModel(f"The folder {str(folder)!r} holds no config.json: the model's architecture isn't known.")
+    config = _json(path)
+    if not isinstance(config, dict):
+        raise BrokenModel(f"{str(path)!r} isn't a model's configuration: expected a JSON object.")
+    _check_architecture(folder, config)
+    return config
+
+
+def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
+    from transformers import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if kind in CONFIG_MAPPING:
+        return
+    if config.get("auto_map"):
+        raise UnsafeCode(str(folder))
+    raise BrokenModel(
+        f"The configuration of {str(folder)!r} names the architecture {kind!r}, "
+        "which this version of the transformers library doesn't know: a newer one may."
+    )
+
+
+def _weights(folder: Path) -> tuple[Path, ...]:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        found = _safetensors(folder)
+        if not found:
+            raise _no_weights(folder)
+        single = folder / "model.safetensors"
+        return (single,) if single in found else found
+    paths = tuple(folder / name for name in _shards(index))
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise BrokenModel(f"The model in {str(folder)!r} lacks the files {', '.join(missing[:3])}: fetch it again.")
+    return paths
+
+
+def _safetensors(folder: Path) -> tuple[Path, ...]:
+    return tuple(sorted(folder.glob("*.safetensors")))
+
+
+def _no_weights(folder: Path) -> NoWeights | UnsafeWeights:
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    return UnsafeWeights(str(folder), ", ".join(pickles[:3])) if pickles else NoWeights(str(folder))
+
+
+def _shards(index: Path) -> list[str]:
+    weight_map = _json(index)
+    if not isinstance(weight_map, dict) or not isinstance(weight_map.get("weight_map"), dict):
+        raise BrokenModel(f"{str(index)!r} isn't an index of weights: expected an object 'weight_map'.")
+    return sorted({str(name) for name in weight_map["weight_map"].values()})
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BrokenModel(f"{str(path)!r} can't be read as JSON: {_reason(error)}.") from error
+
+
+def _header(path: Path) -> dict[str, tuple[str, int]]:
+    """The tensors a file declares, after checking that the file is as long as they need."""
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > MAX_HEADER:
+                raise ValueError("its header is too long")
+            header = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if path.stat().st_size != 8 + size + end:
+            raise ValueError("it is not as long as its header says")
+        return {name: (entry["dtype"], _elements(entry["shape"])) for name, entry in header.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise BrokenModel(f"{str(path)!r} isn't a whole safetensors file: {_reason(error)}.") from error
+
+
+def _elements(shape: list[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

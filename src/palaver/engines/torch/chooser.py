@@ -1,0 +1,115 @@
+"""What one reply asks of its next token: the options that change the model's scores before one is picked."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from palaver.engines.reply import Reply
+from palaver.engines.torch.banned import BannedText
+from palaver.engines.torch.dice import uniform
+from palaver.errors import BadParameter
+from palaver.generation import Prompt
+from palaver.sampling import Sampling
+
+
+class Chooser:
+    """The options of one reply and what they have to remember, restored from the tokens said before."""
+
+    def __init__(
+        self, prompt: Prompt, sampling: Sampling, choice: int, reply: Reply, banned: BannedText | None, size: int
+    ) -> None:
+        _check_ids(sampling, size)
+        self.sampling = sampling
+        self.reply = reply
+        self._choice = choice
+        self._context = prompt.context_ids
+        self._banned = banned
+        self._size = size
+        self._counts: Tensor | None = None
+        self._seen: Tensor | None = None
+        self._always = _always_adjusts(sampling)
+
+    @property
+    def draws(self) -> bool:
+        return self.sampling.temperature > 0 and self.reply.forced is None
+
+    @property
+    def adjusts(self) -> bool:
+        return self._always or len(self.reply.ids) < self.sampling.min_tokens or self._banned is not None
+
+    def uniform(self) -> float:
+        return uniform(self.sampling.seed, self._choice, len(self.reply.ids))
+
+    def take(self, token_id: int) -> None:
+        self.reply.take(token_id)
+        if self._counts is not None and self._seen is not None:
+            self._counts[token_id] += 1
+            self._seen[token_id] = True
+
+    def adjust(self, scores: Tensor) -> None:
+        """Changes the scores in place, in the order the transformers library has for what both know."""
+        sampling = self.sampling
+        if sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty:
+            self._penalise(scores)
+        if sampling.end_penalty != 1:
+            self._penalise_end(scores)
+        for token_id, bias in sampling.logit_bias:
+            scores[token_id] += bias
+        self._forbid(scores)
+
+    def _penalise(self, scores: Tensor) -> None:
+        counts, seen = self._history(scores.device)
+        sampling = self.sampling
+        if sampling.repetition_penalty != 1:
+            scores.copy_(torch.where(seen, _scaled(scores, sampling.repetition_penalty), scores))
+        if sampling.presence_penalty:
+            scores.sub_(sampling.presence_penalty * (counts > 0))
+        if sampling.frequency_penalty:
+            scores.sub_(sampling.frequency_penalty * counts)
+
+    def _history(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """How often each token was said in the reply, and whether it is in the context or the reply."""
+        if self._counts is None or self._seen is None:
+            said = torch.tensor(self.reply.ids, dtype=torch.long, device=device)
+            self._counts = torch.bincount(said, minlength=self._size).to(torch.float32)
+            self._seen = self._counts > 0
+            self._seen[torch.tensor(self._context, dtype=torch.long, device=device)] = True
+        return self._counts, self._seen
+
+    def _penalise_end(self, scores: Tensor) -> None:
+        ends = [token_id for token_id in self.reply.closers if token_id < self._size]
+        scores[ends] = _scaled(scores[ends], self.sampling.end_penalty)
+
+    def _forbid(self, scores: Tensor) -> None:
+        if self.sampling.banned_ids:
+            scores[self._banned_ids] = -torch.inf
+        if self._banned is not None:
+            scores[self._banned.ids(self.reply.ids)] = -torch.inf
+        if len(self.reply.ids) < self.sampling.min_tokens:
+            scores[[token_id for token_id in self.reply.closers if token_id < self._size]] = -torch.inf
+
+    @cached_property
+    def _banned_ids(self) -> list[int]:
+        return list(self.sampling.banned_ids)
+
+
+def _scaled(scores: Tensor, penalty: float) -> Tensor:
+    """Less likely by `penalty`, whatever the sign of the score."""
+    return torch.where(scores > 0, scores / penalty, scores * penalty)
+
+
+def _always_adjusts(sampling: Sampling) -> bool:
+    neutral = Sampling()
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "end_penalty", "logit_bias", "banned_ids")
+    return any(getattr(sampling, name) != getattr(neutral, name) for name in names)
+
+
+def _check_ids(sampling: Sampling, size: int) -> None:
+    named = {"logit_bias": [i for i, _ in sampling.logit_bias], "banned_ids": sampling.banned_ids}
+    for name, ids in named.items():
+        for token_id in ids:
+            if not 0 <= token_id < size:
+                raise BadParameter(name, token_id, f"token ids here go from 0 to {size - 1}")

@@ -1,0 +1,81 @@
+"""The one thread that owns the device: takes commands between steps, and runs steps while there is work."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import torch
+
+from palaver.engines.torch.generation import AnswerNow, Cancel, Close, Command, Generation, Outbox, Submit
+from palaver.engines.torch.scheduler import Scheduler
+from palaver.errors import EngineClosed, EngineError, PalaverError
+
+
+class Worker:
+    def __init__(self, scheduler: Scheduler, outbox: Outbox) -> None:
+        self._scheduler = scheduler
+        self._outbox = outbox
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._over: PalaverError | None = None
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="palaver-engine", daemon=True)
+        self._thread.start()
+
+    def post(self, command: Command) -> None:
+        """Hands a command over. What is submitted after the end is told so at once."""
+        with self._lock:
+            if self._over is None:
+                self._inbox.put(command)
+            elif type(command) is Submit:
+                command.generation.arrive(self._over)
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        reason: PalaverError = EngineClosed()
+        try:
+            with torch.inference_mode():
+                self._work()
+        except BaseException as error:
+            reason = EngineError(f"The engine's thread died ({type(error).__name__}: {error}): start the engine again.")
+        self._end(reason)
+
+    def _work(self) -> None:
+        while self._take_commands():
+            self._scheduler.step()
+            self._outbox.send()
+
+    def _take_commands(self) -> bool:
+        """Waits for work if there is none. False when it is time to close."""
+        while True:
+            try:
+                command = self._inbox.get(block=not self._scheduler.busy)
+            except queue.Empty:
+                return True
+            if isinstance(command, Close):
+                return False
+            self._obey(command)
+            self._outbox.send()
+
+    def _obey(self, command: Submit) -> None:
+        match command:
+            case Cancel():
+                self._scheduler.cancel(command.generation)
+            case AnswerNow():
+                self._scheduler.answer_now(command.generation)
+            case _:
+                self._scheduler.submit(command.generation)
+
+    def _end(self, reason: PalaverError) -> None:
+        with self._lock:
+            self._over = reason
+        waiting: list[Generation] = self._scheduler.abandon()
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            if type(command) is Submit:
+                waiting.append(command.generation)
+        for generation in waiting:
+            self._outbox.put(generation, reason)
+        self._outbox.send()

@@ -1,0 +1,113 @@
+"""One tree of errors. Each edge (terminal, HTTP, socket) maps it once, by type.
+
+Every error is one sentence for a person: it names the thing and says what to do.
+"""
+
+
+class PalaverError(Exception):
+    """The root: whatever Palaver refuses or fails at, and can say why."""
+
+
+class RequestError(PalaverError):
+    """What was asked can't be done as it was asked; asking differently helps."""
+
+
+class BadParameter(RequestError):
+    """A named value is outside of what it may be."""
+
+    def __init__(self, name: str, value: object, why: str) -> None:
+        super().__init__(f"{name} = {value!r}: {why}")
+        self.name = name
+        self.value = value
+        self.why = why
+
+
+class EmptyMessage(RequestError):
+    def __init__(self) -> None:
+        super().__init__("The message is empty: write something to send.")
+
+
+class NoMessages(RequestError):
+    def __init__(self) -> None:
+        super().__init__("There are no messages: a turn needs at least one message from the user.")
+
+
+class UnsupportedContent(RequestError):
+    """A part of a message that this model can't take."""
+
+
+class NothingToContinue(RequestError):
+    """The reply is whole, or there is none."""
+
+
+class ModelError(PalaverError):
+    """The model, its files or its template can't do this; another model may."""
+
+
+class UnknownModel(ModelError):
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"No model {name!r}: {why}")
+        self.name = name
+
+
+class NoWeights(ModelError):
+    def __init__(self, folder: str) -> None:
+        super().__init__(f"The folder {folder!r} holds no weights: expected *.safetensors files beside config.json.")
+
+
+class UnsafeWeights(ModelError):
+    def __init__(self, folder: str, names: str) -> None:
+        super().__init__(
+            f"The weights in {folder!r} are pickle files ({names}), which can run code when loaded: "
+            "convert them to safetensors first."
+        )
+
+
+class UnsafeCode(ModelError):
+    def __init__(self, folder: str) -> None:
+        super().__init__(
+            f"The model in {folder!r} asks to run its own Python code (auto_map), which Palaver does not do: "
+            "use a model whose architecture the transformers library knows."
+        )
+
+
+class BrokenModel(ModelError):
+    """Files of the model that can't be read as what they should be."""
+
+
+class NoTemplate(ModelError):
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"The model {name!r} has no chat template, so it can only complete text: "
+            "use `palaver ask --raw`, or give a template with --template FILE."
+        )
+
+
+class TemplateError(ModelError):
+    """The chat template failed; names the template and, where known, the line."""
+
+    def __init__(self, template: str, line: int | None, why: str) -> None:
+        place = f"{template}, line {line}" if line is not None else template
+        super().__init__(f"The chat template ({place}) failed: {why}")
+        self.template = template
+        self.line = line
+        self.why = why
+
+
+class ContextOverflow(ModelError):
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(
+            f"The prompt is {tokens} tokens long but the model's context is {limit}: "
+            "shorten the conversation or use a model with a longer context."
+        )
+        self.tokens = tokens
+        self.limit = limit
+
+
+class EngineError(PalaverError):
+    """The engine failed at something it should have done."""
+
+
+class EngineClosed(EngineError):
+    def __init__(self) -> None:
+        super().__init__("The engine has been closed.")

@@ -1,0 +1,1 @@
+"""Formats: how one family of models talks. Messages to token ids, tokens back to events."""

@@ -1,0 +1,41 @@
+"""The format of a model that only completes text: the message is the text, the reply is what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from palaver.errors import BadParameter, EmptyMessage, NoMessages
+from palaver.formats.options import Options
+from palaver.formats.reader import Reader
+from palaver.formats.tokenizer import FastTokenizer
+from palaver.generation import Prompt
+from palaver.messages import Message, Role, Tool
+from palaver.phases import Phase, Phases, State
+
+
+class Completion:
+    def __init__(self, tokenizer: FastTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: Options = Options(),  # noqa: B008 - frozen
+        reply_so_far: Sequence[int] = (),
+    ) -> Prompt:
+        if options.thinking is not None or tools:
+            raise BadParameter("raw", "on", "text is completed as it is: no thinking switch, no tools")
+        if not messages:
+            raise NoMessages
+        if len(messages) > 1 or messages[0].role is not Role.USER:
+            raise BadParameter("raw", "on", "text is completed as it is: no system prompt, no earlier turns")
+        text = messages[0].text
+        if not text:
+            raise EmptyMessage
+        ids = self._tokenizer.encode((*self._tokenizer.prefix, text))
+        phases = Phases((State(Phase.ANSWER),), hidden=self._tokenizer.special_ids)
+        return Prompt(tuple(ids), tuple(reply_so_far), phases)
+
+    def reader(self, prompt: Prompt, stops: Sequence[str] = ()) -> Reader:
+        return Reader(prompt, self._tokenizer.vocabulary, stops)

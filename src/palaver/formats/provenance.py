@@ -1,0 +1,79 @@
+"""Control text in contents is text: a mark is put inside it before rendering and taken out afterwards.
+
+Templates trim, split and rewrite contents, so the mark travels with the characters it guards. It is one
+private character that occurs nowhere else in the conversation; contents without control text carry none, and
+therefore render exactly as without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_PRIVATE = range(0xE000, 0xF900)
+
+
+class Fence:
+    """Guards contents against the given control strings."""
+
+    def __init__(self, controls: Iterable[str]) -> None:
+        longest_first = sorted({c for c in controls if len(c) > 1}, key=lambda c: (-len(c), c))
+        pattern = "|".join(f"{re.escape(c[0])}(?={re.escape(c[1:])})" for c in longest_first)
+        self.whole = re.compile(pattern) if pattern else None
+        self.starts = {c[:size] for c in longest_first for size in range(1, len(c))}
+        self.ends = {c[size:] for c in longest_first for size in range(1, len(c))}
+        self.longest = max(map(len, longest_first), default=0)
+
+    def guard(self, value: Any) -> Guarded:
+        """The value with a mark inside every control string in its texts, and where one begins or ends."""
+        taken = _private_characters(value)
+        mark = next(chr(code) for code in _PRIVATE if chr(code) not in taken)
+        return Guarded(self._guard(value, mark), mark)
+
+    def _guard(self, value: Any, mark: str) -> Any:
+        if isinstance(value, str):
+            return self._guard_text(value, mark)
+        if isinstance(value, Mapping):
+            return {self._guard(key, mark): self._guard(item, mark) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._guard(item, mark) for item in value]
+        return value
+
+    def _guard_text(self, text: str, mark: str) -> str:
+        if self.whole is None or not text:
+            return text
+        text = self.whole.sub(lambda match: match[0] + mark, text)
+        return self._guard_end(self._guard_start(text, mark), mark)
+
+    def _guard_start(self, text: str, mark: str) -> str:
+        """Where the text begins with the end of a control string, whose beginning may stand before it."""
+        at = len(text) - len(text.lstrip())
+        if any(text[at : at + size] in self.ends for size in range(1, self.longest)):
+            return text[:at] + mark + text[at:]
+        return text
+
+    def _guard_end(self, text: str, mark: str) -> str:
+        """Where the text ends with the beginning of a control string, whose end may come after it."""
+        stop = len(text.rstrip())
+        for at in range(max(0, stop - self.longest), stop):
+            if text[at:stop] in self.starts:
+                return text[: at + 1] + mark + text[at + 1 :]
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    value: Any
+    mark: str
+
+
+def _private_characters(value: Any) -> set[str]:
+    if isinstance(value, str):
+        return {character for character in value if character >= "\ue000"}
+    if isinstance(value, Mapping):
+        return set().union(*(_private_characters(key) | _private_characters(item) for key, item in value.items()))
+    if isinstance(value, list | tuple):
+        return set().union(*(_private_characters(item) for item in value))
+    return set()

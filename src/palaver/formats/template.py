@@ -1,0 +1,247 @@
+"""A chat template run in a sandbox with fuel: loops, calls and output are bounded, attributes are guarded.
+
+Published templates run unchanged; one that loops for ever, allocates without end or reaches for Python's
+insides is refused with the template's name and line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import SandboxedEnvironment
+
+from palaver.errors import TemplateError
+
+MAX_SOURCE = 1_000_000
+MAX_DEPTH = 100
+MAX_STEPS = 2_000_000
+MAX_TEXT = 50_000_000
+MAX_ARGUMENT = 100_000
+
+
+class OutOfFuel(Exception):
+    """The template did more than any honest one does."""
+
+
+class Fuel:
+    """Counts what one rendering does."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.text = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps > MAX_STEPS:
+            raise OutOfFuel(f"it ran for more than {MAX_STEPS} steps")
+
+    def made(self, value: Any) -> Any:
+        if isinstance(value, str | list | tuple | bytes):
+            self.text += len(value)
+            if self.text > MAX_TEXT:
+                raise OutOfFuel(f"it made more than {MAX_TEXT} characters of text")
+        return value
+
+
+class Metered:
+    """An iterable that costs fuel; keeps its length, which `loop` asks for."""
+
+    def __init__(self, fuel: Fuel, items: Iterable[Any]) -> None:
+        self._fuel = fuel
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items:
+            self._fuel.step()
+            yield item
+
+    def __len__(self) -> int:
+        return len(self._items)  # type: ignore[arg-type]
+
+
+class GenerationBlocks(Extension):
+    """`{% generation %}...{% endgeneration %}` marks what a model writes; here it renders as its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Sandbox(SandboxedEnvironment):
+    """The environment templates run in; `fuel` belongs to the rendering under way."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, GenerationBlocks])
+        self.fuel = Fuel()
+        self.filters = {name: self._guarded(func) for name, func in self.filters.items()}
+        self.filters |= {"tojson": tojson, "from_json": from_json, "fromjson": from_json}
+        self.filters |= {"__metered": self._metered, "__joined": self._joined}
+        self.globals["raise_exception"] = _raise_exception
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        return super()._generate(_metered_tree(source), *args, **kwargs)
+
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        self.fuel.step()
+        _check_arguments(args, kwargs)
+        return self.fuel.made(super().call(context, obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        text = getattr(value, "__self__", "")
+        if isinstance(text, str) and re.search(r"\{[^}]*[0-9]{6}", text):
+            raise OutOfFuel("it formats a text to a huge width")
+        return super().wrap_str_format(value)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        self.fuel.step()
+        if operator == "*" and _repeats(left, right):
+            raise OutOfFuel("it repeats a text too often")
+        if operator == "**" and abs(right) > 64:
+            raise OutOfFuel("it raises a number to a huge power")
+        if operator == "%" and isinstance(left, str) and re.search(r"%[^a-zA-Z%]*([0-9]{6}|\*)", left):
+            raise OutOfFuel("it formats a text to a huge width")
+        return self.fuel.made(super().call_binop(context, operator, left, right))
+
+    def _guarded(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """A built-in filter that costs fuel. Keeps the marks by which Jinja passes its context."""
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            self.fuel.step()
+            _check_arguments(args, kwargs)
+            return self.fuel.made(func(*args, **kwargs))
+
+        for name, value in getattr(func, "__dict__", {}).items():
+            setattr(guarded, name, value)
+        return guarded
+
+    def _metered(self, items: Any) -> Metered:
+        return Metered(self.fuel, items)
+
+    def _joined(self, items: Sequence[Any]) -> str:
+        text: str = self.fuel.made("".join(str(item) for item in items))
+        return text
+
+
+def _metered_tree(tree: nodes.Template) -> nodes.Template:
+    """The template with every loop metered and every `~` measured."""
+    for loop in tree.find_all(nodes.For):
+        loop.iter = nodes.Filter(loop.iter, "__metered", [], [], None, None, lineno=loop.lineno)
+    for parent in list(tree.find_all(nodes.Node)):
+        for name, value in parent.iter_fields():
+            setattr(parent, name, _replace_concat(value))
+    return tree
+
+
+def _replace_concat(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_replace_concat(item) for item in value]
+    if isinstance(value, nodes.Concat):
+        items = nodes.List(value.nodes, lineno=value.lineno)
+        return nodes.Filter(items, "__joined", [], [], None, None, lineno=value.lineno)
+    return value
+
+
+def _check_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, int) and abs(value) > MAX_ARGUMENT:
+            raise OutOfFuel(f"it calls something with the number {value}")
+
+
+def _repeats(left: Any, right: Any) -> bool:
+    text, times = (left, right) if not isinstance(left, int | float) else (right, left)
+    return isinstance(text, str | list | tuple) and isinstance(times, int) and len(text) * times > MAX_TEXT
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    if isinstance(value, jinja2.Undefined):
+        raise jinja2.exceptions.UndefinedError("an undefined value can't be written as JSON")
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _ascii(text) if ensure_ascii else text
+
+
+def _ascii(text: str) -> str:
+    """Escapes as JSON does, but for private characters, by which contents are kept apart from control text."""
+    return re.sub(r"[^\x00-\x7f\ue000-\uf8ff]", lambda m: json.dumps(m[0])[1:-1], text)
+
+
+def from_json(text: str) -> Any:
+    return json.loads(text)
+
+
+class Template:
+    """One compiled chat template. Rendering has no side effects and depends on its arguments alone."""
+
+    def __init__(self, source: str, name: str = "chat template") -> None:
+        self.source = source
+        self.name = name
+        self._sandbox = Sandbox()
+        self._compiled = self._compile()
+
+    def render(self, variables: Mapping[str, Any], now: datetime | None = None) -> str:
+        self._sandbox.fuel = Fuel()
+        day = now or datetime(2024, 1, 1)
+        text = []
+        try:
+            for piece in self._compiled.generate(strftime_now=day.strftime, **variables):
+                text.append(self._sandbox.fuel.made(piece))
+        except Exception as error:
+            raise self._refusal(error) from None
+        return "".join(text)
+
+    @cached_property
+    def tree(self) -> nodes.Template:
+        """The syntax tree, for those who learn from it."""
+        return Sandbox().parse(self.source)
+
+    def _compile(self) -> jinja2.Template:
+        try:
+            _check_source(self.source)
+            return self._sandbox.from_string(self.source)
+        except Exception as error:
+            raise self._refusal(error) from None
+
+    def _refusal(self, error: Exception) -> TemplateError:
+        why = str(error) or type(error).__name__
+        if isinstance(error, RecursionError):
+            why = "it is nested too deeply"
+        line = getattr(error, "lineno", None) or _line_of(error)
+        return TemplateError(self.name, line, why.rstrip("."))
+
+
+def _line_of(error: Exception) -> int | None:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    return lines[-1] if lines else None
+
+
+def _check_source(source: str) -> None:
+    if len(source) > MAX_SOURCE:
+        raise OutOfFuel(f"it is longer than {MAX_SOURCE} characters")
+    depth = 0
+    for kind in re.findall(r"\{%[-+]?\s*(end)?(?:if|for|macro|call|filter|set|block|with)\b|[(\[{]{20}", source):
+        depth += -1 if kind else 1
+        if depth > 20 * MAX_DEPTH:
+            raise OutOfFuel("it is nested too deeply")

@@ -1,0 +1,160 @@
+"""The tokenizer as formats see it: runs of text and control tokens to ids, ids to bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer as Backend
+
+from palaver.errors import BrokenModel
+from palaver.formats.vocabulary import token_bytes
+from palaver.phases import Vocabulary
+
+Run = str | int
+"""Ordinary text, whatever it spells, or the id of a control token."""
+
+_NAMES = range(0xF0000, 0xFFFFE)
+
+
+class Tokenizer(Protocol):
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+
+    @property
+    def control(self) -> Mapping[str, int]:
+        """The strings that are tokens of their own, special or merely added."""
+        ...
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Those of them that are never text."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for two tokenizers only if they give the same ids."""
+        ...
+
+    def encode(self, runs: Iterable[Run]) -> list[int]:
+        """The ids of the runs in one piece: text is split where control tokens stand, and nowhere else."""
+        ...
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    id: int
+    content: str
+    special: bool
+
+
+class FastTokenizer:
+    """A tokenizer from a `tokenizer.json`. Its added tokens go by private names, so that only control tokens
+    that were meant as such are found, by the library's own rules, and the same letters in a text are text."""
+
+    def __init__(self, definition: str) -> None:
+        self._definition = definition
+        spec = _parsed(definition)
+        self._added = tuple(AddedToken(t["id"], t["content"], t["special"]) for t in spec.get("added_tokens", ()))
+        self.control: Mapping[str, int] = {token.content: token.id for token in self._added}
+        self.special_ids = frozenset(token.id for token in self._added if token.special)
+        names = dict(zip((token.id for token in self._added), map(chr, _NAMES), strict=False))
+        self._names: Mapping[int, str] = names
+        self._backend = _backend(_renamed(spec, names))
+        self._plain = _backend({**spec, "added_tokens": [], "post_processor": None})
+        self._ids = {self._backend.token_to_id(name): token_id for token_id, name in names.items()}
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return token_bytes(_parsed(self._definition))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self._definition.encode()).hexdigest()[:16]
+
+    @cached_property
+    def prefix(self) -> tuple[int, ...]:
+        """The tokens that this model's texts begin with, such as a beginning-of-sequence token."""
+        framed = _backend(_parsed(self._definition)).encode("a", add_special_tokens=True).ids
+        return tuple(itertools.takewhile(self.special_ids.__contains__, framed))
+
+    def encode(self, runs: Iterable[Run]) -> list[int]:
+        runs = tuple(runs)
+        if any(_holds_a_name(run) for run in runs if isinstance(run, str)):
+            return [token_id for run in runs for token_id in self._encode_alone(run)]
+        text = "".join(run if isinstance(run, str) else self._names[run] for run in runs)
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        return self._without_control([self._ids.get(token_id, token_id) for token_id in ids], runs)
+
+    def _encode_alone(self, run: Run) -> list[int]:
+        return [run] if isinstance(run, int) else self._plain.encode(run, add_special_tokens=False).ids
+
+    def _without_control(self, ids: list[int], runs: Sequence[Run]) -> list[int]:
+        """A few vocabularies spell control tokens as ordinary pieces; those are taken apart to characters."""
+        meant = [run for run in runs if isinstance(run, int)]
+        if sum(token_id in self._names for token_id in ids) == len(meant):
+            return ids
+        out: list[int] = []
+        for run in runs:
+            if isinstance(run, int):
+                out.append(run)
+                continue
+            alone = self._encode_alone(run)
+            safe = alone if not any(token_id in self._names for token_id in alone) else self._by_character(run)
+            out.extend(safe)
+        return out
+
+    def _by_character(self, text: str) -> list[int]:
+        return [token_id for character in text for token_id in self._encode_alone(character)]
+
+
+def _parsed(definition: str) -> dict[str, Any]:
+    try:
+        spec = json.loads(definition)
+    except ValueError as error:
+        raise BrokenModel(f"The model's tokenizer.json is not JSON ({error}): download the model again.") from None
+    if not isinstance(spec, dict):
+        raise BrokenModel("The model's tokenizer.json holds no tokenizer: download the model again.")
+    return spec
+
+
+def _renamed(spec: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+    added = [{**token, "content": names[token["id"]]} for token in spec.get("added_tokens", ())]
+    return {**spec, "added_tokens": added, "post_processor": None, "truncation": None, "padding": None}
+
+
+def _backend(spec: Mapping[str, Any]) -> Any:
+    try:
+        return Backend.from_str(json.dumps(spec))
+    except Exception as error:  # the library raises bare exceptions
+        raise BrokenModel(f"The model's tokenizer.json can't be used ({error}): download the model again.") from None
+
+
+def _holds_a_name(text: str) -> bool:
+    return bool(text) and max(text) >= chr(_NAMES.start)
+
+
+def load_tokenizer(folder: Path) -> FastTokenizer:
+    """The tokenizer of a model's folder; one in an older file form is converted by the transformers library."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return FastTokenizer(path.read_text(encoding="utf-8"))
+    return FastTokenizer(_converted(folder))
+
+
+def _converted(folder: Path) -> str:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        definition: str = tokenizer.backend_tokenizer.to_str()
+    except Exception as error:  # the library raises many kinds
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise BrokenModel(f"The folder {str(folder)!r} holds no tokenizer that can be read ({why}).") from None
+    return definition

@@ -1,0 +1,74 @@
+"""An engine's input and output: token ids in, token ids out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from palaver.phases import PLAIN, Phases
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`context_ids` is what the model reads, `reply_ids` what it has already said in this turn.
+
+    `owner` and `adapter` keep apart what may not be shared between users or between adapted weights.
+    """
+
+    context_ids: tuple[int, ...]
+    reply_ids: tuple[int, ...] = ()
+    phases: Phases = field(default=PLAIN)
+    owner: str = ""
+    adapter: str = ""
+
+    def __len__(self) -> int:
+        return len(self.context_ids) + len(self.reply_ids)
+
+
+class Finish(StrEnum):
+    END = "end"
+    """The model ended its turn."""
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    STOPPED = "stopped"
+    """Somebody stopped it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The prompt is in the cache; `cached_tokens` of it were there already."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One token of the reply. `logprob` is the model's own, before any sampling option."""
+
+    token_id: int
+    logprob: float
+    alternatives: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last output of every generation that didn't fail."""
+
+    finish: Finish
+    stop: str | None = None
+    """The stop string that was met."""
+
+
+Output = Queued | Prefilled | Step | Ended

@@ -1,0 +1,214 @@
+"""Phases of a reply: a small serialisable automaton, and the tracker that runs it over tokens.
+
+A format hands the automaton over; the engine and the reader run the same tracker, so both agree at every
+token on whether the model is thinking, answering or calling a tool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+Vocabulary = Sequence[bytes]
+"""The bytes each token id stands for, markers included."""
+
+
+class Phase(StrEnum):
+    THINKING = "thinking"
+    ANSWER = "answer"
+    TOOL_CALL = "tool_call"
+    CONTROL = "control"
+    """Headers and glue: read, but said to nobody."""
+    END = "end"
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """What leads to another state: a token id, or the bytes of a marker that is ordinary text."""
+
+    marker: int | bytes
+    to: int
+    keep: bool = False
+    """Whether the marker's own bytes are said in the new state (a call that begins with its own brace)."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    phase: Phase
+    triggers: tuple[Trigger, ...] = ()
+    closing: tuple[int, ...] = ()
+    """Token ids that lead from here to the answer, as the model itself would write them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    states: tuple[State, ...]
+    start: int = 0
+    ends: frozenset[int] = frozenset()
+    """Token ids that end the turn in any state."""
+    hidden: frozenset[int] = frozenset()
+    """Control token ids that are never text, where they are no trigger."""
+
+    @property
+    def opens_in(self) -> Phase:
+        return self.states[self.start].phase
+
+
+PLAIN = Phases(states=(State(Phase.ANSWER),))
+"""A reply that is all answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """The reply is in `state` now; `marker` are the bytes that led there."""
+
+    state: int
+    marker: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    state: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A stop string was met in the answer; nothing is said after it."""
+
+    stop: str
+
+
+Happening = Entered | Said | Stopped
+
+
+class Scanner:
+    """Finds the leftmost longest of some byte strings in a stream, releasing what can't be part of a match."""
+
+    def __init__(self, patterns: Iterable[bytes]) -> None:
+        self.patterns = tuple(sorted(set(patterns), key=len, reverse=True))
+        self.held = b""
+
+    def feed(self, data: bytes) -> tuple[bytes, bytes | None, bytes]:
+        """Returns what is released, the pattern that was met (if any) and what came after it."""
+        if not self.patterns:
+            return data, None, b""
+        text = self.held + data
+        self.held = b""
+        at, pattern = self._find(text)
+        if pattern is not None and not self._may_grow(text[at:], pattern):
+            return text[:at], pattern, text[at + len(pattern) :]
+        keep = at if pattern is not None else len(text) - self._hold(text)
+        self.held = text[keep:]
+        return text[:keep], None, b""
+
+    def end(self) -> tuple[bytes, bytes | None, bytes]:
+        """As `feed`, now that nothing more comes: what might have grown into a longer match no longer does."""
+        text, self.held = self.held, b""
+        at, pattern = self._find(text)
+        return text[:at], pattern, text[at + len(pattern or b"") :]
+
+    def _find(self, text: bytes) -> tuple[int, bytes | None]:
+        best, found = len(text), None
+        for pattern in self.patterns:  # longest first, so that of two at one place the longer wins
+            at = text.find(pattern, 0, best + len(pattern))
+            if 0 <= at < best:
+                best, found = at, pattern
+        return best, found
+
+    def _may_grow(self, text: bytes, pattern: bytes) -> bool:
+        return any(len(p) > len(text) and len(p) > len(pattern) and p.startswith(text) for p in self.patterns)
+
+    def _hold(self, text: bytes) -> int:
+        """How many bytes at the end may still become a pattern."""
+        longest = min(len(text), len(self.patterns[0]) - 1)
+        for size in range(longest, 0, -1):
+            tail = text[-size:]
+            if any(p.startswith(tail) for p in self.patterns if len(p) > size):
+                return size
+        return 0
+
+
+class Tracker:
+    """Runs the automaton over the tokens of one reply. Feeding the same tokens gives the same happenings."""
+
+    def __init__(self, phases: Phases, vocabulary: Vocabulary, stops: Sequence[str] = ()) -> None:
+        self._phases = phases
+        self._vocabulary = vocabulary
+        self._stops = {stop.encode(): stop for stop in stops if stop}
+        self.ended = False
+        self._enter(phases.start)
+
+    @property
+    def phase(self) -> Phase:
+        return self._phases.states[self.state].phase
+
+    def feed(self, token_id: int) -> list[Happening]:
+        """What this token made certain. A token that ends the turn says nothing."""
+        if self.ended:
+            return []
+        if token_id not in self._by_id and token_id not in self._phases.ends:
+            return [] if token_id in self._phases.hidden else self._say(self._bytes(token_id))
+        out = self._release()
+        if self.ended:
+            return out
+        trigger = self._by_id.get(token_id)
+        if trigger is not None:
+            return [*out, *self._follow(trigger, self._bytes(token_id), b"")]
+        self.ended = token_id in self._phases.ends
+        return out
+
+    def flush(self) -> list[Happening]:
+        """What is held back because it might have become a marker or a stop string; the stream ends here."""
+        return self._release()
+
+    def _bytes(self, token_id: int) -> bytes:
+        return self._vocabulary[token_id] if token_id < len(self._vocabulary) else b""
+
+    def _enter(self, state: int) -> None:
+        self.state = state
+        here = self._phases.states[state]
+        self._by_id = {t.marker: t for t in here.triggers if isinstance(t.marker, int)}
+        self._by_bytes = {t.marker: t for t in here.triggers if isinstance(t.marker, bytes)}
+        self._markers = Scanner(self._by_bytes)
+        self._stop_scanner = Scanner(self._stops if here.phase is Phase.ANSWER else ())
+        if here.phase is Phase.END:
+            self.ended = True
+
+    def _follow(self, trigger: Trigger, marker: bytes, rest: bytes) -> list[Happening]:
+        self._enter(trigger.to)
+        entered = Entered(trigger.to, marker)
+        if self.ended:
+            return [entered]
+        return [entered, *self._say(marker + rest if trigger.keep else rest)]
+
+    def _say(self, data: bytes) -> list[Happening]:
+        if not data:
+            return []
+        said, marker, rest = self._markers.feed(data)
+        return self._met(self._stop_or_say(*self._stop_scanner.feed(said)), marker, rest)
+
+    def _release(self) -> list[Happening]:
+        """Says what is held back; a marker that might have grown into a longer one is followed."""
+        if self.ended:
+            return []
+        said, marker, rest = self._markers.end()
+        out = self._met(self._stop_or_say(*self._stop_scanner.feed(said)), marker, rest)
+        return [*out, *(self._release() if marker else self._release_stop())]
+
+    def _met(self, out: list[Happening], marker: bytes | None, rest: bytes) -> list[Happening]:
+        if marker is None or self.ended:
+            return out
+        out += self._release_stop()
+        return out if self.ended else [*out, *self._follow(self._by_bytes[marker], marker, rest)]
+
+    def _release_stop(self) -> list[Happening]:
+        return [] if self.ended else self._stop_or_say(*self._stop_scanner.end())
+
+    def _stop_or_say(self, said: bytes, stop: bytes | None, _: bytes) -> list[Happening]:
+        out: list[Happening] = [Said(self.state, said)] if said else []
+        if stop is not None:
+            self.ended = True
+            out.append(Stopped(self._stops[stop]))
+        return out

@@ -1,0 +1,1 @@
+"""The terminal: a front-end that knows events, never tokens or markers."""

@@ -1,0 +1,140 @@
+"""How the next token is chosen: the parameters of one reply, their bounds and how a person sets them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from palaver.errors import BadParameter
+
+MAX_STRINGS = 64
+MAX_BIASES = 1024
+MAX_TOKENS = 1_000_000
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Everything that decides the tokens of a reply besides the prompt. All of it belongs to the reply:
+    counts and positions include the tokens said before a stop."""
+
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_k: int = 0
+    """0: off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over prompt and reply, as the transformers library does."""
+    presence_penalty: float = 0.0
+    """Over the reply alone, like frequency_penalty."""
+    frequency_penalty: float = 0.0
+    end_penalty: float = 1.0
+    """Divides a positive logit of an end-of-turn token, multiplies a negative one."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    banned_ids: tuple[int, ...] = ()
+    banned_strings: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    thinking_budget: int | None = None
+    """After so many tokens of thought the thought is closed as the model itself would."""
+    seed: int = 0
+    logprobs: int = 0
+    """How many alternatives are reported for each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One setting a person may change: how its text is read, and what it may be."""
+
+    name: str
+    read: type[int] | type[float]
+    bounds: tuple[float, float]
+    meaning: str
+    nullable: bool = False
+
+    def check(self, value: Any) -> Any:
+        if value is None:
+            if self.nullable:
+                return None
+            raise BadParameter(self.name, value, "must have a value")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise BadParameter(self.name, value, "must be a number")
+        if self.read is int and value != int(value):
+            raise BadParameter(self.name, value, "must be a whole number")
+        low, high = self.bounds
+        if not low <= value <= high:
+            raise BadParameter(self.name, value, f"must be from {low:g} to {high:g}")
+        return self.read(value)
+
+    def parse(self, text: str) -> Any:
+        if self.nullable and text.strip().lower() in ("none", "off", ""):
+            return None
+        try:
+            return self.check(self.read(text))
+        except (ValueError, OverflowError):
+            kind = "a whole number" if self.read is int else "a number"
+            raise BadParameter(self.name, text, f"must be {kind}") from None
+
+
+def _parameter(name: str, read: type[int] | type[float], low: float, high: float, meaning: str) -> Parameter:
+    return Parameter(name, read, (low, high), meaning, name in ("max_tokens", "thinking_budget"))
+
+
+NUMBERS = {
+    p.name: p
+    for p in (
+        _parameter("temperature", float, 0, 5, "0 takes the likeliest token, higher is more varied"),
+        _parameter("top_k", int, 0, 1_000_000, "only the k likeliest tokens; 0 is off"),
+        _parameter("top_p", float, 1e-6, 1, "only the likeliest tokens that together reach this probability"),
+        _parameter("min_p", float, 0, 1, "only tokens at least this likely relative to the likeliest"),
+        _parameter("repetition_penalty", float, 0.01, 10, "above 1 makes tokens seen before less likely"),
+        _parameter("presence_penalty", float, -2, 2, "above 0 makes tokens said in this reply less likely"),
+        _parameter("frequency_penalty", float, -2, 2, "the same, by how often they were said"),
+        _parameter("end_penalty", float, 0.01, 100, "above 1 makes the end of the reply less likely"),
+        _parameter("min_tokens", int, 0, MAX_TOKENS, "the reply doesn't end before so many tokens"),
+        _parameter("max_tokens", int, 1, MAX_TOKENS, "the reply is cut after so many tokens"),
+        _parameter("thinking_budget", int, 0, MAX_TOKENS, "a thought is closed after so many tokens"),
+        _parameter("seed", int, 0, MAX_SEED, "the same seed gives the same reply"),
+        _parameter("logprobs", int, 0, 20, "how many alternatives are reported for each token"),
+    )
+}
+STRINGS = {"stop": "text that ends the answer", "banned_strings": "text that is never said"}
+
+
+def parse_setting(name: str, text: str) -> tuple[str, Any]:
+    """One `name=value` as a person writes it. `stop` adds one string."""
+    if name in NUMBERS:
+        return name, NUMBERS[name].parse(text)
+    if name in STRINGS:
+        return name, checked_strings(name, (text,))
+    known = ", ".join((*NUMBERS, *STRINGS))
+    raise BadParameter(name, text, f"there is no such setting; known are {known}")
+
+
+def checked_strings(name: str, values: tuple[str, ...]) -> tuple[str, ...]:
+    if len(values) > MAX_STRINGS:
+        raise BadParameter(name, f"{len(values)} strings", f"at most {MAX_STRINGS} are taken")
+    if any(not value for value in values):
+        raise BadParameter(name, "", "must not be empty")
+    return values
+
+
+def checked(sampling: Sampling) -> Sampling:
+    """The same sampling, or BadParameter for the first value out of bounds."""
+    for name, parameter in NUMBERS.items():
+        parameter.check(getattr(sampling, name))
+    for name in STRINGS:
+        checked_strings(name, getattr(sampling, name))
+    if len(sampling.logit_bias) > MAX_BIASES:
+        raise BadParameter("logit_bias", f"{len(sampling.logit_bias)} entries", f"at most {MAX_BIASES} are taken")
+    return sampling
+
+
+def apply(defaults: Sampling, settings: Mapping[str, Any]) -> Sampling:
+    """The model's defaults with a person's settings on top."""
+    return checked(replace(defaults, **settings))

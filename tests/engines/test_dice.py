@@ -1,0 +1,22 @@
+import itertools
+
+from palaver.engines.torch.dice import uniform
+
+
+def test_numbers_depend_on_all_three_arguments_alone() -> None:
+    assert uniform(1, 2, 3) == uniform(1, 2, 3)
+    numbers = {uniform(s, c, p) for s in range(6) for c in range(6) for p in range(6)}
+    assert len(numbers) == 6**3
+
+
+def test_numbers_are_spread_evenly_below_one() -> None:
+    numbers = [uniform(7, 0, position) for position in range(20_000)]
+    assert all(0 <= x < 1 for x in numbers)
+    counts = [sum(1 for x in numbers if i <= x * 10 < i + 1) for i in range(10)]
+    assert max(abs(count - 2000) for count in counts) < 200
+    neighbours = sum((a - 0.5) * (b - 0.5) for a, b in itertools.pairwise(numbers)) / len(numbers)
+    assert abs(neighbours) < 0.005
+
+
+def test_the_largest_seed_works() -> None:
+    assert 0 <= uniform(2**63 - 1, 10**6, 10**9) < 1

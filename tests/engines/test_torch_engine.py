@@ -1,0 +1,177 @@
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palaver.engines.torch import TorchEngine, load
+from palaver.errors import BadParameter, ContextOverflow, EngineClosed
+from palaver.generation import Ended, Finish, Prefilled, Prompt, Step
+from palaver.phases import Phase, Phases, State, Trigger
+from palaver.sampling import Sampling
+from tests.engines.reference import reference
+from tests.engines.running import continued, run
+from tests.engines.tiny import END, THINK, THINK_END, VOCABULARY
+
+THINKING = Phases(
+    states=(
+        State(Phase.THINKING, (Trigger(THINK_END, 1), Trigger(b"\x80", 1)), closing=(10, THINK_END, 10)),
+        State(Phase.ANSWER, (Trigger(THINK, 0),)),
+    ),
+    ends=frozenset({END}),
+)
+PROMPT = Prompt(tuple(b"What is the answer?"))
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0, max_tokens=24),
+    "sampled": Sampling(temperature=1.2, top_k=60, top_p=0.95, min_p=0.01, seed=5, max_tokens=24, min_tokens=12),
+    "penalised": Sampling(
+        temperature=0.8, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.3, seed=9, max_tokens=24
+    ),
+    "budget": Sampling(temperature=0.9, seed=3, max_tokens=24, thinking_budget=5, banned_strings=("e", "t ")),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("phases", [Phases((State(Phase.ANSWER),)), THINKING], ids=["plain", "thinking"])
+async def test_cut_anywhere_and_continued_is_the_uncut_reply(
+    engine: TorchEngine, qwen3: Any, name: str, phases: Phases
+) -> None:
+    prompt, sampling = replace(PROMPT, phases=phases), SAMPLINGS[name]
+    uncut = await run(engine, prompt, sampling)
+    oracle = reference(qwen3, prompt, sampling)
+    assert oracle.agrees(uncut.ids)
+    for cut in range(len(uncut.ids) + 1):
+        rest = await run(engine, continued(prompt, uncut.ids[:cut]), sampling)
+        assert uncut.ids[:cut] + rest.ids == uncut.ids
+        assert rest.ended == uncut.ended
+
+
+async def test_a_stop_string_across_the_cut_is_met(engine: TorchEngine) -> None:
+    ascii_only = replace(SAMPLINGS["greedy"], banned_ids=(*range(128, 256), THINK, THINK_END))
+    said = (await run(engine, PROMPT, ascii_only)).ids
+    stop = bytes(said[4:7]).decode()
+    sampling = replace(ascii_only, stop=(stop,))
+    uncut = await run(engine, PROMPT, sampling)
+    assert uncut.ended == Ended(Finish.STOP_STRING, stop)
+    for cut in range(len(uncut.ids) + 1):
+        rest = await run(engine, continued(PROMPT, uncut.ids[:cut]), sampling)
+        assert uncut.ids[:cut] + rest.ids == uncut.ids
+        assert rest.ended == uncut.ended
+
+
+async def test_choices_differ_and_repeat(engine: TorchEngine) -> None:
+    sampling = Sampling(temperature=1.5, seed=1, max_tokens=12)
+    first, second, again = [await run(engine, PROMPT, sampling, choice) for choice in (0, 1, 0)]
+    assert first.ids == again.ids != second.ids
+
+
+async def test_outputs_come_in_order_with_logprobs(engine: TorchEngine, qwen3: Any) -> None:
+    sampling = Sampling(temperature=0, max_tokens=6, logprobs=2)
+    async with engine.generate(PROMPT, sampling) as outputs:
+        kinds = [type(output) async for output in outputs]
+    assert kinds == [Prefilled, *[Step] * 6, Ended]
+    out = await run(engine, PROMPT, sampling)
+    assert [step.logprob for step in out.steps] == pytest.approx(reference(qwen3, PROMPT, sampling).logprobs, abs=1e-4)
+    assert all(step.alternatives[0].token_id == step.token_id for step in out.steps)
+
+
+async def test_the_end_token_is_said_before_the_end(engine: TorchEngine) -> None:
+    out = await run(engine, PROMPT, Sampling(temperature=0, logit_bias=((END, 1000.0),), min_tokens=3))
+    assert len(out.ids) == 4
+    assert out.ids[-1] == END
+    assert out.ended == Ended(Finish.END)
+
+
+async def test_a_reply_that_has_ended_only_ends(engine: TorchEngine) -> None:
+    for reply, sampling, finish in (
+        ((65, END), Sampling(), Finish.END),
+        ((65, 66), Sampling(stop_ids=(66,)), Finish.END),
+        ((65, 66), Sampling(max_tokens=2), Finish.LENGTH),
+    ):
+        out = await run(engine, replace(PROMPT, reply_ids=reply), sampling)
+        assert (out.ids, out.prefilled) == ([], None)
+        assert out.ended is not None
+        assert out.ended.finish is finish
+
+
+async def test_a_full_context_is_a_length_and_a_longer_prompt_an_error(engine: TorchEngine) -> None:
+    limit = engine.info.context_length
+    out = await run(engine, Prompt((65,) * (limit - 3)), Sampling(temperature=0, banned_ids=(END,)))
+    assert len(out.ids) == 3
+    assert out.ended == Ended(Finish.LENGTH)
+    with pytest.raises(ContextOverflow, match=f"{limit + 1} tokens long"):
+        await run(engine, Prompt((65,) * (limit + 1)), Sampling())
+
+
+async def test_bad_prompts_fail_alone(engine: TorchEngine) -> None:
+    for prompt in (Prompt(()), Prompt((1, 99999)), Prompt((-1,)), Prompt((1,), (99999,))):
+        with pytest.raises(BadParameter):
+            await run(engine, prompt, Sampling())
+    assert (await run(engine, PROMPT, Sampling(max_tokens=1))).ids
+
+
+async def test_leaving_cancels_and_stop_still_ends(engine: TorchEngine) -> None:
+    endless = Sampling(temperature=0, banned_ids=(END,))
+    out = await run(engine, PROMPT, endless, stop_after=3)
+    assert len(out.ids) == 3
+    async with engine.generate(PROMPT, endless) as outputs:
+        await anext(outputs)
+        outputs.stop()
+        rest = [output async for output in outputs]
+    assert rest[-1] == Ended(Finish.STOPPED)
+
+
+async def test_answer_now_closes_the_thought(engine: TorchEngine) -> None:
+    prompt = replace(PROMPT, phases=THINKING)
+    sampling = Sampling(temperature=0, banned_ids=(END, THINK_END, 0x80), max_tokens=200)
+    said = []
+    async with engine.generate(prompt, sampling) as outputs:
+        async for output in outputs:
+            if isinstance(output, Step):
+                said.append(output.token_id)
+            if len(said) == 3:
+                outputs.answer_now()
+            if THINK_END in said:
+                break
+    assert said[-2:] == [10, THINK_END]
+
+
+async def test_closing_ends_what_runs_and_refuses_what_comes(folder_of: Callable[[str], Path]) -> None:
+    engine = load(folder_of("qwen3"), vocabulary=VOCABULARY)
+    async with engine.generate(PROMPT, Sampling(temperature=0, banned_ids=(END,))) as outputs:
+        await anext(outputs)
+        await engine.close()
+        with pytest.raises(EngineClosed):
+            async for _ in outputs:
+                pass
+    await engine.close()
+    with pytest.raises(EngineClosed):
+        await run(engine, PROMPT, Sampling())
+
+
+async def test_many_at_once_say_what_each_says_alone(engine: TorchEngine, qwen3: Any) -> None:
+    prompts = [Prompt(tuple(text)) for text in (b"a", b"Longer than the others", b"xyz" * 20)]
+    sampling = Sampling(temperature=0.7, seed=4, max_tokens=10)
+    together = await asyncio.gather(*(run(engine, prompt, sampling) for prompt in prompts))
+    for prompt, out in zip(prompts, together, strict=True):
+        assert reference(qwen3, prompt, sampling).agrees(out.ids)
+
+
+def test_the_models_files_say_how_it_is_run(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    for path in folder_of("qwen3").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "generation_config.json").write_text(
+        '{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [260, 3]}'
+    )
+    engine = load(tmp_path, vocabulary=VOCABULARY)
+    assert engine.info.defaults == Sampling(temperature=0.6, top_k=20, top_p=0.95)
+    assert engine.info.end_ids == {260, 3}
+    asyncio.run(engine.close())
+
+
+def test_loading_prints_nothing(folder_of: Callable[[str], Path], capfd: pytest.CaptureFixture[str]) -> None:
+    engine = load(folder_of("qwen3"), vocabulary=VOCABULARY)
+    asyncio.run(engine.close())
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,82 @@
+"""Tiny random models of many families, with a vocabulary of single bytes and a few markers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from palaver.engines.torch.loading import quiet
+
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<end>", "<start>")
+VOCABULARY: tuple[bytes, ...] = (*(bytes([byte]) for byte in range(256)), *(marker.encode() for marker in MARKERS))
+THINK, THINK_END, CALL, CALL_END, END, START = range(256, 256 + len(MARKERS))
+SIZE = len(VOCABULARY)
+
+SMALL: dict[str, Any] = {
+    "vocab_size": SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.4,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": END,
+}
+WINDOWED: dict[str, Any] = {"sliding_window": 24}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", WINDOWED),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**WINDOWED, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"num_hidden_layers": 4, "initializer_range": 0.2},
+    ),
+    "gpt_oss": ("GptOssConfig", {**WINDOWED, **EXPERTS, "num_local_experts": 4, "initializer_range": 0.2}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
+    "phi3": ("Phi3Config", {"rope_scaling": None}),
+    "phi": ("PhiConfig", {"num_key_value_heads": 4}),
+    "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32, "num_hidden_layers": 4}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+        | {"linear_value_head_dim": 16, "initializer_range": 0.2},
+    ),
+    "mamba": ("MambaConfig", {"state_size": 8, "conv_kernel": 4, "expand": 2, "initializer_range": 0.2}),
+    "lfm2": ("Lfm2Config", {"num_hidden_layers": 4, "full_attn_idxs": [1, 3], "block_auto_adjust_ff_dim": False}),
+}
+
+
+def config(family: str, **overrides: Any) -> Any:
+    name, special = FAMILIES[family]
+    with quiet():
+        return getattr(transformers, name)(**(SMALL | special | overrides))
+
+
+def build(family: str, seed: int = 0, **overrides: Any) -> Any:
+    """A model with random weights, the same for the same seed."""
+    torch.manual_seed(seed)
+    with quiet():
+        model = transformers.AutoModelForCausalLM.from_config(config(family, **overrides), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms and biases that begin as ones and zeros would hide mistakes
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def make(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
+    """The same, as files."""
+    with quiet():
+        build(family, seed, **overrides).save_pretrained(folder)
+    return folder

@@ -1,0 +1,167 @@
+"""A turn: one stream of events with one owner; stop keeps the tokens, continue leaves no seam."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from palaver.chat import Chat, Reply, Request
+from palaver.engines.scripted import Fail, Hold, Script, ScriptedEngine
+from palaver.errors import BadParameter, ContextOverflow, EngineError, NothingToContinue
+from palaver.events import AnswerDelta, Event, Finished, PhaseOpened, Started, ThinkingDelta
+from palaver.formats.template import Template
+from palaver.formats.templated import TemplateFormat
+from palaver.formats.tokenizer import FastTokenizer
+from palaver.generation import Finish
+from palaver.messages import user
+from palaver.phases import Phase
+from palaver.sampling import Sampling
+from tests.tiny import CHATML, MERGES, PREOPENED, STRINGS, byte_level
+
+TOKENIZER = FastTokenizer(byte_level(merges=MERGES))
+CONTROL = TOKENIZER.control
+THOUGHT = [CONTROL["<think>"], *TOKENIZER.encode(["\nthink 👋\n"]), CONTROL["</think>"]]
+ANSWER = [*TOKENIZER.encode(["\n\nWave: 👋🏽 <think"]), CONTROL["<|im_end|>"]]
+REPLY = [*THOUGHT, *ANSWER]
+
+
+def chat(*script: object, template: str = CHATML, context: int = 4096) -> Chat:
+    steps: Script = script or REPLY  # type: ignore[assignment]
+    engine = ScriptedEngine([steps], TOKENIZER.vocabulary, context_length=context)
+    return Chat(engine, TemplateFormat(Template(template), TOKENIZER, STRINGS))
+
+
+def request(**sampling: object) -> Request:
+    return Request((user("Wave!"),), Sampling(**sampling))  # type: ignore[arg-type]
+
+
+async def test_the_stream_of_a_turn() -> None:
+    async with chat().turn(request()) as turn:
+        events = [event async for event in turn]
+    assert isinstance(events[0], Started)
+    kinds = [type(e) for e in events[1:-1]]
+    assert kinds[0] is PhaseOpened
+    assert set(kinds) == {PhaseOpened, ThinkingDelta, AnswerDelta}
+    last = events[-1]
+    assert isinstance(last, Finished)
+    assert last.finish is Finish.END
+    assert last.usage.reply_tokens == len(REPLY)
+    assert last.usage.thinking_tokens == len(THOUGHT) - 1
+
+
+async def test_not_streaming_folds_the_same_stream() -> None:
+    reply = await chat().reply(request())
+    assert reply.message.thinking == "think 👋"
+    assert reply.message.text == "Wave: 👋🏽 <think"
+    assert reply.token_ids == tuple(REPLY)
+
+
+async def test_a_thought_the_template_opens_is_announced_first() -> None:
+    async with chat(*REPLY[1:], template=PREOPENED).turn(request()) as turn:
+        events = [event async for event in turn]
+    assert events[1] == PhaseOpened(Phase.THINKING)
+
+
+async def stopped_after(count: int) -> Reply:
+    """The reply of an engine that falls silent after so many tokens, stopped then."""
+    async with chat(*REPLY[:count], Hold(asyncio.Event())).turn(request()) as turn:
+
+        async def stop() -> None:
+            while len(turn.token_ids) < count:
+                await asyncio.sleep(0)
+            turn.stop()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(stop())
+            async for _ in turn:
+                pass
+        return turn.reply()
+
+
+@pytest.mark.parametrize("count", range(1, len(REPLY)))
+async def test_stop_and_continue_leave_no_seam(count: int) -> None:
+    talk = chat()
+    whole = await talk.reply(request())
+    part = await stopped_after(count)
+    assert part.finish is Finish.STOPPED
+    assert part.token_ids == tuple(REPLY[:count])
+    assert "�" not in part.message.text + part.message.thinking
+    async with talk.continued(part) as turn:
+        events: list[Event] = [event async for event in turn]
+    rest = turn.reply()
+    assert rest.token_ids == whole.token_ids
+    assert rest.message == whole.message
+    assert rest.finish is Finish.END
+    assert len(rest.steps) == len(REPLY) - count
+    assert events
+
+
+async def test_a_reply_cut_for_its_length_gets_as_much_again() -> None:
+    talk = chat()
+    part = await talk.reply(request(max_tokens=3))
+    assert part.finish is Finish.LENGTH
+    async with talk.continued(part) as turn:
+        async for _ in turn:
+            pass
+    assert turn.reply().token_ids == tuple(REPLY[:6])
+
+
+async def test_a_whole_reply_is_not_continued() -> None:
+    talk = chat()
+    whole = await talk.reply(request())
+    with pytest.raises(NothingToContinue):
+        talk.continued(whole)
+
+
+async def test_stop_ends_a_turn_that_is_waiting() -> None:
+    never = asyncio.Event()
+    talk = chat(REPLY[0], Hold(never), *REPLY[1:])
+    async with talk.turn(request()) as turn:
+        events = []
+        async for event in turn:
+            events.append(event)
+            if isinstance(event, PhaseOpened):
+                asyncio.get_running_loop().call_soon(turn.stop)
+    last = events[-1]
+    assert isinstance(last, Finished)
+    assert last.finish is Finish.STOPPED
+    assert turn.token_ids == (REPLY[0],)
+
+
+async def test_leaving_the_turn_ends_the_generation() -> None:
+    talk = chat()
+    async with talk.turn(request()) as turn:
+        async for _ in turn:
+            break
+    engine = talk.engine
+    assert isinstance(engine, ScriptedEngine)
+    assert engine.cancelled == 1
+
+
+async def test_stop_strings_end_the_answer_and_are_not_in_it() -> None:
+    reply = await chat().reply(request(stop=("think",)))
+    assert reply.finish is Finish.STOP_STRING
+    assert reply.folded.finished
+    assert reply.folded.finished.stop == "think"
+    assert reply.message.thinking == "think 👋"
+    assert reply.message.text == "Wave: 👋🏽 <"
+
+
+async def test_a_failing_engine_is_an_error() -> None:
+    with pytest.raises(EngineError):
+        await chat(REPLY[0], Fail()).reply(request())
+
+
+async def test_what_can_not_be_done_is_refused_before_the_engine_is_asked() -> None:
+    with pytest.raises(ContextOverflow, match="context is 10"):
+        await chat(context=10).reply(request())
+    with pytest.raises(BadParameter, match="top_p"):
+        await chat().reply(request(top_p=7.0))
+
+
+async def test_the_same_request_is_the_same_prompt() -> None:
+    talk = chat()
+    first, second = request(), replace(request())
+    assert talk.turn(first).prompt == talk.turn(second).prompt

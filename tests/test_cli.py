@@ -1,0 +1,138 @@
+"""The command line: answers on stdout, the right status, one clear sentence for what went wrong."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from palaver.cli import app
+from tests.models import make_model
+
+SHORT = ("--set", "max_tokens=8", "--set", "seed=1")
+
+
+def run(*arguments: object, input: str = "") -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=input)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = "{'torch', 'transformers', 'tokenizers', 'jinja2', 'numpy', 'huggingface_hub'}"
+    code = f"import sys, palaver.cli; sys.exit(str({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert run("--help").exit_code == 0
+    assert "palaver" in run("--version").output
+
+
+def test_ask_prints_the_answer_on_stdout_and_thinking_on_stderr(tiny_model: Path) -> None:
+    result = run("ask", "Hi", "-m", tiny_model, *SHORT)
+    assert result.exit_code == 0, result.output
+    whole = json.loads(run("ask", "Hi", "-m", tiny_model, *SHORT, "--json").stdout)
+    assert result.stdout == whole["answer"] + "\n"
+    assert whole["finish"] == "length"
+    assert whole["seed"] == 1
+    assert len(whole["token_ids"]) == whole["usage"]["reply_tokens"] == 8
+
+
+def test_ask_takes_the_question_from_a_pipe(tiny_model: Path) -> None:
+    typed = run("ask", "Hi", "-m", tiny_model, *SHORT, "--json")
+    piped = run("ask", "-m", tiny_model, *SHORT, "--json", input="Hi\n")
+    assert json.loads(typed.stdout)["token_ids"] == json.loads(piped.stdout)["token_ids"]
+
+
+def test_ask_completes_text_as_it_is(tiny_model: Path) -> None:
+    result = run("ask", "Once upon", "--raw", "-m", tiny_model, *SHORT, "--json")
+    assert json.loads(result.stdout)["usage"]["prompt_tokens"] == len("Once upon")
+
+
+def test_chat_reads_a_line_a_turn(tiny_model: Path) -> None:
+    result = run(
+        "chat", tiny_model, *SHORT, input="Hi\n\n/continue\n/retry\n//slash\n/help\n/new\nagain\n/quit\nnever\n"
+    )
+    assert result.exit_code == 0, result.output
+    assert "never" not in result.output
+    assert "/continue goes on" in result.stderr
+
+
+def test_a_failing_turn_does_not_end_the_chat(tiny_model: Path) -> None:
+    result = run("chat", tiny_model, *SHORT, input="/continue\n" + "x" * 600 + "\nHi\n")
+    assert result.exit_code == 1
+    assert "no reply to continue" in result.stderr
+    assert "context is 512" in result.stderr
+    assert result.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        (["ask", "Hi", "-m", "nowhere"], 1, "No model 'nowhere'"),
+        (["ask", "Hi", "-m", "../etc/passwd"], 1, "No model"),
+        (["ask", "  "], 2, "empty"),
+        (["ask"], 2, "empty"),
+        (["ask", "Hi", "--set", "top_p=7"], 2, "top_p = 7.0: must be from"),
+        (["ask", "Hi", "--set", "top_p=nan"], 2, "top_p"),
+        (["ask", "Hi", "--set", "seed=1.5"], 2, "whole number"),
+        (["ask", "Hi", "--set", "warmth=1"], 2, "no such setting; known are temperature"),
+        (["ask", "Hi", "--set", "warm"], 2, "name=value"),
+        (["ask", "Hi", "--template", "missing.jinja"], 2, "no such file"),
+        (["ask", "Hi", "--think", "maybe"], 2, "maybe"),
+        (["chat", "a", "--model", "b"], 2, "already given"),
+        (["sing"], 2, "sing"),
+    ],
+)
+def test_bad_requests(arguments: list[str], status: int, sentence: str) -> None:
+    result = run(*arguments)
+    assert sentence in result.stderr
+    assert "Traceback" not in result.output
+    assert result.exit_code == status
+
+
+def _without(folder: Path, pattern: str) -> Path:
+    for path in folder.glob(pattern):
+        path.unlink()
+    return folder
+
+
+def test_bad_models(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    no_weights = _without(make_model(tmp_path / "no-weights"), "*.safetensors")
+    pickled = _without(make_model(tmp_path / "pickled"), "*.safetensors")
+    (pickled / "pytorch_model.bin").write_bytes(pickle.dumps({"weights": [1.0]}))
+    no_template = make_model(tmp_path / "no-template", template=None)
+    raising = make_model(tmp_path / "raising", template="a\n{{ raise_exception('roles must alternate') }}")
+    broken = make_model(tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"not tensors")
+    for folder, sentence in [
+        (empty, "no config.json"),
+        (no_weights, "holds no weights"),
+        (pickled, "pickle"),
+        (no_template, "no chat template"),
+        (raising, "line 2) failed: roles must alternate"),
+        (broken, "broken"),
+    ]:
+        result = run("ask", "Hi", "-m", folder)
+        assert sentence in result.stderr, folder
+        assert result.exit_code == 1
+        assert "Traceback" not in result.output
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_prompt_beyond_the_context_names_both_counts(tiny_model: Path) -> None:
+    result = run("ask", "x" * 600, "-m", tiny_model)
+    assert result.exit_code == 1
+    assert "618 tokens" in result.stderr
+    assert "512" in result.stderr
+
+
+def test_a_template_can_be_given(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", template=None)
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert run("ask", "Hi", "-m", folder, "--template", template, *SHORT).exit_code == 0

@@ -1,0 +1,106 @@
+"""The tracker: the same happenings however the bytes arrive, and nothing said that may still be a marker."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from palaver.phases import Entered, Phase, Phases, Said, Scanner, State, Stopped, Tracker, Trigger
+from tests.pieces import Pieces, cuts
+
+TEXT = Phases(
+    (
+        State(Phase.ANSWER, (Trigger(b"<think>", 1),)),
+        State(Phase.THINKING, (Trigger(b"</think>", 0),)),
+    )
+)
+
+
+def run(pieces: list[bytes], stops: tuple[str, ...] = (), phases: Phases = TEXT) -> list[tuple[str, str]]:
+    """What was said in which phase, neighbours joined."""
+    vocabulary = Pieces()
+    tracker = Tracker(phases, vocabulary, stops)
+    happenings = [h for piece in pieces for h in tracker.feed(vocabulary.add(piece))]
+    happenings += tracker.flush()
+    out: list[tuple[str, str]] = []
+    for happening in happenings:
+        match happening:
+            case Said(state, data):
+                phase = phases.states[state].phase
+                if out and out[-1][0] == phase:
+                    out[-1] = (phase, out[-1][1] + data.decode("latin-1"))
+                else:
+                    out.append((phase, data.decode("latin-1")))
+            case Entered(state, marker):
+                out.append(("entered", marker.decode("latin-1")))
+            case Stopped(stop):
+                out.append(("stopped", stop))
+    return out
+
+
+def test_markers_in_plain_text_change_the_phase_and_are_not_said() -> None:
+    assert run([b"a<think>b</think>c"]) == [
+        ("answer", "a"),
+        ("entered", "<think>"),
+        ("thinking", "b"),
+        ("entered", "</think>"),
+        ("answer", "c"),
+    ]
+
+
+@given(st.data())
+def test_the_cut_makes_no_difference(data: st.DataObject) -> None:
+    text = data.draw(st.lists(st.sampled_from(["<think>", "</think>", "<th", "x", "</", "STOP", "ST", "é"]))) or [""]
+    whole = "".join(text).encode()
+    stops = data.draw(st.sampled_from([(), ("STOP",), ("x", "STO")]))
+    assert run(data.draw(cuts(whole)), stops) == run([whole], stops)
+
+
+def test_a_half_marker_is_held_back_and_let_go_when_it_turns_out_to_be_text() -> None:
+    vocabulary = Pieces()
+    tracker = Tracker(TEXT, vocabulary)
+    assert tracker.feed(vocabulary.add(b"1 <thi")) == [Said(0, b"1 ")]
+    assert tracker.feed(vocabulary.add(b"s")) == [Said(0, b"<this")]
+
+
+def test_a_token_marker_is_no_text_and_the_same_letters_are() -> None:
+    phases = Phases((State(Phase.ANSWER, (Trigger(0, 1),)), State(Phase.THINKING, (Trigger(1, 0),))))
+    tracker = Tracker(phases, [b"<think>", b"</think>", b"<", b"think>"])
+    assert tracker.feed(2) + tracker.feed(3) == [Said(0, b"<"), Said(0, b"think>")]
+    assert tracker.feed(0) == [Entered(1, b"<think>")]
+    assert tracker.feed(3) == [Said(1, b"think>")]
+
+
+def test_stop_strings_count_in_the_answer_only() -> None:
+    assert run([b"<think>STOP</think>go STOP on"], ("STOP",))[-2:] == [("answer", "go "), ("stopped", "STOP")]
+
+
+def test_nothing_is_said_after_the_end() -> None:
+    phases = Phases((State(Phase.ANSWER),), ends=frozenset({0}))
+    tracker = Tracker(phases, [b"<end>", b"x"])
+    assert [tracker.feed(1), tracker.feed(0), tracker.feed(1)] == [[Said(0, b"x")], [], []]
+    assert tracker.ended
+
+
+def test_hidden_tokens_are_not_text() -> None:
+    tracker = Tracker(Phases((State(Phase.ANSWER),), hidden=frozenset({0})), [b"<pad>", b"x"])
+    assert [tracker.feed(0), tracker.feed(1)] == [[], [Said(0, b"x")]]
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4), st.text("abc", max_size=30), st.data())
+def test_the_scanner_finds_what_a_whole_search_finds(patterns: list[str], text: str, data: st.DataObject) -> None:
+    keys = [p.encode() for p in patterns]
+    found = [(text.find(p), -len(p), p) for p in patterns if p in text]
+    expected = min(found)[2].encode() if found else None
+    scanner = Scanner(keys)
+    said, met = b"", None
+    for piece in data.draw(cuts(text.encode())):
+        released, met, _ = scanner.feed(piece)
+        said += released
+        if met:
+            break
+    if met is None:
+        released, met, _ = scanner.end()
+        said += released
+    assert met == expected
+    assert said == (text.encode() if met is None else text.encode()[: text.find(met.decode())])
