@@ -104,3 +104,49 @@ def test_the_scanner_finds_what_a_whole_search_finds(patterns: list[str], text: 
         said += released
     assert met == expected
     assert said == (text.encode() if met is None else text.encode()[: text.find(met.decode())])
+
+
+QUOTED = Phases((State(Phase.ANSWER, (Trigger(b"</c>", 1),), quotes=b'"'), State(Phase.THINKING)))
+
+
+@given(st.data())
+def test_a_marker_inside_quotation_marks_is_text(data: st.DataObject) -> None:
+    whole = b'{"a": "</c> \\" </c>"} < </c>done'
+    assert run(data.draw(cuts(whole)), phases=QUOTED) == [
+        ("answer", '{"a": "</c> \\" </c>"} < '),
+        ("entered", "</c>"),
+        ("thinking", "done"),
+    ]
+
+
+FRESH = Phases(
+    (
+        State(Phase.ANSWER, (Trigger(b"<think>", 1), Trigger(b"A:", 3)), other=2),
+        State(Phase.THINKING, (Trigger(b"</think>", 0),)),
+        State(Phase.ANSWER),
+        State(Phase.CONTROL, (Trigger(b"go", 1),), other=2),
+    )
+)
+
+
+@given(st.data())
+def test_a_marker_counts_only_where_the_state_knows_it(data: st.DataObject) -> None:
+    whole = b" <think>x</think>\n y <think> z"
+    assert run(data.draw(cuts(whole)), phases=FRESH) == [
+        ("answer", " "),
+        ("entered", "<think>"),
+        ("thinking", "x"),
+        ("entered", "</think>"),
+        ("answer", "\n y <think> z"),
+    ]
+
+
+@given(st.data())
+def test_a_chain_that_breaks_off_leads_to_the_text(data: st.DataObject) -> None:
+    assert run(data.draw(cuts(b"A: go x")), phases=FRESH)[-2:] == [("entered", "go"), ("thinking", " x")]
+    assert run(data.draw(cuts(b"A: gx")), phases=FRESH) == [
+        ("entered", "A:"),
+        ("control", " "),
+        ("entered", ""),
+        ("answer", "gx"),
+    ]

@@ -39,6 +39,12 @@ class State:
     triggers: tuple[Trigger, ...] = ()
     closing: tuple[int, ...] = ()
     """Token ids that lead from here to the answer, as the model itself would write them."""
+    other: int | None = None
+    """Where visible text that is no marker leads; it is said there. None: it is said here."""
+    quotes: bytes = b""
+    """The quotation marks inside which the bytes of a marker are text."""
+    slot: str = ""
+    """What the text said here is to the reader of the format; the engine does not ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ PLAIN = Phases(states=(State(Phase.ANSWER),))
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """The reply is in `state` now; `marker` are the bytes that led there."""
+    """The reply is in `state` now; `marker` are the bytes that led there, none where text that is no marker did."""
 
     state: int
     marker: bytes
@@ -97,11 +103,11 @@ class Scanner:
         text = self.held + data
         self.held = b""
         at, pattern = self._find(text)
-        if pattern is not None and not self._may_grow(text[at:], pattern):
+        start = len(text) - self._hold(text)
+        if pattern is not None and at < start:
             return text[:at], pattern, text[at + len(pattern) :]
-        keep = at if pattern is not None else len(text) - self._hold(text)
-        self.held = text[keep:]
-        return text[:keep], None, b""
+        self.held = text[start:]
+        return text[:start], None, b""
 
     def end(self) -> tuple[bytes, bytes | None, bytes]:
         """As `feed`, now that nothing more comes: what might have grown into a longer match no longer does."""
@@ -117,9 +123,6 @@ class Scanner:
                 best, found = at, pattern
         return best, found
 
-    def _may_grow(self, text: bytes, pattern: bytes) -> bool:
-        return any(len(p) > len(text) and len(p) > len(pattern) and p.startswith(text) for p in self.patterns)
-
     def _hold(self, text: bytes) -> int:
         """How many bytes at the end may still become a pattern."""
         longest = min(len(text), len(self.patterns[0]) - 1)
@@ -128,6 +131,37 @@ class Scanner:
             if any(p.startswith(tail) for p in self.patterns if len(p) > size):
                 return size
         return 0
+
+
+class _Quoting:
+    """Whether a place in the text lies inside quotation marks."""
+
+    def __init__(self, marks: bytes) -> None:
+        self._marks = marks
+        self._open = b""
+        self._escaped = False
+
+    def plain(self, data: bytes) -> tuple[bytes, bytes]:
+        """What comes before the next quotation mark, and the rest from the mark on."""
+        at = min((at for mark in self._marks if (at := data.find(mark)) >= 0), default=len(data))
+        return data[:at], data[at:]
+
+    def take(self, data: bytes) -> tuple[bytes, bytes]:
+        """The quoted text that the data begins with, and the rest."""
+        if not self._open:
+            if not self._marks or data[:1] not in self._marks:
+                return b"", data
+            self._open = data[:1]
+            return data[:1], data[1:]
+        for at in range(len(data)):
+            if self._escaped:
+                self._escaped = False
+            elif data[at : at + 1] == b"\\":
+                self._escaped = True
+            elif data[at : at + 1] == self._open:
+                self._open = b""
+                return data[: at + 1], data[at + 1 :]
+        return data, b""
 
 
 class Tracker:
@@ -172,6 +206,7 @@ class Tracker:
         self._by_id = {t.marker: t for t in here.triggers if isinstance(t.marker, int)}
         self._by_bytes = {t.marker: t for t in here.triggers if isinstance(t.marker, bytes)}
         self._markers = Scanner(self._by_bytes)
+        self._quoting = _Quoting(here.quotes)
         self._stop_scanner = Scanner(self._stops if here.phase is Phase.ANSWER else ())
         if here.phase is Phase.END:
             self.ended = True
@@ -184,16 +219,53 @@ class Tracker:
         return [entered, *self._say(marker + rest if trigger.keep else rest)]
 
     def _say(self, data: bytes) -> list[Happening]:
-        if not data:
-            return []
-        said, marker, rest = self._markers.feed(data)
-        return self._met(self._stop_or_say(*self._stop_scanner.feed(said)), marker, rest)
+        """Looks for markers outside of quotation marks and says the rest."""
+        out: list[Happening] = []
+        while data and not self.ended:
+            quoted, data = self._quoting.take(data)
+            if quoted:
+                out += self._stop_or_say(*self._stop_scanner.feed(self._markers.end()[0] + quoted))
+                continue
+            plain, data = self._quoting.plain(data)
+            said, marker, rest = self._markers.feed(plain)
+            if self._leads_away(said):
+                return [*out, *self._lead_away(said, (marker or b"") + rest + self._markers.held + data)]
+            out += self._stop_or_say(*self._stop_scanner.feed(said))
+            if marker is not None and not self.ended:
+                return self._met(out, marker, rest + data)
+        return out
+
+    def _leads_away(self, said: bytes) -> bool:
+        return self._phases.states[self.state].other is not None and bool(said.strip())
+
+    def _lead_away(self, said: bytes, rest: bytes) -> list[Happening]:
+        """White space is said here, all from the first visible byte on where such text leads."""
+        other = self._phases.states[self.state].other
+        assert other is not None
+        visible = said.lstrip()
+        out = self._stop_or_say(*self._stop_scanner.feed(said[: len(said) - len(visible)]))
+        return out if self.ended else [*out, *self._go_on_in(other, visible + rest)]
+
+    def _go_on_in(self, other: int, data: bytes) -> list[Happening]:
+        """Within the same phase nothing is entered and a stop string may span both states."""
+        if self._phases.states[other].phase is self.phase:
+            held = self._stop_scanner.held
+            self._enter(other)
+            self._stop_scanner.held = held
+            return self._say(data)
+        out = self._release_stop()
+        if self.ended:
+            return out
+        self._enter(other)
+        return [*out, Entered(other, b""), *self._say(data)]
 
     def _release(self) -> list[Happening]:
         """Says what is held back; a marker that might have grown into a longer one is followed."""
         if self.ended:
             return []
         said, marker, rest = self._markers.end()
+        if self._leads_away(said):
+            return [*self._lead_away(said, (marker or b"") + rest), *self._release()]
         out = self._met(self._stop_or_say(*self._stop_scanner.feed(said)), marker, rest)
         return [*out, *(self._release() if marker else self._release_stop())]
 
