@@ -168,7 +168,12 @@ class Chat:
             raise ContextOverflow(len(prompt), limit)
         phases = replace(prompt.phases, ends=prompt.phases.ends | self.engine.info.end_ids)
         prompt = replace(prompt, phases=phases)
-        return Turn(request, prompt, self.format.reader(prompt, request.sampling.stop), self.engine)
+        return Turn(
+            request,
+            prompt,
+            self.format.reader(prompt, request.sampling.stop, request.tools, request.options),
+            self.engine,
+        )
 
     def continued(self, reply: Reply) -> Turn:
         """Goes on with a stopped reply, token for token as if it had not been stopped.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from palaver.errors import BadParameter, EmptyMessage, NoMessages
 from palaver.formats.options import Options
-from palaver.formats.reader import Reader
+from palaver.formats.reader import Reader, Reading
 from palaver.formats.tokenizer import FastTokenizer
 from palaver.generation import Prompt
 from palaver.messages import Message, Role, Tool
@@ -23,6 +23,7 @@ class Completion:
         tools: Sequence[Tool] = (),
         options: Options = Options(),  # noqa: B008 - frozen
         reply_so_far: Sequence[int] = (),
+        begun: Message | None = None,
     ) -> Prompt:
         if options.thinking is not None or tools:
             raise BadParameter("raw", "on", "text is completed as it is: no thinking switch, no tools")
@@ -35,7 +36,14 @@ class Completion:
             raise EmptyMessage
         ids = self._tokenizer.encode((*self._tokenizer.prefix, text))
         phases = Phases((State(Phase.ANSWER),), hidden=self._tokenizer.special_ids)
-        return Prompt(tuple(ids), tuple(reply_so_far), phases)
+        reply = tuple(reply_so_far) or tuple(self._tokenizer.encode([begun.text] if begun else []))
+        return Prompt(tuple(ids), reply, phases)
 
-    def reader(self, prompt: Prompt, stops: Sequence[str] = ()) -> Reader:
-        return Reader(prompt, self._tokenizer.vocabulary, stops)
+    def reader(
+        self,
+        prompt: Prompt,
+        stops: Sequence[str] = (),
+        tools: Sequence[Tool] = (),
+        options: Options = Options(),  # noqa: B008 - frozen
+    ) -> Reader:
+        return Reader(prompt, self._tokenizer.vocabulary, Reading(stops))

@@ -5,21 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from palaver.formats.calls.syntaxes import CallSyntax
+from palaver.formats.markers import CONTROL_LIKE, parts
+
 
 @dataclass(frozen=True, slots=True)
-class ThinkingMarkers:
-    """`opening` and `closing` are what the model writes around a thought, white space included;
-    `opener` and `closer` are the markers alone."""
+class ThinkingFacts:
+    """`opening` and `closing` are what the model writes around a thought, white space included."""
 
-    opener: str
-    closer: str
     opening: str
     closing: str
+    by_convention: bool = False
+    """Nothing in the template shows it; most models that think write it so."""
+
+    @property
+    def opener(self) -> str:
+        return self.opening.strip()
+
+    @property
+    def closer(self) -> str:
+        """The marker alone: what comes behind it in the closing opens the answer."""
+        found = parts(self.closing)
+        first = next((place for place, part in enumerate(found) if CONTROL_LIKE.fullmatch(part)), None)
+        return self.closing.strip() if first is None else " ".join(found[: first + 1])
 
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """The template variable that turns thinking on and off."""
+    """The template variable that turns thinking on and off, and the values it takes for it."""
 
     variable: str
     on: Any
@@ -34,10 +47,28 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
+    header: str = ""
+    """What opens the assistant's turn, without anything of the reply."""
     reasoning_field: str | None = None
-    """The name under which the template takes a message's thinking."""
-    thinking: ThinkingMarkers | None = None
+    """The name under which the template takes a message's thinking; `content` for typed parts."""
+    thinking: ThinkingFacts | None = None
     switch: Switch | None = None
+    keeps_thinking: bool = False
+    """Whether the thinking of earlier turns stays in the prompt."""
+    answer_opening: str = ""
+    """What the model writes before an answer beside a closed thought."""
+    answer_closing: str = ""
     turn_ends: tuple[str, ...] = ()
-    """The control strings that end the assistant's turn."""
+    """The strings that end the assistant's turn."""
+    calls: CallSyntax | None = None
+    space_before_calls: str = ""
+    """Between an answer and the calls behind it."""
+    space_after_thought: str = ""
+    """Between a closed thought and the calls behind it."""
+    no_tools: str = "null"
+    """How the template wants to be told that there are no tools: null, empty or absent."""
+    asks_for: tuple[str, ...] = ()
+    """Variables it asks for beside those that every template gets."""
+    arguments_as_text: bool = False
+    """Whether the template wants a call's arguments as JSON text instead of an object."""
     evidence: tuple[Evidence, ...] = field(default=())

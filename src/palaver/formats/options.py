@@ -1,4 +1,4 @@
-"""What a person may choose about the rendering of one turn."""
+"""What may be chosen about the rendering and reading of one turn."""
 
 from __future__ import annotations
 
@@ -15,3 +15,11 @@ class Options:
     variables: Mapping[str, Any] = field(default_factory=dict)
     now: datetime | None = None
     """The time a template that asks for it is told; fixed for a conversation, so that caches hit."""
+    calls: bool = True
+    """Whether tools may be called; without, markup of calls is text."""
+    response_prefix: str = ""
+    """The reply's own first words, markers and all."""
+    unsplit: bool = False
+    """Thinking stays in the answer, as the model wrote it."""
+    json_answer: bool = False
+    """The answer is to be JSON: a code fence around it is no part of it."""

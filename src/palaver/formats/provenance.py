@@ -36,10 +36,14 @@ class Fence:
         if isinstance(value, str):
             return self._guard_text(value, mark)
         if isinstance(value, Mapping):
-            return {self._guard(key, mark): self._guard(item, mark) for key, item in value.items()}
+            return {self._guard_key(key, mark): self._guard(item, mark) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._guard(item, mark) for item in value]
         return value
+
+    def _guard_key(self, key: Any, mark: str) -> Any:
+        """A key is guarded only where it spells a whole control string: templates ask for keys by their names."""
+        return self.whole.sub(lambda match: match[0] + mark, key) if self.whole and isinstance(key, str) else key
 
     def _guard_text(self, text: str, mark: str) -> str:
         if self.whole is None or not text:

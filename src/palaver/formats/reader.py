@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from palaver.events import AnswerDelta, PhaseOpened, ReadEvent, ThinkingDelta
+from palaver.events import AnswerDelta, Notice, PhaseOpened, ReadEvent, ThinkingDelta
+from palaver.formats.calls.opened import CallReader, OpenedCalls
+from palaver.formats.fences import Unfenced
+from palaver.formats.headers import ELSEWHERE, HEADER
+from palaver.formats.markers import looks_special
 from palaver.generation import Prompt
-from palaver.phases import Entered, Happening, Phase, Said, Stopped, Tracker, Vocabulary
+from palaver.messages import Tool
+from palaver.phases import Entered, Happening, Phase, Said, State, Stopped, Tracker, Vocabulary
+
+Calls = Callable[[OpenedCalls], CallReader]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a reply is to be read."""
+
+    stops: Sequence[str] = ()
+    tools: Sequence[Tool] = ()
+    calls: Calls | None = None
+    unsplit: bool = False
+    """Thinking stays in the answer as the model wrote it; `opening` is what the prompt wrote of it."""
+    opening: str = ""
+    unfenced: bool = False
+    """The answer is JSON: a code fence around it is no part of it."""
 
 
 class Reader:
     """Reads one reply. The events depend on the tokens alone, not on how they arrive."""
 
-    def __init__(self, prompt: Prompt, vocabulary: Vocabulary, stops: Sequence[str] = ()) -> None:
+    def __init__(self, prompt: Prompt, vocabulary: Vocabulary, reading: Reading = Reading()) -> None:  # noqa: B008
         self._prompt = prompt
-        self._tracker = Tracker(prompt.phases, vocabulary, stops)
-        self._block = _Block(prompt.phases.opens_in, after_thought=False)
+        self._reading = reading
+        self._states = prompt.phases.states
+        self._tracker = Tracker(prompt.phases, vocabulary, reading.stops)
+        self._opened = OpenedCalls(prompt.context_ids, reading.tools)
+        self._block = self._new_block(prompt.phases.opens_in)
+        self._region: _Region | None = None
+        self._pending: list[bytes] = []
         self._thought = False
         self.thinking_tokens = 0
 
@@ -26,8 +53,11 @@ class Reader:
 
     def open(self) -> list[ReadEvent]:
         """What is known before the first token: the phase the reply opens in, and all it has said so far."""
-        opened = self._opened(self._block.phase)
-        return [*opened, *(event for token_id in self._prompt.reply_ids for event in self.feed(token_id))]
+        events: list[ReadEvent] = []
+        if self.phase is Phase.THINKING:
+            self._thought = self._reading.unsplit
+            events = self._block.say(self._reading.opening.encode()) if self._reading.unsplit else self._announce()
+        return [*events, *(event for token_id in self._prompt.reply_ids for event in self.feed(token_id))]
 
     def feed(self, token_id: int) -> list[ReadEvent]:
         self.thinking_tokens += self.phase is Phase.THINKING
@@ -36,60 +66,190 @@ class Reader:
     def close(self) -> list[ReadEvent]:
         """What was held back, now that nothing more comes."""
         events = self._read(self._tracker.flush())
+        if self._states[self._tracker.state].slot not in (HEADER, ELSEWHERE):
+            events += self._block.say(self._let_go())
+        if self._region is not None:
+            events += self._region.cut()
         return [*events, *self._block.close()]
 
     def _read(self, happenings: Iterable[Happening]) -> list[ReadEvent]:
         events: list[ReadEvent] = []
         for happening in happenings:
             match happening:
-                case Said(_, data):
-                    events += self._block.say(data)
-                case Entered(state, _):
-                    events += self._enter(self._prompt.phases.states[state].phase)
+                case Said(state, data):
+                    events += self._say(self._states[state], data)
+                case Entered(state, marker):
+                    events += self._enter(self._states[state], marker)
                 case Stopped():
                     pass
         return events
 
-    def _enter(self, phase: Phase) -> list[ReadEvent]:
-        """White space before a marker belongs to the marker, so what the last block held back is let go."""
-        if self._block.phase is Phase.THINKING:
-            self._thought = True
-        self._block = _Block(phase, after_thought=self._thought)
-        return self._opened(phase)
+    def _say(self, state: State, data: bytes) -> list[ReadEvent]:
+        if state.phase is Phase.TOOL_CALL:
+            assert self._region is not None
+            return self._region.say(state.slot, data)
+        if state.slot == ELSEWHERE:
+            return [Notice(f"The model wrote to somebody who is not here: {data.decode('utf-8', 'replace')}")]
+        if state.phase is Phase.CONTROL:
+            self._pending.append(data)
+            return []
+        return self._block.say(data)
 
-    def _opened(self, phase: Phase) -> list[ReadEvent]:
-        """An answer is announced by its first visible character: until then the model may still think."""
-        return [PhaseOpened(phase)] if phase is Phase.THINKING else []
+    def _enter(self, state: State, marker: bytes) -> list[ReadEvent]:
+        match state.phase:
+            case Phase.CONTROL:
+                return self._enter_control(marker)
+            case Phase.TOOL_CALL:
+                return self._enter_call(state, marker)
+            case _:
+                return self._enter_text(state.phase, marker)
+
+    def _enter_control(self, marker: bytes) -> list[ReadEvent]:
+        if self._reading.unsplit and self._thought:
+            self._thought = False
+            return self._block.say(marker)
+        self._pending.append(marker)
+        return []
+
+    def _enter_call(self, state: State, marker: bytes) -> list[ReadEvent]:
+        raw, self._pending = b"".join(self._pending) + marker, []
+        if self._region is None:
+            assert self._reading.calls is not None
+            self._region = _Region(self._reading.calls(self._opened), self._opened)
+        return self._region.enter(state.slot, raw)
+
+    def _enter_text(self, phase: Phase, marker: bytes) -> list[ReadEvent]:
+        """A chain of markers that broke off was text; one that did not led to a new phase."""
+        if not marker and phase is self._block.phase and self._region is None:
+            return self._block.say(self._let_go())
+        events, called = self._leave_calls(marker)
+        pending, self._pending = b"".join(self._pending) + marker, []
+        if self._reading.unsplit:
+            return [*events, *self._pass_unsplit(phase, pending)]
+        if events and not called:
+            return events if phase is self._block.phase else [*events, *self._open_block(phase, False)]
+        return [*events, *self._open_block(phase, called)]
+
+    def _open_block(self, phase: Phase, after_call: bool) -> list[ReadEvent]:
+        """White space before a marker belongs to the marker, so what the last block held back is let go."""
+        same = phase is self._block.phase and not after_call and not self._block.begun
+        self._thought = self._thought or self._block.phase is Phase.THINKING or after_call
+        if same and phase is Phase.ANSWER:
+            return []
+        self._block = self._new_block(phase)
+        return [] if phase is not Phase.THINKING or after_call else self._announce()
+
+    def _pass_unsplit(self, phase: Phase, marker: bytes) -> list[ReadEvent]:
+        """The markers of a thought are text here, those of anything else are not."""
+        thinks, thought = phase is Phase.THINKING, self._thought
+        self._thought = thinks
+        return self._block.say(marker) if thinks or thought else []
+
+    def _leave_calls(self, marker: bytes) -> tuple[list[ReadEvent], bool]:
+        """What is left of the calls; what was none is text again."""
+        region, self._region = self._region, None
+        if region is None:
+            return [], False
+        events = region.leave()
+        if region.recognised:
+            return events, True
+        raw = region.raw + b"".join(self._pending) + marker
+        self._pending = []
+        text = raw.decode("utf-8", "replace").strip()
+        notice = Notice("The model wrote what looks like a tool call but can't be read as one; it is shown as text.")
+        return [*events, notice, *self._block.say(text.encode())], False
+
+    def _let_go(self) -> bytes:
+        """The text of a chain of markers that broke off; what nobody means as text stays out of it."""
+        pending, self._pending = self._pending, []
+        return b"".join(p for p in pending if not looks_special(p.decode("utf-8", "replace")))
+
+    def _announce(self) -> list[ReadEvent]:
+        self._block.begun_by_marker = True
+        return [PhaseOpened(Phase.THINKING)]
+
+    def _new_block(self, phase: Phase) -> _Block:
+        if self._reading.unsplit:
+            phase = Phase.ANSWER
+        trims = phase is Phase.THINKING or getattr(self, "_thought", False)
+        return _Block(phase, trims, Unfenced() if self._reading.unfenced and phase is Phase.ANSWER else None)
+
+
+class _Region:
+    """A stretch of the reply in which tools are called."""
+
+    def __init__(self, calls: CallReader, opened: OpenedCalls) -> None:
+        self._calls = calls
+        self._opened = opened
+        self._before = opened.count
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._announced = False
+        self.raw = b""
+
+    @property
+    def recognised(self) -> bool:
+        return self._opened.count > self._before
+
+    def enter(self, slot: str, marker: bytes) -> list[ReadEvent]:
+        self.raw += marker
+        return self._told(self._calls.enter(slot))
+
+    def say(self, slot: str, data: bytes) -> list[ReadEvent]:
+        self.raw += data
+        return self._told(self._calls.say(slot, self._decoder.decode(data)))
+
+    def leave(self) -> list[ReadEvent]:
+        return self._told(self._calls.leave())
+
+    def cut(self) -> list[ReadEvent]:
+        """The reply stops inside the calls: what could not be read as a call yet is told as it is."""
+        events = self._told(self._calls.cut())
+        if self.recognised:
+            return events
+        text = self.raw.decode("utf-8", "replace")
+        return [*events, Notice(f"The reply stopped inside of a tool call: {text}")]
+
+    def _told(self, events: list[ReadEvent]) -> list[ReadEvent]:
+        if not events or self._announced:
+            return events
+        self._announced = True
+        return [PhaseOpened(Phase.TOOL_CALL), *events]
 
 
 class _Block:
     """The text of one phase: whole characters, and white space held back until something follows it."""
 
-    def __init__(self, phase: Phase, after_thought: bool) -> None:
+    def __init__(self, phase: Phase, trims: bool, unfenced: Unfenced | None = None) -> None:
         self.phase = phase
-        self._trims = phase is Phase.THINKING or after_thought
+        self._trims = trims
+        self._unfenced = unfenced
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._space = ""
-        self._begun = False
+        self.begun = False
+        self.begun_by_marker = False
 
     def say(self, data: bytes) -> list[ReadEvent]:
-        text = self._space + self._decoder.decode(data)
+        text = self._decoder.decode(data)
+        if self._unfenced is not None:
+            text = self._unfenced.feed(text)
+        text = self._space + text
         shown = text.rstrip()
         self._space = text[len(shown) :]
         return self._emit(shown)
 
     def close(self) -> list[ReadEvent]:
         """Trailing white space is part of what was said; of nothing but white space nothing is told."""
-        space, self._space = self._space, ""
-        return self._emit(space) if self._begun else []
+        rest = self._unfenced.end() if self._unfenced is not None else ""
+        space, self._space = self._space + rest, ""
+        return self._emit(space) if self.begun or space.strip() else []
 
     def _emit(self, text: str) -> list[ReadEvent]:
         if not text:
             return []
-        if self._begun:
+        if self.begun:
             return [self._delta(text)]
-        self._begun = True
-        opened: list[ReadEvent] = [PhaseOpened(self.phase)] if self.phase is Phase.ANSWER else []
+        self.begun = True
+        opened: list[ReadEvent] = [] if self.begun_by_marker else [PhaseOpened(self.phase)]
         return [*opened, self._delta(self._first(text))]
 
     def _first(self, text: str) -> str:

@@ -5,33 +5,45 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from palaver.errors import BadParameter, EmptyMessage, NoMessages, TemplateError, UnsupportedContent
-from palaver.formats.facts import Facts
+from palaver.formats.anatomy import Anatomy
+from palaver.formats.calls import syntaxes
+from palaver.formats.facts import Facts, ThinkingFacts
 from palaver.formats.learning import learn
+from palaver.formats.markers import CONTROL_LIKE
 from palaver.formats.options import Options
+from palaver.formats.probes import tool_variables
 from palaver.formats.provenance import Fence
-from palaver.formats.reader import Reader
+from palaver.formats.reader import Reader, Reading
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import Run, Tokenizer
+from palaver.formats.writing import begun_reply
 from palaver.generation import Prompt
 from palaver.messages import Message, Role, Text, Thinking, Tool, ToolCall, ToolResult
-from palaver.phases import Phase, Phases, State, Trigger
-
-_ANSWERING, _THINKING = 0, 1
+from palaver.phases import Phase
 
 
 class TemplateFormat:
     """How one model talks."""
 
-    def __init__(self, template: Template, tokenizer: Tokenizer, strings: Mapping[str, str]) -> None:
+    def __init__(
+        self, template: Template, tokenizer: Tokenizer, strings: Mapping[str, str], facts: Facts | None = None
+    ) -> None:
         self._template = template
         self._tokenizer = tokenizer
         self._strings = strings
-        self.facts: Facts = learn(template, strings, tokenizer.control)
+        self.facts: Facts = facts or learn(template, strings, tokenizer.control)
+        self._anatomy = Anatomy(self.facts, tokenizer.control, tokenizer.special_ids)
+
+    def with_thinking(self, thinking: ThinkingFacts) -> TemplateFormat:
+        """The same format for a model known to think, though its template does not show it."""
+        facts = replace(self.facts, thinking=thinking)
+        return TemplateFormat(self._template, self._tokenizer, self._strings, facts)
 
     def render(
         self,
@@ -39,25 +51,58 @@ class TemplateFormat:
         tools: Sequence[Tool] = (),
         options: Options = Options(),  # noqa: B008 - frozen
         reply_so_far: Sequence[int] = (),
+        begun: Message | None = None,
     ) -> Prompt:
-        """The prompt for the assistant's next turn. Depends on its arguments alone."""
+        """The prompt for the assistant's next turn. Depends on its arguments alone.
+
+        A reply that has been begun is given by its token ids, or as a message where there is only text.
+        """
         _check(messages)
-        said = {"messages": [self._message(m) for m in messages], "tools": _schemas(tools) or None}
+        said = {"messages": [self._message(m) for m in messages], **tool_variables(self.facts, _schemas(tools))}
         guarded = self._fence.guard({**said, **options.variables})
-        given = {**self._strings, **guarded.value, **self._thinking(options)}
+        given = {**self._strings, **guarded.value, **self._thinking(options), **self._dates(options)}
         text = self._template.render({**given, "add_generation_prompt": True}, options.now)
         opens_in = self._opens_in(text, self._closed(given, options.now))
         ids = self._tokenizer.encode(self._runs(text, guarded.mark))
-        return Prompt(tuple(ids), tuple(reply_so_far), self._phases(opens_in))
+        phases = self._anatomy.phases(opens_in, bool(tools) and options.calls, self._closing_ids)
+        reply = tuple(reply_so_far) or self._begun(begun, options, opens_in)
+        return Prompt(tuple(ids), reply, phases)
 
-    def reader(self, prompt: Prompt, stops: Sequence[str] = ()) -> Reader:
-        return Reader(prompt, self._tokenizer.vocabulary, stops)
+    def reader(
+        self,
+        prompt: Prompt,
+        stops: Sequence[str] = (),
+        tools: Sequence[Tool] = (),
+        options: Options = Options(),  # noqa: B008 - frozen
+    ) -> Reader:
+        calls = partial(syntaxes.reader, self.facts.calls) if self.facts.calls is not None else None
+        opening = self.facts.thinking.opening if self.facts.thinking else ""
+        reading = Reading(stops, tools, calls, options.unsplit, opening, options.json_answer)
+        return Reader(prompt, self._tokenizer.vocabulary, reading)
 
     @cached_property
     def _fence(self) -> Fence:
         """What no content may spell as more than text: the tokenizer's own tokens and the format's markers."""
-        markers = self.facts.thinking
-        return Fence([*self._tokenizer.control, *((markers.opener, markers.closer) if markers else ())])
+        thinking = self.facts.thinking
+        markers = CONTROL_LIKE.findall(thinking.opener + thinking.closer) if thinking else ()
+        return Fence([*self._tokenizer.control, *markers])
+
+    @cached_property
+    def _closing_ids(self) -> tuple[int, ...]:
+        thinking = self.facts.thinking
+        return tuple(self._tokenizer.encode(self._runs(thinking.closing))) if thinking else ()
+
+    def _begun(self, message: Message | None, options: Options, opens_in: Phase) -> tuple[int, ...]:
+        """The ids of a reply of which only the text is known; control text in it stays text."""
+        prefix = tuple(self._tokenizer.encode(self._runs(options.response_prefix)))
+        if message is None:
+            return prefix
+        guarded = self._fence.guard([_parts(part) for part in message.parts])
+        safe = Message(
+            message.role, tuple(_with_parts(p, v) for p, v in zip(message.parts, guarded.value, strict=True))
+        )
+        text = begun_reply(self.facts, safe, opens_in)
+        return (*self._tokenizer.encode(self._runs(text, guarded.mark)), *prefix)
 
     def _thinking(self, options: Options) -> dict[str, Any]:
         if options.thinking is None:
@@ -68,6 +113,12 @@ class TemplateFormat:
             raise BadParameter("think", wanted, "this model's chat template has no switch for thinking")
         return {switch.variable: switch.on if options.thinking else switch.off}
 
+    def _dates(self, options: Options) -> dict[str, Any]:
+        """Some templates ask for the day by a variable instead of a function."""
+        day = options.now or datetime(2024, 1, 1)
+        known = {"datetime": day.strftime("%b %d %Y %H:%M:%S GMT"), "date_string": day.strftime("%d %b %Y")}
+        return {name: known[name] for name in self.facts.asks_for if name in known}
+
     def _closed(self, given: Mapping[str, Any], now: datetime | None) -> str:
         try:
             return self._template.render({**given, "add_generation_prompt": False}, now)
@@ -75,12 +126,14 @@ class TemplateFormat:
             return ""
 
     def _opens_in(self, text: str, closed: str) -> Phase:
-        """Only what the template itself added as the reply's opening is looked at."""
-        markers = self.facts.thinking
+        """Only what the template itself wrote as the reply's opening is looked at."""
+        thinking = self.facts.thinking
+        if thinking is None:
+            return Phase.ANSWER
         opening = text[len(closed) :] if closed and text.startswith(closed) else ""
-        if markers and opening.rfind(markers.opener) > opening.rfind(markers.closer):
-            return Phase.THINKING
-        return Phase.ANSWER
+        if not opening:  # a template that always writes the opening
+            opening = text[text.rfind(self.facts.header) :] if self.facts.header else ""
+        return Phase.THINKING if opening.rfind(thinking.opener) > opening.rfind(thinking.closer) else Phase.ANSWER
 
     def _runs(self, text: str, mark: str = "") -> Iterator[Run]:
         """The text parted into control tokens and the runs between them, without the marks."""
@@ -99,36 +152,21 @@ class TemplateFormat:
         longest_first = sorted(self._tokenizer.control, key=lambda text: (-len(text), text))
         return re.compile("|".join(map(re.escape, longest_first)))
 
-    def _phases(self, opens_in: Phase) -> Phases:
-        ends = frozenset(i for text in self.facts.turn_ends if (i := self._tokenizer.control.get(text)) is not None)
-        markers = self.facts.thinking
-        if markers is None:
-            return Phases((State(Phase.ANSWER),), ends=ends, hidden=self._tokenizer.special_ids)
-        closing = tuple(self._tokenizer.encode(self._runs(markers.closing)))
-        states = (
-            State(Phase.ANSWER, (Trigger(self._marker(markers.opener), _THINKING),)),
-            State(Phase.THINKING, (Trigger(self._marker(markers.closer), _ANSWERING),), closing),
-        )
-        start = _THINKING if opens_in is Phase.THINKING else _ANSWERING
-        return Phases(states, start, ends, self._tokenizer.special_ids)
-
-    def _marker(self, text: str) -> int | bytes:
-        return self._tokenizer.control.get(text, text.encode())
-
     def _message(self, message: Message) -> dict[str, Any]:
         out: dict[str, Any] = {"role": str(message.role), "content": _content(message)}
-        if message.thinking and self.facts.reasoning_field:
+        if message.thinking and self.facts.reasoning_field == "content":
+            text = [{"type": "text", "text": message.text}] if message.text else []
+            out["content"] = [{"type": "thinking", "thinking": message.thinking}, *text]
+        elif message.thinking and self.facts.reasoning_field:
             out[self.facts.reasoning_field] = message.thinking
         if message.tool_calls:
-            out["tool_calls"] = [_call(call) for call in message.tool_calls]
+            out["tool_calls"] = [_call(call, self.facts.arguments_as_text) for call in message.tool_calls]
         for result in message.tool_results:
             out |= {"tool_call_id": result.call_id} | ({"name": result.name} if result.name else {})
         return out
 
 
 def _check(messages: Sequence[Message]) -> None:
-    if not messages:
-        raise NoMessages
     if not any(message.role is Role.USER for message in messages):
         raise NoMessages
     last = messages[-1]
@@ -151,11 +189,14 @@ def _content(message: Message) -> str:
     return "".join(texts)
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except ValueError:
-        arguments = call.arguments
+def _call(call: ToolCall, as_text: bool) -> dict[str, Any]:
+    """Arguments as the template wants them; what can't be parsed stays text."""
+    arguments: Any = call.arguments or "{}"
+    if not as_text:
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = call.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
@@ -167,3 +208,13 @@ def _schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
         }
         for t in tools
     ]
+
+
+def _parts(part: Any) -> dict[str, str]:
+    return {"name": part.name, "text": part.arguments} if isinstance(part, ToolCall) else {"text": part.text}
+
+
+def _with_parts(part: Any, values: Mapping[str, str]) -> Any:
+    if isinstance(part, ToolCall):
+        return replace(part, name=values["name"], arguments=values["text"])
+    return replace(part, text=values["text"])

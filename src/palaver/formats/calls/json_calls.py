@@ -1,0 +1,262 @@
+"""Calls that are JSON objects: in tags, in a list, line by line, or bare.
+
+<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
+[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]
+{"f": {"a": 1}}
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from palaver.events import ReadEvent
+from palaver.formats.automaton import Builder
+from palaver.formats.calls.jsontext import ObjectEnd, ObjectWalk, Piece, Whole
+from palaver.formats.calls.opened import OpenedCalls
+from palaver.formats.calls.samples import ARGUMENTS, IDS, NAME, OTHER_NAME, Samples, without_end
+from palaver.messages import ToolCall
+from palaver.phases import Phase
+
+SLOT = "json_calls"
+_NAME_KEYS = ("name", "tool_name", "function")
+_ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
+
+
+@dataclass(frozen=True, slots=True)
+class Syntax:
+    opening: str
+    """What comes before the first object, or before the list of them."""
+    closing: str
+    between: str
+    """What comes between two objects."""
+    listed: bool
+    name_key: str | None
+    """None: the name itself is the key of the arguments."""
+    arguments_key: str | None
+    id_key: str | None
+    before_name: str
+    """From the object's brace to the name, as it is written."""
+    before_arguments: str
+    after_arguments: str
+
+    @property
+    def bare(self) -> bool:
+        return not self.opening.strip()
+
+
+def learn(samples: Samples) -> Syntax | None:
+    start = _start(samples.one)
+    if start is None:
+        return None
+    value, size = json.JSONDecoder().raw_decode(samples.one[start:])
+    listed = isinstance(value, list)
+    call = value[0] if listed else value
+    keys = _keys(call)
+    if keys is None:
+        return None
+    text = samples.one[start : start + size]
+    one = text[text.index("{") : text.rindex("}") + 1]
+    before, middle, after = _written(one, call, keys)
+    closing = without_end(samples.one[start + size :], samples.ends)
+    between = ", " if listed else "\n"
+    if samples.two is not None:
+        between, closing = _between(samples, start, listed, between, closing)
+    return Syntax(samples.one[:start], closing, between, listed, *keys, before, middle, after)
+
+
+def _start(text: str) -> int | None:
+    """Where the first JSON value begins that holds the call."""
+    for at, character in enumerate(text):
+        if character not in "{[":
+            continue
+        try:
+            value, size = json.JSONDecoder().raw_decode(text[at:])
+        except ValueError:
+            continue
+        if isinstance(value, dict | list) and NAME in text[at : at + size]:
+            return at
+    return None
+
+
+def _keys(call: Any) -> tuple[str | None, str | None, str | None] | None:
+    if not isinstance(call, dict):
+        return None
+    name = next((key for key, value in call.items() if value == NAME), None)
+    arguments = next((key for key, value in call.items() if value in (ARGUMENTS, json.dumps(ARGUMENTS))), None)
+    known_id = next((key for key, value in call.items() if value in (*IDS, "0") and key != name), None)
+    if name is None and NAME in call and call[NAME] == ARGUMENTS:
+        return None, None, None
+    return (name, arguments, known_id) if name is not None and arguments is not None else None
+
+
+def _written(one: str, call: Any, keys: tuple[str | None, str | None, str | None]) -> tuple[str, str, str]:
+    name_at = one.index(NAME)
+    arguments_at = next(
+        at
+        for at in range(name_at, len(one))
+        if one[at] in '{"' and _decodes(one[at:]) in (ARGUMENTS, json.dumps(ARGUMENTS))
+    )
+    size = json.JSONDecoder().raw_decode(one[arguments_at:])[1]
+    return one[:name_at], one[name_at + len(NAME) : arguments_at], one[arguments_at + size :]
+
+
+def _decodes(text: str) -> Any:
+    try:
+        return json.JSONDecoder().raw_decode(text)[0]
+    except ValueError:
+        return None
+
+
+def _between(samples: Samples, start: int, listed: bool, between: str, closing: str) -> tuple[str, str]:
+    assert samples.two is not None
+    text = samples.two[start:]
+    if listed:
+        first = text.find("}", text.find("}") + 1) + 1
+        second = text.rfind("{", 0, text.find(OTHER_NAME))
+        return (text[first:second] if 0 < first <= second else between), closing
+    size = json.JSONDecoder().raw_decode(text)[1]
+    second = text.find("{", size)
+    if second < 0 or OTHER_NAME not in text[second:]:
+        return between, closing
+    rest = text[second:]
+    tail = rest[json.JSONDecoder().raw_decode(rest)[1] :]
+    return text[size:second], without_end(tail, samples.ends)
+
+
+def add_states(builder: Builder, syntax: Syntax, froms: tuple[int, ...], back: int) -> None:
+    state = builder.state(Phase.TOOL_CALL, SLOT, quotes=b'"')
+    for origin in froms:
+        if syntax.bare:
+            continue
+        builder.on(origin, syntax.opening, state, fallback=origin)
+    if syntax.closing.strip():
+        builder.on(state, syntax.closing, back)
+
+
+def add_bare(builder: Builder, syntax: Syntax, origin: int) -> None:
+    """Calls without any marker begin with their own brace, where a reply begins with it."""
+    state = builder.state(Phase.TOOL_CALL, SLOT, quotes=b'"')
+    builder.on_text(origin, "[" if syntax.listed else "{", state, keep=True)
+
+
+def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> str:
+    """The calls as the model writes them; the last one may still be open."""
+    out = [syntax.opening + ("[" if syntax.listed else "")]
+    for place, call in enumerate(calls):
+        out.append(syntax.between if place else "")
+        out.append(_fill(syntax.before_name, call, place) + call.name)
+        if last_is_open and place == len(calls) - 1:
+            return "".join([*out, syntax.before_arguments + call.arguments if call.arguments else ""])
+        out.append(syntax.before_arguments + call.arguments + _fill(syntax.after_arguments, call, place))
+    return "".join([*out, "]" if syntax.listed else "", syntax.closing])
+
+
+def _fill(literal: str, call: ToolCall, place: int) -> str:
+    return literal.replace(IDS[0], call.id).replace('"0"', f'"{place}"')
+
+
+class Calls:
+    """Reads objects one after another, in a list or not; arguments stream as they are written."""
+
+    def __init__(self, syntax: Syntax, opened: OpenedCalls) -> None:
+        self._syntax = syntax
+        self._opened = opened
+        self._walk = ObjectWalk()
+        self._call = _Call()
+
+    def enter(self, slot: str) -> list[ReadEvent]:
+        return []
+
+    def leave(self) -> list[ReadEvent]:
+        return []
+
+    def cut(self) -> list[ReadEvent]:
+        return self._open() if self._call.name is not None and not self._call.opened else []
+
+    def say(self, slot: str, text: str) -> list[ReadEvent]:
+        events: list[ReadEvent] = []
+        for found in self._walk.feed(text):
+            match found:
+                case Piece(key, piece):
+                    events += self._piece(key, piece)
+                case Whole(key, value):
+                    events += self._field(key, value)
+                case ObjectEnd():
+                    events += self._end()
+        return events
+
+    def _piece(self, key: str, text: str) -> list[ReadEvent]:
+        if self._syntax.name_key is None and self._call.name is None:
+            self._call.name = key
+            self._call.opened = True
+            return [self._opened.open(key), *self._piece(key, text)]
+        if not self._holds_arguments(key):
+            return []
+        if not self._call.begun:
+            self._call.begun, self._call.packed = True, text.startswith('"')
+        if not self._call.opened or self._call.packed:
+            return []
+        self._call.told = True
+        return self._opened.arguments(text)
+
+    def _field(self, key: str, value: str) -> list[ReadEvent]:
+        self._call.fields[key] = value
+        if key == self._syntax.name_key or (self._call.name is None and key in _NAME_KEYS):
+            self._call.name = _string(value)
+        events = self._open() if self._ready() else []
+        if self._call.opened and not self._call.told and self._holds_arguments(key):
+            self._call.told = True
+            events += self._opened.arguments(_unpacked(value))
+        return events
+
+    def _ready(self) -> bool:
+        """A call opens with its name; where ids are written before the name or right with it, with its id."""
+        call = self._call
+        waits = self._syntax.id_key is not None and self._syntax.id_key not in call.fields
+        return call.name is not None and not call.opened and not waits
+
+    def _open(self) -> list[ReadEvent]:
+        call = self._call
+        assert call.name is not None
+        call.opened = True
+        events = [self._opened.open(call.name, _string(call.fields.get(self._syntax.id_key or "", "")))]
+        early = next((call.fields[key] for key in call.fields if self._holds_arguments(key)), None)
+        if early is None:
+            return events
+        call.told = True
+        return [*events, *self._opened.arguments(_unpacked(early))]
+
+    def _holds_arguments(self, key: str) -> bool:
+        if self._syntax.name_key is None:
+            return key == self._call.name
+        return key == self._syntax.arguments_key or key in _ARGUMENT_KEYS
+
+    def _end(self) -> list[ReadEvent]:
+        late = self._open() if self._call.name is not None and not self._call.opened else []
+        call, self._call = self._call, _Call()
+        return [*late, *(self._opened.arguments("{}") if call.opened and not call.told else [])]
+
+
+@dataclass
+class _Call:
+    """What is known so far of the call being read."""
+
+    name: str | None = None
+    fields: dict[str, str] = field(default_factory=dict)
+    opened: bool = False
+    told: bool = False
+    begun: bool = False
+    packed: bool = False
+
+
+def _string(text: str) -> str:
+    value = _decodes(text.strip())
+    return value if isinstance(value, str) else text.strip()
+
+
+def _unpacked(text: str) -> str:
+    """Arguments that were packed into a JSON string are the JSON in it."""
+    value = _decodes(text) if text.startswith('"') else None
+    return value if isinstance(value, str) else text

@@ -1,0 +1,284 @@
+"""Calls that write each argument between markers of its own.
+
+<tool_call><function=f><parameter=a>1</parameter></function></tool_call>
+<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
+<invoke name="f"><parameter name="a">1</parameter></invoke>
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from palaver.events import ReadEvent
+from palaver.formats.automaton import Builder
+from palaver.formats.calls.opened import OpenedCalls
+from palaver.formats.calls.repeated import Frame, learn_frame
+from palaver.formats.calls.samples import NAME, NUMBER_KEY, NUMBER_VALUE, TEXT_KEY, TEXT_VALUE, Samples
+from palaver.formats.markers import common_end, common_start, parts, split_space
+from palaver.messages import ToolCall
+from palaver.phases import Phase
+
+NAME_SLOT, KEY_SLOT, GLUE = "name", "key", "glue"
+VALUE_SLOT, TEXT_SLOT, JSON_SLOT = "value", "text_value", "json_value"
+
+
+@dataclass(frozen=True, slots=True)
+class Syntax:
+    frame: Frame
+    name_close: str
+    """Between the name and the first argument's marker."""
+    key_open: str
+    key_close: str
+    """Between an argument's key and a text value."""
+    key_close_json: str
+    """The same for any other value; where it differs, the model says which it is."""
+    value_close: str
+    between: str
+    """Between two arguments."""
+
+    @property
+    def typed(self) -> bool:
+        return self.key_close.strip() != self.key_close_json.strip()
+
+
+def learn(samples: Samples) -> Syntax | None:
+    text = samples.one
+    name, key, value = text.find(NAME), text.find(TEXT_KEY), text.find(TEXT_VALUE)
+    second_key, number = text.find(NUMBER_KEY), text.find(str(NUMBER_VALUE))
+    if not 0 <= name < key < value < second_key < number:
+        return None
+    before_key = text[name + len(NAME) : key]
+    between = text[value + len(TEXT_VALUE) : second_key]
+    key_open = common_end(before_key, between)
+    tail = text[number + len(str(NUMBER_VALUE)) :]
+    rest = between[: len(between) - len(key_open)]
+    value_close = common_start(rest, tail)
+    if not parts(key_open) or not parts(value_close):
+        return None
+    value_close = _whole_parts(value_close, rest)
+    frame = learn_frame(samples, name, number + len(str(NUMBER_VALUE)) + len(value_close))
+    return Syntax(
+        frame,
+        before_key[: len(before_key) - len(key_open)],
+        key_open,
+        text[key + len(TEXT_KEY) : value],
+        text[second_key + len(NUMBER_KEY) : number],
+        value_close,
+        rest[len(value_close) :],
+    )
+
+
+def _whole_parts(close: str, rest: str) -> str:
+    """White space behind the last marker belongs to what comes next."""
+    return close.rstrip() if close.strip() else rest
+
+
+def add_states(builder: Builder, syntax: Syntax, froms: tuple[int, ...], back: int) -> None:
+    glue = builder.state(Phase.TOOL_CALL, GLUE)
+    name = builder.state(Phase.TOOL_CALL, NAME_SLOT)
+    inside = builder.state(Phase.TOOL_CALL, GLUE)
+    key = builder.state(Phase.TOOL_CALL, KEY_SLOT)
+    syntax.frame.add_openings(builder, froms, glue, name)
+    if syntax.name_close.strip():
+        builder.on(name, syntax.name_close, inside)
+    builder.on(name, syntax.key_open, key)
+    builder.on(inside, syntax.key_open, key)
+    for state, slot, marker in _values(builder, syntax):
+        builder.on(key, marker, state)
+        builder.on(state, syntax.value_close, inside)
+        del slot
+    for state in (inside, name):
+        syntax.frame.add_closings(builder, state, glue, name, back)
+
+
+def _values(builder: Builder, syntax: Syntax) -> list[tuple[int, str, str]]:
+    if not syntax.typed:
+        return [(builder.state(Phase.TOOL_CALL, VALUE_SLOT), VALUE_SLOT, syntax.key_close)]
+    return [
+        (builder.state(Phase.TOOL_CALL, TEXT_SLOT), TEXT_SLOT, syntax.key_close),
+        (builder.state(Phase.TOOL_CALL, JSON_SLOT), JSON_SLOT, syntax.key_close_json),
+    ]
+
+
+def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> str:
+    out = [syntax.frame.section_open]
+    for place, call in enumerate(calls):
+        is_open = last_is_open and place == len(calls) - 1
+        out += [syntax.frame.between(place), call.name]
+        if is_open and not call.arguments:
+            return "".join(out)
+        arguments = _arguments(syntax, call.arguments, is_open)
+        out.append(syntax.name_close + arguments)
+        if is_open:
+            return "".join(out)
+        out.append(syntax.frame.call_close)
+    return "".join([*out, syntax.frame.section_close])
+
+
+def _arguments(syntax: Syntax, text: str, is_open: bool) -> str:
+    """The arguments back from their JSON text, whose last value may be cut off."""
+    values, cut = _parsed(text)
+    out = []
+    for place, (key, value) in enumerate(values):
+        is_text = isinstance(value, str)
+        out.append((syntax.between if place else "") + syntax.key_open + key)
+        out.append(syntax.key_close if is_text else syntax.key_close_json)
+        out.append(value if is_text else json.dumps(value, ensure_ascii=False))
+        if is_open and place == len(values) - 1 and cut:
+            return "".join(out)
+        out.append(syntax.value_close)
+    return "".join(out)
+
+
+def _parsed(text: str) -> tuple[list[tuple[str, Any]], bool]:
+    """The arguments and whether the last one is cut off."""
+    for end in ("", "}", '"}', "null}", '"":null}', ":null}"):
+        try:
+            value = json.loads(text + end)
+        except ValueError:
+            continue
+        if isinstance(value, Mapping):
+            return list(value.items()), end == '"}'
+    return [], True
+
+
+class Calls:
+    def __init__(self, syntax: Syntax, opened: OpenedCalls) -> None:
+        self._syntax = syntax
+        self._opened = opened
+        self._lead, _, _ = split_space(syntax.key_close[::-1])
+        self._trail, _, _ = split_space(syntax.value_close)
+        self._lead = self._lead[::-1]
+        self._name = ""
+        self._open = False
+        self._count = 0
+        self._value: _Value | None = None
+        self._key = ""
+
+    def enter(self, slot: str) -> list[ReadEvent]:
+        events = self._end_value() if slot == GLUE else []
+        if slot == NAME_SLOT:
+            events += self._end_call()
+            self._name, self._open, self._count = "", False, 0
+        elif slot == KEY_SLOT:
+            events += self._begin()
+            self._key = ""
+        elif slot in (VALUE_SLOT, TEXT_SLOT, JSON_SLOT):
+            return self._begin_value(slot)
+        elif slot == GLUE and self._name.strip() and not self._open:
+            events += self._begin()
+        return events
+
+    def say(self, slot: str, text: str) -> list[ReadEvent]:
+        if slot == NAME_SLOT:
+            self._name += text
+        elif slot == KEY_SLOT:
+            self._key += text
+        elif self._value is not None:
+            return self._opened.arguments(self._value.say(text))
+        return []
+
+    def leave(self) -> list[ReadEvent]:
+        return self._end_call()
+
+    def cut(self) -> list[ReadEvent]:
+        """The reply stops here; nothing is closed that the model has not closed."""
+        if self._name.strip() and not self._open:
+            return self._begin()
+        return self._opened.arguments(self._value.cut()) if self._value else []
+
+    def _begin(self) -> list[ReadEvent]:
+        if self._open:
+            return []
+        self._open = True
+        return [self._opened.open(self._name.strip()), *self._opened.arguments("{")]
+
+    def _begin_value(self, slot: str) -> list[ReadEvent]:
+        key = self._key.strip()
+        name = self._name.strip()
+        text = slot == TEXT_SLOT or (slot == VALUE_SLOT and _is_text(self._opened.schema(name, key)))
+        self._value = _Value(text, slot == VALUE_SLOT and not self._opened.schema(name, key), self._lead, self._trail)
+        before = ", " if self._count else ""
+        self._count += 1
+        return self._opened.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+
+    def _end_value(self) -> list[ReadEvent]:
+        value, self._value = self._value, None
+        return self._opened.arguments(value.end()) if value else []
+
+    def _end_call(self) -> list[ReadEvent]:
+        if not self._name.strip():
+            return []
+        events = [*self._begin(), *self._end_value(), *self._opened.arguments("}")]
+        self._name = ""
+        return events
+
+
+def _is_text(schema: Mapping[str, Any]) -> bool:
+    """Whether the argument can be nothing but text."""
+    kinds = schema.get("type")
+    return kinds == "string" or kinds == ["string"] or (kinds is None and _only_text(schema.get("enum")))
+
+
+def _only_text(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
+
+
+class _Value:
+    """One argument's value: text is told as it comes, anything else when it is whole."""
+
+    def __init__(self, is_text: bool, unknown: bool, lead: str, trail: str) -> None:
+        self._is_text = is_text
+        self._unknown = unknown
+        self._lead = lead
+        self._trail = trail
+        self._text = ""
+        self._told = 0
+        self._begun = False
+
+    def say(self, text: str) -> str:
+        self._text += text
+        if not self._is_text:
+            return ""
+        return self._tell(len(self._text) - len(self._trail))
+
+    def _tell(self, upto: int) -> str:
+        start = len(self._lead) if self._text.startswith(self._lead) else 0
+        if self._lead and len(self._text) < len(self._lead) and self._lead.startswith(self._text):
+            return ""
+        fresh = self._text[max(start, self._told) : max(upto, 0)]
+        if upto > max(start, self._told):
+            self._told = upto
+        opened = "" if self._begun or not fresh else '"'
+        self._begun = self._begun or bool(fresh)
+        return opened + json.dumps(fresh, ensure_ascii=False)[1:-1]
+
+    def cut(self) -> str:
+        return self._tell(len(self._text)) if self._is_text else ""
+
+    def end(self) -> str:
+        if self._is_text:
+            upto = len(self._text)
+            if self._trail and self._text.endswith(self._trail) and upto - len(self._trail) >= self._told:
+                upto -= len(self._trail)
+            told = self._tell(upto)
+            return told + '"' if self._begun else '""'
+        text = self._text.removeprefix(self._lead).removesuffix(self._trail)
+        return _as_json(text)
+
+
+def _as_json(text: str) -> str:
+    """The value as it is where it is JSON, else as a text."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return _python_literal(text)
+    return text.strip()
+
+
+def _python_literal(text: str) -> str:
+    word = {"True": "true", "False": "false", "None": "null"}.get(text.strip())
+    return word if word is not None else json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,153 @@
+"""Calls written as Python calls in a list.
+
+<|tool_call_start|>[f(a=1, b="x"), g()]<|tool_call_end|>
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from dataclasses import dataclass
+
+from palaver.events import ReadEvent
+from palaver.formats.automaton import Builder
+from palaver.formats.calls.opened import OpenedCalls
+from palaver.formats.calls.samples import NAME, OTHER_NAME, TEXT_KEY, Samples, without_end
+from palaver.messages import ToolCall
+from palaver.phases import Phase
+
+SLOT = "python_calls"
+
+
+@dataclass(frozen=True, slots=True)
+class Syntax:
+    opening: str
+    closing: str
+
+
+def learn(samples: Samples) -> Syntax | None:
+    found = re.search(rf"\[?{NAME}\(\s*{TEXT_KEY}\s*=", samples.one)
+    if found is None:
+        return None
+    text = samples.two if samples.two is not None and OTHER_NAME in samples.two else samples.one
+    end = text.rindex(")") + 1
+    end += text[end : end + 1] == "]"
+    return Syntax(samples.one[: found.start()], without_end(text[end:], samples.ends))
+
+
+def add_states(builder: Builder, syntax: Syntax, froms: tuple[int, ...], back: int) -> None:
+    state = builder.state(Phase.TOOL_CALL, SLOT, quotes=b"\"'")
+    for origin in froms:
+        builder.on(origin, syntax.opening, state, fallback=origin)
+    builder.on(state, syntax.closing, back)
+
+
+def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> str:
+    written = [_call(call, last_is_open and place == len(calls) - 1) for place, call in enumerate(calls)]
+    text = syntax.opening + "[" + ", ".join(written)
+    return text if last_is_open else text + "]" + syntax.closing
+
+
+def _call(call: ToolCall, is_open: bool) -> str:
+    if not call.arguments:
+        return call.name
+    try:
+        values = json.loads(call.arguments)
+    except ValueError:
+        return f"{call.name}("
+    inside = ", ".join(f"{key}={_python(value)}" for key, value in values.items())
+    return f"{call.name}({inside}" + ("" if is_open else ")")
+
+
+def _python(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+class Calls:
+    """Follows the text from bracket to bracket; an argument is told when it is whole."""
+
+    def __init__(self, syntax: Syntax, opened: OpenedCalls) -> None:
+        self._opened = opened
+        self._text = ""
+        self._quote = ""
+        self._escaped = False
+        self._depth = 0
+        self._in_call = False
+        self._count = 0
+
+    def enter(self, slot: str) -> list[ReadEvent]:
+        return []
+
+    def leave(self) -> list[ReadEvent]:
+        return []
+
+    def cut(self) -> list[ReadEvent]:
+        return []
+
+    def say(self, slot: str, text: str) -> list[ReadEvent]:
+        return [event for character in text for event in self._step(character)]
+
+    def _step(self, character: str) -> list[ReadEvent]:
+        if self._quote:
+            self._text += character
+            if not self._escaped and character == self._quote:
+                self._quote = ""
+            self._escaped = character == "\\" and not self._escaped
+            return []
+        if not self._in_call:
+            return self._outside(character)
+        return self._inside(character)
+
+    def _outside(self, character: str) -> list[ReadEvent]:
+        if character == "(":
+            name, self._text = self._text.strip(), ""
+            self._in_call, self._count, self._depth = True, 0, 0
+            return [self._opened.open(name), *self._opened.arguments("{")]
+        if character not in "[],":
+            self._text += character
+        return []
+
+    def _inside(self, character: str) -> list[ReadEvent]:
+        if character in "\"'":
+            self._quote = character
+        elif character in "([{":
+            self._depth += 1
+        elif character in ")]}" and self._depth:
+            self._depth -= 1
+        elif character == ")":
+            self._in_call = False
+            return [*self._argument_ends(), *self._opened.arguments("}")]
+        elif character == "," and not self._depth:
+            return self._argument_ends()
+        elif character == "=" and not self._depth and re.fullmatch(r"\s*\w+\s*", self._text):
+            return self._key()
+        self._text += character
+        return []
+
+    def _key(self) -> list[ReadEvent]:
+        key, self._text = self._text.strip(), ""
+        before = ", " if self._count else ""
+        self._count += 1
+        return self._opened.arguments(f'{before}"{key}": ')
+
+    def _argument_ends(self) -> list[ReadEvent]:
+        text, self._text = self._text.strip(), ""
+        return self._opened.arguments(_as_json(text)) if text else []
+
+
+def _as_json(text: str) -> str:
+    """A Python or JSON literal as JSON; anything else as a text."""
+    try:
+        json.loads(text)
+    except ValueError:
+        pass
+    else:
+        return text
+    words = re.sub(r"\btrue\b", "True", re.sub(r"\bfalse\b", "False", re.sub(r"\bnull\b", "None", text)))
+    for source in (text, words):
+        try:
+            return json.dumps(ast.literal_eval(source), ensure_ascii=False)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            continue
+    return json.dumps(text, ensure_ascii=False)

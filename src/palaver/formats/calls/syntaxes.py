@@ -1,0 +1,64 @@
+"""The syntaxes of tool calls, in the order in which they are tried on a template's samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+from palaver.formats.automaton import Builder
+from palaver.formats.calls import braces, json_calls, named_json, parameters, python_calls
+from palaver.formats.calls.opened import CallReader, OpenedCalls
+from palaver.formats.calls.samples import Samples
+from palaver.messages import ToolCall
+
+CallSyntax = json_calls.Syntax | named_json.Syntax | parameters.Syntax | python_calls.Syntax | braces.Syntax
+
+_LEARNERS: tuple[Callable[[Samples], CallSyntax | None], ...] = (
+    python_calls.learn,
+    json_calls.learn,
+    braces.learn,
+    named_json.learn,
+    parameters.learn,
+)
+
+
+def learn(samples: Samples) -> CallSyntax | None:
+    for learner in _LEARNERS:
+        syntax = learner(samples)
+        if syntax is not None:
+            return syntax
+    return None
+
+
+def _module(syntax: CallSyntax) -> ModuleType:
+    match syntax:
+        case json_calls.Syntax():
+            return json_calls
+        case named_json.Syntax():
+            return named_json
+        case parameters.Syntax():
+            return parameters
+        case python_calls.Syntax():
+            return python_calls
+        case braces.Syntax():
+            return braces
+
+
+def add_states(builder: Builder, syntax: CallSyntax, froms: tuple[int, ...], back: int) -> None:
+    _module(syntax).add_states(builder, syntax, froms, back)
+
+
+def write(syntax: CallSyntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> str:
+    """The calls as the model writes them; where the last one is open, up to what is there of it."""
+    text: str = _module(syntax).write(syntax, calls, last_is_open)
+    return text
+
+
+def reader(syntax: CallSyntax, opened: OpenedCalls) -> CallReader:
+    calls: CallReader = _module(syntax).Calls(syntax, opened)
+    return calls
+
+
+def family(syntax: CallSyntax) -> str:
+    """The name of the syntax, as its module is called."""
+    return _module(syntax).__name__.rpartition(".")[2]

@@ -1,0 +1,66 @@
+"""Markers: what a template writes around contents, taken apart into what may be a token and plain words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+CONTROL_LIKE = re.compile(r"<[^<>\s]*>|\[/?[A-Z][A-Z_]+\]")
+"""What looks like a control token: in angle brackets, or capitals in square ones."""
+_SPECIAL_LOOKING = re.compile(r"[|｜]|^\[")
+
+
+def parts(marker: str, control: Iterable[str] = ()) -> tuple[str, ...]:
+    """The pieces of a marker in their order, white space left out: tokens of the tokenizer, tags, words."""
+    known = sorted((re.escape(text) for text in control if text.strip()), key=len, reverse=True)
+    pattern = re.compile("|".join([*known, CONTROL_LIKE.pattern]))
+    out: list[str] = []
+    at = 0
+    for match in pattern.finditer(marker):
+        out += [*marker[at : match.start()].split(), match[0]]
+        at = match.end()
+    return (*out, *marker[at:].split())
+
+
+def first_part(text: str) -> str:
+    found = parts(text)
+    return found[0] if found else ""
+
+
+def looks_special(marker: str) -> bool:
+    """Whether the marker can't be meant as text by anybody."""
+    return bool(_SPECIAL_LOOKING.search(marker))
+
+
+def common_start(first: str, second: str) -> str:
+    """What both begin with, never cut inside of something that looks like a control token."""
+    size = next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+    size = min(len(first), len(second)) if size is None else size
+    for text in (first, second):
+        for match in CONTROL_LIKE.finditer(text):
+            if match.start() < size < match.end():
+                size = match.start()
+    return first[:size]
+
+
+def common_end(first: str, second: str) -> str:
+    """What both end with, never cut inside of something that looks like a control token."""
+    size = 0
+    while size < min(len(first), len(second)) and first[-1 - size] == second[-1 - size]:
+        size += 1
+    for text in (first, second):
+        cut = len(text) - size
+        for match in CONTROL_LIKE.finditer(text):
+            if match.start() < cut < match.end():
+                size = len(text) - match.end()
+                cut = match.end()
+    return first[len(first) - size :]
+
+
+def split_space(text: str) -> tuple[str, str, str]:
+    """The white space before, the text, the white space after."""
+    core = text.strip()
+    if not core:
+        return text, "", ""
+    at = text.index(core)
+    return text[:at], core, text[at + len(core) :]

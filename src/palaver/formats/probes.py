@@ -1,0 +1,120 @@
+"""Probes: small conversations that are rendered to see what a template does with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jinja2 import meta, nodes
+
+from palaver.errors import TemplateError
+from palaver.formats.calls.samples import calls, tools
+from palaver.formats.facts import Facts
+from palaver.formats.markers import CONTROL_LIKE, common_end, common_start
+from palaver.formats.template import Template
+
+QUESTION, THOUGHT, ANSWER, RESULT = "QUESTIONq7", "THOUGHTq7", "ANSWERq7", "RESULTq7"
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking", "thought", "thoughts", "reasoning_text")
+_GIVEN = {"messages", "tools", "add_generation_prompt", "documents", "strftime_now", "raise_exception", "bos_token",
+          "eos_token", "pad_token", "unk_token"}  # fmt: skip
+
+
+class Prober:
+    """Renders probes with one template."""
+
+    def __init__(self, template: Template, strings: Mapping[str, str]) -> None:
+        self.template = template
+        self._strings = dict(strings)
+        self._seen: dict[str, str | None] = {}
+        self.no_tools = "null"
+        self.no_tools = next((how for how in NO_TOOLS if self._works_with(how)), "null")
+
+    def _works_with(self, no_tools: str) -> bool:
+        self.no_tools = no_tools
+        return self.write([ask()], True) is not None
+
+    def _plain(self) -> dict[str, Any]:
+        return {"datetime": "Jan 01 2024", **no_tool_variables(self.no_tools)}
+
+    def write(self, messages: list[dict[str, Any]], prompt: bool = False, **variables: Any) -> str | None:
+        """What the template makes of it; None where it refuses."""
+        given = {**self._strings, "messages": messages, "add_generation_prompt": prompt, **self._plain(), **variables}
+        if variables.get("tools"):
+            given["functions"] = json.dumps(variables["tools"], indent=4)
+        key = repr((messages, prompt, self.no_tools, sorted(variables.items(), key=lambda item: item[0])))
+        if key not in self._seen:
+            try:
+                self._seen[key] = self.template.render(given)
+            except TemplateError:
+                self._seen[key] = None
+        return self._seen[key]
+
+    def opening(self, **variables: Any) -> str | None:
+        """What the generation prompt adds."""
+        with_prompt, without = self.write([ask()], True, **variables), self.write([ask()], False, **variables)
+        if with_prompt is None or without is None:
+            return None
+        return with_prompt[len(common_start(without, with_prompt)) :] or self._always(without, **variables)
+
+    def _always(self, before: str, **variables: Any) -> str:
+        """What a template adds for the next reply whether asked to or not."""
+        whole = self.write([ask(), {"role": "assistant", "content": ANSWER}], **variables) or ""
+        added = common_end(before, whole)
+        tags = list(CONTROL_LIKE.finditer(added))
+        ends = [tag.end() for tag in tags if "END_OF_TURN" in tag[0] or tag[0].startswith("</")]
+        return added[ends[0] :] if ends and ends[0] < len(added) else (added if len(tags) > 1 else "")
+
+    def reply(self, message: Mapping[str, Any], **variables: Any) -> str | None:
+        """What the template writes for an assistant's message that answers the question."""
+        before = self.write([ask()], **variables)
+        whole = self.write([ask(), {"role": "assistant", **message}], **variables)
+        if whole is None:
+            return None
+        if before is None:
+            return whole[whole.rfind(QUESTION) + len(QUESTION) :]
+        always = self._always(before, **variables) if self.write([ask()], True, **variables) == before else ""
+        return whole[len(common_start(before.removesuffix(always), whole)) :].removesuffix(always)
+
+    def call_reply(self, count: int, as_text: bool, arguments: dict[str, Any] | None = None) -> str | None:
+        """What the template writes for tool calls; tried in the ways that templates differ in."""
+        for content in ("", None):
+            message = {"content": content, "tool_calls": calls(count, as_text, arguments)}
+            written = self.reply(message, tools=tools())
+            if written is not None:
+                return written
+        return None
+
+    def variables(self) -> list[str]:
+        """The names the template asks for beside those everybody gives."""
+        return sorted(meta.find_undeclared_variables(self.template.tree) - _GIVEN)
+
+    def texts(self) -> Iterator[str]:
+        """Every piece of text in the template's syntax tree."""
+        for constant in self.template.tree.find_all(nodes.Const):
+            if isinstance(constant.value, str):
+                yield constant.value
+        for data in self.template.tree.find_all(nodes.TemplateData):
+            yield data.data
+
+
+NO_TOOLS = ("null", "empty", "absent")
+
+
+def no_tool_variables(how: str) -> dict[str, Any]:
+    """What a template is given where no tools are offered."""
+    if how == "absent":
+        return {}
+    return {"tools": None if how == "null" else [], "functions": ""}
+
+
+def tool_variables(facts: Facts, schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    """The tools as the template takes them."""
+    if not schemas:
+        return no_tool_variables(facts.no_tools)
+    functions = {"functions": json.dumps(schemas, indent=4)} if "functions" in facts.asks_for else {}
+    return {"tools": schemas, **functions}
+
+
+def ask() -> dict[str, Any]:
+    return {"role": "user", "content": QUESTION}
