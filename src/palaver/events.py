@@ -116,11 +116,19 @@ def fold(events: Iterable[Event]) -> Folded:
                 finished = event
             case Failed():
                 failed = event
-            case Started() | PhaseOpened():
+            case PhaseOpened(phase):
+                _append_phase(parts, phase)
+            case Started():
                 pass
             case _:
                 assert_never(event)
     return Folded(Message(Role.ASSISTANT, tuple(parts)), tuple(notices), finished, failed)
+
+
+def _append_phase(parts: list[Part], phase: Phase) -> None:
+    """A thought that was opened is part of the reply, even an empty one: to continue it, that must be known."""
+    if phase is Phase.THINKING and not (parts and isinstance(parts[-1], Thinking)):
+        parts.append(Thinking(""))
 
 
 def _append_thinking(parts: list[Part], text: str) -> None:

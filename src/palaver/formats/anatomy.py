@@ -52,7 +52,7 @@ class Anatomy:
         """What ends the turn, but for what begins a call."""
         begins = ""
         if offers_tools and self._facts.calls is not None:
-            begins = next(iter(parts(syntaxes.write(self._facts.calls, (), False), self._control)), "")
+            begins = next(iter(parts(syntaxes.opening(self._facts.calls), self._control)), "")
         return [end for end in self._facts.turn_ends if end != begins]
 
     def _add_thinking(self, builder: Builder, fresh: int, answer: int, thinking: int, closing: tuple[int, ...]) -> None:

@@ -18,6 +18,7 @@ from palaver.formats.probes import ANSWER, QUESTION, REASONING_FIELDS, RESULT, T
 from palaver.formats.template import Template
 
 CONVENTION = ThinkingFacts("<think>\n", "\n</think>\n\n", by_convention=True)
+_END = "ENDq7"
 _VALUES: tuple[Any, ...] = (True, False, "low", "medium", "high", "none", "no_think", "disabled", "enabled", 0)
 
 
@@ -111,9 +112,12 @@ class Learner:
                         if written is None or THOUGHT not in written:
                             continue
                         start = written[written.index(QUESTION) + len(QUESTION) :]
-                        after = ANSWER if content and ANSWER in start.split(THOUGHT, 1)[1] else ""
-                        if after:
-                            yield field, start, after
+                        behind = start.split(THOUGHT, 1)[1]
+                        if content and ANSWER in behind and NAME not in behind.split(ANSWER)[0]:
+                            yield field, start, ANSWER
+                        elif (found := CONTROL_LIKE.search(behind)) and not behind[: found.start()].strip():
+                            cut = len(start) - len(behind) + found.end()
+                            yield field, start[:cut] + _END + start[cut:], _END
 
     def _opener_for(self, closing: str, before: str) -> str:
         """The opening that belongs to a closing, where the header's end and it can't be told apart."""
@@ -324,13 +328,13 @@ class Learner:
     def _space(self, syntax: syntaxes.CallSyntax | None, message: dict[str, Any], mark: str, as_text: bool) -> str:
         """What stands between something said and the calls behind it."""
         written = self._prober.reply({**message, "tool_calls": calls(1, as_text)}, tools=tools())
-        first = next(iter(parts(syntaxes.write(syntax, (), False))), "") if syntax else ""
+        first = next(iter(parts(syntaxes.opening(syntax))), NAME) if syntax else ""
         if not written or mark not in written or not first:
             return ""
         place = written.rfind(mark, 0, max(written.find(NAME), 0))
         behind = written[place + len(mark) :] if place >= 0 else ""
         at = behind.find(first)
-        return behind[:at] if at >= 0 and not behind[:at].strip() else ""
+        return behind[:at] if at >= 0 and (first == NAME or not behind[:at].strip()) else ""
 
     def _space_after_thought(
         self, syntax: syntaxes.CallSyntax | None, field: str | None, thinking: ThinkingFacts | None, as_text: bool
@@ -346,16 +350,13 @@ class Learner:
     def _call_ends(self, samples: Samples, syntax: syntaxes.CallSyntax, ends: tuple[str, ...]) -> tuple[str, ...]:
         """The marker behind calls, where it is none of the syntax and not what ends an answer."""
         tail = samples.one[samples.one.rfind("47113") + 5 :]
-        known = set(parts(syntaxes.write(syntax, (), False)))
+        known = repr(syntax)
         for part in parts(tail):
             if part in ends:
                 return ()
-            if CONTROL_LIKE.fullmatch(part) and part not in known and not self._in_frame(part, syntax):
+            if CONTROL_LIKE.fullmatch(part) and part not in known:
                 return (part,)
         return ()
-
-    def _in_frame(self, part: str, syntax: syntaxes.CallSyntax) -> bool:
-        return part in repr(syntax)
 
     def _calls_from_instructions(self) -> syntaxes.CallSyntax | None:
         """A template that tells of tools but not of calls may describe in its own words how to call."""

@@ -76,6 +76,15 @@ class Prober:
         always = self._always(before, **variables) if self.write([ask()], True, **variables) == before else ""
         return whole[len(common_start(before.removesuffix(always), whole)) :].removesuffix(always)
 
+    def lead(self, message: Mapping[str, Any], mark: str, **variables: Any) -> str:
+        """The white space that a reply begins with behind the generation prompt, as the template writes it."""
+        prompt = self.write([ask()], True, **variables)
+        whole = self.write([ask(), {"role": "assistant", **message}], **variables)
+        if prompt is None or whole is None or not whole.startswith(prompt) or mark not in whole[len(prompt) :]:
+            return ""
+        lead = whole[len(prompt) : whole.index(mark, len(prompt))]
+        return "" if lead.strip() else lead
+
     def call_reply(self, count: int, as_text: bool, arguments: dict[str, Any] | None = None) -> str | None:
         """What the template writes for tool calls; tried in the ways that templates differ in."""
         for content in ("", None):

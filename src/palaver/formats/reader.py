@@ -28,6 +28,8 @@ class Reading:
     unsplit: bool = False
     """Thinking stays in the answer as the model wrote it; `opening` is what the prompt wrote of it."""
     opening: str = ""
+    trims: bool = False
+    """Line breaks before an answer are nobody's, even where no thought was read: the prompt may have closed it."""
     unfenced: bool = False
     """The answer is JSON: a code fence around it is no part of it."""
 
@@ -41,10 +43,10 @@ class Reader:
         self._states = prompt.phases.states
         self._tracker = Tracker(prompt.phases, vocabulary, reading.stops)
         self._opened = OpenedCalls(prompt.context_ids, reading.tools)
+        self._thought = False
         self._block = self._new_block(prompt.phases.opens_in)
         self._region: _Region | None = None
         self._pending: list[bytes] = []
-        self._thought = False
         self.thinking_tokens = 0
 
     @property
@@ -171,7 +173,7 @@ class Reader:
     def _new_block(self, phase: Phase) -> _Block:
         if self._reading.unsplit:
             phase = Phase.ANSWER
-        trims = phase is Phase.THINKING or getattr(self, "_thought", False)
+        trims = phase is Phase.THINKING or self._thought or self._reading.trims
         return _Block(phase, trims, Unfenced() if self._reading.unfenced and phase is Phase.ANSWER else None)
 
 

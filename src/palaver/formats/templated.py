@@ -7,22 +7,23 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from palaver.errors import BadParameter, EmptyMessage, NoMessages, TemplateError, UnsupportedContent
 from palaver.formats.anatomy import Anatomy
 from palaver.formats.calls import syntaxes
+from palaver.formats.calls.samples import NAME, calls, tools
 from palaver.formats.facts import Facts, ThinkingFacts
 from palaver.formats.learning import learn
-from palaver.formats.markers import CONTROL_LIKE
+from palaver.formats.markers import CONTROL_LIKE, parts
 from palaver.formats.options import Options
-from palaver.formats.probes import tool_variables
+from palaver.formats.probes import ANSWER, THOUGHT, Prober, tool_variables
 from palaver.formats.provenance import Fence
 from palaver.formats.reader import Reader, Reading
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import Run, Tokenizer
-from palaver.formats.writing import begun_reply
+from palaver.formats.writing import Leads, begun_reply
 from palaver.generation import Prompt
 from palaver.messages import Message, Role, Text, Thinking, Tool, ToolCall, ToolResult
 from palaver.phases import Phase
@@ -75,9 +76,10 @@ class TemplateFormat:
         tools: Sequence[Tool] = (),
         options: Options = Options(),  # noqa: B008 - frozen
     ) -> Reader:
-        calls = partial(syntaxes.reader, self.facts.calls) if self.facts.calls is not None else None
+        reads = partial(syntaxes.reader, self.facts.calls) if self.facts.calls is not None else None
         opening = self.facts.thinking.opening if self.facts.thinking else ""
-        reading = Reading(stops, tools, calls, options.unsplit, opening, options.json_answer)
+        trims = self.facts.thinking is not None
+        reading = Reading(stops, tools, reads, options.unsplit, opening, trims, options.json_answer)
         return Reader(prompt, self._tokenizer.vocabulary, reading)
 
     @cached_property
@@ -101,8 +103,23 @@ class TemplateFormat:
         safe = Message(
             message.role, tuple(_with_parts(p, v) for p, v in zip(message.parts, guarded.value, strict=True))
         )
-        text = begun_reply(self.facts, safe, opens_in)
+        text = begun_reply(self.facts, safe, opens_in, self._leads(options.thinking))
         return (*self._tokenizer.encode(self._runs(text, guarded.mark)), *prefix)
+
+    @cache  # noqa: B019 - a format lives as long as its model
+    def _leads(self, thinking: bool | None) -> Leads:
+        """What the template writes between its own generation prompt and a reply, by what the reply begins with."""
+        prober = Prober(self._template, self._strings)
+        switch = self._thinking(Options(thinking=thinking))
+        field = self.facts.reasoning_field
+        thought = {field: THOUGHT} if field and field != "content" else {}
+        called = {"content": "", "tool_calls": calls(1, self.facts.arguments_as_text)}
+        anchor = next(iter(parts(syntaxes.opening(self.facts.calls))), NAME) if self.facts.calls else NAME
+        return Leads(
+            prober.lead({"content": ANSWER, **thought}, THOUGHT, **switch),
+            prober.lead({"content": ANSWER}, ANSWER, **switch),
+            prober.lead(called, anchor, tools=tools(), **switch),
+        )
 
     def _thinking(self, options: Options) -> dict[str, Any]:
         if options.thinking is None:

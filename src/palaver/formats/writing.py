@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from palaver.errors import UnsupportedContent
 from palaver.formats.calls import syntaxes
 from palaver.formats.facts import Facts
@@ -9,7 +11,16 @@ from palaver.messages import Message, Text, Thinking, ToolCall
 from palaver.phases import Phase
 
 
-def begun_reply(facts: Facts, message: Message, opens_in: Phase) -> str:
+@dataclass(frozen=True, slots=True)
+class Leads:
+    """The white space with which a reply begins, right behind the generation prompt, by what it begins with."""
+
+    thought: str = ""
+    answer: str = ""
+    calls: str = ""
+
+
+def begun_reply(facts: Facts, message: Message, opens_in: Phase, leads: Leads) -> str:
     """The text after the generation prompt. An open thought stays open, a closed one is closed as the model would,
     the last tool call is left open."""
     out = ""
@@ -18,38 +29,44 @@ def begun_reply(facts: Facts, message: Message, opens_in: Phase) -> str:
     for part in message.parts:
         match part:
             case Thinking(text):
-                out += _written_calls(facts, calls, False) + _thought(facts, text, thinking, not out and thinking)
+                out += _written_calls(facts, calls, False) + _before_thought(facts, thinking, out, leads) + text
                 thinking, calls = True, []
             case Text(text):
-                out += _written_calls(facts, calls, False) + _before_answer(facts, thinking, bool(out)) + text
+                lead = _before_answer(facts, thinking, out, leads)
+                out += _written_calls(facts, calls, False) + ("" if _has(text, lead) else lead) + text
                 thinking, calls = False, []
             case ToolCall():
-                if not calls:
-                    out += _before_calls(facts, thinking, out)
-                    thinking = False
+                out += "" if calls else _before_calls(facts, thinking, out, leads)
+                thinking = False
                 calls.append(part)
             case _:
                 raise UnsupportedContent(f"A reply can't hold {type(part).__name__.lower()}.")
     return out + _written_calls(facts, calls, True)
 
 
-def _thought(facts: Facts, text: str, thinking: bool, opened: bool) -> str:
+def _has(text: str, lead: str) -> bool:
+    """Whether the text was read with the white space it begins with."""
+    return not lead.strip() and text.startswith(lead)
+
+
+def _before_thought(facts: Facts, thinking: bool, written: str, leads: Leads) -> str:
     if facts.thinking is None:
         raise UnsupportedContent("This model's format has no thinking, so a thought can't be continued.")
-    return text if thinking or opened else facts.thinking.opening + text
+    if thinking:
+        return "" if written else leads.thought
+    return facts.thinking.opening
 
 
-def _before_answer(facts: Facts, thinking: bool, begun: bool) -> str:
+def _before_answer(facts: Facts, thinking: bool, written: str, leads: Leads) -> str:
     if thinking and facts.thinking is not None:
         return facts.thinking.closing
-    return "" if begun else facts.answer_opening
+    return "" if written else facts.answer_opening or leads.answer
 
 
-def _before_calls(facts: Facts, thinking: bool, written: str) -> str:
-    """What the model writes between what it said and its calls; white space only once."""
+def _before_calls(facts: Facts, thinking: bool, written: str, leads: Leads) -> str:
     if thinking and facts.thinking is not None:
         return facts.thinking.closing.rstrip() + facts.space_after_thought
-    return facts.space_before_calls if written else ""
+    return facts.space_before_calls if written else leads.calls
 
 
 def _written_calls(facts: Facts, calls: list[ToolCall], is_open: bool) -> str:

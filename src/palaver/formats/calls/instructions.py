@@ -30,7 +30,7 @@ def _described(told: str) -> CallSyntax | None:
 
 def _json(opening: str, closing: str, name: str, arguments: str) -> json_calls.Syntax:
     return json_calls.Syntax(
-        opening, closing, "\n", False, name, arguments, None, f'{{"{name}": "', f'", "{arguments}": ', "}"
+        opening, closing, "\n", "", "", name, arguments, None, f'{{"{name}": "', f'", "{arguments}": ', "}"
     )
 
 
@@ -41,7 +41,8 @@ def _fenced(found: re.Match[str]) -> json_calls.Syntax:
         f"{found[1]}\n```json\n",
         "```",
         ",",
-        True,
+        "[\n    ",
+        "\n]",
         name,
         arguments,
         None,

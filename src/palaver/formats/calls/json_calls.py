@@ -31,7 +31,9 @@ class Syntax:
     closing: str
     between: str
     """What comes between two objects."""
-    listed: bool
+    list_open: str
+    """What opens a list of objects, white space included; empty where there is no list."""
+    list_close: str
     name_key: str | None
     """None: the name itself is the key of the arguments."""
     arguments_key: str | None
@@ -40,6 +42,10 @@ class Syntax:
     """From the object's brace to the name, as it is written."""
     before_arguments: str
     after_arguments: str
+
+    @property
+    def listed(self) -> bool:
+        return bool(self.list_open)
 
     @property
     def bare(self) -> bool:
@@ -60,10 +66,11 @@ def learn(samples: Samples) -> Syntax | None:
     one = text[text.index("{") : text.rindex("}") + 1]
     before, middle, after = _written(one, call, keys)
     closing = without_end(samples.one[start + size :], samples.ends)
+    list_open, list_close = (text[: text.index("{")], text[text.rindex("}") + 1 :]) if listed else ("", "")
     between = ", " if listed else "\n"
     if samples.two is not None:
         between, closing = _between(samples, start, listed, between, closing)
-    return Syntax(samples.one[:start], closing, between, listed, *keys, before, middle, after)
+    return Syntax(samples.one[:start].lstrip(), closing, between, list_open, list_close, *keys, before, middle, after)
 
 
 def _start(text: str) -> int | None:
@@ -143,14 +150,14 @@ def add_bare(builder: Builder, syntax: Syntax, origin: int) -> None:
 
 def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> str:
     """The calls as the model writes them; the last one may still be open."""
-    out = [syntax.opening + ("[" if syntax.listed else "")]
+    out = [syntax.opening + syntax.list_open]
     for place, call in enumerate(calls):
         out.append(syntax.between if place else "")
         out.append(_fill(syntax.before_name, call, place) + call.name)
         if last_is_open and place == len(calls) - 1:
             return "".join([*out, syntax.before_arguments + call.arguments if call.arguments else ""])
         out.append(syntax.before_arguments + call.arguments + _fill(syntax.after_arguments, call, place))
-    return "".join([*out, "]" if syntax.listed else "", syntax.closing])
+    return "".join([*out, syntax.list_close, syntax.closing])
 
 
 def _fill(literal: str, call: ToolCall, place: int) -> str:

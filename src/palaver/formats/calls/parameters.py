@@ -120,29 +120,35 @@ def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> st
 
 def _arguments(syntax: Syntax, text: str, is_open: bool) -> str:
     """The arguments back from their JSON text, whose last value may be cut off."""
-    values, cut = _parsed(text)
+    values, state = _parsed(text)
     out = []
     for place, (key, value) in enumerate(values):
+        last = is_open and place == len(values) - 1
         is_text = isinstance(value, str)
         out.append((syntax.between if place else "") + syntax.key_open + key)
+        if last and state == _NO_VALUE:
+            return "".join([*out, "" if syntax.typed else syntax.key_close])
         out.append(syntax.key_close if is_text else syntax.key_close_json)
         out.append(value if is_text else json.dumps(value, ensure_ascii=False))
-        if is_open and place == len(values) - 1 and cut:
+        if last and state == _CUT:
             return "".join(out)
         out.append(syntax.value_close)
     return "".join(out)
 
 
-def _parsed(text: str) -> tuple[list[tuple[str, Any]], bool]:
-    """The arguments and whether the last one is cut off."""
-    for end in ("", "}", '"}', "null}", '"":null}', ":null}"):
+_WHOLE, _CUT, _NO_VALUE = "whole", "cut", "no value"
+
+
+def _parsed(text: str) -> tuple[list[tuple[str, Any]], str]:
+    """The arguments, and how far the last one has come."""
+    for end, state in (("", _WHOLE), ("}", _WHOLE), ('"}', _CUT), ("null}", _NO_VALUE)):
         try:
             value = json.loads(text + end)
         except ValueError:
             continue
         if isinstance(value, Mapping):
-            return list(value.items()), end == '"}'
-    return [], True
+            return list(value.items()), state
+    return [], _CUT
 
 
 class Calls:

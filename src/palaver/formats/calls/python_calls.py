@@ -33,7 +33,7 @@ def learn(samples: Samples) -> Syntax | None:
     text = samples.two if samples.two is not None and OTHER_NAME in samples.two else samples.one
     end = text.rindex(")") + 1
     end += text[end : end + 1] == "]"
-    return Syntax(samples.one[: found.start()], without_end(text[end:], samples.ends))
+    return Syntax(samples.one[: found.start()].lstrip(), without_end(text[end:], samples.ends))
 
 
 def add_states(builder: Builder, syntax: Syntax, froms: tuple[int, ...], back: int) -> None:

@@ -24,13 +24,18 @@ class Frame:
     counted: bool = False
     """Whether the name is written with a number, which together are the call's id."""
 
+    @property
+    def opening(self) -> str:
+        return self.section_open or self.call_open
+
     def between(self, place: int) -> str:
         return (self.separator if place else "") + self.call_open
 
     def name(self, call: ToolCall, place: int) -> str:
         if not self.counted:
             return call.name
-        return call.id if call.id.endswith(f":{place}") else f"{self.prefix}{call.name}:{place}"
+        known = call.id.removeprefix(self.prefix)
+        return known if known.endswith(f":{place}") else f"{call.name}:{place}"
 
     @property
     def prefix(self) -> str:
@@ -93,7 +98,7 @@ def learn_frame(samples: Samples, name_at: int, end: int) -> Frame:
     tail = samples.one[end:]
     counted = f"{NAME}:0" in samples.one
     if samples.two is None or OTHER_NAME not in samples.two:
-        return Frame("", before, without_end(tail, samples.ends), "", "", counted)
+        return Frame("", before.lstrip() or before, without_end(tail, samples.ends), "", "", counted)
     middle = samples.two[_second_end(samples.two, samples.one[name_at:end]) : samples.two.index(OTHER_NAME)]
     call_open = common_end(before, middle)
     rest = middle[: len(middle) - len(call_open)]
@@ -106,7 +111,7 @@ def learn_frame(samples: Samples, name_at: int, end: int) -> Frame:
     if not section_open.strip():
         space = call_open[: len(call_open) - len(call_open.lstrip())]
         section_open, section_close, separator, call_open = "", "", separator + space, call_open.lstrip()
-    return Frame(section_open, call_open, call_close, separator, section_close, counted)
+    return Frame(section_open.lstrip(), call_open, call_close, separator, section_close, counted)
 
 
 def _second_end(two: str, body: str) -> int:

@@ -59,6 +59,11 @@ def reader(syntax: CallSyntax, opened: OpenedCalls) -> CallReader:
     return calls
 
 
+def opening(syntax: CallSyntax) -> str:
+    """What opens the calls; empty where the prompt or the call itself does."""
+    return syntax.opening if isinstance(syntax, json_calls.Syntax | python_calls.Syntax) else syntax.frame.opening
+
+
 def family(syntax: CallSyntax) -> str:
     """The name of the syntax, as its module is called."""
     return _module(syntax).__name__.rpartition(".")[2]

@@ -1,0 +1,209 @@
+"""Continues replies from their text, cut at every event, and compares with the uncut bytes.
+
+The replies are written by the template itself, as it renders them in a history: our own writing is what is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palaver.errors import PalaverError
+from palaver.events import ReadEvent, fold
+from palaver.formats.calls.samples import NAME, OTHER_NAME, TEXT_KEY, calls, tools
+from palaver.formats.options import Options
+from palaver.formats.pieces import PieceTokenizer, control_strings
+from palaver.formats.probes import QUESTION, tool_variables
+from palaver.formats.recorded import STRINGS, read_message, read_tool
+from palaver.formats.template import Template
+from palaver.formats.templated import TemplateFormat
+from palaver.messages import user
+
+THOUGHT = "Let me see: 2 + 2.\n\nThat is *four*, I think. Élan 👋🏽"
+ANSWER = "It is **4**.\n\n- one\n- two `x < y`\n\n    indented"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of reply: what the message holds, and how thinking is switched for it."""
+
+    name: str
+    thought: str = ""
+    answer: str = ""
+    calls: int = 0
+    thinking: bool | None = None
+
+
+KINDS = tuple(
+    Kind(f"{name}{suffix}", thought, answer, count, thinking)
+    for thinking, suffix in ((None, ""), (True, ", thinking on"), (False, ", thinking off"))
+    for name, thought, answer, count in (
+        ("thinking only", THOUGHT, "", 0),
+        ("thinking and answer", THOUGHT, ANSWER, 0),
+        ("answer only", "", ANSWER, 0),
+        ("tool call", "", "", 1),
+        ("two calls", "", "", 2),
+        ("answer and call", "", ANSWER, 1),
+        ("thinking and call", THOUGHT, "", 1),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    template: str
+    kind: str
+    tokens: bool
+    exact: int
+    """How many continuations were byte-exact."""
+    count: int
+    why: str = ""
+    """What differed first, or why the template can't express it."""
+    expressed: bool = True
+
+
+class Roundtrip:
+    """All trials of one template."""
+
+    def __init__(self, path: Path, tokens: bool) -> None:
+        source = path.read_text(encoding="utf-8")
+        self._name = path.stem
+        self._tokens = tokens
+        self._tokenizer = PieceTokenizer(control_strings(source) | set(STRINGS.values()) if tokens else ())
+        self._template = Template(source, path.stem)
+        self._format = TemplateFormat(self._template, self._tokenizer, STRINGS)
+        self._tools = tuple(read_tool(tool) for tool in tools())
+
+    def trials(self) -> Iterator[Trial]:
+        for kind in KINDS:
+            if (trial := self._trial(kind)) is not None:
+                yield trial
+
+    def _trial(self, kind: Kind) -> Trial | None:
+        if kind.thinking is not None and self._format.facts.switch is None:
+            return None  # the same as without a switch
+        written = self._written(kind)
+        if isinstance(written, _Not):
+            return Trial(self._name, kind.name, self._tokens, 0, 0, written.why, expressed=False)
+        return self._compare(kind, written)
+
+    def _options(self, kind: Kind) -> Options:
+        return Options(thinking=kind.thinking)
+
+    def _written(self, kind: Kind) -> str | _Not:
+        """The reply as the template writes it behind its own generation prompt."""
+        facts = self._format.facts
+        if kind.thought and (facts.thinking is None or facts.reasoning_field is None):
+            return _Not("it renders no thinking")
+        if kind.calls and facts.calls is None:
+            return _Not("it renders no tool calls")
+        message: dict[str, Any] = {"role": "assistant", "content": kind.answer or _END_OF_THOUGHT * bool(kind.thought)}
+        if kind.calls:
+            message |= {"content": kind.answer, "tool_calls": calls(kind.calls, facts.arguments_as_text)}
+        if kind.thought and facts.reasoning_field == "content":
+            text = [{"type": "text", "text": message["content"]}] if message["content"] else []
+            message["content"] = [{"type": "thinking", "thinking": kind.thought}, *text]
+        elif kind.thought:
+            message[str(facts.reasoning_field)] = kind.thought
+        return self._cut_out(kind, message)
+
+    def _cut_out(self, kind: Kind, message: dict[str, Any]) -> str | _Not:
+        given = tool_variables(self._format.facts, tools() if kind.calls else [])
+        variables = {
+            **STRINGS,
+            **given,
+            **self._format._thinking(self._options(kind)),
+            **self._format._dates(Options()),
+        }
+        asked = {"role": "user", "content": QUESTION}
+        try:
+            prompt = self._template.render({**variables, "messages": [asked], "add_generation_prompt": True})
+            whole = self._template.render({**variables, "messages": [asked, message], "add_generation_prompt": False})
+        except PalaverError as error:
+            return _Not(f"it refuses: {error}")
+        last = message_text(kind)
+        if (last and last not in whole) or kind.thought not in whole:
+            return _Not("it does not render this reply as it is")
+        if not whole.startswith(prompt):
+            return _Not("its history does not begin with its own generation prompt")
+        return self._without_end(whole[len(prompt) :], kind)
+
+    def _without_end(self, text: str, kind: Kind) -> str | _Not:
+        if kind.name.startswith("thinking only"):
+            at = text.find(THOUGHT)
+            return text[: at + len(THOUGHT)] if at >= 0 else _Not("it does not render this reply as it is")
+        ends = [at for end in self._format.facts.turn_ends if (at := text.rfind(end)) >= 0]
+        return text[: min(ends)].rstrip("\n") if ends else text.rstrip("\n")
+
+    def _compare(self, kind: Kind, written: str) -> Trial:
+        """Reads the reply token by token; whatever has been folded so far must write a beginning of it."""
+        given = self._tools if kind.calls else ()
+        options = self._options(kind)
+        prompt = self._format.render([user(QUESTION)], given, options)
+        reader = self._format.reader(prompt, (), given, options)
+        events: list[ReadEvent] = reader.open()
+        exact, count, why = 0, 0, ""
+        read = ""
+        for token_id in self._pieces(written):
+            read += self._tokenizer.text([token_id])
+            fresh = reader.feed(token_id)
+            events += fresh
+            if not fresh:
+                continue
+            count += 1
+            difference = self._difference(fold(events).message, given, options, written)
+            exact += not difference
+            why = why or difference
+        if read and not count:
+            return Trial(self._name, kind.name, self._tokens, 0, 1, "nothing was read")
+        return Trial(self._name, kind.name, self._tokens, exact, count, why)
+
+    def _pieces(self, text: str) -> Iterator[int]:
+        for run in self._tokenizer.runs(text):
+            if isinstance(run, int):
+                yield run
+            else:
+                yield from (self._tokenizer.piece(character) for character in run)
+
+    def _difference(self, message: Any, given: Any, options: Options, written: str) -> str:
+        if not message.parts:
+            return ""
+        try:
+            prompt = self._format.render([user(QUESTION)], given, options, begun=message)
+        except PalaverError as error:
+            return str(error)
+        text = self._tokenizer.text(prompt.reply_ids)
+        same_ids = self._tokenizer.encode(self._tokenizer.runs(written))[: len(prompt.reply_ids)]
+        if written.startswith(text) and tuple(same_ids) == prompt.reply_ids:
+            return ""
+        at = next((i for i, (a, b) in enumerate(zip(text, written, strict=False)) if a != b), len(written))
+        return f"wrote {text[max(0, at - 30) : at + 30]!r} for {written[max(0, at - 30) : at + 30]!r}"
+
+
+@dataclass(frozen=True)
+class _Not:
+    """What a template can't express."""
+
+    why: str
+
+
+_END_OF_THOUGHT = "END-OF-THOUGHT"
+
+
+def message_text(kind: Kind) -> str:
+    if kind.answer:
+        return kind.answer
+    if kind.calls == 2:
+        return OTHER_NAME
+    return TEXT_KEY if kind.calls else NAME if kind.calls else kind.thought
+
+
+def run(folder: Path) -> Iterator[Trial]:
+    for path in sorted(folder.glob("*.jinja")):
+        for tokens in (True, False):
+            yield from Roundtrip(path, tokens).trials()
+
+
+__all__ = ["KINDS", "Roundtrip", "Trial", "read_message", "run"]
