@@ -41,6 +41,7 @@ class ToolCallOpened:
     index: int
     id: str
     name: str
+    in_thought: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,8 @@ def fold(events: Iterable[Event]) -> Folded:
                 _append_thinking(parts, text)
             case AnswerDelta(text):
                 _append_text(parts, text)
-            case ToolCallOpened(_, id, name):
-                parts.append(ToolCall(id, name, ""))
+            case ToolCallOpened(_, id, name, in_thought):
+                parts.append(ToolCall(id, name, "", in_thought))
             case ToolCallDelta(index, arguments):
                 _append_arguments(parts, index, arguments)
             case Notice(text):

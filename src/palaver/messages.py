@@ -34,6 +34,8 @@ class ToolCall:
     id: str
     name: str
     arguments: str
+    in_thought: bool = False
+    """Whether the model called in the midst of a thought, which it had not closed."""
 
 
 @dataclass(frozen=True, slots=True)

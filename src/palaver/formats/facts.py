@@ -60,6 +60,8 @@ class Facts:
     answer_closing: str = ""
     turn_ends: tuple[str, ...] = ()
     """The strings that end the assistant's turn."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that the template itself declares to end an answer."""
     calls: CallSyntax | None = None
     space_before_calls: str = ""
     """Between an answer and the calls behind it."""

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from jinja2 import nodes
+
 from palaver.formats.calls import syntaxes
 from palaver.formats.calls.samples import NAME, Samples, calls, tools
 from palaver.formats.facts import Evidence, Facts, Switch, ThinkingFacts
@@ -56,6 +58,7 @@ class Learner:
             answer_closing=closing,
             turn_ends=ends,
             calls=call_syntax,
+            stop_strings=self._declared("stop_strings", "stop"),
             space_before_calls=self._space(call_syntax, {"content": ANSWER}, ANSWER, as_text),
             space_after_thought=self._space_after_thought(call_syntax, field, thinking, as_text),
             no_tools=self._prober.no_tools,
@@ -111,7 +114,8 @@ class Learner:
                         written = self._prober.write([ask(), message, *tail], tools=tools())
                         if written is None or THOUGHT not in written:
                             continue
-                        start = written[written.index(QUESTION) + len(QUESTION) :]
+                        asked = self._prober.write([ask()], tools=tools()) or ""
+                        start = written[len(common_start(asked, written)) :]
                         behind = start.split(THOUGHT, 1)[1]
                         if content and ANSWER in behind and NAME not in behind.split(ANSWER)[0]:
                             yield field, start, ANSWER
@@ -149,15 +153,29 @@ class Learner:
         """A template that cuts thinking out of past contents shows its closing marker by what vanishes."""
         tags = dict.fromkeys(tag for text in self._prober.texts() for tag in CONTROL_LIKE.findall(text))
         for closer in (tag for tag in tags if "/" in tag):
-            written = self._prober.reply({"content": f"{THOUGHT}{closer}{ANSWER}"})
-            if written is None or ANSWER not in written or THOUGHT in written:
+            written = self._cut_out(f"{THOUGHT}{closer}{ANSWER}")
+            if written is None:
                 continue
             self._note(f"past thinking up to {closer} is dropped", written)
             opener = closer.replace("/", "", 1)
             opening = next((o[o.rfind(opener) :] for o in self._openings() if opener in o), opener)
             opening = opening.split(closer)[0]
-            return ThinkingFacts(opening, self._closing_of(closer))
+            return ThinkingFacts(opening, self._closing_after(closer, opening))
         return None
+
+    def _cut_out(self, content: str) -> str | None:
+        """What a template writes that cuts the thought out of a content, in the last turn or in an earlier one."""
+        for written in (self._prober.reply({"content": content}), self._followed(content)):
+            if written is not None and ANSWER in written and THOUGHT not in written:
+                return written
+        return None
+
+    def _closing_after(self, closer: str, opening: str) -> str:
+        """A template that drops the line breaks behind a thought's end shows that the model writes some."""
+        written = self._cut_out(f"{THOUGHT}{closer}\n\n{ANSWER}")
+        if opening.endswith("\n") and written in (self._prober.reply({"content": ANSWER}), self._followed(ANSWER)):
+            return f"\n{closer}\n"
+        return self._closing_of(closer)
 
     def _closing_of(self, closer: str) -> str:
         """How the template writes the closing where it shows it: in a block that it closes itself."""
@@ -244,9 +262,9 @@ class Learner:
                 ends += found[:1]
         return tuple(dict.fromkeys(ends))
 
-    def _followed(self) -> str | None:
-        """The same answer with another question behind it: some templates end only such turns."""
-        whole = self._prober.write([ask(), {"role": "assistant", "content": ANSWER}, ask()])
+    def _followed(self, content: str = ANSWER) -> str | None:
+        """An answer with another question behind it: some templates treat only such turns as past."""
+        whole = self._prober.write([ask(), {"role": "assistant", "content": content}, ask()])
         return None if whole is None else whole[whole.index(QUESTION) + len(QUESTION) :]
 
     def _is_control(self, part: str) -> bool:
@@ -268,6 +286,18 @@ class Learner:
                 opening = opening.split(marker)[-1] if marker and marker in opening else opening
         cut = min((at for end in ends if (at := after.find(end)) >= 0), default=len(after))
         return (opening if opening.strip() else ""), (after[:cut] if after[:cut].strip() else "")
+
+    def _declared(self, *names: str) -> tuple[str, ...]:
+        """Texts that the template sets under one of these names at its top."""
+        for node in self._prober.template.tree.body:
+            if isinstance(node, nodes.Assign) and getattr(node.target, "name", "") in names:
+                try:
+                    value = node.node.as_const() if isinstance(node.node, nodes.Expr) else None
+                except nodes.Impossible:
+                    continue
+                found = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
+                return tuple(text for text in found if isinstance(text, str) and text)
+        return ()
 
     # -- switches ------------------------------------------------------------------------------------------------
 

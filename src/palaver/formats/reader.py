@@ -117,6 +117,7 @@ class Reader:
         raw, self._pending = b"".join(self._pending) + marker, []
         if self._region is None:
             assert self._reading.calls is not None
+            self._opened.in_thought = self._block.phase is Phase.THINKING
             self._region = _Region(self._reading.calls(self._opened), self._opened)
         return self._region.enter(state.slot, raw)
 

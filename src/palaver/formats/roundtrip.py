@@ -5,24 +5,28 @@ The replies are written by the template itself, as it renders them in a history:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from palaver.errors import PalaverError
 from palaver.events import ReadEvent, fold
-from palaver.formats.calls.samples import NAME, OTHER_NAME, TEXT_KEY, calls, tools
+from palaver.formats.calls.samples import OTHER_NAME, TEXT_KEY, calls, tools
 from palaver.formats.options import Options
 from palaver.formats.pieces import PieceTokenizer, control_strings
 from palaver.formats.probes import QUESTION, tool_variables
-from palaver.formats.recorded import STRINGS, read_message, read_tool
+from palaver.formats.recorded import STRINGS, read_tool
 from palaver.formats.template import Template
 from palaver.formats.templated import TemplateFormat
-from palaver.messages import user
+from palaver.messages import Message, Tool, user
+from palaver.phases import Phase
 
 THOUGHT = "Let me see: 2 + 2.\n\nThat is *four*, I think. Élan 👋🏽"
 ANSWER = "It is **4**.\n\n- one\n- two `x < y`\n\n    indented"
+
+
+INSIDE = "INSIDE"
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ KINDS = tuple(
         ("two calls", "", "", 2),
         ("answer and call", "", ANSWER, 1),
         ("thinking and call", THOUGHT, "", 1),
+        ("call inside thought", THOUGHT, INSIDE, 1),
     )
 )
 
@@ -84,10 +89,10 @@ class Roundtrip:
     def _trial(self, kind: Kind) -> Trial | None:
         if kind.thinking is not None and self._format.facts.switch is None:
             return None  # the same as without a switch
-        written = self._written(kind)
+        written = self._inside(kind) if kind.answer == INSIDE else self._written(kind)
         if isinstance(written, _Not):
             return Trial(self._name, kind.name, self._tokens, 0, 0, written.why, expressed=False)
-        return self._compare(kind, written)
+        return self._compare(kind.name, written, self._tools if kind.calls else (), self._options(kind))
 
     def _options(self, kind: Kind) -> Options:
         return Options(thinking=kind.thinking)
@@ -95,6 +100,9 @@ class Roundtrip:
     def _written(self, kind: Kind) -> str | _Not:
         """The reply as the template writes it behind its own generation prompt."""
         facts = self._format.facts
+        opened = self._format.render([user(QUESTION)], (), self._options(kind)).phases.opens_in is Phase.THINKING
+        if kind.name.startswith("thinking only") and facts.reasoning_field is None and opened:
+            return THOUGHT  # the generation prompt opened it, so it is all that the model writes
         if kind.thought and (facts.thinking is None or facts.reasoning_field is None):
             return _Not("it renders no thinking")
         if kind.calls and facts.calls is None:
@@ -108,6 +116,16 @@ class Roundtrip:
         elif kind.thought:
             message[str(facts.reasoning_field)] = kind.thought
         return self._cut_out(kind, message)
+
+    def _inside(self, kind: Kind) -> str | _Not:
+        """A call in the midst of a thought: the template's own open thought and its own call, put together."""
+        thought = self._written(Kind("thinking only", THOUGHT, thinking=kind.thinking))
+        called = self._written(Kind("answer and call", "", ANSWER, 1, kind.thinking))
+        if isinstance(thought, _Not):
+            return thought
+        if isinstance(called, _Not):
+            return called
+        return thought + called[called.rindex(ANSWER) + len(ANSWER) :]
 
     def _cut_out(self, kind: Kind, message: dict[str, Any]) -> str | _Not:
         given = tool_variables(self._format.facts, tools() if kind.calls else [])
@@ -137,17 +155,24 @@ class Roundtrip:
         ends = [at for end in self._format.facts.turn_ends if (at := text.rfind(end)) >= 0]
         return text[: min(ends)].rstrip("\n") if ends else text.rstrip("\n")
 
-    def _compare(self, kind: Kind, written: str) -> Trial:
+    def recorded(self, cases: Sequence[Mapping[str, Any]]) -> Iterator[Trial]:
+        """What models were recorded to say, for thinking that the template itself does not render."""
+        if self._format.facts.reasoning_field is not None or self._format.facts.thinking is None:
+            return
+        for number, case in enumerate(cases):
+            if case["continue"] or case["is_partial"] or case["reasoning_format"] == "none" or case["json_schema"]:
+                continue
+            given = tuple(read_tool(tool) for tool in case["tools"] or ())
+            options = Options(thinking=case["enable_thinking"] if self._format.facts.switch else None)
+            yield self._compare(f"recorded {number}", case["input"], given, options)
+
+    def _compare(self, kind: str, written: str, given: Sequence[Tool], options: Options) -> Trial:
         """Reads the reply token by token; whatever has been folded so far must write a beginning of it."""
-        given = self._tools if kind.calls else ()
-        options = self._options(kind)
         prompt = self._format.render([user(QUESTION)], given, options)
         reader = self._format.reader(prompt, (), given, options)
         events: list[ReadEvent] = reader.open()
         exact, count, why = 0, 0, ""
-        read = ""
         for token_id in self._pieces(written):
-            read += self._tokenizer.text([token_id])
             fresh = reader.feed(token_id)
             events += fresh
             if not fresh:
@@ -156,9 +181,9 @@ class Roundtrip:
             difference = self._difference(fold(events).message, given, options, written)
             exact += not difference
             why = why or difference
-        if read and not count:
-            return Trial(self._name, kind.name, self._tokens, 0, 1, "nothing was read")
-        return Trial(self._name, kind.name, self._tokens, exact, count, why)
+        if written and not count:
+            return Trial(self._name, kind, self._tokens, 0, 1, "nothing was read")
+        return Trial(self._name, kind, self._tokens, exact, count, why)
 
     def _pieces(self, text: str) -> Iterator[int]:
         for run in self._tokenizer.runs(text):
@@ -167,7 +192,7 @@ class Roundtrip:
             else:
                 yield from (self._tokenizer.piece(character) for character in run)
 
-    def _difference(self, message: Any, given: Any, options: Options, written: str) -> str:
+    def _difference(self, message: Message, given: Sequence[Tool], options: Options, written: str) -> str:
         if not message.parts:
             return ""
         try:
@@ -197,13 +222,14 @@ def message_text(kind: Kind) -> str:
         return kind.answer
     if kind.calls == 2:
         return OTHER_NAME
-    return TEXT_KEY if kind.calls else NAME if kind.calls else kind.thought
+    return TEXT_KEY if kind.calls else kind.thought
 
 
-def run(folder: Path) -> Iterator[Trial]:
+def run(folder: Path, cases: Sequence[Mapping[str, Any]] = ()) -> Iterator[Trial]:
+    """Every template of the folder, with its control strings as tokens and as plain text."""
     for path in sorted(folder.glob("*.jinja")):
+        own = [case for case in cases if case["template"] == path.stem]
         for tokens in (True, False):
-            yield from Roundtrip(path, tokens).trials()
-
-
-__all__ = ["KINDS", "Roundtrip", "Trial", "read_message", "run"]
+            trip = Roundtrip(path, tokens)
+            yield from trip.trials()
+            yield from trip.recorded(own)

@@ -36,8 +36,9 @@ def begun_reply(facts: Facts, message: Message, opens_in: Phase, leads: Leads) -
                 out += _written_calls(facts, calls, False) + ("" if _has(text, lead) else lead) + text
                 thinking, calls = False, []
             case ToolCall():
-                out += "" if calls else _before_calls(facts, thinking, out, leads)
-                thinking = False
+                if not calls:
+                    out += _before_calls(facts, thinking and not part.in_thought, out, leads)
+                thinking = part.in_thought
                 calls.append(part)
             case _:
                 raise UnsupportedContent(f"A reply can't hold {type(part).__name__.lower()}.")

@@ -75,6 +75,15 @@ class ObjectWalk:
         self.ignored = ""
         """What stands between objects and is neither white space nor a list's own marks."""
 
+    @property
+    def key(self) -> str:
+        return self._key
+
+    @property
+    def waits(self) -> bool:
+        """Whether a key was read whose value has not begun."""
+        return self._step == self._before_value
+
     def feed(self, text: str) -> list[Found]:
         for character in text:
             self._step(character)

@@ -17,10 +17,11 @@ class OpenedCalls:
         self._context = context_ids
         self.tools = tools
         self.count = 0
+        self.in_thought = False
 
     def open(self, name: str, call_id: str = "") -> ReadEvent:
         self.count += 1
-        return ToolCallOpened(self.count - 1, call_id or self._id(self.count - 1), name)
+        return ToolCallOpened(self.count - 1, call_id or self._id(self.count - 1), name, self.in_thought)
 
     def arguments(self, text: str) -> list[ReadEvent]:
         return [ToolCallDelta(self.count - 1, text)] if text else []

@@ -14,6 +14,7 @@ from typing import Any
 
 from palaver.events import ReadEvent
 from palaver.formats.automaton import Builder
+from palaver.formats.calls.jsontext import ObjectWalk, Piece, Whole, decoded
 from palaver.formats.calls.opened import OpenedCalls
 from palaver.formats.calls.repeated import Frame, learn_frame
 from palaver.formats.calls.samples import NAME, NUMBER_KEY, NUMBER_VALUE, TEXT_KEY, TEXT_VALUE, Samples
@@ -120,35 +121,32 @@ def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> st
 
 def _arguments(syntax: Syntax, text: str, is_open: bool) -> str:
     """The arguments back from their JSON text, whose last value may be cut off."""
-    values, state = _parsed(text)
+    walk = ObjectWalk()
+    found = walk.feed(text)
+    whole = {item.key: item.value for item in found if isinstance(item, Whole)}
+    keys = list(dict.fromkeys(item.key for item in found if isinstance(item, Piece | Whole)))
+    keys += [walk.key] if walk.waits and walk.key not in keys else []
     out = []
-    for place, (key, value) in enumerate(values):
-        last = is_open and place == len(values) - 1
-        is_text = isinstance(value, str)
+    for place, key in enumerate(keys):
         out.append((syntax.between if place else "") + syntax.key_open + key)
-        if last and state == _NO_VALUE:
-            return "".join([*out, "" if syntax.typed else syntax.key_close])
-        out.append(syntax.key_close if is_text else syntax.key_close_json)
-        out.append(value if is_text else json.dumps(value, ensure_ascii=False))
-        if last and state == _CUT:
-            return "".join(out)
-        out.append(syntax.value_close)
+        raw = whole.get(key)
+        if raw is None and is_open:
+            cut = "".join(item.text for item in found if isinstance(item, Piece) and item.key == key)
+            return "".join([*out, _cut_value(syntax, cut)])
+        out.append(_value(syntax, raw or "null") + syntax.value_close)
     return "".join(out)
 
 
-_WHOLE, _CUT, _NO_VALUE = "whole", "cut", "no value"
+def _value(syntax: Syntax, raw: str) -> str:
+    """A value as it stands between its markers: texts without their quotation marks."""
+    return syntax.key_close + decoded(raw) if raw.startswith('"') else syntax.key_close_json + raw
 
 
-def _parsed(text: str) -> tuple[list[tuple[str, Any]], str]:
-    """The arguments, and how far the last one has come."""
-    for end, state in (("", _WHOLE), ("}", _WHOLE), ('"}', _CUT), ("null}", _NO_VALUE)):
-        try:
-            value = json.loads(text + end)
-        except ValueError:
-            continue
-        if isinstance(value, Mapping):
-            return list(value.items()), state
-    return [], _CUT
+def _cut_value(syntax: Syntax, raw: str) -> str:
+    """A value that breaks off; only texts do, and what is not begun yet may be either kind."""
+    if not raw:
+        return "" if syntax.typed else syntax.key_close
+    return syntax.key_close + decoded(raw.rstrip("\\") + '"') if raw.startswith('"') else syntax.key_close_json + raw
 
 
 class Calls:
