@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import select
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,15 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from palaver import __version__
-from palaver.errors import BadParameter, EmptyMessage, PalaverError, RequestError
+from palaver.commands.errors import FAILED, errors_told
+from palaver.commands.formats import formats
+from palaver.errors import BadParameter, EmptyMessage
 
 if TYPE_CHECKING:
     from palaver.chat import Chat, Reply
     from palaver.formats.options import Options
     from palaver.messages import Message
     from palaver.sampling import Sampling
-
-USAGE, FAILED = 2, 1
 
 app = typer.Typer(
     name="palaver",
@@ -32,6 +31,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+app.add_typer(formats, name="formats")
 
 
 class Think(StrEnum):
@@ -90,7 +92,7 @@ def ask(
     from palaver.messages import user
     from palaver.repl.plain import PlainPrinter, show_turn
 
-    with _errors_told():
+    with errors_told():
         text, overrides = _question(question), _settings(settings)
 
         async def session() -> Reply:
@@ -121,7 +123,7 @@ def chat(
     from palaver.repl.conversation import Conversation, LineChat, piped_lines, typed_lines
     from palaver.repl.plain import PlainPrinter
 
-    with _errors_told():
+    with errors_told():
         if model and model_option and model != model_option:
             raise BadParameter("--model", model_option, f"the model is already given as {model!r}")
         overrides = _settings(settings)
@@ -140,26 +142,6 @@ def chat(
         went_well = asyncio.run(session())
     if not went_well and not typed:
         raise typer.Exit(FAILED)
-
-
-@contextmanager
-def _errors_told() -> Iterator[None]:
-    """Every refusal is one sentence and a status: 2 for how it was asked, 1 for the model or the engine."""
-    try:
-        yield
-    except RequestError as error:
-        _tell(error)
-        raise typer.Exit(USAGE) from None
-    except PalaverError as error:
-        _tell(error)
-        raise typer.Exit(FAILED) from None
-    except BrokenPipeError:  # whoever read the answer has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(FAILED) from None
-
-
-def _tell(error: PalaverError) -> None:
-    print(f"palaver: {error}", file=sys.stderr)
 
 
 @asynccontextmanager

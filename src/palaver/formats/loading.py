@@ -9,6 +9,7 @@ from typing import Any
 
 from palaver.errors import BrokenModel, NoTemplate
 from palaver.formats.completion import Completion
+from palaver.formats.overrides import FILE_NAME
 from palaver.formats.template import Template
 from palaver.formats.templated import TemplateFormat
 from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
@@ -16,14 +17,22 @@ from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
-def load_format(folder: Path, tokenizer: FastTokenizer | None = None, template: Path | None = None) -> TemplateFormat:
-    """Raises NoTemplate where the model brings none and none is given."""
+def load_format(
+    folder: Path,
+    tokenizer: FastTokenizer | None = None,
+    template: Path | None = None,
+    corrections: Path | None = None,
+) -> TemplateFormat:
+    """Raises NoTemplate where the model brings none and none is given. `corrections` is a TOML file of facts;
+    one beside the model is taken by itself."""
     config = _config(folder)
     source = template.read_text(encoding="utf-8") if template else _template_source(folder, config)
     if source is None:
         raise NoTemplate(folder.name)
     name = template.name if template else f"chat template of {folder.name}"
-    return TemplateFormat(Template(source, name), tokenizer or load_tokenizer(folder), named_strings(folder, config))
+    format = TemplateFormat(Template(source, name), tokenizer or load_tokenizer(folder), named_strings(folder, config))
+    beside = corrections or folder / FILE_NAME
+    return format.corrected(beside) if corrections or beside.is_file() else format
 
 
 def load_completion(folder: Path, tokenizer: FastTokenizer | None = None) -> Completion:

@@ -8,16 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from palaver.errors import BadParameter, EmptyMessage, NoMessages, TemplateError, UnsupportedContent
 from palaver.formats.anatomy import Anatomy
+from palaver.formats.cache import remembered
 from palaver.formats.calls import syntaxes
 from palaver.formats.calls.samples import NAME, calls, tools
 from palaver.formats.facts import Facts, ThinkingFacts
 from palaver.formats.learning import learn
 from palaver.formats.markers import CONTROL_LIKE, parts
 from palaver.formats.options import Options
+from palaver.formats.overrides import corrected
 from palaver.formats.probes import ANSWER, THOUGHT, Prober, tool_variables
 from palaver.formats.provenance import Fence
 from palaver.formats.reader import Reader, Reading
@@ -38,8 +41,14 @@ class TemplateFormat:
         self._template = template
         self._tokenizer = tokenizer
         self._strings = strings
-        self.facts: Facts = facts or learn(template, strings, tokenizer.control)
+        self.facts: Facts = facts or remembered(
+            template.source, strings, tokenizer.control, lambda: learn(template, strings, tokenizer.control)
+        )
         self._anatomy = Anatomy(self.facts, tokenizer.control, tokenizer.special_ids)
+
+    def corrected(self, path: Path) -> TemplateFormat:
+        """The same format with an operator's corrections."""
+        return TemplateFormat(self._template, self._tokenizer, self._strings, corrected(self.facts, path))
 
     def with_thinking(self, thinking: ThinkingFacts) -> TemplateFormat:
         """The same format for a model known to think, though its template does not show it."""

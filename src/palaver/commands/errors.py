@@ -1,0 +1,34 @@
+"""Every refusal on the command line is one sentence and a status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from palaver.errors import PalaverError, RequestError
+
+FAILED, USAGE = 1, 2
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """Status 2 for how it was asked, 1 for the model or the engine."""
+    try:
+        yield
+    except RequestError as error:
+        _tell(error)
+        raise typer.Exit(USAGE) from None
+    except PalaverError as error:
+        _tell(error)
+        raise typer.Exit(FAILED) from None
+    except BrokenPipeError:  # whoever read the answer has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(FAILED) from None
+
+
+def _tell(error: PalaverError) -> None:
+    print(f"palaver: {error}", file=sys.stderr)

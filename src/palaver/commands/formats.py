@@ -1,0 +1,141 @@
+"""`palaver formats`: what was learned of a template, and trials of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from palaver.commands.errors import errors_told
+from palaver.errors import BadParameter
+
+if TYPE_CHECKING:
+    from palaver.formats.facts import Facts
+
+formats = typer.Typer(help="What Palaver has learned of how models talk.", no_args_is_help=True)
+
+_COLOURS = {"header": "dim", "marker": "cyan", "thinking": "yellow", "answer": "green", "call": "magenta"}
+
+
+@formats.command()
+def show(
+    what: Annotated[str, typer.Argument(metavar="MODEL|TEMPLATE", help="A model, or a file with a chat template.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print all facts as JSON.")] = False,
+) -> None:
+    """Show what was learned of a format: an example turn, the switches, the tool calls, the evidence."""
+    with errors_told():
+        facts = _facts(what)
+        if as_json:
+            import json
+
+            from palaver.formats.serial import to_values
+
+            print(json.dumps(to_values(facts), ensure_ascii=False, indent=2))
+        else:
+            _print_page(what, facts)
+
+
+def _facts(what: str) -> Facts:
+    from palaver.formats.learning import learn
+    from palaver.formats.loading import load_format
+    from palaver.formats.pieces import PieceTokenizer, control_strings
+    from palaver.formats.recorded import STRINGS
+    from palaver.formats.template import Template
+    from palaver.models.catalog import resolve
+
+    path = Path(what)
+    if not path.is_file():
+        return load_format(resolve(what)).facts
+    source = path.read_text(encoding="utf-8", errors="replace")
+    return learn(Template(source, path.name), STRINGS, PieceTokenizer(control_strings(source)).control)
+
+
+def _print_page(what: str, facts: Facts) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from palaver.formats.page import continues, example, lines, unlearned
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text(f"How {what} talks", "bold"))
+    turn = Text()
+    for span in example(facts):
+        turn.append(span.text, _COLOURS[span.kind])
+    console.print(Text("\nA turn, by its phases:"), Text(", ".join(_COLOURS), "dim"))
+    console.print(turn)
+    for title, rows in (("What is known", lines(facts)), ("A stopped reply goes on from its text", continues(facts))):
+        console.print(Text(f"\n{title}", "bold"))
+        for name, value in rows:
+            console.print(Text(f"  {name}: "), Text(value, "cyan"), sep="", end="\n")
+    missing = unlearned(facts)
+    console.print(Text("\nWhat could not be learned", "bold"))
+    for line in missing or ["Nothing is missing."]:
+        console.print(Text(f"  {line}"))
+    console.print(Text("\nEvidence", "bold"))
+    for evidence in facts.evidence:
+        console.print(Text(f"  {evidence.fact}: "), Text(repr(evidence.seen[:200]), "dim"), sep="")
+
+
+@formats.command()
+def check(
+    templates: Annotated[Path, typer.Argument(metavar="TEMPLATES_DIR")],
+    cases: Annotated[Path, typer.Argument(metavar="CASES_JSONL")],
+) -> None:
+    """Replay recorded cases whole, by character and in random cuts, with control strings as tokens and as text."""
+    from palaver.formats.recorded import Replay, load_cases
+
+    with errors_told():
+        _need_folder(templates)
+        if not cases.is_file():
+            raise BadParameter("CASES_JSONL", str(cases), "there is no such file")
+        replay = Replay(templates)
+        good, total = defaultdict[str, int](int), defaultdict[str, int](int)
+        for number, case in enumerate(load_cases(cases)):
+            failed = [outcome for outcome in replay.outcomes(case, number) if outcome.why]
+            total[case["template"]] += 1
+            good[case["template"]] += not failed
+            if failed:
+                ways = ", ".join(f"{o.way} {'as tokens' if o.tokens else 'as text'}" for o in failed)
+                print(f"case {number} ({case['template']}; {ways}): {failed[0].why}")
+    for name in sorted(total):
+        print(f"{good[name]:4d} of {total[name]:4d}  {name}")
+    whole = sum(good[name] == total[name] for name in total)
+    print(f"{sum(good.values())} of {sum(total.values())} cases, {whole} of {len(total)} templates")
+    if whole != len(total):
+        raise typer.Exit(1)
+
+
+@formats.command()
+def roundtrip(
+    templates: Annotated[Path, typer.Argument(metavar="TEMPLATES_DIR")],
+    cases: Annotated[Path | None, typer.Option("--cases", help="Recorded cases to try as well.")] = None,
+) -> None:
+    """Cut replies at every event, continue them from their text, and compare with the uncut bytes."""
+    from palaver.formats.recorded import load_cases
+    from palaver.formats.roundtrip import run
+
+    with errors_told():
+        _need_folder(templates)
+        exact, count, tried = 0, 0, set()
+        reasons: dict[str, set[str]] = defaultdict(set)
+        for trial in run(templates, load_cases(cases) if cases else ()):
+            if not trial.expressed:
+                reasons[f"{trial.template}: {trial.why}"].add(trial.kind)
+                continue
+            exact, count = exact + trial.exact, count + trial.count
+            tried.add(trial.template)
+            if trial.exact < trial.count:
+                print(f"{trial.template}, {trial.kind}: {trial.exact} of {trial.count}; {trial.why}")
+    print("Not counted, because the template can't express it:")
+    for reason, kinds in sorted(reasons.items()):
+        print(f"  {reason} ({', '.join(sorted(kinds))})")
+    print(f"{exact} of {count} continuations byte-exact over {len(tried)} templates")
+    if exact != count:
+        raise typer.Exit(1)
+
+
+def _need_folder(templates: Path) -> None:
+    if not templates.is_dir() or not any(templates.glob("*.jinja")):
+        raise BadParameter("TEMPLATES_DIR", str(templates), "there is no folder with *.jinja files of that name")

@@ -1,0 +1,89 @@
+"""Facts as plain values and back: for pages, for the cache and for the corrections an operator writes."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from palaver.errors import BadParameter
+from palaver.formats.calls import braces, json_calls, named_json, parameters, python_calls, syntaxes
+from palaver.formats.facts import Evidence, Facts
+
+_FAMILIES: dict[str, Any] = {
+    module.__name__.rpartition(".")[2]: module.Syntax
+    for module in (json_calls, named_json, parameters, python_calls, braces)
+}
+
+
+def to_values(facts: Facts) -> dict[str, Any]:
+    """The facts as plain values; the tool calls' syntax says its family."""
+    values = asdict(facts)
+    if facts.calls is not None:
+        values["calls"] = {"family": syntaxes.family(facts.calls), **values["calls"]}
+    return values
+
+
+def from_values(values: Mapping[str, Any], base: Facts | None = None) -> Facts:
+    """Facts from plain values, on top of others where given. An unknown key is an error."""
+    given = to_values(base or Facts())
+    merged = _merged(given, dict(values), "")
+    calls = merged.pop("calls")
+    evidence = tuple(Evidence(**item) for item in merged.pop("evidence"))
+    built: Facts = _build(Facts, {**merged, "evidence": evidence, "calls": None}, "")
+    return _with_calls(built, calls)
+
+
+def _with_calls(facts: Facts, calls: Mapping[str, Any] | None) -> Facts:
+    from dataclasses import replace
+
+    if not calls:
+        return facts
+    family = calls.get("family")
+    if family not in _FAMILIES:
+        raise BadParameter("calls.family", family, f"must be one of {', '.join(sorted(_FAMILIES))}")
+    rest = {key: value for key, value in calls.items() if key != "family"}
+    return replace(facts, calls=_build(_FAMILIES[family], rest, "calls."))
+
+
+def _merged(base: dict[str, Any], values: dict[str, Any], place: str) -> dict[str, Any]:
+    unknown = sorted(set(values) - set(base)) if base and place != "calls." else []
+    if unknown:
+        raise BadParameter(
+            f"{place}{unknown[0]}", values[unknown[0]], f"there is no such fact; known are {', '.join(base)}"
+        )
+    out = dict(base)
+    for key, value in values.items():
+        inner = base.get(key)
+        if (
+            isinstance(value, dict)
+            and isinstance(inner, dict)
+            and value.get("family", inner.get("family")) == inner.get("family")
+        ):
+            out[key] = _merged(inner, value, f"{place}{key}.")
+        else:
+            out[key] = value
+    return out
+
+
+def _build(kind: Any, values: Mapping[str, Any], place: str) -> Any:
+    hints = get_type_hints(kind)
+    known = {field.name for field in fields(kind)}
+    for key in values:
+        if key not in known:
+            raise BadParameter(
+                f"{place}{key}", values[key], f"there is no such fact; known are {', '.join(sorted(known))}"
+            )
+    try:
+        return kind(**{key: _value(hints[key], value, f"{place}{key}.") for key, value in values.items()})
+    except TypeError as error:
+        raise BadParameter(place.rstrip(".") or "facts", dict(values), str(error)) from None
+
+
+def _value(hint: Any, value: Any, place: str) -> Any:
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = next((arm for arm in get_args(hint) if is_dataclass(arm)), hint) if isinstance(value, dict) else hint
+    if is_dataclass(hint) and isinstance(value, Mapping):
+        return _build(hint, value, place)
+    return tuple(value) if isinstance(value, list) else value
