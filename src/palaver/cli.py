@@ -15,6 +15,7 @@ import typer
 from palaver import __version__
 from palaver.commands.errors import FAILED, errors_told
 from palaver.commands.formats import formats
+from palaver.commands.inspect import inspect
 from palaver.errors import BadParameter, EmptyMessage
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ app = typer.Typer(
 
 
 app.add_typer(formats, name="formats")
+app.command()(inspect)
 
 
 class Think(StrEnum):
@@ -52,6 +54,12 @@ SetOption = Annotated[
 ]
 TemplateOption = Annotated[
     Path | None, typer.Option("--template", metavar="FILE", help="A chat template to use instead of the model's.")
+]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 or mps; the best one by default.")
+]
+ExactOption = Annotated[
+    bool, typer.Option("--exact", help="Replies do not depend on what else the engine does, to the last bit.")
 ]
 NoThinkingOption = Annotated[bool, typer.Option("--no-thinking", help="Do not show what the model thinks.")]
 
@@ -84,6 +92,8 @@ def ask(
     raw: Annotated[bool, typer.Option("--raw", help="Complete the text as it is, without a chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole reply as JSON.")] = False,
     no_thinking: NoThinkingOption = False,
+    device: DeviceOption = None,
+    exact: ExactOption = False,
 ) -> None:
     """Ask one question: the answer goes to stdout, thinking to stderr."""
     import asyncio
@@ -96,7 +106,7 @@ def ask(
         text, overrides = _question(question), _settings(settings)
 
         async def session() -> Reply:
-            async with _loaded(model, template, raw) as talk:
+            async with _loaded(model, template, raw, device, exact) as talk:
                 request = Request((*_system(system), user(text)), _sampling(talk, overrides), options=_options(think))
                 silent = no_thinking or as_json
                 printer = PlainPrinter(None if as_json else sys.stdout, None if silent else sys.stderr)
@@ -116,6 +126,8 @@ def chat(
     settings: SetOption = None,
     template: TemplateOption = None,
     no_thinking: NoThinkingOption = False,
+    device: DeviceOption = None,
+    exact: ExactOption = False,
 ) -> None:
     """Talk with a model, a line a turn."""
     import asyncio
@@ -130,7 +142,7 @@ def chat(
         typed = sys.stdin.isatty()
 
         async def session() -> bool:
-            async with _loaded(model or model_option, template) as talk:
+            async with _loaded(model or model_option, template, False, device, exact) as talk:
                 sampling = _sampling(talk, overrides)
                 conversation = Conversation(talk, sampling, _options(think), _system(system), "seed" in overrides)
                 if typed:
@@ -145,9 +157,11 @@ def chat(
 
 
 @asynccontextmanager
-async def _loaded(model: str | None, template: Path | None, raw: bool = False) -> AsyncIterator[Chat]:
+async def _loaded(
+    model: str | None, template: Path | None, raw: bool, device: str | None, exact: bool
+) -> AsyncIterator[Chat]:
     from palaver.chat import Chat
-    from palaver.engines.torch.engine import load
+    from palaver.engines.torch import Options, load
     from palaver.formats.loading import load_completion, load_format
     from palaver.formats.tokenizer import load_tokenizer
     from palaver.models.catalog import DEFAULT, resolve
@@ -157,7 +171,7 @@ async def _loaded(model: str | None, template: Path | None, raw: bool = False) -
     folder = resolve(model or DEFAULT)
     tokenizer = load_tokenizer(folder)
     format = load_completion(folder, tokenizer) if raw else load_format(folder, tokenizer, template)
-    engine = load(folder, vocabulary=tokenizer.vocabulary)
+    engine = load(folder, vocabulary=tokenizer.vocabulary, device=device, options=Options(exact=exact))
     try:
         yield Chat(engine, format)
     finally:

@@ -40,6 +40,22 @@ class NothingToContinue(RequestError):
     """The reply is whole, or there is none."""
 
 
+class QueueFull(RequestError):
+    def __init__(self, waiting: int) -> None:
+        super().__init__(f"{waiting} requests are waiting already: try again in a moment.")
+        self.waiting = waiting
+
+
+class CacheFull(RequestError):
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(
+            f"The request needs {tokens} tokens of cache but there is room for {limit}: "
+            "shorten it, or give the cache more memory."
+        )
+        self.tokens = tokens
+        self.limit = limit
+
+
 class ModelError(PalaverError):
     """The model, its files or its template can't do this; another model may."""
 
@@ -73,6 +89,17 @@ class UnsafeCode(ModelError):
 
 class BrokenModel(ModelError):
     """Files of the model that can't be read as what they should be."""
+
+
+class DoesNotFit(ModelError):
+    def __init__(self, name: str, needed: int, free: int, device: str) -> None:
+        super().__init__(
+            f"The model {name!r} needs about {needed / 1e9:.1f} GB of memory "
+            f"but {device} has {free / 1e9:.1f} GB free: "
+            "use a smaller or a quantised model, or another device."
+        )
+        self.needed = needed
+        self.free = free
 
 
 class NoTemplate(ModelError):

@@ -37,6 +37,9 @@ class Finish(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Queued:
     position: int
+    """1 is the next to be let in."""
+    seconds: float | None = None
+    """About how long it will take, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,11 @@ class Step:
     token_id: int
     logprob: float
     alternatives: tuple[Alternative, ...] = ()
+    """The likeliest tokens by the model's own log-probabilities."""
+    drawn_logprob: float | None = None
+    """After all sampling options: what it was drawn with. Given, like the next, where alternatives are asked for."""
+    drawn_from: tuple[Alternative, ...] = ()
+    """The likeliest tokens after all sampling options."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from palaver.constraints import Constraint
+
 Vocabulary = Sequence[bytes]
 """The bytes each token id stands for, markers included."""
 
@@ -45,6 +47,8 @@ class State:
     """The quotation marks inside which the bytes of a marker are text."""
     slot: str = ""
     """What the text said here is to the reader of the format; the engine does not ask."""
+    constraint: Constraint | None = None
+    """What must be said from here on until the state is left, such as the arguments of a call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from palaver.constraints import Constraint
 from palaver.errors import BadParameter
 
 MAX_STRINGS = 64
@@ -45,6 +46,8 @@ class Sampling:
     seed: int = 0
     logprobs: int = 0
     """How many alternatives are reported for each token."""
+    constraint: Constraint | None = None
+    """What the answer must look like; it never holds in thinking."""
 
 
 @dataclass(frozen=True, slots=True)

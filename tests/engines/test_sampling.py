@@ -26,7 +26,7 @@ def chooser(
     prompt = Prompt(tuple(context), tuple(said))
     reply = Reply(prompt, sampling, VOCABULARY, frozenset({END}), 4096)
     banned = BannedText(sampling.banned_strings, SPELLING, frozenset({END})) if sampling.banned_strings else None
-    return Chooser(prompt, sampling, choice, reply, banned, SIZE)
+    return Chooser(prompt, sampling, choice, reply, SIZE, banned)
 
 
 def step(logits: torch.Tensor, sampling: Sampling, context: Sequence[int] = (1, 2, 3)) -> Step:
@@ -80,7 +80,7 @@ def test_top_p_beyond_the_shortlist_looks_at_everything() -> None:
     logits = torch.zeros(size)
     prompt = Prompt((1,))
     sampling = Sampling(top_p=0.9, seed=3)
-    wide = Chooser(prompt, sampling, 0, Reply(prompt, sampling, VOCABULARY), None, size)
+    wide = Chooser(prompt, sampling, 0, Reply(prompt, sampling, VOCABULARY), size)
     (out,) = choose(logits[None], [wide])
     assert isinstance(out, Step)
     assert out.token_id == int(uniform(3, 0, 0) * size)
@@ -92,6 +92,21 @@ def test_alternatives_are_the_likeliest_with_the_models_own_logprobs() -> None:
     best = logits.log_softmax(-1).topk(3)
     assert [a.token_id for a in out.alternatives] == best.indices.tolist()
     assert [a.logprob for a in out.alternatives] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_what_it_was_drawn_from_is_told_beside_the_models_own() -> None:
+    logits = torch.full((SIZE,), -20.0)
+    logits[[10, 20, 30]] = torch.tensor([0.6, 0.3, 0.1]).log()
+    out = step(logits, Sampling(top_k=2, seed=1, logprobs=3))
+    assert [a.token_id for a in out.alternatives] == [10, 20, 30]
+    shares = {a.token_id: math.exp(a.logprob) for a in out.drawn_from}
+    assert shares[10] == pytest.approx(2 / 3, abs=1e-5)
+    assert shares[20] == pytest.approx(1 / 3, abs=1e-5)
+    assert out.drawn_logprob == pytest.approx(math.log(shares[out.token_id]))
+    greedy = step(logits, Sampling(temperature=0, banned_ids=(10,), logprobs=1))
+    assert greedy.drawn_logprob == pytest.approx(math.log(0.75), abs=1e-4)
+    assert greedy.logprob == pytest.approx(math.log(0.3), abs=1e-4)
+    assert step(logits, Sampling()).drawn_logprob is None
 
 
 def test_not_a_number_fails_its_row_alone() -> None:

@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 512,
-    "initializer_range": 0.4,
+    "initializer_range": 0.2,
     "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": END,
@@ -39,9 +39,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "Gemma3TextConfig",
         {**WINDOWED, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
-        | {"num_hidden_layers": 4, "initializer_range": 0.2},
+        | {"num_hidden_layers": 4},
     ),
-    "gpt_oss": ("GptOssConfig", {**WINDOWED, **EXPERTS, "num_local_experts": 4, "initializer_range": 0.2}),
+    "gpt_oss": ("GptOssConfig", {**WINDOWED, **EXPERTS, "num_local_experts": 4}),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
     "phi3": ("Phi3Config", {"rope_scaling": None}),
     "phi": ("PhiConfig", {"num_key_value_heads": 4}),
@@ -50,9 +50,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3NextConfig",
         {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32, "num_hidden_layers": 4}
         | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
-        | {"linear_value_head_dim": 16, "initializer_range": 0.2},
+        | {"linear_value_head_dim": 16},
     ),
-    "mamba": ("MambaConfig", {"state_size": 8, "conv_kernel": 4, "expand": 2, "initializer_range": 0.2}),
+    "mamba": ("MambaConfig", {"state_size": 8, "conv_kernel": 4, "expand": 2}),
     "lfm2": ("Lfm2Config", {"num_hidden_layers": 4, "full_attn_idxs": [1, 3], "block_auto_adjust_ff_dim": False}),
 }
 

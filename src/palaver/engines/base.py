@@ -24,6 +24,8 @@ class EngineInfo:
     """The model's own sampling defaults."""
     device: str
     dtype: str
+    reuse: str = "none"
+    """What is reused of what was computed before: "to the token", "snapshots", or "none" and why."""
 
 
 class Engine(Protocol):

@@ -7,7 +7,7 @@ taking its tokens again.
 from __future__ import annotations
 
 from palaver.generation import Ended, Finish, Prompt
-from palaver.phases import Phase, Phases, Stopped, Tracker, Vocabulary
+from palaver.phases import Entered, Happening, Phase, Phases, Said, Stopped, Tracker, Vocabulary
 from palaver.sampling import Sampling
 
 
@@ -29,12 +29,14 @@ class Reply:
         self._limit = _limit(sampling, context_length, len(prompt.context_ids))
         self._ends = prompt.phases.ends | end_ids
         self._stop_ids = frozenset(sampling.stop_ids)
-        self._tracked = bool(sampling.stop) or any(state.triggers for state in prompt.phases.states)
+        self._tracked = bool(sampling.stop) or any(s.triggers or s.other is not None for s in prompt.phases.states)
         self._tracker = Tracker(prompt.phases, vocabulary, sampling.stop)
         self._closers: dict[int, frozenset[int]] = {}
         self._forced: tuple[int, ...] = ()
         self._asked_to_answer = False
         self._thoughts = 0
+        self.said_since_entering = b""
+        """What the last token said in the state that it led to."""
         self._check_limits()
         for token_id in prompt.reply_ids:
             self.take(token_id)
@@ -84,6 +86,7 @@ class Reply:
         happenings = self._tracker.feed(token_id)
         if ends:
             happenings += self._tracker.flush()
+        self.said_since_entering = _said_last(happenings)
         stop = next((happening.stop for happening in happenings if isinstance(happening, Stopped)), None)
         if stop is not None:
             self.ended = Ended(Finish.STOP_STRING, stop)
@@ -109,6 +112,17 @@ class Reply:
             self.ended = Ended(Finish.LENGTH)
         elif not self.ids:
             self._force()
+
+
+def _said_last(happenings: list[Happening]) -> bytes:
+    said = b""
+    for happening in happenings:
+        match happening:
+            case Entered():
+                said = b""
+            case Said(_, data):
+                said += data
+    return said
 
 
 def _limit(sampling: Sampling, context_length: int | None, context: int) -> int | None:

@@ -23,6 +23,14 @@ class Spelling:
             at += 1
         return found
 
+    def spelling_exactly(self, text: bytes) -> list[int]:
+        at = bisect_left(self._order, (text, -1))
+        found = []
+        while at < len(self._order) and self._order[at][0] == text:
+            found.append(self._order[at][1])
+            at += 1
+        return found
+
     def holding(self, text: bytes) -> list[int]:
         return [token_id for spelled, token_id in self._order if text in spelled]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from palaver.engines.reply import Reply
 from palaver.engines.torch.banned import BannedText
 from palaver.engines.torch.dice import uniform
+from palaver.engines.torch.guide import Guide
 from palaver.errors import BadParameter
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
@@ -19,7 +20,14 @@ class Chooser:
     """The options of one reply and what they have to remember, restored from the tokens said before."""
 
     def __init__(
-        self, prompt: Prompt, sampling: Sampling, choice: int, reply: Reply, banned: BannedText | None, size: int
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        choice: int,
+        reply: Reply,
+        size: int,
+        banned: BannedText | None = None,
+        guide: Guide | None = None,
     ) -> None:
         _check_ids(sampling, size)
         self.sampling = sampling
@@ -27,10 +35,11 @@ class Chooser:
         self._choice = choice
         self._context = prompt.context_ids
         self._banned = banned
+        self._guide = guide
         self._size = size
         self._counts: Tensor | None = None
         self._seen: Tensor | None = None
-        self._always = _always_adjusts(sampling)
+        self._always = _always_adjusts(sampling) or guide is not None or banned is not None
 
     @property
     def draws(self) -> bool:
@@ -38,19 +47,24 @@ class Chooser:
 
     @property
     def adjusts(self) -> bool:
-        return self._always or len(self.reply.ids) < self.sampling.min_tokens or self._banned is not None
+        return self._always or len(self.reply.ids) < self.sampling.min_tokens
 
     def uniform(self) -> float:
         return uniform(self.sampling.seed, self._choice, len(self.reply.ids))
 
     def take(self, token_id: int) -> None:
+        forced = self.reply.forced == token_id
         self.reply.take(token_id)
+        if self._guide is not None:
+            self._guide.take(token_id, self.reply, forced)
         if self._counts is not None and self._seen is not None:
             self._counts[token_id] += 1
             self._seen[token_id] = True
 
     def adjust(self, scores: Tensor) -> None:
         """Changes the scores in place, in the order the transformers library has for what both know."""
+        if self._guide is not None:
+            self._guide.forbid(scores, self.reply)
         sampling = self.sampling
         if sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty:
             self._penalise(scores)

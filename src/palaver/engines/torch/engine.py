@@ -3,30 +3,72 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from palaver.constraints import Constraint
 from palaver.engines.base import EngineInfo
 from palaver.engines.reply import Reply
 from palaver.engines.torch.banned import BannedText, Spelling
+from palaver.engines.torch.cache import CacheStatistics
 from palaver.engines.torch.checkpoint import open_checkpoint
 from palaver.engines.torch.chooser import Chooser
 from palaver.engines.torch.defaults import context_length, end_ids, sampling_defaults
 from palaver.engines.torch.generation import Close, Generation, Outbox
+from palaver.engines.torch.grammars import Grammars
+from palaver.engines.torch.guide import Guide, constraints_of, control_ids
 from palaver.engines.torch.loading import load_model, pick_device, pick_dtype
-from palaver.engines.torch.runner import PlainRunner
-from palaver.engines.torch.scheduler import Scheduler
+from palaver.engines.torch.memory import cache_bytes, check_fit, fit
+from palaver.engines.torch.probing import pick_runner
+from palaver.engines.torch.scheduler import Limits, Scheduler
 from palaver.engines.torch.sequence import Sequence
 from palaver.engines.torch.worker import Worker
 from palaver.errors import BadParameter, ContextOverflow
 from palaver.generation import Prompt
-from palaver.phases import Phases, Vocabulary
+from palaver.phases import Vocabulary
 from palaver.sampling import Sampling, checked
+
+COMPILE_SECONDS = 20.0
+SMALL_MODEL = 256 << 20
+"""Bytes of weights up to which a second thread costs more than it brings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How an engine is run; everything here has a sensible default."""
+
+    cache_bytes: int | None = None
+    """The bound on the KV cache. None: a share of the free memory."""
+    exact: bool = False
+    """Whether a reply's bits may depend on nothing but itself: slower with many at once."""
+    fused: bool = True
+    """Whether a plain decoder is run by code of ours, where that gives the model's own logits."""
+    threads: int | None = None
+    """CPU threads. None: by the size of the model."""
+    limits: Limits | None = None
+    """None: by device and the size of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    running: int
+    waiting: int
+    cache: CacheStatistics
+    step_seconds: float
+    """Time spent in steps since the start, and the part of it that the model itself took."""
+    forward_seconds: float
 
 
 def load(
-    model: str | Path, *, vocabulary: Vocabulary, device: str | None = None, dtype: str | None = None
+    model: str | Path,
+    *,
+    vocabulary: Vocabulary,
+    device: str | None = None,
+    dtype: str | None = None,
+    options: Options | None = None,
 ) -> TorchEngine:
     """Loads a model from a folder or a hub id and starts its thread. Raises a ModelError where it can't.
 
@@ -34,37 +76,76 @@ def load(
     """
     checkpoint = open_checkpoint(model)
     place = pick_device(device)
-    loaded = load_model(checkpoint, place, pick_dtype(dtype, place))
-    return TorchEngine(checkpoint.name, loaded, vocabulary)
+    kind = pick_dtype(dtype, place)
+    check_fit(checkpoint, place, kind)
+    return TorchEngine(checkpoint.name, load_model(checkpoint, place, kind), vocabulary, options)
 
 
 class TorchEngine:
     """Token ids in, token ids out, from one model on one device."""
 
-    def __init__(self, name: str, model: PreTrainedModel, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, name: str, model: PreTrainedModel, vocabulary: Vocabulary, options: Options | None = None
+    ) -> None:
+        options = options or Options()
         self._vocabulary = vocabulary
-        self._spelling: Spelling | None = None
-        self._info = _info(name, model)
+        self._spelled: Spelling | None = None
+        self._grammars = Grammars(vocabulary)
+        info = _info(name, model)
+        limit = cache_bytes(model.device) if options.cache_bytes is None else options.cache_bytes
+        self._runner = pick_runner(
+            model, info.vocabulary_size, limit, info.context_length, options.exact, options.fused
+        )
+        self._info = replace(info, reuse=self._runner.reuse)
         outbox = Outbox()
-        self._worker = Worker(Scheduler(PlainRunner(model), outbox, self._sequence), outbox)
+        self._scheduler = Scheduler(self._runner, outbox, self._sequence, options.limits or _limits(model))
+        self._worker = Worker(self._scheduler, outbox, options.threads or _threads(model))
 
     @property
     def info(self) -> EngineInfo:
         return self._info
 
+    @property
+    def statistics(self) -> EngineStatistics:
+        scheduler = self._scheduler
+        running, waiting = scheduler.counts
+        return EngineStatistics(
+            running, waiting, self._runner.statistics, scheduler.step_seconds, self._runner.forward_seconds
+        )
+
     def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> Generation:
-        return Generation(prompt, checked(sampling), choice, self._worker.post)
+        constrained = constraints_of(prompt.phases, sampling)
+
+        async def compile_constraints() -> None:
+            for constraint in constrained:
+                await self._compiled(constraint)
+
+        ready = compile_constraints if constrained else None
+        return Generation(prompt, checked(sampling), choice, self._worker.post, ready)
 
     async def close(self) -> None:
         self._worker.post(Close())
         await asyncio.to_thread(self._worker.join)
 
+    async def _compiled(self, constraint: Constraint) -> None:
+        compiling = asyncio.to_thread(self._grammars.compile, constraint)
+        try:
+            await asyncio.wait_for(compiling, COMPILE_SECONDS)
+        except TimeoutError:
+            raise BadParameter("constraint", constraint.grammar.value, "it takes too long to compile") from None
+
     def _sequence(self, generation: Generation) -> Sequence:
+        """The state of a generation, with the reply so far taken again."""
         prompt, sampling = generation.prompt, generation.sampling
         self._check(prompt)
-        reply = Reply(prompt, sampling, self._vocabulary, self._info.end_ids, self._info.context_length)
-        banned = self._banned(prompt.phases, sampling)
-        chooser = Chooser(prompt, sampling, generation.choice, reply, banned, self._info.vocabulary_size)
+        reply = Reply(
+            replace(prompt, reply_ids=()), sampling, self._vocabulary, self._info.end_ids, self._info.context_length
+        )
+        banned, guide = self._banned(prompt, sampling), self._guide(prompt, sampling)
+        size = self._info.vocabulary_size
+        chooser = Chooser(prompt, sampling, generation.choice, reply, size, banned, guide)
+        for token_id in prompt.reply_ids:
+            chooser.take(token_id)
         return Sequence(generation, chooser)
 
     def _check(self, prompt: Prompt) -> None:
@@ -78,17 +159,21 @@ class TorchEngine:
                 wrong = min(ids) if min(ids) < 0 else max(ids)
                 raise BadParameter("prompt", wrong, f"token ids here go from 0 to {size - 1}")
 
-    def _banned(self, phases: Phases, sampling: Sampling) -> BannedText | None:
+    def _banned(self, prompt: Prompt, sampling: Sampling) -> BannedText | None:
         if not sampling.banned_strings:
             return None
-        if self._spelling is None:
-            self._spelling = Spelling(self._vocabulary)
-        return BannedText(sampling.banned_strings, self._spelling, _control(phases) | self._info.end_ids)
+        control = control_ids(prompt.phases) | self._info.end_ids
+        return BannedText(sampling.banned_strings, self._spelling(), control)
 
+    def _guide(self, prompt: Prompt, sampling: Sampling) -> Guide | None:
+        if not constraints_of(prompt.phases, sampling):
+            return None
+        return Guide(prompt.phases, sampling, self._grammars, self._spelling())
 
-def _control(phases: Phases) -> frozenset[int]:
-    markers = {t.marker for state in phases.states for t in state.triggers if isinstance(t.marker, int)}
-    return phases.ends | phases.hidden | markers
+    def _spelling(self) -> Spelling:
+        if self._spelled is None:
+            self._spelled = Spelling(self._vocabulary)
+        return self._spelled
 
 
 def _info(name: str, model: PreTrainedModel) -> EngineInfo:
@@ -101,3 +186,27 @@ def _info(name: str, model: PreTrainedModel) -> EngineInfo:
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
     )
+
+
+def _limits(model: PreTrainedModel) -> Limits:
+    """A chunk of prompt should take a small part of a second."""
+    if model.device.type != "cpu":
+        return Limits(chunk=1024)
+    return Limits(chunk=128 if _is_small(model) else 32)
+
+
+def _is_small(model: PreTrainedModel) -> bool:
+    return sum(p.nbytes for p in model.parameters()) <= SMALL_MODEL
+
+
+def _threads(model: PreTrainedModel) -> int:
+    """All cores for a big model; half of them for a small one, which waits for memory and for the other threads."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // 2) if _is_small(model) else cores
+
+
+def describe_fit(model: str | Path, device: str | None = None, dtype: str | None = None) -> str:
+    """One sentence on whether the model would fit, without loading it."""
+    checkpoint = open_checkpoint(model)
+    place = pick_device(device)
+    return str(fit(checkpoint, place, pick_dtype(dtype, place)))

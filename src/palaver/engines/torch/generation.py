@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 
-from palaver.errors import EngineClosed, PalaverError
+from palaver.errors import PalaverError
 from palaver.generation import Ended, Output, Prompt
 from palaver.sampling import Sampling
 
@@ -16,17 +17,28 @@ Arrival = Output | PalaverError
 class Generation:
     """An async context manager over its own outputs. Leaving it cancels what is still running, within one step."""
 
-    def __init__(self, prompt: Prompt, sampling: Sampling, choice: int, post: Callable[[Command], None]) -> None:
+    def __init__(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        choice: int,
+        post: Callable[[Command], None],
+        ready: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self.prompt = prompt
         self.sampling = sampling
         self.choice = choice
         self.loop: asyncio.AbstractEventLoop
         self._post = post
-        self._arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
+        self._ready = ready
+        self._arrivals: deque[Arrival] = deque()
+        self._waiter: asyncio.Future[None] | None = None
         self._over = False
 
     async def __aenter__(self) -> Generation:
         self.loop = asyncio.get_running_loop()
+        if self._ready is not None:
+            await self._ready()
         self._post(Submit(self))
         return self
 
@@ -43,7 +55,10 @@ class Generation:
     async def __anext__(self) -> Output:
         if self._over:
             raise StopAsyncIteration
-        arrival = await self._arrivals.get()
+        while not self._arrivals:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        arrival = self._arrivals.popleft()
         if isinstance(arrival, PalaverError):
             self._over = True
             raise arrival
@@ -60,7 +75,9 @@ class Generation:
 
     def arrive(self, arrival: Arrival) -> None:
         """Called in the owner's loop."""
-        self._arrivals.put_nowait(arrival)
+        self._arrivals.append(arrival)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class Submit:
@@ -95,6 +112,8 @@ class Outbox:
         self._items.extend((generation, arrival) for arrival in arrivals)
 
     def send(self) -> None:
+        if not self._items:
+            return
         items, self._items = self._items, []
         loops = {id(generation.loop): generation.loop for generation, _ in items}
         for key, loop in loops.items():
@@ -108,7 +127,3 @@ class Outbox:
 def _arrive(items: Iterable[tuple[Generation, Arrival]]) -> None:
     for generation, arrival in items:
         generation.arrive(arrival)
-
-
-def closed() -> PalaverError:
-    return EngineClosed()

@@ -65,6 +65,7 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype)
 
 
 def _from_pretrained(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    quantised = "quantization_config" in checkpoint.config
     model, report = AutoModelForCausalLM.from_pretrained(
         checkpoint.folder,
         dtype=dtype,
@@ -72,8 +73,10 @@ def _from_pretrained(checkpoint: Checkpoint, device: torch.device, dtype: torch.
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,
+        # quantised weights are put in place as they are loaded; many of them can't be moved afterwards
+        **({"device_map": {"": str(device)}} if quantised else {}),
     )
-    return model.to(device), report
+    return model if quantised else model.to(device), report
 
 
 def _first_line(error: Exception) -> str:

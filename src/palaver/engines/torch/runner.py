@@ -3,51 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
 
+from palaver.engines.torch.cache import CacheStatistics
 from palaver.engines.torch.sequence import Sequence
 
 
 class Runner(Protocol):
+    @property
+    def reuse(self) -> str:
+        """What is reused of what was computed before: "to the token", "snapshots" or "none: why"."""
+        ...
+
+    @property
+    def batches(self) -> bool:
+        """Whether sequences are computed in one pass, which fails or succeeds for all of them."""
+        ...
+
+    @property
+    def forward_seconds(self) -> float:
+        """The time the model itself took, so far."""
+        ...
+
+    @property
+    def statistics(self) -> CacheStatistics: ...
+
+    def check(self, sequence: Sequence) -> None:
+        """Raises CacheFull where the sequence could not run even alone."""
+        ...
+
+    def known(self, sequence: Sequence) -> int:
+        """How many of its tokens are kept from others."""
+        ...
+
+    def most(self, sequence: Sequence) -> int | None:
+        """How many of its tokens may be computed at once; None: any number."""
+        ...
+
     def begin(self, sequence: Sequence) -> None:
-        """Makes room for the sequence and sets how many of its tokens are computed already."""
+        """Makes room and sets how many tokens are computed already: never the last. Raises CacheFull."""
         ...
 
     def run(self, sequences: Many[Sequence], counts: Many[int]) -> Tensor:
-        """Computes the next `count` tokens of each; one row of logits for each, after the last of them."""
+        """Computes the next `count` tokens of each; a row of logits for each, after the last of them.
+
+        Raises CacheFull before anything is computed where there is no room.
+        """
+        ...
+
+    def keep(self, sequence: Sequence) -> None:
+        """Keeps for others what is computed so far; the sequence goes on."""
         ...
 
     def end(self, sequence: Sequence) -> None:
-        """The sequence leaves; what was computed may be kept for others."""
+        """The sequence leaves; what was computed is kept."""
         ...
-
-
-class PlainRunner:
-    """The model's own cache, a sequence at a time: right for every model, and nothing is reused."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._caches: dict[Sequence, Any] = {}
-
-    def begin(self, sequence: Sequence) -> None:
-        self._caches[sequence] = DynamicCache(config=self._model.config)
-
-    @torch.inference_mode()
-    def run(self, sequences: Many[Sequence], counts: Many[int]) -> Tensor:
-        rows = [self._run_one(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
-        return torch.stack(rows)
-
-    def end(self, sequence: Sequence) -> None:
-        self._caches.pop(sequence, None)
-
-    def _run_one(self, sequence: Sequence, count: int) -> Tensor:
-        start = sequence.computed
-        ids = torch.tensor([sequence.tokens[start : start + count]], device=self._model.device)
-        out = self._model(input_ids=ids, past_key_values=self._caches[sequence], use_cache=True, logits_to_keep=1)
-        sequence.computed += count
-        logits: Tensor = out.logits[0, -1]
-        return logits

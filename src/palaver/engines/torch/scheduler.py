@@ -2,91 +2,218 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from palaver.engines.torch.generation import Generation, Outbox
+from palaver.engines.torch.queueing import Waiting, shares
 from palaver.engines.torch.runner import Runner
 from palaver.engines.torch.sampling import choose
 from palaver.engines.torch.sequence import Sequence
-from palaver.errors import EngineError, PalaverError
+from palaver.errors import CacheFull, EngineError, PalaverError
 from palaver.generation import Ended, Finish, Prefilled, Step
 
-CHUNK = 256
+FATAL = ("AcceleratorError",)
+"""Errors after which the device can't be used any more, by name: not every version of torch has them."""
+
+UNDISTURBED = 4
+"""So many chunks are computed at once where nobody waits for a token meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much is done at once."""
+
+    running: int = 32
+    waiting: int = 1024
+    chunk: int = 128
+    """Prompt tokens computed in a step: what a long prompt delays the others by."""
 
 
 class Scheduler:
-    def __init__(self, runner: Runner, outbox: Outbox, prepare: Callable[[Generation], Sequence]) -> None:
+    def __init__(
+        self, runner: Runner, outbox: Outbox, prepare: Callable[[Generation], Sequence], limits: Limits | None = None
+    ) -> None:
         self._runner = runner
         self._outbox = outbox
         self._prepare = prepare
+        self._limits = limits or Limits()
         self._running: dict[Generation, Sequence] = {}
+        self._waiting = Waiting(self._limits.waiting, self._limits.running)
+        self.step_seconds = 0.0
 
     @property
     def busy(self) -> bool:
-        return bool(self._running)
+        return bool(self._running) or bool(self._waiting)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many run, and how many wait."""
+        return len(self._running), len(self._waiting)
 
     def submit(self, generation: Generation) -> None:
         try:
             sequence = self._prepare(generation)
-        except PalaverError as error:
-            self._outbox.put(generation, error)
-            return
-        if sequence.chooser.reply.ended is not None:
-            self._outbox.put(generation, sequence.chooser.reply.ended)
-            return
-        self._runner.begin(sequence)
-        self._running[generation] = sequence
+            ended = sequence.chooser.reply.ended
+            if ended is not None:
+                self._outbox.put(generation, ended)
+                return
+            self._runner.check(sequence)
+            self._waiting.add(sequence)
+        except Exception as error:
+            self._outbox.put(generation, _as_engine_error(error))
 
     def cancel(self, generation: Generation) -> None:
         if generation in self._running:
-            self._finish(generation, Ended(Finish.STOPPED))
+            self._finish(self._running[generation], Ended(Finish.STOPPED))
+        elif self._waiting.remove(generation):
+            self._outbox.put(generation, Ended(Finish.STOPPED))
 
     def answer_now(self, generation: Generation) -> None:
-        if generation in self._running:
-            self._running[generation].chooser.reply.answer_now()
+        sequence = self._running.get(generation) or self._waiting.find(generation)
+        if sequence is not None:
+            sequence.chooser.reply.answer_now()
 
     def abandon(self) -> list[Generation]:
         """Forgets everything; returns who still waits for an answer."""
-        waiting = list(self._running)
+        left = [*self._running, *self._waiting.generations]
         self._running.clear()
-        return waiting
+        self._waiting.clear()
+        return left
 
     def step(self) -> None:
-        for sequence in list(self._running.values()):
-            try:
-                self._advance(sequence)
-            except Exception as error:
-                self._finish(sequence.generation, _as_engine_error(error))
+        """Lets in who fits, computes one chunk of prompts, and the next token of every reply."""
+        began = time.perf_counter()
+        self._admit()
+        self._prefill()
+        self._decode()
+        self.step_seconds += time.perf_counter() - began
 
-    def _advance(self, sequence: Sequence) -> None:
-        first = sequence.computed < sequence.prompt_tokens
-        logits = self._runner.run([sequence], [min(CHUNK, sequence.pending)])
-        if sequence.pending:
-            return
-        if first:
+    def _admit(self) -> None:
+        for sequence in self._waiting.sequences:
+            if len(self._running) >= self._limits.running:
+                break
+            if self._shares_with_a_running_prefill(sequence):
+                continue
+            if not self._begin(sequence):
+                break
+        for generation, queued in self._waiting.news():
+            self._outbox.put(generation, queued)
+
+    def _begin(self, sequence: Sequence) -> bool:
+        """False where it must wait for others to leave."""
+        try:
+            self._runner.begin(sequence)
+        except CacheFull as error:
+            if self._running:
+                return False
+            self._waiting.remove(sequence.generation)
+            self._outbox.put(sequence.generation, error)
+            return True
+        self._waiting.admit(sequence.generation)
+        self._running[sequence.generation] = sequence
+        self._note_filled(sequence)
+        return True
+
+    def _shares_with_a_running_prefill(self, sequence: Sequence) -> bool:
+        """Whether most of what it lacks is being computed for another: what two need is computed once."""
+        filling = [other for other in self._running.values() if other.pending > 1 and other.space == sequence.space]
+        if not filling:
+            return False
+        known = self._runner.known(sequence)
+        common = max(min(sequence.common(other), other.prompt_tokens - 1) for other in filling)
+        return common > known and 2 * (common - known) >= len(sequence.tokens) - known
+
+    def _prefill(self) -> None:
+        filling = [sequence for sequence in self._running.values() if sequence.pending > 1]
+        delays_others = len(filling) < len(self._running)
+        chunk = self._limits.chunk if delays_others else self._limits.chunk * UNDISTURBED
+        chosen = shares(filling, chunk, self._runner.most)
+        self._compute([sequence for sequence, _ in chosen], [count for _, count in chosen])
+        for sequence, _ in chosen:
+            if sequence.generation in self._running:
+                self._note_filled(sequence)
+
+    def _note_filled(self, sequence: Sequence) -> None:
+        if sequence.pending == 1 and not sequence.filled:
+            sequence.filled = True
+            self._runner.keep(sequence)
             self._outbox.put(sequence.generation, Prefilled(sequence.prompt_tokens, sequence.cached))
-        self._say(sequence, logits)
 
-    def _say(self, sequence: Sequence, logits: Tensor) -> None:
-        step = choose(logits, [sequence.chooser])[0]
+    def _decode(self) -> None:
+        ready = [sequence for sequence in self._running.values() if sequence.pending == 1]
+        for sequences, logits in self._compute(ready, [1] * len(ready)):
+            for sequence, step in zip(sequences, _choose(logits, sequences), strict=True):
+                self._say(sequence, step)
+
+    def _say(self, sequence: Sequence, step: Step | PalaverError) -> None:
         if not isinstance(step, Step):
-            self._finish(sequence.generation, step)
+            self._finish(sequence, step)
             return
         sequence.take(step.token_id)
         self._outbox.put(sequence.generation, step)
         ended = sequence.chooser.reply.ended
         if ended is not None:
-            self._finish(sequence.generation, ended)
+            self._finish(sequence, ended)
 
-    def _finish(self, generation: Generation, arrival: Ended | PalaverError) -> None:
-        sequence = self._running.pop(generation)
-        self._runner.end(sequence)
-        self._outbox.put(generation, arrival)
+    def _compute(self, sequences: list[Sequence], counts: list[int]) -> list[tuple[list[Sequence], Tensor]]:
+        """Runs the model. What can't be computed together is tried alone, and who fails then, fails alone."""
+        if not sequences:
+            return []
+        together = self._runner.batches or len(sequences) == 1
+        if together:
+            try:
+                return [(sequences, self._runner.run(sequences, counts))]
+            except CacheFull as error:
+                return self._compute_with_fewer(sequences, counts, error)
+            except Exception as error:
+                if len(sequences) == 1:
+                    self._finish(sequences[0], _as_engine_error(error))
+                    return []
+        pairs = zip(sequences, counts, strict=True)
+        return [part for sequence, count in pairs for part in self._compute([sequence], [count])]
+
+    def _compute_with_fewer(
+        self, sequences: list[Sequence], counts: list[int], error: CacheFull
+    ) -> list[tuple[list[Sequence], Tensor]]:
+        """There is no room for all: the youngest goes back to wait, and is computed anew later."""
+        youngest = list(self._running.values())[-1]
+        if len(self._running) == 1:
+            self._finish(youngest, error)
+        else:
+            del self._running[youngest.generation]
+            self._runner.end(youngest)
+            youngest.computed = 0
+            self._waiting.put_back(youngest)
+        kept = [(s, n) for s, n in zip(sequences, counts, strict=True) if s.generation in self._running]
+        return self._compute([s for s, _ in kept], [n for _, n in kept])
+
+    def _finish(self, sequence: Sequence, arrival: Ended | PalaverError) -> None:
+        del self._running[sequence.generation]
+        self._waiting.note_end()
+        try:
+            self._runner.end(sequence)
+        finally:
+            self._outbox.put(sequence.generation, arrival)
+
+
+def _choose(logits: Tensor, sequences: list[Sequence]) -> list[Step | PalaverError]:
+    """The next token of each. Where choosing fails for all, each is tried alone."""
+    try:
+        return choose(logits, [sequence.chooser for sequence in sequences])
+    except Exception as error:
+        if len(sequences) == 1:
+            return [_as_engine_error(error)]
+        rows = zip(logits, sequences, strict=True)
+        return [step for row, sequence in rows for step in _choose(row[None], [sequence])]
 
 
 def _as_engine_error(error: Exception) -> PalaverError:
     if isinstance(error, PalaverError):
         return error
+    if type(error).__name__ in FATAL:
+        raise error
     return EngineError(f"The engine failed at this request ({type(error).__name__}: {error}).")

@@ -13,9 +13,10 @@ from palaver.errors import EngineClosed, EngineError, PalaverError
 
 
 class Worker:
-    def __init__(self, scheduler: Scheduler, outbox: Outbox) -> None:
+    def __init__(self, scheduler: Scheduler, outbox: Outbox, threads: int) -> None:
         self._scheduler = scheduler
         self._outbox = outbox
+        self._threads = threads
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._over: PalaverError | None = None
         self._lock = threading.Lock()
@@ -36,6 +37,7 @@ class Worker:
     def _run(self) -> None:
         reason: PalaverError = EngineClosed()
         try:
+            torch.set_num_threads(self._threads)  # counts for the thread that says it
             with torch.inference_mode():
                 self._work()
         except BaseException as error:

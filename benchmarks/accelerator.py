@@ -1,0 +1,259 @@
+"""The torch engine on an accelerator: is it right there, and how near to the memory's limit.
+
+    PYTHONPATH=src python3 benchmarks/accelerator.py --identity     every family against the library, fp32
+    PYTHONPATH=src python3 benchmarks/accelerator.py --speed        random weights in the shapes of real models, bf16
+
+Needs nothing but torch and transformers. `--device cpu --tiny` tries the same code without an accelerator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from palaver.engines.torch import Limits, Options, TorchEngine
+from palaver.engines.torch.loading import quiet
+from palaver.generation import Prompt, Step
+from palaver.sampling import Sampling
+from tests.engines import tiny
+
+FAMILIES = ("llama", "qwen3", "gemma3", "gpt_oss", "mistral", "qwen3_moe", "phi3", "phi", "qwen2", "gpt2")
+CARRIED = ("qwen3_next", "lfm2", "mamba")
+SHAPES: dict[str, dict[str, int]] = {
+    "Qwen3-0.6B": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "Qwen3-8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+LENGTH = 24
+MARGIN = 1e-3
+"""Two likeliest tokens this close may swap by rounding."""
+
+
+async def say(engine: TorchEngine, prompt: Prompt, sampling: Sampling, stop_after: int | None = None) -> list[int]:
+    ids: list[int] = []
+    async with engine.generate(prompt, sampling) as outputs:
+        async for output in outputs:
+            if isinstance(output, Step):
+                ids.append(output.token_id)
+            if len(ids) == stop_after:
+                break
+    return ids
+
+
+class Identity:
+    """One family: what the library's generate() says, token for token."""
+
+    def __init__(self, family: str, device: str) -> None:
+        self.family = family
+        self.device = device
+        self.model = tiny.build(family).to(device)
+        self.sampling = Sampling(temperature=0, max_tokens=LENGTH, banned_ids=(tiny.END,))
+        self.close = 0
+
+    @torch.inference_mode()
+    def library(self, prompt: Sequence[int]) -> list[int]:
+        ids = torch.tensor([list(prompt)], device=self.device)
+        with quiet():
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=LENGTH,
+                do_sample=False,
+                suppress_tokens=[tiny.END],
+                pad_token_id=0,
+                eos_token_id=None,
+            )
+        said: list[int] = out[0, ids.shape[1] :].tolist()
+        return said
+
+    @torch.inference_mode()
+    def agree(self, prompt: Sequence[int], said: list[int], expected: list[int]) -> bool:
+        """Whether they are the same up to a place at which two tokens are as good as equal."""
+        if said == expected:
+            return True
+        first = next((i for i, (a, b) in enumerate(zip(said, expected, strict=False)) if a != b), None)
+        if first is None:
+            return False
+        ids = torch.tensor([[*prompt, *expected[:first]]], device=self.device)
+        logits = self.model(input_ids=ids, use_cache=False).logits[0, -1].float()
+        logits[tiny.END] = -torch.inf
+        best = logits.topk(2).values
+        near = bool(best[0] - best[1] < MARGIN)
+        self.close += near
+        return near
+
+    async def run(self) -> tuple[int, int]:
+        """Replies compared, and how many differed."""
+        rng = random.Random(1)
+        prompts = [tuple(rng.randrange(256) for _ in range(rng.randint(1, 70))) for _ in range(8)]
+        expected = [self.library(prompt) for prompt in prompts]
+        options = Options(cache_bytes=1 << 26, limits=Limits(running=6, chunk=24))
+        engine = TorchEngine(self.family, tiny.build(self.family).to(self.device), tiny.VOCABULARY, options)
+        replies = [await say(engine, Prompt(prompt), self.sampling) for prompt in prompts[:3]]
+        replies += await asyncio.gather(*(self._under_load(engine, p, i) for i, p in enumerate(prompts)))
+        await engine.close()
+        pairs = zip([*prompts[:3], *prompts], replies, [*expected[:3], *expected], strict=True)
+        wrong = sum(not self.agree(prompt, said, theirs) for prompt, said, theirs in pairs)
+        return len(replies), wrong
+
+    async def _under_load(self, engine: TorchEngine, prompt: tuple[int, ...], number: int) -> list[int]:
+        """Among others that come and go: cancelled once, stopped and continued once."""
+        await say(engine, Prompt(prompt, owner="other"), self.sampling, stop_after=number % 4)
+        begun = await say(engine, Prompt(prompt), self.sampling, stop_after=5 + number)
+        return begun + await say(engine, Prompt(prompt, tuple(begun)), self.sampling)
+
+
+async def identity(device: str) -> int:
+    failures = 0
+    for family in (*FAMILIES, *CARRIED):
+        test = Identity(family, device)
+        began = time.perf_counter()
+        compared, wrong = await test.run()
+        failures += wrong
+        print(
+            f"{family:12} {compared} replies, {wrong} differ, {test.close} within the margin"
+            f" ({time.perf_counter() - began:.1f} s)",
+            flush=True,
+        )
+    print("identical" if failures == 0 else f"{failures} replies differ")
+    return failures
+
+
+def bandwidth(device: str) -> float:
+    """Bytes a second that can be read, by reading a lot."""
+    size = (1 << 32) if device == "cuda" else (1 << 26)
+    data = torch.ones(size // 4, device=device)
+    best = 0.0
+    for _ in range(6):
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(4):
+            data.sum()
+        _wait(device)
+        best = max(best, 4 * size / (time.perf_counter() - began))
+    return best
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def random_model(shape: dict[str, int], device: str, vocabulary: int) -> Any:
+    config = transformers.Qwen3Config(
+        **shape, vocab_size=vocabulary, max_position_embeddings=8192, tie_word_embeddings=False, eos_token_id=0
+    )
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    with torch.device(device), quiet():
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+class Speed:
+    """One shape: tokens a second at some batch sizes, and the share of what the memory would allow."""
+
+    def __init__(self, name: str, shape: dict[str, int], arguments: argparse.Namespace, limit: float) -> None:
+        self.name = name
+        self.arguments = arguments
+        self.limit = limit
+        self.size = 512 if arguments.tiny else 151936
+        model = random_model(shape, arguments.device, self.size)
+        embedding = model.get_input_embeddings().weight.numel()
+        self.weights = sum(p.numel() for p in model.parameters()) - embedding
+        self.token_bytes = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+        began = time.perf_counter()
+        self.engine = TorchEngine(name, model, [b"x"] * self.size, Options(fused=not arguments.library))
+        print(f"{name}: {self.weights / 1e9:.2f} G weights to read, {self.engine.info.reuse}", end="")
+        print(f", ready after {time.perf_counter() - began:.1f} s", flush=True)
+
+    async def run(self, batch: int, context: int, tokens: int) -> None:
+        rng = random.Random(batch)
+        prompts = [Prompt(tuple(rng.randrange(1, self.size) for _ in range(context))) for _ in range(batch)]
+        sampling = Sampling(temperature=0, max_tokens=tokens, banned_ids=(0,))
+        began = time.perf_counter()
+        await asyncio.gather(*(say(self.engine, p, Sampling(temperature=0, max_tokens=1)) for p in prompts))
+        prefill = time.perf_counter() - began
+        await asyncio.gather(*(say(self.engine, p, Sampling(temperature=0, max_tokens=4)) for p in prompts))
+        before, began = self.engine.statistics, time.perf_counter()
+        await asyncio.gather(*(say(self.engine, p, sampling) for p in prompts))
+        seconds, after = time.perf_counter() - began, self.engine.statistics
+        rate = batch * tokens / seconds
+        read = 2 * self.weights + batch * (context + tokens / 2) * self.token_bytes
+        allowed = batch * self.limit / read
+        forward = (after.forward_seconds - before.forward_seconds) / tokens
+        print(
+            f"{self.name:11} batch {batch:3} context {context:5}: {rate:8.1f} tokens/s, {rate / allowed:6.1%} of the"
+            f" memory's {allowed:8.0f}; {seconds / tokens * 1e3:6.2f} ms a step, {forward * 1e3:6.2f} of it launching"
+            f" the model; prefill {batch * context / prefill:8.0f} tokens/s",
+            flush=True,
+        )
+
+
+async def speed(arguments: argparse.Namespace) -> None:
+    limit = bandwidth(arguments.device)
+    print(f"memory read: {limit / 1e12:.2f} TB/s")
+    shapes = {"tiny": TINY} if arguments.tiny else SHAPES
+    for name, shape in shapes.items():
+        test = Speed(name, shape, arguments, limit)
+        for batch, context in ((1, 128), (1, 1024), (8, 1024), (32, 1024)):
+            small = arguments.tiny
+            await test.run(min(batch, 4) if small else batch, context // 16 if small else context, arguments.tokens)
+        cache = test.engine.statistics.cache
+        print(f"{name}: cache {cache.used_bytes / 1e9:.1f} GB of {cache.limit_bytes / 1e9:.1f} GB\n", flush=True)
+        await test.engine.close()
+        del test
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+async def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--identity", action="store_true")
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--library", action="store_true", help="the library's model code instead of the fused decoder")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {arguments.device}", flush=True)
+    failures = await identity(arguments.device) if arguments.identity or not arguments.speed else 0
+    if arguments.speed or not arguments.identity:
+        await speed(arguments)
+    return min(failures, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

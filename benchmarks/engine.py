@@ -1,0 +1,260 @@
+"""How fast the torch engine is on the CPU, as ratios measured in one run.
+
+    python benchmarks/engine.py [--model FOLDER] [--threads N] [--quick]
+
+Without a model it takes the embedded one where its weights are there, else random weights of the same shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import palaver.models
+from palaver.engines.torch import Limits, Options, TorchEngine, load
+from palaver.engines.torch.loading import quiet
+from palaver.generation import Prefilled, Prompt, Step
+from palaver.sampling import Sampling
+
+SHAPE = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+CONTEXT = 64
+TURN = 48
+REPLY = 32
+ROUNDS = 4
+
+
+@contextmanager
+def model_folder(named: str | None) -> Iterator[Path]:
+    """The named model, the embedded one, or random weights of its shape."""
+    embedded = Path(palaver.models.__file__).parent / "sprout"
+    if named or (embedded / "model.safetensors").is_file():
+        yield Path(named) if named else embedded
+        return
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        torch.manual_seed(0)
+        config = transformers.Qwen3Config(**SHAPE)
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        yield Path(folder)
+
+
+class Bench:
+    def __init__(self, folder: Path, threads: int, tokens: int) -> None:
+        self.folder = folder
+        self.threads = threads
+        self.tokens = tokens
+        with quiet():
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.size = self.model.get_output_embeddings().weight.shape[0]
+        self.greedy = Sampling(temperature=0, banned_ids=self._ends(), max_tokens=tokens)
+        torch.set_num_threads(threads)
+
+    def engine(self, **options: Any) -> TorchEngine:
+        vocabulary = [str(i).encode() for i in range(self.size)]
+        return load(self.folder, vocabulary=vocabulary, options=Options(threads=self.threads, **options))
+
+    def prompt(self, seed: int, length: int = CONTEXT) -> tuple[int, ...]:
+        generator = torch.Generator().manual_seed(seed)
+        return tuple(torch.randint(2, self.size, (length,), generator=generator).tolist())
+
+    def _ends(self) -> tuple[int, ...]:
+        ends = self.model.generation_config.eos_token_id
+        return tuple([ends] if isinstance(ends, int) else ends or ())
+
+    @torch.inference_mode()
+    def generate(self, batch: int) -> float:
+        """Seconds for each step of the library's own loop."""
+        ids = torch.tensor([self.prompt(i) for i in range(batch)])
+
+        def run(count: int) -> float:
+            began = time.perf_counter()
+            with quiet():
+                self.model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=count,
+                    min_new_tokens=count,
+                    do_sample=False,
+                )
+            return time.perf_counter() - began
+
+        run(2)
+        return (run(self.tokens) - run(1)) / (self.tokens - 1)
+
+    @torch.inference_mode()
+    def bare(self, batch: int) -> float:
+        """Seconds for each pass through the model's own code with its own cache, and nothing else."""
+        cache = transformers.DynamicCache(config=self.model.config)
+        ids = torch.tensor([self.prompt(i) for i in range(batch)])
+        token = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        began = time.perf_counter()
+        for _ in range(self.tokens):
+            token = self.model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        return (time.perf_counter() - began) / self.tokens
+
+
+async def consume(engine: TorchEngine, prompt: Prompt, sampling: Sampling) -> tuple[list[float], int, list[int]]:
+    """When each token came, how many prompt tokens had to be computed, and the tokens."""
+    times, computed, ids = [], 0, []
+    async with engine.generate(prompt, sampling) as outputs:
+        async for output in outputs:
+            match output:
+                case Step():
+                    times.append(time.perf_counter())
+                    ids.append(output.token_id)
+                case Prefilled():
+                    computed = output.prompt_tokens - output.cached_tokens
+    return times, computed, ids
+
+
+async def decode(bench: Bench, engine: TorchEngine, batch: int) -> tuple[float, float]:
+    """Seconds a step, and the part of it that the model itself took."""
+    prompts = [Prompt(bench.prompt(1000 + i)) for i in range(batch)]
+    await asyncio.gather(*(consume(engine, prompt, bench.greedy) for prompt in prompts))
+    before = engine.statistics
+    runs = await asyncio.gather(*(consume(engine, prompt, bench.greedy) for prompt in prompts))
+    after = engine.statistics
+    seconds = (max(t[-1] for t, _, _ in runs) - min(t[0] for t, _, _ in runs)) / (bench.tokens - 1)
+    return seconds, (after.forward_seconds - before.forward_seconds) / bench.tokens
+
+
+async def in_turn(bench: Bench, engine: TorchEngine, batch: int) -> tuple[float, float, float, float]:
+    """The best of several rounds, all three measured in each: other load on the machine hits all of them."""
+    theirs, bare, ours = [], [], []
+    for _ in range(ROUNDS):
+        theirs.append(bench.generate(batch))
+        bare.append(bench.bare(batch))
+        ours.append(await decode(bench, engine, batch))
+    return min(theirs), min(bare), *min(ours)
+
+
+async def speed(bench: Bench) -> None:
+    print(
+        f"{'batch':>5} {'generate()':>11} {'bare loop':>10} {'engine':>8}   ms a step     x generate  x bare  tokens/s"
+    )
+    rates = {}
+    for batch in (1, 8, 32):
+        engine = bench.engine()
+        theirs, bare, ours, forward = await in_turn(bench, engine, batch)
+        await engine.close()
+        rates[batch] = batch / ours
+        print(
+            f"{batch:5} {theirs * 1e3:11.2f} {bare * 1e3:10.2f} {ours * 1e3:8.2f} {'':12} {theirs / ours:12.2f}"
+            f" {bare / ours:7.2f} {batch / ours:9.0f}"
+        )
+        if batch == 1:
+            print(f"      of which the model {forward * 1e3:.2f} ms: overhead {(ours - forward) / forward:.1%} of it")
+    print(f"throughput of batch 8 over batch 1: {rates[8] / rates[1]:.2f}, of batch 32: {rates[32] / rates[1]:.2f}")
+
+
+async def turns(bench: Bench) -> None:
+    """Time to the first token as a conversation grows, against computing all of it."""
+    kept, fresh = bench.engine(), bench.engine(cache_bytes=1 << 28)
+    history: tuple[int, ...] = ()
+    sampling = Sampling(temperature=0, banned_ids=bench.greedy.banned_ids, max_tokens=REPLY)
+    firsts: dict[int, float] = {}
+    print("turn  prompt  computed  first token ms  full prefill ms  ratio")
+    for turn in range(1, 21):
+        history += bench.prompt(turn, TURN)
+        began = time.perf_counter()
+        times, computed, ids = await consume(kept, Prompt(history), sampling)
+        firsts[turn] = times[0] - began
+        if turn in (1, 2, 5, 20):
+            began = time.perf_counter()
+            once = Sampling(temperature=0, max_tokens=1)
+            cold, _, _ = await consume(fresh, Prompt(history, owner=str(turn)), once)
+            full = cold[0] - began
+            print(
+                f"{turn:4} {len(history):7} {computed:9} {firsts[turn] * 1e3:15.1f} {full * 1e3:16.1f}"
+                f" {full / firsts[turn]:6.1f}"
+            )
+        history += tuple(ids)
+    print(f"first token of turn 20 over that of turn 2: {firsts[20] / firsts[2]:.2f}")
+    cache = kept.statistics.cache
+    print(
+        f"reuse: {cache.hit_tokens / cache.prompt_tokens:.1%} of {cache.prompt_tokens} prompt tokens were in the cache"
+    )
+    print(f"memory: {cache.used_bytes / 1e6:.1f} MB of {cache.limit_bytes / 1e6:.0f} MB, {cache.evictions} evictions")
+    await kept.close()
+    await fresh.close()
+
+
+async def interference(bench: Bench) -> None:
+    """How long running streams wait for a token while a long prompt is computed."""
+    for chunk in (64, 256):
+        engine = bench.engine(limits=Limits(chunk=chunk))
+        sampling = Sampling(temperature=0, banned_ids=bench.greedy.banned_ids, max_tokens=200)
+        streams = [asyncio.create_task(consume(engine, Prompt(bench.prompt(i)), sampling)) for i in range(4)]
+        await asyncio.sleep(0.15)
+        began = time.perf_counter()
+        long, _, _ = await consume(engine, Prompt(bench.prompt(99, 3000)), Sampling(temperature=0, max_tokens=1))
+        runs = await asyncio.gather(*streams)
+        gaps = [(b - a, a) for times, _, _ in runs for a, b in pairwise(times)]
+        during = [gap for gap, at in gaps if began < at < long[0]] or [0.0]
+        outside = [gap for gap, at in gaps if not began < at < long[0]] or [0.0]
+        print(
+            f"chunk {chunk}: a 3000-token prompt took {long[0] - began:.2f} s; a token of 4 running streams took"
+            f" {statistics.median(outside) * 1e3:.1f} ms, meanwhile {statistics.median(during) * 1e3:.1f}"
+            f" (at most {max(during) * 1e3:.1f}) ms"
+        )
+        await engine.close()
+
+
+async def cancels(bench: Bench) -> None:
+    """From leaving a generation to everything being freed."""
+    engine = bench.engine()
+    waits = []
+    for i in range(20):
+        async with engine.generate(Prompt(bench.prompt(i)), bench.greedy) as outputs:
+            for _ in range(5):
+                await anext(outputs)
+            began = time.perf_counter()
+            outputs.stop()
+            async for _ in outputs:
+                pass
+            waits.append(time.perf_counter() - began)
+    print(f"cancel to freed: median {statistics.median(waits) * 1e3:.2f} ms, at most {max(waits) * 1e3:.2f} ms")
+    await engine.close()
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="fewer tokens")
+    parser.add_argument("--only", choices=("speed", "turns", "interference", "cancels"))
+    arguments = parser.parse_args()
+    with model_folder(arguments.model) as folder:
+        bench = Bench(folder, arguments.threads, 24 if arguments.quick else 100)
+        count = sum(p.numel() for p in bench.model.parameters())
+        print(f"{bench.model.config.model_type}, {count / 1e6:.1f} M parameters, fp32, {arguments.threads} thread(s)")
+        for part in (speed, turns, interference, cancels):
+            if arguments.only in (None, part.__name__):
+                print(f"\n{part.__name__}")
+                await part(bench)
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

@@ -1,0 +1,57 @@
+"""`palaver inspect`: what a model is, whether it fits, how it talks and what of its work is reused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from palaver.commands.errors import errors_told
+
+if TYPE_CHECKING:
+    from palaver.engines.base import EngineInfo
+    from palaver.sampling import Sampling
+
+
+def inspect(
+    model: Annotated[str | None, typer.Argument(help="A folder, a hub id (owner/name), or sprout.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 or mps.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")] = None,
+) -> None:
+    """Say what a model is: whether it fits, its context, its defaults, how it talks, what is reused."""
+    from palaver.engines.torch import describe_fit, load
+    from palaver.formats.loading import load_format
+    from palaver.formats.page import lines
+    from palaver.formats.tokenizer import load_tokenizer
+    from palaver.models.catalog import DEFAULT, resolve
+
+    with errors_told():
+        folder = resolve(model or DEFAULT)
+        print(describe_fit(folder, device=device, dtype=dtype))
+        tokenizer = load_tokenizer(folder)
+        engine = load(folder, vocabulary=tokenizer.vocabulary, device=device, dtype=dtype)
+        info = engine.info
+        asyncio.run(engine.close())
+        for name, value in (*_about(info), *lines(load_format(folder, tokenizer).facts)):
+            print(f"{name}: {value}")
+
+
+def _about(info: EngineInfo) -> Iterator[tuple[str, str]]:
+    yield "model", info.model
+    yield "runs on", f"{info.device}, {info.dtype}"
+    yield "context", f"{info.context_length} tokens"
+    yield "vocabulary", f"{info.vocabulary_size} tokens"
+    yield "what was computed before is reused", info.reuse
+    yield "sampling defaults", _defaults(info.defaults)
+
+
+def _defaults(sampling: Sampling) -> str:
+    from dataclasses import asdict
+
+    from palaver.sampling import Sampling
+
+    plain = asdict(Sampling())
+    changed = {name: value for name, value in asdict(sampling).items() if value != plain[name]}
+    return ", ".join(f"{name} {value}" for name, value in changed.items()) or "none of its own"

@@ -1,0 +1,117 @@
+"""The KV cache: lanes for what runs, pages for what is kept, one bound on the memory of both."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from palaver.engines.torch.lanes import Lane, Lanes, Layout, copy_all
+from palaver.engines.torch.pages import PAGE, Key, Pages
+from palaver.errors import CacheFull
+
+BANK_SHARE = 16
+"""A bank of lanes takes at most this part of the memory, unless a single lane takes more."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """What the cache did since the model was loaded, and what it holds now."""
+
+    limit_bytes: int = 0
+    used_bytes: int = 0
+    kept_bytes: int = 0
+    """The part of the used bytes that may be evicted."""
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    """The prompt tokens that didn't have to be computed."""
+    evictions: int = 0
+
+
+class Cache:
+    """Opens lanes that hold already what is known of a sequence, and keeps what they computed."""
+
+    def __init__(self, layout: Layout, limit: int) -> None:
+        self._layout = layout
+        self._lanes = Lanes(layout, limit // BANK_SHARE)
+        self._pages = Pages()
+        self._limit = limit
+        self._prompt_tokens = 0
+        self._hit_tokens = 0
+
+    @property
+    def statistics(self) -> CacheStatistics:
+        kept = self._pages.nbytes
+        return CacheStatistics(
+            limit_bytes=self._limit,
+            used_bytes=self._lanes.nbytes + kept,
+            kept_bytes=kept,
+            prompt_tokens=self._prompt_tokens,
+            hit_tokens=self._hit_tokens,
+            evictions=self._pages.evicted,
+        )
+
+    def known(self, space: Hashable, keys: Sequence[Key]) -> int:
+        """How many of the first tokens are kept."""
+        return self._pages.match(space, keys).tokens
+
+    def open(self, space: Hashable, keys: Sequence[Key], room: int) -> tuple[Lane, int]:
+        """A lane with room for so many tokens, and how many of these keys' tokens it holds already.
+
+        Raises CacheFull when running sequences leave no room for it.
+        """
+        assert room >= len(keys), "what is known must fit"
+        self._reserve(room)
+        lane = self._lanes.open(room)
+        match = self._pages.match(space, keys)
+        for index, page in enumerate(match.pages):
+            start = index * PAGE
+            stop = min(match.tokens, start + len(page.keys))
+            copy_all(lane.parts(start, stop), [tensor[:, :, : stop - start] for tensor in page.data])
+        self._prompt_tokens += len(keys) + 1
+        self._hit_tokens += match.tokens
+        return lane, match.tokens
+
+    def grow(self, lane: Lane, tokens: int, used: int) -> None:
+        """Makes room for so many tokens in all. Raises CacheFull where there is none."""
+        if tokens > lane.bank.capacity:
+            self._reserve(tokens)
+            self._lanes.grow(lane, tokens, used)
+
+    def keep(self, lane: Lane, space: Hashable, keys: Sequence[Key]) -> None:
+        """Keeps what the lane computed for these keys, as far as there is room beside what runs."""
+        path = self._pages.path(space, keys)
+        for start in range((len(path) - 1) * PAGE, len(keys), PAGE):
+            part = tuple(keys[start : start + PAGE])
+            if self._pages.holds(path, part) or not self._make_room(len(part) * self._layout.token_bytes):
+                return
+            data = [view.clone(memory_format=torch.contiguous_format) for view in lane.parts(start, start + len(part))]
+            if not self._pages.add(space, path, part, data):
+                return
+
+    def close(self, lane: Lane) -> None:
+        self._lanes.close(lane)
+
+    def check(self, tokens: int) -> None:
+        """Raises CacheFull where so many tokens don't fit even alone."""
+        if self._lanes.least(tokens) > self._limit:
+            raise CacheFull(tokens, self._limit // self._layout.token_bytes)
+
+    def _reserve(self, tokens: int) -> None:
+        needed = self._lanes.needed(tokens)
+        if not self._make_room(needed):
+            raise CacheFull(tokens, self._limit // self._layout.token_bytes)
+
+    def _make_room(self, needed: int) -> bool:
+        """Evicts until so many bytes are free, but nothing when even that would not do."""
+        if self._excess(needed) > 0:
+            self._lanes.trim()
+        if self._excess(needed) > self._pages.nbytes:
+            return False
+        while self._excess(needed) > 0:
+            self._pages.evict()
+        return True
+
+    def _excess(self, needed: int) -> int:
+        return self._lanes.nbytes + self._pages.nbytes + needed - self._limit

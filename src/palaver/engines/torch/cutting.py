@@ -1,0 +1,105 @@
+"""The runner for models whose cache can be cut at any token: reuse to the token, all sequences in one pass."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+import torch
+from torch import Tensor
+
+from palaver.engines.torch.attention import Plan, Run, plan, run_of
+from palaver.engines.torch.cache import Cache, CacheStatistics
+from palaver.engines.torch.lanes import Lane, Layout
+from palaver.engines.torch.sequence import Sequence
+
+HEADROOM = 32
+"""Room for so many tokens beyond the prompt is there from the start."""
+FEW = (2, 8)
+"""So many rows at once give the same bits on the CPU, whichever they are."""
+
+
+class CuttingRunner:
+    def __init__(
+        self, forward: Callable[[Plan], Tensor], layout: Layout, limit: int, context: int, exact: bool = False
+    ) -> None:
+        self.reuse = "to the token"
+        self.batches = True
+        self._forward = forward
+        self._device = layout.device
+        self._cache = Cache(layout, limit)
+        self._context = context
+        self._exact = exact
+        self._lanes: dict[Sequence, Lane] = {}
+        self._last: Plan | None = None
+        self.forward_seconds = 0.0
+
+    @property
+    def statistics(self) -> CacheStatistics:
+        return self._cache.statistics
+
+    def check(self, sequence: Sequence) -> None:
+        self._cache.check(self._room(sequence))
+
+    def known(self, sequence: Sequence) -> int:
+        return self._cache.known(sequence.space, sequence.tokens[:-1])
+
+    def most(self, sequence: Sequence) -> int | None:
+        return None
+
+    def begin(self, sequence: Sequence) -> None:
+        keys = sequence.tokens[:-1]
+        self._lanes[sequence], sequence.computed = self._cache.open(sequence.space, keys, self._room(sequence))
+        sequence.cached = sequence.computed
+
+    def run(self, sequences: Many[Sequence], counts: Many[int]) -> Tensor:
+        for sequence, count in zip(sequences, counts, strict=True):
+            self._cache.grow(self._lanes[sequence], sequence.computed + count, sequence.computed)
+        runs = [self._run(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
+        logits = self._exactly(runs) if self._exact else self._pass(self._plan(runs))
+        for sequence, count in zip(sequences, counts, strict=True):
+            sequence.computed += count
+        return logits
+
+    def keep(self, sequence: Sequence) -> None:
+        self._cache.keep(self._lanes[sequence], sequence.space, sequence.tokens[: sequence.computed])
+
+    def end(self, sequence: Sequence) -> None:
+        lane = self._lanes.pop(sequence, None)
+        if lane is not None:
+            self._cache.keep(lane, sequence.space, sequence.tokens[: sequence.computed])
+            self._cache.close(lane)
+
+    def _run(self, sequence: Sequence, count: int) -> Run:
+        start = sequence.computed
+        return run_of(self._lanes[sequence], start, sequence.tokens[start : start + count])
+
+    def _plan(self, runs: Many[Run]) -> Plan:
+        """The last one moved on, where the same sequences go on."""
+        if self._last is not None and self._last.followed_by(runs):
+            self._last.advance(runs)
+        else:
+            self._last = plan(runs, self._device)
+        return self._last
+
+    def _pass(self, planned: Plan) -> Tensor:
+        began = time.perf_counter()
+        logits = self._forward(planned)
+        self.forward_seconds += time.perf_counter() - began
+        return logits
+
+    def _room(self, sequence: Sequence) -> int:
+        return min(len(sequence.tokens) + HEADROOM, max(self._context, len(sequence.tokens)))
+
+    def _exactly(self, runs: Many[Run]) -> Tensor:
+        """In passes whose arithmetic doesn't depend on how many sequences run."""
+        least, most = FEW
+        singles = all(len(run.ids) == 1 for run in runs)
+        size = most if singles else 1
+        outs = []
+        for start in range(0, len(runs), size):
+            few = list(runs[start : start + size])
+            padded = [*few, *few[:1] * (least - len(few))] if singles else few
+            outs.append(self._pass(plan(padded, self._device, alone=True))[: len(few)])
+        return torch.cat(outs)

@@ -1,0 +1,167 @@
+"""Keys and values of running sequences: each has a lane, contiguous in memory, beside others of its capacity.
+
+A lane that is full moves to a bank of twice the capacity, so sequences in one bank differ in length by little and one
+padded call attends for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SMALLEST = 128
+"""Tokens in the smallest lane."""
+WIDEST = 8
+"""Lanes in a bank."""
+
+Shape = tuple[int, int]
+"""Heads and size of a head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What one token takes in the cache: the shapes of each layer's key and value."""
+
+    layers: tuple[tuple[Shape, Shape], ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def groups(self) -> dict[Shape, int]:
+        """How many keys and values have each shape; those of one shape lie in one tensor."""
+        counts: dict[Shape, int] = {}
+        for pair in self.layers:
+            for shape in pair:
+                counts[shape] = counts.get(shape, 0) + 1
+        return counts
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(heads * size for pair in self.layers for heads, size in pair) * self.dtype.itemsize
+
+
+class Bank:
+    """Lanes of one capacity. `keys[layer]` and `values[layer]` are [lanes, heads, capacity, size]."""
+
+    def __init__(self, layout: Layout, capacity: int, lanes: int) -> None:
+        self.capacity = capacity
+        self.lanes = lanes
+        self.free = list(range(lanes - 1, -1, -1))
+        self.groups = {
+            # zeros, for what is masked out must not be NaN
+            (heads, size): torch.zeros((count, lanes, heads, capacity, size), dtype=layout.dtype, device=layout.device)
+            for (heads, size), count in layout.groups.items()
+        }
+        self.keys, self.values = _views(layout, self.groups)
+        self.key_rows = [keys.view(-1, keys.shape[-1]) for keys in self.keys]
+        self.value_rows = [values.view(-1, values.shape[-1]) for values in self.values]
+        """The same as one long list of vectors, which is quicker to write to."""
+
+    @property
+    def empty(self) -> bool:
+        return len(self.free) == self.lanes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.nbytes for group in self.groups.values())
+
+
+def _views(layout: Layout, groups: dict[Shape, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    taken = dict.fromkeys(groups, 0)
+    views: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for pair in layout.layers:
+        for shape, view in zip(pair, views, strict=True):
+            view.append(groups[shape][taken[shape]])
+            taken[shape] += 1
+    return views
+
+
+class Lane:
+    """A place in a bank. It may move; whoever holds it sees where it is."""
+
+    __slots__ = ("bank", "index")
+
+    def __init__(self, bank: Bank, index: int) -> None:
+        self.bank = bank
+        self.index = index
+
+    def parts(self, start: int, stop: int) -> list[Tensor]:
+        """Views of what is held at these positions, a group each: [members, heads, tokens, size]."""
+        return [group[:, self.index, :, start:stop] for group in self.bank.groups.values()]
+
+
+class Lanes:
+    """All banks. A bank never grows: more lanes of a capacity are another bank, so nothing is held twice."""
+
+    def __init__(self, layout: Layout, bank_bytes: int) -> None:
+        self._layout = layout
+        self._bank_bytes = bank_bytes
+        self._banks: list[Bank] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bank.nbytes for bank in self._banks)
+
+    def needed(self, tokens: int) -> int:
+        """The bytes that opening a lane for so many tokens would allocate."""
+        capacity = _capacity(tokens)
+        return 0 if self._with_room(capacity) else self._width(capacity) * self._lane_bytes(capacity)
+
+    def least(self, tokens: int) -> int:
+        """The bytes a lane for so many tokens takes when it is the only one."""
+        capacity = _capacity(tokens)
+        return self._width(capacity) * self._lane_bytes(capacity)
+
+    def open(self, tokens: int) -> Lane:
+        return Lane(*self._take(_capacity(tokens)))
+
+    def grow(self, lane: Lane, tokens: int, used: int) -> None:
+        """Moves the lane, with the `used` tokens it holds, to where `tokens` fit."""
+        bank, index, held = lane.bank, lane.index, lane.parts(0, used)
+        lane.bank, lane.index = self._take(_capacity(tokens))
+        copy_all(lane.parts(0, used), held)
+        _release(bank, index)
+
+    def close(self, lane: Lane) -> None:
+        _release(lane.bank, lane.index)
+
+    def trim(self) -> None:
+        """Gives back banks nobody uses."""
+        self._banks = [bank for bank in self._banks if not bank.empty]
+
+    def _take(self, capacity: int) -> tuple[Bank, int]:
+        bank = self._with_room(capacity)
+        if bank is None:
+            bank = Bank(self._layout, capacity, self._width(capacity))
+            self._banks.append(bank)
+        return bank, bank.free.pop()
+
+    def _with_room(self, capacity: int) -> Bank | None:
+        return next((bank for bank in self._banks if bank.capacity == capacity and bank.free), None)
+
+    def _width(self, capacity: int) -> int:
+        """How many lanes a bank has: as many as one call should attend for, unless they are big."""
+        return max(1, min(WIDEST, self._bank_bytes // self._lane_bytes(capacity)))
+
+    def _lane_bytes(self, capacity: int) -> int:
+        return capacity * self._layout.token_bytes
+
+
+def _release(bank: Bank, index: int) -> None:
+    bank.free.append(index)
+    bank.free.sort(reverse=True)  # the lowest is taken next, so that lanes in use lie close together
+
+
+def _capacity(tokens: int) -> int:
+    capacity = SMALLEST
+    while capacity < tokens:
+        capacity *= 2
+    return capacity
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)

@@ -1,0 +1,88 @@
+"""How much memory there is, and what a model and its cache may take of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from palaver.engines.torch.checkpoint import Checkpoint
+from palaver.errors import DoesNotFit
+
+GIB = 1 << 30
+CACHE_ON_CPU = 2 * GIB
+CACHE_SHARE = {"cpu": 0.5, "cuda": 0.8}
+"""How much of what the model leaves free the cache may take."""
+BESIDE_WEIGHTS = 1.05
+"""What a model takes for each byte of its weights, with what it needs while it runs."""
+SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2}
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether a model fits, with figures."""
+
+    weights_bytes: int
+    needed_bytes: int
+    free_bytes: int | None
+    """None where the system doesn't say."""
+    device: str
+
+    @property
+    def fits(self) -> bool:
+        return self.free_bytes is None or self.needed_bytes <= self.free_bytes
+
+    def __str__(self) -> str:
+        free = "unknown" if self.free_bytes is None else f"{self.free_bytes / 1e9:.2f} GB"
+        return f"needs about {self.needed_bytes / 1e9:.2f} GB on {self.device}, free: {free}"
+
+
+def fit(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Fit:
+    weights = weights_bytes(checkpoint, dtype)
+    return Fit(weights, int(weights * BESIDE_WEIGHTS), free_bytes(device), str(device))
+
+
+def check_fit(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises DoesNotFit, before anything is loaded."""
+    found = fit(checkpoint, device, dtype)
+    if not found.fits and found.free_bytes is not None:
+        raise DoesNotFit(checkpoint.name, found.needed_bytes, found.free_bytes, found.device)
+
+
+def weights_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """What the weights take once loaded: floats are converted, unless the checkpoint is quantised."""
+    quantised = "quantization_config" in checkpoint.config
+    total = 0
+    for kind, elements in checkpoint.tensors.values():
+        converted = kind in FLOATS and not quantised
+        total += elements * (dtype.itemsize if converted else SIZES.get(kind, 1))
+    return total
+
+
+def free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return _available()
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The bound on the KV cache of a model that is loaded: a share of what is free, on the CPU no more than 2 GiB."""
+    free = free_bytes(device)
+    if free is None:
+        return GIB
+    share = int(free * CACHE_SHARE.get(device.type, 0.5))
+    return share if device.type == "cuda" else min(CACHE_ON_CPU, share)
+
+
+def _available() -> int | None:
+    """Memory that can be had without swapping."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    except (OSError, ValueError, AttributeError):
+        return None

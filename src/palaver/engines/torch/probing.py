@@ -1,0 +1,128 @@
+"""Finds out, by trying, how a model can be run. A probe that raises means no."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from palaver.engines.torch.attention import Plan, Run, plan, run_of
+from palaver.engines.torch.cutting import CuttingRunner
+from palaver.engines.torch.fused import FusedDecoder
+from palaver.engines.torch.lanes import Lanes, Layout
+from palaver.engines.torch.library import LibraryForward, NotUnderstood, layout_of
+from palaver.engines.torch.loading import quiet
+from palaver.engines.torch.runner import Runner
+from palaver.engines.torch.snapshots import Abilities, SnapshotRunner
+from palaver.engines.torch.states import NoState, State
+
+LENGTH = 48
+FIRST = 20
+SECOND = 40
+PROBE_BYTES = 1 << 24
+
+
+@torch.inference_mode()
+def pick_runner(
+    model: PreTrainedModel, size: int, limit: int, context: int, exact: bool = False, fused: bool = True
+) -> Runner:
+    """The best way to run this model that gives what the model itself gives."""
+    with quiet():
+        probe = Probe(model, size)
+        try:
+            return probe.cutting(limit, context, exact, fused)
+        except Exception as error:  # whatever went wrong, there is a humbler way
+            return probe.carrying(limit, _why(error))
+
+
+class Probe:
+    """A short text of no meaning, and what the model itself makes of it."""
+
+    def __init__(self, model: PreTrainedModel, size: int) -> None:
+        self._model = model
+        self.ids = [(i * i * 7 + i * 13 + 5) % size for i in range(LENGTH)]
+        batch = torch.tensor([self.ids], device=model.device)
+        options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+        self._expected: Tensor = model(input_ids=batch, **options).logits[0]
+
+    def cutting(self, limit: int, context: int, exact: bool, fused: bool) -> CuttingRunner:
+        layout = layout_of(self._model, torch.tensor(self.ids[:4], device=self._model.device))
+        forward = (self._fused(layout, context) if fused else None) or self._library(layout)
+        return CuttingRunner(forward, layout, limit, context, exact)
+
+    def _fused(self, layout: Layout, context: int) -> FusedDecoder | None:
+        try:
+            forward = FusedDecoder(self._model, context)
+            self.check(forward, layout)
+        except Exception:  # then its own code does it
+            return None
+        return forward
+
+    def _library(self, layout: Layout) -> LibraryForward:
+        forward = LibraryForward(self._model)
+        try:
+            forward.attach()
+            self.check(forward, layout)
+        except BaseException:
+            forward.detach()
+            raise
+        return forward
+
+    def check(self, forward: Callable[[Plan], Tensor], layout: Layout) -> None:
+        """Two sequences of different lengths, in chunks and token by token, must give the model's own logits."""
+        lanes = Lanes(layout, PROBE_BYTES)
+        longer, shorter = lanes.open(LENGTH), lanes.open(LENGTH)
+
+        def run(*runs: Run) -> None:
+            for row, item in zip(forward(plan(runs, layout.device)), runs, strict=True):
+                self.compare(row, item.start + len(item.ids))
+
+        run(run_of(longer, 0, self.ids[:FIRST]), run_of(shorter, 0, self.ids[:4]))
+        run(run_of(longer, FIRST, self.ids[FIRST:SECOND]))
+        for at in range(3):
+            run(
+                run_of(shorter, 4 + at, self.ids[4 + at : 5 + at]),
+                run_of(longer, SECOND + at, self.ids[SECOND + at :][:1]),
+            )
+        run(run_of(longer, SECOND + 3, self.ids[SECOND + 3 : SECOND + 4]))
+
+    def carrying(self, limit: int, why: str) -> Runner:
+        """The model's own cache, as far as it can be trusted; at worst none at all."""
+        if not self._right([FIRST, 1, 1, 1]):
+            return SnapshotRunner(lambda: NoState(self._model), limit, Abilities(copies=False, why_not=why))
+        copies = self._right([FIRST, 1, 1], copying=True)
+        abilities = Abilities(chunks=self._right([FIRST, 5, 1, SECOND - FIRST]), copies=copies, why_not=why)
+        return SnapshotRunner(lambda: State(self._model), limit, abilities)
+
+    def compare(self, logits: Tensor, tokens: int) -> None:
+        """Raises unless these are the logits after so many tokens, up to rounding."""
+        expected = self._expected[tokens - 1].float()
+        allowed = _TOLERANCE[self._model.dtype] * max(1.0, float(expected.abs().max()))
+        if not float((logits.float() - expected).abs().max()) <= allowed:
+            raise NotUnderstood("its cache doesn't give what the model itself gives")
+
+    def _right(self, sizes: Sequence[int], copying: bool = False) -> bool:
+        try:
+            self._carry(sizes, copying)
+        except Exception:  # a probe that raises means no
+            return False
+        return True
+
+    def _carry(self, sizes: Sequence[int], copying: bool) -> None:
+        state, at = State(self._model), 0
+        for size in sizes:
+            if copying:
+                state.copy().feed([1])  # must leave the original alone
+                state = state.copy()
+            at += size
+            self.compare(state.feed(self.ids[at - size : at]), at)
+
+
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+def _why(error: Exception) -> str:
+    return str(error) if isinstance(error, NotUnderstood) else f"its cache isn't understood ({type(error).__name__})"

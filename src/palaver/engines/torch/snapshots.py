@@ -1,0 +1,147 @@
+"""The runner for models whose state can't be cut: whole states are kept at the end of each prompt and reply."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from palaver.engines.torch.cache import CacheStatistics
+from palaver.engines.torch.sequence import Sequence
+from palaver.engines.torch.states import NoState, State
+from palaver.errors import CacheFull
+
+Place = tuple[Hashable, tuple[Hashable, ...]]
+"""A space and all keys up to the snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a probe found that the model's own cache can do."""
+
+    chunks: bool = True
+    """Several tokens at once after the first pass."""
+    copies: bool = True
+    """A copy carries on as the original would."""
+    why_not: str = ""
+
+
+class Snapshots:
+    """Whole states by what led to them; the least recently used go first."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Place, tuple[State | NoState, int]] = OrderedDict()
+        self.nbytes = 0
+        self.evicted = 0
+
+    def match(self, space: Hashable, keys: Many[Hashable]) -> tuple[State | NoState | None, int]:
+        """The state after most of these keys, and after how many. It belongs to the index: copy it."""
+        lengths = {len(kept) for owner, kept in self._kept if owner == space and len(kept) <= len(keys)}
+        for length in sorted(lengths, reverse=True):
+            place = (space, tuple(keys[:length]))
+            if place in self._kept:
+                self._kept.move_to_end(place)
+                return self._kept[place][0], length
+        return None, 0
+
+    def add(self, space: Hashable, keys: Many[Hashable], state: State | NoState) -> None:
+        place = (space, tuple(keys))
+        self._drop(place)
+        size = state.nbytes
+        self._kept[place] = (state, size)
+        self.nbytes += size
+
+    def holds(self, space: Hashable, keys: Many[Hashable]) -> bool:
+        return (space, tuple(keys)) in self._kept
+
+    def evict(self) -> bool:
+        if not self._kept:
+            return False
+        self._drop(next(iter(self._kept)))
+        self.evicted += 1
+        return True
+
+    def _drop(self, place: Place) -> None:
+        _, size = self._kept.pop(place, (None, 0))
+        self.nbytes -= size
+
+
+class SnapshotRunner:
+    """A state for each sequence, run one after the other."""
+
+    def __init__(self, new: Callable[[], State | NoState], limit: int, abilities: Abilities) -> None:
+        self.reuse = "snapshots" if abilities.copies else f"none: {abilities.why_not}"
+        self.batches = False
+        self._new = new
+        self._limit = limit
+        self._abilities = abilities
+        self._snapshots = Snapshots()
+        self._states: dict[Sequence, State | NoState] = {}
+        self.forward_seconds = 0.0
+        self._prompt_tokens = 0
+        self._hit_tokens = 0
+
+    @property
+    def statistics(self) -> CacheStatistics:
+        return CacheStatistics(
+            limit_bytes=self._limit,
+            used_bytes=self._running_bytes() + self._snapshots.nbytes,
+            kept_bytes=self._snapshots.nbytes,
+            prompt_tokens=self._prompt_tokens,
+            hit_tokens=self._hit_tokens,
+            evictions=self._snapshots.evicted,
+        )
+
+    def check(self, sequence: Sequence) -> None:
+        """A state's size is known only once it is there."""
+
+    def known(self, sequence: Sequence) -> int:
+        return self._snapshots.match(sequence.space, sequence.tokens[:-1])[1]
+
+    def most(self, sequence: Sequence) -> int | None:
+        """How many tokens may be computed at once."""
+        return None if self._abilities.chunks else (len(sequence.tokens) if sequence.computed == 0 else 1)
+
+    def begin(self, sequence: Sequence) -> None:
+        self._make_room()
+        if self._states and self._running_bytes() > self._limit:
+            raise CacheFull(len(sequence.tokens), 0)
+        state, tokens = self._snapshots.match(sequence.space, sequence.tokens[:-1])
+        self._states[sequence] = self._new() if state is None else state.copy()
+        sequence.computed = sequence.cached = tokens
+        self._prompt_tokens += len(sequence.tokens)
+        self._hit_tokens += tokens
+
+    def run(self, sequences: Many[Sequence], counts: Many[int]) -> Tensor:
+        rows = []
+        for sequence, count in zip(sequences, counts, strict=True):
+            start = sequence.computed
+            began = time.perf_counter()
+            rows.append(self._states[sequence].feed(sequence.tokens[start : start + count]))
+            self.forward_seconds += time.perf_counter() - began
+            sequence.computed += count
+        return torch.stack(rows)
+
+    def keep(self, sequence: Sequence) -> None:
+        keys = sequence.tokens[: sequence.computed]
+        if self._abilities.copies and keys and not self._snapshots.holds(sequence.space, keys):
+            self._snapshots.add(sequence.space, keys, self._states[sequence].copy())
+            self._make_room()
+
+    def end(self, sequence: Sequence) -> None:
+        state = self._states.pop(sequence, None)
+        if state is not None and self._abilities.copies and sequence.computed:
+            self._snapshots.add(sequence.space, sequence.tokens[: sequence.computed], state)
+            self._make_room()
+
+    def _make_room(self) -> None:
+        while self._running_bytes() + self._snapshots.nbytes > self._limit and self._snapshots.evict():
+            pass
+
+    def _running_bytes(self) -> int:
+        return sum(state.nbytes for state in list(self._states.values()))

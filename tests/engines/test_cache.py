@@ -1,0 +1,84 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from palaver.engines.torch.cache import Cache
+from palaver.engines.torch.lanes import Lane, Layout
+from palaver.errors import CacheFull
+
+LAYOUT = Layout(((((2, 4), (2, 4))), ((2, 4), (1, 8))), torch.float32, torch.device("cpu"))
+TOKEN = LAYOUT.token_bytes
+
+
+def fill(lane: Lane, start: int, keys: list[int]) -> None:
+    """Stands for the model: what is stored depends on all keys so far."""
+    for at in range(start, len(keys)):
+        for part in lane.parts(at, at + 1):
+            part.fill_(fingerprint(keys[: at + 1]))
+
+
+def fingerprint(keys: list[int]) -> float:
+    return float(hash(tuple(keys)) % 10_007)
+
+
+def check(lane: Lane, keys: list[int]) -> None:
+    for at in range(len(keys)):
+        for part in lane.parts(at, at + 1):
+            assert bool((part == fingerprint(keys[: at + 1])).all())
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 300), st.booleans()), min_size=1, max_size=12))
+def test_holds_what_was_computed_within_its_bound(requests: list[tuple[int, int, bool]]) -> None:
+    limit = 2000 * TOKEN
+    cache = Cache(LAYOUT, limit)
+    open_lanes: list[Lane] = []
+    for branch, length, stays in requests:
+        keys = [0] * 40 + [branch] * length
+        try:
+            lane, known = cache.open("", keys[:-1], len(keys))
+        except CacheFull:
+            cache.close(open_lanes.pop())
+            continue
+        try:
+            check(lane, keys[:known])
+            cache.grow(lane, len(keys) + 100, known)
+            check(lane, keys[:known])
+            fill(lane, known, keys)
+            cache.keep(lane, "", keys)
+        except CacheFull:
+            pass
+        assert cache.statistics.used_bytes <= limit
+        if stays:
+            open_lanes.append(lane)
+        else:
+            cache.close(lane)
+
+
+def test_many_conversations_stay_within_the_bound_and_the_latest_is_kept() -> None:
+    limit = 3000 * TOKEN
+    cache = Cache(LAYOUT, limit)
+    for conversation in range(50):
+        keys = [conversation] * 500
+        lane, _ = cache.open("", keys[:-1], len(keys))
+        fill(lane, 0, keys)
+        before = cache.statistics
+        cache.keep(lane, "", keys)
+        cache.close(lane)
+        after = cache.statistics
+        assert after.used_bytes <= limit
+        assert after.evictions - before.evictions <= 500 // 32 + 1, "in small pieces, never all at once"
+        assert cache.known("", keys) == 500
+    assert cache.statistics.evictions > 0
+
+
+def test_more_than_the_cache_holds_is_refused_with_figures() -> None:
+    cache = Cache(LAYOUT, 256 * TOKEN)
+    with pytest.raises(CacheFull, match="needs 300 tokens of cache but there is room for 256"):
+        cache.check(300)
+    first, _ = cache.open("", [1], 200)
+    with pytest.raises(CacheFull):
+        cache.open("", [2], 200)
+    cache.close(first)
+    cache.open("", [2], 200)

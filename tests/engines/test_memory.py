@@ -1,0 +1,40 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from palaver.engines.torch import describe_fit, load
+from palaver.engines.torch.checkpoint import open_checkpoint
+from palaver.engines.torch.memory import cache_bytes, fit, weights_bytes
+from palaver.errors import DoesNotFit
+from tests.engines.tiny import VOCABULARY, build
+
+CPU = torch.device("cpu")
+
+
+def test_weights_are_counted_as_they_will_be_loaded(folder_of: Callable[[str], Path]) -> None:
+    checkpoint = open_checkpoint(folder_of("qwen3"))
+    count = sum(p.numel() for p in build("qwen3").parameters())
+    assert weights_bytes(checkpoint, torch.float32) == 4 * count
+    assert weights_bytes(checkpoint, torch.bfloat16) == 2 * count
+
+
+def test_whether_it_fits_is_said_with_figures(folder_of: Callable[[str], Path]) -> None:
+    assert fit(open_checkpoint(folder_of("qwen3")), CPU, torch.float32).fits
+    assert "needs about 0.00 GB on cpu, free: " in describe_fit(folder_of("qwen3"))
+
+
+def test_what_does_not_fit_is_not_loaded(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("palaver.engines.torch.memory._available", lambda: 1000)
+    with pytest.raises(DoesNotFit, match=r"needs about 0\.0 GB of memory but cpu has 0\.0 GB free"):
+        load(folder_of("qwen3"), vocabulary=VOCABULARY)
+
+
+def test_the_cache_is_bounded_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("palaver.engines.torch.memory._available", lambda: 1 << 40)
+    assert cache_bytes(CPU) == 2 << 30
+    monkeypatch.setattr("palaver.engines.torch.memory._available", lambda: 1 << 30)
+    assert cache_bytes(CPU) == 1 << 29
+    monkeypatch.setattr("palaver.engines.torch.memory._available", lambda: None)
+    assert cache_bytes(CPU) == 1 << 30

@@ -1,0 +1,204 @@
+"""Random schedules: whatever joins, leaves, is cancelled or continued, each reply is the one it is alone."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palaver.engines.torch import Limits, Options, TorchEngine, load
+from palaver.errors import CacheFull, EngineError, QueueFull
+from palaver.generation import Ended, Finish, Prefilled, Prompt, Queued, Step
+from palaver.sampling import Sampling
+from tests.engines import tiny
+from tests.engines.reference import Reference, reference
+from tests.engines.running import continued, run
+
+ENDLESS = Sampling(temperature=0, banned_ids=(tiny.END,))
+TEXTS = (b"Hello", b"Hello there", b"Hello there, how are you today? I am fine.", b"Q", b"zz" * 40, b"Tell me a story")
+
+
+def cases(rng: random.Random) -> list[tuple[Prompt, Sampling, int]]:
+    drawn = []
+    for _ in range(6):
+        sampling = Sampling(
+            temperature=rng.choice([0.0, 0.7, 1.3]),
+            top_k=rng.choice([0, 20]),
+            top_p=rng.choice([1.0, 0.9]),
+            repetition_penalty=rng.choice([1.0, 1.1]),
+            frequency_penalty=rng.choice([0.0, 0.5]),
+            min_tokens=rng.choice([0, 5]),
+            max_tokens=rng.randint(1, 24),
+            seed=rng.randrange(1000),
+        )
+        drawn.append((Prompt(tuple(rng.choice(TEXTS)), owner=rng.choice(["", "me"])), sampling, rng.randrange(2)))
+    return drawn
+
+
+async def stop_and_go(engine: TorchEngine, rng: random.Random, case: tuple[Prompt, Sampling, int]) -> list[int]:
+    """A reply with random stops, each followed by a continue."""
+    prompt, sampling, choice = case
+    said: list[int] = []
+    for _ in range(rng.randrange(3)):
+        out = await run(engine, continued(prompt, said), sampling, choice, stop_after=rng.randint(0, 6))
+        said += out.ids
+    return said + (await run(engine, continued(prompt, said), sampling, choice)).ids
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_random_schedules(seed: int, folder_of: Callable[[str], Path], oracle: Callable[..., Reference]) -> None:
+    rng = random.Random(seed)
+    limits = Limits(running=rng.choice([2, 4, 32]), chunk=rng.choice([8, 32, 256]))
+    room = rng.choice([1 << 30, 768 * 600])  # much, or so little that sequences are put back and pages evicted
+    options = Options(limits=limits, cache_bytes=room, fused=rng.random() < 0.7)
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
+    drawn = cases(rng)
+    replies = await asyncio.gather(*(stop_and_go(engine, random.Random(i), case) for i, case in enumerate(drawn)))
+    for case, said in zip(drawn, replies, strict=True):
+        assert oracle(*case).agrees(said)
+    assert engine.statistics.cache.used_bytes <= room
+    await engine.close()
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Callable[..., Reference]:
+    model = tiny.build("qwen3")
+    known: dict[Any, Reference] = {}
+
+    def say(prompt: Prompt, sampling: Sampling, choice: int) -> Reference:
+        key = (prompt.context_ids, sampling, choice)
+        if key not in known:
+            known[key] = reference(model, prompt, sampling, choice)
+        return known[key]
+
+    return say
+
+
+@pytest.fixture
+async def small(folder_of: Callable[[str], Path]) -> AsyncIterator[TorchEngine]:
+    """Two at once, three waiting."""
+    limits = Limits(running=2, waiting=3, chunk=16)
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=Options(limits=limits))
+    yield engine
+    await engine.close()
+
+
+async def test_a_full_queue_refuses_and_tells_places(small: TorchEngine) -> None:
+    prompts = [Prompt((65 + i,)) for i in range(6)]
+    opened = [small.generate(prompt, ENDLESS) for prompt in prompts]
+    for generation in opened[:2]:
+        await generation.__aenter__()
+        assert isinstance(await anext(generation), Prefilled)
+    for generation in opened[2:]:
+        await generation.__aenter__()
+    assert [await anext(generation) for generation in opened[2:5]] == [Queued(1), Queued(2), Queued(3)]
+    with pytest.raises(QueueFull):
+        await anext(opened[5])
+    await opened[0].__aexit__(None, None, None)
+    assert isinstance(await anext(opened[2]), Prefilled)
+    assert await anext(opened[3]) == Queued(1)
+    for generation in opened[1:5]:
+        await generation.__aexit__(None, None, None)
+
+
+async def test_cancelled_while_waiting_in_prefill_and_decoding(small: TorchEngine) -> None:
+    long = Prompt((65,) * 400)
+    async with small.generate(long, ENDLESS) as prefilling, small.generate(Prompt((66,)), ENDLESS) as decoding:
+        await anext(decoding)
+        async with small.generate(Prompt((67,)), ENDLESS) as waiting:
+            assert await anext(waiting) == Queued(1)
+            for generation in (waiting, prefilling, decoding):
+                generation.stop()
+                rest = [output async for output in generation]
+                assert rest[-1] == Ended(Finish.STOPPED)
+    assert (small.statistics.running, small.statistics.waiting) == (0, 0)
+
+
+async def test_two_hundred_cancelled_requests_leave_nothing_behind(engine: TorchEngine) -> None:
+    async def begin_and_leave(i: int) -> None:
+        await run(engine, Prompt((i % 200, 1, 2)), ENDLESS, stop_after=i % 3)
+
+    await asyncio.gather(*(begin_and_leave(i) for i in range(200)))
+    assert (await run(engine, Prompt((1,)), replace(ENDLESS, max_tokens=1))).ids
+    assert (engine.statistics.running, engine.statistics.waiting) == (0, 0)
+
+
+async def test_a_long_prompt_is_computed_between_the_tokens_of_others(small: TorchEngine) -> None:
+    """400 tokens in chunks of 16 are 25 steps: the running reply says a token in each."""
+    async with small.generate(Prompt((66,)), ENDLESS) as running, small.generate(Prompt((65,) * 400), ENDLESS) as long:
+        said = 0
+        filled = asyncio.ensure_future(anext(long))
+        async for output in running:
+            said += isinstance(output, Step)
+            if filled.done():
+                break
+    assert said >= 20
+
+
+async def test_choices_of_one_prompt_share_its_computation(engine: TorchEngine) -> None:
+    prompt = Prompt(tuple(b"A prompt that several choices of a reply begin with, all at the same time."))
+    sampling = Sampling(temperature=1.0, seed=3, max_tokens=4)
+    outs = await asyncio.gather(*(run(engine, prompt, sampling, choice) for choice in range(4)))
+    cached = sorted(out.prefilled.cached_tokens for out in outs if out.prefilled)
+    assert cached == [0, *[len(prompt) - 1] * 3]
+
+
+async def test_owners_and_adapters_share_nothing(engine: TorchEngine) -> None:
+    prompt = Prompt(tuple(b"The same words from two people"))
+    await run(engine, prompt, replace(ENDLESS, max_tokens=1))
+    for other in (replace(prompt, owner="someone"), replace(prompt, adapter="tuned")):
+        out = await run(engine, other, replace(ENDLESS, max_tokens=1))
+        assert out.prefilled == Prefilled(len(prompt), 0)
+
+
+async def test_more_than_the_cache_holds_fails_alone(folder_of: Callable[[str], Path]) -> None:
+    options = Options(cache_bytes=768 * 300)
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
+    with pytest.raises(CacheFull, match="there is room for 300"):
+        await run(engine, Prompt((65,) * 400), ENDLESS)
+    with pytest.raises(CacheFull):
+        await run(engine, Prompt((65,) * 20), ENDLESS)
+    assert len((await run(engine, Prompt((65,) * 20), replace(ENDLESS, max_tokens=50))).ids) == 50
+    await engine.close()
+
+
+async def test_a_failing_forward_fails_its_request_alone(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_before = engine._runner.run
+
+    def poisoned(sequences: Any, counts: Any) -> Any:
+        if any(6 in sequence.tokens for sequence in sequences):
+            raise RuntimeError("poison")
+        return run_before(sequences, counts)
+
+    monkeypatch.setattr(engine._runner, "run", poisoned)
+    sampling = replace(ENDLESS, max_tokens=8, banned_ids=(tiny.END, 6))
+    good, bad, fine = await asyncio.gather(
+        *(run(engine, Prompt((token, 70, 71)), sampling) for token in (5, 6, 7)), return_exceptions=True
+    )
+    assert isinstance(bad, EngineError)
+    assert "poison" in str(bad)
+    assert not isinstance(good, BaseException)
+    assert not isinstance(fine, BaseException)
+    assert len(good.ids) == len(fine.ids) == 8
+
+
+async def test_the_threads_death_ends_all_and_says_so(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY)
+    async with engine.generate(Prompt((65,)), ENDLESS) as running:
+        await anext(running)
+
+        def die() -> None:
+            raise SystemError("the device is gone")
+
+        monkeypatch.setattr(engine._scheduler, "step", die)
+        with pytest.raises(EngineError, match=r"thread died \(SystemError: the device is gone\)"):
+            async for _ in running:
+                pass
+    with pytest.raises(EngineError, match="thread died"):
+        await run(engine, Prompt((65,)), ENDLESS)
+    await engine.close()

@@ -1,0 +1,91 @@
+"""The generator is a pure function, keeps its halves apart, and claims only what is true."""
+
+from __future__ import annotations
+
+import re
+from itertools import islice
+from random import Random
+
+import pytest
+
+from training import digits
+from training.abilities import arithmetic, letters
+from training.abilities.schemas import function
+from training.checks import read, right
+from training.mixture import samples
+from training.phrasings import ASKS, Draw, Split, banks, share
+from training.rendering import render
+from training.words import UNSEEN_WORDS, WORDS, held_out, word
+
+
+def test_a_shard_is_a_pure_function_of_seed_and_number() -> None:
+    first = [render(s) for s in islice(samples(5, 7, Split.TRAIN, ()), 200)]
+    assert first == [render(s) for s in islice(samples(5, 7, Split.TRAIN, ()), 200)]
+    assert first != [render(s) for s in islice(samples(5, 8, Split.TRAIN, ()), 200)]
+
+
+@pytest.mark.parametrize("file", sorted(path.stem for path in ASKS.glob("*.txt")))
+def test_held_out_phrasings_are_others(file: str) -> None:
+    for name, forms in banks(file).items():
+        train, kept = share(f"{file}/{name}", Split.TRAIN), share(f"{file}/{name}", Split.HELD_OUT)
+        assert len(train) >= 8, name
+        assert len(kept) >= 2, name
+        assert len(set(forms)) == len(forms)
+        assert not set(train) & set(kept)
+
+
+def test_unseen_words_are_unseen() -> None:
+    train = Draw(Random(1), Split.TRAIN, ("gra", "vel", "yak", "ing", "zi", "pper"))
+    kept = Draw(Random(1), Split.HELD_OUT)
+    assert not set(UNSEEN_WORDS) & set(WORDS)
+    assert not any(held_out(w) for w in (word(train) for _ in range(500)) if w not in WORDS)
+    assert all(held_out(word(kept)) for _ in range(500))
+
+
+def test_unseen_operands_and_functions_are_unseen() -> None:
+    train, kept = Draw(Random(1), Split.TRAIN), Draw(Random(1), Split.HELD_OUT)
+    for draw in (train, kept):
+        for _ in range(300):
+            found = [int(n) for n in re.findall(r"\d+", arithmetic.sum_(draw, 6).thinking)[:2]]
+            assert arithmetic.held_out(*found) == (draw is kept)
+    for _ in range(300):
+        wanted = function(kept)
+        for name in (wanted.name, *(p.name for p in wanted.parameters)):
+            assert any(held_out(part.lower()) for part in re.findall(r"[A-Z]?[a-z]+", name))
+
+
+def test_every_column_of_every_sum_is_right() -> None:
+    draw = Draw(Random(2))
+    for _ in range(2000):
+        exchange = arithmetic.any_one(draw)
+        for left, claimed in re.findall(r"(?<![\d=×÷+-])(\d+(?:[+×-]\d+)+)=(-?\d+)", exchange.thinking):
+            assert eval(left.replace("×", "*")) == int(claimed), exchange.thinking
+
+
+def test_results_are_right() -> None:
+    draw = Random(3)
+    for _ in range(2000):
+        a, b = draw.randrange(10**6), draw.randrange(10**6)
+        assert digits.add(a, b)[1] == a + b
+        assert digits.add(a, b)[0].endswith(str(a + b))
+        assert digits.subtract(a, b)[1] == a - b
+        assert digits.subtract(a, b)[0].endswith(str(a - b))
+        assert digits.compare(a, b)[1] == max(a, b)
+        assert digits.divide(a, 1 + b % 9)[1] == divmod(a, 1 + b % 9)
+        assert digits.multiply(a % 1000, b % 100)[0].endswith(str((a % 1000) * (b % 100)))
+
+
+def test_letters_are_right() -> None:
+    draw = Draw(Random(4))
+    for _ in range(300):
+        exchange = letters.reverse(draw)
+        assert exchange.expect is not None
+        assert exchange.thinking.split(":")[0] == exchange.expect.value[::-1]
+
+
+@pytest.mark.parametrize("split", list(Split))
+def test_wanted_replies_pass_their_own_checks(split: Split) -> None:
+    for sample in islice(samples(6, 0, split, ()), 3000):
+        if sample.expect:
+            _, reply = render(sample)
+            assert right(read(reply, sample.thinks), sample.expect), (sample.expect, reply)

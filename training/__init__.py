@@ -1,0 +1,1 @@
+"""How Palaver's embedded models are made: conversations from programs, a tokenizer, weights, figures."""

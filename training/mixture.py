@@ -1,0 +1,136 @@
+"""Which abilities make up the training, how often each, and how they are strung together to conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from random import Random
+from typing import TypeVar
+
+from training.abilities import (
+    arithmetic,
+    facts,
+    follow_ups,
+    honesty,
+    letters,
+    long_replies,
+    manners,
+    memory,
+    palaver,
+    small_talk,
+    tools,
+)
+from training.conversations import Exchange, Message, Sample, conversation
+from training.phrasings import Draw, Split
+
+SINGLE: tuple[tuple[float, Callable[[Draw], Exchange]], ...] = (
+    (0.34, arithmetic.any_one),
+    (0.22, letters.any_one),
+    (0.12, facts.any_one),
+    (0.15, honesty.any_one),
+    (0.06, small_talk.any_one),
+    (0.06, palaver.any_one),
+    (0.05, long_replies.any_one),
+)
+DIRECT = 0.15
+T = TypeVar("T")
+
+
+def weighted(draw: Draw, options: tuple[tuple[float, T], ...]) -> T:
+    at = draw.random.random() * sum(weight for weight, _ in options)
+    for weight, option in options:
+        at -= weight
+        if at < 0:
+            return option
+    return options[-1][1]
+
+
+def single(draw: Draw) -> Exchange:
+    return weighted(draw, SINGLE)(draw)
+
+
+def filler(draw: Draw) -> Exchange:
+    """Other talk between turns; rarely a long reply."""
+    while len((found := single(draw)).answer) > 300 and draw.chance(0.9):
+        pass
+    return found
+
+
+def _system(draw: Draw) -> str:
+    return manners.everyday(draw) if draw.chance(0.35) else ""
+
+
+def talk(draw: Draw) -> Sample:
+    """One exchange, alone or after others."""
+    before = [filler(draw) for _ in range(draw.between(1, 5) if draw.chance(0.25) else 0)]
+    if draw.chance(0.01):
+        return conversation(*before, *small_talk.jokes(draw), system=_system(draw))
+    return conversation(*before, single(draw), system=_system(draw))
+
+
+def remembered(draw: Draw) -> Sample:
+    if draw.chance(0.1):
+        return conversation(*memory.never_told(draw, filler), system=_system(draw))
+    if draw.chance(0.05):
+        system, turn = memory.from_system(draw)
+        return conversation(*[filler(draw) for _ in range(draw.between(0, 2))], turn, system=system)
+    fillers = draw.pick((0, 1, 2, 3, 5, 8, 9, 10, 12)) if draw.chance(0.95) else draw.between(20, 80)
+    turns = memory.remembered(draw, filler, fillers)
+    if draw.chance(0.12):
+        turns = turns[: draw.between(1, min(3, len(turns)))]
+    return conversation(*turns, system=_system(draw))
+
+
+def followed(draw: Draw) -> Sample:
+    turns = follow_ups.numbers(draw, draw.between(1, 3)) if draw.chance(0.65) else follow_ups.words(draw)
+    before = [filler(draw)] if draw.chance(0.2) else []
+    return conversation(*before, *turns, system=_system(draw))
+
+
+def mannered(draw: Draw) -> Sample:
+    system, turns = manners.mannered(draw)
+    return conversation(*turns, system=system)
+
+
+def tooled(draw: Draw) -> Sample:
+    kind = draw.random.random()
+    if kind < 0.06:
+        return tools.again(draw)
+    if kind < 0.22:
+        return tools.answered(draw)
+    if kind < 0.62:
+        exchange, listed = tools.one_call(draw)
+    elif kind < 0.76:
+        exchange, listed = tools.two_calls(draw)
+    elif kind < 0.95:
+        exchange, listed = tools.none_fits(draw, single)
+    else:
+        exchange, listed = tools.missing_value(draw)
+    before = [filler(draw)] if draw.chance(0.12) else []
+    return conversation(*before, exchange, system=_system(draw), tools=listed)
+
+
+KINDS: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
+    (0.60, talk),
+    (0.10, remembered),
+    (0.07, followed),
+    (0.10, mannered),
+    (0.13, tooled),
+)
+
+
+def sample(draw: Draw) -> Sample:
+    found = weighted(draw, KINDS)(draw)
+    return without_thinking(found) if draw.chance(DIRECT) else found
+
+
+def without_thinking(found: Sample) -> Sample:
+    messages = tuple(Message(m.role, m.content, "", m.calls) for m in found.messages)
+    return replace(found, messages=messages, thinks=False)
+
+
+def samples(seed: int, shard: int, split: Split, pieces: tuple[str, ...]) -> Iterator[Sample]:
+    """The endless stream of one shard: a pure function of its arguments."""
+    draw = Draw(Random(f"{seed}/{shard}"), split, pieces)
+    while True:
+        yield sample(draw)
