@@ -241,7 +241,7 @@ def _system(text: str | None) -> tuple[Message, ...]:
 
 def _banner(chat: Chat) -> str:
     info = chat.engine.info
-    return f"{info.model} · context {info.context_length} · {info.device} {info.dtype} · /help"
+    return f"{Path(info.model).name} · context {info.context_length} · {info.device} {info.dtype} · /help"
 
 
 def _as_json(reply: Reply) -> str:

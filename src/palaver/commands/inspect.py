@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,7 +40,7 @@ def inspect(
 
 
 def _about(info: EngineInfo) -> Iterator[tuple[str, str]]:
-    yield "model", info.model
+    yield "model", Path(info.model).name
     yield "runs on", f"{info.device}, {info.dtype}"
     yield "context", f"{info.context_length} tokens"
     yield "vocabulary", f"{info.vocabulary_size} tokens"
