@@ -6,19 +6,18 @@ continuing hands them back, so that the reply goes on as if it had never been st
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
-from palaver.engines.base import Engine
+from palaver.engines.base import Engine, Generation
 from palaver.errors import ContextOverflow, NothingToContinue
 from palaver.events import Event, Finished, Folded, Started, Usage, fold
 from palaver.formats.base import Format
 from palaver.formats.options import Options
 from palaver.formats.reader import Reader
-from palaver.generation import Ended, Finish, Output, Prefilled, Prompt, Queued, Step
+from palaver.generation import Ended, Finish, Prefilled, Prompt, Queued, Step
 from palaver.messages import Message, Tool
 from palaver.phases import Phase
 from palaver.sampling import MAX_SEED, Sampling, checked
@@ -68,7 +67,7 @@ class Turn:
         self._reader = reader
         self._engine = engine
         self._stopped = False
-        self._pending: asyncio.Future[Output] | None = None
+        self._generation: Generation | None = None
         self._steps: list[Step] = []
         self._told: list[Event] = []
         self._started = Started(len(prompt), 0)
@@ -96,35 +95,31 @@ class Turn:
     def stop(self) -> None:
         """Ends the reply now, in prefill too; what was said stays, and the stream ends with `Finished`."""
         self._stopped = True
-        if self._pending is not None:
-            self._pending.cancel()
+        if self._generation is not None:
+            self._generation.stop()
+
+    def answer_now(self) -> None:
+        """Closes an open thought, so that the answer comes next."""
+        if self._generation is not None:
+            self._generation.answer_now()
 
     def reply(self) -> Reply:
         return Reply(self.request, self.token_ids, tuple(self._steps), fold(self._told))
 
     async def _run(self) -> AsyncGenerator[Event]:
-        async with self._engine.generate(self.prompt, self.request.sampling, self.request.choice) as outputs:
-            output = await self._next(outputs)
-            while not isinstance(output, Ended):
+        ended = Ended(Finish.STOPPED)
+        async with self._engine.generate(self.prompt, self.request.sampling, self.request.choice) as self._generation:
+            if self._stopped:
+                self._generation.stop()
+            async for output in self._generation:
+                if isinstance(output, Ended):
+                    ended = output
+                    break
                 for event in self._read(output):
                     yield event
-                output = await self._next(outputs)
         for event in self._reader.close():
             yield event
-        yield Finished(output.finish, self._usage(), output.stop)
-
-    async def _next(self, outputs: AsyncIterator[Output]) -> Output:
-        if self._stopped:
-            return Ended(Finish.STOPPED)
-        self._pending = asyncio.ensure_future(_one(outputs))
-        try:
-            return await self._pending
-        except asyncio.CancelledError:
-            if not self._stopped:
-                raise
-            return Ended(Finish.STOPPED)
-        finally:
-            self._pending = None
+        yield Finished(ended.finish, self._usage(), ended.stop)
 
     def _read(self, output: Queued | Prefilled | Step) -> list[Event]:
         match output:
@@ -146,10 +141,6 @@ class Turn:
             reply_tokens=len(self.token_ids),
             thinking_tokens=self._reader.thinking_tokens,
         )
-
-
-async def _one(outputs: AsyncIterator[Output]) -> Output:
-    return await anext(outputs)
 
 
 class Chat:

@@ -1,5 +1,6 @@
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from palaver.engines.reply import Reply
 from palaver.engines.torch.banned import BannedText, Spelling
 from palaver.engines.torch.chooser import Chooser
 from palaver.engines.torch.dice import uniform
+from palaver.engines.torch.drawing import _draw_from_afar, draw
 from palaver.engines.torch.sampling import choose
 from palaver.errors import BadParameter, EngineError, RequestError
 from palaver.generation import Prompt, Step
@@ -109,10 +111,11 @@ def test_what_it_was_drawn_from_is_told_beside_the_models_own() -> None:
     assert step(logits, Sampling()).drawn_logprob is None
 
 
-def test_not_a_number_fails_its_row_alone() -> None:
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=3, top_p=0.5, min_p=0.1), Sampling(temperature=0)])
+def test_not_a_number_fails_its_row_alone(sampling: Sampling) -> None:
     logits = torch.randn(3, SIZE)
     logits[1, 5] = math.nan
-    options = [Sampling(), Sampling(), Sampling(temperature=0)]
+    options = [Sampling(), sampling, Sampling(temperature=0)]
     good, bad, greedy = choose(logits, [chooser(sampling) for sampling in options])
     assert isinstance(bad, EngineError)
     assert isinstance(good, Step)
@@ -124,6 +127,16 @@ def test_nothing_left_to_choose_is_an_error_of_the_request(temperature: float) -
     sampling = Sampling(temperature=temperature, banned_ids=tuple(range(SIZE)))
     (out,) = choose(torch.randn(1, SIZE), [chooser(sampling)])
     assert isinstance(out, RequestError)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(samplings, st.integers(0, 1000))
+def test_the_likeliest_alone_give_the_same_draw(sampling: Sampling, seed: int) -> None:
+    """What an accelerator sends over instead of whole rows."""
+    sampling = replace(sampling, temperature=sampling.temperature or 1.0)
+    logits = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
+    uniforms = [uniform(seed, row, 0) for row in range(3)]
+    assert _draw_from_afar(logits, [sampling] * 3, uniforms) == draw(logits, [sampling] * 3, uniforms)
 
 
 def test_token_ids_out_of_the_vocabulary_are_refused() -> None:

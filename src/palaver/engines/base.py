@@ -28,13 +28,27 @@ class EngineInfo:
     """What is reused of what was computed before: "to the token", "snapshots", or "none" and why."""
 
 
+class Generation(Protocol):
+    """The outputs of one generation, and what may be asked of it while it runs."""
+
+    def __aiter__(self) -> AsyncIterator[Output]: ...
+
+    async def __anext__(self) -> Output: ...
+
+    def stop(self) -> None:
+        """Ends it within one step; what was said before, and `Ended`, still arrive."""
+        ...
+
+    def answer_now(self) -> None:
+        """Closes an open thought, from the next token on."""
+        ...
+
+
 class Engine(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
-    def generate(
-        self, prompt: Prompt, sampling: Sampling, choice: int = 0
-    ) -> AbstractAsyncContextManager[AsyncIterator[Output]]:
+    def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> AbstractAsyncContextManager[Generation]:
         """Opens one generation. Its owner leaves the context to end it: that cancels it within one step.
 
         Yields `Queued` (any number), `Prefilled`, `Step`s and at last `Ended`, or raises a PalaverError.

@@ -38,6 +38,40 @@ class Call:
     choice: int
 
 
+class ScriptedGeneration:
+    """The outputs of one scripted reply."""
+
+    outputs: AsyncGenerator[Output]
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+        self.stopped = asyncio.Event()
+        self.over = False
+
+    def __aiter__(self) -> ScriptedGeneration:
+        return self
+
+    async def __anext__(self) -> Output:
+        output = await anext(self.outputs)
+        self.over = isinstance(output, Ended)
+        return output
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def answer_now(self) -> None:
+        self._reply.answer_now()
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
 class ScriptedEngine:
     """Replies with its scripts in turn. A prompt that continues a reply gets the rest of that reply's script."""
 
@@ -71,34 +105,25 @@ class ScriptedEngine:
         return self._info
 
     @asynccontextmanager
-    async def generate(
-        self, prompt: Prompt, sampling: Sampling, choice: int = 0
-    ) -> AsyncIterator[AsyncIterator[Output]]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> AsyncIterator[ScriptedGeneration]:
         if self._closed:
             raise EngineClosed
         if len(prompt) > self._info.context_length:
             raise ContextOverflow(len(prompt), self._info.context_length)
         self.calls.append(Call(prompt, sampling, choice))
-        steps = self._say(prompt, sampling)
+        reply = Reply(prompt, sampling, self._vocabulary, self._info.end_ids, self._info.context_length)
+        generation = ScriptedGeneration(reply)
+        generation.outputs = self._outputs(prompt, reply, generation.stopped)
         try:
-            yield steps
+            yield generation
         finally:
-            await steps.aclose()
+            self.cancelled += not generation.over
+            await generation.outputs.aclose()
 
     async def close(self) -> None:
         self._closed = True
 
-    async def _say(self, prompt: Prompt, sampling: Sampling) -> AsyncGenerator[Output, None]:
-        reply = Reply(prompt, sampling, self._vocabulary, self._info.end_ids, self._info.context_length)
-        finished = False
-        try:
-            async for output in self._outputs(prompt, reply):
-                finished = isinstance(output, Ended)
-                yield output
-        finally:
-            self.cancelled += not finished
-
-    async def _outputs(self, prompt: Prompt, reply: Reply) -> AsyncIterator[Output]:
+    async def _outputs(self, prompt: Prompt, reply: Reply, stopped: asyncio.Event) -> AsyncGenerator[Output]:
         if reply.ended is not None:
             yield reply.ended
             return
@@ -106,18 +131,18 @@ class ScriptedEngine:
         for item in _rest(self._script_for(prompt), len(prompt.reply_ids)):
             match item:
                 case Hold(event):
-                    await event.wait()
+                    await _first_of(event, stopped)
                 case Fail(error):
                     raise error
                 case Queued():
                     yield item
-                case _:
+                case _ if not stopped.is_set():
                     async for output in _take(reply, item):
                         yield output
             if self._closed:
                 raise EngineClosed
-            if reply.ended is not None:
-                yield reply.ended
+            if reply.ended is not None or stopped.is_set():
+                yield reply.ended or Ended(Finish.STOPPED)
                 return
         yield Ended(Finish.END)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -39,6 +37,7 @@ class Chooser:
         self._size = size
         self._counts: Tensor | None = None
         self._seen: Tensor | None = None
+        self._never: Tensor | None = None
         self._always = _always_adjusts(sampling) or guide is not None or banned is not None
 
     @property
@@ -99,15 +98,16 @@ class Chooser:
 
     def _forbid(self, scores: Tensor) -> None:
         if self.sampling.banned_ids:
-            scores[self._banned_ids] = -torch.inf
+            scores.index_fill_(0, self._banned_ids(scores.device), -torch.inf)
         if self._banned is not None:
             scores[self._banned.ids(self.reply.ids)] = -torch.inf
         if len(self.reply.ids) < self.sampling.min_tokens:
             scores[[token_id for token_id in self.reply.closers if token_id < self._size]] = -torch.inf
 
-    @cached_property
-    def _banned_ids(self) -> list[int]:
-        return list(self.sampling.banned_ids)
+    def _banned_ids(self, device: torch.device) -> Tensor:
+        if self._never is None:
+            self._never = torch.tensor(self.sampling.banned_ids, device=device)
+        return self._never
 
 
 def _scaled(scores: Tensor, penalty: float) -> Tensor:

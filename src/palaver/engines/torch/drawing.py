@@ -1,94 +1,96 @@
 """A token drawn from scores: filters, then inverse transform sampling in the order of the vocabulary.
 
 In that order a tiny change of a score moves each boundary a tiny bit, so it changes the token only when the random
-number lies that close to one.
+number lies that close to one. Plain arrays: for a single row they are much quicker than tensors.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
+from palaver.sampling import Sampling
+
 SHORTLIST = 1024
-"""So many of the likeliest tokens nearly always reach top_p; sorting a whole vocabulary is slow."""
+"""So many of the likeliest tokens nearly always hold all that filters keep; a whole vocabulary is slow to sort."""
+
+Array = NDArray[Any]
+Kept = tuple[Array, Array]
+"""Token ids in ascending order, and what each weighs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Filters:
-    """The parameters of a draw, a row each."""
-
-    temperature: Tensor
-    top_k: list[int]
-    """0: off."""
-    top_p: Tensor | None
-    """None where no row has it."""
-    min_p: Tensor | None
-    uniform: Tensor
+def draw(scores: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> list[int]:
+    """A token id for each row; any, where a row holds no number."""
+    with np.errstate(invalid="ignore"):
+        if scores.device.type == "cpu":
+            rows = scores.numpy()
+            return [_pick(kept(row, s), u) for row, s, u in zip(rows, samplings, uniforms, strict=True)]
+        return _draw_from_afar(scores, samplings, uniforms)
 
 
-def draw(scores: Tensor, filters: Filters) -> Tensor:
-    """A token id for each row. Ties at the edge of a filter are kept together."""
-    scores = scores / filters.temperature
-    if all(0 < k < min(SHORTLIST, scores.shape[-1]) for k in filters.top_k):
-        ids = _from_few(scores, filters)
-        if ids is not None:
-            return ids
-    return _pick(_kept(_top_k(scores, filters.top_k), filters), filters.uniform)
+def _draw_from_afar(scores: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> list[int]:
+    """Fetches the likeliest of each row from the device, and a whole row only where it takes that."""
+    short = scores.topk(min(SHORTLIST, scores.shape[-1]), -1)
+    values, ids = short.values.cpu().numpy(), short.indices.cpu().numpy()
+    out = []
+    for row, (sampling, uniform) in enumerate(zip(samplings, uniforms, strict=True)):
+        few = _kept_of_few(values[row], ids[row], sampling)
+        out.append(_pick(kept(scores[row].cpu().numpy(), sampling) if few is None else few, uniform))
+    return out
 
 
-def distribution(scores: Tensor, filters: Filters) -> Tensor:
-    """The probability that `draw` gives to each token."""
-    weights = _kept(_top_k(scores / filters.temperature, filters.top_k), filters)
-    return weights / weights.sum(-1, keepdim=True)
+def kept(scores: Array, sampling: Sampling) -> Kept:
+    """What the filters leave of a whole vocabulary; ties at a filter's edge stay together."""
+    if 0 < sampling.top_k < len(scores):
+        edge = np.partition(scores, -sampling.top_k)[-sampling.top_k]
+        ids = np.flatnonzero(~(scores < edge))
+        return ids, _weights(scores[ids], sampling)
+    return np.arange(len(scores)), _weights(scores, sampling)
 
 
-def _from_few(scores: Tensor, filters: Filters) -> Tensor | None:
-    """The same from the top k alone, None where another token is as likely as the last of them."""
-    ks = torch.tensor(filters.top_k, device=scores.device)[:, None]
-    best = scores.topk(max(filters.top_k) + 1, -1)
-    if bool((best.values.gather(-1, ks) == best.values.gather(-1, ks - 1)).any()):
+def _kept_of_few(scores: Array, ids: Array, sampling: Sampling) -> Kept | None:
+    """The same from the likeliest alone, best first; None where they are not all that may count."""
+    k = sampling.top_k
+    if not 0 < k < len(scores) or scores[k] == scores[k - 1]:
         return None
-    beyond = torch.arange(best.values.shape[-1], device=scores.device) >= ks
-    ids, order = best.indices.masked_fill(beyond, scores.shape[-1]).sort(-1)
-    few = best.values.masked_fill(beyond, -torch.inf).gather(-1, order)
-    return ids.gather(-1, _pick(_kept(few, filters), filters.uniform)[:, None])[:, 0]
+    order = ids[:k].argsort()
+    return ids[:k][order], _weights(scores[:k][order], sampling)
 
 
-def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
-    edges = weights.double().cumsum(-1)
-    found = torch.searchsorted(edges, uniform * edges[:, -1:], right=True)[:, 0]
-    last = weights.shape[-1] - 1 - (weights.flip(-1) > 0).to(torch.uint8).argmax(-1)
-    return torch.minimum(found, last)
-
-
-def _kept(scores: Tensor, filters: Filters) -> Tensor:
-    """The probabilities, 0 where a filter removes the token."""
-    weights = scores.softmax(-1)
-    if filters.top_p is not None:
-        weights = weights * (weights >= _top_p_edge(weights, filters.top_p))
-    if filters.min_p is not None:
-        weights = weights * (weights >= weights.amax(-1, keepdim=True) * filters.min_p)
+def _weights(scores: Array, sampling: Sampling) -> Array:
+    """Relative to the likeliest; 0 for what top_p and min_p remove."""
+    scaled = scores.astype(np.float64) / sampling.temperature
+    weights: Array = np.exp(scaled - scaled.max())
+    if sampling.top_p < 1:
+        weights *= weights >= _top_p_edge(weights, sampling.top_p)
+    if sampling.min_p > 0:
+        weights *= weights >= sampling.min_p
     return weights
 
 
-def _top_k(scores: Tensor, top_k: list[int]) -> Tensor:
-    if not any(top_k):
-        return scores
-    size = scores.shape[-1]
-    ks = torch.tensor([min(k, size) or size for k in top_k], device=scores.device)[:, None]
-    largest = max(min(k, size) for k in top_k)
-    edge = scores.topk(largest, -1).values.gather(-1, ks.clamp(max=largest) - 1)
-    return scores.masked_fill((scores < edge) & (ks < size), -torch.inf)
+def _top_p_edge(weights: Array, top_p: float) -> float:
+    """The smallest weight that is still needed to reach this part of all."""
+    wanted = top_p * weights.sum()
+    if len(weights) > 4 * SHORTLIST:
+        best = np.sort(np.partition(weights, -SHORTLIST)[-SHORTLIST:])[::-1]
+        if best.sum() >= wanted:
+            return _edge(best, wanted)
+    return _edge(np.sort(weights)[::-1], wanted)
 
 
-def _top_p_edge(weights: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest probability that is still needed to reach top_p."""
-    best = weights.topk(min(SHORTLIST, weights.shape[-1]), -1).values
-    if bool((best.double().sum(-1, keepdim=True) < top_p).any()):
-        best = weights.sort(-1, descending=True).values
-    reached = best.double().cumsum(-1) >= top_p
-    at = torch.where(reached.any(-1), reached.to(torch.uint8).argmax(-1), best.shape[-1] - 1)
-    edge = best.gather(-1, at[:, None])
-    return torch.where(top_p < 1, edge, 0.0)
+def _edge(best: Array, wanted: float) -> float:
+    reached = int(best.cumsum().searchsorted(wanted))
+    return float(best[min(reached, len(best) - 1)])
+
+
+def _pick(found: Kept, uniform: float) -> int:
+    ids, weights = found
+    edges = weights.cumsum()
+    at = int(edges.searchsorted(uniform * edges[-1], side="right"))
+    if at == len(edges):  # by rounding, or because nothing here is a number
+        at = int(np.flatnonzero(weights)[-1]) if weights.any() else 0
+    return int(ids[at])

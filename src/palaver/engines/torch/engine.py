@@ -58,7 +58,7 @@ class EngineStatistics:
     waiting: int
     cache: CacheStatistics
     step_seconds: float
-    """Time spent in steps since the start, and the part of it that the model itself took."""
+    """CPU time the engine's thread spent in steps since the start, and the part of it in the model's own pass."""
     forward_seconds: float
 
 

@@ -24,7 +24,7 @@ class Runner(Protocol):
 
     @property
     def forward_seconds(self) -> float:
-        """The time the model itself took, so far."""
+        """The CPU time of this thread that the model itself took, so far."""
         ...
 
     @property

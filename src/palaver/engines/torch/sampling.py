@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from palaver.engines.torch.chooser import Chooser
-from palaver.engines.torch.drawing import Filters, distribution, draw
+from palaver.engines.torch.drawing import draw, kept
 from palaver.errors import EngineError, PalaverError, RequestError
 from palaver.generation import Alternative, Step
 
@@ -45,9 +45,16 @@ def _likeliest(logprobs: Tensor) -> Chosen:
 def _as_asked(logits: Tensor, logprobs: Tensor, choosers: Sequence[Chooser]) -> Chosen:
     scores = _adjusted(logits, choosers)
     ids = _choose_ids(scores, choosers)
-    own = logprobs.gather(-1, ids[:, None])[:, 0]
-    rated = scores.gather(-1, ids[:, None])[:, 0]
-    return Chosen(ids.tolist(), own.tolist(), rated.tolist(), scores)
+    return Chosen(ids, _values_at(logprobs, ids), _values_at(scores, ids), scores)
+
+
+def _values_at(rows: Tensor, ids: list[int]) -> list[float]:
+    """The value of one token in each row."""
+    if rows.device.type == "cpu":  # plain arrays are quicker here
+        array = rows.numpy()
+        return [float(array[row, token_id]) for row, token_id in enumerate(ids)]
+    picked: list[float] = rows.gather(-1, torch.tensor(ids, device=rows.device)[:, None])[:, 0].tolist()
+    return picked
 
 
 def _adjusted(logits: Tensor, choosers: Sequence[Chooser]) -> Tensor:
@@ -61,34 +68,26 @@ def _adjusted(logits: Tensor, choosers: Sequence[Chooser]) -> Tensor:
     return scores
 
 
-def _choose_ids(scores: Tensor, choosers: Sequence[Chooser]) -> Tensor:
+def _choose_ids(scores: Tensor, choosers: Sequence[Chooser]) -> list[int]:
     drawn = [row for row, chooser in enumerate(choosers) if chooser.draws]
     if len(drawn) == len(choosers):
-        return draw(scores, _filters(choosers, scores.device))
-    ids = scores.argmax(-1)
+        return _draw(scores, choosers)
+    ids = _best(scores)
     if drawn:
-        rows = torch.tensor(drawn, device=scores.device)
-        ids[rows] = draw(scores[rows], _filters([choosers[row] for row in drawn], scores.device))
-    for row, chooser in enumerate(choosers):
-        forced = chooser.reply.forced
-        if forced is not None:
-            ids[row] = forced
-    return ids
+        picked = _draw(scores[drawn], [choosers[row] for row in drawn])
+        for row, token_id in zip(drawn, picked, strict=True):
+            ids[row] = token_id
+    forced = (chooser.reply.forced for chooser in choosers)
+    return [best if must is None else must for best, must in zip(ids, forced, strict=True)]
 
 
-def _filters(choosers: Sequence[Chooser], device: torch.device) -> Filters:
-    samplings = [chooser.sampling for chooser in choosers]
+def _best(scores: Tensor) -> list[int]:
+    best: list[int] = (scores.numpy() if scores.device.type == "cpu" else scores).argmax(-1).tolist()
+    return best
 
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
 
-    return Filters(
-        temperature=column([s.temperature for s in samplings]).float(),
-        top_k=[s.top_k for s in samplings],
-        top_p=column([s.top_p for s in samplings]) if any(s.top_p < 1 for s in samplings) else None,
-        min_p=column([s.min_p for s in samplings]).float() if any(s.min_p > 0 for s in samplings) else None,
-        uniform=column([chooser.uniform() for chooser in choosers]),
-    )
+def _draw(scores: Tensor, choosers: Sequence[Chooser]) -> list[int]:
+    return draw(scores, [chooser.sampling for chooser in choosers], [chooser.uniform() for chooser in choosers])
 
 
 def _step(chooser: Chooser, logprobs: Tensor, row: int, chosen: Chosen) -> Step | PalaverError:
@@ -114,7 +113,10 @@ def _drawn_from(scores: Tensor, chooser: Chooser) -> Tensor:
     """The log-probabilities after all options; where nothing is drawn, those of the adjusted scores."""
     if not chooser.draws:
         return scores.log_softmax(-1)
-    return distribution(scores[None], _filters([chooser], scores.device))[0].log()
+    ids, weights = kept(scores.cpu().numpy(), chooser.sampling)
+    drawn = torch.zeros(scores.shape[0], dtype=torch.float64)
+    drawn[torch.from_numpy(ids)] = torch.from_numpy(weights / weights.sum())
+    return drawn.log()
 
 
 def _alternatives(logprobs: Tensor, count: int) -> tuple[Alternative, ...]:

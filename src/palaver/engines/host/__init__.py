@@ -1,0 +1,5 @@
+"""The engine host: an engine in a process of its own, behind the same protocol."""
+
+from palaver.engines.host.hosted import HostedEngine
+
+__all__ = ["HostedEngine"]

@@ -1,0 +1,148 @@
+"""The hosted side: makes the engine, runs generations, and sends what each step produced in one frame."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from palaver.engines.base import Engine, Generation
+from palaver.engines.host.wire import frame_bytes, pack, pack_error, read_frame, unpack
+from palaver.errors import EngineError, PalaverError
+
+_PDEATHSIG = 1
+
+
+def make_engine(spec: dict[str, Any]) -> Engine:
+    """The engine a specification asks for."""
+    if spec["kind"] == "scripted":
+        from palaver.engines.scripted import ScriptedEngine
+
+        return ScriptedEngine(unpack(spec["scripts"]), unpack(spec["vocabulary"]), **spec["options"])
+    from palaver.engines.torch import Options, load
+
+    vocabulary = unpack(spec["vocabulary"])
+    options = Options(exact=spec.get("exact", False))
+    return load(Path(spec["model"]), vocabulary=vocabulary, device=spec["device"], dtype=spec["dtype"], options=options)
+
+
+class Child:
+    """One connection to the parent. Everything ends with it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._engine: Engine | None = None
+        self._running: dict[int, Generation] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._outputs: list[Any] = []
+        self._flushing = False
+        self._commands: dict[str, Callable[[dict[str, Any]], None]] = {
+            "generate": self._generate,
+            "cancel": self._cancel,
+            "stop": lambda frame: self._ask(frame, "stop"),
+            "answer_now": lambda frame: self._ask(frame, "answer_now"),
+        }
+
+    async def run(self) -> None:
+        while (frame := await read_frame(self._reader)) is not None:
+            if frame["do"] == "load":
+                await self._load(frame)
+            elif frame["do"] == "close":
+                break
+            else:
+                self._commands[frame["do"]](frame)
+        await self._end()
+
+    async def _load(self, frame: dict[str, Any]) -> None:
+        try:
+            self._engine = await asyncio.to_thread(make_engine, frame["spec"])
+        except PalaverError as error:
+            self._send({"failed": pack_error(error)})
+            return
+        self._send({"ready": pack(self._engine.info)})
+
+    def _generate(self, frame: dict[str, Any]) -> None:
+        number = frame["number"]
+        self._tasks[number] = asyncio.create_task(self._run(number, frame))
+
+    async def _run(self, number: int, frame: dict[str, Any]) -> None:
+        assert self._engine is not None
+        try:
+            prompt, sampling = unpack(frame["prompt"]), unpack(frame["sampling"])
+            async with self._engine.generate(prompt, sampling, frame["choice"]) as outputs:
+                self._running[number] = outputs
+                async for output in outputs:
+                    self._put([number, pack(output)])
+        except PalaverError as error:
+            self._put([number, pack_error(error)])
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # whatever it was, the request ends with an error and the engine lives
+            self._put([number, pack_error(EngineError(f"The engine failed: {error}"))])
+        finally:
+            self._running.pop(number, None)
+            self._tasks.pop(number, None)
+
+    def _put(self, item: Any) -> None:
+        """What becomes known in one turn of the loop goes into one frame."""
+        self._outputs.append(item)
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        outputs, self._outputs = self._outputs, []
+        self._send({"outputs": outputs})
+
+    def _cancel(self, frame: dict[str, Any]) -> None:
+        task = self._tasks.get(frame["number"])
+        if task is not None:
+            task.cancel()
+
+    def _ask(self, frame: dict[str, Any], what: str) -> None:
+        running = self._running.get(frame["number"])
+        if running is not None:
+            getattr(running, what)()
+
+    def _send(self, frame: dict[str, Any]) -> None:
+        self._writer.write(frame_bytes(frame))
+
+    async def _end(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._engine is not None:
+            await self._engine.close()
+
+
+def die_with_parent() -> None:
+    """On Linux the kernel ends us with our parent; elsewhere the closed connection does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+
+
+async def serve(descriptor: int) -> None:
+    connection = socket.socket(fileno=descriptor)
+    reader, writer = await asyncio.open_connection(sock=connection)
+    await Child(reader, writer).run()
+    writer.close()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the front-end
+    die_with_parent()
+    asyncio.run(serve(int(sys.argv[1])))
+    os._exit(0)  # the engine is closed; nothing of torch's own threads is worth waiting for
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""The engine host: the same replies as in-process, and a reply that outlives the process it began in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from palaver.engines.host import HostedEngine
+from palaver.engines.host.hosted import MAX_DEATHS, torch_spec
+from palaver.engines.host.wire import pack, pack_error, unpack, unpack_error
+from palaver.engines.torch import load
+from palaver.errors import BadParameter, ContextOverflow, EngineClosed, EngineError, NoWeights
+from palaver.generation import Ended, Finish, Prefilled, Prompt, Step
+from palaver.phases import Phase, Phases, State, Trigger
+from palaver.sampling import Sampling
+from tests.engines import tiny
+
+pytestmark = pytest.mark.slow  # each process imports torch
+LENGTH = 60
+SAMPLED = Sampling(temperature=1.0, max_tokens=LENGTH, seed=4, repetition_penalty=1.1, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("qwen3", tmp_path_factory.mktemp("hosted"))
+
+
+@pytest.fixture
+async def engine(model: Path) -> AsyncIterator[HostedEngine]:
+    async with HostedEngine(torch_spec(model, tiny.VOCABULARY)) as hosted:
+        yield hosted
+
+
+def prompt(number: int = 0) -> Prompt:
+    return Prompt(tuple((7 * number + place * 3) % 90 + 3 for place in range(12)))
+
+
+async def said(engine: object, number: int = 0, sampling: Sampling = SAMPLED) -> list[int]:
+    async with engine.generate(prompt(number), sampling) as outputs:  # type: ignore[attr-defined]
+        return [output.token_id async for output in outputs if isinstance(output, Step)]
+
+
+async def test_the_same_replies_as_in_process(engine: HostedEngine, model: Path) -> None:
+    own = load(model, vocabulary=tiny.VOCABULARY)
+    try:
+        expected = [await said(own, number) for number in range(4)]
+    finally:
+        await own.close()
+    assert engine.info.model == own.info.model
+    assert await asyncio.gather(*(said(engine, number) for number in range(4))) == expected
+
+
+async def test_replies_go_on_when_the_process_is_killed(engine: HostedEngine) -> None:
+    whole = [await said(engine, number) for number in range(3)]
+    first = asyncio.Event()
+
+    async def killed(number: int) -> list[int]:
+        out = []
+        async with engine.generate(prompt(number), SAMPLED) as outputs:
+            prefills = 0
+            async for output in outputs:
+                prefills += isinstance(output, Prefilled)
+                if isinstance(output, Step):
+                    out.append(output.token_id)
+                    first.set()
+        assert prefills == 1
+        return out
+
+    for _ in range(2):
+        first.clear()
+        tasks = [asyncio.create_task(killed(number)) for number in range(3)]
+        await first.wait()
+        assert engine.process_id is not None
+        os.kill(engine.process_id, signal.SIGKILL)
+        assert await asyncio.gather(*tasks) == whole
+
+
+async def test_a_process_that_only_dies_is_given_up_and_the_next_request_is_served(engine: HostedEngine) -> None:
+    async def killer() -> None:
+        killed = None
+        while True:
+            if engine.process_id != killed:
+                killed = engine.process_id
+                assert killed is not None
+                os.kill(killed, signal.SIGKILL)
+            await asyncio.sleep(0.001)
+
+    task = asyncio.create_task(killer())
+    with pytest.raises(EngineError, match=f"died {MAX_DEATHS} times"):
+        await said(engine)
+    task.cancel()
+    assert await said(engine)
+
+
+async def test_errors_keep_their_type(engine: HostedEngine, tmp_path: Path) -> None:
+    with pytest.raises(ContextOverflow) as overflow:
+        async with engine.generate(Prompt((5,) * 100_000), SAMPLED) as outputs:
+            async for _ in outputs:
+                pass
+    assert overflow.value.tokens == 100_000
+    with pytest.raises(BadParameter, match="top_p"):
+        async with engine.generate(prompt(), Sampling(top_p=9.0)) as outputs:
+            async for _ in outputs:
+                pass
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(NoWeights):
+        await HostedEngine(torch_spec(tmp_path, tiny.VOCABULARY)).start()
+
+
+async def test_stop_and_leaving_end_a_generation(engine: HostedEngine) -> None:
+    endless = Sampling(temperature=0, min_tokens=400, max_tokens=400)
+    async with engine.generate(prompt(), endless) as outputs:
+        async for output in outputs:
+            if isinstance(output, Step):
+                outputs.stop()
+            if isinstance(output, Ended):
+                assert output.finish is Finish.STOPPED
+    async with engine.generate(prompt(), endless) as outputs:
+        async for _ in outputs:
+            break
+    assert await said(engine)
+
+
+async def test_a_closed_engine_says_so(model: Path) -> None:
+    engine = HostedEngine(torch_spec(model, tiny.VOCABULARY))
+    await engine.start()
+    process = engine.process_id
+    await engine.close()
+    await engine.close()
+    assert process is not None
+    assert not alive(process)
+    with pytest.raises(EngineClosed):
+        async with engine.generate(prompt(), SAMPLED):
+            pass
+
+
+def alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from palaver.engines.host import HostedEngine
+from palaver.engines.host.hosted import torch_spec
+from tests.engines import tiny
+
+async def main():
+    engine = HostedEngine(torch_spec(Path(sys.argv[1]), tiny.VOCABULARY))
+    await engine.start()
+    print(engine.process_id, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_no_orphan_is_left_when_the_parent_is_killed(model: Path) -> None:
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
+    with subprocess.Popen([sys.executable, "-c", PARENT, model], stdout=subprocess.PIPE, text=True, env=env) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert alive(child)
+        parent.kill()
+    deadline = time.monotonic() + 30
+    while alive(child) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not alive(child)
+
+
+def test_values_cross_the_wire_unchanged() -> None:
+    phases = Phases((State(Phase.ANSWER, (Trigger(b"<\xff", 1), Trigger(7, 0))), State(Phase.END)), 0, frozenset({1}))
+    for value in (Prompt((1, 2), (3,), phases), SAMPLED, Ended(Finish.STOP_STRING, "é")):
+        assert unpack(pack(value)) == value
+    error = unpack_error(pack_error(BadParameter("top_p", 7, "must be less")))
+    assert type(error) is BadParameter
+    assert str(error) == "top_p = 7: must be less"
+    assert error.name == "top_p"
