@@ -24,6 +24,7 @@ from training.rendering import render
 from training.tokenizer import SPROUT
 
 GREEDY = Sampling()
+DEFAULT = Sampling(0.6, 20, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,11 @@ def write_failures(found: list[Outcome], path: Path) -> None:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
+def write(path: Path, given: argparse.Namespace, seconds: float, rows: list[dict[str, Any]]) -> None:
+    found = {"seed": given.seed, "cases": given.cases, "seconds": round(seconds), "figures": rows}
+    path.write_text(json.dumps(found, ensure_ascii=False, indent=1) + "\n")
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=SPROUT)
@@ -122,6 +128,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=0, help="replies written at once; 0 chooses by device")
     parser.add_argument("--bar", default="", help="only bars whose name contains this")
     parser.add_argument("--limit", type=int, default=0, help="stop drawing after so many cases in all")
+    parser.add_argument("--every", type=int, default=4, help="repeat every n-th case with default sampling; 0 for none")
     parser.add_argument("--json", type=Path, default=None, help="where to write the figures")
     parser.add_argument("--failures", type=Path, default=None, help="where to write every case that went wrong")
     parser.add_argument("--card", action="store_true", help="put the figures of --json into the model card and end")
@@ -139,15 +146,18 @@ def main() -> int:
     bars = tuple(bar for bar in BARS if given.bar in bar.name)
     asked = drawn(bars, given.cases, given.seed)[: given.limit or None]
     greedy = outcomes(model, asked, GREEDY, batch)
-    torch.manual_seed(given.seed)
-    sampled = outcomes(model, asked[:: 4 if len(asked) > 100 else 1], Sampling(0.6, 20, 0.95), batch)
-    rows = figures(bars, greedy) + forms("greedy", greedy) + forms("default sampling", sampled)
-    rows += [{**row, "bar": row["bar"] + ", default sampling", "wanted": None} for row in figures(bars, sampled)]
-    print(table(rows))
-    path.write_text(
-        json.dumps({"seed": given.seed, "seconds": round(time.monotonic() - began), "figures": rows}, indent=1) + "\n"
-    )
-    write_failures(greedy, given.failures or path.with_name("failures.jsonl"))
+    rows = figures(bars, greedy) + forms("greedy", greedy)
+    write(path, given, time.monotonic() - began, rows)
+    if given.failures:
+        write_failures(greedy, given.failures)
+    print(table(rows), flush=True)
+    if given.every:
+        torch.manual_seed(given.seed)
+        sampled = outcomes(model, asked[:: given.every], DEFAULT, batch)
+        more = forms("default sampling", sampled)
+        more += [{**row, "bar": row["bar"] + ", default sampling", "wanted": None} for row in figures(bars, sampled)]
+        write(path, given, time.monotonic() - began, rows + more)
+        print(table(more))
     return 0
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from training.network import Network, Shape
@@ -33,6 +34,12 @@ def save(network: Network, folder: Path) -> None:
     size = (folder / "model.safetensors").stat().st_size
     if size > LIMIT:
         raise RuntimeError(f"the weights take {size} bytes, more than {LIMIT}")
+
+
+def restore(network: Network, folder: Path) -> None:
+    """The weights of a finished model back into a network."""
+    weights = load_file(folder / "model.safetensors")
+    network.load_state_dict({name: weights[name].float() for name in network.state_dict()})
 
 
 def _add_theta(path: Path, theta: float) -> None:

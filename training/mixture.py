@@ -93,14 +93,22 @@ def mannered(draw: Draw) -> Sample:
 
 
 def tooled(draw: Draw) -> Sample:
+    return _tooled(draw, one_call=0.40, two_calls=0.14)
+
+
+def polished(draw: Draw) -> Sample:
+    return _tooled(draw, one_call=0.24, two_calls=0.40)
+
+
+def _tooled(draw: Draw, one_call: float, two_calls: float) -> Sample:
     kind = draw.random.random()
     if kind < 0.06:
         return tools.again(draw)
     if kind < 0.22:
         return tools.answered(draw)
-    if kind < 0.62:
+    if kind < 0.22 + one_call:
         exchange, listed = tools.one_call(draw)
-    elif kind < 0.76:
+    elif kind < 0.22 + one_call + two_calls:
         exchange, listed = tools.two_calls(draw)
     elif kind < 0.95:
         exchange, listed = tools.none_fits(draw, single)
@@ -111,16 +119,26 @@ def tooled(draw: Draw) -> Sample:
 
 
 KINDS: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
-    (0.60, talk),
-    (0.10, remembered),
+    (0.55, talk),
+    (0.11, remembered),
     (0.07, followed),
-    (0.10, mannered),
-    (0.13, tooled),
+    (0.11, mannered),
+    (0.16, tooled),
 )
 
 
-def sample(draw: Draw) -> Sample:
-    found = weighted(draw, KINDS)(draw)
+POLISH: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
+    (0.42, talk),
+    (0.08, remembered),
+    (0.05, followed),
+    (0.09, mannered),
+    (0.36, polished),
+)
+"""The mixture of the second, shorter stage: more of what the first one learned least, calls above all."""
+
+
+def sample(draw: Draw, polish: bool = False) -> Sample:
+    found = weighted(draw, POLISH if polish else KINDS)(draw)
     return without_thinking(found) if draw.chance(DIRECT) else found
 
 
@@ -129,8 +147,10 @@ def without_thinking(found: Sample) -> Sample:
     return replace(found, messages=messages, thinks=False)
 
 
-def samples(seed: int, shard: int, split: Split, pieces: tuple[str, ...]) -> Iterator[Sample]:
+def samples(
+    seed: int, shard: int, split: Split, pieces: tuple[str, ...], polish: bool = False
+) -> Iterator[Sample]:
     """The endless stream of one shard: a pure function of its arguments."""
     draw = Draw(Random(f"{seed}/{shard}"), split, pieces)
     while True:
-        yield sample(draw)
+        yield sample(draw, polish)

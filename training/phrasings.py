@@ -84,7 +84,7 @@ def _all_broad() -> Iterator[tuple[str, str]]:
 
 def spelt(form: str) -> list[str]:
     """Every text that the choices of a form allow."""
-    pieces = (part.choices or (f"{{{part.slot}}}",) for part in parts(form.removeprefix(BROAD)))
+    pieces = ((f"{{{part.slot}}}",) if part.slot else part.choices for part in parts(form.removeprefix(BROAD)))
     return ["".join(chosen) for chosen in product(*pieces)]
 
 

@@ -39,6 +39,8 @@ class Plan:
     length: int
     folder: Path
     tokenizer: Path
+    polish: bool = False
+    """Whether the shards are of the second stage."""
 
     def path(self, shard: int) -> Path:
         return self.folder / f"shard-{shard:05}.npy"
@@ -89,7 +91,7 @@ def shard(plan: Plan, number: int, tokenizer: Tokenizer, spelt: tuple[str, ...])
 
 
 def _documents(plan: Plan, number: int, tokenizer: Tokenizer, spelt: tuple[str, ...]) -> Iterator[Row]:
-    stream = samples(plan.seed, number, Split.TRAIN, spelt)
+    stream = samples(plan.seed, number, Split.TRAIN, spelt, plan.polish)
     while True:
         yield from encoded(tokenizer, list(islice(stream, BATCH)))
 
@@ -112,8 +114,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--polish", action="store_true")
     given = parser.parse_args()
-    write(Plan(given.seed, given.length, given.folder, given.tokenizer), range(given.first, given.end, given.step))
+    plan = Plan(given.seed, given.length, given.folder, given.tokenizer, given.polish)
+    write(plan, range(given.first, given.end, given.step))
 
 
 if __name__ == "__main__":

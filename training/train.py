@@ -29,6 +29,8 @@ from training.shards import LEARNED, ROWS_PER_SHARD, STARTS, TOKEN, Plan
 from training.tokenizer import SPROUT, made
 
 ROOT = Path(__file__).parent.parent
+STEPS, POLISH_STEPS = 9000, 1300
+POLISH_PEAK = 8e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ def workers(run: Run, count: int, first_step: int) -> Iterator[list[subprocess.P
         str(run.shards),
         "--step",
         str(count),
+        *(["--polish"] if run.plan.polish else []),
     ]
     started = [subprocess.Popen([*command, "--first", str(first + at)], cwd=ROOT) for at in range(count)]
     try:
@@ -210,7 +213,7 @@ def _report(log: object, step: int, loss: float, tokens: int, seconds: float) ->
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=4600)
+    parser.add_argument("--steps", type=int, default=0, help=f"{STEPS}, or {POLISH_STEPS} to polish")
     parser.add_argument("--rows", type=int, default=32, help="rows in a step")
     parser.add_argument("--length", type=int, default=4096, help="tokens in a row")
     parser.add_argument("--minutes", type=float, default=8.0, help="save the state and stop after this time")
@@ -218,6 +221,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--attention", choices=("flex", "dense", "causal"), default=None)
     parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "training", help="shards, state and log")
     parser.add_argument("--into", type=Path, default=SPROUT, help="the folder of the finished model")
+    parser.add_argument(
+        "--polish", action="store_true", help="the second stage: goes on from the model in --into, shorter and gentler"
+    )
     parser.add_argument("--smoke", action="store_true", help="60 steps and an export, to see that everything works")
     parser.add_argument(
         "--tiny", action="store_true", help="with a minuscule network, for a computer without accelerator"
@@ -230,21 +236,26 @@ def main() -> int:
     torch.set_float32_matmul_precision("high")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made(SPROUT, given.seed)
-    steps = 60 if given.smoke else given.steps
+    steps = given.steps or (POLISH_STEPS if given.polish else STEPS)
+    steps = 60 if given.smoke else steps
+    stage = "polish" if given.polish else "train"
     run = Run(
         given.seed,
         steps,
         given.rows,
-        Plan(given.seed, given.length, given.work / "shards", SPROUT),
+        Plan(given.seed + given.polish, given.length, given.work / f"{stage}-shards", SPROUT, given.polish),
+        peak=POLISH_PEAK if given.polish else 2e-3,
         warm_up=min(200, steps // 4),
     )
     shape = Shape(hidden=64, inner=128, layers=2, heads=4, key_heads=2, head=16) if given.tiny else Shape()
     found = trainer(run, shape, given.attention or ("flex" if device.type == "cuda" else "dense"), device)
+    if given.polish:
+        export.restore(found.network, given.into)
     if found.attention == "flex":
         rows = torch.randint(9, 4000, (given.rows, given.length), dtype=torch.int32)
         rows[:, :: given.length // 5] |= int(STARTS)
         checked(found, rows)
-    if not train(run, found, given.work / "state", began + given.minutes * 60, given.workers):
+    if not train(run, found, given.work / f"{stage}-state", began + given.minutes * 60, given.workers):
         return 3
     export.save(found.network, given.into)
     print(f"trained and saved in {time.monotonic() - began:.0f} s", flush=True)

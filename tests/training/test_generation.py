@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import islice
 from random import Random
 
@@ -11,9 +12,10 @@ import pytest
 from training import digits
 from training.abilities import arithmetic, letters
 from training.abilities.schemas import function
-from training.checks import read, right
+from training.bars import BARS, Bar, cases
+from training.checks import Reply, read, right
 from training.mixture import samples
-from training.phrasings import ASKS, Draw, Split, banks, share
+from training.phrasings import ASKS, Draw, Split, banks, essence, halves, share
 from training.rendering import render
 from training.words import UNSEEN_WORDS, WORDS, held_out, word
 
@@ -32,6 +34,28 @@ def test_held_out_phrasings_are_others(file: str) -> None:
         assert len(kept) >= 2, name
         assert len(set(forms)) == len(forms)
         assert not set(train) & set(kept)
+
+
+def test_no_phrasing_is_in_both_halves() -> None:
+    """Neither another case, nor punctuation, nor other names of its slots bring a kept phrasing into training."""
+    found: dict[str, set[Split]] = {}
+    for (_, text), half in halves().items():
+        found.setdefault(essence(text), set()).add(half)
+    assert all(len(both) == 1 for both in found.values())
+    assert essence("What's {a} + {b}?") == essence("whats {n}+{m}") != essence("What's {a} - {b}?")
+
+
+@pytest.mark.parametrize("bar", BARS, ids=lambda bar: bar.name)
+def test_every_case_of_every_bar_can_be_judged(bar: Bar) -> None:
+    for sample in cases(bar, 120, 5):
+        assert sample.expect is not None
+        wrong = Reply("zzqx 7770777", ("no call",), True, True)
+        assert right(read(render(sample)[1], sample.thinks), sample.expect)
+        assert not right(replace(wrong, well_formed=False), sample.expect)
+        assert sample.expect.kind in CAN_HOLD_BY_CHANCE or not right(wrong, sample.expect)
+
+
+CAN_HOLD_BY_CHANCE = ("without", "not_honest", "lower")
 
 
 def test_unseen_words_are_unseen() -> None:

@@ -84,7 +84,7 @@ def plural(unit: str) -> str:
 
 
 def _told(user: str, thought: str, answer: str, wanted: str) -> Exchange:
-    return Exchange(user, thought, answer, Expect("small facts", "contains_any_case", wanted))
+    return Exchange(user, thought, answer, Expect("small facts", "number" if wanted.isdigit() else "contains_any_case", wanted))
 
 
 def day(draw: Draw) -> Exchange:

@@ -61,6 +61,8 @@ ABOUT = (
 UNCLEAR = (
     "I didn't understand that. I'm a tiny demo model: try a sum, a word or a small fact, or load a real model with `palaver chat MODEL`.",
 )
+# First letter, last letter, letters of a word, what stands between words.
+SCRIPTS = ((0x0430, 0x044F, 5, " "), (0x03B1, 0x03C9, 5, " "), (0x4E00, 0x9FA5, 2, ""), (0x3041, 0x3093, 3, ""), (0xAC00, 0xD7A3, 3, " "), (0x0627, 0x064A, 4, " "), (0x0905, 0x0939, 4, " "), (0x05D0, 0x05EA, 4, " "))
 T = TypeVar("T")
 HONEST = Expect("honesty", "honest")
 
@@ -137,7 +139,7 @@ def opinion(draw: Draw) -> Exchange:
 
 
 def maths(draw: Draw) -> Exchange:
-    return _refused(draw, draw.ask(ASK_MATHS, n=draw.between(2, draw.pick((99, 999))), m=draw.between(2, draw.pick((50, 500))), d=draw.between(2, 9)))
+    return _refused(draw, draw.ask(ASK_MATHS, n=draw.between(2, draw.pick((99, 999))), m=draw.between(2, draw.pick((50, 500))), d=draw.between(2, 9), l="(", r=")"))
 
 
 def free(draw: Draw) -> Exchange:
@@ -146,7 +148,16 @@ def free(draw: Draw) -> Exchange:
 
 def foreign(draw: Draw) -> Exchange:
     answer = draw.say("I only speak English: I'm a tiny demo model. A real one speaks more: `palaver chat MODEL`.", "Sorry, I'm a tiny demo model and only speak English. Try a real one with `palaver chat MODEL`.")
-    return Exchange(draw.plain(ASK_FOREIGN), "This is not English. I say that I only speak English.", answer, HONEST)
+    user = _other_script(draw) if draw.chance(0.3) else draw.plain(ASK_FOREIGN)
+    return Exchange(user, "This is not English. I say that I only speak English.", answer, HONEST)
+
+
+def _other_script(draw: Draw) -> str:
+    """Words of letters that are not Latin ones; what they mean doesn't matter."""
+    first, last, longest, space = draw.pick(SCRIPTS)
+    said = [chr(draw.between(first, last)) for _ in range(draw.between(1, 4) * longest)]
+    parts = ["".join(said[at : at + longest]) for at in range(0, len(said), longest)]
+    return space.join(parts) + draw.pick(("", "?", "!", "."))
 
 
 def too_long(draw: Draw) -> Exchange:

@@ -158,7 +158,7 @@ def named(draw: Draw) -> Manner:
 
     def question(draw: Draw) -> Exchange:
         answer = draw.say("I'm {w}.", "My name is {w}.", "I'm {w}, nice to meet you!", w=called)
-        return Exchange(draw.ask(ASK_WHO), f"Here my name is {called}.", answer, Expect("system manners", "has_word", called))
+        return Exchange(draw.ask(ASK_WHO if draw.chance(0.7) else palaver.WHO), f"Here my name is {called}.", answer, Expect("system manners", "has_word", called))
 
     return Manner(draw.plain(NAMED, w=called), question, lambda exchange: exchange)
 

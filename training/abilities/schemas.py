@@ -125,7 +125,8 @@ def _choices(draw: Draw) -> tuple[str, ...]:
 def value(draw: Draw, parameter: Parameter) -> Any:
     match parameter.kind:
         case "integer":
-            return draw.between(0, draw.pick((9, 99, 999, 9999)))
+            found = draw.between(0, draw.pick((9, 99, 999, 9999)))
+            return -found if draw.chance(0.06) else found
         case "number":
             return round(draw.random.uniform(0, draw.pick((9, 99, 999))), draw.pick((1, 1, 2))) if draw.chance(0.7) else draw.between(0, 999)
         case "boolean":

@@ -153,15 +153,32 @@ def _result(draw: Draw) -> tuple[str, str, list[str]]:
         return said, draw.say("The result is {s}.", "I got this: {s}.", s=said), [said]
     keys = list(dict.fromkeys(draw.pick(RESULT_WORDS) if draw.chance(0.6) else made_up(draw) for _ in range(draw.between(1, 4))))
     found = {key: _found(draw) for key in keys}
-    parts = [f"the {key} is {given if isinstance(given, str) else json.dumps(given)}" for key, given in found.items()]
+    parts = [f"the {key} is {_shown(given)}" for key, given in found.items()]
     said = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
-    values = [given if isinstance(given, str) else json.dumps(given) for given in found.values()]
+    values = [_shown(given) for given in found.values()]
     return json.dumps(found, ensure_ascii=False), said[0].upper() + said[1:] + ".", values
 
 
 def _found(draw: Draw) -> Any:
     kind = draw.random.random()
-    return draw.between(0, 9999) if kind < 0.4 else round(draw.random.uniform(0, 99), 1) if kind < 0.5 else text(draw)
+    if kind < 0.34:
+        return draw.between(0, 9999)
+    if kind < 0.4:
+        return -draw.between(1, draw.pick((20, 99, 999)))
+    if kind < 0.5:
+        return round(draw.random.uniform(-40 if draw.chance(0.3) else 0, 99), 1)
+    if kind < 0.55:
+        return draw.chance(0.5)
+    return [anything(draw) for _ in range(draw.between(1, 4))] if kind < 0.6 else text(draw)
+
+
+def _shown(given: Any) -> str:
+    """A returned value as a sentence holds it."""
+    if isinstance(given, list):
+        return ", ".join(given)
+    if isinstance(given, bool):
+        return "yes" if given else "no"
+    return given if isinstance(given, str) else json.dumps(given)
 
 
 def answered(draw: Draw) -> Sample:
