@@ -147,9 +147,7 @@ def without_thinking(found: Sample) -> Sample:
     return replace(found, messages=messages, thinks=False)
 
 
-def samples(
-    seed: int, shard: int, split: Split, pieces: tuple[str, ...], polish: bool = False
-) -> Iterator[Sample]:
+def samples(seed: int, shard: int, split: Split, pieces: tuple[str, ...], polish: bool = False) -> Iterator[Sample]:
     """The endless stream of one shard: a pure function of its arguments."""
     draw = Draw(Random(f"{seed}/{shard}"), split, pieces)
     while True:
