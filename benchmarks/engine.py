@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,26 +40,38 @@ SHAPE = {
     "head_dim": 32,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
-    "eos_token_id": 1,
+    "eos_token_id": None,
 }
 CONTEXT = 64
 TURN = 48
 REPLY = 32
-ROUNDS = 4
+ROUNDS = 6
+BATCHES = (1, 8, 32)
 
 
 @contextmanager
 def model_folder(named: str | None) -> Iterator[Path]:
-    """The named model, the embedded one, or random weights of its shape."""
+    """The named model, the embedded one, or random weights of its shape; none of them ever ends a reply."""
     embedded = Path(palaver.models.__file__).parent / "sprout"
-    if named or (embedded / "model.safetensors").is_file():
-        yield Path(named) if named else embedded
-        return
-    with tempfile.TemporaryDirectory() as folder, quiet():
-        torch.manual_seed(0)
-        config = transformers.Qwen3Config(**SHAPE)
-        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-        yield Path(folder)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if named or (embedded / "model.safetensors").is_file():
+            copy_endless(Path(named) if named else embedded, folder)
+        else:
+            torch.manual_seed(0)
+            with quiet():
+                config = transformers.Qwen3Config(**SHAPE)
+                transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        yield folder
+
+
+def copy_endless(source: Path, folder: Path) -> None:
+    for path in [*source.glob("*.safetensors"), *source.glob("*.safetensors.index.json")]:
+        (folder / path.name).symlink_to(path.resolve())
+    for name in ("config.json", "generation_config.json"):
+        if (source / name).is_file():
+            settings = json.loads((source / name).read_text())
+            (folder / name).write_text(json.dumps(settings | {"eos_token_id": None}))
 
 
 class Bench:
@@ -68,7 +82,7 @@ class Bench:
         with quiet():
             self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.size = self.model.get_output_embeddings().weight.shape[0]
-        self.greedy = Sampling(temperature=0, banned_ids=self._ends(), max_tokens=tokens)
+        self.greedy = Sampling(temperature=0, max_tokens=tokens)
         torch.set_num_threads(threads)
 
     def engine(self, **options: Any) -> TorchEngine:
@@ -78,10 +92,6 @@ class Bench:
     def prompt(self, seed: int, length: int = CONTEXT) -> tuple[int, ...]:
         generator = torch.Generator().manual_seed(seed)
         return tuple(torch.randint(2, self.size, (length,), generator=generator).tolist())
-
-    def _ends(self) -> tuple[int, ...]:
-        ends = self.model.generation_config.eos_token_id
-        return tuple([ends] if isinstance(ends, int) else ends or ())
 
     @torch.inference_mode()
     def generate(self, batch: int) -> float:
@@ -129,51 +139,77 @@ async def consume(engine: TorchEngine, prompt: Prompt, sampling: Sampling) -> tu
     return times, computed, ids
 
 
-async def decode(bench: Bench, engine: TorchEngine, batch: int) -> tuple[float, float]:
-    """Seconds a step, and the part of it that the model itself took."""
+@dataclass(frozen=True, order=True)
+class Decoded:
+    """Seconds a step: on the clock, and of CPU time in the model, in the rest of the engine's thread, and in the
+    event loop that takes the tokens."""
+
+    seconds: float
+    model: float
+    rest: float
+    loop: float
+
+
+async def decode(bench: Bench, engine: TorchEngine, batch: int) -> Decoded:
     prompts = [Prompt(bench.prompt(1000 + i)) for i in range(batch)]
     await asyncio.gather(*(consume(engine, prompt, bench.greedy) for prompt in prompts))
-    before = engine.statistics
+    before, loop = engine.statistics, time.thread_time()
     runs = await asyncio.gather(*(consume(engine, prompt, bench.greedy) for prompt in prompts))
-    after = engine.statistics
+    after, loop = engine.statistics, time.thread_time() - loop
     seconds = (max(t[-1] for t, _, _ in runs) - min(t[0] for t, _, _ in runs)) / (bench.tokens - 1)
-    return seconds, (after.forward_seconds - before.forward_seconds) / bench.tokens
+    model = after.forward_seconds - before.forward_seconds
+    rest = after.step_seconds - before.step_seconds - model
+    return Decoded(seconds, model / bench.tokens, rest / bench.tokens, loop / bench.tokens)
 
 
-async def in_turn(bench: Bench, engine: TorchEngine, batch: int) -> tuple[float, float, float, float]:
-    """The best of several rounds, all three measured in each: other load on the machine hits all of them."""
-    theirs, bare, ours = [], [], []
+@dataclass
+class Measured:
+    """Seconds a step, several times over."""
+
+    theirs: list[float] = field(default_factory=list)
+    bare: list[float] = field(default_factory=list)
+    ours: list[Decoded] = field(default_factory=list)
+
+
+async def in_turn(bench: Bench) -> dict[int, Measured]:
+    """All measured in each of several rounds: other load on the machine hits all of them alike."""
+    engine = bench.engine()
+    measured = {batch: Measured() for batch in BATCHES}
     for _ in range(ROUNDS):
-        theirs.append(bench.generate(batch))
-        bare.append(bench.bare(batch))
-        ours.append(await decode(bench, engine, batch))
-    return min(theirs), min(bare), *min(ours)
+        for batch, found in measured.items():
+            found.ours.append(await decode(bench, engine, batch))
+            found.theirs.append(bench.generate(batch))
+            found.bare.append(bench.bare(batch))
+    await engine.close()
+    return measured
 
 
 async def speed(bench: Bench) -> None:
     print(
         f"{'batch':>5} {'generate()':>11} {'bare loop':>10} {'engine':>8}   ms a step     x generate  x bare  tokens/s"
     )
-    rates = {}
-    for batch in (1, 8, 32):
-        engine = bench.engine()
-        theirs, bare, ours, forward = await in_turn(bench, engine, batch)
-        await engine.close()
-        rates[batch] = batch / ours
+    measured = await in_turn(bench)
+    for batch, found in measured.items():
+        theirs, bare, ours = min(found.theirs), min(found.bare), min(found.ours)
         print(
-            f"{batch:5} {theirs * 1e3:11.2f} {bare * 1e3:10.2f} {ours * 1e3:8.2f} {'':12} {theirs / ours:12.2f}"
-            f" {bare / ours:7.2f} {batch / ours:9.0f}"
+            f"{batch:5} {theirs * 1e3:11.2f} {bare * 1e3:10.2f} {ours.seconds * 1e3:8.2f} {'':12}"
+            f" {theirs / ours.seconds:12.2f} {bare / ours.seconds:7.2f} {batch / ours.seconds:9.0f}"
         )
-        if batch == 1:
-            print(f"      of which the model {forward * 1e3:.2f} ms: overhead {(ours - forward) / forward:.1%} of it")
-    print(f"throughput of batch 8 over batch 1: {rates[8] / rates[1]:.2f}, of batch 32: {rates[32] / rates[1]:.2f}")
+    one = min(measured[1].ours)
+    print(
+        f"batch 1, CPU time a step: model {one.model * 1e3:.2f} ms; scheduling and sampling {one.rest * 1e3:.2f} ms"
+        f" = {one.rest / one.model:.1%}; handing over {one.loop * 1e3:.2f} ms = {one.loop / one.model:.1%}"
+    )
+    for batch in BATCHES[1:]:
+        gain = batch * one.seconds / min(measured[batch].ours).seconds
+        print(f"throughput of batch {batch} over batch 1: {gain:.2f}")
 
 
 async def turns(bench: Bench) -> None:
     """Time to the first token as a conversation grows, against computing all of it."""
     kept, fresh = bench.engine(), bench.engine(cache_bytes=1 << 28)
     history: tuple[int, ...] = ()
-    sampling = Sampling(temperature=0, banned_ids=bench.greedy.banned_ids, max_tokens=REPLY)
+    sampling = Sampling(temperature=0, max_tokens=REPLY)
     firsts: dict[int, float] = {}
     print("turn  prompt  computed  first token ms  full prefill ms  ratio")
     for turn in range(1, 21):
@@ -205,7 +241,7 @@ async def interference(bench: Bench) -> None:
     """How long running streams wait for a token while a long prompt is computed."""
     for chunk in (64, 256):
         engine = bench.engine(limits=Limits(chunk=chunk))
-        sampling = Sampling(temperature=0, banned_ids=bench.greedy.banned_ids, max_tokens=200)
+        sampling = Sampling(temperature=0, max_tokens=200)
         streams = [asyncio.create_task(consume(engine, Prompt(bench.prompt(i)), sampling)) for i in range(4)]
         await asyncio.sleep(0.15)
         began = time.perf_counter()

@@ -39,7 +39,7 @@ def test_holds_what_was_computed_within_its_bound(requests: list[tuple[int, int,
         try:
             lane, known = cache.open("", keys[:-1], len(keys))
         except CacheFull:
-            cache.close(open_lanes.pop())
+            cache.close(open_lanes.pop(), "", [])
             continue
         try:
             check(lane, keys[:known])
@@ -53,7 +53,7 @@ def test_holds_what_was_computed_within_its_bound(requests: list[tuple[int, int,
         if stays:
             open_lanes.append(lane)
         else:
-            cache.close(lane)
+            cache.close(lane, "", [])
 
 
 def test_many_conversations_stay_within_the_bound_and_the_latest_is_kept() -> None:
@@ -65,7 +65,7 @@ def test_many_conversations_stay_within_the_bound_and_the_latest_is_kept() -> No
         fill(lane, 0, keys)
         before = cache.statistics
         cache.keep(lane, "", keys)
-        cache.close(lane)
+        cache.close(lane, "", [])
         after = cache.statistics
         assert after.used_bytes <= limit
         assert after.evictions - before.evictions <= 500 // 32 + 1, "in small pieces, never all at once"
@@ -80,5 +80,22 @@ def test_more_than_the_cache_holds_is_refused_with_figures() -> None:
     first, _ = cache.open("", [1], 200)
     with pytest.raises(CacheFull):
         cache.open("", [2], 200)
-    cache.close(first)
+    cache.close(first, "", [])
     cache.open("", [2], 200)
+
+
+def test_a_free_lane_that_still_holds_the_beginning_is_taken_again() -> None:
+    cache = Cache(LAYOUT, 3000 * TOKEN)
+    keys = list(range(100))
+    lane, _ = cache.open("", [], 100)
+    other, _ = cache.open("", [], 100)
+    fill(lane, 0, keys)
+    place = (lane.bank, lane.index)
+    cache.close(other, "", [7])
+    cache.close(lane, "", keys)
+    stranger, known = cache.open("somebody else", keys[:50], 100)
+    assert known == 0
+    again, known = cache.open("", [*keys[:60], 5], 100)
+    assert (known, again.bank, again.index) == (60, *place)
+    check(again, keys[:60])
+    assert (stranger.bank, stranger.index) != place

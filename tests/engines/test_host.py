@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from palaver.engines.base import Engine
 from palaver.engines.host import HostedEngine
 from palaver.engines.host.hosted import MAX_DEATHS, torch_spec
 from palaver.engines.host.wire import pack, pack_error, unpack, unpack_error
@@ -43,8 +44,8 @@ def prompt(number: int = 0) -> Prompt:
     return Prompt(tuple((7 * number + place * 3) % 90 + 3 for place in range(12)))
 
 
-async def said(engine: object, number: int = 0, sampling: Sampling = SAMPLED) -> list[int]:
-    async with engine.generate(prompt(number), sampling) as outputs:  # type: ignore[attr-defined]
+async def said(engine: Engine, number: int = 0, sampling: Sampling = SAMPLED, asked: Prompt | None = None) -> list[int]:
+    async with engine.generate(asked or prompt(number), sampling) as outputs:
         return [output.token_id async for output in outputs if isinstance(output, Step)]
 
 
@@ -102,14 +103,10 @@ async def test_a_process_that_only_dies_is_given_up_and_the_next_request_is_serv
 
 async def test_errors_keep_their_type(engine: HostedEngine, tmp_path: Path) -> None:
     with pytest.raises(ContextOverflow) as overflow:
-        async with engine.generate(Prompt((5,) * 100_000), SAMPLED) as outputs:
-            async for _ in outputs:
-                pass
+        await said(engine, asked=Prompt((5,) * 100_000))
     assert overflow.value.tokens == 100_000
     with pytest.raises(BadParameter, match="top_p"):
-        async with engine.generate(prompt(), Sampling(top_p=9.0)) as outputs:
-            async for _ in outputs:
-                pass
+        await said(engine, sampling=Sampling(top_p=9.0))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(NoWeights):
         await HostedEngine(torch_spec(tmp_path, tiny.VOCABULARY)).start()
@@ -153,6 +150,7 @@ def alive(process: int) -> bool:
 PARENT = """
 import asyncio, sys
 from pathlib import Path
+from palaver.engines.base import Engine
 from palaver.engines.host import HostedEngine
 from palaver.engines.host.hosted import torch_spec
 from tests.engines import tiny

@@ -31,17 +31,21 @@ class MaskRule:
     def __init__(self, allowed: Allowed | None = None) -> None:
         self._allowed = allowed
         """None: everything up to itself."""
-        self._masks: dict[Part, Tensor | None] = {}
+        self._masks: dict[tuple[Part, int], Tensor | None] = {}
 
     @property
     def causal(self) -> bool:
         return self._allowed is None
 
-    def of(self, part: Part, dtype: torch.dtype) -> Tensor | None:
-        """To be added to scores [sequences, heads, queries, keys]; None where every key is seen."""
-        if part not in self._masks:
-            self._masks[part] = self._build(part, dtype)
-        return self._masks[part]
+    def of(self, part: Part, dtype: torch.dtype, times: int = 1) -> Tensor | None:
+        """To be added to scores [sequences, heads, queries, keys]; None where every key is seen.
+
+        `times`: for so many heads one after the other, each with all the queries.
+        """
+        if (part, times) not in self._masks:
+            mask = self._build(part, dtype)
+            self._masks[part, times] = mask if mask is None or times == 1 else mask.repeat(1, 1, times, 1)
+        return self._masks[part, times]
 
     def _build(self, part: Part, dtype: torch.dtype) -> Tensor | None:
         if self.causal and part.even:
@@ -96,8 +100,9 @@ class Chunk(Part):
         bank, index = self.lane.bank, self.lane.index
         keys = bank.keys[layer][index : index + 1, :, : self.length]
         values = bank.values[layer][index : index + 1, :, : self.length]
-        out = _attend(queries.transpose(0, 1)[None], keys, values, mask.of(self, queries.dtype), head)
-        return out[0].transpose(0, 1)
+        seen = mask.of(self, queries.dtype, queries.shape[1] // keys.shape[1])
+        assert seen is not None, "a chunk has a mask: its queries come one after the other"
+        return _attend_chunk(queries.transpose(0, 1), keys, values, seen, head).transpose(0, 1)
 
 
 @dataclass(eq=False, slots=True)
@@ -132,9 +137,10 @@ class Singles(Part):
         return out if self.dense else out[self.places]
 
     def advance(self) -> None:
+        """The positions are those of the plan, which has moved them on already."""
         self.length += 1
-        self.query_positions += 1
-        self.positions += 1
+        if not self.dense:
+            self.query_positions += 1
         for rows in self._rows.values():
             rows += 1
 
@@ -165,15 +171,17 @@ def _attend_singles(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor 
     return out.reshape(count, heads, -1)
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, head: Head) -> Tensor:
-    """[1, heads, queries, size]."""
-    groups = queries.shape[1] // keys.shape[1]
-    if groups > 1:
-        keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+def _attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, head: Head) -> Tensor:
+    """[heads, queries, size]. Heads that share a key are taken for more queries, as above."""
+    heads, count, size = queries.shape
+    shared = keys.shape[1]
+    grouped = queries.reshape(1, shared, -1, size)
     if head.sinks is None and head.softcap is None:
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=head.scale)
-    sinks = None if head.sinks is None else head.sinks.view(1, -1, 1, 1)
-    return _attend_plainly(queries, keys, values, mask, head, sinks)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=head.scale)
+    else:
+        sinks = None if head.sinks is None else head.sinks.view(1, shared, -1, 1).repeat_interleave(count, 2)
+        out = _attend_plainly(grouped, keys, values, mask, head, sinks)
+    return out.view(heads, count, -1)
 
 
 def _attend_plainly(
@@ -261,9 +269,10 @@ def plan(runs: Sequence[Run], device: torch.device, alone: bool = False) -> Plan
     order = sorted(range(len(runs)), key=lambda i: (len(runs[i].ids) > 1, id(runs[i].bank), runs[i].index))
     ordered = [runs[i] for i in order]
     groups = [[run] for run in ordered] if alone else _groups(ordered)
+    positions = torch.tensor([run.start + i for run in ordered for i in range(len(run.ids))], device=device)
     parts, row, last = [], 0, [0] * len(runs)
     for group in groups:
-        parts.append(_part(group, row, device))
+        parts.append(_part(group, row, positions))
         row += sum(len(run.ids) for run in group)
     end = 0
     for i, run in zip(order, ordered, strict=True):
@@ -271,7 +280,7 @@ def plan(runs: Sequence[Run], device: torch.device, alone: bool = False) -> Plan
         last[i] = end - 1
     return Plan(
         ids=torch.tensor([i for run in ordered for i in run.ids], device=device),
-        positions=torch.tensor([run.start + i for run in ordered for i in range(len(run.ids))], device=device),
+        positions=positions,
         parts=tuple(parts),
         last=torch.tensor(last, device=device),
         picks=last != list(range(end)),
@@ -298,37 +307,45 @@ def _dense_enough(group: Sequence[Run]) -> bool:
     return group[-1].index - group[0].index + 1 <= 2 * len(group)
 
 
-def _part(group: Sequence[Run], row: int, device: torch.device) -> Part:
+def _part(group: Sequence[Run], row: int, positions: Tensor) -> Part:
     first = group[0]
     if len(first.ids) > 1:
-        return _chunk(first, row, device)
+        return _chunk(first, row, positions)
     starts = [run.start for run in group]
     lanes = group[-1].index - first.index + 1
     places = [run.index - first.index for run in group]
-    per_lane = [0] * lanes
-    for place, start in zip(places, starts, strict=True):
-        per_lane[place] = start
+    dense = lanes == len(group)
+    rows = slice(row, row + len(group))
+    queries = positions[rows] if dense else _spread_out(starts, places, lanes, positions.device)
     return Singles(
-        rows=slice(row, row + len(group)),
+        rows=rows,
         length=max(starts) + 1,
-        even=min(per_lane) == max(per_lane),
-        query_positions=torch.tensor(per_lane, device=device)[:, None, None, None],
+        even=dense and min(starts) == max(starts),
+        query_positions=queries[:, None, None, None],
         bank=first.bank,
         first=first.index,
         lanes=lanes,
-        places=torch.tensor(places, device=device),
-        positions=torch.tensor(starts, device=device),
-        dense=lanes == len(group),
+        places=torch.tensor(places, device=positions.device),
+        positions=positions[rows],
+        dense=dense,
     )
 
 
-def _chunk(run: Run, row: int, device: torch.device) -> Chunk:
-    stop = run.start + len(run.ids)
+def _spread_out(starts: Sequence[int], places: Sequence[int], lanes: int, device: torch.device) -> Tensor:
+    """A position for each lane; those without a row see their first key."""
+    spread = [0] * lanes
+    for place, start in zip(places, starts, strict=True):
+        spread[place] = start
+    return torch.tensor(spread, device=device)
+
+
+def _chunk(run: Run, row: int, positions: Tensor) -> Chunk:
+    rows = slice(row, row + len(run.ids))
     return Chunk(
-        rows=slice(row, row + len(run.ids)),
-        length=stop,
+        rows=rows,
+        length=run.start + len(run.ids),
         even=False,
-        query_positions=torch.arange(run.start, stop, device=device)[None, None, :, None],
+        query_positions=positions[rows][None, None, :, None],
         lane=run.lane,
         start=run.start,
     )

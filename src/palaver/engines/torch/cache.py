@@ -11,7 +11,7 @@ from palaver.engines.torch.lanes import Lane, Lanes, Layout, copy_all
 from palaver.engines.torch.pages import PAGE, Key, Pages
 from palaver.errors import CacheFull
 
-BANK_SHARE = 16
+BANK_SHARE = 64
 """A bank of lanes takes at most this part of the memory, unless a single lane takes more."""
 
 
@@ -63,15 +63,18 @@ class Cache:
         """
         assert room >= len(keys), "what is known must fit"
         self._reserve(room)
-        lane = self._lanes.open(room)
+        lane, warm = self._lanes.open(room, space, keys)
         match = self._pages.match(space, keys)
         for index, page in enumerate(match.pages):
-            start = index * PAGE
-            stop = min(match.tokens, start + len(page.keys))
-            copy_all(lane.parts(start, stop), [tensor[:, :, : stop - start] for tensor in page.data])
+            start = max(index * PAGE, warm)
+            stop = min(match.tokens, index * PAGE + len(page.keys))
+            if start < stop:
+                part = slice(start - index * PAGE, stop - index * PAGE)
+                copy_all(lane.parts(start, stop), [tensor[:, :, part] for tensor in page.data])
+        known = max(warm, match.tokens)
         self._prompt_tokens += len(keys) + 1
-        self._hit_tokens += match.tokens
-        return lane, match.tokens
+        self._hit_tokens += known
+        return lane, known
 
     def grow(self, lane: Lane, tokens: int, used: int) -> None:
         """Makes room for so many tokens in all. Raises CacheFull where there is none."""
@@ -90,8 +93,9 @@ class Cache:
             if not self._pages.add(space, path, part, data):
                 return
 
-    def close(self, lane: Lane) -> None:
-        self._lanes.close(lane)
+    def close(self, lane: Lane, space: Hashable, keys: Sequence[Key]) -> None:
+        """Frees the lane, which holds these keys' values."""
+        self._lanes.close(lane, space, keys)
 
     def check(self, tokens: int) -> None:
         """Raises CacheFull where so many tokens don't fit even alone."""

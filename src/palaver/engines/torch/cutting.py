@@ -68,8 +68,9 @@ class CuttingRunner:
     def end(self, sequence: Sequence) -> None:
         lane = self._lanes.pop(sequence, None)
         if lane is not None:
-            self._cache.keep(lane, sequence.space, sequence.tokens[: sequence.computed])
-            self._cache.close(lane)
+            keys = sequence.tokens[: sequence.computed]
+            self._cache.keep(lane, sequence.space, keys)
+            self._cache.close(lane, sequence.space, keys)
 
     def _run(self, sequence: Sequence, count: int) -> Run:
         start = sequence.computed

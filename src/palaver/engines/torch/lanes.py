@@ -6,7 +6,7 @@ padded call attends for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ WIDEST = 8
 
 Shape = tuple[int, int]
 """Heads and size of a head."""
+Left = tuple[Hashable, Sequence[Hashable]]
+"""A space, and the keys whose values a lane was left with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class Lanes:
         self._layout = layout
         self._bank_bytes = bank_bytes
         self._banks: list[Bank] = []
+        self._left: dict[tuple[Bank, int], Left] = {}
+        """What free lanes still hold, those left longest ago first."""
 
     @property
     def nbytes(self) -> int:
@@ -115,29 +119,56 @@ class Lanes:
         capacity = _capacity(tokens)
         return self._width(capacity) * self._lane_bytes(capacity)
 
-    def open(self, tokens: int) -> Lane:
-        return Lane(*self._take(_capacity(tokens)))
+    def open(self, tokens: int, space: Hashable = None, keys: Sequence[Hashable] = ()) -> tuple[Lane, int]:
+        """A lane for so many tokens, and how many of these keys it holds from before."""
+        capacity = _capacity(tokens)
+        place, common = self._warmest(capacity, space, keys)
+        return Lane(*self._take(place or self._coldest(capacity))), common
 
     def grow(self, lane: Lane, tokens: int, used: int) -> None:
         """Moves the lane, with the `used` tokens it holds, to where `tokens` fit."""
         bank, index, held = lane.bank, lane.index, lane.parts(0, used)
-        lane.bank, lane.index = self._take(_capacity(tokens))
+        lane.bank, lane.index = self._take(self._coldest(_capacity(tokens)))
         copy_all(lane.parts(0, used), held)
         _release(bank, index)
 
-    def close(self, lane: Lane) -> None:
+    def close(self, lane: Lane, space: Hashable = None, keys: Sequence[Hashable] = ()) -> None:
+        """Frees the lane; as long as nobody needs it, it still holds these."""
+        if keys:
+            self._left[lane.bank, lane.index] = (space, keys)
         _release(lane.bank, lane.index)
 
     def trim(self) -> None:
         """Gives back banks nobody uses."""
         self._banks = [bank for bank in self._banks if not bank.empty]
+        self._left = {place: left for place, left in self._left.items() if not place[0].empty}
 
-    def _take(self, capacity: int) -> tuple[Bank, int]:
-        bank = self._with_room(capacity)
-        if bank is None:
-            bank = Bank(self._layout, capacity, self._width(capacity))
-            self._banks.append(bank)
-        return bank, bank.free.pop()
+    def _take(self, place: tuple[Bank, int]) -> tuple[Bank, int]:
+        bank, index = place
+        self._left.pop(place, None)
+        bank.free.remove(index)
+        return bank, index
+
+    def _coldest(self, capacity: int) -> tuple[Bank, int]:
+        """A free lane that holds nothing, else the one left longest ago, else one in a new bank."""
+        banks = [bank for bank in self._banks if bank.capacity == capacity]
+        cold = ((bank, index) for bank in banks for index in reversed(bank.free) if (bank, index) not in self._left)
+        left = (place for place in self._left if place[0].capacity == capacity)
+        return next(cold, None) or next(left, None) or (self._new_bank(capacity), 0)
+
+    def _new_bank(self, capacity: int) -> Bank:
+        bank = Bank(self._layout, capacity, self._width(capacity))
+        self._banks.append(bank)
+        return bank
+
+    def _warmest(self, capacity: int, space: Hashable, keys: Sequence[Hashable]) -> tuple[tuple[Bank, int] | None, int]:
+        """The free lane that holds most of these keys already, where there is one."""
+        best: tuple[tuple[Bank, int] | None, int] = (None, 0)
+        for place, (owner, left) in self._left.items():
+            common = _common(left, keys) if owner == space and place[0].capacity == capacity else 0
+            if common > best[1]:
+                best = (place, common)
+        return best
 
     def _with_room(self, capacity: int) -> Bank | None:
         return next((bank for bank in self._banks if bank.capacity == capacity and bank.free), None)
@@ -148,6 +179,12 @@ class Lanes:
 
     def _lane_bytes(self, capacity: int) -> int:
         return capacity * self._layout.token_bytes
+
+
+def _common(left: Sequence[Hashable], keys: Sequence[Hashable]) -> int:
+    if keys[: len(left)] == left:
+        return len(left)
+    return next((i for i, (a, b) in enumerate(zip(left, keys, strict=False)) if a != b), min(len(left), len(keys)))
 
 
 def _release(bank: Bank, index: int) -> None:

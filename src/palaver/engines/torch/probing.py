@@ -74,7 +74,7 @@ class Probe:
     def check(self, forward: Callable[[Plan], Tensor], layout: Layout) -> None:
         """Two sequences of different lengths, in chunks and token by token, must give the model's own logits."""
         lanes = Lanes(layout, PROBE_BYTES)
-        longer, shorter = lanes.open(LENGTH), lanes.open(LENGTH)
+        longer, shorter = lanes.open(LENGTH)[0], lanes.open(LENGTH)[0]
 
         def run(*runs: Run) -> None:
             for row, item in zip(forward(plan(runs, layout.device)), runs, strict=True):
