@@ -150,3 +150,27 @@ def test_a_chain_that_breaks_off_leads_to_the_text(data: st.DataObject) -> None:
         ("entered", ""),
         ("answer", "gx"),
     ]
+
+
+GROWING = Phases((State(Phase.ANSWER, (Trigger(b"</c>", 1), Trigger(b"</c>x", 0)), quotes=b'"'), State(Phase.THINKING)))
+
+
+@given(st.data())
+def test_a_marker_that_might_have_grown_counts_when_a_quotation_mark_follows(data: st.DataObject) -> None:
+    assert run(data.draw(cuts(b'a</c>"b"')), phases=GROWING) == [
+        ("answer", "a"),
+        ("entered", "</c>"),
+        ("thinking", '"b"'),
+    ]
+
+
+def test_hidden_tokens_inside_the_letters_of_a_marker_are_as_if_not_there() -> None:
+    phases = Phases(TEXT.states, hidden=frozenset({0}))
+    tracker = Tracker(phases, [b"<pad>", b"<th", b"ink>"])
+    assert [tracker.feed(1), tracker.feed(0), tracker.feed(2)] == [[], [], [Entered(1, b"<think>")]]
+
+
+@given(st.data())
+def test_a_stop_string_may_span_states_of_one_phase(data: st.DataObject) -> None:
+    phases = Phases((State(Phase.ANSWER, other=1), State(Phase.ANSWER)))
+    assert run(data.draw(cuts(b"\n\nUser: x")), ("\n\nUser:",), phases) == [("stopped", "\n\nUser:")]

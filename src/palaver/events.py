@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import assert_never
 
 from palaver.generation import Finish
@@ -97,57 +97,58 @@ class Folded:
 
 
 def fold(events: Iterable[Event]) -> Folded:
-    parts: list[Part] = []
-    notices: list[str] = []
+    reply = _Reply()
     finished: Finished | None = None
     failed: Failed | None = None
     for event in events:
         match event:
             case ThinkingDelta(text):
-                _append_thinking(parts, text)
+                reply.open(Thinking).append(text)
             case AnswerDelta(text):
-                _append_text(parts, text)
-            case ToolCallOpened(_, id, name, in_thought):
-                parts.append(ToolCall(id, name, "", in_thought))
+                reply.open(Text).append(text)
+            case ToolCallOpened():
+                reply.call(event)
             case ToolCallDelta(index, arguments):
-                _append_arguments(parts, index, arguments)
+                reply.arguments[index].append(arguments)
             case Notice(text):
-                notices.append(text)
+                reply.notices.append(text)
             case Finished():
                 finished = event
             case Failed():
                 failed = event
             case PhaseOpened(phase):
-                _append_phase(parts, phase)
+                if phase is Phase.THINKING:  # a thought that was opened is part of the reply, even an empty one
+                    reply.open(Thinking)
             case Started():
                 pass
             case _:
                 assert_never(event)
-    return Folded(Message(Role.ASSISTANT, tuple(parts)), tuple(notices), finished, failed)
+    return Folded(Message(Role.ASSISTANT, reply.parts()), tuple(reply.notices), finished, failed)
 
 
-def _append_phase(parts: list[Part], phase: Phase) -> None:
-    """A thought that was opened is part of the reply, even an empty one: to continue it, that must be known."""
-    if phase is Phase.THINKING and not (parts and isinstance(parts[-1], Thinking)):
-        parts.append(Thinking(""))
+class _Reply:
+    """The parts of a reply as they grow; each keeps its pieces until all are there."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[type[Text] | type[Thinking] | ToolCallOpened, list[str]]] = []
+        self.arguments: list[list[str]] = []
+        self.notices: list[str] = []
+
+    def open(self, kind: type[Text] | type[Thinking]) -> list[str]:
+        """The pieces of the last part, or of a new one where that is of another kind."""
+        if not self._parts or self._parts[-1][0] is not kind:
+            self._parts.append((kind, []))
+        return self._parts[-1][1]
+
+    def call(self, opened: ToolCallOpened) -> None:
+        self.arguments.append([])
+        self._parts.append((opened, self.arguments[-1]))
+
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(_part(kind, "".join(pieces)) for kind, pieces in self._parts)
 
 
-def _append_thinking(parts: list[Part], text: str) -> None:
-    if parts and isinstance(parts[-1], Thinking):
-        parts[-1] = Thinking(parts[-1].text + text)
-    else:
-        parts.append(Thinking(text))
-
-
-def _append_text(parts: list[Part], text: str) -> None:
-    if parts and isinstance(parts[-1], Text):
-        parts[-1] = Text(parts[-1].text + text)
-    else:
-        parts.append(Text(text))
-
-
-def _append_arguments(parts: list[Part], index: int, arguments: str) -> None:
-    places = [place for place, part in enumerate(parts) if isinstance(part, ToolCall)]
-    call = parts[places[index]]
-    assert isinstance(call, ToolCall)
-    parts[places[index]] = replace(call, arguments=call.arguments + arguments)
+def _part(kind: type[Text] | type[Thinking] | ToolCallOpened, text: str) -> Part:
+    if isinstance(kind, ToolCallOpened):
+        return ToolCall(kind.id, kind.name, text, kind.in_thought)
+    return kind(text)

@@ -20,6 +20,8 @@ class Prompt:
     phases: Phases = field(default=PLAIN)
     owner: str = ""
     adapter: str = ""
+    healing: bytes = b""
+    """The bytes that the next tokens must write first: the end of a begun reply, cut off inside of a token."""
 
     def __len__(self) -> int:
         return len(self.context_ids) + len(self.reply_ids)

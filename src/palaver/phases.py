@@ -6,6 +6,7 @@ token on whether the model is thinking, answering or calling a tool.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -97,74 +98,68 @@ class Scanner:
     """Finds the leftmost longest of some byte strings in a stream, releasing what can't be part of a match."""
 
     def __init__(self, patterns: Iterable[bytes]) -> None:
-        self.patterns = tuple(sorted(set(patterns), key=len, reverse=True))
+        longest_first = sorted(set(patterns), key=len, reverse=True)
+        self._longest = len(longest_first[0]) if longest_first else 0
+        self._pattern = re.compile(b"|".join(map(re.escape, longest_first))) if longest_first else None
+        self._first = re.compile(b"|".join({re.escape(p[:1]) for p in longest_first}))
+        self._starts = frozenset(p[:size] for p in longest_first for size in range(1, len(p)))
         self.held = b""
 
     def feed(self, data: bytes) -> tuple[bytes, bytes | None, bytes]:
         """Returns what is released, the pattern that was met (if any) and what came after it."""
-        if not self.patterns:
+        if self._pattern is None or not (self.held or self._first.search(data)):
             return data, None, b""
-        text = self.held + data
-        self.held = b""
-        at, pattern = self._find(text)
-        start = len(text) - self._hold(text)
-        if pattern is not None and at < start:
-            return text[:at], pattern, text[at + len(pattern) :]
+        text, self.held = self.held + data, b""
+        start = self._hold(text)
+        met = self._pattern.search(text)
+        if met is not None and met.start() < start:
+            return text[: met.start()], met[0], text[met.end() :]
         self.held = text[start:]
         return text[:start], None, b""
 
     def end(self) -> tuple[bytes, bytes | None, bytes]:
         """As `feed`, now that nothing more comes: what might have grown into a longer match no longer does."""
         text, self.held = self.held, b""
-        at, pattern = self._find(text)
-        return text[:at], pattern, text[at + len(pattern or b"") :]
-
-    def _find(self, text: bytes) -> tuple[int, bytes | None]:
-        best, found = len(text), None
-        for pattern in self.patterns:  # longest first, so that of two at one place the longer wins
-            at = text.find(pattern, 0, best + len(pattern))
-            if 0 <= at < best:
-                best, found = at, pattern
-        return best, found
+        met = self._pattern.search(text) if self._pattern else None
+        return (text, None, b"") if met is None else (text[: met.start()], met[0], text[met.end() :])
 
     def _hold(self, text: bytes) -> int:
-        """How many bytes at the end may still become a pattern."""
-        longest = min(len(text), len(self.patterns[0]) - 1)
-        for size in range(longest, 0, -1):
-            tail = text[-size:]
-            if any(p.startswith(tail) for p in self.patterns if len(p) > size):
-                return size
-        return 0
+        """From where on the text may still become a pattern."""
+        for begin in self._first.finditer(text, max(0, len(text) - self._longest + 1)):
+            if text[begin.start() :] in self._starts:
+                return begin.start()
+        return len(text)
 
 
 class _Quoting:
     """Whether a place in the text lies inside quotation marks."""
 
     def __init__(self, marks: bytes) -> None:
-        self._marks = marks
-        self._open = b""
+        self._mark = re.compile(b"[" + re.escape(marks) + b"]") if marks else None
+        self._open: re.Pattern[bytes] | None = None
         self._escaped = False
 
     def plain(self, data: bytes) -> tuple[bytes, bytes]:
         """What comes before the next quotation mark, and the rest from the mark on."""
-        at = min((at for mark in self._marks if (at := data.find(mark)) >= 0), default=len(data))
-        return data[:at], data[at:]
+        found = self._mark.search(data) if self._mark else None
+        return (data, b"") if found is None else (data[: found.start()], data[found.start() :])
 
     def take(self, data: bytes) -> tuple[bytes, bytes]:
         """The quoted text that the data begins with, and the rest."""
-        if not self._open:
-            if not self._marks or data[:1] not in self._marks:
+        if self._open is None:
+            mark = self._mark.match(data) if self._mark else None
+            if mark is None:
                 return b"", data
-            self._open = data[:1]
+            self._open = re.compile(rb"\\|" + mark[0])
             return data[:1], data[1:]
-        for at in range(len(data)):
-            if self._escaped:
-                self._escaped = False
-            elif data[at : at + 1] == b"\\":
-                self._escaped = True
-            elif data[at : at + 1] == self._open:
-                self._open = b""
-                return data[: at + 1], data[at + 1 :]
+        at = int(self._escaped)
+        self._escaped = False
+        while found := self._open.search(data, at):
+            if found[0] != b"\\":
+                self._open = None
+                return data[: found.end()], data[found.end() :]
+            at = found.end() + 1
+        self._escaped = at > len(data)
         return data, b""
 
 
@@ -227,11 +222,9 @@ class Tracker:
         out: list[Happening] = []
         while data and not self.ended:
             quoted, data = self._quoting.take(data)
-            if quoted:
-                out += self._stop_or_say(*self._stop_scanner.feed(self._markers.end()[0] + quoted))
-                continue
-            plain, data = self._quoting.plain(data)
-            said, marker, rest = self._markers.feed(plain)
+            plain, data = (b"", data) if quoted else self._quoting.plain(data)
+            said, marker, rest = self._markers.end() if quoted else self._markers.feed(plain)
+            said, data = (said + quoted, data) if marker is None else (said, quoted + data)
             if self._leads_away(said):
                 return [*out, *self._lead_away(said, (marker or b"") + rest + self._markers.held + data)]
             out += self._stop_or_say(*self._stop_scanner.feed(said))

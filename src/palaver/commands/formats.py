@@ -75,7 +75,9 @@ def _print_page(what: str, facts: Facts) -> None:
         console.print(Text(f"  {line}"))
     console.print(Text("\nEvidence", "bold"))
     for evidence in facts.evidence:
-        console.print(Text(f"  {evidence.fact}: "), Text(repr(evidence.seen[:200]), "dim"), sep="")
+        console.print(
+            Text(f"  {evidence.fact} ({evidence.confidence}): "), Text(repr(evidence.seen[:200]), "dim"), sep=""
+        )
 
 
 @formats.command()

@@ -59,10 +59,6 @@ class Builder:
         key = self._key(text)
         self._drafts[state].triggers.setdefault(key, Trigger(key, to, keep))
 
-    def knows(self, state: int, marker: str) -> bool:
-        pieces = parts(marker, self._control)
-        return bool(pieces) and self._key(pieces[0]) in self._drafts[state].triggers
-
     def build(self, start: int, ends: frozenset[int], hidden: frozenset[int]) -> Phases:
         states = tuple(
             State(d.phase, tuple(d.triggers.values()), d.closing, d.other, d.quotes, d.slot) for d in self._drafts

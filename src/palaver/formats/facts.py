@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from palaver.formats.calls.syntaxes import CallSyntax
@@ -39,10 +40,22 @@ class Switch:
     off: Any
 
 
+class Confidence(StrEnum):
+    SEEN = "seen"
+    """The template itself wrote it in answer to a probe."""
+    INFERRED = "inferred"
+    """It follows from what the template wrote, dropped or described."""
+    CONVENTION = "convention"
+    """Nothing in the template shows it; most models do it so."""
+    GIVEN = "given"
+    """An operator's correction says so."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
     fact: str
     seen: str
+    confidence: Confidence = Confidence.SEEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +68,8 @@ class Facts:
     switch: Switch | None = None
     keeps_thinking: bool = False
     """Whether the thinking of earlier turns stays in the prompt."""
+    keeping: Switch | None = None
+    """The variable that decides it, where there is one."""
     answer_opening: str = ""
     """What the model writes before an answer beside a closed thought."""
     answer_closing: str = ""

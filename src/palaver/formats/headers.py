@@ -66,6 +66,7 @@ def add_states(builder: Builder, headers: Headers, offers_tools: bool, closing: 
     builder.on(header, headers.thinking, thinks)
     for word in headers.answers:
         builder.on(header, word, answers)
+        builder.on(answers, word, answers)
     for state, to in ((header, answer), (answers, answer), (thinks, thinking), (elsewhere, dropped)):
         builder.on(state, headers.message, to)
     for state in last:
@@ -90,4 +91,6 @@ def _add_call(builder: Builder, headers: Headers, origin: int) -> int:
     builder.on(name, headers.channel, rest)
     builder.on(name, headers.message, arguments)
     builder.on(rest, headers.message, arguments)
+    for word in (headers.thinking, *headers.answers):
+        builder.on(rest, word, rest)
     return arguments

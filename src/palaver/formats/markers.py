@@ -22,14 +22,15 @@ def parts(marker: str, control: Iterable[str] = ()) -> tuple[str, ...]:
     return (*out, *marker[at:].split())
 
 
-def first_part(text: str) -> str:
-    found = parts(text)
-    return found[0] if found else ""
-
-
 def looks_special(marker: str) -> bool:
     """Whether the marker can't be meant as text by anybody."""
     return bool(_SPECIAL_LOOKING.search(marker))
+
+
+def visible(text: str) -> str:
+    """The words of a text on one line, without control strings that nobody means as text."""
+    words = (word for word in text.split() if not (CONTROL_LIKE.fullmatch(word) and looks_special(word)))
+    return " ".join(words)
 
 
 def common_start(first: str, second: str) -> str:
@@ -64,3 +65,10 @@ def split_space(text: str) -> tuple[str, str, str]:
         return text, "", ""
     at = text.index(core)
     return text[:at], core, text[at + len(core) :]
+
+
+def paired(opener: str, closer: str) -> bool:
+    """Whether two markers are the two sides of one block."""
+    bare = re.sub(r"[^\w]", "", opener)
+    other = re.sub(r"[^\w]", "", closer)
+    return opener != closer and bool(bare) and (bare == other or other in (f"end{bare}", bare.replace("START", "END")))

@@ -21,5 +21,7 @@ class Options:
     """The reply's own first words, markers and all."""
     unsplit: bool = False
     """Thinking stays in the answer, as the model wrote it."""
+    healing: bool = False
+    """Whether a begun reply may be cut back to where a token begins; for engines that take `Prompt.healing`."""
     json_answer: bool = False
     """The answer is to be JSON: a code fence around it is no part of it."""

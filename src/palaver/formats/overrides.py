@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 from palaver.errors import BadParameter
-from palaver.formats.facts import Evidence, Facts
+from palaver.formats.facts import Confidence, Evidence, Facts
 from palaver.formats.serial import from_values
 
 FILE_NAME = "palaver-format.toml"
@@ -19,5 +20,5 @@ def corrected(facts: Facts, path: Path) -> Facts:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise BadParameter(path.name, "...", f"can't be read as TOML: {error}") from None
     merged = from_values(values, facts)
-    note = Evidence(f"corrected by {path.name}", ", ".join(values))
-    return from_values({"evidence": [{"fact": e.fact, "seen": e.seen} for e in (*merged.evidence, note)]}, merged)
+    note = Evidence(f"corrected by {path.name}", ", ".join(values), Confidence.GIVEN)
+    return replace(merged, evidence=(*merged.evidence, note))

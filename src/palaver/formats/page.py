@@ -43,6 +43,8 @@ def lines(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "thinking", _thinking(facts)
     yield "thinking is switched by", _switch(facts)
     yield "thinking of earlier turns", "is kept" if facts.keeps_thinking else "is dropped by the template"
+    if facts.keeping is not None:
+        yield "it is kept with", f"{facts.keeping.variable} = {facts.keeping.on!r}"
     yield "a message's thinking goes under", facts.reasoning_field or "nothing: the template does not take it"
     yield (
         "around an answer",

@@ -12,7 +12,7 @@ from palaver.errors import TemplateError
 from palaver.formats.calls.samples import calls, tools
 from palaver.formats.facts import Facts
 from palaver.formats.markers import CONTROL_LIKE, common_end, common_start
-from palaver.formats.template import Template
+from palaver.formats.template import MAX_STEPS, HostileTemplate, Template
 
 QUESTION, THOUGHT, ANSWER, RESULT = "QUESTIONq7", "THOUGHTq7", "ANSWERq7", "RESULTq7"
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking", "thought", "thoughts", "reasoning_text")
@@ -27,6 +27,7 @@ class Prober:
         self.template = template
         self._strings = dict(strings)
         self._seen: dict[str, str | None] = {}
+        self._steps = 0
         self.no_tools = "null"
         self.no_tools = next((how for how in NO_TOOLS if self._works_with(how)), "null")
 
@@ -44,11 +45,20 @@ class Prober:
             given["functions"] = json.dumps(variables["tools"], indent=4)
         key = repr((messages, prompt, self.no_tools, sorted(variables.items(), key=lambda item: item[0])))
         if key not in self._seen:
-            try:
-                self._seen[key] = self.template.render(given)
-            except TemplateError:
-                self._seen[key] = None
+            self._seen[key] = self._rendered(given)
         return self._seen[key]
+
+    def _rendered(self, given: Mapping[str, Any]) -> str | None:
+        try:
+            return self.template.render(given)
+        except HostileTemplate:
+            raise
+        except TemplateError:
+            return None
+        finally:
+            self._steps += self.template.steps
+            if self._steps > MAX_STEPS:
+                raise HostileTemplate(self.template.name, None, f"a few probes took more than {MAX_STEPS} steps")
 
     def opening(self, **variables: Any) -> str | None:
         """What the generation prompt adds."""
@@ -75,6 +85,11 @@ class Prober:
             return whole[whole.rfind(QUESTION) + len(QUESTION) :]
         always = self._always(before, **variables) if self.write([ask()], True, **variables) == before else ""
         return whole[len(common_start(before.removesuffix(always), whole)) :].removesuffix(always)
+
+    def followed(self, content: str = ANSWER) -> str | None:
+        """An answer with another question behind it: some templates treat only such turns as past."""
+        whole = self.write([ask(), {"role": "assistant", "content": content}, ask()])
+        return None if whole is None else whole.partition(QUESTION)[2]
 
     def lead(self, message: Mapping[str, Any], mark: str, **variables: Any) -> str:
         """The white space that a reply begins with behind the generation prompt, as the template writes it."""

@@ -13,6 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 _PRIVATE = range(0xE000, 0xF900)
+_BRACKETS = "<>[]/|｜"
+_ASKED_FOR = frozenset(
+    "role content name type function functions tool tools tool_calls tool_call_id id arguments parameters properties "
+    "description required enum items default text thinking reasoning reasoning_content".split()
+)
+"""Keys that templates ask for by their names."""
 
 
 class Fence:
@@ -24,26 +30,33 @@ class Fence:
         self.whole = re.compile(pattern) if pattern else None
         self.starts = {c[:size] for c in longest_first for size in range(1, len(c))}
         self.ends = {c[size:] for c in longest_first for size in range(1, len(c))}
+        self.insides = {c.strip(_BRACKETS) for c in longest_first} - {""}
         self.longest = max(map(len, longest_first), default=0)
 
-    def guard(self, value: Any) -> Guarded:
-        """The value with a mark inside every control string in its texts, and where one begins or ends."""
-        taken = _private_characters(value)
+    def guard(self, values: Mapping[str, Any]) -> Guarded:
+        """The values with a mark inside every control string in their texts, and where one begins or ends."""
+        taken = _private_characters(values)
         mark = next(chr(code) for code in _PRIVATE if chr(code) not in taken)
-        return Guarded(self._guard(value, mark), mark)
+        return Guarded({name: self._guard(value, mark) for name, value in values.items()}, mark)
 
     def _guard(self, value: Any, mark: str) -> Any:
         if isinstance(value, str):
             return self._guard_text(value, mark)
         if isinstance(value, Mapping):
-            return {self._guard_key(key, mark): self._guard(item, mark) for key, item in value.items()}
+            return {self._guard_key(key, mark): self._guard_under(key, item, mark) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._guard(item, mark) for item in value]
         return value
 
+    def _guard_under(self, key: Any, item: Any, mark: str) -> Any:
+        return self._guard_name(item, mark) if key == "name" and isinstance(item, str) else self._guard(item, mark)
+
     def _guard_key(self, key: Any, mark: str) -> Any:
-        """A key is guarded only where it spells a whole control string: templates ask for keys by their names."""
-        return self.whole.sub(lambda match: match[0] + mark, key) if self.whole and isinstance(key, str) else key
+        return self._guard_name(key, mark) if isinstance(key, str) and key not in _ASKED_FOR else key
+
+    def _guard_name(self, name: str, mark: str) -> str:
+        """Templates put names of tools and arguments between brackets of their own."""
+        return name[:1] + mark + name[1:] if name in self.insides else self._guard_text(name, mark)
 
     def _guard_text(self, text: str, mark: str) -> str:
         if self.whole is None or not text:
@@ -69,7 +82,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
-    value: Any
+    values: dict[str, Any]
     mark: str
 
 

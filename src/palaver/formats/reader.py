@@ -10,7 +10,7 @@ from palaver.events import AnswerDelta, Notice, PhaseOpened, ReadEvent, Thinking
 from palaver.formats.calls.opened import CallReader, OpenedCalls
 from palaver.formats.fences import Unfenced
 from palaver.formats.headers import ELSEWHERE, HEADER
-from palaver.formats.markers import looks_special
+from palaver.formats.markers import CONTROL_LIKE, looks_special, visible
 from palaver.generation import Prompt
 from palaver.messages import Tool
 from palaver.phases import Entered, Happening, Phase, Said, State, Stopped, Tracker, Vocabulary
@@ -47,6 +47,8 @@ class Reader:
         self._block = self._new_block(prompt.phases.opens_in)
         self._region: _Region | None = None
         self._pending: list[bytes] = []
+        self._strays = _Strays()
+        self._between = False
         self.thinking_tokens = 0
 
     @property
@@ -69,9 +71,10 @@ class Reader:
         """What was held back, now that nothing more comes."""
         events = self._read(self._tracker.flush())
         if self._states[self._tracker.state].slot not in (HEADER, ELSEWHERE):
-            events += self._block.say(self._let_go())
-        if self._region is not None:
-            events += self._region.cut()
+            events += self._block.say(self._let_go(CONTROL_LIKE.fullmatch))
+        events += self._strays.told()
+        if self._region is not None:  # white space before calls belongs to their marker
+            return [*events, *self._region.cut()]
         return [*events, *self._block.close()]
 
     def _read(self, happenings: Iterable[Happening]) -> list[ReadEvent]:
@@ -90,21 +93,22 @@ class Reader:
         if state.phase is Phase.TOOL_CALL:
             assert self._region is not None
             return self._region.say(state.slot, data)
-        if state.slot == ELSEWHERE:
-            return [Notice(f"The model wrote to somebody who is not here: {data.decode('utf-8', 'replace')}")]
+        if state.slot in (HEADER, ELSEWHERE):
+            self._strays.add(data)
+            return []
         if state.phase is Phase.CONTROL:
             self._pending.append(data)
             return []
         return self._block.say(data)
 
     def _enter(self, state: State, marker: bytes) -> list[ReadEvent]:
-        match state.phase:
-            case Phase.CONTROL:
-                return self._enter_control(marker)
-            case Phase.TOOL_CALL:
-                return self._enter_call(state, marker)
-            case _:
-                return self._enter_text(state.phase, marker)
+        if state.phase is Phase.CONTROL:
+            self._between = self._between or state.slot == HEADER
+            return self._enter_control(marker)
+        strays = self._strays.told()
+        if state.phase is Phase.TOOL_CALL:
+            return [*strays, *self._enter_call(state, marker)]
+        return [*strays, *self._enter_text(state.phase, marker)]
 
     def _enter_control(self, marker: bytes) -> list[ReadEvent]:
         if self._reading.unsplit and self._thought:
@@ -117,12 +121,13 @@ class Reader:
         raw, self._pending = b"".join(self._pending) + marker, []
         if self._region is None:
             assert self._reading.calls is not None
-            self._opened.in_thought = self._block.phase is Phase.THINKING
+            self._opened.in_thought = self._block.phase is Phase.THINKING and not self._between
             self._region = _Region(self._reading.calls(self._opened), self._opened)
         return self._region.enter(state.slot, raw)
 
     def _enter_text(self, phase: Phase, marker: bytes) -> list[ReadEvent]:
         """A chain of markers that broke off was text; one that did not led to a new phase."""
+        self._between = False
         if not marker and phase is self._block.phase and self._region is None:
             return self._block.say(self._let_go())
         events, called = self._leave_calls(marker)
@@ -162,10 +167,10 @@ class Reader:
         notice = Notice("The model wrote what looks like a tool call but can't be read as one; it is shown as text.")
         return [*events, notice, *self._block.say(text.encode())], False
 
-    def _let_go(self) -> bytes:
+    def _let_go(self, is_marker: Callable[[str], object] = looks_special) -> bytes:
         """The text of a chain of markers that broke off; what nobody means as text stays out of it."""
         pending, self._pending = self._pending, []
-        return b"".join(p for p in pending if not looks_special(p.decode("utf-8", "replace")))
+        return b"".join(p for p in pending if not is_marker(p.decode("utf-8", "replace")))
 
     def _announce(self) -> list[ReadEvent]:
         self._block.begun_by_marker = True
@@ -187,26 +192,40 @@ class _Region:
         self._before = opened.count
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._announced = False
-        self.raw = b""
+        self._raw: list[bytes] = []
+
+    @property
+    def raw(self) -> bytes:
+        """All of it, while none of it is a call."""
+        return b"".join(self._raw)
 
     @property
     def recognised(self) -> bool:
         return self._opened.count > self._before
 
     def enter(self, slot: str, marker: bytes) -> list[ReadEvent]:
-        self.raw += marker
+        self._keep(marker)
         return self._told(self._calls.enter(slot))
 
     def say(self, slot: str, data: bytes) -> list[ReadEvent]:
-        self.raw += data
+        self._keep(data)
         return self._told(self._calls.say(slot, self._decoder.decode(data)))
 
     def leave(self) -> list[ReadEvent]:
-        return self._told(self._calls.leave())
+        return [*self._told(self._calls.leave()), *self._left_out()]
+
+    def _keep(self, data: bytes) -> None:
+        if not self.recognised:
+            self._raw.append(data)
+
+    def _left_out(self) -> list[ReadEvent]:
+        text = self._opened.take_ignored()
+        notice = Notice(f"What the model wrote beside its tool calls is no part of them: {text}")
+        return [notice] if text and self.recognised else []
 
     def cut(self) -> list[ReadEvent]:
         """The reply stops inside the calls: what could not be read as a call yet is told as it is."""
-        events = self._told(self._calls.cut())
+        events = [*self._told(self._calls.cut()), *self._left_out()]
         if self.recognised:
             return events
         text = self.raw.decode("utf-8", "replace")
@@ -217,6 +236,21 @@ class _Region:
             return events
         self._announced = True
         return [PhaseOpened(Phase.TOOL_CALL), *events]
+
+
+class _Strays:
+    """Words in the head of a message that mean nothing there, and what is written to nobody that is here."""
+
+    def __init__(self) -> None:
+        self._said: list[bytes] = []
+
+    def add(self, data: bytes) -> None:
+        self._said.append(data)
+
+    def told(self) -> list[ReadEvent]:
+        said, self._said = b"".join(self._said).decode("utf-8", "replace"), []
+        text = visible(said)
+        return [Notice(f"The model wrote what is meant for nobody here: {text}")] if text else []
 
 
 class _Block:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -128,7 +128,7 @@ def read_tool(given: Mapping[str, Any]) -> Tool:
 
 def _difference(case: Mapping[str, Any], message: Message) -> str:
     """What is not as expected; empty where nothing is."""
-    expected = case["expect"][-1] if len(case["expect"]) == 1 else _merged(case["expect"])
+    expected = case["expect"][0]
     wanted = (expected.get("reasoning_content") or "").strip(), (expected.get("content") or "").strip()
     got = message.thinking.strip(), message.text.strip()
     if wanted != got:
@@ -143,10 +143,6 @@ def _difference(case: Mapping[str, Any], message: Message) -> str:
         if c.get("id")
     ]
     return next((f"a call's id is {got!r}, expected {due!r}" for got, due in ids if got != due), "")
-
-
-def _merged(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    return messages[0]
 
 
 def _value(text: str) -> Any:

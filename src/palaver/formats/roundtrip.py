@@ -132,8 +132,8 @@ class Roundtrip:
         variables = {
             **STRINGS,
             **given,
-            **self._format._thinking(self._options(kind)),
-            **self._format._dates(Options()),
+            **self._format.switched(self._options(kind)),
+            **self._format.dates(Options()),
         }
         asked = {"role": "user", "content": QUESTION}
         try:
@@ -178,7 +178,7 @@ class Roundtrip:
             if not fresh:
                 continue
             count += 1
-            difference = self._difference(fold(events).message, given, options, written)
+            difference = self._difference(fold(events).message, options, prompt.phases.opens_in, written)
             exact += not difference
             why = why or difference
         if written and not count:
@@ -192,16 +192,16 @@ class Roundtrip:
             else:
                 yield from (self._tokenizer.piece(character) for character in run)
 
-    def _difference(self, message: Message, given: Sequence[Tool], options: Options, written: str) -> str:
+    def _difference(self, message: Message, options: Options, opens_in: Phase, written: str) -> str:
         if not message.parts:
             return ""
         try:
-            prompt = self._format.render([user(QUESTION)], given, options, begun=message)
+            ids = self._format.begun_ids(message, options, opens_in)
         except PalaverError as error:
             return str(error)
-        text = self._tokenizer.text(prompt.reply_ids)
-        same_ids = self._tokenizer.encode(self._tokenizer.runs(written))[: len(prompt.reply_ids)]
-        if written.startswith(text) and tuple(same_ids) == prompt.reply_ids:
+        text = self._tokenizer.text(ids)
+        same_ids = self._tokenizer.encode(self._tokenizer.runs(written))[: len(ids)]
+        if written.startswith(text) and tuple(same_ids) == ids:
             return ""
         at = next((i for i, (a, b) in enumerate(zip(text, written, strict=False)) if a != b), len(written))
         return f"wrote {text[max(0, at - 30) : at + 30]!r} for {written[max(0, at - 30) : at + 30]!r}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from palaver.errors import BadParameter
 from palaver.formats.calls import braces, json_calls, named_json, parameters, python_calls, syntaxes
-from palaver.formats.facts import Evidence, Facts
+from palaver.formats.facts import Confidence, Evidence, Facts
 
 _FAMILIES: dict[str, Any] = {
     module.__name__.rpartition(".")[2]: module.Syntax
@@ -30,14 +30,16 @@ def from_values(values: Mapping[str, Any], base: Facts | None = None) -> Facts:
     given = to_values(base or Facts())
     merged = _merged(given, dict(values), "")
     calls = merged.pop("calls")
-    evidence = tuple(Evidence(**item) for item in merged.pop("evidence"))
-    built: Facts = _build(Facts, {**merged, "evidence": evidence, "calls": None}, "")
-    return _with_calls(built, calls)
+    evidence = tuple(_evidence(item) for item in merged.pop("evidence"))
+    built: Facts = _build(Facts, {**merged, "calls": None}, "")
+    return _with_calls(replace(built, evidence=evidence), calls)
+
+
+def _evidence(item: Mapping[str, Any]) -> Evidence:
+    return Evidence(item["fact"], item["seen"], Confidence(item["confidence"]))
 
 
 def _with_calls(facts: Facts, calls: Mapping[str, Any] | None) -> Facts:
-    from dataclasses import replace
-
     if not calls:
         return facts
     family = calls.get("family")
@@ -82,8 +84,23 @@ def _build(kind: Any, values: Mapping[str, Any], place: str) -> Any:
 
 
 def _value(hint: Any, value: Any, place: str) -> Any:
-    if get_origin(hint) in (Union, types.UnionType):
-        hint = next((arm for arm in get_args(hint) if is_dataclass(arm)), hint) if isinstance(value, dict) else hint
-    if is_dataclass(hint) and isinstance(value, Mapping):
-        return _build(hint, value, place)
-    return tuple(value) if isinstance(value, list) else value
+    arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if value is None and type(None) in arms:
+        return None
+    kind = next((arm for arm in arms if is_dataclass(arm)), None)
+    if kind is not None and isinstance(value, Mapping):
+        return _build(kind, value, place)
+    if hint is Any or (kind is None and any(_is(arm, value) for arm in arms)):
+        return tuple(value) if isinstance(value, list) else value
+    raise BadParameter(place.rstrip("."), value, f"must be {' or '.join(map(_called, arms))}")
+
+
+def _is(hint: Any, value: Any) -> bool:
+    if get_origin(hint) is tuple:
+        return isinstance(value, list | tuple) and all(isinstance(item, get_args(hint)[0]) for item in value)
+    return isinstance(hint, type) and isinstance(value, hint)
+
+
+def _called(hint: Any) -> str:
+    names = {str: "a text", bool: "true or false", type(None): "nothing"}
+    return "a list of texts" if get_origin(hint) is tuple else names.get(hint, "a table")

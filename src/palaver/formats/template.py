@@ -16,6 +16,7 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import SandboxedEnvironment
@@ -27,10 +28,16 @@ MAX_DEPTH = 100
 MAX_STEPS = 2_000_000
 MAX_TEXT = 50_000_000
 MAX_ARGUMENT = 100_000
+SCAN = 1_000
+"""How many characters are looked through in a step."""
 
 
 class OutOfFuel(Exception):
     """The template did more than any honest one does."""
+
+
+class HostileTemplate(TemplateError):
+    """What no honest template does: it is not tried again."""
 
 
 class Fuel:
@@ -40,10 +47,16 @@ class Fuel:
         self.steps = 0
         self.text = 0
 
-    def step(self) -> None:
-        self.steps += 1
+    def step(self, count: int = 1) -> None:
+        self.steps += count
         if self.steps > MAX_STEPS:
             raise OutOfFuel(f"it ran for more than {MAX_STEPS} steps")
+
+    def scan(self, value: Any) -> Any:
+        """Looking through a long text is work, too."""
+        if isinstance(value, str | list | tuple) and len(value) > SCAN:
+            self.step(len(value) // SCAN)
+        return value
 
     def made(self, value: Any) -> Any:
         if isinstance(value, str | list | tuple | bytes):
@@ -87,9 +100,11 @@ class Sandbox(SandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, GenerationBlocks])
         self.fuel = Fuel()
-        self.filters = {name: self._guarded(func) for name, func in self.filters.items()}
         self.filters |= {"tojson": tojson, "from_json": from_json, "fromjson": from_json}
-        self.filters |= {"__metered": self._metered, "__joined": self._joined}
+        self.filters = {name: self._guarded(func) for name, func in self.filters.items()}
+        self.filters |= {"__metered": self._metered, "__joined": self._joined, "__scanned": self._scanned}
+        within: Any = self.tests["in"]
+        self.tests["in"] = self._guarded(within)
         self.globals["raise_exception"] = _raise_exception
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
@@ -97,7 +112,7 @@ class Sandbox(SandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         self.fuel.step()
-        _check_arguments(args, kwargs)
+        self._check(getattr(obj, "__self__", None), *args, *kwargs.values())
         return self.fuel.made(super().call(context, obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -121,12 +136,28 @@ class Sandbox(SandboxedEnvironment):
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             self.fuel.step()
-            _check_arguments(args, kwargs)
+            self._check(*args, *kwargs.values())
             return self.fuel.made(func(*args, **kwargs))
 
         for name, value in getattr(func, "__dict__", {}).items():
             setattr(guarded, name, value)
         return guarded
+
+    def _check(self, *values: Any) -> None:
+        """Refuses what would make a huge text of small ones before it is made."""
+        texts = [value for value in values if isinstance(value, str)]
+        for value in values:
+            self.fuel.scan(value)
+            if isinstance(value, int) and abs(value) > MAX_ARGUMENT:
+                raise OutOfFuel(f"it calls something with the number {value}")
+            times = value if isinstance(value, int) else len(value) if isinstance(value, list | tuple) else 0
+            if texts and times * (1 + min(map(_breaks, texts))) > MAX_TEXT:
+                raise OutOfFuel(f"it makes more than {MAX_TEXT} characters of text")
+        if len(texts) > 2 and texts[0].count(texts[1]) * len(texts[2]) > MAX_TEXT:
+            raise OutOfFuel(f"it makes more than {MAX_TEXT} characters of text")
+
+    def _scanned(self, value: Any) -> Any:
+        return self.fuel.scan(value)
 
     def _metered(self, items: Any) -> Metered:
         return Metered(self.fuel, items)
@@ -140,10 +171,25 @@ def _metered_tree(tree: nodes.Template) -> nodes.Template:
     """The template with every loop metered and every `~` measured."""
     for loop in tree.find_all(nodes.For):
         loop.iter = nodes.Filter(loop.iter, "__metered", [], [], None, None, lineno=loop.lineno)
+    for compared in tree.find_all(nodes.Compare):
+        for operand in compared.ops:
+            operand.expr = _scanned(operand.expr)
+    for item in tree.find_all(nodes.Getitem):
+        if isinstance(item.arg, nodes.Slice):
+            item.node = _scanned(item.node)
     for parent in list(tree.find_all(nodes.Node)):
         for name, value in parent.iter_fields():
             setattr(parent, name, _replace_concat(value))
     return tree
+
+
+def _scanned(value: nodes.Expr) -> nodes.Expr:
+    return nodes.Filter(value, "__scanned", [], [], None, None, lineno=value.lineno)
+
+
+def _breaks(text: str) -> int:
+    """The places in a text that may grow by a number: lines and tabs are widened."""
+    return text.count("\n") + text.count("\t")
 
 
 def _replace_concat(value: Any) -> Any:
@@ -153,12 +199,6 @@ def _replace_concat(value: Any) -> Any:
         items = nodes.List(value.nodes, lineno=value.lineno)
         return nodes.Filter(items, "__joined", [], [], None, None, lineno=value.lineno)
     return value
-
-
-def _check_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, int) and abs(value) > MAX_ARGUMENT:
-            raise OutOfFuel(f"it calls something with the number {value}")
 
 
 def _repeats(left: Any, right: Any) -> bool:
@@ -212,6 +252,11 @@ class Template:
             raise self._refusal(error) from None
         return "".join(text)
 
+    @property
+    def steps(self) -> int:
+        """What the last rendering took."""
+        return self._sandbox.fuel.steps
+
     @cached_property
     def tree(self) -> nodes.Template:
         """The syntax tree, for those who learn from it."""
@@ -229,7 +274,11 @@ class Template:
         if isinstance(error, RecursionError):
             why = "it is nested too deeply"
         line = getattr(error, "lineno", None) or _line_of(error)
-        return TemplateError(self.name, line, why.rstrip("."))
+        kind = HostileTemplate if isinstance(error, _HOSTILE) else TemplateError
+        return kind(self.name, line, why.rstrip("."))
+
+
+_HOSTILE = (OutOfFuel, SecurityError, RecursionError, MemoryError)
 
 
 def _line_of(error: Exception) -> int | None:

@@ -16,7 +16,8 @@ from palaver.formats.anatomy import Anatomy
 from palaver.formats.cache import remembered
 from palaver.formats.calls import syntaxes
 from palaver.formats.calls.samples import NAME, calls, tools
-from palaver.formats.facts import Facts, ThinkingFacts
+from palaver.formats.facts import Confidence, Evidence, Facts, ThinkingFacts
+from palaver.formats.healing import Healer
 from palaver.formats.learning import learn
 from palaver.formats.markers import CONTROL_LIKE, parts
 from palaver.formats.options import Options
@@ -52,7 +53,8 @@ class TemplateFormat:
 
     def with_thinking(self, thinking: ThinkingFacts) -> TemplateFormat:
         """The same format for a model known to think, though its template does not show it."""
-        facts = replace(self.facts, thinking=thinking)
+        told = Evidence("thinking is taken for granted", repr(thinking), Confidence.CONVENTION)
+        facts = replace(self.facts, thinking=thinking, evidence=(*self.facts.evidence, told))
         return TemplateFormat(self._template, self._tokenizer, self._strings, facts)
 
     def render(
@@ -70,13 +72,16 @@ class TemplateFormat:
         _check(messages)
         said = {"messages": [self._message(m) for m in messages], **tool_variables(self.facts, _schemas(tools))}
         guarded = self._fence.guard({**said, **options.variables})
-        given = {**self._strings, **guarded.value, **self._thinking(options), **self._dates(options)}
+        given = {**self._strings, **guarded.values, **self.switched(options), **self.dates(options)}
         text = self._template.render({**given, "add_generation_prompt": True}, options.now)
         opens_in = self._opens_in(text, self._closed(given, options.now))
         ids = self._tokenizer.encode(self._runs(text, guarded.mark))
         phases = self._anatomy.phases(opens_in, bool(tools) and options.calls, self._closing_ids)
-        reply = tuple(reply_so_far) or self._begun(begun, options, opens_in)
-        return Prompt(tuple(ids), reply, phases)
+        if reply_so_far or not (options.healing and begun):
+            reply = tuple(reply_so_far) or self.begun_ids(begun, options, opens_in)
+            return Prompt(tuple(ids), reply, phases)
+        reply, healing = self._healer.heal(self.begun_ids(begun, options, opens_in))
+        return Prompt(tuple(ids), reply, phases, healing=healing)
 
     def reader(
         self,
@@ -99,19 +104,22 @@ class TemplateFormat:
         return Fence([*self._tokenizer.control, *markers])
 
     @cached_property
+    def _healer(self) -> Healer:
+        return Healer(self._tokenizer.vocabulary, self._tokenizer.control.values())
+
+    @cached_property
     def _closing_ids(self) -> tuple[int, ...]:
         thinking = self.facts.thinking
         return tuple(self._tokenizer.encode(self._runs(thinking.closing))) if thinking else ()
 
-    def _begun(self, message: Message | None, options: Options, opens_in: Phase) -> tuple[int, ...]:
+    def begun_ids(self, message: Message | None, options: Options, opens_in: Phase) -> tuple[int, ...]:
         """The ids of a reply of which only the text is known; control text in it stays text."""
         prefix = tuple(self._tokenizer.encode(self._runs(options.response_prefix)))
         if message is None:
             return prefix
-        guarded = self._fence.guard([_parts(part) for part in message.parts])
-        safe = Message(
-            message.role, tuple(_with_parts(p, v) for p, v in zip(message.parts, guarded.value, strict=True))
-        )
+        guarded = self._fence.guard({"parts": [_parts(part) for part in message.parts]})
+        pairs = zip(message.parts, guarded.values["parts"], strict=True)
+        safe = Message(message.role, tuple(_with_parts(part, values) for part, values in pairs))
         text = begun_reply(self.facts, safe, opens_in, self._leads(options.thinking))
         return (*self._tokenizer.encode(self._runs(text, guarded.mark)), *prefix)
 
@@ -119,7 +127,7 @@ class TemplateFormat:
     def _leads(self, thinking: bool | None) -> Leads:
         """What the template writes between its own generation prompt and a reply, by what the reply begins with."""
         prober = Prober(self._template, self._strings)
-        switch = self._thinking(Options(thinking=thinking))
+        switch = self.switched(Options(thinking=thinking))
         field = self.facts.reasoning_field
         thought = {field: THOUGHT} if field and field != "content" else {}
         called = {"content": "", "tool_calls": calls(1, self.facts.arguments_as_text)}
@@ -130,7 +138,7 @@ class TemplateFormat:
             prober.lead(called, anchor, tools=tools(), **switch),
         )
 
-    def _thinking(self, options: Options) -> dict[str, Any]:
+    def switched(self, options: Options) -> dict[str, Any]:
         if options.thinking is None:
             return {}
         switch = self.facts.switch
@@ -139,7 +147,7 @@ class TemplateFormat:
             raise BadParameter("think", wanted, "this model's chat template has no switch for thinking")
         return {switch.variable: switch.on if options.thinking else switch.off}
 
-    def _dates(self, options: Options) -> dict[str, Any]:
+    def dates(self, options: Options) -> dict[str, Any]:
         """Some templates ask for the day by a variable instead of a function."""
         day = options.now or datetime(2024, 1, 1)
         known = {"datetime": day.strftime("%b %d %Y %H:%M:%S GMT"), "date_string": day.strftime("%d %b %Y")}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from palaver.errors import UnsupportedContent
 from palaver.formats.calls import syntaxes
 from palaver.formats.facts import Facts
+from palaver.formats.headers import find_headers
 from palaver.messages import Message, Text, Thinking, ToolCall
 from palaver.phases import Phase
 
@@ -66,6 +67,8 @@ def _before_answer(facts: Facts, thinking: bool, written: str, leads: Leads) -> 
 
 def _before_calls(facts: Facts, thinking: bool, written: str, leads: Leads) -> str:
     if thinking and facts.thinking is not None:
+        if find_headers(facts) is not None:  # the call is a message of its own
+            return facts.thinking.closing.partition(facts.header)[0] + facts.header + leads.calls
         return facts.thinking.closing.rstrip() + facts.space_after_thought
     return facts.space_before_calls if written else leads.calls
 

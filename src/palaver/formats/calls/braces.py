@@ -80,21 +80,24 @@ class Calls:
         self._name = ""
         self._word = ""
         self._last = ""
+        self._depth = 0
         self._began = False
 
     def enter(self, slot: str) -> list[ReadEvent]:
         previous, self._last = self._last, slot
         if slot == NAME_SLOT:
-            self._name, self._began = "", False
-        elif slot == BRACES_SLOT and not self._began:
-            self._began, self._word = True, ""
+            events = self.leave()
+            self._name, self._began, self._depth = "", False, 0
+            return events
+        if slot == BRACES_SLOT and not self._began:
+            self._began = True
             return [self._opened.open(self._frame.without_prefix(self._name.strip()).removeprefix("call:"))]
-        elif slot == TEXT_SLOT or (slot == BRACES_SLOT and previous == TEXT_SLOT):
+        if slot == TEXT_SLOT or (slot == BRACES_SLOT and previous == TEXT_SLOT):
             return [*self._flush(), *self._opened.arguments('"')]
         return []
 
     def cut(self) -> list[ReadEvent]:
-        return self._flush()
+        return self.leave()
 
     def say(self, slot: str, text: str) -> list[ReadEvent]:
         if slot == NAME_SLOT:
@@ -104,16 +107,26 @@ class Calls:
             return self._opened.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
         if slot == BRACES_SLOT:
             return self._opened.arguments("".join(map(self._step, text)))
+        self._opened.ignore(text)
         return []
 
     def leave(self) -> list[ReadEvent]:
+        self._ignore_unopened()
         return self._flush()
+
+    def _ignore_unopened(self) -> None:
+        if not self._began:
+            self._opened.ignore(f" {self._name} ")
 
     def _step(self, character: str) -> str:
         """Words are keys where a colon follows, else values."""
+        if self._began and not self._depth and character != "{":
+            self._opened.ignore(character)
+            return ""
         if character not in "{}[],:":
             self._word += character
             return ""
+        self._depth += (character in "{[") - (character in "}]")
         word, self._word = self._word.strip(), ""
         if character == ":" and word:
             return json.dumps(word, ensure_ascii=False) + ": "

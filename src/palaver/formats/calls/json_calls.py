@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,10 @@ class Syntax:
         return bool(self.list_open)
 
     @property
+    def written_keys(self) -> list[str]:
+        return re.findall(r'"(\w+)":', self.before_name + self.before_arguments + self.after_arguments)
+
+    @property
     def bare(self) -> bool:
         return not self.opening.strip()
 
@@ -64,7 +69,7 @@ def learn(samples: Samples) -> Syntax | None:
         return None
     text = samples.one[start : start + size]
     one = text[text.index("{") : text.rindex("}") + 1]
-    before, middle, after = _written(one, call, keys)
+    before, middle, after = _written(one)
     closing = without_end(samples.one[start + size :], samples.ends)
     list_open, list_close = (text[: text.index("{")], text[text.rindex("}") + 1 :]) if listed else ("", "")
     between = ", " if listed else "\n"
@@ -98,7 +103,8 @@ def _keys(call: Any) -> tuple[str | None, str | None, str | None] | None:
     return (name, arguments, known_id) if name is not None and arguments is not None else None
 
 
-def _written(one: str, call: Any, keys: tuple[str | None, str | None, str | None]) -> tuple[str, str, str]:
+def _written(one: str) -> tuple[str, str, str]:
+    """What is written around the name and the arguments of a call."""
     name_at = one.index(NAME)
     arguments_at = next(
         at
@@ -177,10 +183,19 @@ class Calls:
         return []
 
     def leave(self) -> list[ReadEvent]:
-        return []
+        return self.cut()
 
     def cut(self) -> list[ReadEvent]:
-        return self._open() if self._call.name is not None and not self._call.opened else []
+        call = self._call
+        events = self._open() if call.name is not None and not call.opened else []
+        in_arguments = call.begun and self._holds_arguments(self._walk.key)
+        if in_arguments and call.opened and not call.told and not call.packed:
+            events += self._opened.arguments(self._walk.unfinished)
+        elif not (in_arguments and call.told):
+            self._opened.ignore(f" {self._walk.hanging} ")
+        self._ignore_fields(call)
+        self._opened.ignore(self._walk.ignored)
+        return events
 
     def say(self, slot: str, text: str) -> list[ReadEvent]:
         events: list[ReadEvent] = []
@@ -195,11 +210,10 @@ class Calls:
         return events
 
     def _piece(self, key: str, text: str) -> list[ReadEvent]:
-        if self._syntax.name_key is None and self._call.name is None:
-            self._call.name = key
-            self._call.opened = True
+        if self._syntax.name_key is None and self._call.name != key:
+            self._call = _Call(key, opened=True)
             return [self._opened.open(key), *self._piece(key, text)]
-        if not self._holds_arguments(key):
+        if not self._holds_arguments(key) or key in self._call.fields:
             return []
         if not self._call.begun:
             self._call.begun, self._call.packed = True, text.startswith('"')
@@ -209,6 +223,9 @@ class Calls:
         return self._opened.arguments(text)
 
     def _field(self, key: str, value: str) -> list[ReadEvent]:
+        if key in self._call.fields:  # the first one counts
+            self._opened.ignore(f" {key}: {value} ")
+            return []
         self._call.fields[key] = value
         if key == self._syntax.name_key or (self._call.name is None and key in _NAME_KEYS):
             self._call.name = _string(value)
@@ -236,14 +253,25 @@ class Calls:
         return [*events, *self._opened.arguments(_unpacked(early))]
 
     def _holds_arguments(self, key: str) -> bool:
+        return self._holds_arguments_of(self._call, key)
+
+    def _holds_arguments_of(self, call: _Call, key: str) -> bool:
         if self._syntax.name_key is None:
-            return key == self._call.name
+            return key == call.name
         return key == self._syntax.arguments_key or key in _ARGUMENT_KEYS
 
     def _end(self) -> list[ReadEvent]:
         late = self._open() if self._call.name is not None and not self._call.opened else []
         call, self._call = self._call, _Call()
+        self._ignore_fields(call)
         return [*late, *(self._opened.arguments("{}") if call.opened and not call.told else [])]
+
+    def _ignore_fields(self, call: _Call) -> None:
+        """Fields that are no part of a call, and those of an object that is none."""
+        known = (self._syntax.id_key, *_NAME_KEYS, *self._syntax.written_keys)
+        for key, value in call.fields.items():
+            if not (call.opened and (key in known or self._holds_arguments_of(call, key))):
+                self._opened.ignore(f" {key}: {value} ")
 
 
 @dataclass

@@ -110,6 +110,7 @@ class Calls:
 
     def enter(self, slot: str) -> list[ReadEvent]:
         if slot == NAME_SLOT:
+            self._ignore_unopened()
             self._name, self._id, self._open = "", "", False
         elif slot == ARGUMENTS_SLOT and not self._open:
             return self._begin()
@@ -123,16 +124,27 @@ class Calls:
             self._name += text
         elif slot == ID_SLOT:
             self._id += text
-        elif slot == ARGUMENTS_SLOT and not self._json.whole:
+        elif slot == ARGUMENTS_SLOT:
             fresh = text if self._json.begun else text.lstrip()
-            return self._opened.arguments(fresh[: self._json.take(fresh)])
+            size = self._json.take(fresh)
+            self._opened.ignore(fresh[size:])
+            return self._opened.arguments(fresh[:size])
+        else:
+            self._opened.ignore(text)
         return []
 
     def leave(self) -> list[ReadEvent]:
         """A name whose arguments have not begun is a call all the same, if a tool is called so."""
         name = self._syntax.frame.without_prefix(self._name.strip())
         known = name and any(tool.name.startswith(name) for tool in self._opened.tools)
-        return self._begin() if known and not self._open else []
+        if known and not self._open:
+            return self._begin()
+        self._ignore_unopened()
+        return []
+
+    def _ignore_unopened(self) -> None:
+        if not self._open:
+            self._opened.ignore(f" {self._name} {self._id} ")
 
     def _begin(self) -> list[ReadEvent]:
         self._open, self._json = True, JsonText()
@@ -145,4 +157,6 @@ class Calls:
     def _known(self, name: str) -> str:
         """An offered tool's name where what was written is one but for its surroundings."""
         names = [tool.name for tool in self._opened.tools]
-        return name if name in names else next((n for n in sorted(names, key=len, reverse=True) if n in name), name)
+        known = next((n for n in sorted(names, key=len, reverse=True) if n in name), name)
+        self._opened.ignore(f" {name.replace(known, ' ', 1)} ")
+        return known

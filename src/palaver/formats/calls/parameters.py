@@ -87,20 +87,20 @@ def add_states(builder: Builder, syntax: Syntax, froms: tuple[int, ...], back: i
         builder.on(name, syntax.name_close, inside)
     builder.on(name, syntax.key_open, key)
     builder.on(inside, syntax.key_open, key)
-    for state, slot, marker in _values(builder, syntax):
+    for state, marker in _values(builder, syntax):
         builder.on(key, marker, state)
         builder.on(state, syntax.value_close, inside)
-        del slot
     for state in (inside, name):
         syntax.frame.add_closings(builder, state, glue, name, back)
 
 
-def _values(builder: Builder, syntax: Syntax) -> list[tuple[int, str, str]]:
+def _values(builder: Builder, syntax: Syntax) -> list[tuple[int, str]]:
+    """The states of a value, each with the marker that leads to it."""
     if not syntax.typed:
-        return [(builder.state(Phase.TOOL_CALL, VALUE_SLOT), VALUE_SLOT, syntax.key_close)]
+        return [(builder.state(Phase.TOOL_CALL, VALUE_SLOT), syntax.key_close)]
     return [
-        (builder.state(Phase.TOOL_CALL, TEXT_SLOT), TEXT_SLOT, syntax.key_close),
-        (builder.state(Phase.TOOL_CALL, JSON_SLOT), JSON_SLOT, syntax.key_close_json),
+        (builder.state(Phase.TOOL_CALL, TEXT_SLOT), syntax.key_close),
+        (builder.state(Phase.TOOL_CALL, JSON_SLOT), syntax.key_close_json),
     ]
 
 
@@ -159,7 +159,7 @@ class Calls:
         self._name = ""
         self._open = False
         self._count = 0
-        self._value: _Value | None = None
+        self._value: _TextValue | _OtherValue | None = None
         self._key = ""
 
     def enter(self, slot: str) -> list[ReadEvent]:
@@ -169,7 +169,7 @@ class Calls:
             self._name, self._open, self._count = "", False, 0
         elif slot == KEY_SLOT:
             events += self._begin()
-            self._key = ""
+            self._ignore_key()
         elif slot in (VALUE_SLOT, TEXT_SLOT, JSON_SLOT):
             return self._begin_value(slot)
         elif slot == GLUE and self._name.strip() and not self._open:
@@ -183,7 +183,14 @@ class Calls:
             self._key += text
         elif self._value is not None:
             return self._opened.arguments(self._value.say(text))
+        else:
+            self._opened.ignore(text)
         return []
+
+    def _ignore_key(self) -> None:
+        """A key without a value is no argument."""
+        self._opened.ignore(f" {self._key} ")
+        self._key = ""
 
     def leave(self) -> list[ReadEvent]:
         return self._end_call()
@@ -192,7 +199,12 @@ class Calls:
         """The reply stops here; nothing is closed that the model has not closed."""
         if self._name.strip() and not self._open:
             return self._begin()
-        return self._opened.arguments(self._value.cut()) if self._value else []
+        self._ignore_key()
+        if self._value is None:
+            return []
+        told = self._value.cut()
+        self._opened.ignore("" if told else f" {self._value.untold} ")
+        return self._opened.arguments(told)
 
     def _begin(self) -> list[ReadEvent]:
         if self._open:
@@ -201,10 +213,9 @@ class Calls:
         return [self._opened.open(self._name.strip()), *self._opened.arguments("{")]
 
     def _begin_value(self, slot: str) -> list[ReadEvent]:
-        key = self._key.strip()
-        name = self._name.strip()
-        text = slot == TEXT_SLOT or (slot == VALUE_SLOT and _is_text(self._opened.schema(name, key)))
-        self._value = _Value(text, slot == VALUE_SLOT and not self._opened.schema(name, key), self._lead, self._trail)
+        key, self._key = self._key.strip(), ""
+        is_text = slot == TEXT_SLOT or (slot == VALUE_SLOT and _is_text(self._opened.schema(self._name.strip(), key)))
+        self._value = (_TextValue if is_text else _OtherValue)(self._lead, self._trail)
         before = ", " if self._count else ""
         self._count += 1
         return self._opened.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
@@ -214,6 +225,7 @@ class Calls:
         return self._opened.arguments(value.end()) if value else []
 
     def _end_call(self) -> list[ReadEvent]:
+        self._ignore_key()
         if not self._name.strip():
             return []
         events = [*self._begin(), *self._end_value(), *self._opened.arguments("}")]
@@ -231,47 +243,60 @@ def _only_text(values: Any) -> bool:
     return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
 
 
-class _Value:
-    """One argument's value: text is told as it comes, anything else when it is whole."""
+class _TextValue:
+    """An argument that is text: told as it comes, but for the white space around it that is the format's."""
 
-    def __init__(self, is_text: bool, unknown: bool, lead: str, trail: str) -> None:
-        self._is_text = is_text
-        self._unknown = unknown
+    def __init__(self, lead: str, trail: str) -> None:
         self._lead = lead
         self._trail = trail
-        self._text = ""
-        self._told = 0
+        self._decided = False
         self._begun = False
+        self.untold = ""
 
     def say(self, text: str) -> str:
-        self._text += text
-        if not self._is_text:
-            return ""
-        return self._tell(len(self._text) - len(self._trail))
+        self.untold += text
+        if not self._decided:
+            if len(self.untold) < len(self._lead) and self._lead.startswith(self.untold):
+                return ""
+            self._decided, self.untold = True, self.untold.removeprefix(self._lead)
+        return self._tell(max(len(self.untold) - len(self._trail), 0))
 
-    def _tell(self, upto: int) -> str:
-        start = len(self._lead) if self._text.startswith(self._lead) else 0
-        if self._lead and len(self._text) < len(self._lead) and self._lead.startswith(self._text):
-            return ""
-        fresh = self._text[max(start, self._told) : max(upto, 0)]
-        if upto > max(start, self._told):
-            self._told = upto
-        opened = "" if self._begun or not fresh else '"'
+    def cut(self) -> str:
+        return self._tell(len(self.untold))
+
+    def end(self) -> str:
+        self.untold = self.untold.removesuffix(self._trail)
+        told = self.cut()
+        return f'{told}"' if self._begun else '""'
+
+    def _tell(self, size: int) -> str:
+        fresh, self.untold = self.untold[:size], self.untold[size:]
+        opened = '"' if fresh and not self._begun else ""
         self._begun = self._begun or bool(fresh)
         return opened + json.dumps(fresh, ensure_ascii=False)[1:-1]
 
+
+class _OtherValue:
+    """An argument that may be anything: told when it is whole."""
+
+    def __init__(self, lead: str, trail: str) -> None:
+        self._lead = lead
+        self._trail = trail
+        self._said: list[str] = []
+
+    @property
+    def untold(self) -> str:
+        return "".join(self._said)
+
+    def say(self, text: str) -> str:
+        self._said.append(text)
+        return ""
+
     def cut(self) -> str:
-        return self._tell(len(self._text)) if self._is_text else ""
+        return ""
 
     def end(self) -> str:
-        if self._is_text:
-            upto = len(self._text)
-            if self._trail and self._text.endswith(self._trail) and upto - len(self._trail) >= self._told:
-                upto -= len(self._trail)
-            told = self._tell(upto)
-            return told + '"' if self._begun else '""'
-        text = self._text.removeprefix(self._lead).removesuffix(self._trail)
-        return _as_json(text)
+        return _as_json(self.untold.removeprefix(self._lead).removesuffix(self._trail))
 
 
 def _as_json(text: str) -> str:

@@ -69,20 +69,23 @@ class Calls:
 
     def __init__(self, syntax: Syntax, opened: OpenedCalls) -> None:
         self._opened = opened
-        self._text = ""
+        self._text: list[str] = []
+        self._name = ""
         self._quote = ""
         self._escaped = False
         self._depth = 0
         self._in_call = False
+        self._keyed = False
         self._count = 0
 
     def enter(self, slot: str) -> list[ReadEvent]:
         return []
 
     def leave(self) -> list[ReadEvent]:
-        return []
+        return self.cut()
 
     def cut(self) -> list[ReadEvent]:
+        self._opened.ignore(f" {self._take()} ")
         return []
 
     def say(self, slot: str, text: str) -> list[ReadEvent]:
@@ -90,7 +93,7 @@ class Calls:
 
     def _step(self, character: str) -> list[ReadEvent]:
         if self._quote:
-            self._text += character
+            self._text.append(character)
             if not self._escaped and character == self._quote:
                 self._quote = ""
             self._escaped = character == "\\" and not self._escaped
@@ -101,12 +104,16 @@ class Calls:
 
     def _outside(self, character: str) -> list[ReadEvent]:
         if character == "(":
-            name, self._text = self._text.strip(), ""
+            *before, self._name = self._take().rsplit(maxsplit=1) or [""]
+            self._opened.ignore(f" {' '.join(before)} ")
             self._in_call, self._count, self._depth = True, 0, 0
-            return [self._opened.open(name), *self._opened.arguments("{")]
-        if character not in "[],":
-            self._text += character
+            return [self._opened.open(self._name), *self._opened.arguments("{")]
+        self._text.append(" " if character in "[]," else character)
         return []
+
+    def _take(self) -> str:
+        text, self._text = "".join(self._text).strip(), []
+        return text
 
     def _inside(self, character: str) -> list[ReadEvent]:
         if character in "\"'":
@@ -120,20 +127,25 @@ class Calls:
             return [*self._argument_ends(), *self._opened.arguments("}")]
         elif character == "," and not self._depth:
             return self._argument_ends()
-        elif character == "=" and not self._depth and re.fullmatch(r"\s*\w+\s*", self._text):
-            return self._key()
-        self._text += character
+        elif character == "=" and not self._depth and not self._keyed and "".join(self._text).strip().isidentifier():
+            return self._key(self._take())
+        self._text.append(character)
         return []
 
-    def _key(self) -> list[ReadEvent]:
-        key, self._text = self._text.strip(), ""
+    def _key(self, key: str) -> list[ReadEvent]:
         before = ", " if self._count else ""
         self._count += 1
-        return self._opened.arguments(f'{before}"{key}": ')
+        self._keyed = True
+        return self._opened.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
 
     def _argument_ends(self) -> list[ReadEvent]:
-        text, self._text = self._text.strip(), ""
-        return self._opened.arguments(_as_json(text)) if text else []
+        """An argument without a key goes by the name that the tool has for its place."""
+        text, keyed = self._take(), self._keyed
+        if not text and not keyed:
+            return []
+        key = [] if keyed else self._key(self._opened.parameter(self._name, self._count))
+        self._keyed = False
+        return [*key, *self._opened.arguments(_as_json(text) if text else "null")]
 
 
 def _as_json(text: str) -> str:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from palaver.formats.automaton import Builder
-from palaver.formats.calls.samples import IDS, NAME, OTHER_NAME, Samples, without_end
+from palaver.formats.calls.samples import NAME, OTHER_NAME, Samples, without_end
 from palaver.formats.markers import CONTROL_LIKE, common_end, common_start, parts
 from palaver.messages import ToolCall
 
@@ -116,11 +116,4 @@ def learn_frame(samples: Samples, name_at: int, end: int) -> Frame:
 
 def _second_end(two: str, body: str) -> int:
     """Where the first call's arguments end: the same text as in the single call."""
-    return two.index(body.replace(IDS[0], IDS[0])) + len(body)
-
-
-def stray_end(samples: Samples, frame: Frame) -> str:
-    """The marker that ends a turn of calls, where it is another one than after an answer."""
-    tail = samples.one[samples.one.rfind(frame.call_close) + len(frame.call_close) :] if frame.call_close else ""
-    found = parts(tail.removeprefix(frame.section_close))
-    return found[0] if found and CONTROL_LIKE.fullmatch(found[0]) else ""
+    return two.index(body) + len(body)

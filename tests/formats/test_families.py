@@ -1,0 +1,193 @@
+"""Every family of formats, learned from a template of our own: facts, reading in every cut, writing, continuing."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from palaver.events import Notice, PhaseOpened, ReadEvent, fold
+from palaver.formats.calls import syntaxes
+from palaver.formats.options import Options
+from palaver.formats.pieces import PieceTokenizer
+from palaver.formats.roundtrip import run
+from palaver.formats.templated import TemplateFormat
+from palaver.messages import Message, user
+from palaver.phases import Phase
+from tests.formats.adversarial import contents, control_ids
+from tests.formats.families import FAMILIES, TOOLS, Family, Kind, Said, ids
+from tests.formats.families import made as make
+
+ALL = [pytest.param(family, kind, id=f"{name}, {kind}") for name, family in FAMILIES.items() for kind in Kind]
+made = cache(make)
+
+
+def cut(pieces: PieceTokenizer, text: str, rng: random.Random | None) -> Iterator[int]:
+    for run_ in pieces.runs(text):
+        if isinstance(run_, int):
+            yield run_
+            continue
+        data = run_.replace("\0", "").encode()
+        while data:
+            size = rng.randint(1, 7) if rng else 1
+            yield pieces.piece(data[:size])
+            data = data[size:]
+
+
+def read(format: TemplateFormat, tokens: list[int], family: Family, options: Options) -> list[ReadEvent]:
+    tools = TOOLS if family.calls else ()
+    reader = format.reader(format.render([user("q")], tools, options), (), tools, options)
+    return [*reader.open(), *(event for token in tokens for event in reader.feed(token)), *reader.close()]
+
+
+def meaning(message: Message) -> tuple[str, str, tuple[tuple[str, object], ...]]:
+    calls = tuple((call.name, json.loads(call.arguments)) for call in message.tool_calls)
+    return message.thinking, message.text, calls
+
+
+def replies(family: Family, kind: Kind) -> list[Said]:
+    return [said for said in family.replies if kind is not Kind.TEXT or said.as_text]
+
+
+@pytest.mark.parametrize(("family", "kind"), ALL)
+def test_what_is_learned(family: Family, kind: Kind) -> None:
+    facts = made(family, kind)[0].facts
+    assert (syntaxes.family(facts.calls) if facts.calls else None) == family.calls
+    assert (facts.switch.variable if facts.switch else None) == family.switch
+    assert facts.reasoning_field == family.reasoning
+    if family.thinking:
+        assert facts.thinking
+        assert (facts.thinking.opening, facts.thinking.closing) == family.thinking
+    assert facts.header
+    assert facts.turn_ends
+    assert facts.evidence
+
+
+@pytest.mark.parametrize(("family", "kind"), ALL)
+def test_replies_are_read_however_they_are_cut(family: Family, kind: Kind) -> None:
+    format, pieces = made(family, kind)
+    for said in replies(family, kind):
+        options = Options(thinking=said.thinks)
+        for rng in (None, *map(random.Random, range(4))):
+            tokens = list(cut(pieces, said.text, rng))
+            assert meaning(fold(read(format, tokens, family, options)).message) == (
+                said.thinking,
+                said.answer,
+                said.calls,
+            )
+        events = read(format, ids(pieces, said.text), family, options)
+        assert meaning(fold(events).message) == (said.thinking, said.answer, said.calls)
+        assert not any(isinstance(event, Notice) for event in events)
+
+
+@pytest.mark.parametrize(("family", "kind"), ALL)
+def test_what_has_been_told_at_any_token_is_a_beginning_of_the_whole(family: Family, kind: Kind) -> None:
+    format, pieces = made(family, kind)
+    tools = TOOLS if family.calls else ()
+    for said in replies(family, kind):
+        options = Options(thinking=said.thinks)
+        reader = format.reader(format.render([user("q")], tools, options), (), tools, options)
+        events = reader.open()
+        for token in cut(pieces, said.text, random.Random(1)):
+            events += reader.feed(token)
+            told = fold(events).message
+            assert said.thinking.startswith(told.thinking)
+            assert said.answer.startswith(told.text)
+            assert [call.name for call in told.tool_calls] == [name for name, _ in said.calls][: len(told.tool_calls)]
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES.values() if f.calls], ids=lambda f: f.name)
+def test_without_leave_to_call_the_markup_of_calls_is_text(family: Family) -> None:
+    format, pieces = made(family, Kind.TEXT)
+    called = next(said for said in reversed(family.replies) if said.calls)
+    options = Options(calls=False, thinking=called.thinks)
+    folded = fold(read(format, ids(pieces, called.text), family, options))
+    assert not folded.message.tool_calls
+    shown = folded.message.thinking + folded.message.text + " ".join(folded.notices)
+    assert "look_up" in shown
+    assert "tree" in shown or "lines" in shown
+
+
+def attack(family: Family, count: int) -> None:
+    format, pieces = made(family, Kind.ADDED)
+    hostile = contents(sorted(pieces.control), count)
+    for calls in (False, True) if family.calls else (False,):
+        harmless = control_ids(format, ["harmless"] * 9, calls, True)
+        for number in range(count):
+            texts = [hostile[(number + 37 * place) % count] for place in range(9)]
+            assert control_ids(format, texts, calls, True) == harmless, texts
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda f: f.name)
+def test_no_content_changes_the_control_tokens(family: Family) -> None:
+    attack(family, 150)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda f: f.name)
+def test_no_content_of_a_thousand_changes_the_control_tokens(family: Family) -> None:
+    attack(family, 1000)
+
+
+def test_continuations_are_byte_exact(tmp_path: Path) -> None:
+    for name, family in FAMILIES.items():
+        (tmp_path / f"{name}.jinja").write_text(family.source, encoding="utf-8")
+    trials = list(run(tmp_path))
+    assert [trial for trial in trials if trial.exact < trial.count] == []
+    assert sum(trial.count for trial in trials) > 9000
+    assert {trial.template for trial in trials if trial.count} == set(FAMILIES)
+
+
+def test_a_phase_that_the_prompt_opens_is_announced_before_the_first_token() -> None:
+    format, _ = made(FAMILIES["tags, opened by the prompt"], Kind.ADDED)
+    assert format.reader(format.render([user("q")])).open() == [PhaseOpened(Phase.THINKING)]
+    off = Options(thinking=False)
+    assert format.reader(format.render([user("q")], options=off), options=off).open() == []
+
+
+def test_what_looks_like_a_call_and_is_none_is_text_with_a_notice() -> None:
+    family = FAMILIES["JSON in tags"]
+    for kind in Kind:
+        format, pieces = made(family, kind)
+        events = read(format, ids(pieces, "<tool_call>\nno JSON at all\n</tool_call>\nafter"), family, Options())
+        folded = fold(events)
+        assert folded.message.text.split() == "<tool_call> no JSON at all </tool_call> after".split()
+        assert len(folded.notices) == 1
+        assert not folded.message.tool_calls
+
+
+def test_a_call_inside_a_thought_leads_back_into_it() -> None:
+    family = FAMILIES["JSON in tags"]
+    said = family.replies[-1]
+    for kind in Kind:
+        format, pieces = made(family, kind)
+        message = fold(read(format, ids(pieces, said.text), family, Options())).message
+        assert [type(part).__name__ for part in message.parts] == [
+            "Thinking",
+            "ToolCall",
+            "ToolCall",
+            "Thinking",
+            "Text",
+        ]
+        assert all(call.in_thought for call in message.tool_calls)
+
+
+def test_positional_arguments_go_by_the_names_that_the_tool_has() -> None:
+    family = FAMILIES["Python calls"]
+    format, pieces = made(family, Kind.ADDED)
+    events = read(format, ids(pieces, '<|calls|>[look_up("tree", 2, 3)]<|/calls|>'), family, Options())
+    (call,) = fold(events).message.tool_calls
+    assert json.loads(call.arguments) == {"word": "tree", "times": 2, "argument_3": 3}
+
+
+def test_words_among_calls_are_told_and_not_lost() -> None:
+    family = FAMILIES["name, separator, JSON"]
+    format, pieces = made(family, Kind.SPECIAL)
+    text = "<|section|><|call|>now<|args|>{}<|/call|> and by the way <|/section|>"
+    folded = fold(read(format, ids(pieces, text), family, Options()))
+    assert [call.name for call in folded.message.tool_calls] == ["now"]
+    assert "and by the way" in folded.notices[0]

@@ -1,0 +1,236 @@
+"""Learning: the same facts everywhere, kept in a cache, corrected by hand, refused where a template is hostile."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palaver.errors import BadParameter, TemplateError
+from palaver.events import AnswerDelta
+from palaver.formats import cache as cache_module
+from palaver.formats.calls import parameters
+from palaver.formats.facts import Confidence, Facts
+from palaver.formats.learning import learn
+from palaver.formats.options import Options
+from palaver.formats.overrides import corrected
+from palaver.formats.pieces import PieceTokenizer
+from palaver.formats.serial import from_values, to_values
+from palaver.formats.template import MAX_STEPS, Template
+from palaver.formats.templated import TemplateFormat
+from palaver.messages import assistant, user
+from tests.formats.families import FAMILIES, STRINGS, TOOLS, Family, Kind, framed, made
+
+ALL = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+
+_PRINT_ALL = """
+import json, sys
+from palaver.formats.learning import learn
+from palaver.formats.serial import to_values
+from palaver.formats.template import Template
+from palaver.messages import assistant, system, user
+from tests.formats.families import FAMILIES, TOOLS, Kind, made, tokenizer
+for family in FAMILIES.values():
+    facts = learn(Template(family.source), family.strings, tokenizer(family, Kind.ADDED).control)
+    print(json.dumps(to_values(facts)))
+    format, _ = made(family)
+    history = [system("s"), user("a"), assistant("b", thinking="c"), user("d")]
+    print(format.render(history, TOOLS if family.calls else ()).context_ids)
+"""
+
+
+def learned(family: Family, kind: Kind = Kind.ADDED) -> Facts:
+    from tests.formats.families import tokenizer
+
+    return learn(Template(family.source, family.name), family.strings, tokenizer(family, kind).control)
+
+
+@ALL
+def test_learning_twice_gives_the_same_facts_in_the_same_order(family: Family) -> None:
+    assert json.dumps(to_values(learned(family))) == json.dumps(to_values(learned(family)))
+
+
+def test_every_process_learns_and_renders_the_same(tmp_path: Path) -> None:
+    said = set()
+    for seed in ("0", "1", "4711"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "XDG_CACHE_HOME": str(tmp_path / seed)}
+        environment["PYTHONPATH"] = os.pathsep.join(["src", "."])
+        done = subprocess.run(
+            [sys.executable, "-c", _PRINT_ALL], env=environment, capture_output=True, text=True, check=True,
+            cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+        said.add(done.stdout)
+    assert len(said) == 1
+    assert len(said.pop().splitlines()) == 2 * len(FAMILIES)
+
+
+@ALL
+def test_facts_are_the_same_after_writing_and_reading_them(family: Family) -> None:
+    facts = learned(family)
+    assert from_values(json.loads(json.dumps(to_values(facts)))) == facts
+
+
+def test_what_was_learned_is_kept_between_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "user_cache_path", lambda _: tmp_path)
+    calls = []
+
+    def learner() -> Facts:
+        calls.append(1)
+        return learned(FAMILIES["JSON in tags"])
+
+    first = cache_module.remembered("source", STRINGS, {"<x>": 1}, learner)
+    assert cache_module.remembered("source", STRINGS, {"<x>": 1}, learner) == first
+    assert len(calls) == 1
+    cache_module.remembered("another source", STRINGS, {"<x>": 1}, learner)
+    cache_module.remembered("source", STRINGS, {"<y>": 1}, learner)
+    assert len(calls) == 3
+    for path in (tmp_path / "formats").iterdir():
+        path.write_text("not JSON", encoding="utf-8")
+    assert cache_module.remembered("source", STRINGS, {"<x>": 1}, learner) == first
+    assert len(calls) == 4
+
+
+def test_a_cache_that_can_not_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    monkeypatch.setattr(cache_module, "user_cache_path", lambda _: tmp_path / "file")
+    assert cache_module.remembered("s", {}, {}, Facts) == Facts()
+
+
+def correct(tmp_path: Path, text: str, facts: Facts) -> Facts:
+    path = tmp_path / "palaver-format.toml"
+    path.write_text(text, encoding="utf-8")
+    return corrected(facts, path)
+
+
+def test_an_operator_corrects_a_fact(tmp_path: Path) -> None:
+    facts = learned(FAMILIES["JSON in tags"])
+    better = correct(tmp_path, 'turn_ends = ["<|x|>"]\n[thinking]\nclosing = "</think>"\n', facts)
+    assert better.turn_ends == ("<|x|>",)
+    assert better.thinking
+    assert (better.thinking.opening, better.thinking.closing) == ("<think>\n", "</think>")
+    assert better.calls == facts.calls
+    assert "corrected by palaver-format.toml" in better.evidence[-1].fact
+    assert better.evidence[-1].confidence is Confidence.GIVEN
+
+
+def test_an_operator_gives_another_family_of_calls(tmp_path: Path) -> None:
+    facts = learned(FAMILIES["JSON in tags"])
+    text = """
+[calls]
+family = "parameters"
+name_close = ">"
+key_open = "<p="
+key_close = ">"
+key_close_json = ">"
+value_close = "</p>"
+between = ""
+[calls.frame]
+section_open = ""
+call_open = "<f="
+call_close = "</f>"
+separator = ""
+section_close = ""
+"""
+    better = correct(tmp_path, text, facts)
+    assert isinstance(better.calls, parameters.Syntax)
+    assert better.calls.frame.call_open == "<f="
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("nonsense = 1", "nonsense"),
+        ("[thinking]\nopner = 'x'", "thinking.opner"),
+        ("[calls]\nfamily = 'no such'", "calls.family"),
+        ("[calls]\nnonsense = 'x'", "calls.nonsense"),
+        ("[calls]\nfamily = 'python_calls'\nopening = 'x'", "calls"),
+        ("not = = toml", "palaver-format.toml"),
+        ("turn_ends = 5", "turn_ends"),
+        ("header = 5", "header"),
+        ("keeps_thinking = 'yes'", "keeps_thinking"),
+    ],
+)
+def test_a_correction_that_is_none_is_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(BadParameter) as error:
+        correct(tmp_path, text, learned(FAMILIES["JSON in tags"]))
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+        "{% for m in messages %}{{ m.content.__class__.__mro__[1].__subclasses__() }}{% endfor %}",
+        "{% set ns = namespace(s='xx') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "{% set x = 'a' * 40000000 %}{{ x | replace('a', 'b' * 1000) }}",
+        "{% set x = 'a' * 40000000 %}{% for i in range(9999) %}{% if 'b' in x %}{% endif %}{% endfor %}",
+        "{% for i in range(1900) %}{% for j in range(1000) %}{% endfor %}{% endfor %}{{ messages[0].content }}",
+        "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+    ],
+)
+def test_a_hostile_template_is_refused_by_its_steps(source: str) -> None:
+    """Counted, not timed: no rendering does more steps than the bound, and every probe is refused."""
+    template = Template(source, "hostile")
+    spent = []
+    render = template.render
+
+    def counted(*given: Any) -> str:
+        try:
+            return render(*given)
+        finally:
+            spent.append(template.steps)
+
+    template.render = counted  # type: ignore[method-assign, assignment]
+    with pytest.raises(TemplateError, match="hostile"):
+        TemplateFormat(template, PieceTokenizer(()), {})
+    assert sum(spent) < 3 * MAX_STEPS
+    assert len(spent) < 5
+
+
+def test_ten_thousand_nested_blocks_are_refused() -> None:
+    for source in ("{% if a %}" * 10_000 + "{% endif %}" * 10_000, "{% for a in b %}" * 10_000):
+        with pytest.raises(TemplateError, match="nested"):
+            Template(source, "hostile")
+
+
+def test_a_template_that_teaches_too_little_still_chats() -> None:
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    pieces = PieceTokenizer(())
+    format = TemplateFormat(Template(source), pieces, {})
+    assert format.facts.thinking is None
+    assert format.facts.calls is None
+    reader = format.reader(format.render([user("a"), assistant("b"), user("c")]))
+    events = [*reader.open(), *reader.feed(pieces.piece("<think>x</think> <tool_call>{}")), *reader.close()]
+    assert AnswerDelta("<think>x</think> <tool_call>{}") in events
+
+
+def test_each_fact_says_how_sure_it_is() -> None:
+    facts = learned(FAMILIES["JSON in tags"])
+    assert {evidence.confidence for evidence in facts.evidence} <= set(Confidence)
+    assert all(evidence.seen for evidence in facts.evidence)
+    seen = [evidence.fact for evidence in facts.evidence if evidence.confidence is Confidence.SEEN]
+    assert any("reasoning_content" in fact for fact in seen)
+    assert any("json_calls" in fact for fact in seen)
+
+
+def test_declared_stop_strings_are_learned() -> None:
+    source = "{%- set stop_strings = ['</s>', 'User:'] %}" + framed()
+    family = Family("stops", source, (), ())
+    assert made(family)[0].facts.stop_strings == ("</s>", "User:")
+
+
+def test_tools_may_be_offered_and_the_reader_not_told() -> None:
+    """A state of calls that is entered where the reader knows no tools is read all the same."""
+    for family in (f for f in FAMILIES.values() if f.calls):
+        format, pieces = made(family)
+        reader = format.reader(format.render([user("q")], TOOLS), (), (), Options())
+        said = family.replies[0]
+        events = [*reader.open(), *(e for run in pieces.runs(said.text) for e in reader.feed(
+            run if isinstance(run, int) else pieces.piece(run)))]  # fmt: skip
+        assert [*events, *reader.close()]

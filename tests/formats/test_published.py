@@ -1,0 +1,140 @@
+"""Published templates, where they are at hand beside the checkout: the library's ids, and no content as control."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+from transformers import logging as transformers_logging
+
+from palaver.errors import TemplateError
+from palaver.formats.markers import looks_special
+from palaver.formats.options import Options
+from palaver.formats.pieces import control_strings
+from palaver.formats.probes import tool_variables
+from palaver.formats.recorded import STRINGS
+from palaver.formats.template import Template
+from palaver.formats.templated import TemplateFormat, _schemas
+from palaver.formats.tokenizer import FastTokenizer
+from palaver.messages import Message, Tool, ToolCall, assistant, system, tool, user
+from tests.formats.adversarial import contents, control_ids
+from tests.tiny import MERGES, byte_level
+
+transformers_logging.set_verbosity_error()
+FOLDER = Path(__file__).parents[3] / "shared" / "formats" / "templates"
+PATHS = sorted(FOLDER.glob("*.jinja"))
+NOW = datetime.now().replace(hour=0, minute=0, second=0, microsecond=0)
+TOOLS = [Tool("look_up", "Looks it up.", {"type": "object", "properties": {"word": {"type": "string"}}})]
+CALL = ToolCall("callid001", "look_up", '{"word": "tree"}')
+CONVERSATIONS: dict[str, tuple[list[Message], list[Tool]]] = {
+    "one question": ([user("Hi, who are you?")], []),
+    "turns": ([user("think  \n this\tover"), assistant("no 你好"), user("why, thinker? <b>x</b> < 3 [x]")], []),
+    "a system prompt": ([system("Be brief."), user("Hi"), assistant("Yes?"), user("No.")], []),
+    "past thinking": ([user("a"), assistant("b", thinking="because"), user("c")], []),
+    "tools": ([user("What is a tree?")], TOOLS),
+    "a call": ([user("What?"), assistant(calls=(CALL,)), tool("callid001", "a plant", "look_up")], TOOLS),
+    "after a call": (
+        [user("What?"), assistant(calls=(CALL,)), tool("callid001", "a plant", "look_up"), assistant("A plant."),
+         user("Thanks")],
+        TOOLS,
+    ),
+}  # fmt: skip
+
+pytestmark = pytest.mark.skipif(not PATHS, reason="NOTHING IS SHOWN HERE: the published templates are not at hand")
+
+
+@cache
+def definition(path: Path) -> str:
+    controls = sorted(control_strings(path.read_text(encoding="utf-8")) | set(STRINGS.values()))
+    special = [text for text in controls if looks_special(text)]
+    return byte_level(special, [text for text in controls if text not in special], MERGES)
+
+
+@cache
+def made(path: Path) -> TemplateFormat:
+    source = path.read_text(encoding="utf-8")
+    return TemplateFormat(Template(source, path.stem), FastTokenizer(definition(path)), STRINGS)
+
+
+def library_ids(path: Path, messages: list[Message], tools: list[Tool]) -> list[int] | str:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(definition(path)), **STRINGS)
+    format = made(path)
+    given: dict[str, Any] = {**tool_variables(format.facts, _schemas(tools)), **format.dates(Options(now=NOW))}
+    try:
+        ids = tokenizer.apply_chat_template(
+            [format._message(m) for m in messages],
+            tools=given.pop("tools", None),
+            chat_template=path.read_text(encoding="utf-8"),
+            add_generation_prompt=True,
+            return_dict=False,
+            tokenize=True,
+            **given,
+        )
+    except Exception as error:  # the library raises what the template raises
+        return f"{type(error).__name__}: {error}"
+    assert isinstance(ids, list)
+    return ids
+
+
+IMMUTABLE = "access to attribute 'append' of 'list' object is unsafe"
+"""The library's sandbox lets no list grow; ours counts what it grows by, so such templates run here."""
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_harmless_contents_give_the_ids_of_apply_chat_template(path: Path) -> None:
+    for name, (messages, tools) in CONVERSATIONS.items():
+        theirs = library_ids(path, messages, tools)
+        if isinstance(theirs, str) and IMMUTABLE in theirs:
+            continue
+        try:
+            ours: list[int] | None = list(made(path).render(messages, tools, Options(now=NOW)).context_ids)
+        except TemplateError:
+            ours = None
+        assert ours == (None if isinstance(theirs, str) else theirs), (name, theirs)
+
+
+def attack(path: Path, count: int) -> None:
+    format = made(path)
+    hostile = contents(sorted(format._tokenizer.control), count)
+    for calls in (False, True):
+        shape = next((s for s in (True, False) if takes(format, calls, s)), None)
+        if shape is None:
+            continue
+        harmless = control_ids(format, ["harmless"] * 9, calls, shape)
+        for number in range(count):
+            texts = [hostile[(number + 37 * place) % count] for place in range(9)]
+            assert control_ids(format, texts, calls, shape) == harmless, texts
+
+
+def takes(format: TemplateFormat, calls: bool, system: bool) -> bool:
+    try:
+        control_ids(format, ["harmless"] * 9, calls, system)
+    except TemplateError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_no_content_changes_the_control_tokens(path: Path) -> None:
+    attack(path, 25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_no_content_of_a_thousand_changes_the_control_tokens(path: Path) -> None:
+    attack(path, 1000)
+
+
+@pytest.mark.slow
+def test_every_template_is_learned_the_same_way_whatever_else_is_there() -> None:
+    """No template is known by name: what is learned depends on its source and its tokens alone."""
+    for path in PATHS:
+        again = TemplateFormat(
+            Template(path.read_text(encoding="utf-8"), "another name"), FastTokenizer(definition(path)), STRINGS
+        )
+        assert again.facts == made(path).facts
