@@ -1,0 +1,228 @@
+"""A whole store as one file, and back.
+
+The file is a zip archive: a manifest, the database (SQLite's own file, or every row as JSON) and the blobs. It is
+made while the store is in use, is there whole or not at all, and can be restored into either kind of database.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import secrets
+import sqlite3
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, select, text, update
+
+from palaver.store.blobs import Blobs
+from palaver.store.database import Database
+from palaver.store.errors import BadBackup, Damaged, NotEmpty, translated
+from palaver.store.files import sync_folder
+from palaver.store.indexing import rebuild
+from palaver.store.migrations import current_revision, migrate
+from palaver.store.rows import count_on, dumped, load, reflected
+from palaver.store.schema import HEAD, holders, message_blobs, users
+from palaver.store.store import DATABASE, Store, data_folder, database_url, open_store
+
+_FORMAT = "palaver backup"
+_MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    revision: str
+    tables: tuple[str, ...]
+    """Empty where the database is SQLite's own file."""
+    blobs: int
+
+
+def backup(store: Store, file: Path) -> Manifest:
+    """Writes the whole store into a new file; the store may be in use meanwhile."""
+    with translated(), _whole(file) as archive:
+        tables, digests = _database_into(archive, store.database)
+        for digest in digests:
+            archive.writestr(f"blobs/{digest}", store.blobs.get(digest), zipfile.ZIP_STORED)
+        manifest = Manifest(HEAD, tables, len(digests))
+        content = {"format": _FORMAT, "revision": HEAD, "tables": tables, "blobs": len(digests)}
+        archive.writestr(_MANIFEST, json.dumps(content))
+    return manifest
+
+
+def restore(file: Path, folder: Path | None = None, database: str | URL | None = None) -> Manifest:
+    """Fills an empty place from a backup, bringing an older schema up to date. NotEmpty where something is there."""
+    with translated(), _opened(file) as archive:
+        manifest = _manifest(archive)
+        place = data_folder(folder)
+        with closing(Database(database_url(place, database))) as target:
+            _check_empty(target)
+            _restore_blobs(archive, place)
+            if manifest.tables:
+                _load_rows(archive, manifest, target)
+            elif target.is_sqlite:
+                _place_file(archive, target)
+            else:
+                _convert(archive, target)
+        with open_store(place, database) as store:
+            _bury_holders(store)
+    return manifest
+
+
+@contextmanager
+def _whole(file: Path) -> Iterator[zipfile.ZipFile]:
+    """An archive that gets its name when it is complete and synced."""
+    if file.exists():
+        raise NotEmpty(f"The file {str(file)!r} is there already: name another one.")
+    beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    try:
+        with beside.open("xb") as raw:
+            with zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+                yield archive
+            raw.flush()
+            os.fsync(raw.fileno())
+        beside.replace(file)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_folder(file.parent)
+
+
+def _database_into(archive: zipfile.ZipFile, database: Database) -> tuple[tuple[str, ...], list[str]]:
+    """Writes the database; gives the tables it was written as, and the blobs it names."""
+    if database.is_sqlite:
+        return (), _file_into(archive, database)
+    with database.reading() as connection:
+        connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
+        tables = reflected(connection)
+        for table in tables:
+            with archive.open(f"rows/{table.name}.jsonl", "w", force_zip64=True) as out:
+                for line in dumped(connection, table):
+                    out.write(line.encode())
+        digests = list(connection.execute(select(message_blobs.c.digest).distinct()).scalars())
+    return tuple(table.name for table in tables), digests
+
+
+def _file_into(archive: zipfile.ZipFile, database: Database) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / DATABASE
+        with database.reading() as connection, closing(sqlite3.connect(copy)) as target:
+            source: Any = connection.connection.driver_connection
+            source.backup(target)
+            rows = target.execute("SELECT DISTINCT digest FROM message_blobs").fetchall()
+        archive.write(copy, DATABASE)
+    return [digest for (digest,) in rows]
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[zipfile.ZipFile]:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            yield archive
+    except FileNotFoundError:
+        raise BadBackup(f"There is no file {str(file)!r}.") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
+        raise BadBackup(f"The file {str(file)!r} is no whole backup: {error}.") from error
+
+
+def _manifest(archive: zipfile.ZipFile) -> Manifest:
+    try:
+        content = json.loads(archive.read(_MANIFEST))
+        if content["format"] != _FORMAT:
+            raise KeyError(_FORMAT)
+        manifest = Manifest(content["revision"], tuple(content["tables"]), content["blobs"])
+    except (KeyError, ValueError):
+        raise BadBackup("The file is no backup of Palaver's: it has no manifest.") from None
+    if manifest.revision > HEAD:
+        raise BadBackup("The backup was made by a newer Palaver: update Palaver first.")
+    return manifest
+
+
+def _check_empty(target: Database) -> None:
+    if target.is_sqlite:
+        used = target.path.exists()
+    elif used := current_revision(target) is not None:
+        with target.reading() as connection:
+            used = connection.execute(select(users.c.id).limit(1)).first() is not None
+    if used:
+        raise NotEmpty(f"There is a store at {target.url.render_as_string()!r} already: restore into an empty place.")
+
+
+def _restore_blobs(archive: zipfile.ZipFile, place: Path) -> None:
+    blobs = Blobs(place / "blobs")
+    for name in archive.namelist():
+        if name.startswith("blobs/"):
+            data = archive.read(name)
+            if hashlib.sha256(data).hexdigest() != name.removeprefix("blobs/"):
+                raise BadBackup(f"The backup is damaged: {name!r} is not what was written.")
+            blobs.put(data)
+
+
+def _place_file(archive: zipfile.ZipFile, target: Database) -> None:
+    beside = target.path.with_name(f".{target.path.name}.{secrets.token_hex(4)}")
+    try:
+        _extract(archive, beside)
+        beside.replace(target.path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_folder(target.path.parent)
+
+
+def _extract(archive: zipfile.ZipFile, to: Path) -> None:
+    with archive.open(DATABASE) as source, to.open("xb") as out:
+        while piece := source.read(1 << 20):
+            out.write(piece)
+        out.flush()
+        os.fsync(out.fileno())
+    with closing(sqlite3.connect(to)) as connection:
+        try:
+            whole = connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        except sqlite3.DatabaseError:
+            whole = False
+        if not whole:
+            raise Damaged("The database in the backup is damaged.")
+
+
+def _load_rows(archive: zipfile.ZipFile, manifest: Manifest, target: Database) -> None:
+    migrate(target, manifest.revision)
+    with target.writing() as connection:
+        for table in reflected(connection):
+            with archive.open(f"rows/{table.name}.jsonl") as raw:
+                load(connection, table, io.TextIOWrapper(raw, "utf-8"))
+        count_on(connection)
+    _finish(target)
+
+
+def _convert(archive: zipfile.ZipFile, target: Database) -> None:
+    """SQLite's file into another kind of database, row by row."""
+    with tempfile.TemporaryDirectory() as folder:
+        _extract(archive, Path(folder) / DATABASE)
+        with open_store(Path(folder)) as source:
+            migrate(target)
+            with source.database.reading() as old, target.writing() as new:
+                tables = {table.name: table for table in reflected(old)}
+                for table in reflected(new):
+                    load(new, table, dumped(old, tables[table.name]))
+                count_on(new)
+    _finish(target)
+
+
+def _finish(target: Database) -> None:
+    migrate(target)
+    with target.writing() as connection:
+        rebuild(connection)
+
+
+def _bury_holders(store: Store) -> None:
+    """Whoever held a running reply then holds it no longer here."""
+    with store.database.writing() as connection:
+        connection.execute(update(holders).values(expires_at=0))
+    store.replies.interrupt_orphans()

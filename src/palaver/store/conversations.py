@@ -1,0 +1,234 @@
+"""Conversations: their title, tags, system prompt, parameters, head; made, listed, deleted and brought back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Select, delete, func, insert, select, tuple_, update
+
+from palaver.store.blobs import Blobs
+from palaver.store.database import Database
+from palaver.store.errors import Conflict, NotFound
+from palaver.store.identity import moment, new_id, now
+from palaver.store.names import checked_name, cleaned_title
+from palaver.store.schema import conversations, message_blobs, messages, tags
+from palaver.store.values import Conversation
+
+
+class Conversations:
+    """Every method that takes `owner` finds only what is that user's."""
+
+    def __init__(self, database: Database, blobs: Blobs) -> None:
+        self._database = database
+        self._blobs = blobs
+
+    def create(
+        self,
+        owner: str,
+        *,
+        title: str = "",
+        system: str = "",
+        parameters: Mapping[str, Any] | None = None,
+        tags: Iterable[str] = (),
+        key: str | None = None,
+    ) -> Conversation:
+        """A new conversation; with a `key` that was used before, the one made then."""
+        values = _new_values(owner, title, system, parameters or {}, key)
+        wanted = _checked_tags(tags)
+        try:
+            with self._database.writing() as connection:
+                if key is not None and (row := _keyed(connection, owner, key)):
+                    return _loaded(connection, [row])[0]
+                connection.execute(insert(conversations).values(values))
+                _put_tags(connection, values["id"], wanted)
+        except Conflict:
+            if key is not None and (found := self._by_key(owner, key)):
+                return found
+            raise NotFound("user", owner) from None
+        return self.get(values["id"])
+
+    def get(self, id: str, owner: str | None = None, deleted: bool = False) -> Conversation:
+        with self._database.reading() as connection:
+            return one(connection, id, owner, deleted)
+
+    def list(
+        self,
+        owner: str,
+        *,
+        limit: int = 50,
+        before: Conversation | None = None,
+        tag: str | None = None,
+        title: str = "",
+        deleted: bool = False,
+    ) -> tuple[Conversation, ...]:
+        """The newest first; `before` is the last of the page before; `title` a part of the title."""
+        query = _listed(owner, deleted).limit(limit)
+        place = (conversations.c.updated_at, conversations.c.id)
+        query = query.order_by(*(column.desc() for column in place))
+        if before is not None:
+            query = query.where(tuple_(*place) < tuple_(_microseconds(before), before.id))
+        if tag is not None:
+            query = query.where(conversations.c.id.in_(select(tags.c.conversation_id).where(tags.c.tag == tag)))
+        if title:
+            query = query.where(func.lower(conversations.c.title).contains(title.lower(), autoescape=True))
+        with self._database.reading() as connection:
+            return _loaded(connection, connection.execute(query).all())
+
+    def tags(self, owner: str) -> tuple[str, ...]:
+        """Every tag in use."""
+        query = select(tags.c.tag).join(conversations).where(conversations.c.owner_id == owner)
+        query = query.where(conversations.c.deleted_at.is_(None)).distinct().order_by(tags.c.tag)
+        with self._database.reading() as connection:
+            return tuple(connection.execute(query).scalars())
+
+    def rename(self, id: str, title: str, given: bool = True) -> Conversation:
+        """`given`: chosen by a person. A title that was made never replaces one that was given."""
+        values = {"title": cleaned_title(title), "title_given": given}
+        with self._database.writing() as connection:
+            change = update(conversations).where(conversations.c.id == id, conversations.c.deleted_at.is_(None))
+            if not given:
+                change = change.where(conversations.c.title_given.is_(False))
+            connection.execute(change.values(values))
+            return one(connection, id)
+
+    def set_system(self, id: str, system: str) -> Conversation:
+        return self._set(id, {"system": system})
+
+    def set_parameters(self, id: str, parameters: Mapping[str, Any]) -> Conversation:
+        return self._set(id, {"parameters": dict(parameters)})
+
+    def set_tags(self, id: str, wanted: Iterable[str]) -> Conversation:
+        checked = _checked_tags(wanted)
+        with self._database.writing() as connection:
+            one(connection, id)
+            connection.execute(delete(tags).where(tags.c.conversation_id == id))
+            _put_tags(connection, id, checked)
+            return one(connection, id)
+
+    def move_head(self, id: str, expected: str | None, to: str | None) -> Conversation:
+        """Sets the head where it still is `expected`, else Conflict: somebody else was quicker."""
+        with self._database.writing() as connection:
+            if to is not None:
+                _check_member(connection, id, to)
+            change = update(conversations).where(conversations.c.id == id, conversations.c.deleted_at.is_(None))
+            change = change.where(conversations.c.head_id.is_not_distinct_from(expected)).values(head_id=to)
+            moved = connection.execute(change).rowcount
+            found = one(connection, id)
+        if not moved and found.head_id != to:
+            raise Conflict(f"The head of {id!r} is {found.head_id!r}, not {expected!r}.")
+        return found
+
+    def delete(self, id: str) -> None:
+        """Out of sight; `undelete` brings it back, `purge` makes it final."""
+        self._set(id, {"deleted_at": now()}, deleted=True)
+
+    def undelete(self, id: str) -> Conversation:
+        with self._database.writing() as connection:
+            one(connection, id, deleted=True)
+            connection.execute(update(conversations).where(conversations.c.id == id).values(deleted_at=None))
+            return one(connection, id)
+
+    def purge(self, deleted_before: int | None = None) -> int:
+        """Removes for good what was deleted before that time (microseconds; all by default), and its blobs."""
+        limit = now() + 1 if deleted_before is None else deleted_before
+        with self._database.writing() as connection:
+            gone = connection.execute(delete(conversations).where(conversations.c.deleted_at < limit)).rowcount
+        with self._database.reading() as connection:
+            named = set(connection.execute(select(message_blobs.c.digest).distinct()).scalars())
+        self._blobs.sweep(named)
+        return gone
+
+    def _set(self, id: str, values: Mapping[str, Any], deleted: bool = False) -> Conversation:
+        with self._database.writing() as connection:
+            one(connection, id)
+            connection.execute(update(conversations).where(conversations.c.id == id).values(**values))
+            return one(connection, id, deleted=deleted)
+
+    def _by_key(self, owner: str, key: str) -> Conversation | None:
+        with self._database.reading() as connection:
+            row = _keyed(connection, owner, key)
+            return _loaded(connection, [row])[0] if row else None
+
+
+def one(connection: Connection, id: str, owner: str | None = None, deleted: bool = False) -> Conversation:
+    """The conversation, or NotFound; a deleted one only where it is asked for."""
+    query = select(conversations).where(conversations.c.id == id)
+    if owner is not None:
+        query = query.where(conversations.c.owner_id == owner)
+    if not deleted:
+        query = query.where(conversations.c.deleted_at.is_(None))
+    row = connection.execute(query).first()
+    if row is None:
+        raise NotFound("conversation", id)
+    return _loaded(connection, [row])[0]
+
+
+def _new_values(owner: str, title: str, system: str, parameters: Mapping[str, Any], key: str | None) -> dict[str, Any]:
+    time = now()
+    return {
+        "id": new_id(),
+        "owner_id": owner,
+        "title": cleaned_title(title),
+        "title_given": bool(title),
+        "system": system,
+        "parameters": dict(parameters),
+        "key": None if key is None else checked_name("key", key),
+        "created_at": time,
+        "updated_at": time,
+    }
+
+
+def _listed(owner: str, deleted: bool) -> Select[Any]:
+    gone = conversations.c.deleted_at
+    return select(conversations).where(
+        conversations.c.owner_id == owner, gone.is_not(None) if deleted else gone.is_(None)
+    )
+
+
+def _microseconds(conversation: Conversation) -> int:
+    return round(conversation.updated_at.timestamp() * 1e6)
+
+
+def _keyed(connection: Connection, owner: str, key: str) -> Any:
+    query = select(conversations).where(conversations.c.owner_id == owner, conversations.c.key == key)
+    return connection.execute(query).first()
+
+
+def _check_member(connection: Connection, id: str, message: str) -> None:
+    query = select(messages.c.seq).where(messages.c.conversation_id == id, messages.c.id == message)
+    if connection.execute(query).first() is None:
+        raise NotFound("message", message)
+
+
+def _checked_tags(wanted: Iterable[str]) -> list[str]:
+    return sorted({checked_name("tag", tag) for tag in wanted})
+
+
+def _put_tags(connection: Connection, id: str, wanted: Sequence[str]) -> None:
+    if wanted:
+        connection.execute(insert(tags), [{"conversation_id": id, "tag": tag} for tag in wanted])
+
+
+def _loaded(connection: Connection, rows: Sequence[Any]) -> tuple[Conversation, ...]:
+    query = select(tags).where(tags.c.conversation_id.in_([row.id for row in rows])).order_by(tags.c.tag)
+    by_id: dict[str, list[str]] = {row.id: [] for row in rows}
+    for row in connection.execute(query) if rows else ():
+        by_id[row.conversation_id].append(row.tag)
+    return tuple(_conversation(row, by_id[row.id]) for row in rows)
+
+
+def _conversation(row: Any, found: Sequence[str]) -> Conversation:
+    return Conversation(
+        id=row.id,
+        owner_id=row.owner_id,
+        title=row.title,
+        title_given=row.title_given,
+        system=row.system,
+        parameters=row.parameters,
+        tags=tuple(found),
+        head_id=row.head_id,
+        created_at=moment(row.created_at),
+        updated_at=moment(row.updated_at),
+        deleted_at=None if row.deleted_at is None else moment(row.deleted_at),
+    )

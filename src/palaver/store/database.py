@@ -1,0 +1,116 @@
+"""The database: how it is opened, and the two ways to touch it, reading and writing.
+
+The store is synchronous and safe to call from any thread; async layers call it in a thread. Every call takes a
+connection from the pool for one transaction. SQLite has one writer at a time: the writers of this process queue at
+a gate of their own, so that only another process's transaction is ever waited for in the database.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
+
+from palaver.errors import BadParameter
+from palaver.store.errors import translated
+
+
+class Durability(Enum):
+    """What a commit survives. Both survive the death of the program."""
+
+    FULL = "full"
+    """A power cut too: what was acknowledged to a person."""
+    NORMAL = "normal"
+    """A power cut may take the last moments: tokens of a running reply."""
+
+
+_SQLITE_LEVEL = {Durability.FULL: "FULL", Durability.NORMAL: "NORMAL"}
+_POSTGRES_LEVEL = {Durability.FULL: "on", Durability.NORMAL: "off"}
+
+
+class Database:
+    def __init__(self, url: str | URL, wait: float = 5.0) -> None:
+        """`wait`: for how many seconds another program's lock is waited for."""
+        self.url = _checked(url)
+        self._wait = wait
+        self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        self._gate: AbstractContextManager[Any] = threading.Lock() if self.is_sqlite else nullcontext()
+        self.engine = self._sqlite() if self.is_sqlite else self._postgres()
+
+    @property
+    def path(self) -> Path:
+        """SQLite's file."""
+        assert self.url.database is not None
+        return Path(self.url.database)
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """One consistent view."""
+        with translated(), self.engine.connect() as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def writing(self, durability: Durability = Durability.FULL) -> Iterator[Connection]:
+        """One transaction: committed as a whole when the block ends, rolled back when it raises."""
+        with translated(), self._gate, self.engine.connect() as connection:
+            if self.is_sqlite:
+                _set_level(connection, durability)
+                connection = connection.execution_options(palaver_begin="BEGIN IMMEDIATE")
+            with connection.begin():
+                if not self.is_sqlite:
+                    connection.execute(text(f"SET LOCAL synchronous_commit = {_POSTGRES_LEVEL[durability]}"))
+                yield connection
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    def _sqlite(self) -> Engine:
+        engine = create_engine(self.url, connect_args={"timeout": self._wait, "check_same_thread": False})
+        event.listen(engine, "connect", _prepare_sqlite)
+        event.listen(engine, "begin", _begin)
+        return engine
+
+    def _postgres(self) -> Engine:
+        milliseconds = int(self._wait * 1000)
+        options = f"-c lock_timeout={milliseconds} -c timezone=UTC"
+        return create_engine(self.url, connect_args={"options": options}, pool_pre_ping=True)
+
+
+def _checked(url: str | URL) -> URL:
+    made = make_url(url)
+    if made.get_backend_name() == "postgresql":
+        return made.set(drivername="postgresql+psycopg")
+    if made.get_backend_name() == "sqlite":
+        if not made.database or made.database == ":memory:":
+            raise BadParameter("database", str(url), "must name a file")
+        return made
+    raise BadParameter("database", str(url), "must begin with sqlite:/// or postgresql://")
+
+
+def _prepare_sqlite(connection: sqlite3.Connection, _: object) -> None:
+    connection.isolation_level = None  # the driver would begin and commit on its own
+    cursor = connection.cursor()
+    for pragma in ("journal_mode = WAL", "foreign_keys = ON", "synchronous = FULL", "cache_size = -16000"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin(connection: Connection) -> None:
+    connection.exec_driver_sql(connection.get_execution_options().get("palaver_begin", "BEGIN"))
+
+
+def _set_level(connection: Connection, durability: Durability) -> None:
+    """Outside a transaction, where SQLite takes it; each connection remembers what it was set to."""
+    level = _SQLITE_LEVEL[durability]
+    if connection.info.get("synchronous", "FULL") == level:
+        return
+    driver = connection.connection.driver_connection
+    assert driver is not None
+    driver.execute(f"PRAGMA synchronous = {level}").close()
+    connection.info["synchronous"] = level

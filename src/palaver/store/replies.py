@@ -1,0 +1,284 @@
+"""Replies: begun under a lease, their tokens written frame by frame, ended, continued, taken over.
+
+A reply is a message of the tree. While it runs its text is in the making and its tokens are the record; when it ends
+the text is written too and the tokens are packed into one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
+
+from palaver.errors import NothingToContinue
+from palaver.events import Usage
+from palaver.generation import Step
+from palaver.messages import Part, Role
+from palaver.store import settings, tree
+from palaver.store.blobs import Blob, Blobs
+from palaver.store.database import Database, Durability
+from palaver.store.errors import Conflict, LeaseLost, NotFound
+from palaver.store.identity import now
+from palaver.store.indexing import reindex
+from palaver.store.leases import Lease, Leases, holding
+from palaver.store.parts import StoredPart, deposited, to_json
+from palaver.store.schema import message_blobs, messages, replies, reply_tokens, running
+from palaver.store.settings import Settings
+from palaver.store.tokens import pack, unpack
+from palaver.store.values import Status, Stored
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New tokens of one reply: `start` is how many it had before."""
+
+    reply_id: str
+    start: int
+    steps: tuple[Step, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    status: Status
+    parts: tuple[Part | Blob, ...]
+    """All that was said in the reply, folded from its tokens."""
+    usage: Usage | None = None
+    timings: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+
+class Replies:
+    def __init__(self, database: Database, blobs: Blobs, leases: Leases) -> None:
+        self._database = database
+        self._blobs = blobs
+        self._leases = leases
+
+    def start(
+        self,
+        lease: Lease,
+        conversation_id: str,
+        parent_id: str | None,
+        made_by: Settings,
+        *,
+        goes_on_from: Sequence[Step] = (),
+        key: str | None = None,
+        expected_head: str | None = None,
+    ) -> Stored:
+        """A new reply under its parent, running. A retry is a second one under the same parent.
+
+        `goes_on_from`: tokens it begins with, of another reply or of an edited text (`tokens.given`).
+        """
+        head = parent_id if expected_head is None else expected_head
+        new = tree.New(conversation_id, parent_id, Role.ASSISTANT, (), key=key, expected_head=head)
+        try:
+            with self._database.writing() as connection:
+                if found := tree.keyed(connection, new):
+                    return found
+                return _started(connection, lease, new, made_by, goes_on_from)
+        except Conflict:  # two writers with one key at once: the second takes what the first has put
+            with self._database.reading() as connection:
+                if found := tree.keyed(connection, new):
+                    return found
+            raise
+
+    def append(self, lease: Lease, pieces: Sequence[Piece]) -> frozenset[str]:
+        """All tokens of one engine frame, in one transaction, before any is published.
+
+        Gives the ids of replies that this lease no longer holds: nothing of those was written, stop them.
+        """
+        with self._database.writing(Durability.NORMAL) as connection:
+            counts = _counts(connection, lease)
+            ours = [piece for piece in pieces if piece.reply_id in counts and piece.steps]
+            for piece in ours:
+                _check_start(piece, counts[piece.reply_id])
+            if ours:
+                connection.execute(_PUT, [_row(one.reply_id, one.start, one.steps) for one in ours])
+                connection.execute(_COUNT, [{"id": one.reply_id, "count": one.end} for one in ours])
+        return frozenset(piece.reply_id for piece in pieces) - counts.keys()
+
+    def finish(self, lease: Lease, reply_id: str, ending: Ending) -> Stored:
+        """Ends a running reply, durably: text, status, tokens in one piece. LeaseLost where it isn't ours."""
+        assert ending.status is not Status.RUNNING
+        parts = deposited(ending.parts, self._blobs)
+        with self._database.writing() as connection:
+            if reply_id not in _counts(connection, lease):
+                raise LeaseLost(reply_id)
+            _pack_tokens(connection, reply_id)
+            _set_parts(connection, reply_id, parts)
+            _end(connection, [reply_id], _ended(ending))
+            return tree.one(connection, reply_id, deleted=True)
+
+    def resume(self, lease: Lease, reply_id: str) -> Stored:
+        """A reply that ended before it was whole runs again, under this lease, on top of its tokens.
+
+        Conflict where the conversation has gone on below it: then start a sibling that goes on from its tokens.
+        """
+        with self._database.writing() as connection:
+            reply = tree.one(connection, reply_id)
+            _check_resumable(connection, reply)
+            connection.execute(_of(reply_id).values(status=Status.RUNNING.value, ended_at=None, error=None))
+            _hold(connection, reply_id, lease.id, _stored_count(connection, reply_id))
+            return tree.one(connection, reply_id)
+
+    def tokens(self, reply_id: str) -> tuple[Step, ...]:
+        """Everything the model said in this reply so far, token by token."""
+        query = select(reply_tokens.c.data).where(reply_tokens.c.message_id == reply_id)
+        with self._database.reading() as connection:
+            rows = connection.execute(query.order_by(reply_tokens.c.start)).scalars().all()
+        return tuple(step for data in rows for step in unpack(data))
+
+    def token_ids(self, reply_id: str) -> tuple[int, ...]:
+        return tuple(step.token_id for step in self.tokens(reply_id))
+
+    def held(self, lease: Lease) -> tuple[str, ...]:
+        with self._database.reading() as connection:
+            return tuple(holding(connection, lease.id))
+
+    def take_over(self, lease: Lease) -> tuple[str, ...]:
+        """Every running reply of a dead holder is this lease's now: to be resumed from its tokens."""
+        with self._database.writing() as connection:
+            dead, orphans = self._orphans(connection)
+            if orphans:
+                connection.execute(_held_by(dead).values(holder_id=lease.id))
+            self._leases.bury(connection, dead)
+        return orphans
+
+    def interrupt_orphans(self) -> tuple[str, ...]:
+        """Every running reply of a dead holder is marked as interrupted; it keeps its tokens and can be continued."""
+        with self._database.writing() as connection:
+            dead, orphans = self._orphans(connection)
+            for id in orphans:
+                _pack_tokens(connection, id)
+            if orphans:
+                _end(connection, orphans, {"status": Status.INTERRUPTED.value, "ended_at": now()})
+            self._leases.bury(connection, dead)
+        return orphans
+
+    def rewrite(self, reply_id: str, parts: Iterable[Part | Blob]) -> Stored:
+        """The text of a reply that nobody folded when it was interrupted; its tokens are the record and stay."""
+        put_away = deposited(parts, self._blobs)
+        with self._database.writing() as connection:
+            reply = tree.one(connection, reply_id)
+            if reply.reply is None or reply.reply.status is not Status.INTERRUPTED:
+                raise Conflict(f"The message {reply_id!r} is no interrupted reply.")
+            _set_parts(connection, reply_id, put_away)
+            return tree.one(connection, reply_id)
+
+    def _orphans(self, connection: Connection) -> tuple[list[str], tuple[str, ...]]:
+        dead = self._leases.dead(connection)
+        query = select(running.c.message_id).where(running.c.holder_id.in_(dead)).with_for_update()
+        return dead, tuple(connection.execute(query).scalars()) if dead else ()
+
+
+# what every engine frame runs is built once
+_HELD = (
+    select(running.c.message_id, running.c.tokens).where(running.c.holder_id == bindparam("holder")).with_for_update()
+)
+_PUT = insert(reply_tokens)
+_COUNT = update(running).where(running.c.message_id == bindparam("id")).values(tokens=bindparam("count"))
+
+
+def _started(
+    connection: Connection, lease: Lease, new: tree.New, made_by: Settings, goes_on_from: Sequence[Step]
+) -> Stored:
+    id = tree.put(connection, new)
+    connection.execute(insert(replies).values(_new_reply(id, made_by)))
+    if goes_on_from:
+        connection.execute(insert(reply_tokens).values(_row(id, 0, goes_on_from)))
+    _hold(connection, id, lease.id, len(goes_on_from))
+    return tree.one(connection, id)
+
+
+def _new_reply(id: str, made_by: Settings) -> dict[str, Any]:
+    return {
+        "message_id": id,
+        "status": Status.RUNNING.value,
+        "model": made_by.model,
+        "tokenizer": made_by.tokenizer,
+        "settings": settings.to_json(made_by),
+        "timings": {},
+        "started_at": now(),
+    }
+
+
+def _row(id: str, start: int, steps: Sequence[Step]) -> dict[str, Any]:
+    return {"message_id": id, "start": start, "count": len(steps), "data": pack(steps)}
+
+
+def _hold(connection: Connection, id: str, holder: str, count: int) -> None:
+    connection.execute(insert(running).values(message_id=id, holder_id=holder, tokens=count))
+
+
+def _counts(connection: Connection, lease: Lease) -> dict[str, int]:
+    """How many tokens each reply has that this lease holds; nobody takes them over until we are done."""
+    return {row.message_id: row.tokens for row in connection.execute(_HELD, {"holder": lease.id})}
+
+
+def _check_start(piece: Piece, count: int) -> None:
+    if count != piece.start:
+        raise Conflict(f"The reply {piece.reply_id!r} has {count} tokens, not {piece.start}.")
+
+
+def _pack_tokens(connection: Connection, id: str) -> None:
+    mine = reply_tokens.c.message_id == id
+    rows = connection.execute(select(reply_tokens).where(mine).order_by(reply_tokens.c.start)).all()
+    if len(rows) < 2:
+        return
+    steps = [step for row in rows for step in unpack(row.data)]
+    connection.execute(delete(reply_tokens).where(mine))
+    connection.execute(insert(reply_tokens).values(_row(id, 0, steps)))
+
+
+def _set_parts(connection: Connection, id: str, parts: tuple[StoredPart, ...]) -> None:
+    """What the reply says now, for readers and for the index."""
+    seq = connection.execute(select(messages.c.seq).where(messages.c.id == id)).scalar_one()
+    content = to_json(parts)
+    connection.execute(update(messages).where(messages.c.id == id).values(parts=content))
+    connection.execute(delete(message_blobs).where(message_blobs.c.message_id == id))
+    tree.name_blobs(connection, id, parts)
+    reindex(connection, seq, content)
+
+
+def _stored_count(connection: Connection, id: str) -> int:
+    query = select(reply_tokens.c.start + reply_tokens.c.count).where(reply_tokens.c.message_id == id)
+    return max(connection.execute(query).scalars(), default=0)
+
+
+def _ended(ending: Ending) -> dict[str, Any]:
+    return {
+        "status": ending.status.value,
+        "usage": None if ending.usage is None else asdict(ending.usage),
+        "timings": dict(ending.timings),
+        "error": ending.error,
+        "ended_at": now(),
+    }
+
+
+def _end(connection: Connection, ids: Sequence[str], values: Mapping[str, Any]) -> None:
+    connection.execute(delete(running).where(running.c.message_id.in_(ids)))
+    connection.execute(update(replies).where(replies.c.message_id.in_(ids)).values(**values))
+
+
+def _of(id: str) -> Any:
+    return update(replies).where(replies.c.message_id == id)
+
+
+def _held_by(ids: Sequence[str]) -> Any:
+    return update(running).where(running.c.holder_id.in_(ids))
+
+
+def _check_resumable(connection: Connection, reply: Stored) -> None:
+    if reply.reply is None:
+        raise NotFound("reply", reply.id)
+    if reply.reply.status is Status.RUNNING:
+        raise Conflict(f"The reply {reply.id!r} is running already.")
+    if reply.reply.status is Status.DONE:
+        raise NothingToContinue("The reply is whole: there is nothing to continue.")
+    if tree.children(connection, reply.conversation_id, reply.id):
+        raise Conflict(f"The conversation has gone on below {reply.id!r}: continue it in a branch of its own.")

@@ -1,0 +1,155 @@
+"""The tables as they are now. How they came to be is in `migrations`; a test holds the two together."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+from palaver.store.columns import Json, Number
+
+HEAD = "0004"
+"""The revision of the schema below."""
+
+metadata = MetaData()
+
+users = Table(
+    "users",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    Column("created_at", BigInteger, nullable=False),
+)
+
+conversations = Table(
+    "conversations",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("owner_id", Text, ForeignKey("users.id"), nullable=False),
+    Column("title", Text, nullable=False),
+    Column("title_given", Boolean, nullable=False),
+    Column("system", Json, nullable=False),
+    Column("parameters", Json, nullable=False),
+    Column("head_id", Text),
+    Column("key", Text),
+    Column("created_at", BigInteger, nullable=False),
+    Column("updated_at", BigInteger, nullable=False),
+    Column("deleted_at", BigInteger),
+    UniqueConstraint("owner_id", "key", name="uq_conversations_key"),
+)
+Index("ix_conversations_recent", conversations.c.owner_id, conversations.c.updated_at)
+
+tags = Table(
+    "tags",
+    metadata,
+    Column("conversation_id", Text, ForeignKey("conversations.id", ondelete="CASCADE"), primary_key=True),
+    Column("tag", Text, primary_key=True),
+)
+Index("ix_tags_tag", tags.c.tag)
+
+messages = Table(
+    "messages",
+    metadata,
+    Column("seq", Number, primary_key=True, autoincrement=True),
+    Column("id", Text, nullable=False, unique=True),
+    Column("conversation_id", Text, ForeignKey("conversations.id", ondelete="CASCADE"), nullable=False),
+    Column("parent_id", Text),
+    Column("role", Text, nullable=False),
+    Column("parts", Json, nullable=False),
+    Column("edit_of", Text),
+    Column("key", Text),
+    Column("created_at", BigInteger, nullable=False),
+    UniqueConstraint("conversation_id", "id", name="uq_messages_place"),
+    UniqueConstraint("conversation_id", "key", name="uq_messages_key"),
+    ForeignKeyConstraint(
+        ["conversation_id", "parent_id"],
+        ["messages.conversation_id", "messages.id"],
+        name="fk_messages_parent",  # no cascade: a long branch would be deleted level by level
+    ),
+    sqlite_autoincrement=True,
+)
+Index("ix_messages_parent", messages.c.conversation_id, messages.c.parent_id)
+
+message_blobs = Table(
+    "message_blobs",
+    metadata,
+    Column("message_id", Text, ForeignKey("messages.id", ondelete="CASCADE"), primary_key=True),
+    Column("digest", Text, primary_key=True),
+)
+Index("ix_message_blobs_digest", message_blobs.c.digest)
+
+holders = Table(
+    "holders",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("host", Text, nullable=False),
+    Column("started_at", BigInteger, nullable=False),
+    Column("expires_at", BigInteger, nullable=False),
+)
+
+replies = Table(
+    "replies",
+    metadata,
+    Column("message_id", Text, ForeignKey("messages.id", ondelete="CASCADE"), primary_key=True),
+    Column("status", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("tokenizer", Text, nullable=False),
+    Column("settings", Json, nullable=False),
+    Column("usage", Json),
+    Column("timings", Json, nullable=False),
+    Column("error", Json),
+    Column("started_at", BigInteger, nullable=False),
+    Column("ended_at", BigInteger),
+)
+
+running = Table(
+    "running",
+    metadata,
+    Column("message_id", Text, ForeignKey("replies.message_id", ondelete="CASCADE"), primary_key=True),
+    Column("holder_id", Text, ForeignKey("holders.id"), nullable=False),
+    Column("tokens", Integer, nullable=False),
+)
+Index("ix_running_holder", running.c.holder_id)
+
+reply_tokens = Table(
+    "reply_tokens",
+    metadata,
+    Column("message_id", Text, ForeignKey("replies.message_id", ondelete="CASCADE"), primary_key=True),
+    Column("start", Integer, primary_key=True),
+    Column("count", Integer, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+)
+
+cursors = Table(
+    "cursors",
+    metadata,
+    Column("conversation_id", Text, ForeignKey("conversations.id", ondelete="CASCADE"), primary_key=True),
+    Column("client", Text, primary_key=True),
+    Column("number", Integer, nullable=False),
+)
+
+moves = Table(
+    "moves",
+    metadata,
+    Column("conversation_id", Text, primary_key=True),
+    Column("client", Text, primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("message_id", Text),
+    ForeignKeyConstraint(
+        ["conversation_id", "client"],
+        ["cursors.conversation_id", "cursors.client"],
+        name="fk_moves_cursor",
+        ondelete="CASCADE",
+    ),
+)

@@ -1,0 +1,113 @@
+"""Conversations exported from llama.cpp's page: `conv` and its `messages`, a tree under a root without words."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from palaver.messages import Audio, Image, Message, Part, Role, Text, Thinking
+from palaver.transcripts.openai import from_data_url, from_openai
+from palaver.transcripts.transcript import Entry, Read, Skipped, Transcript, in_order
+
+
+def recognised(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("conv"), dict) and isinstance(value.get("messages"), list)
+
+
+def read_line(value: Mapping[str, Any]) -> Read:
+    skipped: list[Skipped] = []
+    entries, roots = [], set()
+    for message in value["messages"]:
+        if message.get("type") == "root":
+            roots.add(str(message["id"]))
+            continue
+        try:
+            entries.append(_entry(message, skipped))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            skipped.append(Skipped(f"message {message.get('id')}", str(error)))
+    system, below = _system(entries)
+    placed, hanging = in_order(_above(entry, roots, below) for entry in entries if entry.id not in below)
+    conv = value["conv"]
+    head = str(conv.get("currNode") or "")
+    transcript = Transcript(
+        placed,
+        title=str(conv.get("name") or ""),
+        system=system,
+        head=head if any(entry.id == head for entry in placed) else None,
+    )
+    return Read((transcript,), (*skipped, *hanging))
+
+
+def _entry(message: Mapping[str, Any], skipped: list[Skipped]) -> Entry:
+    said = from_openai({"role": message["role"], "content": message.get("content") or "", **_calls(message)})
+    thought = message.get("reasoningContent") or message.get("reasoning_content") or message.get("thinking")
+    thinking: tuple[Part, ...] = (Thinking(thought),) if isinstance(thought, str) and thought else ()
+    extras = tuple(_extras(message, skipped))
+    return Entry(
+        str(message["id"]),
+        _id(message.get("parent")),
+        Message(said.role, (*thinking, *extras, *said.parts)),
+        _time(message.get("timestamp")),
+        str(message.get("model") or ""),
+    )
+
+
+def _calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Calls are kept as JSON inside a string there."""
+    calls = message.get("toolCalls") or message.get("tool_calls")
+    found = {"tool_call_id": message.get("toolCallId")}
+    if isinstance(calls, str):
+        calls = json.loads(calls)
+    return {**found, "tool_calls": calls} if calls else found
+
+
+def _extras(message: Mapping[str, Any], skipped: list[Skipped]) -> Iterable[Part]:
+    for extra in message.get("extra") or ():
+        try:
+            yield _extra(extra)
+        except (ValueError, KeyError, TypeError) as error:
+            skipped.append(Skipped(f"attachment of message {message.get('id')}", str(error)))
+
+
+def _extra(extra: Mapping[str, Any]) -> Part:
+    match extra:
+        case {"type": "imageFile" | "IMAGE", "base64Url": str(url)}:
+            found = from_data_url(url)
+            if isinstance(found, Image):
+                return found
+        case {"type": "audioFile" | "AUDIO", "base64Data": str(data)}:
+            return Audio(str(extra.get("mimeType") or "audio/wav"), base64.b64decode(data))
+        case {"type": "textFile" | "TEXT" | "context" | "pdfFile" | "PDF", "content": str(content)}:
+            return Text(f"{extra.get('name') or 'File'}:\n\n{content}\n\n")
+    raise ValueError(f"an attachment of the type {extra.get('type')!r} is not known")
+
+
+def _system(entries: Iterable[Entry]) -> tuple[str, dict[str, str | None]]:
+    """The system prompt, and the messages that hold one, with what is above them."""
+    found = [entry for entry in entries if entry.message.role is Role.SYSTEM]
+    return (found[0].message.text if found else ""), {entry.id: entry.parent for entry in found}
+
+
+def _above(entry: Entry, roots: set[str], below: Mapping[str, str | None]) -> Entry:
+    """Its parent that stays: neither the root nor a system prompt is a message of the tree."""
+    parent = entry.parent
+    seen: set[str] = set()
+    while parent is not None and parent in below and parent not in seen:
+        seen.add(parent)
+        parent = below[parent]
+    return Entry(
+        entry.id, None if parent in roots else parent, entry.message, entry.created_at, entry.model, entry.whole
+    )
+
+
+def _id(value: Any) -> str | None:
+    return None if value in (None, "", -1) else str(value)
+
+
+def _time(value: Any) -> datetime | None:
+    if not isinstance(value, int | float) or not value:
+        return None
+    return datetime.fromtimestamp(value / 1000 if value > 1e11 else value, UTC)

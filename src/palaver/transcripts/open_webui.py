@@ -1,0 +1,100 @@
+"""Chats exported from Open WebUI: a list of chats, each with a tree of messages in its history."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from palaver.messages import Image, Message, Part, Role, Text, Thinking
+from palaver.transcripts.openai import from_data_url
+from palaver.transcripts.transcript import Entry, Read, Skipped, Transcript, in_order
+
+_ROLES = {"user": Role.USER, "assistant": Role.ASSISTANT, "system": Role.SYSTEM}
+_REASONING = re.compile(
+    r'<details type="reasoning"[^>]*>\s*(?:<summary>.*?</summary>)?\s*(.*?)\s*</details>\s*', re.DOTALL
+)
+_QUOTED = re.compile(r"^> ?", re.MULTILINE)
+
+
+def recognised(value: Any) -> bool:
+    chat = value.get("chat", value) if isinstance(value, dict) else None
+    history = chat.get("history") if isinstance(chat, dict) else None
+    return isinstance(history, dict) and isinstance(history.get("messages"), dict)
+
+
+def read_line(value: Mapping[str, Any]) -> Read:
+    chat = value.get("chat", value)
+    history = chat["history"]
+    skipped: list[Skipped] = []
+    entries = []
+    for id, message in history["messages"].items():
+        try:
+            entries.append(_entry(str(id), message, skipped))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            skipped.append(Skipped(f"message {id}", str(error)))
+    placed, hanging = in_order(entries)
+    head = history.get("currentId")
+    system = (chat.get("params") or {}).get("system") or chat.get("system") or ""
+    transcript = Transcript(
+        placed,
+        title=str(value.get("title") or chat.get("title") or ""),
+        system=str(system),
+        tags=_tags(value, chat),
+        head=head if any(entry.id == head for entry in placed) else None,
+    )
+    return Read((transcript,), (*skipped, *hanging))
+
+
+def _entry(id: str, message: Mapping[str, Any], skipped: list[Skipped]) -> Entry:
+    role = _ROLES.get(str(message.get("role")))
+    if role is None:
+        raise ValueError(f"the role {message.get('role')!r} is not known")
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        raise ValueError("its content is no text")
+    parts = [*_images(id, message.get("files") or (), skipped), *_said(role, content)]
+    return Entry(
+        id,
+        message.get("parentId") or None,
+        Message(role, tuple(parts)),
+        _time(message.get("timestamp")),
+        str(message.get("model") or ""),
+        whole=message.get("done") is not False and not message.get("error"),
+    )
+
+
+def _said(role: Role, content: str) -> Iterable[Part]:
+    """Open WebUI writes a model's thinking into its content, folded away."""
+    at = 0
+    if role is Role.ASSISTANT:
+        while found := _REASONING.match(content, at):
+            yield Thinking(_QUOTED.sub("", html.unescape(found[1])))
+            at = found.end()
+    if content[at:]:
+        yield Text(content[at:])
+
+
+def _images(id: str, files: Iterable[Any], skipped: list[Skipped]) -> Iterable[Part]:
+    for file in files:
+        try:
+            found = from_data_url(file["url"])
+            if not isinstance(found, Image):
+                raise ValueError("it is no picture")
+            yield found
+        except (ValueError, KeyError, TypeError) as error:
+            skipped.append(Skipped(f"file of message {id}", str(error)))
+
+
+def _tags(value: Mapping[str, Any], chat: Mapping[str, Any]) -> tuple[str, ...]:
+    found = (value.get("meta") or {}).get("tags") or chat.get("tags") or ()
+    names = (tag.get("name") if isinstance(tag, dict) else tag for tag in found)
+    return tuple(name for name in names if isinstance(name, str) and name)
+
+
+def _time(value: Any) -> datetime | None:
+    if not isinstance(value, int | float) or not value:
+        return None
+    return datetime.fromtimestamp(value / 1000 if value > 1e11 else value, UTC)

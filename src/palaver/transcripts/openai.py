@@ -1,0 +1,136 @@
+"""A message in the form that chat APIs and training programs share: role, content, reasoning_content, tool_calls."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from palaver.messages import Audio, Image, Message, Part, Role, Text, Thinking, ToolCall, ToolResult, Video
+
+_ROLES = {role.value: role for role in Role} | {
+    "developer": Role.SYSTEM,
+    "function": Role.TOOL,
+    "model": Role.ASSISTANT,
+}
+_DATA = re.compile(r"data:([\w.+/-]+);base64,(.*)", re.DOTALL)
+
+
+def to_openai(message: Message) -> list[dict[str, Any]]:
+    """Usually one; results of several tools are one each."""
+    if message.role is Role.TOOL:
+        return [_result(result) for result in message.tool_results]
+    value: dict[str, Any] = {"role": message.role.value, "content": _content(message.parts)}
+    if message.thinking:
+        value["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        value["tool_calls"] = [_call(call) for call in message.tool_calls]
+    return [value]
+
+
+def from_openai(value: Mapping[str, Any]) -> Message:
+    """ValueError where it is no message."""
+    role = _ROLES.get(str(value.get("role")))
+    if role is None:
+        raise ValueError(f"the role {value.get('role')!r} is not known")
+    content = tuple(_parts(value.get("content")))
+    if role is Role.TOOL:
+        text = "".join(part.text for part in content if isinstance(part, Text))
+        return Message(role, (ToolResult(str(value.get("tool_call_id") or ""), text, str(value.get("name") or "")),))
+    thinking = value.get("reasoning_content") or value.get("reasoning") or value.get("thinking")
+    thought = (Thinking(thinking),) if isinstance(thinking, str) and thinking else ()
+    return Message(role, (*thought, *content, *map(_from_call, value.get("tool_calls") or ())))
+
+
+def joined_results(messages: Iterable[Message]) -> list[Message]:
+    """Results that follow each other are one message again."""
+    done: list[Message] = []
+    for message in messages:
+        if done and message.role is Role.TOOL and done[-1].role is Role.TOOL:
+            done[-1] = Message(Role.TOOL, (*done[-1].parts, *message.parts))
+        else:
+            done.append(message)
+    return done
+
+
+def data_url(media_type: str, data: bytes) -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def from_data_url(url: str) -> Image | Audio | Video:
+    """ValueError for anything that is not in the file itself."""
+    found = _DATA.fullmatch(url)
+    if found is None:
+        raise ValueError(f"a file elsewhere is not fetched: {url[:80]!r}")
+    media_type, data = found[1], base64.b64decode(found[2])
+    match media_type.split("/")[0]:
+        case "audio":
+            return Audio(media_type, data)
+        case "video":
+            return Video(media_type, data)
+        case _:
+            return Image(media_type, data)
+
+
+def _content(parts: Sequence[Part]) -> str | list[dict[str, Any]]:
+    shown = [part for part in parts if isinstance(part, Text | Image | Audio | Video)]
+    if all(isinstance(part, Text) for part in shown):
+        return "".join(part.text for part in shown if isinstance(part, Text))
+    return [_to_part(part) for part in shown]
+
+
+def _to_part(part: Text | Image | Audio | Video) -> dict[str, Any]:
+    match part:
+        case Text(text):
+            return {"type": "text", "text": text}
+        case Image(media_type, data):
+            return {"type": "image_url", "image_url": {"url": data_url(media_type, data)}}
+        case Video(media_type, data):
+            return {"type": "video_url", "video_url": {"url": data_url(media_type, data)}}
+        case Audio(media_type, data):
+            return {"type": "audio_url", "audio_url": {"url": data_url(media_type, data)}}
+
+
+def _parts(content: Any) -> Iterable[Part]:
+    if isinstance(content, str):
+        return (Text(content),) if content else ()
+    if content is None:
+        return ()
+    if not isinstance(content, list):
+        raise ValueError(f"the content is neither text nor parts: {type(content).__name__}")
+    return [_from_part(part) for part in content]
+
+
+def _from_part(part: Any) -> Part:
+    match part:
+        case str():
+            return Text(part)
+        case {"type": "text" | "input_text" | "output_text", "text": str(text)} | {"text": str(text)}:
+            return Text(text)
+        case {"type": "thinking" | "reasoning", "thinking": str(text)}:
+            return Thinking(text)
+        case {"type": "image_url" | "audio_url" | "video_url" as kind}:
+            url = part[kind]["url"] if isinstance(part[kind], dict) else part[kind]
+            return from_data_url(url)
+        case {"type": "input_audio", "input_audio": {"data": str(data), "format": str(format)}}:
+            return Audio(f"audio/{format}", base64.b64decode(data))
+        case _:
+            raise ValueError(f"a part of the content is not known: {str(part)[:80]}")
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _from_call(call: Mapping[str, Any]) -> ToolCall:
+    function = call.get("function", call)
+    arguments = function.get("arguments", "")
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(str(call.get("id") or ""), str(function["name"]), written)
+
+
+def _result(result: ToolResult) -> dict[str, Any]:
+    value = {"role": "tool", "tool_call_id": result.call_id, "content": result.content}
+    return {**value, "name": result.name} if result.name else value

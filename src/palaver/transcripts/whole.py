@@ -1,0 +1,112 @@
+"""A whole conversation, all branches and every part, as one line of JSON: what comes back is what was written."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, assert_never
+
+from palaver.messages import Audio, Image, Message, Part, Role, Text, Thinking, ToolCall, ToolResult, Video
+from palaver.transcripts.training import json_line
+from palaver.transcripts.transcript import Entry, Read, Transcript
+
+_FORMAT = "palaver conversation"
+_MEDIA: Mapping[str, type[Image] | type[Audio] | type[Video]] = {"image": Image, "audio": Audio, "video": Video}
+
+
+def write(transcript: Transcript) -> str:
+    return json_line(
+        {
+            "format": _FORMAT,
+            "title": transcript.title,
+            "system": transcript.system,
+            "tags": list(transcript.tags),
+            "parameters": dict(transcript.parameters),
+            "head": transcript.head,
+            "tree": [_entry(entry) for entry in transcript.entries],
+        }
+    )
+
+
+def recognised(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("format") == _FORMAT
+
+
+def read_line(value: Mapping[str, Any]) -> Read:
+    return Read(
+        (
+            Transcript(
+                tuple(_from_entry(one) for one in value["tree"]),
+                title=value["title"],
+                system=value["system"],
+                tags=tuple(value["tags"]),
+                parameters=value["parameters"],
+                head=value["head"],
+            ),
+        )
+    )
+
+
+def _entry(entry: Entry) -> dict[str, Any]:
+    return {
+        "id": entry.id,
+        "parent": entry.parent,
+        "role": entry.message.role.value,
+        "parts": [_part(part) for part in entry.message.parts],
+        "created_at": None if entry.created_at is None else entry.created_at.isoformat(),
+        "model": entry.model,
+        "whole": entry.whole,
+    }
+
+
+def _from_entry(value: Mapping[str, Any]) -> Entry:
+    time = value["created_at"]
+    return Entry(
+        value["id"],
+        value["parent"],
+        Message(Role(value["role"]), tuple(_from_part(part) for part in value["parts"])),
+        None if time is None else datetime.fromisoformat(time),
+        value["model"],
+        value["whole"],
+    )
+
+
+def _part(part: Part) -> dict[str, Any]:
+    match part:
+        case Text(text):
+            return {"type": "text", "text": text}
+        case Thinking(text):
+            return {"type": "thinking", "text": text}
+        case ToolCall(id, name, arguments, in_thought):
+            return {"type": "tool_call", "id": id, "name": name, "arguments": arguments, "in_thought": in_thought}
+        case ToolResult(call_id, content, name):
+            return {"type": "tool_result", "call_id": call_id, "content": content, "name": name}
+        case Image(media_type, data):
+            return _media("image", media_type, data)
+        case Audio(media_type, data):
+            return _media("audio", media_type, data)
+        case Video(media_type, data):
+            return _media("video", media_type, data)
+        case _:
+            assert_never(part)
+
+
+def _media(kind: str, media_type: str, data: bytes) -> dict[str, Any]:
+    return {"type": kind, "media_type": media_type, "data": base64.b64encode(data).decode()}
+
+
+def _from_part(value: Mapping[str, Any]) -> Part:
+    match value:
+        case {"type": "text", "text": str(text)}:
+            return Text(text)
+        case {"type": "thinking", "text": str(text)}:
+            return Thinking(text)
+        case {"type": "tool_call", "id": str(id), "name": str(name), "arguments": str(arguments)}:
+            return ToolCall(id, name, arguments, bool(value.get("in_thought")))
+        case {"type": "tool_result", "call_id": str(call_id), "content": str(content), "name": str(name)}:
+            return ToolResult(call_id, content, name)
+        case {"type": "image" | "audio" | "video" as kind, "media_type": str(media_type), "data": str(data)}:
+            return _MEDIA[kind](media_type, base64.b64decode(data))
+        case _:
+            raise ValueError(f"a part is not known: {str(value)[:80]}")

@@ -1,0 +1,30 @@
+"""Small things the tests of the store are made of."""
+
+from __future__ import annotations
+
+from palaver.generation import Alternative, Step
+from palaver.messages import Text, user
+from palaver.sampling import Sampling
+from palaver.store import Conversation, Ending, Lease, Piece, Settings, Status, Store, Stored
+
+SETTINGS = Settings(model="sprout", sampling=Sampling(seed=7, temperature=0.5), tokenizer="abc")
+
+
+def steps(*ids: int) -> tuple[Step, ...]:
+    """Log-probabilities that a 32-bit float holds exactly."""
+    return tuple(Step(id, -0.5, (Alternative(id, -0.5), Alternative(id + 1, -1.25))) for id in ids)
+
+
+def conversation(store: Store, **settings: object) -> Conversation:
+    return store.conversations.create(store.users.ensure().id, **settings)  # type: ignore[arg-type]
+
+
+def said(store: Store, conversation_id: str, parent_id: str | None, text: str) -> Stored:
+    return store.messages.append(conversation_id, parent_id, user(text))
+
+
+def answered(store: Store, lease: Lease, conversation_id: str, parent_id: str | None, text: str) -> Stored:
+    """A whole reply, a token a letter."""
+    reply = store.replies.start(lease, conversation_id, parent_id, SETTINGS)
+    store.replies.append(lease, [Piece(reply.id, 0, steps(*text.encode()))])
+    return store.replies.finish(lease, reply.id, Ending(Status.DONE, (Text(text),)))

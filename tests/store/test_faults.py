@@ -1,0 +1,262 @@
+"""A full disk, a locked database, damage: a clear error, nothing half-written, and work goes on afterwards."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, event, text
+
+from palaver.store import Conflict, DiskFull, Lease, Locked, NotFound, Piece, Store, open_store
+from palaver.store.blobs import Blobs
+from palaver.store.database import Durability
+from palaver.store.errors import Damaged, StoreError, Unreachable, Unstorable, translated
+from tests.store.conftest import Place
+from tests.store.making import SETTINGS, conversation, said, steps
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system with little room."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True).returncode
+    ):
+        pytest.skip("a small file system can't be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_is_an_error_and_the_conversation_goes_on_when_there_is_room(small_disk: Path) -> None:
+    ballast = small_disk / "ballast"
+    with open_store(small_disk / "store") as store:
+        id = conversation(store).id
+        lease = store.leases.open()
+        reply = store.replies.start(lease, id, None, SETTINGS)
+        kept = [said(store, id, None, "first").id]
+        _fill(ballast)
+        with pytest.raises(DiskFull, match="room"):
+            _talk(store, id, kept)
+        with pytest.raises(DiskFull):
+            _reply(store, lease, reply.id)
+        with pytest.raises(DiskFull):
+            store.blobs.put(b"y" * 600_000)
+        assert [path.name for path in store.blobs.folder.rglob("*.*")] == [], "no half a file is left"
+        assert [message.id for message in store.messages.path(kept[-1])] == kept
+        tokens = store.replies.token_ids(reply.id)
+        assert tokens == tuple(range(len(tokens)))
+        ballast.unlink()
+        after = said(store, id, kept[-1], "there is room again")
+        store.replies.append(lease, [Piece(reply.id, len(tokens), steps(1))])
+        assert len(store.messages.path(after.id)) == len(kept) + 1
+    assert _integrity(small_disk / "store" / "palaver.db") == "ok"
+
+
+def _talk(store: Store, id: str, kept: list[str]) -> None:
+    for _ in range(1000):
+        kept.append(said(store, id, kept[-1], "x" * 5000).id)
+
+
+def _reply(store: Store, lease: Lease, id: str) -> None:
+    for start in range(0, 100_000, 1000):
+        store.replies.append(lease, [Piece(id, start, steps(*range(start, start + 1000)))])
+
+
+def _fill(ballast: Path) -> None:
+    size = 1 << 16
+    with ballast.open("wb", buffering=0) as file:
+        while size:
+            try:
+                file.write(b"0" * size)
+            except OSError:
+                size //= 2
+
+
+def _integrity(path: Path) -> str:
+    connection = sqlite3.connect(path)
+    found: str = connection.execute("PRAGMA integrity_check").fetchone()[0]
+    connection.close()
+    return found
+
+
+def test_a_locked_database_is_waited_for_then_told_of(place: Place) -> None:
+    with place.open(wait=0.2) as store:
+        id = conversation(store).id
+        first = said(store, id, None, "1")
+        with _locked(store):
+            begun = time.monotonic()
+            with pytest.raises(Locked, match="Another program"):
+                said(store, id, first.id, "2")
+            assert 0.15 < time.monotonic() - begun < 3
+            assert len(store.messages.path(first.id)) == 1, "reading goes on meanwhile"
+        assert said(store, id, first.id, "2").parent_id == first.id
+
+
+class _locked:
+    """Another program's transaction on the conversations."""
+
+    def __init__(self, store: Store) -> None:
+        self._engine = create_engine(store.database.url)
+        if store.database.is_sqlite:
+            event.listen(self._engine, "connect", lambda one, _: setattr(one, "isolation_level", None))
+        self._statement = (
+            "BEGIN IMMEDIATE" if store.database.is_sqlite else "LOCK TABLE conversations IN EXCLUSIVE MODE"
+        )
+
+    def __enter__(self) -> None:
+        self._connection = self._engine.connect()
+        self._connection.execute(text(self._statement))
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.invalidate()
+        self._connection.close()
+        self._engine.dispose()
+
+
+def test_a_short_lock_is_not_noticed(place: Place) -> None:
+    with place.open(wait=5) as store:
+        id = conversation(store).id
+        lock = _locked(store)
+        lock.__enter__()
+        threading.Timer(0.3, lock.__exit__).start()
+        assert said(store, id, None, "waited").text == "waited"
+        time.sleep(0.1)
+
+
+def test_what_raises_in_the_middle_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = conversation(store)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("palaver.store.tree.index", fail)
+    with pytest.raises(DiskFull):
+        said(store, made.id, None, "half")
+    monkeypatch.undo()
+    assert store.messages.nodes(made.id) == ()
+    assert store.conversations.get(made.id) == made
+
+
+def test_damage_is_told_of(tmp_path: Path) -> None:
+    tmp_path.joinpath("palaver.db").write_bytes(b"this is no database, " * 100)
+    with pytest.raises(Damaged, match="backup"):
+        open_store(tmp_path)
+    blobs = Blobs(tmp_path / "blobs")
+    digest = blobs.put(b"picture")
+    blobs.path(digest).write_bytes(b"pixture")
+    with pytest.raises(Damaged):
+        blobs.get(digest)
+    with pytest.raises(NotFound):
+        blobs.get("0" * 64)
+
+
+def test_a_server_that_is_not_there_is_told_of(tmp_path: Path) -> None:
+    with pytest.raises(Unreachable):
+        open_store(tmp_path, f"postgresql://nobody@/none?host={tmp_path}")
+    with pytest.raises(StoreError):
+        open_store(tmp_path, f"sqlite:///{tmp_path}/no/such/folder/x.db")
+
+
+def test_ids_no_database_can_hold_are_refused(store: Store) -> None:
+    for odd in ("\x00", "\ud800"):
+        with pytest.raises((NotFound, Unstorable)):
+            store.messages.get(odd)
+
+
+def test_other_errors_pass_as_they_are() -> None:
+    with pytest.raises(FileNotFoundError), translated():
+        raise FileNotFoundError(2, "not there")
+    with pytest.raises(Conflict), translated():
+        raise Conflict("ours")
+
+
+def test_a_persons_words_are_synced_and_tokens_are_not(tmp_path: Path) -> None:
+    """The order of writes and syncs, as the kernel saw it."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    calls = _traced(tmp_path)
+    message = _between(calls, "MESSAGE")
+    assert [name for name in message if name.startswith("sync")] == ["sync blob", "sync folder", "sync wal"]
+    assert message.index("sync blob") < message.index("rename") < message.index("sync folder")
+    assert message.index("sync folder") < message.index("write wal") < message.index("sync wal")
+    assert message[-1] == "sync wal", "acknowledged only when it is on the disk"
+    tokens = _between(calls, "TOKENS")
+    assert "write wal" in tokens, "what was published is in the file, whatever happens to the program"
+    assert not any(name.startswith("sync") for name in tokens)
+
+
+_TRACED = """
+import hashlib, os, sys
+from pathlib import Path
+from palaver.messages import *
+from palaver.store import *
+from tests.store.making import *
+store = open_store(Path(sys.argv[1]))
+made = conversation(store)
+lease = store.leases.open()
+reply = store.replies.start(lease, made.id, None, SETTINGS)
+store.blobs.put(b"warm"), store.replies.append(lease, [Piece(reply.id, 0, steps(0))])
+picture = b"picture"
+store.blobs.path(hashlib.sha256(picture).hexdigest()).parent.mkdir(parents=True, exist_ok=True)
+os.write(2, b"MESSAGE\\n")
+store.messages.append(made.id, None, Message(Role.USER, (Text("x"), Image("image/png", picture))))
+os.write(2, b"MESSAGE\\n")
+os.write(2, b"TOKENS\\n")
+for place in range(1, 20):
+    store.replies.append(lease, [Piece(reply.id, place, steps(place))])
+os.write(2, b"TOKENS\\n")
+"""
+
+
+def _traced(folder: Path) -> list[str]:
+    """Writes, renames and syncs of a small program, by what they were done to."""
+    log = folder / "trace"
+    root = Path(__file__).parents[2]
+    subprocess.run(
+        ["strace", "-f", "-y", "-o", log, "-e", "trace=write,pwrite64,fsync,fdatasync,rename,renameat,renameat2",
+         sys.executable, "-c", _TRACED, folder / "store"],
+        check=True, capture_output=True, env={"PYTHONPATH": f"{root / 'src'}:{root}", "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    return [name for line in log.read_text().splitlines() if (name := _named(line))]
+
+
+def _named(line: str) -> str:
+    for mark in ("MESSAGE", "TOKENS"):
+        if f'"{mark}' in line:
+            return mark
+    target = "wal" if "-wal>" in line else "blob" if "/blobs/" in line and "/." in line else "folder"
+    if "sync(" in line:
+        return f"sync {target}"
+    if "rename" in line:
+        return "rename"
+    return f"write {target}"
+
+
+def _between(calls: list[str], mark: str) -> list[str]:
+    first = calls.index(mark)
+    return calls[first + 1 : calls.index(mark, first + 1)]
+
+
+def test_every_commit_has_the_durability_it_was_asked_for(store: Store) -> None:
+    if not store.database.is_sqlite:
+        with store.database.writing(Durability.NORMAL) as connection:
+            assert connection.execute(text("SHOW synchronous_commit")).scalar() == "off"
+        with store.database.writing() as connection:
+            assert connection.execute(text("SHOW synchronous_commit")).scalar() == "on"
+        return
+    for durability, level in ((Durability.NORMAL, 1), (Durability.FULL, 2), (Durability.NORMAL, 1)):
+        with store.database.writing(durability) as connection:
+            assert connection.execute(text("PRAGMA synchronous")).scalar() == level
+            assert connection.execute(text("PRAGMA foreign_keys")).scalar() == 1
+            assert connection.execute(text("PRAGMA journal_mode")).scalar() == "wal"

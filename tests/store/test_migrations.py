@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, text
+
+from palaver.store import migrations
+from palaver.store.database import Database
+from palaver.store.errors import NewerSchema
+from palaver.store.migrations import current_revision, migrate
+from palaver.store.schema import HEAD, metadata
+from palaver.store.store import data_folder, database_url
+from tests.store.conftest import Place
+
+VERSIONS = ["0001", "0002", "0003", "0004"]
+
+
+def database(place: Place) -> Database:
+    return Database(database_url(data_folder(place.folder), place.database))
+
+
+def _ours(_: object, name: str | None, kind: str, *__: object) -> bool:
+    return kind != "table" or not (name or "").startswith("search_words")
+
+
+def test_the_list_of_versions_is_whole_and_ends_at_the_schema() -> None:
+    scripts = ScriptDirectory(str(migrations.__path__[0]))
+    assert [script.revision for script in scripts.walk_revisions()] == VERSIONS[::-1]
+    assert VERSIONS[-1] == HEAD
+
+
+@pytest.mark.parametrize("earlier", [None, *VERSIONS])
+def test_every_earlier_schema_becomes_the_one_we_have(empty: Place, earlier: str | None) -> None:
+    before = database(empty)
+    if earlier is not None:
+        migrate(before, earlier)
+        with before.writing() as connection:
+            _write_something(connection)
+    before.close()
+    with empty.open() as store:
+        with store.database.reading() as connection:
+            options = {"include_object": _ours, "compare_type": True}
+            context = MigrationContext.configure(connection, opts=options)
+            assert compare_metadata(context, metadata) == []
+        if earlier is not None:
+            assert store.messages.path("m2")[0].text == "old words"
+            assert [hit.message_id for hit in store.search.find("u", "words")] == ["m2", "m1"]
+
+
+def _write_something(connection: Connection) -> None:
+    connection.execute(text("INSERT INTO users VALUES ('u', 'ann', 1)"))
+    connection.execute(
+        text(
+            "INSERT INTO conversations (id, owner_id, title, title_given, system, parameters, created_at, updated_at)"
+            " VALUES ('c', 'u', 't', false, '\"\"', '{}', 1, 1)"
+        )
+    )
+    insert = text(
+        "INSERT INTO messages (id, conversation_id, parent_id, role, parts, created_at)"
+        ' VALUES (:id, \'c\', :parent, \'user\', \'[{"type":"text","text":"old words"}]\', 1)'
+    )
+    indexed = current_has_index(connection)
+    for id, parent in (("m1", None), ("m2", "m1")):
+        connection.execute(insert, {"id": id, "parent": parent})
+    if indexed:
+        from palaver.store.indexing import rebuild
+
+        rebuild(connection)
+
+
+def current_has_index(connection: Connection) -> bool:
+    return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one() >= "0003"
+
+
+def test_two_processes_may_begin_at_once(empty: Place) -> None:
+    def begin(_: int) -> None:
+        empty.open().close()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(begin, range(4)))
+    made = database(empty)
+    assert current_revision(made) == HEAD
+    made.close()
+
+
+def test_a_newer_schema_is_left_alone(place: Place) -> None:
+    later = database(place)
+    with later.writing() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    later.close()
+    with pytest.raises(NewerSchema, match="9999"):
+        place.open()

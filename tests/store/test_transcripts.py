@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import base64
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from palaver.messages import Image, Message, Role, Text, Thinking, ToolCall, ToolResult, assistant, user
+from palaver.store import Ending, Status, Store
+from palaver.transcripts import Entry, Format, Transcript, keep, read, take, write
+from palaver.transcripts.reading import UnknownFormat
+from palaver.transcripts.transcript import linear
+from tests.store.making import SETTINGS, answered, conversation, said
+from tests.store.test_messages import EVERY_PART
+
+CALL = ToolCall("c1", "look", '{"at": "東京"}')
+TALK = (
+    user("Hello"),
+    assistant("Hi", thinking="greet"),
+    Message(Role.USER, (Text("see"), Image("image/png", b"\x89PNG"))),
+    assistant("", calls=(CALL, ToolCall("c2", "look", "{}"))),
+    Message(Role.TOOL, (ToolResult("c1", "tower", "look"), ToolResult("c2", "", "look"))),
+    assistant("A tower\n\n## User\n\\## User\n<details>"),
+)
+
+
+def lines(text: str) -> list[Any]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def messages(text: str) -> list[Message]:
+    (found,) = read(text).transcripts
+    return [entry.message for entry in found.main()]
+
+
+def test_training_lines_hold_everything_a_model_learns_from() -> None:
+    transcript = linear([Message(Role.SYSTEM, (Text("be kind"),)), *TALK])
+    (line,) = lines(write(transcript, Format.TRAINING))
+    first, _, reply, picture, calls, result, *_ = line["messages"]
+    assert first == {"role": "system", "content": "be kind"}
+    assert reply == {"role": "assistant", "content": "Hi", "reasoning_content": "greet"}
+    assert [part["type"] for part in picture["content"]] == ["text", "image_url"]
+    assert calls["tool_calls"][0]["function"] == {"name": "look", "arguments": CALL.arguments}
+    assert result == {"role": "tool", "tool_call_id": "c1", "content": "tower", "name": "look"}
+    assert tuple(messages(write(transcript, Format.TRAINING))) == TALK
+
+
+def test_training_lines_end_with_a_whole_reply_and_join_the_users_messages() -> None:
+    entries = (
+        Entry("1", None, user("a")),
+        Entry("2", "1", user("b")),
+        Entry("3", "2", assistant("whole")),
+        Entry("4", "2", assistant("cut"), whole=False),
+        Entry("5", "3", user("unanswered")),
+        Entry("6", "2", assistant("other")),
+    )
+    transcript = Transcript(entries, head="3")
+    (line,) = lines(write(transcript, Format.TRAINING))
+    assert line["messages"] == [{"role": "user", "content": "a\n\nb"}, {"role": "assistant", "content": "whole"}]
+    every = lines(write(transcript, Format.BRANCHES))
+    assert [line["messages"][-1]["content"] for line in every] == ["whole", "other"]
+
+
+def test_a_whole_tree_comes_back_as_it_was(store: Store) -> None:
+    made = conversation(store, title="T", system="S", tags=["x"], parameters={"seed": 1})
+    root = store.messages.append(made.id, None, EVERY_PART)
+    said(store, made.id, root.id, "one")
+    lease = store.leases.open()
+    answered(store, lease, made.id, root.id, "two")
+    cut = store.replies.start(lease, made.id, root.id, SETTINGS)
+    store.replies.finish(lease, cut.id, Ending(Status.STOPPED, (Thinking("hm"),)))
+    taken = take(store, made.id)
+    (found,) = read(write(taken, Format.WHOLE)).transcripts
+    assert found == taken
+    other = store.users.ensure("other").id
+    kept = keep(store, other, found)
+    assert kept.new
+    assert not keep(store, other, found).new, "the same file twice is one conversation"
+    assert _shape(take(store, kept.conversation.id)) == _shape(taken)
+
+
+def _shape(transcript: Transcript) -> list[Any]:
+    places = {entry.id: place for place, entry in enumerate(transcript.entries)} | {None: None}
+    tree = [(places[entry.parent], entry.message, entry.created_at) for entry in transcript.entries]
+    return [tree, places[transcript.head], transcript.title, transcript.system, transcript.tags, transcript.parameters]
+
+
+WORDS = st.text(st.sampled_from("ab \n\\#<>`*é東") | st.characters(codec="utf-8", exclude_characters="\r"), min_size=1)
+PIECES = st.lists(st.sampled_from(["## User", "\\## User", "</details>", "x", "", "# T"]) | WORDS, min_size=1)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(PIECES.map("\n".join), PIECES.map("\n".join)), min_size=1, max_size=4))
+def test_markdown_and_jsonl_keep_texts_to_the_letter(pairs: list[tuple[str, str]]) -> None:
+    row = [message for said, thought in pairs for message in (user(said or "?"), assistant("ok", thinking=thought))]
+    transcript = linear(row)
+    assert messages(write(transcript, Format.MARKDOWN)) == row
+    assert messages(write(transcript, Format.TRAINING)) == row
+
+
+def test_markdown_reads_well() -> None:
+    text = write(linear([user("Hello"), assistant("Hi", thinking="greet")], title="Greeting"), Format.MARKDOWN)
+    assert text == (
+        "# Greeting\n\n## User\n\nHello\n\n## Assistant\n\n"
+        "<details><summary>Thinking</summary>\n\ngreet\n\n</details>\n\nHi\n"
+    )
+    everything = write(linear([user("x"), EVERY_PART, *TALK]), Format.MARKDOWN)
+    assert "Calls `look`:" in everything
+    assert "*(image/png, 4 bytes)*" in everything
+
+
+def test_sharegpt_goes_and_comes() -> None:
+    row = [user("Hello"), assistant("Hi", thinking="greet"), assistant("", calls=(CALL,)), user("x")]
+    (line,) = lines(write(linear(row), Format.SHAREGPT))
+    assert [turn["from"] for turn in line["conversations"]] == ["human", "gpt", "function_call", "human"]
+    found = messages(json.dumps([line]))
+    assert found[:2] == row[:2]
+    assert found[2].tool_calls[0].name == "look"
+    foreign = {"system": "S", "conversations": [{"from": "user", "value": "a"}, {"from": "alien", "value": "b"}, {}]}
+    report = read(json.dumps(foreign))
+    assert report.transcripts[0].system == "S"
+    assert len(report.skipped) == 2
+
+
+OPEN_WEBUI = [
+    {
+        "id": "chat",
+        "title": "Trip",
+        "meta": {"tags": ["travel"]},
+        "chat": {
+            "params": {"system": "be kind"},
+            "history": {
+                "currentId": "c",
+                "messages": {
+                    "c": {
+                        "id": "c",
+                        "parentId": "a",
+                        "childrenIds": [],
+                        "role": "assistant",
+                        "content": '<details type="reasoning" done="true" duration="2">\n<summary>Thought for 2 seconds'
+                        "</summary>\n&gt; I &lt;think&gt;\n&gt; so\n</details>\nGo by train.",
+                        "model": "m",
+                        "timestamp": 1700000001,
+                    },
+                    "a": {
+                        "id": "a",
+                        "parentId": None,
+                        "childrenIds": ["b", "c"],
+                        "role": "user",
+                        "content": "How?",
+                        "timestamp": 1700000000,
+                        "files": [
+                            {"type": "image", "url": "data:image/png;base64," + base64.b64encode(b"1").decode()},
+                            {"type": "image", "url": "https://example.org/x.png"},
+                        ],
+                    },
+                    "b": {"id": "b", "parentId": "a", "role": "assistant", "content": "By bus.", "done": False},
+                    "d": {"id": "d", "parentId": "gone", "role": "user", "content": "Hanging"},
+                    "e": {"id": "e", "parentId": "a", "role": "alien", "content": ""},
+                },
+            },
+        },
+    },
+    {"nonsense": 1},
+]
+
+
+def test_open_webui_is_read_with_its_branches() -> None:
+    report = read(json.dumps(OPEN_WEBUI))
+    (found,) = report.transcripts
+    assert (found.title, found.system, found.tags) == ("Trip", "be kind", ("travel",))
+    question, reply = found.main()
+    assert question.message.parts == (Image("image/png", b"1"), Text("How?"))
+    assert reply.message.text == "Go by train."
+    assert reply.message.thinking == "I <think>\nso"
+    assert reply.created_at == datetime.fromtimestamp(1700000001, UTC)
+    assert [entry.whole for entry in found.entries if entry.message.text == "By bus."] == [False]
+    assert len(report.skipped) == 4
+
+
+LLAMA_CPP = {
+    "conv": {"id": "v", "name": "Maths", "lastModified": 1, "currNode": "3"},
+    "messages": [
+        {"id": "0", "convId": "v", "type": "root", "role": "system", "content": "", "parent": "-1", "children": ["1"]},
+        {"id": "s", "type": "text", "role": "system", "content": "be exact", "parent": "0"},
+        {"id": "1", "type": "text", "timestamp": 1700000000000, "role": "user", "content": "1+1?", "parent": "s"},
+        {"id": "2", "type": "text", "role": "assistant", "content": "2", "parent": "1", "reasoningContent": "add"},
+        {
+            "id": "3",
+            "type": "text",
+            "role": "assistant",
+            "content": "two",
+            "parent": "1",
+            "thinking": "spell",
+            "toolCalls": json.dumps([{"id": "c", "function": {"name": "add", "arguments": "{}"}}]),
+            "extra": [{"type": "TEXT", "name": "a.txt", "content": "hello"}, {"type": "MCP", "content": 1}],
+        },
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "text", [json.dumps(LLAMA_CPP), json.dumps([LLAMA_CPP]), json.dumps(LLAMA_CPP) + "\n\nbroken\n"]
+)
+def test_llama_cpp_is_read_with_its_branches(text: str) -> None:
+    report = read(text)
+    (found,) = report.transcripts
+    assert (found.title, found.system) == ("Maths", "be exact")
+    question, reply = found.main()
+    assert question.message == user("1+1?")
+    assert (reply.message.thinking, reply.message.tool_calls[0].name) == ("spell", "add")
+    assert reply.message.text == "a.txt:\n\nhello\n\ntwo"
+    assert found.entries[1].message == assistant("2", thinking="add")
+    assert any("MCP" in one.why for one in report.skipped)
+
+
+@pytest.mark.parametrize("text", ["", "hello", "[]", "[1, 2]", '{"a": 1}', "null", '{"a": 1}\n{"b": 2}', "# Title"])
+def test_what_is_no_conversation_is_said_to_be_none(text: str) -> None:
+    with pytest.raises(UnknownFormat):
+        read(text)
+
+
+def test_a_circle_of_messages_is_cut() -> None:
+    circle = {
+        "history": {
+            "messages": {
+                "a": {"role": "user", "content": "1", "parentId": "b"},
+                "b": {"role": "user", "content": "2", "parentId": "a"},
+            }
+        }
+    }
+    report = read(json.dumps(circle))
+    assert len(report.transcripts[0].entries) == 2
+    assert len(report.skipped) == 1

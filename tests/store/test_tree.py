@@ -1,0 +1,224 @@
+"""Random operations against a model of the tree, with crashes in between: after every step both are the same."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from palaver.errors import NothingToContinue
+from palaver.messages import Text, user
+from palaver.store import Conflict, Ending, Lease, NotFound, Piece, Status, Store
+from tests.store.conftest import Place
+from tests.store.making import SETTINGS, conversation, steps
+
+EXAMPLES = int(os.environ.get("PALAVER_EXAMPLES", "8"))
+"""More of them find more."""
+TEXTS = st.text(st.sampled_from("ab東 \x00"), min_size=1, max_size=5)
+ENDS = st.sampled_from([Status.DONE, Status.STOPPED, Status.LENGTH, Status.FAILED])
+
+
+@dataclass
+class Known:
+    """What the model of the store knows of a message."""
+
+    parent: str | None
+    text: str
+    status: Status | None = None
+    tokens: list[int] = field(default_factory=list)
+
+
+class Tree(RuleBasedStateMachine):
+    ids = Bundle("ids")
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.place = place
+        self.store: Store = place.open()
+        self.store.replies.interrupt_orphans()  # those of the run before
+        self.lease: Lease = self.store.leases.open()
+        self.known: dict[str, Known] = {}
+        self.journal: list[str | None] = []
+        self.at = -1
+        self.deleted = False
+        self.head: str | None = None
+
+    def teardown(self) -> None:
+        self.store.close()
+
+    @initialize(target=ids)
+    def begin(self) -> str | None:
+        self.id = conversation(self.store).id
+        return None
+
+    @precondition(lambda self: not self.deleted)
+    @rule(target=ids, parent=ids, text=TEXTS)
+    def append(self, parent: str | None, text: str) -> str:
+        stored = self.store.messages.append(self.id, parent, user(text), key=f"key {len(self.known)}")
+        again = self.store.messages.append(self.id, parent, user(text), key=f"key {len(self.known)}")
+        assert again == stored
+        return self._added(stored.id, Known(parent, text), expected=parent)
+
+    @precondition(lambda self: not self.deleted)
+    @rule(target=ids, old=ids, text=TEXTS)
+    def edit(self, old: str | None, text: str) -> Any:
+        if old is None:
+            return multiple()
+        stored = self.store.messages.edit(old, (Text(text),))
+        return self._added(stored.id, Known(self.known[old].parent, text), expected=old)
+
+    @precondition(lambda self: not self.deleted)
+    @rule(target=ids, parent=ids)
+    def start(self, parent: str | None) -> str:
+        stored = self.store.replies.start(self.lease, self.id, parent, SETTINGS)
+        return self._added(stored.id, Known(parent, "", Status.RUNNING), expected=parent)
+
+    def _added(self, id: str, known: Known, expected: str | None) -> str:
+        self.known[id] = known
+        if self.head == expected:
+            self.head = id
+        return id
+
+    @rule(count=st.integers(1, 3))
+    def frame(self, count: int) -> None:
+        """Tokens for every running reply, in one transaction."""
+        pieces = []
+        for id, known in self.known.items():
+            if known.status is Status.RUNNING:
+                start = len(known.tokens)
+                known.tokens += range(start, start + count)
+                pieces.append(Piece(id, start, steps(*known.tokens[start:])))
+        assert self.store.replies.append(self.lease, pieces) == frozenset()
+
+    @precondition(lambda self: not self.deleted)
+    @rule(id=ids, status=ENDS, text=TEXTS)
+    def finish(self, id: str | None, status: Status, text: str) -> None:
+        if id is not None and self.known[id].status is Status.RUNNING:
+            self.store.replies.finish(self.lease, id, Ending(status, (Text(text),)))
+            self.known[id].status, self.known[id].text = status, text
+
+    @precondition(lambda self: not self.deleted)
+    @rule(id=ids)
+    def resume(self, id: str | None) -> None:
+        if id is None:
+            return
+        known = self.known[id]
+        below = any(other.parent == id for other in self.known.values())
+        try:
+            self.store.replies.resume(self.lease, id)
+        except NotFound:
+            assert known.status is None
+        except NothingToContinue:
+            assert known.status is Status.DONE
+        except Conflict:
+            assert known.status is Status.RUNNING or below
+        else:
+            assert not below
+            known.status = Status.RUNNING
+
+    @rule(take_over=st.booleans())
+    def crash(self, take_over: bool) -> None:
+        """The process dies and another begins."""
+        self.store.leases.let_go()
+        self.store.database.close()
+        self.store = self.place.open()
+        self.lease = self.store.leases.open()
+        running = {id for id, known in self.known.items() if known.status is Status.RUNNING}
+        if take_over:
+            assert set(self.store.replies.take_over(self.lease)) == running
+            return
+        assert set(self.store.replies.interrupt_orphans()) == running
+        for id in running:
+            self.known[id].status = Status.INTERRUPTED
+
+    @precondition(lambda self: not self.deleted)
+    @rule(to=ids)
+    def move(self, to: str | None) -> None:
+        if self.at < 0:
+            self.journal, self.at = [self.head], 0
+        if self.journal[self.at] != to:
+            self.journal = [*self.journal[: self.at + 1], to]
+            self.at += 1
+        assert self.store.cursors.move(self.id, "tab", to).message_id == to
+
+    @precondition(lambda self: not self.deleted)
+    @rule(way=st.sampled_from([-1, 1]))
+    def walk(self, way: int) -> None:
+        walk = self.store.cursors.undo if way < 0 else self.store.cursors.redo
+        try:
+            found = walk(self.id, "tab").message_id
+        except Conflict:
+            assert self.at < 0 or not 0 <= self.at + way < len(self.journal)
+        else:
+            self.at += way
+            assert found == self.journal[self.at]
+
+    @precondition(lambda self: not self.deleted)
+    @rule(expected=ids, to=ids)
+    def move_head(self, expected: str | None, to: str | None) -> None:
+        try:
+            self.store.conversations.move_head(self.id, expected, to)
+        except Conflict:
+            assert self.head not in (expected, to)
+        else:
+            assert self.head in (expected, to)
+            self.head = to
+
+    @rule()
+    def delete_or_undelete(self) -> None:
+        change = self.store.conversations.undelete if self.deleted else self.store.conversations.delete
+        change(self.id)
+        self.deleted = not self.deleted
+
+    @invariant()
+    def the_tree_is_the_models(self) -> None:
+        if not hasattr(self, "id") or self.deleted:
+            return
+        everything = self.store.messages.everything(self.id)
+        assert [(stored.id, stored.parent_id) for stored in everything] == [
+            (id, known.parent) for id, known in self.known.items()
+        ]
+        for stored in everything:
+            known = self.known[stored.id]
+            assert stored.text == known.text
+            assert (stored.reply.status if stored.reply else None) is known.status
+            assert list(self.store.replies.token_ids(stored.id)) == known.tokens
+        assert self.store.conversations.get(self.id).head_id == self.head
+        if everything:
+            self._check_path(everything[-1].id)
+
+    def _check_path(self, leaf: str) -> None:
+        wanted, above = [], leaf
+        while above is not None:
+            wanted.append(above)
+            above = self.known[above].parent  # type: ignore[assignment]
+        assert [stored.id for stored in self.store.messages.path(leaf)] == wanted[::-1]
+
+
+def test_the_store_is_the_tree_whatever_happens(place: Place) -> None:
+    plan = settings(
+        max_examples=EXAMPLES,
+        stateful_step_count=25,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
+
+    class Here(Tree):
+        def __init__(self) -> None:
+            super().__init__(place)
+
+    run_state_machine_as_test(Here, settings=plan)
