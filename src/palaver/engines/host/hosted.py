@@ -58,7 +58,8 @@ class _Request:
     arrivals: asyncio.Queue[Output | PalaverError] = field(default_factory=asyncio.Queue)
 
     def frame(self, number: int) -> dict[str, Any]:
-        prompt = replace(self.prompt, reply_ids=(*self.prompt.reply_ids, *self.said))
+        said = (*self.prompt.reply_ids, *self.said)
+        prompt = replace(self.prompt, reply_ids=said, healing=b"" if self.said else self.prompt.healing)
         sent = {"prompt": pack(prompt), "sampling": pack(self.sampling), "choice": self.choice}
         return {"do": "generate", "number": number, **sent}
 

@@ -9,6 +9,7 @@ from palaver.engines.reply import Reply
 from palaver.engines.torch.banned import BannedText
 from palaver.engines.torch.dice import uniform
 from palaver.engines.torch.guide import Guide
+from palaver.engines.torch.mending import Mending
 from palaver.errors import BadParameter
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
@@ -34,6 +35,7 @@ class Chooser:
         self._context = prompt.context_ids
         self._banned = banned
         self._guide = guide
+        self._mending: Mending | None = None
         self._size = size
         self._counts: Tensor | None = None
         self._seen: Tensor | None = None
@@ -46,7 +48,15 @@ class Chooser:
 
     @property
     def adjusts(self) -> bool:
-        return self._always or len(self.reply.ids) < self.sampling.min_tokens
+        return self._always or self._mends or len(self.reply.ids) < self.sampling.min_tokens
+
+    @property
+    def _mends(self) -> bool:
+        return self._mending is not None and bool(self._mending.left)
+
+    def mends(self, mending: Mending | None) -> None:
+        """From here on the reply first writes the bytes that were cut off at its seam."""
+        self._mending = mending
 
     def uniform(self) -> float:
         return uniform(self.sampling.seed, self._choice, len(self.reply.ids))
@@ -56,6 +66,8 @@ class Chooser:
         self.reply.take(token_id)
         if self._guide is not None:
             self._guide.take(token_id, self.reply, forced)
+        if self._mending is not None and self._mending.left:
+            self._mending.take(token_id)
         if self._counts is not None and self._seen is not None:
             self._counts[token_id] += 1
             self._seen[token_id] = True
@@ -103,6 +115,11 @@ class Chooser:
             scores[self._banned.ids(self.reply.ids)] = -torch.inf
         if len(self.reply.ids) < self.sampling.min_tokens:
             scores[[token_id for token_id in self.reply.closers if token_id < self._size]] = -torch.inf
+        if self._mending is not None and self._mending.left:
+            allowed = torch.tensor(self._mending.allowed(), dtype=torch.long, device=scores.device)
+            kept = scores[allowed]
+            scores.fill_(-torch.inf)
+            scores[allowed] = kept
 
     def _banned_ids(self, device: torch.device) -> Tensor:
         if self._never is None:

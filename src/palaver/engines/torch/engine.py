@@ -22,6 +22,7 @@ from palaver.engines.torch.grammars import Grammars
 from palaver.engines.torch.guide import Guide, constraints_of, control_ids
 from palaver.engines.torch.loading import load_model, pick_device, pick_dtype
 from palaver.engines.torch.memory import cache_bytes, check_fit, fit
+from palaver.engines.torch.mending import Mending
 from palaver.engines.torch.probing import pick_runner
 from palaver.engines.torch.scheduler import Limits, Scheduler
 from palaver.engines.torch.sequence import Sequence
@@ -146,6 +147,7 @@ class TorchEngine:
         chooser = Chooser(prompt, sampling, generation.choice, reply, size, banned, guide)
         for token_id in prompt.reply_ids:
             chooser.take(token_id)
+        chooser.mends(self._mending(prompt))
         return Sequence(generation, chooser)
 
     def _check(self, prompt: Prompt) -> None:
@@ -164,6 +166,11 @@ class TorchEngine:
             return None
         control = control_ids(prompt.phases) | self._info.end_ids
         return BannedText(sampling.banned_strings, self._spelling(), control)
+
+    def _mending(self, prompt: Prompt) -> Mending | None:
+        if not prompt.healing:
+            return None
+        return Mending(prompt.healing, self._spelling(), control_ids(prompt.phases) | self._info.end_ids)
 
     def _guide(self, prompt: Prompt, sampling: Sampling) -> Guide | None:
         if not constraints_of(prompt.phases, sampling):
