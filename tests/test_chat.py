@@ -149,6 +149,12 @@ async def test_stop_strings_end_the_answer_and_are_not_in_it() -> None:
     assert reply.message.text == "Wave: 👋🏽 <"
 
 
+async def test_a_stop_string_that_the_template_declares_ends_the_answer() -> None:
+    reply = await chat(template='{%- set stop_strings = ["🏽"] %}' + CHATML).reply(request())
+    assert reply.finish is Finish.STOP_STRING
+    assert reply.message.text == "Wave: 👋"
+
+
 async def test_a_failing_engine_is_an_error() -> None:
     with pytest.raises(EngineError):
         await chat(REPLY[0], Fail()).reply(request())

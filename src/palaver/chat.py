@@ -152,7 +152,8 @@ class Chat:
 
     def turn(self, request: Request, reply_so_far: Sequence[int] = ()) -> Turn:
         """A turn to enter; with `reply_so_far`, the token ids of a reply that goes on."""
-        checked(request.sampling)
+        stops = tuple(dict.fromkeys((*request.sampling.stop, *self.format.stop_strings)))
+        request = replace(request, sampling=checked(replace(request.sampling, stop=stops)))
         prompt = self.format.render(request.messages, request.tools, request.options, reply_so_far)
         limit = self.engine.info.context_length
         if len(prompt) >= limit:

@@ -12,6 +12,11 @@ from palaver.messages import Message, Tool
 
 
 class Format(Protocol):
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Texts that end an answer by the template's own word."""
+        ...
+
     def render(
         self,
         messages: Sequence[Message],

@@ -14,6 +14,8 @@ from palaver.phases import Phase, Phases, State
 
 
 class Completion:
+    stop_strings: tuple[str, ...] = ()
+
     def __init__(self, tokenizer: FastTokenizer) -> None:
         self._tokenizer = tokenizer
 

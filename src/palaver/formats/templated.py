@@ -47,6 +47,10 @@ class TemplateFormat:
         )
         self._anatomy = Anatomy(self.facts, tokenizer.control, tokenizer.special_ids)
 
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return self.facts.stop_strings
+
     def corrected(self, path: Path) -> TemplateFormat:
         """The same format with an operator's corrections."""
         return TemplateFormat(self._template, self._tokenizer, self._strings, corrected(self.facts, path))
