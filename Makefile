@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo ok),$(p))))
 
-.PHONY: chat test test-fast lint install install-dev clean
+.PHONY: chat test test-fast lint install install-dev postgres clean
 
 chat: install
 	@$(VENV)/bin/palaver chat
@@ -35,7 +35,22 @@ lint: install-dev
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-test: lint
+# The store is tested on PostgreSQL too: only the server's programs are needed, the tests start one of their own
+APT := DEBIAN_FRONTEND=noninteractive LC_ALL=C apt-get -qq -o DPkg::Lock::Timeout=120 -o Acquire::http::Timeout=20
+POSTGRES := postgresql --yes --no-install-recommends
+
+postgres:
+	@if command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "Installing PostgreSQL for the store's tests (once)..."; mkdir -p $(VENV); \
+		{ $(APT) install $(POSTGRES) || { $(APT) update && $(APT) install $(POSTGRES); }; } >$(VENV)/postgres.log 2>&1 \
+			&& rm $(VENV)/postgres.log \
+			|| { tail -n 5 $(VENV)/postgres.log; echo "!!! PostgreSQL could not be installed: the store is tested on SQLite alone."; }; \
+	else \
+		echo "!!! No PostgreSQL server here: the store is tested on SQLite alone (Debian: apt install postgresql)."; \
+	fi
+
+test: lint postgres
 	$(VENV)/bin/pytest -n 2
 
 test-fast: install-dev

@@ -25,7 +25,10 @@ LENGTH = 50
 """Messages in a conversation."""
 LIMIT = 20.0
 """Milliseconds at the median."""
-QUERIES = ("zeppelin", "water", "wat", "the water", '"of the"', "水", "東京", "大きい 山", "w4711", "nothinglikeit")
+QUERIES = (
+    *("zeppelin", "water", "wat", "the water", "the zeppelin", "green w4711", "w4711", "nothinglikeit"),
+    *('"of the"', '"of the water"', "水", "東京", "東京大", "東京大阪", "大きい 山"),
+)
 WORDS = "the of and to in water fire stone river house light work time year people day night small great green".split()
 CHARACTERS = "水火山川東京大阪人日本語学生先生時間今日明日行来見食飲話書読大小高い低い新しい古い"
 
@@ -61,6 +64,10 @@ def measure(folder: Path, database: str | None, messages: int, seed: int) -> Non
             report(f"search {query!r} ({found} shown)", timed(lambda q=query: store.search.find(owner, q), 20))  # type: ignore[misc]
         every = [lambda q=query: store.search.find(owner, q) for query in QUERIES]
         report("search, all of these", timed(lambda: chance.choice(every)(), 200))
+        other = fill_others(store, chance)
+        for query in ("water", "the water", "東京", "w4711"):
+            found = len(store.search.find(other, query))
+            report(f"another user's {query!r} ({found} shown)", timed(lambda q=query: store.search.find(other, q), 20))  # type: ignore[misc]
         report("list 50 conversations", timed(lambda: store.conversations.list(owner), 50))
         for streams in (1, 8, 64):
             report(f"a frame of {streams} tokens", frames(store, ids[0], streams), None)
@@ -87,6 +94,15 @@ def fill_one(store: Store, messages: int, chance: random.Random) -> str:
     made = store.conversations.create(store.users.ensure().id, title="A long one")
     store.messages.append_all(made.id, list(talk(messages, chance)))
     return made.id
+
+
+def fill_others(store: Store, chance: random.Random) -> str:
+    """A user with one conversation, and after it much of somebody else's; gives who."""
+    owner = store.users.ensure("other").id
+    made = store.conversations.create(owner, title="Somebody else's")
+    store.messages.append_all(made.id, list(talk(LENGTH, chance)))
+    fill_one(store, 2000, chance)
+    return owner
 
 
 def talk(count: int, chance: random.Random) -> Iterable[Arrival]:

@@ -34,7 +34,7 @@ def postgres() -> Iterator[URL]:
         assert not os.environ.get("CI"), "PostgreSQL must be tested here, but no server is installed"
         pytest.skip("!!! NOT TESTED ON POSTGRESQL: no server is installed (Debian: apt install postgresql)")
     with running_server(binaries) as url:
-        _sql(url, "CREATE DATABASE prepared")
+        run_sql(url, "CREATE DATABASE prepared")
         yield url
 
 
@@ -91,11 +91,11 @@ def copy_sqlite(source: Path, to: Path) -> None:
 
 def fresh_database(server: URL, template: str = "template0") -> URL:
     name = f"test{next(_NUMBERS)}"
-    _sql(server, f"CREATE DATABASE {name} TEMPLATE {template}")
+    run_sql(server, f"CREATE DATABASE {name} TEMPLATE {template}")
     return server.set(database=name)
 
 
-def _sql(url: URL, statement: str) -> None:
+def run_sql(url: URL, statement: str) -> None:
     engine = create_engine(url.set(drivername="postgresql+psycopg"), isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
         connection.execute(text(statement))

@@ -26,7 +26,7 @@ def server_binaries() -> Path | None:
 def running_server(binaries: Path) -> Iterator[URL]:
     """The URL of its administrative database; the server ends with the block."""
     folder = Path(tempfile.mkdtemp(prefix="palaver-pg-"))
-    account = _account()
+    account = server_account()
     if account is not None:
         shutil.chown(folder, account)
     try:
@@ -42,7 +42,7 @@ def running_server(binaries: Path) -> Iterator[URL]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _account() -> str | None:
+def server_account() -> str | None:
     """The server refuses to run as root: then it runs as somebody else."""
     if os.getuid() != 0:
         return None

@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, event, text
+from sqlalchemy import URL, create_engine, event, text
 
 from palaver.store import Conflict, DiskFull, Lease, Locked, NotFound, Piece, Store, open_store
 from palaver.store.blobs import Blobs
 from palaver.store.database import Durability
 from palaver.store.errors import Damaged, StoreError, Unreachable, Unstorable, translated
-from tests.store.conftest import Place
+from tests.store.conftest import Place, run_sql
 from tests.store.making import SETTINGS, conversation, said, steps
+from tests.store.postgres import server_account
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system with little room."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if (
-        shutil.which("mount") is None
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True).returncode
-    ):
+def small_disk(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A real file system with little room; not below a folder that only root may enter."""
+    size = getattr(request, "param", "1m")
+    folder = Path(tempfile.mkdtemp(prefix="palaver-small-"))
+    folder.chmod(0o755)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        folder.rmdir()
         pytest.skip("a small file system can't be mounted here")
     try:
         yield folder
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
+        folder.rmdir()
 
 
 def test_a_full_disk_is_an_error_and_the_conversation_goes_on_when_there_is_room(small_disk: Path) -> None:
@@ -63,9 +67,34 @@ def test_a_full_disk_is_an_error_and_the_conversation_goes_on_when_there_is_room
     assert _integrity(small_disk / "store" / "palaver.db") == "ok"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("small_disk", ["12m"], indirect=True)
+def test_a_full_disk_under_postgresql(small_disk: Path, tmp_path: Path, prepared_postgres: URL) -> None:
+    """The tables of this database are on a small file system, its log is not."""
+    if account := server_account():
+        shutil.chown(small_disk, account)
+    run_sql(prepared_postgres, f"CREATE TABLESPACE small LOCATION '{small_disk}'")
+    run_sql(prepared_postgres, "CREATE DATABASE small TEMPLATE prepared TABLESPACE small")
+    url = prepared_postgres.set(database="small")
+    try:
+        with open_store(tmp_path / "store", url) as store:
+            id = conversation(store).id
+            kept = [said(store, id, None, "first").id]
+            with pytest.raises(DiskFull, match="room"):
+                _talk(store, id, kept)
+            assert [message.id for message in store.messages.path(kept[-1])] == kept
+            subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
+            after = said(store, id, kept[-1], "there is room again")
+            assert len(store.messages.path(after.id)) == len(kept) + 1 == len(store.messages.nodes(id))
+    finally:
+        run_sql(prepared_postgres, "DROP DATABASE small WITH (FORCE)")
+        run_sql(prepared_postgres, "DROP TABLESPACE small")
+
+
 def _talk(store: Store, id: str, kept: list[str]) -> None:
-    for _ in range(1000):
-        kept.append(said(store, id, kept[-1], "x" * 5000).id)
+    chance = random.Random(0)
+    for _ in range(2000):
+        kept.append(said(store, id, kept[-1], chance.randbytes(10_000).hex()).id)
 
 
 def _reply(store: Store, lease: Lease, id: str) -> None:
@@ -103,16 +132,25 @@ def test_a_locked_database_is_waited_for_then_told_of(place: Place) -> None:
         assert said(store, id, first.id, "2").parent_id == first.id
 
 
-class _locked:
-    """Another program's transaction on the conversations."""
+def test_tokens_that_met_a_lock_can_be_sent_again(place: Place) -> None:
+    with place.open(wait=0.2) as store:
+        lease = store.leases.open()
+        reply = store.replies.start(lease, conversation(store).id, None, SETTINGS)
+        with _locked(store, "running"), pytest.raises(Locked):
+            store.replies.append(lease, [Piece(reply.id, 0, steps(0, 1))])
+        assert store.replies.token_ids(reply.id) == ()
+        store.replies.append(lease, [Piece(reply.id, 0, steps(0, 1))])
+        assert store.replies.token_ids(reply.id) == (0, 1)
 
-    def __init__(self, store: Store) -> None:
+
+class _locked:
+    """Another program's transaction; SQLite's is on everything."""
+
+    def __init__(self, store: Store, table: str = "conversations") -> None:
         self._engine = create_engine(store.database.url)
         if store.database.is_sqlite:
             event.listen(self._engine, "connect", lambda one, _: setattr(one, "isolation_level", None))
-        self._statement = (
-            "BEGIN IMMEDIATE" if store.database.is_sqlite else "LOCK TABLE conversations IN EXCLUSIVE MODE"
-        )
+        self._statement = "BEGIN IMMEDIATE" if store.database.is_sqlite else f"LOCK TABLE {table} IN EXCLUSIVE MODE"
 
     def __enter__(self) -> None:
         self._connection = self._engine.connect()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from palaver.messages import Text
 from palaver.store import Ending, Status, Store
 from palaver.store.words import terms, words
@@ -54,6 +56,55 @@ def test_the_newest_come_first_with_their_surroundings(store: Store, owner: str)
     assert len(store.search.find(owner, "needle", conversation_id=second.id)) == 1
 
 
+def test_everybody_finds_their_own_and_nothing_that_was_deleted(store: Store, owner: str) -> None:
+    other = store.users.ensure("other").id
+    made = conversation(store)
+    for number in range(30):
+        said(store, made.id, None, f"needle {number}")
+    gone = conversation(store)
+    for number in range(60):
+        said(store, gone.id, None, f"needle {number}")
+    theirs = store.conversations.create(other).id
+    hers = said(store, theirs, None, "a needle").id
+    store.conversations.delete(gone.id)
+    assert [hit.message_id for hit in store.search.find(other, "needle")] == [hers]
+    hits = store.search.find(owner, "needle", limit=25)
+    assert [hit.conversation_id for hit in hits] == [made.id] * 25
+    assert "needle 29" in hits[0].snippet
+    assert store.search.find(owner, "needle", conversation_id=theirs) == ()
+    for odd in ("nonesuch", "'", '"', '" OR "', "\\' | 'x", "a b"):
+        assert store.search.find(owner, "needle", conversation_id=odd) == ()
+        assert store.search.find(odd, "needle") == ()
+    assert store.search.find(owner, owner) == (), "the words that stand for places can't be typed"
+    assert store.search.find(owner, f"\ue000{owner}") == ()
+    store.conversations.undelete(gone.id)
+    assert store.search.find(owner, "needle", limit=1)[0].conversation_id == gone.id
+
+
+def test_rare_and_common_words_are_found_behind_many_newer_messages(
+    store: Store, owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("palaver.store.search._NEWEST", 5)
+    monkeypatch.setattr("palaver.store.search._NEWEST_FOR_PHRASES", 5)
+    id = conversation(store).id
+    old = [said(store, id, None, text).id for text in ("一二三 old rare words", "old and 二三一", "old")]
+    for number in range(12):
+        said(store, id, None, f"new {number}")
+    found = {
+        "old": old[::-1],
+        "ol rar": old[:1],
+        '"rare words"': old[:1],
+        '"words rare"': [],
+        "一二三": old[:1],
+        "二三": old[1::-1],
+        "三二": [],
+    }
+    for query, ids in found.items():
+        assert [hit.message_id for hit in store.search.find(owner, query)] == ids, query
+    assert len(store.search.find(owner, "new", limit=12)) == 12
+    assert [hit.message_id for hit in store.search.find(owner, "old", limit=2)] == [old[2], old[1]]
+
+
 def test_terms_far_apart_and_phrases_anywhere_in_a_long_message_are_found(store: Store, owner: str) -> None:
     id = conversation(store).id
     numbers = [f"w{number}" for number in range(2000)]
@@ -64,6 +115,11 @@ def test_terms_far_apart_and_phrases_anywhere_in_a_long_message_are_found(store:
         phrase = " ".join(numbers[start : start + 10])
         assert store.search.find(owner, f'"{phrase}"')[0].message_id == message.id
     assert store.search.find(owner, "的尾巴")[0].message_id == repeated.id
+    assert store.search.find(owner, "的 w1") == ()
+    assert store.search.find(owner, '"w5 w7"') == (), "both words are there, but not one after the other"
+    huge = said(store, id, None, " ".join(f"h{number}" for number in range(25_000)))
+    for query in ("h0", "h24999", '"h12000 h12001"'):
+        assert [hit.message_id for hit in store.search.find(owner, f"{query}")] == [huge.id]
 
 
 def test_a_reply_is_found_by_what_it_said_at_the_end(store: Store, owner: str) -> None:

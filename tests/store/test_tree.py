@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -18,10 +22,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from sqlalchemy import URL, create_engine, text, update
 
 from palaver.errors import NothingToContinue
-from palaver.messages import Text, user
-from palaver.store import Conflict, Ending, Lease, NotFound, Piece, Status, Store
+from palaver.messages import Role, Text, user
+from palaver.store import Conflict, Ending, Lease, NotFound, Piece, Status, Store, StoreError, tree
+from palaver.store.schema import conversations
 from tests.store.conftest import Place
 from tests.store.making import SETTINGS, conversation, steps
 
@@ -131,9 +137,8 @@ class Tree(RuleBasedStateMachine):
 
     @rule(take_over=st.booleans())
     def crash(self, take_over: bool) -> None:
-        """The process dies and another begins."""
-        self.store.leases.let_go()
-        self.store.database.close()
+        """The process dies in the middle of a transaction, and another begins."""
+        self.place = _found_after_a_kill(self.place, self.store, self.id)
         self.store = self.place.open()
         self.lease = self.store.leases.open()
         running = {id for id, known in self.known.items() if known.status is Status.RUNNING}
@@ -206,6 +211,33 @@ class Tree(RuleBasedStateMachine):
             wanted.append(above)
             above = self.known[above].parent  # type: ignore[assignment]
         assert [stored.id for stored in self.store.messages.path(leaf)] == wanted[::-1]
+
+
+def _found_after_a_kill(place: Place, store: Store, id: str) -> Place:
+    """What is there when nothing was closed, rolled back or let go."""
+    with suppress(StoreError, _Killed), store.database.writing() as connection:
+        connection.execute(update(conversations).values(title="half done"))
+        tree.insert_new(connection, tree.New(id, None, Role.USER, (Text("never acknowledged"),)))
+        if place.database is None:
+            folder = Path(tempfile.mkdtemp(dir=place.folder.parent))
+            place = Place(Path(shutil.copytree(place.folder, folder, dirs_exist_ok=True)), None)
+        else:
+            _kill_connections(place.database)
+        raise _Killed
+    store.close()
+    return place
+
+
+class _Killed(Exception):
+    pass
+
+
+def _kill_connections(database: URL) -> None:
+    engine = create_engine(database.set(drivername="postgresql+psycopg"), isolation_level="AUTOCOMMIT")
+    kill = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> "
+    with engine.connect() as connection:
+        connection.execute(text(kill + "pg_backend_pid()"))
+    engine.dispose()
 
 
 def test_the_store_is_the_tree_whatever_happens(place: Place) -> None:

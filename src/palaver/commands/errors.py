@@ -28,7 +28,11 @@ def errors_told() -> Iterator[None]:
     except BrokenPipeError:  # whoever read the answer has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(FAILED) from None
+    except OSError as error:  # a file or a folder that can't be read or written
+        name = error.filename2 or error.filename
+        _tell(f"{name}: {error.strerror}" if name else error)
+        raise typer.Exit(FAILED) from None
 
 
-def _tell(error: PalaverError) -> None:
+def _tell(error: object) -> None:
     print(f"palaver: {error}", file=sys.stderr)

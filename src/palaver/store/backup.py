@@ -15,22 +15,22 @@ import sqlite3
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, select, text, update
+from sqlalchemy import URL, Connection, Table, delete, func, select, text, update
 
 from palaver.store.blobs import Blobs
 from palaver.store.database import Database
 from palaver.store.errors import BadBackup, Damaged, NotEmpty, translated
-from palaver.store.files import sync_folder
+from palaver.store.files import sync_folder, whole_file
 from palaver.store.indexing import rebuild
 from palaver.store.migrations import current_revision, migrate
 from palaver.store.rows import count_on, dumped, load, reflected
-from palaver.store.schema import HEAD, holders, message_blobs, users
+from palaver.store.schema import HEAD, conversations, holders, message_blobs, users
 from palaver.store.store import DATABASE, Store, data_folder, database_url, open_store
 
 _FORMAT = "palaver backup"
@@ -43,17 +43,18 @@ class Manifest:
     tables: tuple[str, ...]
     """Empty where the database is SQLite's own file."""
     blobs: int
+    conversations: int
+    """Deleted ones too."""
 
 
 def backup(store: Store, file: Path) -> Manifest:
     """Writes the whole store into a new file; the store may be in use meanwhile."""
     with translated(), _whole(file) as archive:
-        tables, digests = _database_into(archive, store.database)
-        for digest in digests:
+        contents = _database_into(archive, store.database)
+        for digest in contents.digests:
             archive.writestr(f"blobs/{digest}", store.blobs.get(digest), zipfile.ZIP_STORED)
-        manifest = Manifest(HEAD, tables, len(digests))
-        content = {"format": _FORMAT, "revision": HEAD, "tables": tables, "blobs": len(digests)}
-        archive.writestr(_MANIFEST, json.dumps(content))
+        manifest = Manifest(HEAD, contents.tables, len(contents.digests), contents.conversations)
+        archive.writestr(_MANIFEST, json.dumps({"format": _FORMAT, **asdict(manifest)}))
     return manifest
 
 
@@ -65,15 +66,11 @@ def restore(file: Path, folder: Path | None = None, database: str | URL | None =
         with closing(Database(database_url(place, database))) as target:
             _check_empty(target)
             _restore_blobs(archive, place)
-            if manifest.tables:
-                _load_rows(archive, manifest, target)
-            elif target.is_sqlite:
-                _place_file(archive, target)
-            else:
-                _convert(archive, target)
+            _restore_database(archive, manifest, target)
         with open_store(place, database) as store:
             _bury_holders(store)
-    return manifest
+            with store.database.reading() as connection:
+                return replace(manifest, conversations=_count(connection))
 
 
 @contextmanager
@@ -81,24 +78,21 @@ def _whole(file: Path) -> Iterator[zipfile.ZipFile]:
     """An archive that gets its name when it is complete and synced."""
     if file.exists():
         raise NotEmpty(f"The file {str(file)!r} is there already: name another one.")
-    beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-    try:
-        with beside.open("xb") as raw:
-            with zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-                yield archive
-            raw.flush()
-            os.fsync(raw.fileno())
-        beside.replace(file)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    sync_folder(file.parent)
+    with whole_file(file) as raw, zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        yield archive
 
 
-def _database_into(archive: zipfile.ZipFile, database: Database) -> tuple[tuple[str, ...], list[str]]:
-    """Writes the database; gives the tables it was written as, and the blobs it names."""
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    tables: tuple[str, ...]
+    digests: tuple[str, ...]
+    """The blobs that messages name."""
+    conversations: int
+
+
+def _database_into(archive: zipfile.ZipFile, database: Database) -> _Contents:
     if database.is_sqlite:
-        return (), _file_into(archive, database)
+        return _file_into(archive, database)
     with database.reading() as connection:
         connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
         tables = reflected(connection)
@@ -106,19 +100,27 @@ def _database_into(archive: zipfile.ZipFile, database: Database) -> tuple[tuple[
             with archive.open(f"rows/{table.name}.jsonl", "w", force_zip64=True) as out:
                 for line in dumped(connection, table):
                     out.write(line.encode())
-        digests = list(connection.execute(select(message_blobs.c.digest).distinct()).scalars())
-    return tuple(table.name for table in tables), digests
+        return _contents(connection, [table.name for table in tables])
 
 
-def _file_into(archive: zipfile.ZipFile, database: Database) -> list[str]:
+def _file_into(archive: zipfile.ZipFile, database: Database) -> _Contents:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / DATABASE
         with database.reading() as connection, closing(sqlite3.connect(copy)) as target:
             source: Any = connection.connection.driver_connection
             source.backup(target)
-            rows = target.execute("SELECT DISTINCT digest FROM message_blobs").fetchall()
         archive.write(copy, DATABASE)
-    return [digest for (digest,) in rows]
+        with closing(Database(database_url(Path(folder)))) as copied, copied.reading() as connection:
+            return _contents(connection)
+
+
+def _contents(connection: Connection, tables: Sequence[str] = ()) -> _Contents:
+    digests = connection.execute(select(message_blobs.c.digest).distinct()).scalars()
+    return _Contents(tuple(tables), tuple(digests), _count(connection))
+
+
+def _count(connection: Connection) -> int:
+    return connection.execute(select(func.count()).select_from(conversations)).scalar_one()
 
 
 @contextmanager
@@ -137,7 +139,8 @@ def _manifest(archive: zipfile.ZipFile) -> Manifest:
         content = json.loads(archive.read(_MANIFEST))
         if content["format"] != _FORMAT:
             raise KeyError(_FORMAT)
-        manifest = Manifest(content["revision"], tuple(content["tables"]), content["blobs"])
+        counts = content["blobs"], content.get("conversations", 0)
+        manifest = Manifest(content["revision"], tuple(content["tables"]), *counts)
     except (KeyError, ValueError):
         raise BadBackup("The file is no backup of Palaver's: it has no manifest.") from None
     if manifest.revision > HEAD:
@@ -146,13 +149,34 @@ def _manifest(archive: zipfile.ZipFile) -> Manifest:
 
 
 def _check_empty(target: Database) -> None:
-    if target.is_sqlite:
-        used = target.path.exists()
-    elif used := current_revision(target) is not None:
-        with target.reading() as connection:
-            used = connection.execute(select(users.c.id).limit(1)).first() is not None
+    """A store that nobody has written to is as good as none."""
+    if _is_new(target):
+        return
+    current = current_revision(target)
+    with target.reading() as connection:
+        used = current is None or any(_has_rows(connection, table) for table in reflected(connection))
     if used:
         raise NotEmpty(f"There is a store at {target.url.render_as_string()!r} already: restore into an empty place.")
+
+
+def _has_rows(connection: Connection, table: Table) -> bool:
+    """Users and holders are there as soon as a store was looked at."""
+    return table.name not in ("users", "holders") and connection.execute(select(table).limit(1)).first() is not None
+
+
+def _is_new(target: Database) -> bool:
+    return not target.path.exists() if target.is_sqlite else current_revision(target) is None
+
+
+def _restore_database(archive: zipfile.ZipFile, manifest: Manifest, target: Database) -> None:
+    if not _is_new(target):
+        _convert(archive, manifest, target)
+    elif manifest.tables:
+        _load_rows(archive, manifest, target)
+    elif target.is_sqlite:
+        _place_file(archive, target)
+    else:
+        _convert(archive, manifest, target)
 
 
 def _restore_blobs(archive: zipfile.ZipFile, place: Path) -> None:
@@ -201,13 +225,15 @@ def _load_rows(archive: zipfile.ZipFile, manifest: Manifest, target: Database) -
     _finish(target)
 
 
-def _convert(archive: zipfile.ZipFile, target: Database) -> None:
-    """SQLite's file into another kind of database, row by row."""
+def _convert(archive: zipfile.ZipFile, manifest: Manifest, target: Database) -> None:
+    """Row by row: into another kind of database, or one that has its schema already."""
     with tempfile.TemporaryDirectory() as folder:
-        _extract(archive, Path(folder) / DATABASE)
+        with closing(Database(database_url(Path(folder)))) as unpacked:
+            _restore_database(archive, manifest, unpacked)
         with open_store(Path(folder)) as source:
             migrate(target)
             with source.database.reading() as old, target.writing() as new:
+                new.execute(delete(users))
                 tables = {table.name: table for table in reflected(old)}
                 for table in reflected(new):
                     load(new, table, dumped(old, tables[table.name]))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from palaver.store.errors import Damaged, NotFound, translated
-from palaver.store.files import sync_folder, write_whole
+from palaver.store.files import make_folder, write_whole
 
 Kind = Literal["image", "audio", "video"]
 GRACE = 3600.0
@@ -43,10 +43,7 @@ class Blobs:
             if path.exists() and path.stat().st_size == len(data):
                 os.utime(path)  # somebody is about to name it: sweep() must leave it
                 return digest
-            if not path.parent.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                sync_folder(path.parent.parent)
-                sync_folder(path.parent.parent.parent)
+            make_folder(path.parent)
             write_whole(path, data)
         return digest
 

@@ -9,11 +9,14 @@ from sqlalchemy import Connection, Select, delete, func, insert, select, tuple_,
 
 from palaver.store.blobs import Blobs
 from palaver.store.database import Database
-from palaver.store.errors import Conflict, NotFound
+from palaver.store.errors import Ambiguous, Conflict, NotFound
 from palaver.store.identity import moment, new_id, now
 from palaver.store.names import checked_name, cleaned_title
 from palaver.store.schema import conversations, message_blobs, messages, tags
 from palaver.store.values import Conversation
+
+_SHOWN = 5
+"""How many of the ids that could be meant are named."""
 
 
 class Conversations:
@@ -75,12 +78,39 @@ class Conversations:
         with self._database.reading() as connection:
             return _loaded(connection, connection.execute(query).all())
 
+    def ids(self, owner: str) -> tuple[str, ...]:
+        """Every conversation that is not deleted, the oldest first."""
+        query = _listed(owner, deleted=False).with_only_columns(conversations.c.id)
+        with self._database.reading() as connection:
+            return tuple(connection.execute(query.order_by(conversations.c.created_at)).scalars())
+
+    def resolve(self, beginning: str, deleted: bool = False) -> Conversation:
+        """The conversation with that id, or the only one whose id begins so; with `deleted`, deleted ones too."""
+        query = select(conversations.c.id).where(conversations.c.id.startswith(beginning, autoescape=True))
+        if not deleted:
+            query = query.where(conversations.c.deleted_at.is_(None))
+        with self._database.reading() as connection:
+            found = connection.execute(query.limit(_SHOWN)).scalars().all() if beginning else ()
+            if not found:
+                raise NotFound("conversation", beginning)
+            if len(found) > 1:
+                raise Ambiguous("conversations", beginning, found)
+            return one(connection, found[0], deleted=deleted)
+
     def tags(self, owner: str) -> tuple[str, ...]:
         """Every tag in use."""
         query = select(tags.c.tag).join(conversations).where(conversations.c.owner_id == owner)
         query = query.where(conversations.c.deleted_at.is_(None)).distinct().order_by(tags.c.tag)
         with self._database.reading() as connection:
             return tuple(connection.execute(query).scalars())
+
+    def name_blob(self, owner: str, digest: str) -> bool:
+        """Whether any message of the user's conversations holds this blob."""
+        query = select(messages.c.seq).join(message_blobs, message_blobs.c.message_id == messages.c.id)
+        query = query.join(conversations, conversations.c.id == messages.c.conversation_id)
+        query = query.where(conversations.c.owner_id == owner, message_blobs.c.digest == digest).limit(1)
+        with self._database.reading() as connection:
+            return connection.execute(query).first() is not None
 
     def rename(self, id: str, title: str, given: bool = True) -> Conversation:
         """`given`: chosen by a person. A title that was made never replaces one that was given."""

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.exc import ArgumentError
 
 from palaver.errors import BadParameter
-from palaver.store.errors import translated
+from palaver.store.errors import Unreachable, translated
 
 
 class Durability(Enum):
@@ -79,18 +80,25 @@ class Database:
     def _postgres(self) -> Engine:
         milliseconds = int(self._wait * 1000)
         options = f"-c lock_timeout={milliseconds} -c timezone=UTC"
-        return create_engine(self.url, connect_args={"options": options}, pool_pre_ping=True)
+        try:
+            return create_engine(self.url, connect_args={"options": options}, pool_pre_ping=True)
+        except ModuleNotFoundError:
+            raise Unreachable("PostgreSQL needs its driver: pip install 'palaver[postgres]'.") from None
 
 
 def _checked(url: str | URL) -> URL:
-    made = make_url(url)
+    try:
+        made = make_url(url)
+    except ArgumentError:
+        raise BadParameter("database", "...", "is no URL: write postgresql://user@host/name") from None
+    shown = made.render_as_string()  # without the password
     if made.get_backend_name() == "postgresql":
         return made.set(drivername="postgresql+psycopg")
     if made.get_backend_name() == "sqlite":
         if not made.database or made.database == ":memory:":
-            raise BadParameter("database", str(url), "must name a file")
+            raise BadParameter("database", shown, "must name a file")
         return made
-    raise BadParameter("database", str(url), "must begin with sqlite:/// or postgresql://")
+    raise BadParameter("database", shown, "must begin with sqlite:/// or postgresql://")
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, _: object) -> None:

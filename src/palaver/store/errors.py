@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError
@@ -23,6 +23,13 @@ class NotFound(RequestError):
         super().__init__(f"There is no {kind} {id!r}.")
         self.kind = kind
         self.id = id
+
+
+class Ambiguous(RequestError):
+    """The beginning of an id that is the beginning of several."""
+
+    def __init__(self, kind: str, beginning: str, ids: Sequence[str]) -> None:
+        super().__init__(f"Several {kind} begin with {beginning!r} ({', '.join(ids)}): write more of the id.")
 
 
 class Conflict(RequestError):

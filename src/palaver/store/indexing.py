@@ -1,39 +1,50 @@
 """The index of words: what is put in when a message is written. `search.py` asks it.
 
-SQLite keeps one row a message in an FTS5 table. PostgreSQL remembers at most 256 places of a word in a row, so a
-message is several rows there, each short enough, with an overlap that a phrase may span. Both get words that are cut
-already, so that neither's own idea of a word matters.
+SQLite keeps one row a message in an FTS5 table. PostgreSQL remembers at most 256 places of a word in a row: there a
+short message is one row, and a long one has rows with all its words, without their places (pieces 0, -1, ...), which
+are searched, and rows with some of its words in their places (1, 2, ...), with an overlap that a phrase may span, in
+which phrases are looked up. Both get words that are cut already, so that neither's own idea of a word matters.
+
+Every message has two more words, which nobody can type: its owner and its conversation. So the index itself finds
+what one user said, among a thousand users.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, select, text
-from sqlalchemy.dialects.postgresql import TSVECTOR
+from sqlalchemy import Connection, select, text
 
 from palaver.store.schema import messages
-from palaver.store.words import words
+from palaver.store.words import is_alone, words
 
 _PIECE = 250
 OVERLAP = 40
 """The longest phrase that is surely found in a long message."""
+_ALL = 10_000
+"""Words in a row without places. The terms of a query must be in one such row."""
 _BATCH = 1000
 
-_PUT_SQLITE = text("INSERT INTO search_words (rowid, words) VALUES (:seq, :words)")
+_OWNER, _CONVERSATION = "\ue000", "\ue001"
+"""What the two words begin with: characters that are no letters."""
+_FROM = "FROM messages AS m JOIN conversations AS c ON c.id = m.conversation_id WHERE m.seq = :seq"
+_PUT_SQLITE = text(
+    "INSERT INTO search_words (rowid, words) "
+    f"SELECT m.seq, :words || ' {_OWNER}' || c.owner_id || ' {_CONVERSATION}' || c.id {_FROM}"
+)
 _DROP_SQLITE = text("DELETE FROM search_words WHERE rowid = :seq")
 _PUT_POSTGRES = text(
-    "INSERT INTO search_words (seq, piece, words) VALUES (:seq, :piece, CAST(:words AS tsvector))"
-).bindparams(bindparam("words", type_=TSVECTOR))
+    "INSERT INTO search_words (seq, piece, words) SELECT m.seq, :piece, CAST(CAST(:words AS TEXT) "
+    f"|| ' ''{_OWNER}' || c.owner_id || ''' ''{_CONVERSATION}' || c.id || '''' AS tsvector) {_FROM}"
+)
 _DROP_POSTGRES = text("DELETE FROM search_words WHERE seq = :seq")
 
 
 def index(connection: Connection, seq: int, parts: Iterable[Mapping[str, Any]]) -> None:
     """Adds a message that isn't there yet."""
-    rows = list(_rows(connection, seq, parts))
-    if rows:
-        connection.execute(_PUT_SQLITE if _is_sqlite(connection) else _PUT_POSTGRES, rows)
+    _put(connection, list(_rows(connection, seq, parts)))
 
 
 def reindex(connection: Connection, seq: int, parts: Iterable[Mapping[str, Any]]) -> None:
@@ -46,8 +57,7 @@ def rebuild(connection: Connection) -> None:
     connection.execute(text("DELETE FROM search_words"))
     after = 0
     while rows := _batch(connection, after):
-        for row in rows:
-            index(connection, row.seq, row.parts)
+        _put(connection, [put for row in rows for put in _rows(connection, row.seq, row.parts)])
         after = rows[-1].seq
 
 
@@ -56,9 +66,28 @@ def said(parts: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(part["text"] for part in parts if part["type"] == "text")
 
 
+def place_words(owner: str, conversation: str | None) -> list[str]:
+    """The words that the messages of this owner, and of this conversation, have."""
+    return [_OWNER + owner] + ([] if conversation is None else [_CONVERSATION + conversation])
+
+
+def pairs(found: Sequence[str]) -> list[str]:
+    """Characters of a script without spaces that follow each other.
+
+    Alone they are common, in pairs they are rare: with pairs as words, PostgreSQL need not compare the places in
+    every text that has the characters somewhere. SQLite compares them quickly enough.
+    """
+    return [one + other for one, other in pairwise(found) if is_alone(one) and is_alone(other)]
+
+
 def lexeme(word: str) -> str:
-    """A word as PostgreSQL reads it in a vector or a query; ours hold no quote and no backslash."""
-    return f"'{word}'"
+    """A word as PostgreSQL reads it in a vector or a query; only an id that somebody asks for may need escaping."""
+    return "'" + word.replace("\\", "\\\\").replace("'", "''") + "'"
+
+
+def _put(connection: Connection, rows: list[dict[str, Any]]) -> None:
+    if rows:
+        connection.execute(_PUT_SQLITE if _is_sqlite(connection) else _PUT_POSTGRES, rows)
 
 
 def _batch(connection: Connection, after: int) -> list[Any]:
@@ -73,12 +102,27 @@ def _rows(connection: Connection, seq: int, parts: Iterable[Mapping[str, Any]]) 
     if _is_sqlite(connection):
         yield {"seq": seq, "words": " ".join(found)}
         return
-    for piece, start in enumerate(range(0, max(1, len(found) - OVERLAP), _PIECE - OVERLAP)):
-        yield {"seq": seq, "piece": piece, "words": _vector(found[start : start + _PIECE])}
+    for piece, vector in _pieces(found):
+        yield {"seq": seq, "piece": piece, "words": vector}
 
 
-def _vector(found: list[str]) -> str:
+def _pieces(found: list[str]) -> Iterator[tuple[int, str]]:
+    if len(found) <= _PIECE:
+        yield 0, f"{_placed(found)} {_listed(pairs(found))}"
+        return
+    every = list(dict.fromkeys((*found, *pairs(found))))
+    for number, start in enumerate(range(0, len(every), _ALL)):
+        yield -number, _listed(every[start : start + _ALL])
+    for piece, start in enumerate(range(0, len(found) - OVERLAP, _PIECE - OVERLAP), 1):
+        yield piece, _placed(found[start : start + _PIECE])
+
+
+def _placed(found: Iterable[str]) -> str:
     return " ".join(f"{lexeme(word)}:{place}" for place, word in enumerate(found, 1))
+
+
+def _listed(found: Iterable[str]) -> str:
+    return " ".join(map(lexeme, found))
 
 
 def _is_sqlite(connection: Connection) -> bool:

@@ -19,7 +19,7 @@ from sqlalchemy import (
 
 from palaver.store.columns import Json, Number
 
-HEAD = "0004"
+HEAD = "0006"
 """The revision of the schema below."""
 
 metadata = MetaData()
@@ -153,3 +153,15 @@ moves = Table(
         ondelete="CASCADE",
     ),
 )
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("user_id", Text, ForeignKey("users.id"), nullable=False),
+    Column("digest", Text, nullable=False),
+    Column("admin", Boolean, nullable=False),
+    Column("created_at", BigInteger, nullable=False),
+    Column("revoked_at", BigInteger),
+)
+Index("ix_keys_user", keys.c.user_id)

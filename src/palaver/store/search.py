@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, TextClause, text
 
 from palaver.messages import Role
 from palaver.store.columns import Json
 from palaver.store.database import Database
 from palaver.store.identity import moment
-from palaver.store.indexing import lexeme, rebuild, said
+from palaver.store.indexing import lexeme, pairs, place_words, rebuild, said
 from palaver.store.words import Term, folded, terms
 
 _BEFORE, _AROUND = 40, 160
 """Characters of a hit's surroundings: before it, and in all."""
+_NEWEST, _NEWEST_FOR_PHRASES = 1000, 8000
+"""Messages that PostgreSQL looks through one by one. A word with less than a page of hits there is rare; a phrase may
+be rare although its words are common, and then the index is of little help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,8 @@ _CONDITION = (
 
 
 def _sqlite(connection: Connection, wanted: Sequence[Term], values: dict[str, Any]) -> Sequence[Any]:
-    match = " AND ".join(_phrase(term) for term in wanted)
+    places = place_words(values["owner"], values["conversation"])
+    match = " AND ".join(_phrase(term) for term in (*(Term((word,), False) for word in places), *wanted))
     # CROSS JOIN keeps the index outermost: it gives the newest first, so that few rows are read
     statement = text(
         f"SELECT {_COLUMNS} FROM search_words AS w CROSS JOIN messages AS m ON m.seq = w.rowid "
@@ -77,36 +81,67 @@ def _sqlite(connection: Connection, wanted: Sequence[Term], values: dict[str, An
 
 
 def _phrase(term: Term) -> str:
-    return f'"{" ".join(term.words)}"{" *" if term.open else ""}'
+    together = " ".join(term.words).replace('"', '""')
+    return f'"{together}"{" *" if term.open else ""}'
 
 
 def _postgres(connection: Connection, wanted: Sequence[Term], values: dict[str, Any]) -> Sequence[Any]:
-    """Where one piece holds all terms, which is quickly told; and unless that fills the page, where each term may be
-    in another piece of a long message."""
-    together = " & ".join(f"({_tsquery(term)})" for term in wanted)
-    rows = _matching(connection, "w.words @@ CAST(:term0 AS tsquery)", {**values, "term0": together})
-    if len(wanted) == 1 or len(rows) == values["limit"]:
-        return rows
-    apart = " AND ".join(
-        f"EXISTS (SELECT 1 FROM search_words AS o WHERE o.seq = w.seq AND o.words @@ CAST(:term{place} AS tsquery))"
-        for place in range(len(wanted))
+    """Common words are among the newest messages, so these are looked through first; rare ones the index gives
+    quickly. Left to itself the planner takes the one for the other, and reads half the store."""
+    condition, asked = _condition(wanted, values)
+    newest = _newest(condition, _NEWEST_FOR_PHRASES if any(map(_is_loose, wanted)) else _NEWEST)
+    rows = _shown(connection, connection.execute(newest, asked).scalars().all(), values)
+    count = values["limit"]
+    while len(rows) < values["limit"]:
+        found = connection.execute(_indexed(condition), {**asked, "limit": count}).scalars().all()
+        rows = _shown(connection, found, values)
+        if len(found) < count:
+            break
+        count *= 10  # some were in deleted conversations
+    return rows
+
+
+def _condition(wanted: Sequence[Term], values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """That a row has all words; and for each phrase, that it or a piece of the same message has it."""
+    words = [lexeme(word) for word in place_words(values["owner"], values["conversation"])]
+    conditions = ["w.piece <= 0", "w.words @@ CAST(:words AS tsquery)"]
+    asked: dict[str, Any] = {"limit": values["limit"]}
+    for number, term in enumerate(wanted):
+        *first, last = map(lexeme, term.words)
+        last = f"{last}:*" if term.open else last
+        paired = pairs(term.words)
+        words += map(lexeme, paired) if len(paired) == len(first) > 0 else (*first, last, *map(lexeme, paired))
+        if first:
+            matches = f"words @@ CAST(:phrase{number} AS tsquery)"
+            piece = f"SELECT 1 FROM search_words AS p WHERE p.seq = w.seq AND p.piece > 0 AND p.{matches}"
+            conditions.append(f"(w.{matches} OR EXISTS ({piece}))")
+            asked[f"phrase{number}"] = " <-> ".join((*first, last))
+    return " AND ".join(conditions), {**asked, "words": " & ".join(words)}
+
+
+def _is_loose(term: Term) -> bool:
+    """Whether it is a phrase that the index knows by its words alone."""
+    return len(pairs(term.words)) < len(term.words) - 1
+
+
+def _newest(condition: str, count: int) -> TextClause:
+    newest = f"SELECT * FROM search_words WHERE piece <= 0 ORDER BY seq DESC, piece DESC LIMIT {count}"
+    return text(f"SELECT DISTINCT w.seq FROM ({newest}) AS w WHERE {condition} ORDER BY w.seq DESC LIMIT :limit")
+
+
+def _indexed(condition: str) -> TextClause:
+    return text(
+        f"WITH found AS MATERIALIZED (SELECT w.seq FROM search_words AS w WHERE {condition}) "
+        "SELECT DISTINCT seq FROM found ORDER BY seq DESC LIMIT :limit"
     )
-    queries = {f"term{place}": _tsquery(term) for place, term in enumerate(wanted)}
-    return _matching(connection, f"w.piece = 0 AND {apart}", {**values, **queries})
 
 
-def _matching(connection: Connection, condition: str, values: dict[str, Any]) -> Sequence[Any]:
+def _shown(connection: Connection, found: Sequence[int], values: dict[str, Any]) -> Sequence[Any]:
     statement = text(
-        f"SELECT DISTINCT ON (w.seq) {_COLUMNS} FROM search_words AS w JOIN messages AS m ON m.seq = w.seq "
-        f"JOIN conversations AS c ON c.id = m.conversation_id "
-        f"WHERE {condition} AND {_CONDITION} ORDER BY w.seq DESC LIMIT :limit"
+        f"SELECT {_COLUMNS} FROM messages AS m JOIN conversations AS c ON c.id = m.conversation_id "
+        f"WHERE m.seq = ANY(:found) AND {_CONDITION} ORDER BY m.seq DESC LIMIT :limit"
     ).columns(parts=Json)
-    return connection.execute(statement, values).all()
-
-
-def _tsquery(term: Term) -> str:
-    *first, last = map(lexeme, term.words)
-    return " <-> ".join((*first, f"{last}:*" if term.open else last))
+    return connection.execute(statement, {**values, "found": list(found)}).all() if found else ()
 
 
 def _hit(row: Any, wanted: Sequence[Term]) -> Hit:

@@ -13,6 +13,8 @@ from palaver.store.conversations import Conversations
 from palaver.store.cursors import Cursors
 from palaver.store.database import Database
 from palaver.store.errors import translated
+from palaver.store.files import make_folder
+from palaver.store.keys import Keys
 from palaver.store.leases import Leases
 from palaver.store.messages import Messages
 from palaver.store.migrations import migrate
@@ -37,6 +39,7 @@ class Store:
         self.folder = folder
         self.blobs = Blobs(folder / "blobs")
         self.users = Users(database)
+        self.keys = Keys(database)
         self.conversations = Conversations(database, self.blobs)
         self.messages = Messages(database, self.blobs)
         self.leases = Leases(database, folder / "holders")
@@ -71,7 +74,7 @@ def data_folder(folder: Path | None = None) -> Path:
     """The folder, or the user's own for this program; made where it isn't there."""
     place = user_data_path("palaver", appauthor=False) if folder is None else folder
     with translated():
-        place.mkdir(parents=True, exist_ok=True)
+        make_folder(place)
     return place
 
 

@@ -45,6 +45,11 @@ def words(text: str) -> list[str]:
     return [word[:MAX_WORD] for word in _WORD.findall(plain)]
 
 
+def is_alone(word: str) -> bool:
+    """Whether it is a character of a script without spaces."""
+    return _EACH.fullmatch(word) is not None
+
+
 def terms(query: str) -> tuple[Term, ...]:
     """What a person typed: every term must be found; one in "quotes" exactly, others as beginnings of words."""
     found = []

@@ -1,0 +1,91 @@
+"""`palaver conversations`, `delete` and `undelete`: what is there, out of sight, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from palaver.commands.places import DatabaseOption, DataOption, UserOption, opened, owner
+from palaver.errors import BadParameter
+
+if TYPE_CHECKING:
+    from palaver.store import Conversation, Hit, Store
+
+IdsArgument = Annotated[
+    list[str], typer.Argument(metavar="ID...", help="As `palaver conversations` shows them; their beginning is enough.")
+]
+
+
+def conversations(
+    search: Annotated[
+        str | None, typer.Option("--search", "-s", metavar="TEXT", help="Only where a title or a message has it.")
+    ] = None,
+    deleted: Annotated[bool, typer.Option("--deleted", help="Those that were deleted.")] = False,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="How many at most.")] = 50,
+    user: UserOption = None,
+    data: DataOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """List conversations, the newest first."""
+    with opened(data, database) as store:
+        if search is not None and deleted:
+            raise BadParameter("--search", search, "deleted conversations are not searched; leave --deleted out")
+        whose = owner(store, user)
+        if search is None:
+            _print(store.conversations.list(whose, limit=limit, deleted=deleted))
+        else:
+            _print(*_found(store, whose, search, limit))
+
+
+def delete(ids: IdsArgument, data: DataOption = None, database: DatabaseOption = None) -> None:
+    """Put conversations out of sight; `palaver undelete` brings them back."""
+    with opened(data, database) as store:
+        for one in [store.conversations.resolve(id) for id in ids]:
+            store.conversations.delete(one.id)
+            print(f"{one.id} deleted: {_readable(one.title)}")
+
+
+def undelete(ids: IdsArgument, data: DataOption = None, database: DatabaseOption = None) -> None:
+    """Bring deleted conversations back."""
+    with opened(data, database) as store:
+        for one in [store.conversations.resolve(id, deleted=True) for id in ids]:
+            store.conversations.undelete(one.id)
+            print(f"{one.id} is back: {_readable(one.title)}")
+
+
+def _found(store: Store, whose: str, search: str, limit: int) -> tuple[tuple[Conversation, ...], dict[str, Hit]]:
+    """The conversations, and the newest hit in each that has one; a conversation is shown once."""
+    hits: dict[str, Hit] = {}
+    for hit in store.search.find(whose, search, limit=limit):
+        hits.setdefault(hit.conversation_id, hit)
+    listed = {one.id: one for one in store.conversations.list(whose, title=search, limit=limit)}
+    for id in hits:
+        listed.setdefault(id, store.conversations.get(id))
+    newest = sorted(listed.values(), key=lambda one: one.updated_at, reverse=True)
+    return tuple(newest[:limit]), hits
+
+
+def _print(listed: tuple[Conversation, ...], hits: dict[str, Hit] | None = None) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    for one in listed:
+        console.print(Text.assemble(*_line(one)))
+        if hits and one.id in hits:
+            console.print(Text(f"    {hits[one.id].role}: {_readable(hits[one.id].snippet)}", "dim"))
+
+
+def _line(one: Conversation) -> Iterator[tuple[str, str]]:
+    yield one.id, "cyan"
+    yield f"  {one.updated_at.astimezone():%Y-%m-%d %H:%M}  ", "dim"
+    yield _readable(one.title) or "(no title)", ""
+    if one.tags:
+        yield f"  [{', '.join(map(_readable, one.tags))}]", "green"
+
+
+def _readable(text: str) -> str:
+    """Without characters that would steer a terminal."""
+    return "".join(letter if letter.isprintable() else "�" for letter in text)
