@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from palaver.commands.formats import formats
 from tests.formats.families import FAMILIES, TOOLS
+from tests.formats.unseen import FOLDER
 
 RUNNER = CliRunner()
 CHOSEN = ("JSON in tags", "tags, opened by the prompt", "no thinking")
@@ -64,6 +65,23 @@ def test_show_tells_a_person_what_is_known(templates: Path) -> None:
         "Nothing is missing",
     ):
         assert words in done.output
+
+
+def test_show_tells_what_the_template_may_be_told() -> None:
+    done = RUNNER.invoke(formats, ["show", str(FOLDER / "fjord.jinja")])
+    assert done.exit_code == 0
+    for words in (
+        "strength (effort): text ('low', 'medium', 'high'); changes what stands before the conversation; "
+        "left out it is as 'medium'",
+        "think (thinking): boolean",
+        "switches.strength: strength (effort) changes",
+        "(inferred)",
+        "no_tools: takes for no tools",
+    ):
+        assert words in done.output
+    done = RUNNER.invoke(formats, ["show", "--json", str(FOLDER / "cobalt.jinja")])
+    switch = json.loads(done.output)["switches"]["max_thought_tokens"]
+    assert (switch["kind"], switch["type"], switch["default"], switch["off"]) == ("budget", "integer", 4096, 0)
 
 
 def test_show_says_what_could_not_be_learned(templates: Path) -> None:

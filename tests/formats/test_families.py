@@ -57,7 +57,7 @@ def replies(family: Family, kind: Kind) -> list[Said]:
 def test_what_is_learned(family: Family, kind: Kind) -> None:
     facts = made(family, kind)[0].facts
     assert (syntaxes.family(facts.calls) if facts.calls else None) == family.calls
-    assert (facts.switch.variable if facts.switch else None) == family.switch
+    assert (facts.switch.name if facts.switch else None) == family.switch
     assert facts.reasoning_field == family.reasoning
     if family.thinking:
         assert facts.thinking

@@ -33,7 +33,7 @@ def test_past_thinking_is_dropped_or_kept_as_the_template_says(name: str) -> Non
     facts = made(family)[0].facts
     assert not facts.keeps_thinking
     assert facts.keeping
-    assert facts.keeping.variable == "keep_thinking"
+    assert facts.keeping.name == "keep_thinking"
     assert "HIDDEN" not in written(family, PAST)
     assert "HIDDEN" in written(family, PAST, Options(variables={"keep_thinking": True}))
     always = Family("keeps", family.source.replace("keep_thinking", "true"), family.markers, ())

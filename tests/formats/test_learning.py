@@ -25,6 +25,7 @@ from palaver.formats.template import MAX_STEPS, Template
 from palaver.formats.templated import TemplateFormat
 from palaver.messages import assistant, user
 from tests.formats.families import FAMILIES, STRINGS, TOOLS, Family, Kind, framed, made
+from tests.formats.unseen import NAMES
 
 ALL = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 
@@ -34,6 +35,7 @@ from palaver.formats.learning import learn
 from palaver.formats.serial import to_values
 from palaver.formats.template import Template
 from palaver.messages import assistant, system, user
+from tests.formats import unseen
 from tests.formats.families import FAMILIES, TOOLS, Kind, made, tokenizer
 for family in FAMILIES.values():
     facts = learn(Template(family.source), family.strings, tokenizer(family, Kind.ADDED).control)
@@ -41,6 +43,8 @@ for family in FAMILIES.values():
     format, _ = made(family)
     history = [system("s"), user("a"), assistant("b", thinking="c"), user("d")]
     print(format.render(history, TOOLS if family.calls else ()).context_ids)
+for name in unseen.NAMES:
+    print(json.dumps(to_values(unseen.made(name)[0].facts)))
 """
 
 
@@ -66,7 +70,7 @@ def test_every_process_learns_and_renders_the_same(tmp_path: Path) -> None:
         )  # fmt: skip
         said.add(done.stdout)
     assert len(said) == 1
-    assert len(said.pop().splitlines()) == 2 * len(FAMILIES)
+    assert len(said.pop().splitlines()) == 2 * len(FAMILIES) + len(NAMES)
 
 
 @ALL
@@ -197,6 +201,19 @@ def test_ten_thousand_nested_blocks_are_refused() -> None:
     for source in ("{% if a %}" * 10_000 + "{% endif %}" * 10_000, "{% for a in b %}" * 10_000):
         with pytest.raises(TemplateError, match="nested"):
             Template(source, "hostile")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "".join(f"{{% if v{i} == 'a' or v{i} < 5 %}}x{{% endif %}}" for i in range(600)),
+        "".join(f"{{% set y{i} = y{i - 1} | default('q') %}}" for i in range(1, 4000)),
+        "{% if e in [" + ",".join(map(str, range(20_000))) + "] %}{% endif %}",
+    ],
+)
+def test_a_template_that_asks_for_too_much_is_refused(source: str) -> None:
+    with pytest.raises(TemplateError, match="hostile"):
+        TemplateFormat(Template(source + "{{ messages[0].content }}", "hostile"), PieceTokenizer(()), {})
 
 
 def test_a_template_that_teaches_too_little_still_chats() -> None:

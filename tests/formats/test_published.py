@@ -18,11 +18,13 @@ from palaver.formats.options import Options
 from palaver.formats.pieces import control_strings
 from palaver.formats.probes import tool_variables
 from palaver.formats.recorded import STRINGS
+from palaver.formats.switches import SwitchKind
 from palaver.formats.template import Template
 from palaver.formats.templated import TemplateFormat, _schemas
 from palaver.formats.tokenizer import FastTokenizer
 from palaver.messages import Message, Tool, ToolCall, assistant, system, tool, user
 from tests.formats.adversarial import contents, control_ids
+from tests.formats.test_unseen import unproved
 from tests.tiny import MERGES, byte_level
 
 transformers_logging.set_verbosity_error()
@@ -128,6 +130,29 @@ def test_no_content_changes_the_control_tokens(path: Path) -> None:
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_no_content_of_a_thousand_changes_the_control_tokens(path: Path) -> None:
     attack(path, 1000)
+
+
+SWITCHES = {
+    "ByteDance-Seed-OSS": ("thinking_budget", SwitchKind.BUDGET, -1, (-1, 0)),
+    "tencent-Hy3": ("reasoning_effort", SwitchKind.EFFORT, "no_think", ("no_think", "low", "high")),
+    "openai-gpt-oss-120b": ("reasoning_effort", SwitchKind.EFFORT, "medium", ("low", "medium", "high")),
+    "Qwen-Qwen3-0.6B": ("enable_thinking", SwitchKind.THINKING, True, (True, False)),
+    "poolside-Laguna-S-2.1": ("preserve_thinking", SwitchKind.KEEPING, False, (True, False)),
+    "meta-llama-Llama-3.3-70B-Instruct": ("date_string", SwitchKind.DATE, "26 Jul 2024", ()),
+    "unsloth-Apriel-1.5": ("add_thoughts", SwitchKind.OTHER, None, (True, False)),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_what_a_variable_is_for_is_learned(name: str) -> None:
+    found = {switch.name: switch for switch in made(FOLDER / f"{name}.jinja").switches}
+    variable, kind, default, values = SWITCHES[name]
+    assert (found[variable].kind, found[variable].default, found[variable].values) == (kind, default, values)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_every_fact_has_evidence(path: Path) -> None:
+    assert unproved(made(path).facts) == []
 
 
 @pytest.mark.slow

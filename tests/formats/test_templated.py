@@ -123,7 +123,7 @@ def test_what_is_learned() -> None:
     assert facts.thinking
     assert (facts.thinking.opening, facts.thinking.closing) == ("<think>\n", "\n</think>\n\n")
     assert facts.switch
-    assert facts.switch.variable == "enable_thinking"
+    assert facts.switch.name == "enable_thinking"
     assert facts.turn_ends == ("<|im_end|>",)
     assert FORMATS["splitting"].facts.thinking
     assert FORMATS["splitting"].facts.switch is None

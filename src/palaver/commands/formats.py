@@ -56,7 +56,7 @@ def _print_page(what: str, facts: Facts) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from palaver.formats.page import continues, example, lines, unlearned
+    from palaver.formats.page import continues, example, lines, unlearned, variables
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(f"How {what} talks", "bold"))
@@ -65,7 +65,14 @@ def _print_page(what: str, facts: Facts) -> None:
         turn.append(span.text, _COLOURS[span.kind])
     console.print(Text("\nA turn, by its phases:"), Text(", ".join(_COLOURS), "dim"))
     console.print(turn)
-    for title, rows in (("What is known", lines(facts)), ("A stopped reply goes on from its text", continues(facts))):
+    for title, rows in (
+        ("What is known", lines(facts)),
+        (
+            "Variables that the template takes",
+            variables(facts) if facts.switches else [("none", "it asks for nothing")],
+        ),
+        ("A stopped reply goes on from its text", continues(facts)),
+    ):
         console.print(Text(f"\n{title}", "bold"))
         for name, value in rows:
             console.print(Text(f"  {name}: "), Text(value, "cyan"), sep="", end="\n")
@@ -76,7 +83,9 @@ def _print_page(what: str, facts: Facts) -> None:
     console.print(Text("\nEvidence", "bold"))
     for evidence in facts.evidence:
         console.print(
-            Text(f"  {evidence.fact} ({evidence.confidence}): "), Text(repr(evidence.seen[:200]), "dim"), sep=""
+            Text(f"  {evidence.about or 'all'}: {evidence.fact} ({evidence.confidence}): "),
+            Text(repr(evidence.seen[:200]), "dim"),
+            sep="",
         )
 
 

@@ -24,7 +24,7 @@ def inspect(
     """Say what a model is: whether it fits, its context, its defaults, how it talks, what is reused."""
     from palaver.engines.torch import describe_fit, load
     from palaver.formats.loading import load_format
-    from palaver.formats.page import lines
+    from palaver.formats.page import lines, variables
     from palaver.formats.tokenizer import load_tokenizer
     from palaver.models.catalog import DEFAULT, resolve
 
@@ -35,7 +35,8 @@ def inspect(
         engine = load(folder, vocabulary=tokenizer.vocabulary, device=device, dtype=dtype)
         info = engine.info
         asyncio.run(engine.close())
-        for name, value in (*_about(info), *lines(load_format(folder, tokenizer).facts)):
+        facts = load_format(folder, tokenizer).facts
+        for name, value in (*_about(info), *lines(facts), *variables(facts)):
             print(f"{name}: {value}")
 
 

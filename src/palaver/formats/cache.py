@@ -16,12 +16,15 @@ from palaver.errors import PalaverError
 from palaver.formats.facts import Facts
 from palaver.formats.serial import from_values, to_values
 
+_VERSION = 2
+"""Of what facts are written as."""
+
 
 def remembered(
     source: str, strings: Mapping[str, str], control: Mapping[str, int], learn: Callable[[], Facts]
 ) -> Facts:
     """The facts from the cache, or learned now and kept."""
-    key = json.dumps([__version__, _code_version(), source, sorted(strings.items()), sorted(control)])
+    key = json.dumps([_VERSION, __version__, _code_version(), source, sorted(strings.items()), sorted(control)])
     path = user_cache_path("palaver") / "formats" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     known = _read(path)
     if known is not None:

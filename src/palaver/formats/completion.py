@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from palaver.errors import BadParameter, EmptyMessage, NoMessages
 from palaver.formats.options import Options
 from palaver.formats.reader import Reader, Reading
-from palaver.formats.tokenizer import FastTokenizer
+from palaver.formats.switches import Switch
+from palaver.formats.tokenizer import Tokenizer
 from palaver.generation import Prompt
 from palaver.messages import Message, Role, Tool
 from palaver.phases import Phase, Phases, State
@@ -15,9 +16,13 @@ from palaver.phases import Phase, Phases, State
 
 class Completion:
     stop_strings: tuple[str, ...] = ()
+    thinks = False
+    takes_tools = False
+    switches: tuple[Switch, ...] = ()
+    thinking_switch: Switch | None = None
 
-    def __init__(self, tokenizer: FastTokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = self.tokenizer = tokenizer
 
     def render(
         self,
@@ -26,9 +31,11 @@ class Completion:
         options: Options = Options(),  # noqa: B008 - frozen
         reply_so_far: Sequence[int] = (),
         begun: Message | None = None,
+        past: Sequence[Sequence[int] | None] = (),
     ) -> Prompt:
-        if options.thinking is not None or tools:
-            raise BadParameter("raw", "on", "text is completed as it is: no thinking switch, no tools")
+        wishes = (options.thinking, options.effort, options.budget)
+        if any(wish is not None for wish in wishes) or options.variables or tools:
+            raise BadParameter("raw", "on", "text is completed as it is: no thinking switch, no variables, no tools")
         if not messages:
             raise NoMessages
         if len(messages) > 1 or messages[0].role is not Role.USER:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from palaver.formats.calls.syntaxes import CallSyntax
 from palaver.formats.markers import CONTROL_LIKE, parts
+from palaver.formats.switches import Switch, SwitchKind, of_kind, thinking_switch
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,6 @@ class ThinkingFacts:
         return self.closing.strip() if first is None else " ".join(found[: first + 1])
 
 
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """The template variable that turns thinking on and off, and the values it takes for it."""
-
-    variable: str
-    on: Any
-    off: Any
-
-
 class Confidence(StrEnum):
     SEEN = "seen"
     """The template itself wrote it in answer to a probe."""
@@ -56,6 +47,8 @@ class Evidence:
     fact: str
     seen: str
     confidence: Confidence = Confidence.SEEN
+    about: str = ""
+    """The key of the fact it is evidence for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +58,10 @@ class Facts:
     reasoning_field: str | None = None
     """The name under which the template takes a message's thinking; `content` for typed parts."""
     thinking: ThinkingFacts | None = None
-    switch: Switch | None = None
+    switches: tuple[Switch, ...] = ()
+    """Every variable that the template reads and that not everybody gives."""
     keeps_thinking: bool = False
     """Whether the thinking of earlier turns stays in the prompt."""
-    keeping: Switch | None = None
-    """The variable that decides it, where there is one."""
     answer_opening: str = ""
     """What the model writes before an answer beside a closed thought."""
     answer_closing: str = ""
@@ -89,3 +81,18 @@ class Facts:
     arguments_as_text: bool = False
     """Whether the template wants a call's arguments as JSON text instead of an object."""
     evidence: tuple[Evidence, ...] = field(default=())
+
+    @property
+    def empty_answer(self) -> str:
+        """What stands around an answer, without one."""
+        return self.answer_opening.strip() + self.answer_closing.strip() if self.answer_closing.strip() else ""
+
+    @property
+    def switch(self) -> Switch | None:
+        """What turns thinking on and off."""
+        return thinking_switch(self.switches)
+
+    @property
+    def keeping(self) -> Switch | None:
+        """What decides whether the thinking of earlier turns is kept."""
+        return of_kind(self.switches, SwitchKind.KEEPING)

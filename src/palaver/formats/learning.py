@@ -14,14 +14,14 @@ from jinja2 import nodes
 from palaver.formats.calls import syntaxes
 from palaver.formats.calls.instructions import from_instructions
 from palaver.formats.calls.samples import NAME, Samples, calls, tools
-from palaver.formats.facts import Confidence, Evidence, Facts, Switch, ThinkingFacts
+from palaver.formats.facts import Confidence, Evidence, Facts, ThinkingFacts
 from palaver.formats.markers import CONTROL_LIKE, common_start, paired, parts
-from palaver.formats.probes import ANSWER, THOUGHT, Prober, ask
+from palaver.formats.probes import ANSWER, THOUGHT, Prober, ask, thoughtful
+from palaver.formats.switching import Switching
 from palaver.formats.template import Template
 from palaver.formats.thoughts import Thoughts
 
 CONVENTION = ThinkingFacts("<think>\n", "\n</think>\n\n", by_convention=True)
-_VALUES: tuple[Any, ...] = (True, False, "low", "medium", "high", "none", "no_think", "disabled", "enabled", 0)
 
 
 def learn(template: Template, strings: Mapping[str, str], control: Mapping[str, int]) -> Facts:
@@ -35,38 +35,39 @@ class Learner:
         self._strings = strings
         self._control = control
         self._evidence: list[Evidence] = []
+        self._around = "", ""
 
     def learn(self) -> Facts:
         field, thinking = Thoughts(self._prober, self._note).learn()
         header = self._header(thinking)
         ends = self._turn_ends()
+        self._around = self._answer(header, thinking, ends)
         as_text, samples = self._samples(header, thinking, ends)
         call_syntax, call_ends = self._call_syntax(samples, ends)
         ends = (*ends, *call_ends)
-        opening, closing = self._answer(header, thinking, ends)
-        keeps, keeping = self._keeps(field)
+        opening, closing = self._around = self._answer(header, thinking, ends)
+        self._note_answer()
         return Facts(
             header=header,
             reasoning_field=field,
             thinking=thinking,
-            switch=self._switch(thinking),
-            keeps_thinking=keeps,
-            keeping=keeping,
+            switches=Switching(self._prober, self._note, thinking, field).learn(),
+            keeps_thinking=self._keeps(field),
             answer_opening=opening,
             answer_closing=closing,
             turn_ends=ends,
             calls=call_syntax,
             stop_strings=self._declared("stop_strings", "stop"),
-            space_before_calls=self._space(call_syntax, {"content": ANSWER}, ANSWER, as_text),
+            space_before_calls=self._space_before_calls(call_syntax, as_text),
             space_after_thought=self._space_after_thought(call_syntax, field, thinking, as_text),
-            no_tools=self._prober.no_tools,
-            asks_for=tuple(self._prober.variables()),
+            no_tools=self._no_tools(),
+            asks_for=self._asks_for(),
             arguments_as_text=as_text,
             evidence=tuple(self._evidence),
         )
 
-    def _note(self, fact: str, seen: str, confidence: Confidence = Confidence.SEEN) -> None:
-        self._evidence.append(Evidence(fact, seen, confidence))
+    def _note(self, about: str, fact: str, seen: str, confidence: Confidence = Confidence.SEEN) -> None:
+        self._evidence.append(Evidence(fact, seen, confidence, about))
 
     # -- turns ---------------------------------------------------------------------------------------------------
 
@@ -82,16 +83,19 @@ class Learner:
             if written and not written.startswith(header) and common_start(header, written).strip():
                 header = common_start(header, written)
         if header:
-            self._note("what opens the assistant's turn", header)
+            self._note("header", "what opens the assistant's turn", header)
         return header
 
     def _turn_ends(self) -> tuple[str, ...]:
         """What follows an answer ends the turn, and so does the tokenizer's own end."""
         ends = [self._strings["eos_token"]] if self._strings.get("eos_token") else []
+        if ends:
+            self._note("turn_ends", "the tokenizer names its end", ends[0], Confidence.CONVENTION)
         for written in (self._prober.reply({"content": ANSWER}), self._prober.followed()):
             if written and ANSWER in written:
                 after = written.split(ANSWER, 1)[1]
-                self._note("what follows an answer", after[:200])
+                if after.strip():
+                    self._note("turn_ends", "what follows an answer", after[:200])
                 before = CONTROL_LIKE.findall(
                     _without_prefix(written.split(ANSWER, 1)[0], self._prober.opening() or "")
                 )
@@ -121,6 +125,12 @@ class Learner:
         cut = min((at for end in ends if (at := after.find(end)) >= 0), default=len(after))
         return (opening if opening.strip() else ""), (after[:cut] if after[:cut].strip() else "")
 
+    def _note_answer(self) -> None:
+        for about, text in zip(("answer_opening", "answer_closing"), self._around, strict=True):
+            if text:
+                written = self._prober.reply({"content": ANSWER})
+                self._note(about, "what stands beside an answer", written or "")
+
     def _declared(self, *names: str) -> tuple[str, ...]:
         """Texts that the template sets under one of these names at its top."""
         for node in self._prober.template.tree.body:
@@ -130,54 +140,34 @@ class Learner:
                 except nodes.Impossible:
                     continue
                 found = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
-                self._note("the template declares what stops an answer", repr(found))
+                self._note("stop_strings", "the template declares what stops an answer", repr(found))
                 return tuple(text for text in found if isinstance(text, str) and text)
         return ()
 
-    # -- switches ------------------------------------------------------------------------------------------------
+    # -- what is handed over ---------------------------------------------------------------------------------------
 
-    def _switch(self, thinking: ThinkingFacts | None) -> Switch | None:
-        for variable in self._prober.variables():
-            shown = {repr(v): (v, self._prober.write([ask()], True, **{variable: v})) for v in _VALUES}
-            on, off = shown["True"][1], shown["False"][1]
-            if on is not None and off is not None and on != off and self._about_thinking(variable, on, off, thinking):
-                self._note(f"{variable} switches thinking", f"on {on[-120:]!r} / off {off[-120:]!r}")
-                return Switch(variable, True, False)
-        return None
-
-    def _about_thinking(self, variable: str, on: str, off: str, thinking: ThinkingFacts | None) -> bool:
-        if thinking is None:
-            return "think" in variable or "reason" in variable
-        tail_on, tail_off = on[-400:], off[-400:]
-        closed = thinking.closer
-        opens = tail_on.rfind(thinking.opener) > tail_on.rfind(closed)
-        shut = tail_off.rstrip().endswith(closed) and not tail_on.rstrip().endswith(closed)
-        return (
-            shut
-            or (opens and not tail_off.rfind(thinking.opener) > tail_off.rfind(closed))
-            or (("think" in variable or "reason" in variable) and closed in on + off)
-        )
-
-    def _keeps(self, field: str | None) -> tuple[bool, Switch | None]:
-        """Whether the thinking of an earlier turn is kept, and the variable that changes it."""
+    def _keeps(self, field: str | None) -> bool:
+        """Whether the thinking of an earlier turn is kept."""
         if field is None:
-            return False, None
-        kept = self._shows_past(field)
-        self._note(f"thinking of earlier turns is {'kept' if kept else 'dropped'}", repr(field))
-        for variable in self._prober.variables():
-            on, off = (self._shows_past(field, **{variable: value}) for value in (True, False))
-            if on != off:
-                self._note(f"{variable} = {on} keeps the thinking of earlier turns", repr(field))
-                return kept, Switch(variable, on, off)
-        return kept, None
+            return False
+        whole = self._prober.write([ask(), thoughtful(field), ask()], True)
+        kept = whole is not None and THOUGHT in whole
+        self._note(
+            "keeps_thinking", f"thinking of earlier turns is {'kept' if kept else 'dropped'}", whole or "refused"
+        )
+        return kept
 
-    def _shows_past(self, field: str, **variables: Any) -> bool:
-        said: Any = [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": ANSWER}]
-        message = {"role": "assistant", "content": said if field == "content" else ANSWER}
-        if field != "content":
-            message[field] = THOUGHT
-        whole = self._prober.write([ask(), message, ask()], True, **variables)
-        return whole is not None and THOUGHT in whole
+    def _no_tools(self) -> str:
+        how = self._prober.no_tools
+        told = {"null": "none at all", "empty": "an empty list", "absent": "the name left out"}
+        self._note("no_tools", f"takes for no tools {told[how]}", self._prober.write([ask()], True) or "refused")
+        return how
+
+    def _asks_for(self) -> tuple[str, ...]:
+        names = tuple(self._prober.variables())
+        if names:
+            self._note("asks_for", "names that the syntax tree leaves open", ", ".join(names))
+        return names
 
     # -- tool calls ----------------------------------------------------------------------------------------------
 
@@ -188,7 +178,7 @@ class Learner:
         syntax = (syntaxes.learn(samples) if samples else None) or self._calls_from_instructions()
         if samples is None or syntax is None:
             return syntax, ()
-        self._note(f"tool calls are {syntaxes.family(syntax)}", samples.one)
+        self._note("calls", f"tool calls are {syntaxes.family(syntax)}", samples.one)
         return syntax, self._call_ends(samples, syntax, ends)
 
     def _samples(
@@ -200,16 +190,25 @@ class Learner:
                 continue
             two = self._prober.call_reply(2, as_text)
             none = self._prober.call_reply(1, as_text, {})
+            if as_text:
+                self._note("arguments_as_text", "arguments are shown only where they come as text", one)
             trim = [self._body(text, header, thinking) if text else None for text in (one, two, none)]
             return as_text, Samples(trim[0] or "", trim[1], trim[2], ends)
         return False, None
 
     def _body(self, written: str, header: str, thinking: ThinkingFacts | None) -> str:
-        """The reply without its header and without an empty thought."""
+        """The reply without its header, without an empty thought and without an empty answer."""
         body = _without_prefix(written, header)
         if thinking and (at := body.find(thinking.closer)) >= 0 and at < body.find(NAME):
             body = body[at + len(thinking.closer) :]
-        return body
+        opening, closing = (text.strip() for text in self._around)
+        return body.lstrip().removeprefix(opening + closing) if closing else body
+
+    def _space_before_calls(self, syntax: syntaxes.CallSyntax | None, as_text: bool) -> str:
+        space = self._space(syntax, {"content": ANSWER}, ANSWER, as_text)
+        if space:
+            self._note("space_before_calls", "what stands between an answer and a call", f"{ANSWER}{space}")
+        return space
 
     def _space(self, syntax: syntaxes.CallSyntax | None, message: dict[str, Any], mark: str, as_text: bool) -> str:
         """What stands between something said and the calls behind it."""
@@ -220,18 +219,26 @@ class Learner:
         place = written.rfind(mark, 0, max(written.find(NAME), 0))
         behind = written[place + len(mark) :] if place >= 0 else ""
         at = behind.find(first)
-        return behind[:at] if at >= 0 and (first == NAME or not behind[:at].strip()) else ""
+        glue = behind[:at].strip() in ("", self._around[1].strip())
+        return behind[:at] if at >= 0 and (first == NAME or glue) else ""
 
     def _space_after_thought(
         self, syntax: syntaxes.CallSyntax | None, field: str | None, thinking: ThinkingFacts | None, as_text: bool
     ) -> str:
         if thinking is None:
             return ""
-        if field and field != "content":
-            space = self._space(syntax, {"content": "", field: THOUGHT}, thinking.closer, as_text)
-            if space:
+        given = {"content": "", field: THOUGHT} if field and field != "content" else {"content": ""}
+        for message in (given, {"content": ""}):
+            marks = (thinking.closing.rstrip(), thinking.closer)
+            if space := next(filter(None, (self._space(syntax, message, mark, as_text) for mark in marks)), ""):
+                self._note(
+                    "space_after_thought", "what stands between a thought and a call", f"{thinking.closer}{space}"
+                )
                 return space
-        return self._space(syntax, {"content": ""}, thinking.closer, as_text) or _trailing_space(thinking.closing)
+        if space := _trailing_space(thinking.closing):
+            seen = f"{thinking.closing}{ANSWER}"
+            self._note("space_after_thought", "it is as before an answer", seen, Confidence.INFERRED)
+        return space
 
     def _call_ends(self, samples: Samples, syntax: syntaxes.CallSyntax, ends: tuple[str, ...]) -> tuple[str, ...]:
         """The marker behind calls, where it is none of the syntax and not what ends an answer."""
@@ -241,6 +248,7 @@ class Learner:
             if part in ends:
                 return ()
             if CONTROL_LIKE.fullmatch(part) and part not in known:
+                self._note("turn_ends", "what follows calls", tail)
                 return (part,)
         return ()
 
@@ -252,7 +260,7 @@ class Learner:
             return None
         syntax = from_instructions(told, plain, list(self._prober.texts()))
         if syntax is not None:
-            self._note("the tools' description says how to call", told[:400], Confidence.INFERRED)
+            self._note("calls", "the tools' description says how to call", told[:400], Confidence.INFERRED)
         return syntax
 
 

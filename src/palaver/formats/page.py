@@ -9,6 +9,7 @@ from palaver.formats.calls import syntaxes
 from palaver.formats.calls.samples import IDS, NAME
 from palaver.formats.facts import Facts
 from palaver.formats.headers import find_headers
+from palaver.formats.switches import Switch
 from palaver.formats.writing import Leads, begun_reply
 from palaver.messages import Message, Role, Text, Thinking, ToolCall
 from palaver.phases import Phase
@@ -44,7 +45,7 @@ def lines(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "thinking is switched by", _switch(facts)
     yield "thinking of earlier turns", "is kept" if facts.keeps_thinking else "is dropped by the template"
     if facts.keeping is not None:
-        yield "it is kept with", f"{facts.keeping.variable} = {facts.keeping.on!r}"
+        yield "it is kept with", f"{facts.keeping.name} = {facts.keeping.on!r}"
     yield "a message's thinking goes under", facts.reasoning_field or "nothing: the template does not take it"
     yield (
         "around an answer",
@@ -53,6 +54,12 @@ def lines(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "tool calls", _calls(facts)
     yield "their arguments are handed over as", "JSON text" if facts.arguments_as_text else "objects"
     yield "declared stop strings", ", ".join(map(repr, facts.stop_strings)) or "none"
+
+
+def variables(facts: Facts) -> Iterator[tuple[str, str]]:
+    """What the template may be told beside the conversation."""
+    for switch in facts.switches:
+        yield f"{switch.name} ({switch.kind})", _told(switch)
 
 
 def _thinking(facts: Facts) -> str:
@@ -64,7 +71,18 @@ def _thinking(facts: Facts) -> str:
 
 def _switch(facts: Facts) -> str:
     switch = facts.switch
-    return f"{switch.variable} = {switch.on!r} / {switch.off!r}" if switch else "nothing: the template has no switch"
+    if switch is None:
+        return "nothing: the template has no switch"
+    on = "left out" if switch.on is None else repr(switch.on)
+    return f"{switch.name} = {on} / {switch.off!r}"
+
+
+def _told(switch: Switch) -> str:
+    values = ", ".join(map(repr, switch.values))
+    kind = {"any": "anything"}.get(switch.type, switch.type)
+    takes = f"{kind} ({values}{' or others' if switch.others else ''})" if values and kind != "boolean" else kind
+    default = "" if switch.default is None else f"; left out it is as {switch.default!r}"
+    return f"{takes}; changes {switch.changes}{default}"
 
 
 def _calls(facts: Facts) -> str:

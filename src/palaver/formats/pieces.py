@@ -20,6 +20,7 @@ class PieceTokenizer(Sequence[bytes]):
         self.control: Mapping[str, int] = {text: self.piece(text) for text in sorted(set(control))}
         self.special_ids = frozenset(i for text, i in self.control.items() if looks_special(text))
         self.fingerprint = "pieces"
+        self.prefix: tuple[int, ...] = ()
         longest_first = sorted(self.control, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 

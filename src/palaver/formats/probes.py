@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from jinja2 import meta, nodes
@@ -11,13 +12,15 @@ from jinja2 import meta, nodes
 from palaver.errors import TemplateError
 from palaver.formats.calls.samples import calls, tools
 from palaver.formats.facts import Facts
+from palaver.formats.inputs import Input, inputs
 from palaver.formats.markers import CONTROL_LIKE, common_end, common_start
-from palaver.formats.template import MAX_STEPS, HostileTemplate, Template
+from palaver.formats.template import MAX_STEPS, HostileTemplate, OutOfFuel, Template
 
 QUESTION, THOUGHT, ANSWER, RESULT = "QUESTIONq7", "THOUGHTq7", "ANSWERq7", "RESULTq7"
+WORD, NUMBER = "WORDq7", 47117
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking", "thought", "thoughts", "reasoning_text")
-_GIVEN = {"messages", "tools", "add_generation_prompt", "documents", "strftime_now", "raise_exception", "bos_token",
-          "eos_token", "pad_token", "unk_token"}  # fmt: skip
+_GIVEN = {"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception", "bos_token", "eos_token",
+          "pad_token", "unk_token"}  # fmt: skip
 
 
 class Prober:
@@ -84,21 +87,35 @@ class Prober:
         if before is None:
             return whole[whole.rfind(QUESTION) + len(QUESTION) :]
         always = self._always(before, **variables) if self.write([ask()], True, **variables) == before else ""
-        return whole[len(common_start(before.removesuffix(always), whole)) :].removesuffix(always)
+        shared = common_start(before.removesuffix(always), whole)
+        behind = before[len(shared) :]
+        if not always and behind and whole.endswith(behind) and len(whole) > len(before):
+            return self._inserted(whole, len(shared), len(whole) - len(behind), **variables)
+        return whole[len(shared) :].removesuffix(always)
+
+    def _inserted(self, whole: str, start: int, end: int, **variables: Any) -> str:
+        """A reply before something that always comes last, such as a list of tools: both may begin alike, so that
+        where the reply begins shows only in how the generation prompt opens it."""
+        opening = self.opening(**variables) or ""
+        at = start
+        while opening and at > 0 and not whole.startswith(opening, at) and whole[at - 1] == whole[at - 1 + end - start]:
+            at -= 1
+        return whole[at : at + end - start] if opening and whole.startswith(opening, at) else whole[start:end]
 
     def followed(self, content: str = ANSWER) -> str | None:
         """An answer with another question behind it: some templates treat only such turns as past."""
         whole = self.write([ask(), {"role": "assistant", "content": content}, ask()])
         return None if whole is None else whole.partition(QUESTION)[2]
 
-    def lead(self, message: Mapping[str, Any], mark: str, **variables: Any) -> str:
-        """The white space that a reply begins with behind the generation prompt, as the template writes it."""
+    def lead(self, message: Mapping[str, Any], mark: str, frame: str = "", **variables: Any) -> str:
+        """The white space that a reply begins with behind the generation prompt, as the template writes it, or the
+        frame of an empty answer."""
         prompt = self.write([ask()], True, **variables)
         whole = self.write([ask(), {"role": "assistant", **message}], **variables)
         if prompt is None or whole is None or not whole.startswith(prompt) or mark not in whole[len(prompt) :]:
             return ""
         lead = whole[len(prompt) : whole.index(mark, len(prompt))]
-        return "" if lead.strip() else lead
+        return lead if lead.strip() in ("", frame) else ""
 
     def call_reply(self, count: int, as_text: bool, arguments: dict[str, Any] | None = None) -> str | None:
         """What the template writes for tool calls; tried in the ways that templates differ in."""
@@ -112,6 +129,21 @@ class Prober:
     def variables(self) -> list[str]:
         """The names the template asks for beside those everybody gives."""
         return sorted(meta.find_undeclared_variables(self.template.tree) - _GIVEN)
+
+    @cached_property
+    def inputs(self) -> tuple[Input, ...]:
+        """Those of them that the template does not set for its own ends, with what its syntax tells of each."""
+        try:
+            return inputs(self.template.tree, _GIVEN)
+        except OutOfFuel as error:
+            raise HostileTemplate(self.template.name, None, str(error)) from None
+
+    def variations(self) -> Iterator[dict[str, Any]]:
+        """Every variable on and off, and with each value that the template itself names."""
+        for given in self.inputs:
+            named = (value for value in (*given.values, *given.defaults) if value is not None)
+            for value in {repr(value): value for value in (True, False, *named)}.values():
+                yield {given.name: value}
 
     def texts(self) -> Iterator[str]:
         """Every piece of text in the template's syntax tree."""
@@ -142,3 +174,10 @@ def tool_variables(facts: Facts, schemas: list[dict[str, Any]]) -> dict[str, Any
 
 def ask() -> dict[str, Any]:
     return {"role": "user", "content": QUESTION}
+
+
+def thoughtful(field: str | None) -> dict[str, Any]:
+    """An assistant's message with a thought, given as the template takes it."""
+    typed = [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": ANSWER}]
+    message: dict[str, Any] = {"role": "assistant", "content": typed if field == "content" else ANSWER}
+    return message if field in (None, "content") else {**message, str(field): THOUGHT}

@@ -73,7 +73,7 @@ class Replay:
             begun = Message(begun.role, tuple(p for p in begun.parts if not isinstance(p, Thinking)))
         tools = tuple(read_tool(tool) for tool in case["tools"] or ())
         options = Options(
-            thinking=case["enable_thinking"] if format.facts.switch else None,
+            thinking=case["enable_thinking"] if switches_by_truth(format) else None,
             calls=case["tool_choice"] != 2,
             unsplit=not splits,
             json_answer=bool(case["json_schema"]),
@@ -84,6 +84,11 @@ class Replay:
         for token_id in _cut(tokenizer, case["input"], way, random.Random(seed)):
             events += reader.feed(token_id)
         return fold([*events, *reader.close()]).message
+
+
+def switches_by_truth(format: TemplateFormat) -> bool:
+    """Recorded requests switch thinking by true and false alone; other switches were left as they are."""
+    return format.thinking_switch is not None and isinstance(format.thinking_switch.off, bool)
 
 
 def _cut(tokenizer: PieceTokenizer, text: str, way: str, rng: random.Random) -> Iterator[int]:

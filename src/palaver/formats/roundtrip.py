@@ -16,7 +16,7 @@ from palaver.formats.calls.samples import OTHER_NAME, TEXT_KEY, calls, tools
 from palaver.formats.options import Options
 from palaver.formats.pieces import PieceTokenizer, control_strings
 from palaver.formats.probes import QUESTION, tool_variables
-from palaver.formats.recorded import STRINGS, read_tool
+from palaver.formats.recorded import STRINGS, read_tool, switches_by_truth
 from palaver.formats.template import Template
 from palaver.formats.templated import TemplateFormat
 from palaver.messages import Message, Tool, user
@@ -125,7 +125,8 @@ class Roundtrip:
             return thought
         if isinstance(called, _Not):
             return called
-        return thought + called[called.rindex(ANSWER) + len(ANSWER) :]
+        behind = called[called.rindex(ANSWER) + len(ANSWER) :]
+        return thought + behind.removeprefix(self._format.facts.answer_closing)
 
     def _cut_out(self, kind: Kind, message: dict[str, Any]) -> str | _Not:
         given = tool_variables(self._format.facts, tools() if kind.calls else [])
@@ -163,7 +164,7 @@ class Roundtrip:
             if case["continue"] or case["is_partial"] or case["reasoning_format"] == "none" or case["json_schema"]:
                 continue
             given = tuple(read_tool(tool) for tool in case["tools"] or ())
-            options = Options(thinking=case["enable_thinking"] if self._format.facts.switch else None)
+            options = Options(thinking=case["enable_thinking"] if switches_by_truth(self._format) else None)
             yield self._compare(f"recorded {number}", case["input"], given, options)
 
     def _compare(self, kind: str, written: str, given: Sequence[Tool], options: Options) -> Trial:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
+from enum import StrEnum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from palaver.errors import BadParameter
 from palaver.formats.calls import braces, json_calls, named_json, parameters, python_calls, syntaxes
 from palaver.formats.facts import Confidence, Evidence, Facts
+from palaver.formats.switches import TYPES, Switch
 
 _FAMILIES: dict[str, Any] = {
     module.__name__.rpartition(".")[2]: module.Syntax
@@ -17,9 +19,14 @@ _FAMILIES: dict[str, Any] = {
 }
 
 
+_OPEN = ("calls.", "switches.")
+"""Tables in which new keys may come."""
+
+
 def to_values(facts: Facts) -> dict[str, Any]:
-    """The facts as plain values; the tool calls' syntax says its family."""
+    """The facts as plain values; the tool calls' syntax says its family, switches go by their names."""
     values = asdict(facts)
+    values["switches"] = {switch.pop("name"): switch for switch in values["switches"]}
     if facts.calls is not None:
         values["calls"] = {"family": syntaxes.family(facts.calls), **values["calls"]}
     return values
@@ -31,12 +38,27 @@ def from_values(values: Mapping[str, Any], base: Facts | None = None) -> Facts:
     merged = _merged(given, dict(values), "")
     calls = merged.pop("calls")
     evidence = tuple(_evidence(item) for item in merged.pop("evidence"))
+    switches = _switches(merged.pop("switches"))
     built: Facts = _build(Facts, {**merged, "calls": None}, "")
-    return _with_calls(replace(built, evidence=evidence), calls)
+    return _with_calls(replace(built, evidence=evidence, switches=switches), calls)
+
+
+def _switches(values: Any) -> tuple[Switch, ...]:
+    if not isinstance(values, Mapping):
+        raise BadParameter("switches", values, "must be a table for each variable")
+    out = []
+    for name in sorted(values):
+        if not isinstance(values[name], Mapping):
+            raise BadParameter(f"switches.{name}", values[name], "must be a table")
+        switch: Switch = _build(Switch, {**values[name], "name": name}, f"switches.{name}.")
+        if switch.type not in TYPES:
+            raise BadParameter(f"switches.{name}.type", switch.type, f"must be one of {', '.join(TYPES)}")
+        out.append(switch)
+    return tuple(out)
 
 
 def _evidence(item: Mapping[str, Any]) -> Evidence:
-    return Evidence(item["fact"], item["seen"], Confidence(item["confidence"]))
+    return Evidence(item["fact"], item["seen"], Confidence(item["confidence"]), item["about"])
 
 
 def _with_calls(facts: Facts, calls: Mapping[str, Any] | None) -> Facts:
@@ -50,7 +72,7 @@ def _with_calls(facts: Facts, calls: Mapping[str, Any] | None) -> Facts:
 
 
 def _merged(base: dict[str, Any], values: dict[str, Any], place: str) -> dict[str, Any]:
-    unknown = sorted(set(values) - set(base)) if base and place != "calls." else []
+    unknown = sorted(set(values) - set(base)) if base and place not in _OPEN else []
     if unknown:
         raise BadParameter(
             f"{place}{unknown[0]}", values[unknown[0]], f"there is no such fact; known are {', '.join(base)}"
@@ -87,6 +109,11 @@ def _value(hint: Any, value: Any, place: str) -> Any:
     arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) in arms:
         return None
+    words = next((arm for arm in arms if isinstance(arm, type) and issubclass(arm, StrEnum)), None)
+    if words is not None:
+        if value not in list(words):
+            raise BadParameter(place.rstrip("."), value, f"must be one of {', '.join(words)}")
+        return words(value)
     kind = next((arm for arm in arms if is_dataclass(arm)), None)
     if kind is not None and isinstance(value, Mapping):
         return _build(kind, value, place)
@@ -97,10 +124,13 @@ def _value(hint: Any, value: Any, place: str) -> Any:
 
 def _is(hint: Any, value: Any) -> bool:
     if get_origin(hint) is tuple:
-        return isinstance(value, list | tuple) and all(isinstance(item, get_args(hint)[0]) for item in value)
+        item_type = get_args(hint)[0]
+        return isinstance(value, list | tuple) and (item_type is Any or all(isinstance(i, item_type) for i in value))
     return isinstance(hint, type) and isinstance(value, hint)
 
 
 def _called(hint: Any) -> str:
     names = {str: "a text", bool: "true or false", type(None): "nothing"}
-    return "a list of texts" if get_origin(hint) is tuple else names.get(hint, "a table")
+    if get_origin(hint) is tuple:
+        return "a list" if get_args(hint)[0] is Any else "a list of texts"
+    return names.get(hint, "a table")

@@ -25,6 +25,7 @@ from palaver.errors import TemplateError
 
 MAX_SOURCE = 1_000_000
 MAX_DEPTH = 100
+MAX_TAGS = 3_000
 MAX_STEPS = 2_000_000
 MAX_TEXT = 50_000_000
 MAX_ARGUMENT = 100_000
@@ -294,3 +295,5 @@ def _check_source(source: str) -> None:
         depth += -1 if kind else 1
         if depth > 20 * MAX_DEPTH:
             raise OutOfFuel("it is nested too deeply")
+    if len(re.findall(r"\{[%{]", source)) > MAX_TAGS:
+        raise OutOfFuel(f"it has more than {MAX_TAGS} tags")

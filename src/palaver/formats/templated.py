@@ -7,16 +7,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from palaver.errors import BadParameter, EmptyMessage, NoMessages, TemplateError, UnsupportedContent
+from palaver.errors import EmptyMessage, NoMessages, TemplateError, UnsupportedContent
 from palaver.formats.anatomy import Anatomy
 from palaver.formats.cache import remembered
 from palaver.formats.calls import syntaxes
 from palaver.formats.calls.samples import NAME, calls, tools
 from palaver.formats.facts import Confidence, Evidence, Facts, ThinkingFacts
+from palaver.formats.faithful import faithful
+from palaver.formats.forcing import forced
 from palaver.formats.healing import Healer
 from palaver.formats.learning import learn
 from palaver.formats.markers import CONTROL_LIKE, parts
@@ -25,6 +27,7 @@ from palaver.formats.overrides import corrected
 from palaver.formats.probes import ANSWER, THOUGHT, Prober, tool_variables
 from palaver.formats.provenance import Fence
 from palaver.formats.reader import Reader, Reading
+from palaver.formats.switches import Switch, SwitchKind, Wishes
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import Run, Tokenizer
 from palaver.formats.writing import Leads, begun_reply
@@ -45,11 +48,32 @@ class TemplateFormat:
         self.facts: Facts = facts or remembered(
             template.source, strings, tokenizer.control, lambda: learn(template, strings, tokenizer.control)
         )
+        self._known_leads: dict[str, Leads] = {}
         self._anatomy = Anatomy(self.facts, tokenizer.control, tokenizer.special_ids)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return self.facts.stop_strings
+
+    @property
+    def switches(self) -> tuple[Switch, ...]:
+        return self.facts.switches
+
+    @property
+    def thinking_switch(self) -> Switch | None:
+        return self.facts.switch
+
+    @property
+    def thinks(self) -> bool:
+        return self.facts.thinking is not None
+
+    @property
+    def takes_tools(self) -> bool:
+        return self.facts.calls is not None
 
     def corrected(self, path: Path) -> TemplateFormat:
         """The same format with an operator's corrections."""
@@ -68,6 +92,7 @@ class TemplateFormat:
         options: Options = Options(),  # noqa: B008 - frozen
         reply_so_far: Sequence[int] = (),
         begun: Message | None = None,
+        past: Sequence[Sequence[int] | None] = (),
     ) -> Prompt:
         """The prompt for the assistant's next turn. Depends on its arguments alone.
 
@@ -79,13 +104,22 @@ class TemplateFormat:
         given = {**self._strings, **guarded.values, **self.switched(options), **self.dates(options)}
         text = self._template.render({**given, "add_generation_prompt": True}, options.now)
         opens_in = self._opens_in(text, self._closed(given, options.now))
-        ids = self._tokenizer.encode(self._runs(text, guarded.mark))
+        ids = self._context_ids(text, guarded.mark, past)
         phases = self._anatomy.phases(opens_in, bool(tools) and options.calls, self._closing_ids)
+        if options.must_call:
+            phases = forced(phases, self.facts.calls, [tool for tool in tools if tool.name in options.must_call])
         if reply_so_far or not (options.healing and begun):
             reply = tuple(reply_so_far) or self.begun_ids(begun, options, opens_in)
             return Prompt(tuple(ids), reply, phases)
         reply, healing = self._healer.heal(self.begun_ids(begun, options, opens_in))
         return Prompt(tuple(ids), reply, phases, healing=healing)
+
+    def _context_ids(self, text: str, mark: str, past: Sequence[Sequence[int] | None]) -> list[int]:
+        opening = self.facts.thinking.opening if self.facts.thinking else ""
+        ids: list[int] = []
+        for piece in faithful(text, self.facts.header, opening, past, self._tokenizer.vocabulary):
+            ids += self._tokenizer.encode(self._runs(piece, mark)) if isinstance(piece, str) else piece
+        return ids
 
     def reader(
         self,
@@ -124,38 +158,43 @@ class TemplateFormat:
         guarded = self._fence.guard({"parts": [_parts(part) for part in message.parts]})
         pairs = zip(message.parts, guarded.values["parts"], strict=True)
         safe = Message(message.role, tuple(_with_parts(part, values) for part, values in pairs))
-        text = begun_reply(self.facts, safe, opens_in, self._leads(options.thinking))
+        text = begun_reply(self.facts, safe, opens_in, self._leads(options))
         return (*self._tokenizer.encode(self._runs(text, guarded.mark)), *prefix)
 
-    @cache  # noqa: B019 - a format lives as long as its model
-    def _leads(self, thinking: bool | None) -> Leads:
+    def _leads(self, options: Options) -> Leads:
         """What the template writes between its own generation prompt and a reply, by what the reply begins with."""
+        chosen = {**options.variables, **self.switched(options)}
+        key = repr(sorted(chosen.items()))
+        if key not in self._known_leads:
+            self._known_leads[key] = self._probed_leads(chosen)
+        return self._known_leads[key]
+
+    def _probed_leads(self, chosen: Mapping[str, Any]) -> Leads:
         prober = Prober(self._template, self._strings)
-        switch = self.switched(Options(thinking=thinking))
+        given = {name: value for name, value in chosen.items() if name != "tools"}
         field = self.facts.reasoning_field
         thought = {field: THOUGHT} if field and field != "content" else {}
         called = {"content": "", "tool_calls": calls(1, self.facts.arguments_as_text)}
         anchor = next(iter(parts(syntaxes.opening(self.facts.calls))), NAME) if self.facts.calls else NAME
         return Leads(
-            prober.lead({"content": ANSWER, **thought}, THOUGHT, **switch),
-            prober.lead({"content": ANSWER}, ANSWER, **switch),
-            prober.lead(called, anchor, tools=tools(), **switch),
+            prober.lead({"content": ANSWER, **thought}, THOUGHT, **given),
+            prober.lead({"content": ANSWER}, ANSWER, **given),
+            prober.lead(called, anchor, self.facts.empty_answer, tools=tools(), **given),
         )
 
     def switched(self, options: Options) -> dict[str, Any]:
-        if options.thinking is None:
-            return {}
-        switch = self.facts.switch
-        if switch is None:
-            wanted = "on" if options.thinking else "off"
-            raise BadParameter("think", wanted, "this model's chat template has no switch for thinking")
-        return {switch.variable: switch.on if options.thinking else switch.off}
+        """What the options come to in the template's own variables."""
+        return self._wishes.variables(options)
+
+    @cached_property
+    def _wishes(self) -> Wishes:
+        return Wishes(self.facts.switches, self.facts.asks_for)
 
     def dates(self, options: Options) -> dict[str, Any]:
         """Some templates ask for the day by a variable instead of a function."""
         day = options.now or datetime(2024, 1, 1)
-        known = {"datetime": day.strftime("%b %d %Y %H:%M:%S GMT"), "date_string": day.strftime("%d %b %Y")}
-        return {name: known[name] for name in self.facts.asks_for if name in known}
+        asked = (switch for switch in self.facts.switches if switch.kind is SwitchKind.DATE and switch.form)
+        return {switch.name: day.strftime(switch.form) for switch in asked if switch.name not in options.variables}
 
     def _closed(self, given: Mapping[str, Any], now: datetime | None) -> str:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from palaver.formats.calls.samples import NAME, calls, tools
 from palaver.formats.facts import Confidence, ThinkingFacts
@@ -15,7 +16,7 @@ _END = "ENDq7"
 
 
 class Thoughts:
-    """`note(fact, seen, confidence)` takes down what a fact was learned from."""
+    """`note(about, fact, seen, confidence)` takes down what a fact was learned from."""
 
     def __init__(self, prober: Prober, note: Callable[..., None]) -> None:
         self._prober = prober
@@ -23,36 +24,49 @@ class Thoughts:
 
     def learn(self) -> tuple[str | None, ThinkingFacts | None]:
         """The field that takes a message's thinking, and how thoughts are marked."""
-        field, by_field = self._by_field()
-        found = by_field or self._by_split() or self._by_closed_block() or self._by_instruction()
-        return field, found
+        field, found = self._by_field()
+        found = found or self._by_split() or self._by_closed_block()
+        if field is None and found is None:
+            field, found = self._by_switched_field()
+        return field, found or self._by_instruction()
 
-    def _by_field(self) -> tuple[str | None, ThinkingFacts | None]:
-        for field, written, after in self._with_thoughts():
+    def _by_switched_field(self) -> tuple[str | None, ThinkingFacts | None]:
+        """Some templates take thoughts only where a variable says so."""
+        for chosen in self._prober.variations():
+            field, found = self._by_field(self._shown_thoughts(**chosen))
+            if found is not None:
+                return field, found
+        return None, None
+
+    def _by_field(self, shown: Iterator[tuple[str, str, str]] | None = None) -> tuple[str | None, ThinkingFacts | None]:
+        for field, written, after in shown or self._with_thoughts():
             before, rest = written.split(THOUGHT, 1)
             closing = rest.split(after, 1)[0]
-            opening = self._without_header(before)
-            self._note(f"thinking is given as {field}", written)
-            if opening.strip() and closing.strip():
-                return field, ThinkingFacts(opening, closing)
-            if closing.strip():
-                opened = self._opener_for(closing, before)
-                return field, ThinkingFacts(opened, closing) if opened else None
-            return field, None
+            opening = self._without_header(before) if closing.strip() else ""
+            self._note("reasoning_field", f"thinking is given as {field}", written)
+            if closing.strip() and not opening.strip():
+                opening = self._opener_for(closing, before)
+            if not opening:
+                return field, None
+            self._note("thinking", "what stands around a thought", f"{opening}{THOUGHT}{closing}")
+            return field, ThinkingFacts(opening, closing)
         return None, None
 
     def _with_thoughts(self) -> Iterator[tuple[str, str, str]]:
         """Replies in which a thought is shown: the field, what was written, and what comes behind the thought."""
+        yield from self._shown_thoughts()
+        yield from self._with_thoughts_before_calls()
+
+    def _shown_thoughts(self, **variables: Any) -> Iterator[tuple[str, str, str]]:
         for field in REASONING_FIELDS:
-            written = self._prober.reply({"content": ANSWER, field: THOUGHT})
+            written = self._prober.reply({"content": ANSWER, field: THOUGHT}, **variables)
             if written and THOUGHT in written and ANSWER in written.split(THOUGHT, 1)[1]:
                 yield field, written, ANSWER
         typed = [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": ANSWER}]
-        written = self._prober.reply({"content": typed})
+        written = self._prober.reply({"content": typed}, **variables)
         shown = written is not None and "type" not in written.lower()  # else the parts were only printed
         if written and shown and THOUGHT in written and ANSWER in written.split(THOUGHT, 1)[1]:
             yield "content", written, ANSWER
-        yield from self._with_thoughts_before_calls()
 
     def _with_thoughts_before_calls(self) -> Iterator[tuple[str, str, str]]:
         result = {"role": "tool", "content": RESULT, "tool_call_id": "probeid01", "name": NAME}
@@ -95,8 +109,7 @@ class Thoughts:
     def _openings(self) -> list[str]:
         """The ways in which a generation prompt may open, by every switch that changes it."""
         found = [self._prober.opening()]
-        for variable in self._prober.variables():
-            found += [self._prober.opening(**{variable: value}) for value in (True, False)]
+        found += [self._prober.opening(**chosen) for chosen in self._prober.variations()]
         return list(dict.fromkeys(opening for opening in found if opening))
 
     def _by_split(self) -> ThinkingFacts | None:
@@ -106,7 +119,7 @@ class Thoughts:
             written = self._cut_out(f"{THOUGHT}{closer}{ANSWER}")
             if written is None:
                 continue
-            self._note(f"past thinking up to {closer} is dropped", written, Confidence.INFERRED)
+            self._note("thinking", f"past thinking up to {closer} is dropped", written, Confidence.INFERRED)
             opener = closer.replace("/", "", 1)
             opening = next((o[o.rfind(opener) :] for o in self._openings() if opener in o), opener)
             opening = opening.split(closer)[0]
@@ -145,7 +158,7 @@ class Thoughts:
                 rest = longer.removeprefix(common_start(longer, shorter))
                 found = list(CONTROL_LIKE.finditer(rest))
                 if len(found) == 2 and paired(found[0][0], found[1][0]) and not rest[: found[0].start()].strip():
-                    self._note("a thought is opened and closed by the generation prompt", longer)
+                    self._note("thinking", "a thought is opened and closed by the generation prompt", longer)
                     inside = rest[found[0].end() : found[1].start()]
                     return _from_closed_block(rest[: found[0].end()], inside, rest[found[1].start() :])
         whole = next((o for o in openings if len(CONTROL_LIKE.findall(o)) >= 3), "")
@@ -155,24 +168,23 @@ class Thoughts:
         tags = list(CONTROL_LIKE.finditer(opening))
         if len(tags) < 2 or opening[tags[-1].end() :].strip() or not paired(tags[-2][0], tags[-1][0]):
             return None
-        self._note("a thought is opened and closed by the generation prompt", opening)
+        self._note("thinking", "a thought is opened and closed by the generation prompt", opening)
         inside = opening[tags[-2].end() : tags[-1].start()]
         return _from_closed_block(opening[tags[-2].start() : tags[-2].end()], inside, opening[tags[-1].start() :])
 
     def _by_instruction(self) -> ThinkingFacts | None:
         """A system prompt that asks for thoughts between two tags names them."""
-        for variable in self._prober.variables():
-            for value in (True, "high"):
-                told = self._prober.write([ask()], True, **{variable: value}) or ""
-                found = re.search(r"(<(\w*think\w*)>)\s*(?:\.\.\.)?\s*(</\2>)", told)
-                if found:
-                    fact = f"with {variable} the system prompt asks for thoughts in tags"
-                    self._note(fact, told, Confidence.INFERRED)
-                    return self._opened_by_prompt(ThinkingFacts(found[1], found[3]))
+        for chosen in self._prober.variations():
+            told = self._prober.write([ask()], True, **chosen) or ""
+            found = re.search(r"(<(\w*think\w*)>)\s*(?:\.\.\.)?\s*(</\2>)", told)
+            if found:
+                fact = f"with {next(iter(chosen))} the system prompt asks for thoughts in tags"
+                self._note("thinking", fact, told, Confidence.INFERRED)
+                return self._opened_by_prompt(ThinkingFacts(found[1], found[3]))
         for text in self._prober.texts():
             found = re.search(r"(<(\w*think\w*)>)[^<]*(</\2>)", text)
             if found:
-                self._note("the template writes thoughts in tags", text, Confidence.INFERRED)
+                self._note("thinking", "the template writes thoughts in tags", text, Confidence.INFERRED)
                 return self._opened_by_prompt(ThinkingFacts(found[1], found[3]))
         return None
 

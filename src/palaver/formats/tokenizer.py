@@ -42,6 +42,11 @@ class Tokenizer(Protocol):
         """The same for two tokenizers only if they give the same ids."""
         ...
 
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The tokens that this model's texts begin with, such as a beginning-of-sequence token."""
+        ...
+
     def encode(self, runs: Iterable[Run]) -> list[int]:
         """The ids of the runs in one piece: text is split where control tokens stand, and nowhere else."""
         ...

@@ -38,7 +38,7 @@ def begun_reply(facts: Facts, message: Message, opens_in: Phase, leads: Leads) -
                 thinking, calls = False, []
             case ToolCall():
                 if not calls:
-                    out += _before_calls(facts, thinking and not part.in_thought, out, leads)
+                    out += _before_calls(facts, thinking, part.in_thought, out, leads)
                 thinking = part.in_thought
                 calls.append(part)
             case _:
@@ -65,11 +65,13 @@ def _before_answer(facts: Facts, thinking: bool, written: str, leads: Leads) -> 
     return "" if written else facts.answer_opening or leads.answer
 
 
-def _before_calls(facts: Facts, thinking: bool, written: str, leads: Leads) -> str:
-    if thinking and facts.thinking is not None:
+def _before_calls(facts: Facts, thinking: bool, in_thought: bool, written: str, leads: Leads) -> str:
+    if thinking and not in_thought and facts.thinking is not None:
         if find_headers(facts) is not None:  # the call is a message of its own
             return facts.thinking.closing.partition(facts.header)[0] + facts.header + leads.calls
         return facts.thinking.closing.rstrip() + facts.space_after_thought
+    if in_thought and written:  # there is no answer to close
+        return facts.space_before_calls.removeprefix(facts.answer_closing)
     return facts.space_before_calls if written else leads.calls
 
 

@@ -1,0 +1,76 @@
+"""Past replies as they were generated: their own token ids, where the template writes what they say.
+
+A text can be spelled by other tokens than the model once chose; with the ids of old, a conversation's next prompt
+begins with exactly what the model has computed already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from palaver.phases import Vocabulary
+
+Said = str | tuple[int, ...]
+"""A piece of the prompt: text to be encoded, or ids to be taken as they are."""
+
+
+def faithful(
+    text: str, header: str, opening: str, past: Sequence[Sequence[int] | None], vocabulary: Vocabulary
+) -> Iterator[Said]:
+    """The prompt's text with each past reply's ids in its place.
+
+    A reply stands behind the header that opens an assistant's turn (no content can spell that: control text in contents
+    carries a mark), whole, without the thought it began with, or with a thought that the prompt had opened. Where the
+    text behind no header is what a reply said, it stays text.
+    """
+    replies = [tuple(ids) for ids in past if ids]
+    at = 0
+    while header and replies and (found := text.find(header, at)) >= 0:
+        place = found + len(header)
+        matched = _matched(text, place, opening, replies, vocabulary)
+        if matched is None:
+            yield text[at:place]
+            at = place
+            continue
+        begin, ids, end, used = matched
+        yield text[at:begin]
+        yield ids
+        at = end
+        del replies[: used + 1]
+    yield text[at:]
+
+
+def _matched(
+    text: str, place: int, opening: str, replies: Sequence[tuple[int, ...]], vocabulary: Vocabulary
+) -> tuple[int, tuple[int, ...], int, int] | None:
+    """Where the ids begin, the ids, where they end, and whose they are: the next reply's, or that of a later one."""
+    begins = [place, place + len(opening)] if opening and text.startswith(opening, place) else [place]
+    for number, ids in enumerate(replies):
+        for begin in begins:
+            if (kept := _kept(text, begin, ids, vocabulary)) is not None:
+                return begin, ids[kept[0] :], kept[1], number
+    return None
+
+
+def _kept(text: str, begin: int, ids: tuple[int, ...], vocabulary: Vocabulary) -> tuple[int, int] | None:
+    """From which token on the reply stands there, and where it ends."""
+    pieces = [vocabulary[token_id] for token_id in ids]
+    whole = b"".join(pieces)
+    target = text[begin : begin + len(whole)].encode("utf-8", "surrogatepass")
+    offset = 0
+    for first, piece in enumerate(pieces[:-1]):
+        if target.startswith(whole[offset : offset + _PEEK]) and target.startswith(whole[offset:]):
+            return _ended(begin, first, whole[offset:])
+        offset += len(piece)
+    return None
+
+
+_PEEK = 16
+"""Bytes that are compared before all are: most places differ at once."""
+
+
+def _ended(begin: int, first: int, said: bytes) -> tuple[int, int] | None:
+    try:
+        return first, begin + len(said.decode())
+    except UnicodeDecodeError:  # the reply was cut inside of a character
+        return None

@@ -1,0 +1,176 @@
+"""The variables by which a template can be told what to do, and how a wish is said with them.
+
+A wish is neutral (think, or not; how hard; how long); the template's own names and values are its format's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from palaver.errors import BadParameter
+from palaver.formats import efforts
+
+if TYPE_CHECKING:
+    from palaver.formats.options import Options
+
+
+class SwitchKind(StrEnum):
+    THINKING = "thinking"
+    """Whether the model thinks."""
+    EFFORT = "effort"
+    """How hard it thinks, in words or levels."""
+    BUDGET = "budget"
+    """How many tokens it may think for."""
+    KEEPING = "keeping"
+    """Whether the thinking of earlier turns stays in the prompt."""
+    DATE = "date"
+    TOOLS = "tools"
+    """Which tools are told, or how."""
+    OTHER = "other"
+
+
+TYPES: dict[str, tuple[type, ...]] = {
+    "boolean": (bool,),
+    "text": (str,),
+    "integer": (int,),
+    "list": (list, tuple),
+    "object": (dict, list, tuple),
+    "any": (object,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """One variable of a template."""
+
+    name: str
+    kind: SwitchKind = SwitchKind.OTHER
+    type: str = "any"
+    """One of `TYPES`."""
+    values: tuple[Any, ...] = ()
+    """What it is known to take; efforts from the weakest on."""
+    others: bool = True
+    """Whether it takes other values, too."""
+    default: Any = None
+    """The value that does what leaving it out does; None where that is unknown or is no value."""
+    on: Any = None
+    """What switches thinking (or keeping it) on, and off; None where no value does."""
+    off: Any = None
+    form: str = ""
+    """How a date is written, as `strftime` takes it."""
+    changes: str = ""
+    """What it changes, for people."""
+
+    def check(self, value: Any) -> None:
+        """Raises BadParameter for a value that the template can't be meant to get."""
+        fits = isinstance(value, TYPES[self.type]) and (self.type != "integer" or not isinstance(value, bool))
+        if not fits:
+            raise BadParameter(self.name, value, f"must be {_A[self.type]} for this model's chat template")
+        if not self.others and not any(value == known and type(value) is type(known) for known in self.values):
+            raise BadParameter(self.name, value, f"this model's chat template takes {listed(self.values)}")
+
+
+_A = {"boolean": "true or false", "text": "a text", "integer": "a whole number", "list": "a list",
+      "object": "an object", "any": "something"}  # fmt: skip
+
+
+def listed(values: Iterable[Any]) -> str:
+    return ", ".join(str(value) for value in values)
+
+
+def thinking_switch(switches: Iterable[Switch]) -> Switch | None:
+    """What turns thinking on and off: a switch for it, or else an effort or a budget that can be nothing."""
+    given = list(switches)
+    for kind in (SwitchKind.THINKING, SwitchKind.EFFORT, SwitchKind.BUDGET):
+        for switch in given:
+            if switch.kind is kind and switch.off is not None:
+                return switch
+    return None
+
+
+def of_kind(switches: Iterable[Switch], kind: SwitchKind) -> Switch | None:
+    return next((switch for switch in switches if switch.kind is kind), None)
+
+
+class Wishes:
+    """Says wishes with one template's switches."""
+
+    def __init__(self, switches: tuple[Switch, ...], known: Iterable[str]) -> None:
+        self._switches = {switch.name: switch for switch in switches}
+        self._known = {*self._switches, *known}
+
+    def variables(self, options: Options) -> dict[str, Any]:
+        """The variables that the options come to. What the template can't be told is a BadParameter."""
+        thinking = _settled(options)
+        told = {**self._effort(options, thinking), **self._budget(options)}
+        if thinking is not None:
+            told = {**self._thinking(thinking, told), **told}
+        for name, value in options.variables.items():
+            self._check(name, value)
+            if name in told and told[name] != value:
+                raise BadParameter(name, value, f"contradicts what was asked for, which is {told[name]!r}")
+        return told
+
+    def _check(self, name: str, value: Any) -> None:
+        if name in self._switches:
+            self._switches[name].check(value)
+        elif name not in self._known:
+            has = listed(self._switches) or "none"
+            raise BadParameter(name, value, f"this model's chat template asks for no such variable; it has {has}")
+
+    def _thinking(self, thinking: bool, told: Mapping[str, Any]) -> dict[str, Any]:
+        """Where the effort or the budget is what switches, it has been said with it already."""
+        switch = thinking_switch(self._switches.values())
+        if switch is None:
+            if thinking and told:
+                return {}  # asked for by an effort, and nothing stands in its way
+            wanted = "on" if thinking else "off"
+            raise BadParameter("think", wanted, "this model's chat template has no switch for thinking")
+        value = switch.on if thinking else switch.off
+        return {} if value is None else {switch.name: value}
+
+    def _effort(self, options: Options, thinking: bool | None) -> dict[str, Any]:
+        if options.effort is None or (thinking is False and efforts.is_off(options.effort)):
+            return {}
+        switch = of_kind(self._switches.values(), SwitchKind.EFFORT)
+        if switch is None:
+            raise BadParameter("effort", options.effort, f"this model's chat template knows no effort{self._has()}")
+        value = efforts.found(options.effort, [value for value in switch.values if value != switch.off])
+        if value is None and switch.type == "integer" and switch.others and options.effort.isdecimal():
+            value = int(options.effort)
+        if value is None:
+            takes = listed(switch.values) or "a whole number"
+            raise BadParameter("effort", options.effort, f"this model's chat template takes {takes}")
+        return {switch.name: value}
+
+    def _budget(self, options: Options) -> dict[str, Any]:
+        if not options.budget:
+            return {}
+        switch = of_kind(self._switches.values(), SwitchKind.BUDGET)
+        if switch is None:
+            raise BadParameter("budget", options.budget, f"this model's chat template knows no budget{self._has()}")
+        switch.check(options.budget)
+        return {switch.name: options.budget}
+
+    def _has(self) -> str:
+        kinds = (SwitchKind.THINKING, SwitchKind.EFFORT, SwitchKind.BUDGET)
+        has = [f"{s.name} ({s.kind})" for s in self._switches.values() if s.kind in kinds]
+        return f"; it has {', '.join(has)}" if has else " and no other switch for thinking"
+
+
+def _settled(options: Options) -> bool | None:
+    """Whether thinking is wanted: said outright, or by an effort or a budget, which must not contradict it."""
+    said: list[tuple[str, Any, bool]] = []
+    if options.thinking is not None:
+        said.append(("think", "on" if options.thinking else "off", options.thinking))
+    if options.effort is not None:
+        said.append(("effort", options.effort, not efforts.is_off(options.effort)))
+    if options.budget is not None:
+        said.append(("budget", options.budget, options.budget != 0))
+    for name, value, wish in said[1:]:
+        if wish != said[0][2]:
+            raise BadParameter(name, value, f"contradicts {said[0][0]} = {said[0][1]!r}")
+    return said[0][2] if said else None

@@ -1,0 +1,198 @@
+"""Wishes in neutral words come to a template's own variables, or are refused by name."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palaver.errors import BadParameter
+from palaver.formats import efforts
+from palaver.formats.inputs import Input, inputs
+from palaver.formats.options import Options
+from palaver.formats.overrides import corrected
+from palaver.formats.switches import Switch, SwitchKind
+from palaver.formats.template import Template
+from palaver.messages import user
+from palaver.phases import Phase
+from tests.formats.unseen import made
+
+
+def told(name: str, **options: Any) -> dict[str, Any]:
+    return made(name)[0].switched(Options(**options))
+
+
+def prompt(name: str, **options: Any) -> str:
+    format, pieces = made(name)
+    return pieces.text(format.render([user("q")], (), Options(**options)).context_ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "variables"),
+    [
+        ("amber", {"effort": "deep"}, {"depth": "deep"}),
+        ("amber", {"effort": "High"}, {"depth": "deep"}),
+        ("amber", {"effort": "medium"}, {"depth": "normal"}),
+        ("amber", {"effort": "low", "thinking": True}, {"depth": "shallow"}),
+        ("heath", {"effort": "3"}, {"level": 3}),
+        ("heath", {"effort": "none"}, {"level": 0}),
+        ("heath", {"thinking": False}, {"level": 0}),
+        ("heath", {"thinking": True}, {"level": 2}),
+        ("pine", {"effort": "7"}, {"thinking_level": 7}),
+        ("lark", {"effort": "none"}, {"reasoning_effort": "none"}),
+        ("lark", {"thinking": True, "effort": "low"}, {"reasoning_effort": "low"}),
+        ("fjord", {"effort": "none"}, {"think": False}),
+        ("fjord", {"effort": "low"}, {"strength": "low", "think": True}),
+        ("moss", {"effort": "high"}, {"effort": "high", "reason": True}),
+        ("cobalt", {"budget": 512}, {"max_thought_tokens": 512}),
+        ("cobalt", {"budget": 0}, {"max_thought_tokens": 0}),
+        ("cobalt", {"effort": "none"}, {"max_thought_tokens": 0}),
+        ("cobalt", {"thinking": True}, {"max_thought_tokens": 4096}),
+        ("reed", {"thinking": True}, {}),
+        ("jade", {"budget": 9000}, {"budget_tokens": 9000}),
+        ("kelp", {"thinking": False}, {"no_reasoning": True}),
+        ("iris", {"thinking": True}, {}),
+        ("ember", {"thinking": True}, {"mode": "reason"}),
+        ("dune", {}, {}),
+    ],
+)
+def test_a_wish_becomes_the_templates_own_variable(name: str, options: Any, variables: dict[str, Any]) -> None:
+    assert told(name, **options) == variables
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("amber", {"effort": "banana"}, ["effort", "shallow, normal, deep"]),
+        ("fjord", {"effort": "max"}, ["low, medium, high"]),
+        ("basalt", {"effort": "low"}, ["no effort", "ponder (thinking)"]),
+        ("dune", {"effort": "low"}, ["no effort", "no other switch"]),
+        ("dune", {"thinking": True}, ["no switch for thinking"]),
+        ("amber", {"thinking": False}, ["no switch for thinking"]),
+        ("amber", {"effort": "none"}, ["no switch for thinking"]),
+        ("fjord", {"budget": 5}, ["no budget", "strength (effort)"]),
+        ("fjord", {"thinking": False, "effort": "low"}, ["effort = 'low'", "contradicts think = 'off'"]),
+        ("fjord", {"thinking": True, "effort": "none"}, ["contradicts think = 'on'"]),
+        ("cobalt", {"thinking": False, "budget": 5}, ["budget = 5", "contradicts"]),
+        ("fjord", {"thinking": True, "variables": {"think": False}}, ["think = False", "contradicts"]),
+        ("fjord", {"variables": {"no_such": 1}}, ["no_such", "strength, think"]),
+        ("fjord", {"variables": {"think": "yes"}}, ["think = 'yes'", "true or false"]),
+        ("fjord", {"variables": {"strength": "banana"}}, ["strength = 'banana'", "low, medium, high"]),
+        ("cobalt", {"variables": {"max_thought_tokens": True}}, ["max_thought_tokens = True", "whole number"]),
+    ],
+)
+def test_what_a_template_does_not_have_is_refused_by_name(name: str, options: Any, words: list[str]) -> None:
+    with pytest.raises(BadParameter) as error:
+        prompt(name, **options)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_wishes_reach_the_prompt() -> None:
+    assert "Think at length" in prompt("amber", effort="high")
+    assert "reasoning strength=low" in prompt("fjord", effort="low")
+    assert "Reasoning effort: high." in prompt("moss", effort="high")
+    assert "may take 512 tokens" in prompt("cobalt", budget=512)
+    assert "Use imperial units" in prompt("dune", variables={"units": "imperial"})
+    assert "Reasoning: very <|" not in prompt("grove", variables={"reasoning": "very"})
+    assert "Reasoning: very" in prompt("grove", variables={"reasoning": "very"})
+
+
+def test_the_reply_opens_as_it_was_switched() -> None:
+    def opens(name: str, **options: Any) -> Phase:
+        return made(name)[0].render([user("q")], (), Options(**options)).phases.opens_in
+
+    assert opens("heath") is Phase.THINKING
+    assert opens("heath", effort="none") is Phase.ANSWER
+    assert opens("ember") is Phase.ANSWER
+    assert opens("ember", thinking=True) is Phase.THINKING
+    assert opens("moss", effort="low") is Phase.THINKING
+
+
+def test_a_day_is_written_as_the_template_writes_it() -> None:
+    now = datetime(2031, 5, 6)
+    assert "Current date: 2031-05-06" in prompt("opal", now=now)
+    assert "Today is 06 May 2031." in prompt("dune", now=now)
+    assert "Today is soon." in prompt("dune", now=now, variables={"today": "soon"})
+
+
+def correct(tmp_path: Path, name: str, text: str) -> dict[str, Switch]:
+    path = tmp_path / "palaver-format.toml"
+    path.write_text(text, encoding="utf-8")
+    return {switch.name: switch for switch in corrected(made(name)[0].facts, path).switches}
+
+
+def test_an_operator_corrects_a_switch_or_gives_a_new_one(tmp_path: Path) -> None:
+    text = '[switches.reasoning]\nvalues = ["low", "high", "extreme"]\n'
+    text += '[switches.other]\nkind = "budget"\ntype = "integer"\n'
+    switches = correct(tmp_path, "grove", text)
+    assert switches["reasoning"].values == ("low", "high", "extreme")
+    assert switches["reasoning"].default == "medium"
+    assert switches["other"] == Switch("other", SwitchKind.BUDGET, "integer")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('[switches.reasoning]\nkind = "colour"', "switches.reasoning.kind"),
+        ('[switches.reasoning]\ntype = "number"', "switches.reasoning.type"),
+        ("[switches.reasoning]\nvalues = 5", "switches.reasoning.values"),
+        ("[switches.reasoning]\nnonsense = 5", "switches.reasoning.nonsense"),
+        ("[switches]\nreasoning = 5", "switches.reasoning"),
+        ("switches = 5", "switches"),
+    ],
+)
+def test_a_correction_of_a_switch_that_is_none_is_refused(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(BadParameter) as error:
+        correct(tmp_path, "grove", text)
+    assert named in str(error.value)
+
+
+def asked(source: str) -> dict[str, Input]:
+    return {given.name: given for given in inputs(Template(source).tree, {"messages"})}
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("{{ a }}{% set b = 1 %}{{ b }}", {"a"}),
+        ("{% if messages %}{% set b = 1 %}{% endif %}{{ b }}", set()),
+        ("{% if b is not defined %}{% set b = 1 %}{% endif %}{{ b }}", {"b"}),
+        ("{% set b = b | default(1) %}{{ b }}", {"b"}),
+        ("{% for m in messages %}{% set c = m %}{{ c }}{{ loop.index }}{% endfor %}", set()),
+        ("{% macro f(x) %}{{ x }}{{ y }}{% endmacro %}{% set y = 2 %}{{ f(z) }}", {"z"}),
+        ("{% if messages %}{% set s = 1 %}{% set s = s + 1 %}{{ s }}{% endif %}", set()),
+        ("{% set ns = namespace(a=1) %}{% set ns.a = q %}{{ ns.a }}", {"q"}),
+    ],
+)
+def test_only_what_others_may_give_is_an_input(source: str, names: set[str]) -> None:
+    assert set(asked(source)) == names
+
+
+@pytest.mark.parametrize(
+    ("source", "values", "defaults"),
+    [
+        ("{% if e == 'a' %}{% elif 'b' != e %}{% endif %}", ("a", "b"), ()),
+        ("{% if e in ['a', 'b'] %}{% endif %}", ("a", "b"), ()),
+        ("{% set m = {'a': 1, 'b': 2} %}{{ m[e | default('b')] }}", ("a", "b"), ("b",)),
+        ("{% set m = {'a': 1} %}{{ m.get(e) }}", ("a",), ()),
+        ("{% set x = (e or 'c') | lower %}{% if x == 'a' %}{% endif %}", ("a",), ("c",)),
+        ("{% set x = e if e is defined else 'c' %}{% if x is equalto('a') %}{% endif %}", ("a",), ("c",)),
+        ("{% set ns = namespace(l=e) %}{% if ns.l == 'a' %}{% endif %}", ("a",), ()),
+        ("{% macro f(l) %}{% if l == 'a' %}{% endif %}{% endmacro %}{{ f(e) }}", ("a",), ()),
+        ("{% if e is not defined %}{% set e = 'd' %}{% endif %}{{ e }}", (), ("d",)),
+        ("{% if e is true %}{% endif %}", (True,), ()),
+    ],
+)
+def test_the_syntax_tells_values_and_defaults(source: str, values: tuple[Any, ...], defaults: tuple[Any, ...]) -> None:
+    assert (asked(source)["e"].values, asked(source)["e"].defaults) == (values, defaults)
+
+
+def test_words_of_effort_have_an_order() -> None:
+    assert efforts.ordered(["max", "none", "low", "high", "medium", "minimal"]) == (
+        "none", "minimal", "low", "medium", "high", "max",
+    )  # fmt: skip
+    assert efforts.ordered(["gentle", "low"]) == ("gentle", "low")
+    assert efforts.found("low", ["brief", "deep"]) == "brief"
+    assert efforts.found("low", ["brief", "short"]) is None

@@ -1,0 +1,104 @@
+"""Templates of our own invention: every variable is learned, every reply read, every fact has its evidence."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from palaver.events import fold
+from palaver.formats.facts import Confidence, Facts
+from palaver.formats.options import Options
+from palaver.formats.roundtrip import Roundtrip
+from palaver.formats.serial import from_values, to_values
+from palaver.messages import user
+from tests.formats.families import FAMILIES, TOOLS
+from tests.formats.families import made as made_family
+from tests.formats.test_families import cut, meaning
+from tests.formats.unseen import FOLDER, NAMES, SWITCHES, cases, made
+
+EACH = pytest.mark.parametrize("name", NAMES)
+
+
+@EACH
+@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "text"])
+def test_every_variable_is_learned(name: str, tokens: bool) -> None:
+    format, _ = made(name, tokens)
+    found = {switch.name: switch for switch in format.switches}
+    assert set(found) == set(SWITCHES[name])
+    for variable, expected in SWITCHES[name].items():
+        assert {key: getattr(found[variable], key) for key in expected} == expected, variable
+
+
+@EACH
+@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "text"])
+def test_replies_are_read_in_every_cut(name: str, tokens: bool) -> None:
+    format, pieces = made(name, tokens)
+    for case in cases(name):
+        options = Options(**case["options"])
+        expected = case["expect"]
+        for rng in (None, random.Random(1), random.Random(2)):
+            reader = format.reader(format.render([user("q")], TOOLS, options), (), TOOLS, options)
+            events = reader.open()
+            for token in cut(pieces, case["input"], rng):
+                events += reader.feed(token)
+            thinking, answer, calls = meaning(fold([*events, *reader.close()]).message)
+            assert (thinking.strip(), answer.strip()) == (expected["thinking"], expected["answer"]), case["input"]
+            assert [list(call) for call in calls] == expected["calls"]
+
+
+def continuations(path: Path, tokens: bool) -> tuple[int, int]:
+    trials = list(Roundtrip(path, tokens).trials())
+    return sum(trial.exact for trial in trials), sum(trial.count for trial in trials)
+
+
+@pytest.mark.parametrize("name", ["ember", "jade"])
+def test_continuations_are_byte_exact(name: str) -> None:
+    exact, count = continuations(FOLDER / f"{name}.jinja", True)
+    assert exact == count > 100
+
+
+@pytest.mark.slow
+@EACH
+@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "text"])
+def test_all_continuations_are_byte_exact(name: str, tokens: bool) -> None:
+    exact, count = continuations(FOLDER / f"{name}.jinja", tokens)
+    assert exact == count
+
+
+@EACH
+def test_switches_are_the_same_after_writing_and_reading_them(name: str) -> None:
+    facts = made(name)[0].facts
+    assert from_values(json.loads(json.dumps(to_values(facts)))) == facts
+
+
+def unproved(facts: Facts) -> list[str]:
+    """Facts that say something and have no evidence."""
+    plain, about = Facts(), {evidence.about for evidence in facts.evidence}
+    names = [name for name in Facts.__dataclass_fields__ if name not in ("evidence", "switches")]
+    said = [name for name in names if getattr(facts, name) != getattr(plain, name)]
+    return [name for name in (*said, *(f"switches.{switch.name}" for switch in facts.switches)) if name not in about]
+
+
+@EACH
+def test_every_fact_of_an_unseen_template_has_evidence(name: str) -> None:
+    for tokens in (True, False):
+        assert unproved(made(name, tokens)[0].facts) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_every_fact_of_a_family_has_evidence(family: object) -> None:
+    facts = made_family(family)[0].facts  # type: ignore[arg-type]
+    assert unproved(facts) == []
+    assert all(evidence.seen and evidence.about for evidence in facts.evidence)
+
+
+def test_how_sure_a_switch_is_depends_on_what_was_seen() -> None:
+    def confidences(name: str, about: str) -> list[Confidence]:
+        return [e.confidence for e in made(name)[0].facts.evidence if e.about == f"switches.{about}"]
+
+    assert confidences("heath", "level") == [Confidence.SEEN]
+    assert confidences("amber", "depth") == [Confidence.INFERRED]
+    assert confidences("grove", "reasoning") == [Confidence.CONVENTION, Confidence.INFERRED]
