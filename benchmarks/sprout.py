@@ -23,7 +23,8 @@ QUESTION = "What is 17 + 25?"
 async def once() -> dict[str, float]:
     """Seconds of each part, in a process that has done nothing yet."""
     began = time.perf_counter()
-    from palaver.chat import Chat, Request
+    from palaver.chat.model import Model
+from palaver.chat.utterance import Request
     from palaver.engines.torch import load
     from palaver.events import Started
     from palaver.formats.loading import load_format
@@ -34,10 +35,10 @@ async def once() -> dict[str, float]:
     imported = time.perf_counter()
     tokenizer = load_tokenizer(SPROUT)
     engine = load(SPROUT, vocabulary=tokenizer.vocabulary)
-    chat = Chat(engine, load_format(SPROUT, tokenizer))
+    chat = Model(engine, load_format(SPROUT, tokenizer))
     loaded = time.perf_counter()
     first = 0.0
-    async with chat.turn(Request((user(QUESTION),), Sampling(temperature=0, max_tokens=400))) as turn:
+    async with chat.utterance(Request((user(QUESTION),), Sampling(temperature=0, max_tokens=400))) as turn:
         async for event in turn:
             first = first or (0.0 if isinstance(event, Started) else time.perf_counter())
         reply = turn.reply()

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from palaver.chat import Chat, Request
+from palaver.chat.model import Model
+from palaver.chat.utterance import Request
 from palaver.engines.torch import load
 from palaver.formats.loading import load_format
 from palaver.formats.options import Options
@@ -86,16 +87,16 @@ CONVERSATIONS = (
 
 
 @asynccontextmanager
-async def talking() -> AsyncIterator[Chat]:
+async def talking() -> AsyncIterator[Model]:
     tokenizer = load_tokenizer(SPROUT)
     engine = load(SPROUT, vocabulary=tokenizer.vocabulary)
     try:
-        yield Chat(engine, load_format(SPROUT, tokenizer))
+        yield Model(engine, load_format(SPROUT, tokenizer))
     finally:
         await engine.close()
 
 
-async def reply_to(chat: Chat, conversation: Conversation) -> Message:
+async def reply_to(chat: Model, conversation: Conversation) -> Message:
     """The last reply of the conversation, after the model's own replies to the turns before it."""
     messages: list[Message] = [system(conversation.system)] if conversation.system else []
     for said in conversation.says:
@@ -108,7 +109,7 @@ async def reply_to(chat: Chat, conversation: Conversation) -> Message:
     return message
 
 
-async def _reply(chat: Chat, conversation: Conversation, messages: Sequence[Message]) -> Message:
+async def _reply(chat: Model, conversation: Conversation, messages: Sequence[Message]) -> Message:
     options = Options(thinking=conversation.thinking)
     reply = await chat.reply(Request(tuple(messages), GREEDY, conversation.tools, options))
     assert reply.finish is Finish.END, conversation.name

@@ -16,11 +16,19 @@ def fill(path: Path, evaluation: dict[str, Any]) -> None:
 
 
 def markdown(evaluation: dict[str, Any]) -> str:
-    rows = [_row(row) for row in evaluation["figures"]]
-    return "\n".join(["| measured | right | of | share | wanted |", "| --- | ---: | ---: | ---: | ---: |", *rows])
+    """A row a bar, with what was right greedily and at the model's default sampling."""
+    found = {(row["bar"], row["sampling"]): row for row in evaluation["figures"]}
+    bars = dict.fromkeys(row["bar"] for row in evaluation["figures"])
+    rows = [_row(bar, found[bar, "greedy"], found.get((bar, "default"))) for bar in bars]
+    return "\n".join(["| measured | wanted | greedy | default sampling |", "| --- | ---: | ---: | ---: |", *rows])
 
 
-def _row(row: dict[str, Any]) -> str:
+def _row(bar: str, greedy: dict[str, Any], default: dict[str, Any] | None) -> str:
+    wanted = "" if greedy["wanted"] is None else f"{greedy['wanted']:.1%}"
+    return f"| {bar} | {wanted} | {_share(greedy)} | {_share(default) if default else ''} |"
+
+
+def _share(row: dict[str, Any]) -> str:
     share = row["right"] / max(1, row["of"])
-    wanted = "" if row["wanted"] is None else f"{row['wanted']:.1%}" + ("" if share >= row["wanted"] else " (missed)")
-    return f"| {row['bar']} | {row['right']} | {row['of']} | {share:.2%} | {wanted} |"
+    missed = row["wanted"] is not None and share < row["wanted"]
+    return f"{row['right']} of {row['of']}: {share:.2%}" + (" (missed)" if missed else "")

@@ -1,6 +1,7 @@
 """Measures the shipped model on fresh cases in held-out phrasings: `python3 -m training.evaluate`.
 
-Prints a table, writes the figures as JSON, and puts them into the model card.
+Every case is asked twice: greedily, and at the model's default sampling. Prints a table, writes the figures as JSON,
+and puts them into the model card.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ from training import card
 from training.bars import BARS, Bar, cases
 from training.checks import read, right
 from training.conversations import Sample
-from training.generation import Sampling, Writer, writer
+from training.generation import Sampling, Writer, defaults, writer
 from training.rendering import render
 from training.tokenizer import SPROUT
 
-GREEDY = Sampling()
-DEFAULT = Sampling(0.6, 20, 0.95)
+FORM_WANTED = 0.995
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,11 @@ def drawn(bars: tuple[Bar, ...], count: int, seed: int) -> list[Case]:
     return [Case(bar.name, sample, *render(sample)) for bar in bars for sample in cases(bar, count, seed)]
 
 
-def outcomes(model: Writer, asked: list[Case], sampling: Sampling, batch: int) -> list[Outcome]:
-    limits = [_limit(case) for case in asked]
-    replies = model.replies([case.prompt for case in asked], limits, sampling, batch)
-    return [_judged(case, reply) for case, reply in zip(asked, replies, strict=True)]
+def outcomes(model: Writer, asked: list[tuple[Case, Sampling]], batch: int) -> list[Outcome]:
+    """What came of each case; greedy and drawn replies are written in the same batches."""
+    cases, samplings = [case for case, _ in asked], [sampling for _, sampling in asked]
+    replies = model.replies([case.prompt for case in cases], [_limit(case) for case in cases], samplings, batch)
+    return [_judged(case, reply) for case, reply in zip(cases, replies, strict=True)]
 
 
 def _limit(case: Case) -> int:
@@ -65,29 +66,19 @@ def _judged(case: Case, reply: str) -> Outcome:
     return Outcome(case, reply, right(found, case.sample.expect), found.well_formed, found.ended)
 
 
-def figures(bars: tuple[Bar, ...], found: list[Outcome]) -> list[dict[str, Any]]:
+def figures(bars: tuple[Bar, ...], found: list[Outcome], sampling: str) -> list[dict[str, Any]]:
+    """What was right of each bar, and how many replies had the form of a reply."""
     rows = []
     for bar in bars:
-        mine = [o for o in found if o.case.bar == bar.name]
-        rows.append({"bar": bar.name, "right": sum(o.right for o in mine), "of": len(mine), "wanted": bar.wanted})
+        mine = [o.right for o in found if o.case.bar == bar.name]
+        rows.append(_figure(bar.name, sampling, mine, bar.wanted))
+    rows.append(_figure("thinking well-formed", sampling, [o.well_formed for o in found], FORM_WANTED))
+    rows.append(_figure("ended by its end token", sampling, [o.ended for o in found], FORM_WANTED))
     return rows
 
 
-def forms(label: str, found: list[Outcome]) -> list[dict[str, Any]]:
-    return [
-        {
-            "bar": f"thinking well-formed, {label}",
-            "right": sum(o.well_formed for o in found),
-            "of": len(found),
-            "wanted": 0.995,
-        },
-        {
-            "bar": f"ended by its end token, {label}",
-            "right": sum(o.ended for o in found),
-            "of": len(found),
-            "wanted": 0.995,
-        },
-    ]
+def _figure(bar: str, sampling: str, held: list[bool], wanted: float | None) -> dict[str, Any]:
+    return {"bar": bar, "sampling": sampling, "right": sum(held), "of": len(held), "wanted": wanted}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -96,23 +87,26 @@ def table(rows: list[dict[str, Any]]) -> str:
         share = row["right"] / max(1, row["of"])
         mark = "" if row["wanted"] is None else "  ok" if share >= row["wanted"] else "  MISSED"
         wanted = "" if row["wanted"] is None else f"{row['wanted']:.1%}"
-        lines.append(f"{row['bar']:<48}{row['right']:>6}/{row['of']:<6}{share:>8.2%} {wanted:>7}{mark}")
+        named = f"{row['bar']:<36}{row['sampling']:<9}"
+        lines.append(f"{named}{row['right']:>6}/{row['of']:<6}{share:>8.2%} {wanted:>7}{mark}")
     return "\n".join(lines)
 
 
-def write_failures(found: list[Outcome], path: Path) -> None:
-    with path.open("w") as file:
-        for o in found:
-            if not (o.right and o.ended):
-                value = o.case.sample.expect.value if o.case.sample.expect else None
-                entry = {
-                    "bar": o.case.bar,
-                    "expect": value,
-                    "prompt": o.case.prompt[-1500:],
-                    "wanted": o.case.wanted,
-                    "reply": o.reply,
-                }
-                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+def write_failures(parts: dict[str, list[Outcome]], path: Path) -> None:
+    wrong = [(name, o) for name, part in parts.items() for o in part if not (o.right and o.ended)]
+    path.write_text("".join(json.dumps(_failure(name, o), ensure_ascii=False) + "\n" for name, o in wrong))
+
+
+def _failure(sampling: str, outcome: Outcome) -> dict[str, Any]:
+    case = outcome.case
+    return {
+        "bar": case.bar,
+        "sampling": sampling,
+        "expect": case.sample.expect.value if case.sample.expect else None,
+        "prompt": case.prompt[-1500:],
+        "wanted": case.wanted,
+        "reply": outcome.reply,
+    }
 
 
 def write(path: Path, given: argparse.Namespace, seconds: float, rows: list[dict[str, Any]]) -> None:
@@ -128,7 +122,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=0, help="replies written at once; 0 chooses by device")
     parser.add_argument("--bar", default="", help="only bars whose name contains this")
     parser.add_argument("--limit", type=int, default=0, help="stop drawing after so many cases in all")
-    parser.add_argument("--every", type=int, default=4, help="repeat every n-th case with default sampling; 0 for none")
+    parser.add_argument("--every", type=int, default=1, help="repeat every n-th case with default sampling; 0 for none")
     parser.add_argument("--json", type=Path, default=None, help="where to write the figures")
     parser.add_argument("--failures", type=Path, default=None, help="where to write every case that went wrong")
     parser.add_argument("--card", action="store_true", help="put the figures of --json into the model card and end")
@@ -142,22 +136,18 @@ def main() -> int:
         card.fill(given.model / "README.md", json.loads(path.read_text()))
         return 0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, batch = writer(given.model, device), given.batch or (1024 if device.type == "cuda" else 64)
+    model, batch = writer(given.model, device), given.batch or (2048 if device.type == "cuda" else 64)
     bars = tuple(bar for bar in BARS if given.bar in bar.name)
     asked = drawn(bars, given.cases, given.seed)[: given.limit or None]
-    greedy = outcomes(model, asked, GREEDY, batch)
-    rows = figures(bars, greedy) + forms("greedy", greedy)
+    torch.manual_seed(given.seed)
+    again, drawing = asked[:: given.every] if given.every else [], defaults(given.model)
+    found = outcomes(model, [(case, Sampling()) for case in asked] + [(case, drawing) for case in again], batch)
+    parts = {"greedy": found[: len(asked)], "default": found[len(asked) :]}
+    rows = [row for name, part in parts.items() if part for row in figures(bars, part, name)]
     write(path, given, time.monotonic() - began, rows)
-    if given.failures:
-        write_failures(greedy, given.failures)
     print(table(rows), flush=True)
-    if given.every:
-        torch.manual_seed(given.seed)
-        sampled = outcomes(model, asked[:: given.every], DEFAULT, batch)
-        more = forms("default sampling", sampled)
-        more += [{**row, "bar": row["bar"] + ", default sampling", "wanted": None} for row in figures(bars, sampled)]
-        write(path, given, time.monotonic() - began, rows + more)
-        print(table(more))
+    if given.failures:
+        write_failures(parts, given.failures)
     return 0
 
 

@@ -24,12 +24,12 @@ from training.conversations import Exchange, Message, Sample, conversation
 from training.phrasings import Draw, Split
 
 SINGLE: tuple[tuple[float, Callable[[Draw], Exchange]], ...] = (
-    (0.34, arithmetic.any_one),
-    (0.22, letters.any_one),
-    (0.12, facts.any_one),
-    (0.15, honesty.any_one),
+    (0.28, arithmetic.any_one),
+    (0.27, letters.any_one),
+    (0.11, facts.any_one),
+    (0.14, honesty.any_one),
     (0.06, small_talk.any_one),
-    (0.06, palaver.any_one),
+    (0.09, palaver.any_one),
     (0.05, long_replies.any_one),
 )
 DIRECT = 0.15
@@ -93,11 +93,11 @@ def mannered(draw: Draw) -> Sample:
 
 
 def tooled(draw: Draw) -> Sample:
-    return _tooled(draw, one_call=0.40, two_calls=0.14)
+    return _tooled(draw, one_call=0.30, two_calls=0.26)
 
 
 def polished(draw: Draw) -> Sample:
-    return _tooled(draw, one_call=0.24, two_calls=0.40)
+    return _tooled(draw, one_call=0.34, two_calls=0.32)
 
 
 def _tooled(draw: Draw, one_call: float, two_calls: float) -> Sample:
@@ -110,7 +110,7 @@ def _tooled(draw: Draw, one_call: float, two_calls: float) -> Sample:
         exchange, listed = tools.one_call(draw)
     elif kind < 0.22 + one_call + two_calls:
         exchange, listed = tools.two_calls(draw)
-    elif kind < 0.95:
+    elif kind < 0.97:
         exchange, listed = tools.none_fits(draw, single)
     else:
         exchange, listed = tools.missing_value(draw)
@@ -120,19 +120,19 @@ def _tooled(draw: Draw, one_call: float, two_calls: float) -> Sample:
 
 KINDS: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
     (0.55, talk),
-    (0.11, remembered),
-    (0.07, followed),
-    (0.11, mannered),
-    (0.16, tooled),
+    (0.10, remembered),
+    (0.06, followed),
+    (0.10, mannered),
+    (0.19, tooled),
 )
 
 
 POLISH: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
-    (0.42, talk),
-    (0.08, remembered),
+    (0.48, talk),
+    (0.07, remembered),
     (0.05, followed),
-    (0.09, mannered),
-    (0.36, polished),
+    (0.08, mannered),
+    (0.32, polished),
 )
 """The mixture of the second, shorter stage: more of what the first one learned least, calls above all."""
 

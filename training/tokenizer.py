@@ -68,9 +68,9 @@ def load(folder: Path) -> Tokenizer:
 
 
 def pieces(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Every entry of lower-case letters, without the space that may stand before it: what words are spelt from."""
+    """Every entry of letters, without the space that may stand before it: what words are spelt from."""
     found = {entry.removeprefix("Ġ") for entry in tokenizer.get_vocab()}
-    return tuple(sorted(piece for piece in found if re.fullmatch("[a-z]{2,11}", piece)))
+    return tuple(sorted(piece for piece in found if re.fullmatch("[A-Za-z]?[a-z]{1,10}", piece) and len(piece) > 1))
 
 
 def made(folder: Path, seed: int, conversations: int = 60_000) -> Tokenizer:

@@ -29,7 +29,7 @@ from training.shards import LEARNED, ROWS_PER_SHARD, STARTS, TOKEN, Plan
 from training.tokenizer import SPROUT, made
 
 ROOT = Path(__file__).parent.parent
-STEPS, POLISH_STEPS = 9000, 1300
+STEPS, POLISH_STEPS = 9000, 4000
 POLISH_PEAK = 8e-4
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from training.phrasings import Draw, Split
 
@@ -68,6 +69,11 @@ UNSEEN_WORDS = tuple(
 _ONSETS = tuple("b c d f g h j k l m n p r s t v w z bl br ch cl cr dr fl fr gl gr pl pr sh sk sl sm sn sp st sw th tr tw qu wh y x".split())
 _VOWELS = tuple("a e i o u a e i o u ai ea ee oa oo ou ie y".split())
 _CODAS = tuple("b d f g k l m n p r s t x ck ft ld lt mp nd ng nk nt rd rk rm rn rt sh sk sp st th ll ss zz".split())
+# Made-up words that would read as ordinary ones in a sentence.
+_ORDINARY = frozenset(
+    "the thee she see set six ten two too one new now not net say may you how who why was has his her for put get got let yes "
+    "yet what when this that then than them with will here have had make made take more most".split()
+)
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 _ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
@@ -82,7 +88,7 @@ def held_out(found: str) -> bool:
 def _of_split(draw: Draw, source: Callable[[Draw], str]) -> str:
     """A word from the source that belongs to this draw's half."""
     kept_back = draw.split is Split.HELD_OUT
-    while held_out(found := source(draw)) != kept_back:
+    while held_out((found := source(draw)).lower()) != kept_back:
         pass
     return found
 
@@ -97,7 +103,7 @@ def _syllables(draw: Draw) -> str:
         word = ""
         for _ in range(draw.between(1, 3)):
             word += draw.pick(_ONSETS) + draw.pick(_VOWELS) + (draw.pick(_CODAS) if draw.chance(0.5) else "")
-        if 3 <= len(word) <= 10:
+        if 3 <= len(word) <= 10 and word not in _ORDINARY:
             return word
 
 
@@ -106,15 +112,71 @@ def letters(draw: Draw) -> str:
 
 
 def _at_random(draw: Draw) -> str:
-    return "".join(draw.pick(_LETTERS) for _ in range(draw.between(3, 9)))
+    """Letters in any order, sometimes of so few kinds that they repeat."""
+    known = "".join(draw.pick(_LETTERS) for _ in range(draw.between(2, 4))) if draw.chance(0.35) else _LETTERS
+    return "".join(draw.pick(known) for _ in range(draw.between(3, 10)))
+
+
+@cache
+def _followers() -> dict[str, str]:
+    """Which letters follow two others in our words; a full stop is a word's end."""
+    found: dict[str, str] = {}
+    for known in WORDS:
+        spelt = f"  {known}."
+        for at in range(2, len(spelt)):
+            found[spelt[at - 2 : at]] = found.get(spelt[at - 2 : at], "") + spelt[at]
+    return found
+
+
+def _like_a_word(draw: Draw) -> str:
+    """A word that looks English and mostly is none: each letter follows the two before it as in our words."""
+    while True:
+        word = "  "
+        while not word.endswith(".") and len(word) < 14:
+            word += draw.pick(_followers()[word[-2:]])
+        if word.endswith(".") and 3 <= len(word) - 3 <= 11:
+            return word[2:-1]
+
+
+def _miswritten(draw: Draw) -> str:
+    """A word of ours with a letter lost, added, doubled, changed or swapped: it must be spelt as it stands."""
+    known = draw.pick(WORDS)
+    at = draw.between(0, len(known) - 2)
+    kind = draw.between(0, 4)
+    if kind == 0 and len(known) > 3:
+        return known[:at] + known[at + 1 :]
+    if kind == 1:
+        return known[:at] + known[at + 1] + known[at] + known[at + 2 :]
+    letter = known[at] if kind == 2 else draw.pick(_LETTERS)
+    return known[: at + 1] + letter + known[at + (1 if kind < 4 else 2) :]
+
+
+@cache
+def _small_and_capital(pieces: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return tuple(piece for piece in pieces if piece.islower()), tuple(piece for piece in pieces if not piece.islower())
 
 
 def _from_pieces(draw: Draw) -> str:
     """A word glued from pieces of the tokenizer, so that each piece is spelt often."""
+    small, _ = _small_and_capital(draw.pieces)
     while True:
-        word = "".join(draw.pick(draw.pieces) for _ in range(draw.between(1, 3)))
+        word = "".join(draw.pick(small) for _ in range(draw.between(1, 3)))
         if 3 <= len(word) <= 11:
             return word
+
+
+def _from_capital(draw: Draw) -> str:
+    """The same with a piece that has a capital at its start."""
+    small, capital = _small_and_capital(draw.pieces)
+    while True:
+        word = "".join([draw.pick(capital), *(draw.pick(small) for _ in range(draw.between(0, 2)))])
+        if 3 <= len(word) <= 11:
+            return word
+
+
+def capitalised(draw: Draw, known: str) -> str:
+    """A word with a capital: this one, or in training often another that begins with a capital piece."""
+    return _of_split(draw, _from_capital) if draw.pieces and draw.chance(0.6) else known.capitalize()
 
 
 def word(draw: Draw) -> str:
@@ -122,11 +184,15 @@ def word(draw: Draw) -> str:
     if draw.split is Split.HELD_OUT:
         return draw.pick(UNSEEN_WORDS) if draw.chance(0.5) else made_up(draw)
     kind = draw.random.random()
-    if kind < 0.3:
+    if kind < 0.12:
         return draw.pick(WORDS)
-    if kind < 0.65 and draw.pieces:
+    if kind < 0.45 and draw.pieces:
         return _of_split(draw, _from_pieces)
-    return letters(draw) if draw.chance(0.25) else made_up(draw)
+    if kind < 0.62:
+        return _of_split(draw, _like_a_word)
+    if kind < 0.72:
+        return _of_split(draw, _miswritten)
+    return letters(draw) if kind < 0.84 else made_up(draw)
 
 
 def name(draw: Draw) -> str:

@@ -73,7 +73,7 @@ def _spelt(draw: Draw, w: str) -> Exchange:
 
 
 def _capitals(draw: Draw, w: str) -> Exchange:
-    return Exchange(draw.ask(letters.ASK_UPPER, w=letters.quoted(draw, w)), f"{w}: {spaced(w)}\nCapitals: {spaced(w.upper())}", w.upper())
+    return Exchange(draw.ask(letters.ASK_UPPER, w=letters.quoted(draw, w)), f"Letters of {w}: {spaced(w)}\nCapitals: {spaced(w.upper())}", w.upper())
 
 
 def _counted(draw: Draw, w: str) -> Exchange:
@@ -82,12 +82,12 @@ def _counted(draw: Draw, w: str) -> Exchange:
 
 def _back_again(draw: Draw, w: str) -> Exchange:
     back = w[::-1]
-    thought = f"The word is {w}.\n{w}: {spaced(w)}\nBackwards: {spaced(back)}\nTogether: {back}"
-    return Exchange(draw.ask(ASK_BACK), thought, back, Expect("chains over turns", "has_word", back))
+    thought = f"Reverse {w}: {spaced(w)}\nBackwards: {spaced(back)}\nTogether: {back}"
+    return Exchange(draw.ask(ASK_BACK), thought, f"Backwards it is {back}.", Expect("chains over turns", "has_word", back))
 
 
 def _capitals_again(draw: Draw, w: str) -> Exchange:
-    thought = f"The word is {w}.\n{w}: {spaced(w)}\nCapitals: {spaced(w.upper())}"
+    thought = f"Letters of {w}: {spaced(w)}\nCapitals: {spaced(w.upper())}"
     return Exchange(draw.ask(ASK_CAPITALS), thought, w.upper(), Expect("chains over turns", "has_word", w.upper()))
 
 

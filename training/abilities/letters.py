@@ -5,7 +5,7 @@ from __future__ import annotations
 from training.conversations import Exchange, Expect
 from training.digits import spaced
 from training.phrasings import Draw
-from training.words import WORDS, made_up, word
+from training.words import WORDS, capitalised, made_up, word
 
 ASK_REVERSE = "letters/reverse"
 ASK_COUNT = "letters/count"
@@ -33,15 +33,16 @@ def quoted(draw: Draw, text: str) -> str:
 
 
 def _cased(draw: Draw, text: str) -> str:
-    return text.capitalize() if draw.chance(0.08) else text
+    return capitalised(draw, text) if draw.chance(0.12) else text
 
 
 def reverse(draw: Draw) -> Exchange:
+    """Thought and answer write a word after a space or in the question's quotes: copied as the same tokens."""
     w = _cased(draw, word(draw))
-    back = w[::-1]
-    thought = f"{w}: {spaced(w)}\nBackwards: {spaced(back)}\nTogether: {back}"
-    answer = draw.say("{b}", "{b}", "{w} backwards is {b}.", "Backwards it is {b}.", '"{b}"', b=back, w=w)
-    return Exchange(draw.ask(ASK_REVERSE, w=quoted(draw, w)), thought, answer, Expect("reversed words", "has_word", back))
+    back, asked = w[::-1], quoted(draw, w)
+    thought = f"Reverse {asked}: {spaced(w)}\nBackwards: {spaced(back)}\nTogether: {back}"
+    answer = draw.say("Backwards it is {b}.", "It's {b}.", "That's {b}.", "Backwards, {w} is {b}.", "In reverse: {b}", b=back, w=w)
+    return Exchange(draw.ask(ASK_REVERSE, w=asked), thought, answer, Expect("reversed words", "has_word", back))
 
 
 def count(draw: Draw) -> Exchange:
@@ -96,7 +97,7 @@ def nth(draw: Draw) -> Exchange:
 
 def upper(draw: Draw) -> Exchange:
     w = " ".join(word(draw) for _ in range(draw.between(2, 3) if draw.chance(0.25) else 1))
-    thought = "\n".join(f"{part}: {spaced(part)}\nCapitals: {spaced(part.upper())}" for part in w.split())
+    thought = "\n".join(f"Letters of {part}: {spaced(part)}\nCapitals: {spaced(part.upper())}" for part in w.split())
     return Exchange(draw.ask(ASK_UPPER, w=quoted(draw, w)), thought, w.upper(), Expect("other word tasks", "has_word", w.upper()))
 
 
@@ -176,7 +177,7 @@ def palindrome(draw: Draw) -> Exchange:
         w = half + half[-2::-1]
     back = w[::-1]
     same = w == back
-    thought = f"{w}: {spaced(w)}\nBackwards: {spaced(back)}\n{w} and {back}: {'the same' if same else 'not the same'}."
+    thought = f"Letters of {w}: {spaced(w)}\nBackwards: {spaced(back)}\nCompare {w} and {back}: {'the same' if same else 'not the same'}."
     yes = draw.say("Yes, {w} is a palindrome.", "Yes, {w} reads the same both ways.", w=w)
     no = draw.say("No, {w} is not a palindrome: backwards it is {b}.", "No, backwards {w} is {b}.", w=w, b=back)
     return Exchange(draw.ask(ASK_PALINDROME, w=quoted(draw, w)), thought, yes if same else no, Expect("other word tasks", "starts_with", "Yes" if same else "No"))
@@ -184,12 +185,12 @@ def palindrome(draw: Draw) -> Exchange:
 
 def any_one(draw: Draw) -> Exchange:
     kind = draw.random.random()
-    if kind < 0.3:
+    if kind < 0.36:
         return reverse(draw)
     if kind < 0.55:
         return count(draw)
-    if kind < 0.65:
+    if kind < 0.64:
         return length(draw)
-    return draw.pick((vowels, nth, nth, upper, spell, sort_numbers, sort_numbers, sort_words, first_or_last, repeat, echo, join, palindrome))(draw)
+    return draw.pick((vowels, nth, nth, upper, spell, spell, sort_numbers, sort_numbers, sort_words, first_or_last, repeat, echo, join, palindrome))(draw)
 
 

@@ -52,7 +52,7 @@ class Function:
     schema: Json
 
     def call(self, arguments: dict[str, Any]) -> Call:
-        return Call(self.name, {p.name: arguments[p.name] for p in self.parameters if p.name in arguments})
+        return Call(self.name, arguments)
 
 
 def unseen(draw: Draw) -> bool:
@@ -60,12 +60,13 @@ def unseen(draw: Draw) -> bool:
     return draw.split is Split.HELD_OUT
 
 
-def function(draw: Draw) -> Function:
+def function(draw: Draw, bare: bool = False) -> Function:
+    """A function of a new name; `bare` is one without parameters."""
     verb = draw.pick(VERBS) if draw.chance(0.55) else draw.pick(ACTIONS) if draw.chance(0.5) else made_up(draw)
     noun = draw.pick(THINGS + ANIMALS + FOODS) if draw.chance(0.6) and not unseen(draw) else made_up(draw)
     quality = (draw.pick(QUALITIES) if draw.chance(0.5) else made_up(draw)) if draw.chance(0.25) else ""
     words = [verb, *([quality] if quality else []), noun]
-    parameters = _parameters(draw)
+    parameters = () if bare else _parameters(draw)
     task = f"{verb} {draw.pick(('the', 'a', 'the', 'my'))} {quality + ' ' if quality else ''}{noun}"
     name = _joined(draw, words)
     return Function(name, task, parameters, _schema(draw, name, _described(draw, verb, quality, noun), parameters))

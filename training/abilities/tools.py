@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,10 @@ def _listed_tools(draw: Draw, wanted: list[Function], extra: int) -> tuple[Json,
 
 
 def _arguments(draw: Draw, wanted: Function) -> dict[str, Any]:
-    return {p.name: value(draw, p) for p in wanted.parameters if p.required or draw.chance(0.6)}
+    """Values in the order in which the user will say them: thought and call keep to it."""
+    given = [p for p in wanted.parameters if p.required or draw.chance(0.6)]
+    draw.random.shuffle(given)
+    return {p.name: value(draw, p) for p in given}
 
 
 def _mention(draw: Draw, parameter: Parameter, given: Any) -> str:
@@ -44,11 +48,14 @@ def _mention(draw: Draw, parameter: Parameter, given: Any) -> str:
     return draw.plain(VALUES, p=parameter.spoken if draw.chance(0.9) else parameter.name, v=shown)
 
 
+def _mentions(draw: Draw, wanted: Function, arguments: dict[str, Any]) -> str:
+    parameters = {p.name: p for p in wanted.parameters}
+    return "".join(_mention(draw, parameters[name], given) for name, given in arguments.items())
+
+
 def _request(draw: Draw, wanted: Function, arguments: dict[str, Any]) -> str:
-    parameters = [p for p in wanted.parameters if p.name in arguments]
-    draw.random.shuffle(parameters)
-    said = "".join(_mention(draw, p, arguments[p.name]) for p in parameters)
-    return draw.plain(REQUESTS, t=wanted.task, T=wanted.task[0].upper() + wanted.task[1:], v=said)
+    task = wanted.task
+    return draw.plain(REQUESTS, t=task, T=task[0].upper() + task[1:], v=_mentions(draw, wanted, arguments))
 
 
 def _thought(call: Call) -> str:
@@ -58,7 +65,8 @@ def _thought(call: Call) -> str:
 
 def _called(user: str, calls: tuple[Call, ...]) -> Exchange:
     wanted = [{"name": c.name, "arguments": dict(c.arguments)} for c in calls]
-    return Exchange(user, "\n".join(_thought(c) for c in calls), "", Expect("tool calls", "calls", wanted), calls)
+    plan = f"Two calls: {', '.join(c.name for c in calls)}.\n" if len(calls) > 1 else ""
+    return Exchange(user, plan + "\n".join(_thought(c) for c in calls), "", Expect("tool calls", "calls", wanted), calls)
 
 
 def one_call(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
@@ -79,15 +87,65 @@ def known_call(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
 
 
 def two_calls(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
-    first = function(draw)
-    second = first if first.parameters and draw.chance(0.4) else function(draw)
-    asked, calls = [], []
-    for wanted in (first, second):
-        arguments = _arguments(draw, wanted)
-        asked.append(_request(draw, wanted, arguments))
-        calls.append(wanted.call(arguments))
-    user = draw.plain(BOTH, a=asked[0] if asked[0][-1] in ".?" else asked[0] + ".", b=asked[1][0].lower() + asked[1][1:])
-    return _called(user, tuple(calls)), _listed_tools(draw, [first, second], draw.between(0, 2))
+    """Two requests in one message: as two sentences, as one, as a list; the calls come in the order of the requests."""
+    if draw.chance(0.15) and not unseen(draw):
+        return _two_known(draw)
+    first = _any_function(draw)
+    second = first if first.parameters and draw.chance(0.4) else _any_function(draw)
+    given = [(wanted, _arguments(draw, wanted)) for wanted in (first, second)]
+    form = draw.form(BOTH)
+    if "{d}" in form:
+        user = _in_one_sentence(draw, form, *(wanted.task + _mentions(draw, wanted, arguments) for wanted, arguments in given))
+    else:
+        user = _in_two_sentences(draw, form, *(_request(draw, wanted, arguments) for wanted, arguments in given))
+    calls = tuple(wanted.call(arguments) for wanted, arguments in given)
+    return _called(user, calls), _listed_tools(draw, [first, second], draw.between(0, 2))
+
+
+def _any_function(draw: Draw) -> Function:
+    """A function, in training more often one without parameters than elsewhere: a call then ends where another begins."""
+    return function(draw, bare=draw.chance(0.2) and not unseen(draw))
+
+
+def _two_known(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
+    """Two everyday requests, or one beside a request for a function nobody knows."""
+    first, asked, arguments = known_tools.drawn(draw)
+    second, also_asked, more = known_tools.drawn(draw) if draw.chance(0.5) else _wish(draw)
+    if second.task == first.task:
+        second, also_asked, more = _wish(draw)
+    wishes = [(first, asked, arguments), (second, also_asked, more)]
+    draw.random.shuffle(wishes)
+    while "{d}" in (form := draw.form(BOTH)):
+        pass
+    user = _in_two_sentences(draw, form, wishes[0][1], wishes[1][1])
+    calls = tuple(wanted.call(arguments) for wanted, _, arguments in wishes)
+    return _called(user, calls), _listed_tools(draw, [first, second], draw.between(0, 2))
+
+
+def _wish(draw: Draw) -> tuple[Function, str, dict[str, Any]]:
+    wanted = function(draw)
+    arguments = _arguments(draw, wanted)
+    return wanted, _request(draw, wanted, arguments), arguments
+
+
+def _in_two_sentences(draw: Draw, form: str, a: str, b: str) -> str:
+    ended = a if a[-1] in ".?!" else a + "."
+    return draw.fill(form, {"a": ended, "x": _within(ended), "b": _within(b), "B": b, "z": _nothing_known(draw), "n": "\n"})
+
+
+def _in_one_sentence(draw: Draw, form: str, c: str, d: str) -> str:
+    return draw.fill(form, {"c": c, "C": c[0].upper() + c[1:], "d": d, "z": _nothing_known(draw)})
+
+
+def _within(request: str) -> str:
+    """The request as it stands in the middle of a sentence."""
+    return request if re.match(r"I\b", request) else request[0].lower() + request[1:]
+
+
+def _nothing_known(draw: Draw) -> str:
+    """Words that join two requests without meaning it: what counts is that a second request follows."""
+    said = " ".join(anything(draw) for _ in range(draw.between(1, 3)))
+    return said.capitalize()
 
 
 def again(draw: Draw) -> Sample:
@@ -135,7 +193,8 @@ def missing_value(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
     left_out = draw.pick(required)
     arguments = {k: v for k, v in _arguments(draw, wanted).items() if k != left_out.name}
     answer = draw.say("Which {p} should I use?", "I need the {p} for that.", p=left_out.spoken)
-    thought = f"{wanted.name} fits, but the {left_out.spoken} is missing."
+    given = _thought(wanted.call(arguments)) if arguments else f"{wanted.name} fits."
+    thought = f"{given} But the {left_out.spoken} is missing."
     return Exchange(_request(draw, wanted, arguments), thought, answer, Expect("asks for what is missing", "no_call")), _listed_tools(draw, [wanted], draw.between(0, 3))
 
 
@@ -197,5 +256,3 @@ def answered(draw: Draw) -> Sample:
     reply = Message("assistant", " ".join(said), thought + " " + " ".join(r.content.replace("\n", " ") for r in results))
     expect = Expect("answers from results", "contains_all", wanted)
     return Sample((user, called, *results, reply), tools, True, expect)
-
-
