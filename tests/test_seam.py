@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from palaver.chat import Chat, Reply, Request
+from palaver.chat.model import Model
+from palaver.chat.utterance import Reply, Request
 from palaver.engines.torch import load
 from palaver.formats.loading import load_format
 from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
@@ -35,14 +36,14 @@ BUDGET = Sampling(temperature=1.0, max_tokens=LENGTH, thinking_budget=6, seed=5)
 
 
 @pytest.fixture(params=["markers are tokens", "markers are text"])
-async def chat(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Chat]:
+async def chat(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Model]:
     as_text = request.param == "markers are text"
     folder = make_model(
         tmp_path / "model", template=PREOPENED if as_text else CHATML, added=() if as_text else THINK, seed=3
     )
     tokenizer = load_tokenizer(folder)
     engine = load(folder, vocabulary=tokenizer.vocabulary)
-    yield Chat(engine, load_format(folder, tokenizer))
+    yield Model(engine, load_format(folder, tokenizer))
     await engine.close()
 
 
@@ -54,7 +55,7 @@ def marked(sampling: Sampling, tokenizer: FastTokenizer) -> Sampling:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, BUDGET], ids=["greedy", "sampled", "budget"])
-async def test_a_reply_cut_at_every_token_goes_on_as_the_uncut_one(chat: Chat, sampling: Sampling) -> None:
+async def test_a_reply_cut_at_every_token_goes_on_as_the_uncut_one(chat: Model, sampling: Sampling) -> None:
     tokenizer = chat.format._tokenizer  # type: ignore[attr-defined]
     request = Request((user("Wave 👋!"),), marked(sampling, tokenizer))
     whole = await chat.reply(request)

@@ -66,6 +66,17 @@ class UnknownModel(ModelError):
         self.name = name
 
 
+class NoModel(ModelError):
+    def __init__(self) -> None:
+        super().__init__("No model is loaded: load one first.")
+
+
+class ModelLoading(ModelError):
+    def __init__(self, name: str) -> None:
+        super().__init__(f"The model {name!r} is still loading: try again in a moment.")
+        self.name = name
+
+
 class NoWeights(ModelError):
     def __init__(self, folder: str) -> None:
         super().__init__(f"The folder {folder!r} holds no weights: expected *.safetensors files beside config.json.")

@@ -12,6 +12,15 @@ from palaver.phases import Phase
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """The turn stands in the queue; 1 is the next to be let in."""
+
+    position: int
+    seconds: float | None = None
+    """About how long it will take, where that is known."""
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """The prompt is in the cache, the first token comes next."""
 
@@ -67,11 +76,17 @@ class Usage:
     thinking_tokens: int = 0
 
 
+ReadEvent = PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice
+"""What a format's reader makes of tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     finish: Finish
     usage: Usage
     stop: str | None = None
+    tail: tuple[ReadEvent, ...] = ()
+    """What was held back because it could have become a marker. Taken back where the reply goes on after all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +94,17 @@ class Failed:
     """The turn ended with an error; what was said so far stays."""
 
     error: str
+    tail: tuple[ReadEvent, ...] = ()
 
 
-ReadEvent = PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice
-"""What a format's reader makes of tokens."""
-Event = Started | ReadEvent | Finished | Failed
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that was said up to here, in place of events that can't be told again."""
+
+    message: Message
+
+
+Event = Waiting | Started | Snapshot | ReadEvent | Finished | Failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,41 +119,51 @@ class Folded:
 
 def fold(events: Iterable[Event]) -> Folded:
     reply = _Reply()
-    finished: Finished | None = None
-    failed: Failed | None = None
+    ending: Finished | Failed | None = None
     for event in events:
         match event:
-            case ThinkingDelta(text):
-                reply.open(Thinking).append(text)
-            case AnswerDelta(text):
-                reply.open(Text).append(text)
-            case ToolCallOpened():
-                reply.call(event)
-            case ToolCallDelta(index, arguments):
-                reply.arguments[index].append(arguments)
-            case Notice(text):
-                reply.notices.append(text)
-            case Finished():
-                finished = event
-            case Failed():
-                failed = event
-            case PhaseOpened(phase):
-                if phase is Phase.THINKING:  # a thought that was opened is part of the reply, even an empty one
-                    reply.open(Thinking)
-            case Started():
+            case Finished() | Failed():
+                ending = event
+            case Waiting() | Started():
                 pass
+            case Snapshot(message):
+                reply = _Reply(message.parts)
             case _:
-                assert_never(event)
+                ending = None  # the reply went on: what its first ending let go of is taken back
+                reply.take(event)
+    for event in ending.tail if ending else ():
+        reply.take(event)
+    finished = ending if isinstance(ending, Finished) else None
+    failed = ending if isinstance(ending, Failed) else None
     return Folded(Message(Role.ASSISTANT, reply.parts()), tuple(reply.notices), finished, failed)
 
 
 class _Reply:
     """The parts of a reply as they grow; each keeps its pieces until all are there."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: tuple[Part, ...] = ()) -> None:
+        self._before = before
         self._parts: list[tuple[type[Text] | type[Thinking] | ToolCallOpened, list[str]]] = []
-        self.arguments: list[list[str]] = []
+        self.arguments: dict[int, list[str]] = {}
         self.notices: list[str] = []
+
+    def take(self, event: ReadEvent) -> None:
+        match event:
+            case ThinkingDelta(text):
+                self.open(Thinking).append(text)
+            case AnswerDelta(text):
+                self.open(Text).append(text)
+            case ToolCallOpened():
+                self.call(event)
+            case ToolCallDelta(index, arguments):
+                self.arguments[index].append(arguments)
+            case Notice(text):
+                self.notices.append(text)
+            case PhaseOpened(phase):
+                if phase is Phase.THINKING:  # a thought that was opened is part of the reply, even an empty one
+                    self.open(Thinking)
+            case _:
+                assert_never(event)
 
     def open(self, kind: type[Text] | type[Thinking]) -> list[str]:
         """The pieces of the last part, or of a new one where that is of another kind."""
@@ -141,11 +172,11 @@ class _Reply:
         return self._parts[-1][1]
 
     def call(self, opened: ToolCallOpened) -> None:
-        self.arguments.append([])
-        self._parts.append((opened, self.arguments[-1]))
+        self.arguments[opened.index] = []
+        self._parts.append((opened, self.arguments[opened.index]))
 
     def parts(self) -> tuple[Part, ...]:
-        return tuple(_part(kind, "".join(pieces)) for kind, pieces in self._parts)
+        return (*self._before, *(_part(kind, "".join(pieces)) for kind, pieces in self._parts))
 
 
 def _part(kind: type[Text] | type[Thinking] | ToolCallOpened, text: str) -> Part:

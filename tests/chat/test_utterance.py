@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from palaver.chat import Chat, Reply, Request
+from palaver.chat.model import Model
+from palaver.chat.utterance import Reply, Request
 from palaver.engines.scripted import Fail, Hold, Script, ScriptedEngine
 from palaver.errors import BadParameter, ContextOverflow, EngineError, NothingToContinue
 from palaver.events import AnswerDelta, Event, Finished, PhaseOpened, Started, ThinkingDelta
@@ -27,10 +28,10 @@ ANSWER = [*TOKENIZER.encode(["\n\nWave: 👋🏽 <think"]), CONTROL["<|im_end|>"
 REPLY = [*THOUGHT, *ANSWER]
 
 
-def chat(*script: object, template: str = CHATML, context: int = 4096) -> Chat:
+def chat(*script: object, template: str = CHATML, context: int = 4096) -> Model:
     steps: Script = script or REPLY  # type: ignore[assignment]
     engine = ScriptedEngine([steps], TOKENIZER.vocabulary, context_length=context)
-    return Chat(engine, TemplateFormat(Template(template), TOKENIZER, STRINGS))
+    return Model(engine, TemplateFormat(Template(template), TOKENIZER, STRINGS))
 
 
 def request(**sampling: object) -> Request:
@@ -38,7 +39,7 @@ def request(**sampling: object) -> Request:
 
 
 async def test_the_stream_of_a_turn() -> None:
-    async with chat().turn(request()) as turn:
+    async with chat().utterance(request()) as turn:
         events = [event async for event in turn]
     assert isinstance(events[0], Started)
     kinds = [type(e) for e in events[1:-1]]
@@ -59,14 +60,14 @@ async def test_not_streaming_folds_the_same_stream() -> None:
 
 
 async def test_a_thought_the_template_opens_is_announced_first() -> None:
-    async with chat(*REPLY[1:], template=PREOPENED).turn(request()) as turn:
+    async with chat(*REPLY[1:], template=PREOPENED).utterance(request()) as turn:
         events = [event async for event in turn]
-    assert events[1] == PhaseOpened(Phase.THINKING)
+    assert events[0] == PhaseOpened(Phase.THINKING)
 
 
 async def stopped_after(count: int) -> Reply:
     """The reply of an engine that falls silent after so many tokens, stopped then."""
-    async with chat(*REPLY[:count], Hold(asyncio.Event())).turn(request()) as turn:
+    async with chat(*REPLY[:count], Hold(asyncio.Event())).utterance(request()) as turn:
 
         async def stop() -> None:
             while len(turn.token_ids) < count:
@@ -118,7 +119,7 @@ async def test_a_whole_reply_is_not_continued() -> None:
 async def test_stop_ends_a_turn_that_is_waiting() -> None:
     never = asyncio.Event()
     talk = chat(REPLY[0], Hold(never), *REPLY[1:])
-    async with talk.turn(request()) as turn:
+    async with talk.utterance(request()) as turn:
         events = []
         async for event in turn:
             events.append(event)
@@ -132,7 +133,7 @@ async def test_stop_ends_a_turn_that_is_waiting() -> None:
 
 async def test_leaving_the_turn_ends_the_generation() -> None:
     talk = chat()
-    async with talk.turn(request()) as turn:
+    async with talk.utterance(request()) as turn:
         async for _ in turn:
             break
     engine = talk.engine
@@ -170,4 +171,4 @@ async def test_what_can_not_be_done_is_refused_before_the_engine_is_asked() -> N
 async def test_the_same_request_is_the_same_prompt() -> None:
     talk = chat()
     first, second = request(), replace(request())
-    assert talk.turn(first).prompt == talk.turn(second).prompt
+    assert talk.utterance(first).prompt == talk.utterance(second).prompt

@@ -1,26 +1,26 @@
-"""One turn: render, generate, read, record.
+"""A reply in the making: render, generate, read. Nothing is stored here.
 
-A turn is an async stream of events with one owner. Not streaming is folding it. Stopping keeps the tokens;
+An utterance is an async stream of events with one owner. Not streaming is folding it. Stopping keeps the tokens;
 continuing hands them back, so that the reply goes on as if it had never been stopped.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from palaver.engines.base import Engine, Generation
-from palaver.errors import ContextOverflow, NothingToContinue
-from palaver.events import Event, Finished, Folded, Started, Usage, fold
-from palaver.formats.base import Format
+from palaver.events import Event, Finished, Folded, ReadEvent, Started, Usage, Waiting, fold
 from palaver.formats.options import Options
 from palaver.formats.reader import Reader
 from palaver.generation import Ended, Finish, Prefilled, Prompt, Queued, Step
 from palaver.messages import Message, Tool
 from palaver.phases import Phase
-from palaver.sampling import MAX_SEED, Sampling, checked
+from palaver.sampling import Sampling
+
+Keep = Callable[[Step], Awaitable[Step]]
+"""Records a token before anybody hears of it, and gives it as it was recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,20 @@ class Request:
     tools: tuple[Tool, ...] = ()
     options: Options = field(default_factory=Options)
     choice: int = 0
+    owner: str = ""
+    """Whose request it is: what was computed for one user is never reused for another."""
+    past: tuple[tuple[int, ...] | None, ...] = ()
+    """The token ids of the replies among the messages, in their order, where they are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The record of one turn: the token ids are what the model said, the message is what it means."""
+    """The record of one utterance: the token ids are what the model said, the message is what it means."""
 
     request: Request
     token_ids: tuple[int, ...]
     steps: tuple[Step, ...]
-    """The tokens generated in this turn, without those it went on from."""
+    """The tokens generated just now, without those it went on from."""
     folded: Folded
 
     @property
@@ -53,27 +57,26 @@ class Reply:
         return self.folded.finished.finish if self.folded.finished else None
 
 
-def draw_seed() -> int:
-    """A seed small enough to be read aloud and typed again."""
-    return secrets.randbelow(min(2**32, MAX_SEED))
+class Utterance:
+    """An async context whose owner iterates over its events once and leaves it."""
 
-
-class Turn:
-    """A reply in the making: an async context whose owner iterates over its events once and leaves it."""
-
-    def __init__(self, request: Request, prompt: Prompt, reader: Reader, engine: Engine) -> None:
+    def __init__(
+        self, request: Request, prompt: Prompt, reader: Reader, engine: Engine, keep: Keep | None = None
+    ) -> None:
         self.request = request
         self.prompt = prompt
         self._reader = reader
         self._engine = engine
+        self._keep = keep
         self._stopped = False
+        self.answers_now = False
         self._generation: Generation | None = None
-        self._steps: list[Step] = []
+        self.steps: list[Step] = []
         self._told: list[Event] = []
         self._started = Started(len(prompt), 0)
         self._events = self._run()
 
-    async def __aenter__(self) -> Turn:
+    async def __aenter__(self) -> Utterance:
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -86,11 +89,25 @@ class Turn:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return (*self.prompt.reply_ids, *(step.token_id for step in self._steps))
+        return (*self.prompt.reply_ids, *(step.token_id for step in self.steps))
+
+    @property
+    def said(self) -> int:
+        """How many tokens the reply has."""
+        return len(self.prompt.reply_ids) + len(self.steps)
 
     @property
     def phase(self) -> Phase:
         return self._reader.phase
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.prompt.context_ids),
+            cached_tokens=self._started.cached_tokens,
+            reply_tokens=self.said,
+            thinking_tokens=self._reader.thinking_tokens,
+        )
 
     def stop(self) -> None:
         """Ends the reply now, in prefill too; what was said stays, and the stream ends with `Finished`."""
@@ -100,89 +117,45 @@ class Turn:
 
     def answer_now(self) -> None:
         """Closes an open thought, so that the answer comes next."""
+        self.answers_now = True
         if self._generation is not None:
             self._generation.answer_now()
 
     def reply(self) -> Reply:
-        return Reply(self.request, self.token_ids, tuple(self._steps), fold(self._told))
+        return Reply(self.request, self.token_ids, tuple(self.steps), fold(self._told))
+
+    def tail(self) -> tuple[ReadEvent, ...]:
+        """What the reader still holds back, now that nothing more comes. To be asked for once."""
+        return tuple(self._reader.close())
 
     async def _run(self) -> AsyncGenerator[Event]:
         ended = Ended(Finish.STOPPED)
-        async with self._engine.generate(self.prompt, self.request.sampling, self.request.choice) as self._generation:
+        for known in self._reader.open():  # before the engine is asked: how the reply opens, what it has said
+            yield known
+        asked = self._engine.generate(self.prompt, self.request.sampling, self.request.choice)
+        async with asked as self._generation:
             if self._stopped:
                 self._generation.stop()
+            if self.answers_now:
+                self._generation.answer_now()
             async for output in self._generation:
                 if isinstance(output, Ended):
                     ended = output
                     break
-                for event in self._read(output):
+                for event in await self._read(output):
                     yield event
-        for event in self._reader.close():
-            yield event
-        yield Finished(ended.finish, self._usage(), ended.stop)
+        yield Finished(ended.finish, self.usage, ended.stop, self.tail())
 
-    def _read(self, output: Queued | Prefilled | Step) -> list[Event]:
+    async def _read(self, output: Queued | Prefilled | Step) -> list[Event]:
         match output:
-            case Queued():
-                return []
+            case Queued(position, seconds):
+                return [Waiting(position, seconds)]
             case Prefilled(prompt_tokens, cached_tokens):
                 self._started = Started(prompt_tokens, cached_tokens)
-                return [self._started, *self._reader.open()]
-            case Step(token_id):
-                self._steps.append(output)
-                return [*self._reader.feed(token_id)]
+                return [self._started]
+            case Step():
+                step = output if self._keep is None else await self._keep(output)
+                self.steps.append(step)
+                return [*self._reader.feed(step.token_id)]
             case _:
                 assert_never(output)
-
-    def _usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=len(self.prompt.context_ids),
-            cached_tokens=self._started.cached_tokens,
-            reply_tokens=len(self.token_ids),
-            thinking_tokens=self._reader.thinking_tokens,
-        )
-
-
-class Chat:
-    """Turns on one model: its engine and its format."""
-
-    def __init__(self, engine: Engine, format: Format) -> None:
-        self.engine = engine
-        self.format = format
-
-    def turn(self, request: Request, reply_so_far: Sequence[int] = ()) -> Turn:
-        """A turn to enter; with `reply_so_far`, the token ids of a reply that goes on."""
-        stops = tuple(dict.fromkeys((*request.sampling.stop, *self.format.stop_strings)))
-        request = replace(request, sampling=checked(replace(request.sampling, stop=stops)))
-        prompt = self.format.render(request.messages, request.tools, request.options, reply_so_far)
-        limit = self.engine.info.context_length
-        if len(prompt) >= limit:
-            raise ContextOverflow(len(prompt), limit)
-        phases = replace(prompt.phases, ends=prompt.phases.ends | self.engine.info.end_ids)
-        prompt = replace(prompt, phases=phases)
-        return Turn(
-            request,
-            prompt,
-            self.format.reader(prompt, request.sampling.stop, request.tools, request.options),
-            self.engine,
-        )
-
-    def continued(self, reply: Reply) -> Turn:
-        """Goes on with a stopped reply, token for token as if it had not been stopped.
-
-        One that was cut for its length gets the same length again.
-        """
-        if reply.finish in (Finish.END, Finish.STOP_STRING):
-            raise NothingToContinue("The reply is whole: there is nothing to continue.")
-        request = reply.request
-        if reply.finish is Finish.LENGTH and request.sampling.max_tokens is not None:
-            allowance = len(reply.token_ids) + request.sampling.max_tokens
-            request = replace(request, sampling=replace(request.sampling, max_tokens=allowance))
-        return self.turn(request, reply.token_ids)
-
-    async def reply(self, request: Request, reply_so_far: Sequence[int] = ()) -> Reply:
-        """The whole turn at once: the same stream, folded."""
-        async with self.turn(request, reply_so_far) as turn:
-            async for _ in turn:
-                pass
-            return turn.reply()

@@ -57,6 +57,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def counted(self) -> dict[str, float]:
+        """What it does and holds just now, and what it did since the start, by name; may be empty."""
+        ...
+
     async def close(self) -> None:
         """Ends every generation and frees the model. May be called twice."""
         ...

@@ -105,7 +105,13 @@ class Reply:
         budget = self._sampling.thinking_budget
         spent = self._asked_to_answer or (budget is not None and self._thoughts >= budget)
         if spent and not self._forced and self.phase is Phase.THINKING:
-            self._forced = self._phases.states[self._tracker.state].closing
+            closing = self._phases.states[self._tracker.state].closing
+            self._forced = closing[self._begun(closing) if self._asked_to_answer else 0 :]
+
+    def _begun(self, closing: tuple[int, ...]) -> int:
+        """How much of the closing the reply ends with already: it may have been stopped in the midst of one."""
+        ends = (count for count in range(len(closing) - 1, 0, -1) if tuple(self.ids[-count:]) == closing[:count])
+        return next(ends, 0)
 
     def _check_limits(self) -> None:
         if self._limit is not None and len(self.ids) >= self._limit:

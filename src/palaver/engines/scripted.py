@@ -120,6 +120,9 @@ class ScriptedEngine:
             self.cancelled += not generation.over
             await generation.outputs.aclose()
 
+    async def counted(self) -> dict[str, float]:
+        return {}
+
     async def close(self) -> None:
         self._closed = True
 

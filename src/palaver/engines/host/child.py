@@ -13,20 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from palaver.engines.base import Engine, Generation
+from palaver.engines.host.progress import Progress
 from palaver.engines.host.wire import frame_bytes, pack, pack_error, read_frame, unpack
 from palaver.errors import EngineError, PalaverError
 
 _PDEATHSIG = 1
+_TELL_S = 0.2
+"""How often the parent is told how far loading is."""
 
 
-def make_engine(spec: dict[str, Any]) -> Engine:
+def make_engine(spec: dict[str, Any], progress: Progress) -> Engine:
     """The engine a specification asks for."""
     if spec["kind"] == "scripted":
         from palaver.engines.scripted import ScriptedEngine
 
         return ScriptedEngine(unpack(spec["scripts"]), unpack(spec["vocabulary"]), **spec["options"])
+    progress.note = "importing the libraries"
     from palaver.engines.torch import Options, load
 
+    progress.begin(Path(spec["model"]))
     vocabulary = unpack(spec["vocabulary"])
     options = Options(exact=spec.get("exact", False))
     return load(Path(spec["model"]), vocabulary=vocabulary, device=spec["device"], dtype=spec["dtype"], options=options)
@@ -47,6 +52,7 @@ class Child:
             "generate": self._generate,
             "cancel": self._cancel,
             "stop": lambda frame: self._ask(frame, "stop"),
+            "figures": self._count,
             "answer_now": lambda frame: self._ask(frame, "answer_now"),
         }
 
@@ -61,12 +67,29 @@ class Child:
         await self._end()
 
     async def _load(self, frame: dict[str, Any]) -> None:
+        progress = Progress()
+        telling = asyncio.create_task(self._tell(progress))
         try:
-            self._engine = await asyncio.to_thread(make_engine, frame["spec"])
+            self._engine = await asyncio.to_thread(make_engine, frame["spec"], progress)
         except PalaverError as error:
             self._send({"failed": pack_error(error)})
             return
+        finally:
+            telling.cancel()
         self._send({"ready": pack(self._engine.info)})
+
+    async def _tell(self, progress: Progress) -> None:
+        while True:
+            self._send({"progress": [progress.share, progress.note]})
+            await asyncio.sleep(_TELL_S)
+
+    def _count(self, frame: dict[str, Any]) -> None:
+        self._tasks[frame["number"]] = asyncio.create_task(self._counted(frame["number"]))
+
+    async def _counted(self, number: int) -> None:
+        assert self._engine is not None
+        self._send({"figures": await self._engine.counted(), "number": number})
+        self._tasks.pop(number, None)
 
     def _generate(self, frame: dict[str, Any]) -> None:
         number = frame["number"]

@@ -44,6 +44,10 @@ def scripted_spec(scripts: Sequence[Sequence[int]], vocabulary: Vocabulary, **op
     return {"kind": "scripted", "scripts": pack(scripts), "vocabulary": pack(tuple(vocabulary)), "options": options}
 
 
+Told = Callable[[float | None, str], None]
+"""Takes how far loading is, from 0 to 1 where that is known, and what is being done."""
+
+
 @dataclass
 class _Request:
     """One generation and what has come of it, from which it can be asked for again."""
@@ -108,13 +112,17 @@ class HostedGeneration:
 class HostedEngine:
     """An engine in another process. Enter it to start the process, leave it to end it."""
 
-    def __init__(self, spec: dict[str, Any]) -> None:
+    def __init__(self, spec: dict[str, Any], told: Told | None = None) -> None:
+        """`told` is told how far loading is."""
         self._spec = spec
+        self._told = told
         self._info: EngineInfo | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._requests: dict[int, _Request] = {}
+        self._asked: dict[int, asyncio.Future[dict[str, float]]] = {}
         self._count = 0
+        self.deaths_in_all = 0
         self._deaths = 0
         self._closed = False
         self._watch: asyncio.Task[None] | None = None
@@ -162,6 +170,21 @@ class HostedEngine:
             if not generation.over:
                 self._send({"do": "cancel", "number": number})
 
+    async def counted(self) -> dict[str, float]:
+        """The engine's figures; none while its process is away."""
+        number = self._count
+        self._count += 1
+        self._asked[number] = asyncio.get_running_loop().create_future()
+        if not self._send({"do": "figures", "number": number}):
+            del self._asked[number]
+            return {}
+        try:
+            return await asyncio.wait_for(self._asked[number], _GRACE_S)
+        except TimeoutError:
+            return {}
+        finally:
+            self._asked.pop(number, None)
+
     async def close(self) -> None:
         if self._closed:
             return
@@ -188,6 +211,7 @@ class HostedEngine:
             if self._closed:
                 return
             self._deaths += 1
+            self.deaths_in_all += 1
             if self._deaths >= MAX_DEATHS or not self._ready.done():
                 self._give_up()
 
@@ -208,6 +232,8 @@ class HostedEngine:
 
     async def _run_once(self) -> None:
         """One life of the process, from its start to its death."""
+        if self._told is not None:
+            self._told(None, "starting the engine")
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "palaver.engines.host.child", str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
@@ -233,6 +259,13 @@ class HostedEngine:
                 self._ask_again(number, request)
             if not self._ready.done():
                 self._ready.set_result(None)
+        elif "figures" in frame:
+            waiting = self._asked.pop(frame["number"], None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(frame["figures"])
+        elif "progress" in frame:
+            if self._told is not None:
+                self._told(*frame["progress"])
         elif not self._ready.done():
             self._closed = True
             self._ready.set_exception(unpack_error(frame["failed"]))

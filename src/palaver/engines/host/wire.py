@@ -31,6 +31,8 @@ _ERRORS: dict[str, type[errors.PalaverError]] = {
 
 def pack(value: Any) -> Any:
     """As JSON can hold it. Lists come back as tuples."""
+    if type(value) is generation.Step and value.drawn_logprob is None:  # nearly all that crosses, so it is short
+        return {"step": [value.token_id, value.logprob]}
     if isinstance(value, Enum):
         return {"enum": type(value).__name__, "value": value.value}
     if is_dataclass(value) and not isinstance(value, type):
@@ -40,15 +42,17 @@ def pack(value: Any) -> Any:
     if isinstance(value, frozenset):
         return {"set": sorted(value)}
     if isinstance(value, list | tuple):
-        return [pack(item) for item in value]
+        return list(value) if _plain(value) else [pack(item) for item in value]
     return value
 
 
 def unpack(value: Any) -> Any:
     if isinstance(value, list):
-        return tuple(unpack(item) for item in value)
+        return tuple(value) if _plain(value) else tuple(unpack(item) for item in value)
     if not isinstance(value, dict):
         return value
+    if "step" in value:
+        return generation.Step(*value["step"])
     if "type" in value:
         return _TYPES[value["type"]](**{name: unpack(item) for name, item in value["with"].items()})
     if "enum" in value:
@@ -56,6 +60,11 @@ def unpack(value: Any) -> Any:
     if "bytes" in value:
         return base64.b64decode(value["bytes"])
     return frozenset(value["set"])
+
+
+def _plain(values: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether these are numbers alone, as token ids are, and there may be many."""
+    return all(type(value) is int for value in values)
 
 
 def pack_error(error: errors.PalaverError) -> dict[str, Any]:

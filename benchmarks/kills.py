@@ -1,0 +1,108 @@
+"""kill -9, many times: the whole program under load, and the engine's process in mid-reply.
+
+python -m benchmarks.kills --program 1000              # on the scripted engine
+python -m benchmarks.kills --program 50 --model sprout
+python -m benchmarks.kills --host 50                   # the engine host, eight streams, sprout
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+from palaver.chat.interface import Chat
+from palaver.chat.log import Entry
+from palaver.chat.replay import replay
+from palaver.chat.service import Service
+from palaver.engines.host import HostedEngine
+from palaver.events import Finished
+from palaver.messages import user
+from palaver.store import open_store
+from tests.chat.killing import QUESTIONS, run, served
+
+STREAMS = 8
+
+
+def program(kills: int, kind: str, seconds: float) -> None:
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        count = run(Path(folder), kind, kills, seconds)
+    print(f"{count.kills} kills of the program ({kind}) in {time.monotonic() - begun:.0f} s")
+    print(f"  acknowledged messages     {count.messages}")
+    print(f"  events that readers saw   {count.events}")
+    print(f"  replies cut and continued {count.continued}")
+    print(f"  lost, changed or not the uncut one: {len(count.wrong)}")
+    for line in count.wrong[:20]:
+        print(f"    {line}")
+
+
+async def host(kills: int) -> None:
+    """Eight replies at a time, half of them greedy; the host is killed at random moments until all kills are done."""
+    moments, done, replies, wrong = random.Random(0), 0, 0, 0
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        store = open_store(Path(folder))
+        async with served(store, "sprout") as service:
+            chat = service.chat(store.users.ensure().id)
+            while done < kills:
+                ids = [await _begun(chat, number) for number in range(STREAMS)]
+                readers = [asyncio.create_task(_read(chat, id)) for id in ids]
+                done += await _kill_while(service, readers, moments)
+                for id, reader in zip(ids, readers, strict=True):
+                    replies += 1
+                    wrong += not await _right(service, id, await reader)
+        store.close()
+    print(f"{done} kills of the engine host in {time.monotonic() - begun:.0f} s, {STREAMS} streams at a time")
+    print(f"  replies that completed by themselves: {replies}; not the uncut one, or not to their end: {wrong}")
+
+
+async def _begun(chat: Chat, number: int) -> str:
+    talk = await chat.create()
+    how = {"temperature": 0.0} if number % 2 else {"temperature": 1.0, "seed": number}
+    said = await chat.say(talk.id, None, user(QUESTIONS[number % len(QUESTIONS)]), parameters=how)
+    return said.reply.id
+
+
+async def _read(chat: Chat, id: str) -> list[Entry]:
+    async with chat.events(id) as stream:
+        return [entry async for entry in stream]
+
+
+async def _kill_while(service: Service, readers: list[asyncio.Task[list[Entry]]], moments: random.Random) -> int:
+    """Kills the host once, while at least one reply runs."""
+    engine = service.models.current().engine
+    assert isinstance(engine, HostedEngine)
+    await asyncio.wait(readers, timeout=moments.uniform(0.01, 0.5), return_when=asyncio.FIRST_COMPLETED)
+    if all(reader.done() for reader in readers) or engine.process_id is None:
+        return 0
+    os.kill(engine.process_id, signal.SIGKILL)
+    return 1
+
+
+async def _right(service: Service, id: str, told: list[Entry]) -> bool:
+    numbers = [entry.number for entry in told if not isinstance(entry.event, Finished)]
+    whole = numbers == sorted(numbers) and isinstance(told[-1].event, Finished)
+    return whole and (await replay(service.store, service.models.current(), id)).same
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--program", type=int, default=0)
+    parser.add_argument("--model", default="scripted")
+    parser.add_argument("--seconds", type=float, default=0.6)
+    parser.add_argument("--host", type=int, default=0)
+    given = parser.parse_args()
+    if given.program:
+        program(given.program, given.model, given.seconds)
+    if given.host:
+        asyncio.run(host(given.host))
+
+
+if __name__ == "__main__":
+    main()

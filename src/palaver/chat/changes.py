@@ -1,0 +1,40 @@
+"""Who wants to know what happens in a user's conversations."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from palaver.chat.interface import Change
+
+MAX_BEHIND = 1000
+"""A listener that is further behind is told that it missed something."""
+
+
+class Changes:
+    def __init__(self) -> None:
+        self._listeners: dict[asyncio.Queue[Change], str] = {}
+
+    def tell(self, owner: str, change: Change) -> None:
+        for queue, listener in self._listeners.items():
+            if listener == owner:
+                if queue.qsize() >= MAX_BEHIND:
+                    while not queue.empty():
+                        queue.get_nowait()
+                    change = Change("", "missed")
+                queue.put_nowait(change)
+
+    @asynccontextmanager
+    async def listen(self, owner: str) -> AsyncIterator[AsyncIterator[Change]]:
+        queue: asyncio.Queue[Change] = asyncio.Queue()
+        self._listeners[queue] = owner
+        try:
+            yield _taken(queue)
+        finally:
+            del self._listeners[queue]
+
+
+async def _taken(queue: asyncio.Queue[Change]) -> AsyncIterator[Change]:
+    while True:
+        yield await queue.get()

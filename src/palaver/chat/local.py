@@ -1,0 +1,450 @@
+"""Chat in this process: the store, the turns and the model behind the one interface."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from palaver.chat import parameters as settings
+from palaver.chat.interface import Alternative, Change, Gauge, ModelCard, Said, Token
+from palaver.chat.log import Entry
+from palaver.chat.model import Model, lengthened
+from palaver.chat.recovery import knows
+from palaver.chat.turns import Beginning
+from palaver.chat.utterance import Request
+from palaver.errors import BadParameter, ContextOverflow, NothingToContinue, PalaverError
+from palaver.generation import Step
+from palaver.messages import Message, Part, Role
+from palaver.store import (
+    Blob,
+    Conflict,
+    Conversation,
+    Cursor,
+    Hit,
+    Node,
+    NotFound,
+    Settings,
+    Status,
+    Stored,
+)
+from palaver.store.tokens import given
+from palaver.transcripts import Format, keep, read, take, write
+
+if TYPE_CHECKING:
+    from palaver.chat.service import Service
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LocalChat:
+    """One user's view. Whatever is another user's is not found."""
+
+    def __init__(self, service: Service, owner: str) -> None:
+        self._service = service
+        self._store = service.store
+        self._turns = service.turns
+        self._owner = owner
+
+    # the model
+
+    async def model(self) -> ModelCard:
+        return self._service.models.card()
+
+    async def models(self) -> tuple[str, ...]:
+        return self._service.models.names
+
+    async def load(self, name: str) -> ModelCard:
+        self._service.models.load(name)
+        return self._service.models.card()
+
+    async def unload(self) -> ModelCard:
+        await self._service.models.unload()
+        return self._service.models.card()
+
+    async def ready(self) -> ModelCard:
+        await self._service.models.ready()
+        return self._service.models.card()
+
+    # conversations
+
+    async def create(
+        self,
+        *,
+        title: str = "",
+        system: str = "",
+        parameters: Mapping[str, Any] | None = None,
+        tags: Iterable[str] = (),
+        key: str | None = None,
+    ) -> Conversation:
+        made = await _thread(
+            self._store.conversations.create,
+            self._owner,
+            title=title,
+            system=system,
+            parameters=settings.checked(parameters or {}),
+            tags=tuple(tags),
+            key=key,
+        )
+        return self._changed(made, "created")
+
+    async def conversation(self, id: str) -> Conversation:
+        return await _thread(self._store.conversations.get, id, self._owner)
+
+    async def conversations(
+        self,
+        *,
+        limit: int = 50,
+        before: str | None = None,
+        tag: str | None = None,
+        title: str = "",
+        deleted: bool = False,
+    ) -> tuple[Conversation, ...]:
+        last = None
+        if before is not None:
+            last = await _thread(self._store.conversations.get, before, self._owner, True)
+        return await _thread(
+            self._store.conversations.list,
+            self._owner,
+            limit=limit,
+            before=last,
+            tag=tag,
+            title=title,
+            deleted=deleted,
+        )
+
+    async def change(
+        self,
+        id: str,
+        *,
+        title: str | None = None,
+        system: str | None = None,
+        parameters: Mapping[str, Any] | None = None,
+        tags: Iterable[str] | None = None,
+    ) -> Conversation:
+        changed = await self.conversation(id)
+        conversations = self._store.conversations
+        if parameters is not None:
+            changed = await _thread(conversations.set_parameters, id, settings.checked(parameters))
+        if system is not None:
+            changed = await _thread(conversations.set_system, id, system)
+        if tags is not None:
+            changed = await _thread(conversations.set_tags, id, tuple(tags))
+        if title is not None:
+            changed = await _thread(conversations.rename, id, title)
+        return self._changed(changed, "changed")
+
+    async def delete(self, id: str) -> None:
+        conversation = await self.conversation(id)
+        for turn in self._turns.running:
+            if turn.reply.conversation_id == id:
+                turn.utterance.stop()
+        await _thread(self._store.conversations.delete, id)
+        self._changed(conversation, "deleted")
+
+    async def undelete(self, id: str) -> Conversation:
+        await _thread(self._store.conversations.get, id, self._owner, True)
+        return self._changed(await _thread(self._store.conversations.undelete, id), "created")
+
+    async def tags(self) -> tuple[str, ...]:
+        return await _thread(self._store.conversations.tags, self._owner)
+
+    async def search(self, query: str, limit: int = 20) -> tuple[Hit, ...]:
+        return await _thread(self._store.search.find, self._owner, query, limit)
+
+    @asynccontextmanager
+    async def changes(self) -> AsyncIterator[AsyncIterator[Change]]:
+        async with self._service.changes.listen(self._owner) as changes:
+            yield changes
+
+    # the tree
+
+    async def message(self, id: str) -> Stored:
+        stored = await _thread(self._store.messages.get, id)
+        try:
+            await self.conversation(stored.conversation_id)
+        except NotFound:
+            raise NotFound("message", id) from None
+        return stored
+
+    async def path(self, leaf: str) -> tuple[Stored, ...]:
+        await self.message(leaf)
+        return await _thread(self._store.messages.path, leaf)
+
+    async def siblings(self, id: str) -> tuple[Stored, ...]:
+        await self.message(id)
+        return await _thread(self._store.messages.siblings, id)
+
+    async def nodes(self, conversation_id: str) -> tuple[Node, ...]:
+        await self.conversation(conversation_id)
+        return await _thread(self._store.messages.nodes, conversation_id)
+
+    async def newest_leaf(self, conversation_id: str, start: str | None = None) -> str | None:
+        await self.conversation(conversation_id)
+        if start is not None:
+            await self.message(start)
+        return await _thread(self._store.messages.newest_leaf, conversation_id, start)
+
+    async def append(
+        self, conversation_id: str, parent: str | None, message: Message, *, key: str | None = None
+    ) -> Stored:
+        conversation = await self.conversation(conversation_id)
+        await self._check_parent(parent)
+        stored = await _thread(self._store.messages.append, conversation_id, parent, message, key=key)
+        self._changed(conversation, "message", stored.id)
+        return stored
+
+    async def edit(self, message_id: str, parts: Iterable[Part | Blob], *, key: str | None = None) -> Stored:
+        old = await self.message(message_id)
+        stored = await _thread(self._store.messages.edit, message_id, tuple(parts), key=key)
+        self._changed(await self.conversation(old.conversation_id), "message", stored.id)
+        return stored
+
+    # where a client stands
+
+    async def cursor(self, conversation_id: str, client: str) -> Cursor:
+        await self.conversation(conversation_id)
+        return await _thread(self._store.cursors.get, conversation_id, client)
+
+    async def move(self, conversation_id: str, client: str, to: str | None) -> Cursor:
+        conversation = await self.conversation(conversation_id)
+        cursor = await _thread(self._store.cursors.move, conversation_id, client, to)
+        with suppress(Conflict):  # the head is a hint: whoever comes new begins where somebody was last
+            await _thread(self._store.conversations.move_head, conversation_id, conversation.head_id, to)
+        return cursor
+
+    async def undo(self, conversation_id: str, client: str) -> Cursor:
+        await self.conversation(conversation_id)
+        return await _thread(self._store.cursors.undo, conversation_id, client)
+
+    async def redo(self, conversation_id: str, client: str) -> Cursor:
+        await self.conversation(conversation_id)
+        return await _thread(self._store.cursors.redo, conversation_id, client)
+
+    # turns
+
+    async def say(
+        self,
+        conversation_id: str,
+        parent: str | None,
+        message: Message,
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        key: str | None = None,
+    ) -> Said:
+        conversation = await self.conversation(conversation_id)
+        await self._check_parent(parent)
+        model = await self._service.models.ready()
+        path = await self._path(parent)
+        asked = await _thread(self._service.requests.new, model, conversation, path, (message,), _checked(parameters))
+        stored = await _thread(self._store.messages.append, conversation_id, parent, message, key=key)
+        self._changed(conversation, "message", stored.id)
+        reply_key = None if key is None else f"{key} reply"
+        beginning = Beginning(conversation_id, stored.id, asked.request, asked.settings, key=reply_key)
+        return Said(stored, await self._turns.begin(model, beginning))
+
+    async def reply(
+        self,
+        conversation_id: str,
+        parent: str,
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        key: str | None = None,
+    ) -> Stored:
+        conversation = await self.conversation(conversation_id)
+        await self._check_parent(parent)
+        model = await self._service.models.ready()
+        path = await self._path(parent)
+        asked = await _thread(self._service.requests.new, model, conversation, path, (), _checked(parameters))
+        beginning = Beginning(
+            conversation_id, parent, asked.request, asked.settings, key=key, expected_head=conversation.head_id
+        )
+        return await self._turns.begin(model, beginning)
+
+    async def go_on(self, reply_id: str) -> Stored:
+        reply = await self._an_answer(reply_id)
+        running = self._turns.get(reply_id)
+        if running is not None and not running.log.ended:
+            return reply
+        if reply.reply is not None and reply.reply.status is Status.DONE:
+            raise NothingToContinue("The reply is whole: there is nothing to continue.")
+        model = await self._service.models.ready()
+        if reply.reply is None or not knows(model, reply):
+            return await self._from_text(model, reply)
+        request = await _thread(self._service.requests.of, model, reply, self._owner)
+        steps = await _thread(self._store.replies.tokens, reply_id)
+        if reply.reply.status is Status.LENGTH:
+            request = replace(request, sampling=lengthened(request.sampling, len(steps)))
+        try:
+            return await self._turns.resume(model, reply, request, steps)
+        except Conflict:
+            latest = await self.message(reply_id)
+            if latest.reply is not None and latest.reply.status is Status.RUNNING:
+                return latest  # somebody else was quicker
+        return await self._beside(model, reply, request, reply.reply.settings, steps)
+
+    async def fork(self, reply_id: str, tokens: int, instead: int | None = None) -> Stored:
+        reply = await self._an_answer(reply_id)
+        model = await self._service.models.ready()
+        if reply.reply is None or not knows(model, reply):
+            raise Conflict("The reply's tokens are not known to this model.")
+        steps = (await _thread(self._store.replies.tokens, reply_id))[: _place(tokens)]
+        if instead is not None:
+            if not 0 <= instead < model.engine.info.vocabulary_size:
+                raise BadParameter("instead", instead, "there is no such token")
+            steps = (*steps, *given((instead,)))
+        request = await _thread(self._service.requests.of, model, reply, self._owner)
+        return await self._beside(model, reply, request, reply.reply.settings, steps)
+
+    @asynccontextmanager
+    async def events(self, reply_id: str, after: int = 0) -> AsyncIterator[AsyncIterator[Entry]]:
+        reply = await self.message(reply_id)
+        if reply.reply is not None and reply.reply.status is Status.RUNNING and self._turns.get(reply_id) is None:
+            await self._service.recovered.wait()  # a dead process left it: it goes on when the model is there
+            reply = await self.message(reply_id)
+        try:
+            model: Model | None = self._service.models.current()
+        except PalaverError:
+            model = None
+        async with aclosing(self._service.reading.read(model, reply, after)) as entries:
+            yield entries
+
+    async def stop(self, reply_id: str) -> None:
+        if turn := await self._running(reply_id):
+            turn.utterance.stop()
+
+    async def answer_now(self, reply_id: str) -> None:
+        if turn := await self._running(reply_id):
+            turn.utterance.answer_now()
+
+    async def tokens(self, reply_id: str) -> tuple[Token, ...]:
+        reply, model = await self._an_answer(reply_id), await self._service.models.ready()
+        if not knows(model, reply):
+            return ()
+        steps = await _thread(self._store.replies.tokens, reply_id)
+        return tuple(_token(model, step) for step in steps)
+
+    async def raw(self, reply_id: str) -> str:
+        reply, model = await self._an_answer(reply_id), await self._service.models.ready()
+        if not knows(model, reply):
+            raise Conflict("The reply's tokens are not known to this model.")
+        ids = await _thread(self._store.replies.token_ids, reply_id)
+        return b"".join(model.vocabulary[id] for id in ids).decode("utf-8", "replace")
+
+    async def gauge(self, conversation_id: str, leaf: str | None, parameters: Mapping[str, Any] | None = None) -> Gauge:
+        conversation = await self.conversation(conversation_id)
+        model = await self._service.models.ready()
+        path = await self._path(leaf)
+        limit = model.engine.info.context_length
+        usages = [stored.reply.usage for stored in path if stored.reply and stored.reply.usage]
+        cached = usages[-1].cached_tokens if usages else 0
+        if not path:
+            return Gauge(0, limit)
+        try:
+            asked = await _thread(self._service.requests.new, model, conversation, path, (), _checked(parameters))
+            return Gauge(len(await _thread(model.prompt, asked.request)), limit, cached)
+        except ContextOverflow as error:
+            return Gauge(error.tokens, limit, cached)
+
+    # in and out
+
+    async def export(self, conversation_id: str, form: str, leaf: str | None = None) -> str:
+        await self.conversation(conversation_id)
+        if form not in set(Format):
+            raise BadParameter("form", form, f"must be one of {', '.join(Format)}")
+        transcript = await _thread(take, self._store, conversation_id)
+        if leaf is not None:
+            await self.message(leaf)
+            transcript = replace(transcript, head=leaf)
+        return await _thread(write, transcript, Format(form))
+
+    async def take_in(self, text: str) -> tuple[Conversation, ...]:
+        found = await _thread(read, text)
+        kept = [await _thread(keep, self._store, self._owner, transcript) for transcript in found.transcripts]
+        return tuple(self._changed(one.conversation, "created") for one in kept)
+
+    async def put_blob(self, data: bytes) -> str:
+        digest = await _thread(self._store.blobs.put, data)
+        self._service.uploads.add((self._owner, digest))
+        return digest
+
+    async def blob(self, digest: str) -> bytes:
+        named = (self._owner, digest) in self._service.uploads
+        if not named and not await _thread(self._store.conversations.name_blob, self._owner, digest):
+            raise NotFound("blob", digest)
+        return await _thread(self._store.blobs.get, digest)
+
+    # what the above share
+
+    def _changed(self, conversation: Conversation, what: str, message: str | None = None) -> Conversation:
+        self._service.changes.tell(self._owner, Change(conversation.id, what, message))
+        return conversation
+
+    async def _path(self, leaf: str | None) -> tuple[Stored, ...]:
+        return await self.path(leaf) if leaf is not None else ()
+
+    async def _check_parent(self, parent: str | None) -> None:
+        """Nothing can be said to a reply that is still running: its words are not known yet."""
+        if parent is None:
+            return
+        stored = await self.message(parent)
+        if stored.reply is not None and stored.reply.status is Status.RUNNING:
+            raise Conflict("The reply is still running: wait for it, or stop it first.")
+
+    async def _an_answer(self, id: str) -> Stored:
+        stored = await self.message(id)
+        if stored.role is not Role.ASSISTANT:
+            raise NotFound("reply", id)
+        return stored
+
+    async def _running(self, reply_id: str) -> Any:
+        reply = await self.message(reply_id)
+        turn = self._turns.get(reply_id)
+        if turn is None and reply.reply is not None and reply.reply.status is Status.RUNNING:
+            raise Conflict("The reply runs in another process: stop it there.")
+        return turn if turn is not None and not turn.log.ended else None
+
+    async def _from_text(self, model: Model, reply: Stored) -> Stored:
+        """A sibling that begins with the words of a reply whose tokens are not known."""
+        conversation = await self.conversation(reply.conversation_id)
+        path = await self._path(reply.parent_id)
+        asked = await _thread(self._service.requests.new, model, conversation, path, (), {})
+        begun = await _thread(self._store.messages.full, reply)
+        prompt = await _thread(model.prompt, asked.request, (), begun)
+        return await self._beside(model, reply, asked.request, asked.settings, given(prompt.reply_ids))
+
+    async def _beside(
+        self, model: Model, reply: Stored, request: Request, made_by: Settings, steps: tuple[Step, ...]
+    ) -> Stored:
+        conversation = await self.conversation(reply.conversation_id)
+        beginning = Beginning(
+            reply.conversation_id, reply.parent_id, request, made_by, steps, expected_head=conversation.head_id
+        )
+        return await self._turns.begin(model, beginning)
+
+
+async def _thread(function: Callable[P, T], *values: P.args, **named: P.kwargs) -> T:
+    return await asyncio.to_thread(function, *values, **named)
+
+
+def _checked(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    return settings.checked(parameters or {})
+
+
+def _place(tokens: int) -> int:
+    if tokens < 0:
+        raise BadParameter("tokens", tokens, "must not be negative")
+    return tokens
+
+
+def _token(model: Model, step: Step) -> Token:
+    logprob = None if step.logprob != step.logprob else step.logprob
+    others = tuple(Alternative(one.token_id, _text(model, one.token_id), one.logprob) for one in step.alternatives)
+    return Token(step.token_id, _text(model, step.token_id), logprob, others)
+
+
+def _text(model: Model, token_id: int) -> str:
+    return model.vocabulary[token_id].decode("utf-8", "replace")

@@ -1,0 +1,92 @@
+"""A model that can be talked to: its engine and its format, under one name."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from palaver.chat.utterance import Keep, Reply, Request, Utterance
+from palaver.engines.base import Engine
+from palaver.errors import ContextOverflow, NothingToContinue
+from palaver.formats.base import Format
+from palaver.formats.reader import Reader
+from palaver.generation import Finish, Prompt
+from palaver.messages import Message
+from palaver.phases import Vocabulary
+from palaver.sampling import MAX_SEED, Sampling, checked
+
+
+def draw_seed() -> int:
+    """A seed small enough to be read aloud and typed again."""
+    return secrets.randbelow(min(2**32, MAX_SEED))
+
+
+def lengthened(sampling: Sampling, said: int) -> Sampling:
+    """The sampling of a reply that was cut for its length and goes on: as much again."""
+    return sampling if sampling.max_tokens is None else replace(sampling, max_tokens=said + sampling.max_tokens)
+
+
+@dataclass(frozen=True)
+class Model:
+    engine: Engine
+    format: Format
+    name: str = ""
+    tokenizer: str = ""
+    """The tokenizer's fingerprint: token ids of another one mean nothing here."""
+    vocabulary: Vocabulary = ()
+
+    def prompt(self, request: Request, reply_so_far: Sequence[int] = (), begun: Message | None = None) -> Prompt:
+        """What the model reads. ContextOverflow where that leaves no room for a reply."""
+        rendered = self.format.render(
+            request.messages, request.tools, request.options, reply_so_far, begun, request.past
+        )
+        limit = self.engine.info.context_length
+        if len(rendered) >= limit:
+            raise ContextOverflow(len(rendered), limit)
+        phases = replace(rendered.phases, ends=rendered.phases.ends | self.engine.info.end_ids)
+        return replace(rendered, phases=phases, owner=request.owner)
+
+    def utterance(
+        self,
+        request: Request,
+        reply_so_far: Sequence[int] = (),
+        begun: Message | None = None,
+        keep: Keep | None = None,
+    ) -> Utterance:
+        """A reply to enter; with `reply_so_far`, the token ids of one that goes on; with `begun`, its text alone."""
+        request = self._stopping(request)
+        prompt = self.prompt(request, reply_so_far, begun)
+        return Utterance(request, prompt, self._reader(request, prompt), self.engine, keep)
+
+    def reader(self, request: Request, reply_so_far: Sequence[int]) -> Reader:
+        """Reads a reply that somebody else generates, or that is over."""
+        request = self._stopping(request)
+        return self._reader(request, self.prompt(request, reply_so_far))
+
+    def _reader(self, request: Request, prompt: Prompt) -> Reader:
+        return self.format.reader(prompt, request.sampling.stop, request.tools, request.options)
+
+    def _stopping(self, request: Request) -> Request:
+        """With the stop strings that the template itself declares."""
+        stops = tuple(dict.fromkeys((*request.sampling.stop, *self.format.stop_strings)))
+        return replace(request, sampling=checked(replace(request.sampling, stop=stops)))
+
+    def continued(self, reply: Reply) -> Utterance:
+        """Goes on with a stopped reply, token for token as if it had not been stopped.
+
+        One that was cut for its length gets the same length again.
+        """
+        if reply.finish in (Finish.END, Finish.STOP_STRING):
+            raise NothingToContinue("The reply is whole: there is nothing to continue.")
+        request = reply.request
+        if reply.finish is Finish.LENGTH:
+            request = replace(request, sampling=lengthened(request.sampling, len(reply.token_ids)))
+        return self.utterance(request, reply.token_ids)
+
+    async def reply(self, request: Request, reply_so_far: Sequence[int] = ()) -> Reply:
+        """The whole reply at once: the same stream, folded."""
+        async with self.utterance(request, reply_so_far) as utterance:
+            async for _ in utterance:
+                pass
+            return utterance.reply()

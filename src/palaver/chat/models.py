@@ -1,0 +1,113 @@
+"""The model in use: none, on its way, or ready; another one may take its place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from palaver.chat.interface import ModelCard, ModelState
+from palaver.chat.model import Model
+from palaver.errors import ModelLoading, NoModel, PalaverError
+
+Told = Callable[[float | None, str], None]
+"""Takes how far loading is, from 0 to 1 where that is known, and what is being done."""
+Load = Callable[[str, Told], Awaitable[Model]]
+Park = Callable[[], Awaitable[None]]
+
+
+class Models:
+    def __init__(self, load: Load, names: Sequence[str] = ()) -> None:
+        """`load` makes a model by its name; `names` are those at hand."""
+        self._load = load
+        self.names = tuple(names)
+        self.park: Park | None = None
+        """What is done before a model goes: its turns are put aside."""
+        self._model: Model | None = None
+        self._name = ""
+        self._progress: float | None = None
+        self._note = ""
+        self._error: PalaverError | None = None
+        self._loading: asyncio.Task[None] | None = None
+
+    def current(self) -> Model:
+        if self._model is not None:
+            return self._model
+        if self._error is not None:
+            raise self._error
+        raise ModelLoading(self._name) if self._loading is not None else NoModel
+
+    def card(self) -> ModelCard:
+        if self._model is not None:
+            return _card(self._model)
+        if self._error is not None:
+            return ModelCard(self._name, ModelState.FAILED, note=str(self._error))
+        state = ModelState.LOADING if self._loading is not None else ModelState.NONE
+        return ModelCard(self._name, state, self._progress, self._note)
+
+    async def use(self, model: Model) -> None:
+        """A model that is loaded already."""
+        await self.unload()
+        self._model, self._name = model, model.name
+
+    def load(self, name: str) -> None:
+        """Begins to load; the model that was in use is parked and closed first."""
+        previous, self._name = self._loading, name
+        self._error, self._progress, self._note = None, None, ""
+        self._loading = asyncio.create_task(self._replace(name, previous))
+
+    async def ready(self) -> Model:
+        while self._loading is not None:
+            loading = self._loading
+            await asyncio.wait([loading])
+            if self._loading is loading:
+                self._loading = None
+        return self.current()
+
+    async def unload(self) -> None:
+        if self._loading is not None:
+            self._loading.cancel()
+            await asyncio.wait([self._loading])
+            self._loading = None
+        await self._let_go()
+        self._name, self._error = "", None
+
+    async def _replace(self, name: str, previous: asyncio.Task[None] | None) -> None:
+        if previous is not None:
+            previous.cancel()
+            await asyncio.wait([previous])
+        await self._let_go()
+        try:
+            self._model = await self._load(name, self._told)
+        except PalaverError as error:
+            self._error = error
+        finally:
+            if self._loading is asyncio.current_task():
+                self._loading = None
+
+    async def _let_go(self) -> None:
+        if self._model is None:
+            return
+        if self.park is not None:
+            await self.park()
+        model, self._model = self._model, None
+        await model.engine.close()
+
+    def _told(self, progress: float | None, note: str) -> None:
+        self._progress, self._note = progress, note
+
+
+def _card(model: Model) -> ModelCard:
+    info = model.engine.info
+    return ModelCard(
+        model.name,
+        ModelState.READY,
+        1.0,
+        context_length=info.context_length,
+        device=info.device,
+        dtype=info.dtype,
+        reuse=info.reuse,
+        defaults=info.defaults,
+        thinks=model.format.thinks,
+        switches=model.format.switches,
+        takes_tools=model.format.takes_tools,
+    )

@@ -1,0 +1,195 @@
+"""What a person or a program sets for a conversation or for one turn, as names and values that JSON can say, and
+what follows from it for a reply."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
+from typing import Any, Literal
+
+from palaver.constraints import Constraint, Grammar
+from palaver.errors import BadParameter
+from palaver.formats.options import Options
+from palaver.messages import Tool
+from palaver.sampling import NUMBERS, STRINGS, Sampling, apply, checked_strings
+
+Overflow = Literal["refuse", "shorten"]
+LOGPROBS = 5
+"""How many alternatives of every token are kept with a reply."""
+
+MAX_ID = 2**31 - 1
+"""No vocabulary is as large, and no number of choices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    sampling: Sampling
+    options: Options
+    tools: tuple[Tool, ...]
+    choice: int = 0
+    overflow: Overflow = "refuse"
+
+
+def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Later layers go before earlier ones; None takes a setting back."""
+    whole = {name: value for layer in layers for name, value in layer.items()}
+    return {name: value for name, value in whole.items() if value is not None}
+
+
+def checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The same parameters, or BadParameter for the first that is none or is out of bounds."""
+    for name, value in parameters.items():
+        if name not in NAMES:
+            raise BadParameter(name, value, "there is no such parameter")
+    decide(Sampling(), {name: value for name, value in parameters.items() if value is not None}, 0, None)
+    return dict(parameters)
+
+
+def decide(defaults: Sampling, parameters: Mapping[str, Any], seed: int, now: datetime | None) -> Decided:
+    """`seed` counts where the parameters name none, and `now` is the time that the template is told."""
+    numbers = {name: NUMBERS[name].check(value) for name, value in parameters.items() if name in NUMBERS}
+    strings = {name: _strings(name, parameters[name]) for name in STRINGS if name in parameters}
+    sampling = apply(defaults, {"seed": seed, **numbers, **strings, **_read(_SAMPLING, parameters)})
+    others = _read(_OTHERS, parameters)
+    return Decided(
+        sampling,
+        Options(now=now, **_read(_OPTIONS, parameters)),
+        others.get("tools", ()),
+        others.get("choice", 0),
+        others.get("overflow", "refuse"),
+    )
+
+
+def _read(readers: Mapping[str, Reading], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: read(name, parameters[name]) for name, read in readers.items() if name in parameters}
+
+
+def options_to_json(options: Options) -> dict[str, Any]:
+    """Only what differs from the plainest options, so that a new one changes no old record."""
+    plain = Options()
+    values = {field.name: getattr(options, field.name) for field in fields(Options)}
+    found = {name: value for name, value in values.items() if value != getattr(plain, name)}
+    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in found.items()}
+
+
+def options_from_json(value: Mapping[str, Any]) -> Options:
+    known = {field.name for field in fields(Options)}
+    found = {name: one for name, one in value.items() if name in known}
+    if "now" in found:
+        found["now"] = datetime.fromisoformat(found["now"])
+    return Options(**found)
+
+
+def tool_to_json(tool: Tool) -> dict[str, Any]:
+    return asdict(tool)
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+        raise BadParameter(name, value, "must be a list of strings")
+    return checked_strings(name, tuple(value))
+
+
+def _tools(name: str, value: Any) -> tuple[Tool, ...]:
+    if not isinstance(value, list | tuple):
+        raise BadParameter(name, value, "must be a list of tools")
+    return tuple(_tool(tool) for tool in value)
+
+
+def _tool(value: Any) -> Tool:
+    match value:
+        case Tool():
+            return value
+        case {"type": "function", "function": dict(function)}:
+            return _tool(function)
+        case {"name": str(name)} if isinstance(schema := value.get("parameters") or {"type": "object"}, Mapping):
+            return Tool(name, str(value.get("description") or ""), schema)
+        case _:
+            raise BadParameter("tools", value, "a tool is an object with a name, a description and parameters")
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise BadParameter(name, value, "must be true or false")
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadParameter(name, value, "must be a text")
+    return value
+
+
+def _count(name: str, value: Any) -> int:
+    if not _is_id(value):
+        raise BadParameter(name, value, "must be a whole number, not below 0")
+    return int(value)
+
+
+def _object(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise BadParameter(name, value, "must be an object")
+    return value
+
+
+def _overflow(name: str, value: Any) -> Overflow:
+    if value not in ("refuse", "shorten"):
+        raise BadParameter(name, value, "must be refuse or shorten")
+    return value  # type: ignore[no-any-return]
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not all(map(_is_id, value)):
+        raise BadParameter(name, value, "must be a list of token ids")
+    return tuple(value)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_ID
+
+
+def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = value.items() if isinstance(value, Mapping) else value
+        biases = tuple((int(token), float(bias)) for token, bias in pairs)
+    except (TypeError, ValueError, OverflowError):
+        biases = ()
+    if (not biases and value) or not all(_is_id(token) and math.isfinite(bias) for token, bias in biases):
+        raise BadParameter(name, value, "must give a number for each token id")
+    return biases
+
+
+def _constraint(name: str, value: Any) -> Constraint:
+    match value:
+        case Constraint():
+            return value
+        case {"grammar": str(grammar), "text": str(text)} if grammar in set(Grammar):
+            return Constraint(Grammar(grammar), text)
+        case _:
+            raise BadParameter(name, value, f"must have a grammar ({', '.join(Grammar)}) and its text")
+
+
+Reading = Callable[[str, Any], Any]
+_SAMPLING: dict[str, Reading] = {
+    "logit_bias": _biases,
+    "banned_ids": _ids,
+    "stop_ids": _ids,
+    "constraint": _constraint,
+}
+_OPTIONS: dict[str, Reading] = {
+    "thinking": _flag,
+    "effort": _text,
+    "budget": _count,
+    "variables": _object,
+    "calls": _flag,
+    "must_call": _strings,
+    "response_prefix": _text,
+    "json_answer": _flag,
+    "healing": _flag,
+}
+_OTHERS: dict[str, Reading] = {"tools": _tools, "overflow": _overflow, "choice": _count}
+NAMES = frozenset((*NUMBERS, *STRINGS, *_SAMPLING, *_OPTIONS, *_OTHERS))

@@ -1,0 +1,83 @@
+"""Reading turns by number: those that run here, those that are over, and those that another process runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from palaver.chat.log import Entry, Log
+from palaver.chat.model import Model
+from palaver.chat.recovery import knows
+from palaver.chat.requests import Requests
+from palaver.chat.turns import Turns
+from palaver.events import Failed, Finished, ReadEvent, Snapshot, Usage
+from palaver.formats.reader import Reader
+from palaver.generation import Finish
+from palaver.store import NotFound, Status, Store, Stored
+
+POLL_S = 0.1
+"""How often a reply that another process writes is looked at: the database has no way to call."""
+INTERRUPTED = "The program that was writing this reply ended: it can be continued."
+_FINISH = {Status.DONE: Finish.END, Status.STOPPED: Finish.STOPPED, Status.LENGTH: Finish.LENGTH}
+
+
+class Reading:
+    def __init__(self, store: Store, turns: Turns, requests: Requests) -> None:
+        self._store = store
+        self._turns = turns
+        self._requests = requests
+
+    async def read(self, model: Model | None, reply: Stored, after: int) -> AsyncGenerator[Entry]:
+        """The events after that number, to the end. Without the model that said it: a snapshot."""
+        turn = self._turns.get(reply.id)
+        if turn is None and model is not None and knows(model, reply) and _runs(reply):
+            async for entry in self._elsewhere(model, reply, after):
+                yield entry
+            return
+        log = turn.log if turn else await asyncio.to_thread(self._over, model, reply)
+        async for entry in log.read(after):
+            yield entry
+
+    def _over(self, model: Model | None, reply: Stored) -> Log:
+        """The events of a reply as its tokens tell them."""
+        if reply.reply is None:
+            raise NotFound("turn", reply.id)
+        if model is None or not knows(model, reply):
+            return Log((Snapshot(self._store.messages.full(reply)), ending(reply)))
+        reader = self._reader(model, reply, self._store.replies.token_ids(reply.id))
+        return Log((*reader.open(), ending(reply, tuple(reader.close()))))
+
+    def _reader(self, model: Model, reply: Stored, said: tuple[int, ...]) -> Reader:
+        owner = self._store.conversations.get(reply.conversation_id).owner_id
+        return model.reader(self._requests.of(model, reply, owner), said)
+
+    async def _elsewhere(self, model: Model, reply: Stored, after: int) -> AsyncGenerator[Entry]:
+        """Follows the tokens in the store, where they are before anybody hears of them."""
+        reader = await asyncio.to_thread(self._reader, model, reply, ())
+        log, read = Log(reader.open()), 0
+        while _runs(reply):
+            said = await asyncio.to_thread(self._store.replies.token_ids, reply.id)
+            for token_id in said[read:]:
+                for event in reader.feed(token_id):
+                    log.tell(event)
+            read = len(said)
+            for entry in log.so_far(after):
+                after = entry.number
+                yield entry
+            await asyncio.sleep(POLL_S)
+            reply = await asyncio.to_thread(self._store.messages.get, reply.id)
+        async for entry in (await asyncio.to_thread(self._over, model, reply)).read(after):
+            yield entry
+
+
+def ending(reply: Stored, tail: tuple[ReadEvent, ...] = ()) -> Finished | Failed:
+    """How a reply ended, by its record."""
+    assert reply.reply is not None
+    finish = _FINISH.get(reply.reply.status)
+    if finish is None:
+        return Failed(reply.reply.error or INTERRUPTED, tail)
+    return Finished(finish, reply.reply.usage or Usage(), tail=tail)
+
+
+def _runs(reply: Stored) -> bool:
+    return reply.reply is not None and reply.reply.status is Status.RUNNING

@@ -1,0 +1,50 @@
+"""After a crash: replies that a dead process left running are gone on with, or marked and folded."""
+
+from __future__ import annotations
+
+import asyncio
+
+from palaver.chat.model import Model
+from palaver.chat.requests import Requests
+from palaver.chat.turns import Turns
+from palaver.events import fold
+from palaver.messages import Part
+from palaver.store import Ending, Status, Store, Stored
+
+
+class Recovery:
+    def __init__(self, store: Store, turns: Turns, requests: Requests, resume: bool) -> None:
+        self._store = store
+        self._turns = turns
+        self._requests = requests
+        self._resume = resume
+
+    async def run(self, model: Model) -> None:
+        for id in await self._turns.orphans(self._resume):
+            reply = await asyncio.to_thread(self._store.messages.get, id)
+            if self._resume:
+                await self._take_over(model, reply)
+            elif knows(model, reply):
+                parts = await asyncio.to_thread(self.folded, model, reply)
+                await asyncio.to_thread(self._store.replies.rewrite, id, parts)
+
+    async def _take_over(self, model: Model, reply: Stored) -> None:
+        assert reply.reply is not None
+        if not knows(model, reply):
+            await self._turns.give_up(reply.id, Ending(Status.INTERRUPTED, ()))
+            return
+        conversation = await asyncio.to_thread(self._store.conversations.get, reply.conversation_id)
+        request = await asyncio.to_thread(self._requests.of, model, reply, conversation.owner_id)
+        steps = await asyncio.to_thread(self._store.replies.tokens, reply.id)
+        await self._turns.take_over(model, reply, request, steps)
+
+    def folded(self, model: Model, reply: Stored) -> tuple[Part, ...]:
+        """What the reply's tokens say."""
+        owner = self._store.conversations.get(reply.conversation_id, deleted=True).owner_id
+        reader = model.reader(self._requests.of(model, reply, owner), self._store.replies.token_ids(reply.id))
+        return fold((*reader.open(), *reader.close())).message.parts
+
+
+def knows(model: Model, reply: Stored) -> bool:
+    """Whether the reply's token ids mean something to this model."""
+    return reply.reply is not None and reply.reply.settings.tokenizer == model.tokenizer

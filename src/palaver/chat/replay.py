@@ -1,0 +1,52 @@
+"""A reply made again from its record: the same settings, the same seed, the same branch above it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from palaver.chat.model import Model
+from palaver.chat.recovery import knows
+from palaver.chat.requests import Requests
+from palaver.generation import Step
+from palaver.store import Conflict, NotFound, Store
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    recorded: tuple[int, ...]
+    made: tuple[int, ...]
+
+    @property
+    def same(self) -> bool:
+        return self.recorded == self.made
+
+    @property
+    def difference(self) -> int | None:
+        """The place of the first token that differs."""
+        pairs = enumerate(zip(self.recorded, self.made, strict=False))
+        first = next((place for place, (one, other) in pairs if one != other), None)
+        return first if first is not None or self.same else min(len(self.recorded), len(self.made))
+
+
+async def replay(store: Store, model: Model, reply_id: str) -> Replayed:
+    """Generates the reply again, as far as it got. Words that no model drew are given, not made."""
+    reply = await asyncio.to_thread(store.messages.get, reply_id)
+    if reply.reply is None:
+        raise NotFound("reply", reply_id)
+    if not knows(model, reply):
+        raise Conflict(f"The reply was made by {reply.reply.settings.model!r}, whose tokens this model does not know.")
+    steps = await asyncio.to_thread(store.replies.tokens, reply_id)
+    conversation = await asyncio.to_thread(store.conversations.get, reply.conversation_id)
+    request = await asyncio.to_thread(Requests(store).of, model, reply, conversation.owner_id)
+    recorded = tuple(step.token_id for step in steps)
+    if not recorded:
+        return Replayed((), ())
+    request = replace(request, sampling=replace(request.sampling, max_tokens=len(recorded)))
+    made = await model.reply(request, recorded[: _given(steps)])
+    return Replayed(recorded, made.token_ids)
+
+
+def _given(steps: tuple[Step, ...]) -> int:
+    """Up to behind the last token that nobody drew."""
+    return max((place + 1 for place, step in enumerate(steps) if step.logprob != step.logprob), default=0)

@@ -1,0 +1,118 @@
+"""From a branch in the store to what decides a reply, and back from a reply to what decided it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from palaver.chat.model import Model, draw_seed
+from palaver.chat.parameters import LOGPROBS, Overflow, decide, merged, options_from_json, options_to_json
+from palaver.chat.utterance import Request
+from palaver.errors import ContextOverflow
+from palaver.messages import Message, Role
+from palaver.store import Conversation, Settings, Store, Stored, prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    request: Request
+    settings: Settings
+
+
+class Requests:
+    """Reads the store; may be used from any thread."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def new(
+        self,
+        model: Model,
+        conversation: Conversation,
+        path: Sequence[Stored],
+        more: Sequence[Message],
+        parameters: Mapping[str, Any],
+    ) -> Asked:
+        """What a new reply behind the path (and `more`, which isn't stored yet) is decided by.
+
+        Raises whatever makes it impossible, such as ContextOverflow where shortening is not wanted.
+        """
+        now = conversation.created_at.replace(tzinfo=None)
+        decided = decide(model.engine.info.defaults, merged(conversation.parameters, parameters), draw_seed(), now)
+        sampling = replace(decided.sampling, logprobs=max(decided.sampling.logprobs, LOGPROBS))
+        said = (*self._store.messages.full_path(path), *more)
+        request = Request(
+            prompt(conversation.system, said),
+            sampling,
+            decided.tools,
+            decided.options,
+            decided.choice,
+            conversation.owner_id,
+            self.past(model, path),
+        )
+        dropped = _dropped(model, request, decided.overflow)
+        request = replace(request, messages=without_oldest(request.messages, dropped))
+        return Asked(request, _settings(model, request, conversation.system, dropped))
+
+    def of(self, model: Model, reply: Stored, owner: str) -> Request:
+        """What a reply was decided by, from its record and the branch above it."""
+        assert reply.reply is not None
+        made_by = reply.reply.settings
+        path = self._store.messages.path(reply.parent_id) if reply.parent_id else ()
+        whole = prompt(made_by.options.get("system", ""), self._store.messages.full_path(path))
+        return Request(
+            without_oldest(whole, made_by.options.get("dropped", 0)),
+            made_by.sampling,
+            made_by.tools,
+            options_from_json(made_by.options),
+            made_by.choice,
+            owner,
+            self.past(model, path),
+        )
+
+    def past(self, model: Model, path: Sequence[Stored]) -> tuple[tuple[int, ...] | None, ...]:
+        """The ids of the replies on the path, where this model's tokenizer made them."""
+        return tuple(self._ids(model, stored) for stored in path if stored.role is Role.ASSISTANT)
+
+    def _ids(self, model: Model, stored: Stored) -> tuple[int, ...] | None:
+        if stored.reply is None or stored.reply.settings.tokenizer != model.tokenizer:
+            return None
+        return self._store.replies.token_ids(stored.id)
+
+
+def without_oldest(messages: Sequence[Message], dropped: int) -> tuple[Message, ...]:
+    """Without that many of the oldest messages; the system prompt stays."""
+    kept = 1 if messages and messages[0].role is Role.SYSTEM else 0
+    return (*messages[:kept], *messages[kept + dropped :])
+
+
+def _dropped(model: Model, request: Request, overflow: Overflow) -> int:
+    """How many of the oldest messages have to go, whole exchanges at a time, so that the prompt fits."""
+    dropped = 0
+    while True:
+        try:
+            model.prompt(replace(request, messages=without_oldest(request.messages, dropped)))
+        except ContextOverflow:
+            further = _next_exchange(without_oldest(request.messages, dropped))
+            if overflow == "refuse" or further is None:
+                raise
+            dropped += further
+        else:
+            return dropped
+
+
+def _next_exchange(messages: Sequence[Message]) -> int | None:
+    """How many messages the oldest exchange has; None where it is the only one."""
+    said = [message for message in messages if message.role is not Role.SYSTEM]
+    later = [place for place, message in enumerate(said) if message.role is Role.USER and place > 0]
+    return later[0] if later else None
+
+
+def _settings(model: Model, request: Request, system: str, dropped: int) -> Settings:
+    options = options_to_json(request.options)
+    if system:
+        options["system"] = system
+    if dropped:
+        options["dropped"] = dropped
+    return Settings(model.name, request.sampling, model.tokenizer, options, request.tools, request.choice)

@@ -1,0 +1,68 @@
+"""The service: a store, a model and the turns between them, for all users of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack, suppress
+
+from palaver.chat.changes import Changes
+from palaver.chat.local import LocalChat
+from palaver.chat.models import Models
+from palaver.chat.reading import Reading
+from palaver.chat.recovery import Recovery
+from palaver.chat.requests import Requests
+from palaver.chat.turns import Turns
+from palaver.errors import PalaverError
+from palaver.store import Store
+
+_log = logging.getLogger(__name__)
+
+
+class Service:
+    """Enter it to take up the work, leave it to put aside what runs. The store stays its owner's."""
+
+    def __init__(self, store: Store, models: Models, *, resume: bool = False) -> None:
+        """`resume`: whether replies that a dead process left are gone on with; else they are marked interrupted."""
+        self.store = store
+        self.models = models
+        self.changes = Changes()
+        self.turns = Turns(store, self.changes)
+        self.requests = Requests(store)
+        self.reading = Reading(store, self.turns, self.requests)
+        self.recovered = asyncio.Event()
+        """Set when what an earlier process left has been taken care of."""
+        self._recovery = Recovery(store, self.turns, self.requests, resume)
+        self.uploads: set[tuple[str, str]] = set()
+        """Blobs that no message names yet, and who put them there."""
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Service:
+        await self._stack.enter_async_context(self.turns)
+        self.models.park = self.turns.park
+        recovering = asyncio.create_task(self._recover())
+        self._stack.push_async_callback(_ended, recovering)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+        await self.models.unload()
+
+    def chat(self, owner: str) -> LocalChat:
+        """The interface for one user, by its id."""
+        return LocalChat(self, owner)
+
+    async def _recover(self) -> None:
+        """When the model is there, because only its format can read what was said."""
+        try:
+            await self._recovery.run(await self.models.ready())
+        except PalaverError as error:
+            _log.warning("what an earlier process left was not recovered: %s", error)
+        finally:
+            self.recovered.set()
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

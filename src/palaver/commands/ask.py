@@ -1,0 +1,143 @@
+"""`palaver ask`: one question, one answer, nothing kept."""
+
+from __future__ import annotations
+
+import select
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from palaver.commands.errors import errors_told
+from palaver.commands.options import (
+    DeviceOption,
+    ExactOption,
+    ModelOption,
+    NoThinkingOption,
+    SetOption,
+    SystemOption,
+    TemplateOption,
+    Think,
+    ThinkOption,
+    settings,
+)
+from palaver.errors import BadParameter, EmptyMessage
+
+if TYPE_CHECKING:
+    from palaver.chat.loading import Loading
+    from palaver.chat.model import Model
+    from palaver.chat.utterance import Reply, Request
+
+
+def ask(
+    question: Annotated[str | None, typer.Argument(help="What to ask; from a pipe when left out.")] = None,
+    model: ModelOption = None,
+    system: SystemOption = None,
+    think: ThinkOption = Think.DEFAULT,
+    set_: SetOption = None,
+    template: TemplateOption = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Complete the text as it is, without a chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole reply as JSON.")] = False,
+    no_thinking: NoThinkingOption = False,
+    device: DeviceOption = None,
+    exact: ExactOption = False,
+) -> None:
+    """Ask one question: the answer goes to stdout, thinking to stderr."""
+    import asyncio
+
+    from palaver.chat.loading import Loading
+    from palaver.repl.plain import PlainPrinter, show_turn
+
+    with errors_told():
+        text, overrides = _question(question), settings(set_)
+        loading = Loading(template, raw, device, exact=exact)
+
+        async def session() -> Reply:
+            async with _loaded(model, loading) as talker:
+                silent = no_thinking or as_json
+                printer = PlainPrinter(None if as_json else sys.stdout, None if silent else sys.stderr)
+                return await show_turn(talker.utterance(_request(talker, text, system, think, overrides)), printer)
+
+        reply = asyncio.run(session())
+        if as_json:
+            print(_as_json(reply))
+
+
+@asynccontextmanager
+async def _loaded(name: str | None, loading: Loading) -> AsyncIterator[Model]:
+    """In this process: a host would only make one question slower."""
+    from palaver.chat.loading import made, talk
+    from palaver.engines.torch import Options, load
+    from palaver.models.catalog import DEFAULT, resolve
+
+    folder = resolve(name or DEFAULT)
+    tokenizer, format = talk(folder, loading)
+    engine = load(folder, vocabulary=tokenizer.vocabulary, device=loading.device, options=Options(exact=loading.exact))
+    try:
+        yield made(name or DEFAULT, engine, format, tokenizer)
+    finally:
+        await engine.close()
+
+
+def _request(model: Model, text: str, system: str | None, think: Think, overrides: dict[str, Any]) -> Request:
+    from datetime import datetime
+
+    from palaver.chat.model import draw_seed
+    from palaver.chat.utterance import Request
+    from palaver.formats.options import Options
+    from palaver.messages import system as system_message
+    from palaver.messages import user
+    from palaver.sampling import apply
+
+    sampling = apply(model.engine.info.defaults, {"seed": draw_seed(), **overrides})
+    before = (system_message(system),) if system else ()
+    return Request((*before, user(text)), sampling, options=Options(thinking=think.wanted, now=datetime.now()))
+
+
+def _question(question: str | None) -> str:
+    """The argument, what comes through a pipe, or both."""
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else _piped(wait=question is None)
+    text = "\n\n".join(part for part in (question, piped.rstrip("\n")) if part)
+    if not text.strip():
+        raise EmptyMessage
+    return text
+
+
+def _piped(wait: bool) -> str:
+    """With a question given, a pipe that stays open and silent is not waited for."""
+    if not wait and not _something_comes():
+        print("palaver: nothing came through the pipe; only the question is asked.", file=sys.stderr)
+        return ""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise BadParameter("the text from the pipe", "...", "must be UTF-8") from None
+
+
+def _something_comes() -> bool:
+    try:
+        return bool(select.select([sys.stdin], [], [], 1.0)[0])
+    except (OSError, ValueError):  # a stdin that is no file never blocks
+        return True
+
+
+def _as_json(reply: Reply) -> str:
+    import json
+    from dataclasses import asdict
+
+    finished = reply.folded.finished
+    message = reply.message
+    whole = {
+        "answer": message.text,
+        "thinking": message.thinking or None,
+        "tool_calls": [asdict(call) for call in message.tool_calls],
+        "finish": reply.finish,
+        "stop": finished.stop if finished else None,
+        "usage": asdict(finished.usage) if finished else None,
+        "seed": reply.request.sampling.seed,
+        "token_ids": reply.token_ids,
+        "notices": reply.folded.notices,
+    }
+    return json.dumps(whole, ensure_ascii=False)

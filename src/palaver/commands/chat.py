@@ -1,0 +1,147 @@
+"""`palaver chat`: a conversation at the terminal, with a model of this process or with a server's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from palaver.commands.errors import FAILED, errors_told
+from palaver.commands.options import (
+    DeviceOption,
+    ExactOption,
+    ModelArgument,
+    ModelOption,
+    NoThinkingOption,
+    SetOption,
+    SystemOption,
+    TemplateOption,
+    Think,
+    ThinkOption,
+    not_both,
+    one_model,
+    settings,
+)
+from palaver.commands.places import DatabaseOption, DataOption
+
+if TYPE_CHECKING:
+    from palaver.chat.interface import Chat
+    from palaver.chat.loading import Loading
+
+ResumeOption = Annotated[bool, typer.Option("--resume", "-r", help="Go on with the last conversation.")]
+ConversationOption = Annotated[
+    str | None, typer.Option("--conversation", "-c", metavar="ID", help="Open this conversation.")
+]
+PlainOption = Annotated[bool, typer.Option("--plain", help="Raw text, nothing redrawn.")]
+ExpandOption = Annotated[bool, typer.Option("--expand", help="Show thoughts in full.")]
+ServerOption = Annotated[
+    str | None, typer.Option("--server", metavar="URL", help="Talk to a running server instead of loading a model.")
+]
+KeyOption = Annotated[
+    str | None, typer.Option("--key", metavar="KEY", envvar="PALAVER_KEY", help="The server's key.", show_envvar=True)
+]
+LocalOption = Annotated[bool, typer.Option("--local", help="Load the model here, even if a server of yours runs.")]
+
+
+def chat(
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    resume: ResumeOption = False,
+    conversation: ConversationOption = None,
+    system: SystemOption = None,
+    think: ThinkOption = Think.DEFAULT,
+    set_: SetOption = None,
+    plain: PlainOption = False,
+    expand: ExpandOption = False,
+    no_thinking: NoThinkingOption = False,
+    template: TemplateOption = None,
+    device: DeviceOption = None,
+    exact: ExactOption = False,
+    server: ServerOption = None,
+    key: KeyOption = None,
+    local: LocalOption = False,
+    data: DataOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Talk with a model. What is said is kept; --resume goes on with it."""
+    import asyncio
+
+    from palaver.chat.loading import Loading
+    from palaver.repl.session import run
+    from palaver.repl.settings import Settings, Thoughts
+    from palaver.store.store import data_folder
+
+    with errors_told():
+        name = one_model(model, model_option)
+        not_both(resume=resume, conversation=conversation)
+        not_both(expand=expand, no_thinking=no_thinking)
+        for flag in ({"model": name}, {"template": template}, {"device": device}, {"exact": exact}, {"local": local}):
+            not_both(server=server, **flag)
+        parameters: dict[str, Any] = settings(set_)
+        if think.wanted is not None:
+            parameters["thinking"] = think.wanted
+        thoughts = Thoughts.EXPANDED if expand else Thoughts.HIDDEN if no_thinking else Thoughts.COLLAPSED
+        folder = data_folder(data)
+        wanted = Settings(folder, conversation, resume, system, parameters, plain, thoughts)
+        loading = Loading(template, device=device, exact=exact)
+        own = local or name is not None or loading != Loading()
+
+        async def session() -> bool:
+            async with _held(server, key, own, name, loading, folder, database) as talk:
+                return await run(talk, wanted)
+
+        went_well = asyncio.run(session())
+    if not went_well and not sys.stdin.isatty():
+        raise typer.Exit(FAILED)
+
+
+@asynccontextmanager
+async def _held(
+    server: str | None,
+    key: str | None,
+    own: bool,
+    name: str | None,
+    loading: Loading,
+    folder: Path,
+    database: str | None,
+) -> AsyncIterator[Chat]:
+    """The conversations at a server that is named or found, or with a model in an engine host of this program."""
+    from palaver.client import HttpChat, found
+
+    if server is not None:
+        async with HttpChat(server, key or "") as chat:
+            yield chat
+        return
+    running = None if own else await found(folder, database or "")
+    if running is not None:
+        print(f"palaver: attached to your server at {running.url} (--local loads the model here)", file=sys.stderr)
+        async with HttpChat(running.url, running.secret) as chat:
+            yield chat
+        return
+    async with _served(name, loading, folder, database) as chat:
+        yield chat
+
+
+@asynccontextmanager
+async def _served(name: str | None, loading: Loading, folder: Path, database: str | None) -> AsyncIterator[Chat]:
+    import asyncio
+
+    from palaver.chat.loading import hosted
+    from palaver.chat.models import Models
+    from palaver.chat.service import Service
+    from palaver.models.catalog import DEFAULT, embedded
+    from palaver.store import open_store
+
+    store = await asyncio.to_thread(open_store, folder, database)
+    try:
+        models = Models(hosted(loading), embedded())
+        models.load(name or DEFAULT)
+        async with Service(store, models) as service:
+            owner = await asyncio.to_thread(store.users.ensure)
+            yield service.chat(owner.id)
+    finally:
+        await asyncio.to_thread(store.close)

@@ -1,0 +1,71 @@
+"""The options that several commands take, and what they come to."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from palaver.errors import BadParameter
+
+
+class Think(StrEnum):
+    ON = "on"
+    OFF = "off"
+    DEFAULT = "default"
+
+    @property
+    def wanted(self) -> bool | None:
+        return None if self is Think.DEFAULT else self is Think.ON
+
+
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="A folder, a hub id (owner/name), or sprout.", show_default=False)
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help="A folder, a hub id (owner/name), or sprout.")
+]
+SystemOption = Annotated[str | None, typer.Option("--system", "-s", metavar="TEXT", help="The system prompt.")]
+ThinkOption = Annotated[Think, typer.Option("--think", help="Whether the model thinks before it answers.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A sampling parameter; may be repeated.")
+]
+TemplateOption = Annotated[
+    Path | None, typer.Option("--template", metavar="FILE", help="A chat template to use instead of the model's.")
+]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 or mps; the best one by default.")
+]
+ExactOption = Annotated[
+    bool, typer.Option("--exact", help="Replies do not depend on what else the engine does, to the last bit.")
+]
+NoThinkingOption = Annotated[bool, typer.Option("--no-thinking", help="Do not show what the model thinks.")]
+
+
+def one_model(argument: str | None, option: str | None) -> str | None:
+    if argument and option and argument != option:
+        raise BadParameter("--model", option, f"the model is already given as {argument!r}")
+    return argument or option
+
+
+def not_both(**given: object) -> None:
+    """Of flags that contradict each other, at most one: an error names both."""
+    flags = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    if len(flags) > 1:
+        raise BadParameter(flags[0], "given", f"can't be combined with {flags[1]}")
+
+
+def settings(texts: list[str] | None) -> dict[str, Any]:
+    """What --set says, by name."""
+    from palaver.sampling import STRINGS, checked_strings, parse_setting
+
+    out: dict[str, Any] = {}
+    for setting in texts or ():
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise BadParameter("--set", setting, "must be written name=value")
+        name, value = parse_setting(name.strip(), text)
+        out[name] = checked_strings(name, (*out.get(name, ()), *value)) if name in STRINGS else value
+    return out

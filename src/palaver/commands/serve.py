@@ -1,0 +1,188 @@
+"""`palaver serve`: the OpenAI API and the conversations, for programs, terminals and pages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from palaver.commands.errors import errors_told
+from palaver.commands.options import (
+    DeviceOption,
+    ExactOption,
+    ModelArgument,
+    ModelOption,
+    TemplateOption,
+    Think,
+    ThinkOption,
+    one_model,
+    settings,
+)
+from palaver.commands.places import DatabaseOption, DataOption
+from palaver.errors import BadParameter
+
+if TYPE_CHECKING:
+    from palaver.chat.loading import Loading
+    from palaver.server.serving import Certificate
+    from palaver.server.settings import ServerSettings
+    from palaver.store import Store
+
+Texts = list[str] | None
+
+
+def serve(
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    host: Annotated[
+        str, typer.Option("--host", help="The address to listen on; elsewhere than here keys are needed.")
+    ] = ("127.0.0.1"),
+    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="0 takes a free one.")] = 8080,
+    make_key: Annotated[
+        bool, typer.Option("--make-key", help="Make an administrator's key where there is none, and show it once.")
+    ] = False,
+    think: ThinkOption = Think.DEFAULT,
+    defaults: Annotated[
+        Texts, typer.Option("--set", metavar="NAME=VALUE", help="A parameter for requests that name none; repeatable.")
+    ] = None,
+    forced: Annotated[
+        Texts, typer.Option("--force", metavar="NAME=VALUE", help="One that no request can change; repeatable.")
+    ] = None,
+    alias: Annotated[Texts, typer.Option("--alias", metavar="NAME", help="Another name of the model.")] = None,
+    allow_host: Annotated[
+        Texts, typer.Option("--allow-host", metavar="NAME", help="Another name of this server; repeatable.")
+    ] = None,
+    allow_origin: Annotated[
+        Texts, typer.Option("--allow-origin", metavar="URL", help="Pages from elsewhere that may call; repeatable.")
+    ] = None,
+    prefix: Annotated[str, typer.Option("--prefix", metavar="PATH", help="The path it has behind a proxy.")] = "",
+    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="A certificate, for TLS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its private key.")] = None,
+    max_body: Annotated[int, typer.Option("--max-body", metavar="MB", min=1, help="The largest request.")] = 32,
+    rate: Annotated[
+        int, typer.Option("--rate", metavar="N", min=0, help="Requests a minute of one key; 0 is no limit.")
+    ] = 0,
+    any_variables: Annotated[
+        bool, typer.Option("--any-variables", help="Let requests set template variables that are no switches.")
+    ] = False,
+    any_model: Annotated[
+        bool, typer.Option("--any-model", help="Let an administrator load models by their hub ids.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on with replies that a crash cut short.")
+    ] = True,
+    grace: Annotated[
+        float, typer.Option("--grace", metavar="S", min=0, help="For how long running replies may finish at the end.")
+    ] = 10.0,
+    debug_log: Annotated[bool, typer.Option("--debug-log", help="Log what is said, too.")] = False,
+    template: TemplateOption = None,
+    device: DeviceOption = None,
+    exact: ExactOption = False,
+    data: DataOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Serve a model: the OpenAI API under /v1, conversations under /api."""
+    import asyncio
+
+    from palaver.chat.loading import Loading
+    from palaver.server.serving import log_to_stderr
+    from palaver.server.settings import Limits, ServerSettings
+    from palaver.store import open_store
+
+    with errors_told():
+        wished: dict[str, Any] = {} if think.wanted is None else {"thinking": think.wanted}
+        chosen = ServerSettings(
+            host=host,
+            port=port,
+            prefix=_checked_prefix(prefix),
+            hosts=tuple(allow_host or ()),
+            origins=tuple(allow_origin or ()),
+            limits=Limits(body_bytes=max_body << 20, requests_per_minute=rate),
+            defaults={**wished, **settings(defaults)},
+            forced=settings(forced),
+            any_variables=any_variables,
+            any_model=any_model,
+            aliases=tuple(alias or ()),
+            debug=debug_log,
+        )
+        log_to_stderr(debug_log)
+        loading = Loading(template, device=device, exact=exact)
+        with open_store(data, database) as store:
+            _keys_where_needed(store, chosen, make_key)
+            certificate = _certificate(tls_cert, tls_key)
+            name = one_model(model, model_option)
+            asyncio.run(_run(store, database or "", name, loading, chosen, certificate, grace, resume))
+
+
+async def _run(
+    store: Store,
+    database: str,
+    name: str | None,
+    loading: Loading,
+    settings: ServerSettings,
+    certificate: Certificate | None,
+    grace: float,
+    resume: bool,
+) -> None:
+    import secrets
+    from dataclasses import replace
+
+    from palaver.chat.loading import hosted
+    from palaver.chat.models import Models
+    from palaver.chat.service import Service
+    from palaver.client.discovery import announced
+    from palaver.models.catalog import DEFAULT, embedded
+    from palaver.server.app import Server
+    from palaver.server.serving import Serving, address, listen
+    from palaver.server.serving import serve as serve_until_told
+
+    models = Models(hosted(loading), embedded())
+    listening = listen(settings)
+    url = address(settings, listening, certificate is not None)
+    secret = "" if settings.is_local else secrets.token_urlsafe(32)
+    with listening, announced(store.folder, url, secret, _shown(database)) as told:
+        async with Service(store, models, resume=resume) as service:
+            models.load(name or DEFAULT)
+            server = Server(service, replace(settings, instance=told.instance, secret=secret))
+            print(f"palaver: {name or DEFAULT} at {url} (OpenAI API: {url}/v1)", file=sys.stderr)
+            await serve_until_told(Serving(server, grace, certificate), listening, server)
+
+
+def _keys_where_needed(store: Store, settings: ServerSettings, make_key: bool) -> None:
+    if settings.is_local or store.keys.any():
+        return
+    if not make_key:
+        raise BadParameter(
+            "--host",
+            settings.host,
+            "others can reach this address, so keys are needed: make one with `palaver keys add NAME --admin`, "
+            "or start with --make-key",
+        )
+    _, text = store.keys.add(store.users.ensure().id, admin=True)
+    print(f"palaver: a new administrator's key, shown only now:\n{text}", file=sys.stderr)
+
+
+def _certificate(chain: Path | None, key: Path | None) -> Certificate | None:
+    from palaver.server.serving import Certificate
+
+    for option, path in (("--tls-cert", chain), ("--tls-key", key)):
+        if path is not None and not path.is_file():
+            raise BadParameter(option, str(path), "there is no such file")
+    if chain is None and key is not None:
+        raise BadParameter("--tls-key", str(key), "needs --tls-cert")
+    return Certificate(chain, key) if chain is not None else None
+
+
+def _checked_prefix(prefix: str) -> str:
+    path = prefix.rstrip("/")
+    if path and not path.startswith("/"):
+        raise BadParameter("--prefix", prefix, "must begin with a slash")
+    return path
+
+
+def _shown(database: str) -> str:
+    """The database without its password."""
+    from sqlalchemy import make_url
+
+    return make_url(database).render_as_string() if database else ""

@@ -1,0 +1,109 @@
+"""A service on a scripted engine, and what tests do with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from palaver.chat.interface import Chat
+from palaver.chat.log import Entry
+from palaver.chat.model import Model
+from palaver.chat.models import Models, Told
+from palaver.chat.service import Service
+from palaver.engines.scripted import Hold, Script, ScriptedEngine
+from palaver.errors import UnknownModel
+from palaver.formats.template import Template
+from palaver.formats.templated import TemplateFormat
+from palaver.formats.tokenizer import FastTokenizer
+from palaver.store import Store, open_store
+from tests.tiny import CHATML, MERGES, STRINGS, byte_level
+
+TOKENIZER = FastTokenizer(byte_level(merges=MERGES))
+CONTROL = TOKENIZER.control
+
+
+def reply(thought: str, answer: str) -> list[int]:
+    opened = [CONTROL["<think>"], *TOKENIZER.encode([f"\n{thought}\n"]), CONTROL["</think>"]]
+    return [*opened, *TOKENIZER.encode([f"\n\n{answer}"]), CONTROL["<|im_end|>"]]
+
+
+WAVE = reply("think 👋", "Wave: 👋🏽 <think")
+OTHER = reply("no", "Another answer.")
+
+
+def model(scripts: Sequence[Script] = (WAVE,), name: str = "scripted", context: int = 4096) -> Model:
+    engine = ScriptedEngine(scripts, TOKENIZER.vocabulary, context_length=context)
+    format = TemplateFormat(Template(CHATML), TOKENIZER, STRINGS)
+    return Model(engine, format, name, TOKENIZER.fingerprint, TOKENIZER.vocabulary)
+
+
+@dataclass
+class Stage:
+    """A chat that is tried, and the hand on its engine."""
+
+    chat: Chat
+    service: Service
+    hold: asyncio.Event = field(default_factory=asyncio.Event)
+    """Replies of a held stage say four tokens and then nothing until it is set."""
+
+
+@asynccontextmanager
+async def staged(
+    folder: Path,
+    scripts: Sequence[Script] = (WAVE, OTHER),
+    *,
+    held: bool = False,
+    resume: bool = False,
+    context: int = 4096,
+) -> AsyncIterator[Stage]:
+    store = await asyncio.to_thread(open_store, folder)
+    try:
+        async with serving(store, scripts, held=held, resume=resume, context=context) as stage:
+            yield stage
+    finally:
+        await asyncio.to_thread(store.close)
+
+
+@asynccontextmanager
+async def serving(
+    store: Store,
+    scripts: Sequence[Script] = (WAVE, OTHER),
+    *,
+    held: bool = False,
+    resume: bool = False,
+    context: int = 4096,
+) -> AsyncIterator[Stage]:
+    hold = asyncio.Event()
+    if held:
+        scripts = [[*script[:4], Hold(hold), *script[4:]] for script in scripts]
+
+    async def load(name: str, told: Told) -> Model:
+        told(0.5, "halfway")
+        if name == "test/missing":
+            raise UnknownModel(name, "there is none.")
+        return model(scripts, name, context)
+
+    models = Models(load, ("scripted",))
+    models.load("scripted")
+    async with Service(store, models, resume=resume) as service:
+        owner = await asyncio.to_thread(store.users.ensure)
+        yield Stage(service.chat(owner.id), service, hold)
+
+
+async def entries(chat: Chat, reply_id: str, after: int = 0) -> list[Entry]:
+    async with chat.events(reply_id, after) as stream:
+        return [entry async for entry in stream]
+
+
+async def until(chat: Chat, reply_id: str, count: int, after: int = 0) -> list[Entry]:
+    """The first entries with so many numbered events among them."""
+    seen: list[Entry] = []
+    async with chat.events(reply_id, after) as stream:
+        async for entry in stream:
+            seen.append(entry)
+            if entry.number >= after + count:
+                return seen
+    return seen
