@@ -372,3 +372,13 @@ async def test_thinking_opens_before_anything_is_computed(held: Stage) -> None:
     assert PhaseOpened(Phase.THINKING) in [entry.event for entry in seen]
     held.hold.set()
     await entries(chat, said.reply.id)
+
+
+async def test_which_stop_string_was_met_is_told(stage: Stage) -> None:
+    chat = stage.chat
+    talk = await chat.create(parameters={"stop": ["zebra", "👋🏽"]})
+    said = await chat.say(talk.id, None, user("Wave!"))
+    ending = (await entries(chat, said.reply.id))[-1].event
+    assert isinstance(ending, Finished)
+    assert (ending.finish, ending.stop) == (Finish.STOP_STRING, "👋🏽")
+    assert (await chat.message(said.reply.id)).text == "Wave: "

@@ -135,6 +135,18 @@ async def test_a_model_that_did_not_say_it_gives_a_snapshot(tmp_path: Path) -> N
             assert isinstance(told[-1].event, Finished)
 
 
+async def test_a_reply_ended_by_a_stop_string_says_so_after_a_restart(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        async with serving(store) as stage:
+            talk = await stage.chat.create(parameters={"stop": ["👋🏽"]})
+            said = await stage.chat.say(talk.id, None, user("Wave!"))
+            before = await entries(stage.chat, said.reply.id)
+        async with serving(store) as stage:
+            await stage.chat.ready()
+            after = await entries(stage.chat, said.reply.id)
+        assert after[-1] == before[-1]
+
+
 async def test_answer_now_closes_the_thought(tmp_path: Path) -> None:
     async with staged(tmp_path, held=True) as stage:
         talk = await stage.chat.create()

@@ -45,7 +45,8 @@ class Reading:
         if model is None or not knows(model, reply):
             return Log((Snapshot(self._store.messages.full(reply)), ending(reply)))
         reader = self._reader(model, reply, self._store.replies.token_ids(reply.id))
-        return Log((*reader.open(), ending(reply, tuple(reader.close()))))
+        events, tail = reader.open(), tuple(reader.close())
+        return Log((*events, ending(reply, tail, reader.stop)))
 
     def _reader(self, model: Model, reply: Stored, said: tuple[int, ...]) -> Reader:
         owner = self._store.conversations.get(reply.conversation_id).owner_id
@@ -70,13 +71,15 @@ class Reading:
             yield entry
 
 
-def ending(reply: Stored, tail: tuple[ReadEvent, ...] = ()) -> Finished | Failed:
-    """How a reply ended, by its record."""
+def ending(reply: Stored, tail: tuple[ReadEvent, ...] = (), stop: str | None = None) -> Finished | Failed:
+    """How a reply ended, by its record; `stop` is the stop string that its reader met."""
     assert reply.reply is not None
     finish = _FINISH.get(reply.reply.status)
     if finish is None:
         return Failed(reply.reply.error or INTERRUPTED, tail)
-    return Finished(finish, reply.reply.usage or Usage(), tail=tail)
+    if finish is Finish.END and stop is not None:
+        finish = Finish.STOP_STRING
+    return Finished(finish, reply.reply.usage or Usage(), stop, tail)
 
 
 def _runs(reply: Stored) -> bool:

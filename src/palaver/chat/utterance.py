@@ -6,7 +6,7 @@ continuing hands them back, so that the reply goes on as if it had never been st
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -74,18 +74,24 @@ class Utterance:
         self.steps: list[Step] = []
         self._told: list[Event] = []
         self._started = Started(len(prompt), 0)
-        self._events = self._run()
+        self._batches = self._run()
 
     async def __aenter__(self) -> Utterance:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._events.aclose()
+        await self._batches.aclose()
 
     async def __aiter__(self) -> AsyncGenerator[Event]:
-        async for event in self._events:
-            self._told.append(event)
-            yield event
+        async for events in self.batches():
+            for event in events:
+                yield event
+
+    async def batches(self) -> AsyncGenerator[Sequence[Event]]:
+        """The same events, all that one token made certain together."""
+        async for events in self._batches:
+            self._told += events
+            yield events
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -128,9 +134,9 @@ class Utterance:
         """What the reader still holds back, now that nothing more comes. To be asked for once."""
         return tuple(self._reader.close())
 
-    async def _run(self) -> AsyncGenerator[Event]:
+    async def _run(self) -> AsyncGenerator[Sequence[Event]]:
         ended = Ended(Finish.STOPPED)
-        for known in self._reader.open():  # before the engine is asked: how the reply opens, what it has said
+        if known := self._reader.open():  # before the engine is asked: how the reply opens, what it has said
             yield known
         asked = self._engine.generate(self.prompt, self.request.sampling, self.request.choice)
         async with asked as self._generation:
@@ -142,9 +148,9 @@ class Utterance:
                 if isinstance(output, Ended):
                     ended = output
                     break
-                for event in await self._read(output):
-                    yield event
-        yield Finished(ended.finish, self.usage, ended.stop, self.tail())
+                if events := await self._read(output):
+                    yield events
+        yield [Finished(ended.finish, self.usage, ended.stop, self.tail())]
 
     async def _read(self, output: Queued | Prefilled | Step) -> list[Event]:
         match output:

@@ -50,6 +50,8 @@ class Reader:
         self._strays = _Strays()
         self._between = False
         self.thinking_tokens = 0
+        self.stop: str | None = None
+        """The stop string that was met."""
 
     @property
     def phase(self) -> Phase:
@@ -85,8 +87,8 @@ class Reader:
                     events += self._say(self._states[state], data)
                 case Entered(state, marker):
                     events += self._enter(self._states[state], marker)
-                case Stopped():
-                    pass
+                case Stopped(stop):
+                    self.stop = stop
         return events
 
     def _say(self, state: State, data: bytes) -> list[ReadEvent]:
