@@ -4,10 +4,17 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo ok),$(p))))
 
-.PHONY: chat test test-fast lint install install-dev postgres clean
+.PHONY: chat serve page test test-fast lint install install-dev postgres chromium clean
 
 chat: install
 	@$(VENV)/bin/palaver chat
+
+serve: page
+	@$(VENV)/bin/palaver serve
+
+# The page, where its sources are newer than what was built; needs Node
+page: install
+	@$(PY) web/build.py
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -50,7 +57,20 @@ postgres:
 		echo "!!! No PostgreSQL server here: the store is tested on SQLite alone (Debian: apt install postgresql)."; \
 	fi
 
-test: lint postgres
+# The page is tested in a real browser
+chromium:
+	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "Installing Chromium for the page's tests (once)..."; mkdir -p $(VENV); \
+		{ $(APT) install chromium --yes --no-install-recommends || { $(APT) update && $(APT) install chromium --yes --no-install-recommends; }; } >$(VENV)/chromium.log 2>&1 \
+			&& rm $(VENV)/chromium.log \
+			|| { tail -n 5 $(VENV)/chromium.log; echo "!!! Chromium could not be installed: the page is not tested in a browser."; }; \
+	else \
+		echo "!!! No Chromium here: the page is not tested in a browser (Debian: apt install chromium)."; \
+	fi
+
+test: lint postgres chromium
+	@$(PY) web/build.py || echo "!!! The page could not be built: it is not tested."
 	$(VENV)/bin/pytest -n 2
 
 test-fast: install-dev

@@ -1,0 +1,121 @@
+"""A server of one's own on this machine is found by a private file in the folder of the store that it serves.
+
+So only whoever can read the store is led to its server, and never to the server of another store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+
+PATIENCE_S = 1.0
+"""A server that does not answer for so long is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    url: str
+    pid: int
+    instance: str
+    """Says which server answers: another one may have taken over the port. No secret."""
+    secret: str = ""
+    """A key that this server takes for the local user's."""
+    store: str = ""
+    """The database's address without its password, where it is not the folder's own."""
+
+
+@contextmanager
+def announced(folder: Path, url: str, secret: str = "", store: str = "") -> Iterator[Announcement]:
+    """Inside, the server can be found by whoever may read the folder of its store."""
+    told = Announcement(url.rstrip("/"), os.getpid(), secrets.token_hex(8), secret, _address(store))
+    path = _place(folder) / f"{told.pid}.json"
+    _write(path, json.dumps(asdict(told)))
+    try:
+        yield told
+    finally:
+        path.unlink(missing_ok=True)
+
+
+async def found(folder: Path, store: str = "") -> Announcement | None:
+    """The server of this store that was started last and is there; what dead ones left is removed."""
+    for path in _newest_first(folder):
+        told = _read(path)
+        if told is None or told.store != _address(store):
+            continue
+        if not _lives(told.pid):
+            path.unlink(missing_ok=True)
+        elif await _answers(told):
+            return told
+    return None
+
+
+def _address(store: str) -> str:
+    parts = urlsplit(store)
+    user, at, host = parts.netloc.rpartition("@")
+    return parts._replace(netloc=f"{user.partition(':')[0]}{at}{host}").geturl()
+
+
+def _place(folder: Path) -> Path:
+    place = folder / "servers"
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return place
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, and for nobody else's eyes from the first moment."""
+    beside = path.with_suffix(f".{secrets.token_hex(4)}")
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    beside.replace(path)
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return sorted((folder / "servers").glob("*.json"), key=_time, reverse=True)
+
+
+def _time(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _read(path: Path) -> Announcement | None:
+    """None for what is no announcement, or was written by somebody else, or could be read by others."""
+    try:
+        status = path.stat()
+        if os.name == "posix" and (status.st_uid != os.getuid() or status.st_mode & 0o077):
+            return None
+        return Announcement(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _lives(pid: int) -> bool:
+    if os.name != "posix":  # elsewhere asking would end the process
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+async def _answers(told: Announcement) -> bool:
+    """Whether it is that very server. The secret is not sent to whoever else may be there."""
+    async with httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False, verify=False) as client:
+        try:
+            health = (await client.get(f"{told.url}/health")).json()
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+            return False
+    return isinstance(health, dict) and health.get("instance") == told.instance

@@ -1,0 +1,62 @@
+"""Conversations out to files, and in from them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import quote
+
+from fastapi import APIRouter, Request, Response
+
+from palaver.errors import BadParameter
+from palaver.server.conversations.owned import Mine
+from palaver.transcripts import Format
+from palaver.wire.conversations import Conversation
+
+routes = APIRouter(tags=["files"])
+_KINDS = {
+    Format.TRAINING: ("application/jsonl", "jsonl"),
+    Format.BRANCHES: ("application/jsonl", "jsonl"),
+    Format.WHOLE: ("application/json", "json"),
+    Format.MARKDOWN: ("text/markdown", "md"),
+    Format.SHAREGPT: ("application/jsonl", "jsonl"),
+}
+_FILE: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The file.",
+        "content": {kind: {"schema": {"type": "string"}} for kind, _ in _KINDS.values()},
+    }
+}
+
+
+@routes.get("/conversations/{id}/export", response_class=Response, responses=_FILE)
+async def export(id: str, chat: Mine, form: Format = Format.TRAINING, leaf: str | None = None) -> Response:
+    """The conversation as a file; `leaf` names the branch that counts as the main one."""
+    text = await chat.export(id, form, leaf)
+    kind, ending = _KINDS[form]
+    title = (await chat.conversation(id)).title
+    return Response(text.encode(), media_type=f"{kind}; charset=utf-8", headers=attachment(f"{title or id}.{ending}"))
+
+
+@routes.post(
+    "/import",
+    status_code=201,
+    openapi_extra={"requestBody": {"required": True, "content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+async def take_in(request: Request, chat: Mine) -> list[Conversation]:
+    """Takes the text of a file, whichever of the known forms it has; the same text twice only once."""
+    try:
+        text = (await request.body()).decode()
+    except UnicodeDecodeError as error:
+        raise BadParameter("body", f"byte {error.start}", "the file must be text in UTF-8") from None
+    return [Conversation.of(one) for one in await chat.take_in(text)]
+
+
+def attachment(name: str) -> dict[str, str]:
+    """Headers with which a browser keeps a file and never runs it."""
+    plain = re.sub(r"[^A-Za-z0-9._ -]+", "_", name).strip(". ") or "file"
+    return {
+        "content-disposition": f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(name, safe='')}",
+        "x-content-type-options": "nosniff",
+        "content-security-policy": "default-src 'none'; sandbox",
+    }

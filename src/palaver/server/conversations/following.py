@@ -1,0 +1,112 @@
+"""The pieces of a stream: events of turns and changes as they come, from many sources in one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing
+
+from palaver.chat import interface
+from palaver.chat.interface import Chat
+from palaver.errors import PalaverError
+from palaver.server.errors import error_value, note
+from palaver.wire.errors import Error
+from palaver.wire.events import Changed, Closing, Entry, Opened, Refused, TurnEvent
+from palaver.wire.requests import Follow, Followed
+from palaver.wire.sse import encoded
+from palaver.wire.turns import Change
+
+BEHIND = 256
+"""Pieces that wait for a slow client; then its sources wait, too."""
+
+Pieces = AsyncGenerator[bytes]
+_OPENED = encoded(Opened(type="opened").model_dump_json())
+_CLOSING = encoded(Closing(type="closing").model_dump_json(), event="closing")
+
+
+async def one_turn(chat: Chat, turn: str, after: int) -> Pieces:
+    """The turn's events to its end, each with its number as the id."""
+    async with aclosing(together([_turn(chat, turn, after)])) as pieces:
+        async for piece in pieces:
+            yield piece
+
+
+async def many(chat: Chat, asked: Follow, closing: asyncio.Event) -> Pieces:
+    """Ends when all the turns have; with changes, when the server closes."""
+    async with AsyncExitStack() as stack:
+        sources = [_turn_among(chat, followed) for followed in asked.turns]
+        if asked.changes:
+            changes = await stack.enter_async_context(chat.changes())
+            sources.append(_changes(changes, closing))
+        yield _OPENED
+        pieces = await stack.enter_async_context(aclosing(together(sources)))
+        async for piece in pieces:
+            yield piece
+
+
+async def together(sources: Sequence[Pieces]) -> Pieces:
+    """The pieces of all sources as they come, until each has ended."""
+    queue: asyncio.Queue[bytes | None] = asyncio.Queue(BEHIND)
+    tasks = [asyncio.create_task(_pour(source, queue)) for source in sources]
+    left = len(tasks)
+    try:
+        while left:
+            taken = [await queue.get()]
+            while not queue.empty():
+                taken.append(queue.get_nowait())
+            left -= taken.count(None)
+            if pieces := b"".join(piece for piece in taken if piece is not None):
+                yield pieces
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pour(source: Pieces, queue: asyncio.Queue[bytes | None]) -> None:
+    """A failure ends the source with an error for the client to read."""
+    async with aclosing(source):
+        try:
+            async for piece in source:
+                await queue.put(piece)
+        except Exception as error:
+            note(error)
+            await queue.put(encoded(json.dumps(error_value(error)), event="error"))
+    await queue.put(None)
+
+
+async def _turn(chat: Chat, turn: str, after: int) -> Pieces:
+    async with chat.events(turn, after) as entries:
+        async for entry in entries:
+            yield encoded(Entry.of(entry).model_dump_json(), id=entry.number)
+
+
+async def _turn_among(chat: Chat, followed: Followed) -> Pieces:
+    """One that can't be read says so and leaves the others alone."""
+    try:
+        async with chat.events(followed.turn, followed.after) as entries:
+            async for entry in entries:
+                yield encoded(TurnEvent.of(followed.turn, entry).model_dump_json())
+    except PalaverError as error:
+        told = Error.model_validate(error_value(error)["error"])
+        yield encoded(Refused(type="refused", turn=followed.turn, error=told).model_dump_json())
+
+
+async def _changes(changes: AsyncIterator[interface.Change], closing: asyncio.Event) -> Pieces:
+    """What changes; nothing else would end it when the server closes, unlike a turn, which is put aside then."""
+    closed = asyncio.ensure_future(closing.wait())
+    coming: asyncio.Future[interface.Change] | None = None
+    try:
+        while True:
+            coming = asyncio.ensure_future(anext(changes))
+            await asyncio.wait((coming, closed), return_when=asyncio.FIRST_COMPLETED)
+            if closed.done():
+                yield _CLOSING
+                return
+            yield encoded(Changed(type="change", change=Change.of(coming.result())).model_dump_json())
+    finally:
+        waiting = [future for future in (coming, closed) if future is not None]
+        for future in waiting:
+            future.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

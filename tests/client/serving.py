@@ -1,0 +1,40 @@
+"""A server in a process of its own, to be killed: `python -m tests.client.serving FOLDER PORT [held] [slow]`.
+
+Its model is scripted; held, it says a few tokens and then nothing; slow, it loads when a line comes in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from palaver.chat.model import Model
+from palaver.chat.models import Models, Told
+from palaver.chat.service import Service
+from palaver.engines.scripted import Hold
+from palaver.store import open_store
+from tests.chat.making import WAVE, model
+from tests.client.live import served
+
+
+async def main(folder: Path, port: int, held: bool, slow: bool) -> None:
+    async def load(name: str, told: Told) -> Model:
+        if slow:
+            await _line()
+        return model([[*WAVE[:4], Hold(asyncio.Event()), *WAVE[4:]]] if held else [WAVE], name)
+
+    with open_store(folder) as store:
+        models = Models(load, ("scripted",))
+        models.load("scripted")
+        async with Service(store, models, resume=True) as service, served(service, port=port) as url:
+            print(url, flush=True)
+            await asyncio.Event().wait()
+
+
+async def _line() -> None:
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), "held" in sys.argv, "slow" in sys.argv))

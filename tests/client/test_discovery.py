@@ -1,0 +1,106 @@
+"""A server of one's own on this machine is found; dead, foreign and indiscreet ones are not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from palaver.client import announced, found
+
+
+@asynccontextmanager
+async def healthy(told: dict[str, str]) -> AsyncIterator[str]:
+    """Something that answers every request with the same JSON."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await reader.readuntil(b"\r\n\r\n"))
+        body = json.dumps(told)
+        writer.write(f"HTTP/1.1 503 Loading\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+        await writer.drain()
+        writer.close()
+
+    seen: list[bytes] = []
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    assert all(b"secret" not in request for request in seen)
+    assert all(b"GET /health " in request or b"GET /chat/health " in request for request in seen)
+
+
+async def test_a_server_is_found_while_it_is_there(tmp_path: Path) -> None:
+    told: dict[str, str] = {}
+    async with healthy(told) as url:
+        assert await found(tmp_path) is None
+        with announced(tmp_path, f"{url}/", "a secret") as announcement:
+            told["instance"] = announcement.instance
+            assert await found(tmp_path) == announcement
+            assert (announcement.url, announcement.secret, announcement.pid) == (url, "a secret", os.getpid())
+        assert await found(tmp_path) is None
+        with announced(tmp_path, f"{url}/chat") as announcement:
+            told["instance"] = announcement.instance
+            assert await found(tmp_path) == announcement
+
+
+async def test_the_file_is_private(tmp_path: Path) -> None:
+    told: dict[str, str] = {}
+    async with healthy(told) as url:
+        with announced(tmp_path, url, "a secret") as announcement:
+            told["instance"] = announcement.instance
+            (path,) = (tmp_path / "servers").iterdir()
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+            path.chmod(0o644)
+            assert await found(tmp_path) is None
+
+
+async def test_another_server_on_the_same_port_is_not_taken_for_ours(tmp_path: Path) -> None:
+    async with healthy({"instance": "another"}) as url:
+        with announced(tmp_path, url, "a secret"):
+            assert await found(tmp_path) is None
+
+
+async def test_a_server_of_another_store_is_not_taken(tmp_path: Path) -> None:
+    told: dict[str, str] = {}
+    async with healthy(told) as url:
+        with announced(tmp_path / "one", url, store="postgresql://me:word@here/a") as announcement:
+            told["instance"] = announcement.instance
+            assert "word" not in announcement.store
+            assert await found(tmp_path / "two", "postgresql://me:word@here/a") is None
+            assert await found(tmp_path / "one") is None
+            assert await found(tmp_path / "one", "postgresql://me@there/a") is None
+            assert await found(tmp_path / "one", "postgresql://me:***@here/a") == announcement
+
+
+async def test_what_a_dead_server_left_is_removed(tmp_path: Path) -> None:
+    told: dict[str, str] = {}
+    async with healthy(told) as url:
+        dead = subprocess.Popen([sys.executable, "-c", ""])
+        dead.wait()
+        with announced(tmp_path, url) as announcement:
+            told["instance"] = announcement.instance
+            (path,) = (tmp_path / "servers").iterdir()
+            left = path.with_name(f"{dead.pid}.json")
+            left.write_text(json.dumps({**json.loads(path.read_text()), "pid": dead.pid}))
+            left.chmod(0o600)
+            assert await found(tmp_path) == announcement
+            assert not left.exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"url": 3}', '{"unknown": 1}'])
+async def test_what_is_no_announcement_is_passed_over(tmp_path: Path, text: str) -> None:
+    (tmp_path / "servers").mkdir()
+    path = tmp_path / "servers" / "1.json"
+    path.write_text(text)
+    path.chmod(0o600)
+    assert await found(tmp_path) is None
+    with announced(tmp_path, "http://127.0.0.1:9"):
+        assert await found(tmp_path) is None
