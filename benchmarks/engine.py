@@ -47,6 +47,8 @@ TURN = 48
 REPLY = 32
 ROUNDS = 6
 BATCHES = (1, 8, 32)
+TURNS = (1, 2, 5, 20)
+CONVERSATIONS = 7
 
 
 @contextmanager
@@ -158,7 +160,7 @@ async def decode(bench: Bench, engine: TorchEngine, batch: int) -> Decoded:
     after, loop = engine.statistics, time.thread_time() - loop
     seconds = (max(t[-1] for t, _, _ in runs) - min(t[0] for t, _, _ in runs)) / (bench.tokens - 1)
     model = after.forward_seconds - before.forward_seconds
-    rest = after.step_seconds - before.step_seconds - model
+    rest = after.thread_seconds - before.thread_seconds - model
     return Decoded(seconds, model / bench.tokens, rest / bench.tokens, loop / bench.tokens)
 
 
@@ -205,29 +207,54 @@ async def speed(bench: Bench) -> None:
         print(f"throughput of batch {batch} over batch 1: {gain:.2f}")
 
 
-async def turns(bench: Bench) -> None:
-    """Time to the first token as a conversation grows, against computing all of it."""
-    kept, fresh = bench.engine(), bench.engine(cache_bytes=1 << 28)
+@dataclass(frozen=True)
+class Turn:
+    """Tokens of the prompt, those computed, and the seconds to the first token, here and with nothing kept."""
+
+    prompt: int
+    computed: int
+    first: float
+    full: float
+
+
+async def converse(bench: Bench, kept: TorchEngine, fresh: TorchEngine, number: int) -> dict[int, Turn]:
     history: tuple[int, ...] = ()
-    sampling = Sampling(temperature=0, max_tokens=REPLY)
-    firsts: dict[int, float] = {}
-    print("turn  prompt  computed  first token ms  full prefill ms  ratio")
-    for turn in range(1, 21):
-        history += bench.prompt(turn, TURN)
+    told: dict[int, Turn] = {}
+    for turn in range(1, TURNS[-1] + 1):
+        history += bench.prompt(100 * number + turn, TURN)
         began = time.perf_counter()
-        times, computed, ids = await consume(kept, Prompt(history), sampling)
-        firsts[turn] = times[0] - began
-        if turn in (1, 2, 5, 20):
+        times, computed, ids = await consume(kept, Prompt(history), Sampling(temperature=0, max_tokens=REPLY))
+        first = times[0] - began
+        if turn in TURNS:
             began = time.perf_counter()
-            once = Sampling(temperature=0, max_tokens=1)
-            cold, _, _ = await consume(fresh, Prompt(history, owner=str(turn)), once)
-            full = cold[0] - began
-            print(
-                f"{turn:4} {len(history):7} {computed:9} {firsts[turn] * 1e3:15.1f} {full * 1e3:16.1f}"
-                f" {full / firsts[turn]:6.1f}"
-            )
+            owner = f"{number} {turn}"
+            cold, _, _ = await consume(fresh, Prompt(history, owner=owner), Sampling(temperature=0, max_tokens=1))
+            told[turn] = Turn(len(history), computed, first, cold[0] - began)
         history += tuple(ids)
-    print(f"first token of turn 20 over that of turn 2: {firsts[20] / firsts[2]:.2f}")
+    return told
+
+
+async def turns(bench: Bench) -> None:
+    """Time to the first token as a conversation grows, against computing all of it, in medians."""
+    kept, fresh = bench.engine(), bench.engine(cache_bytes=1 << 28)
+    found: dict[int, list[Turn]] = {turn: [] for turn in TURNS}
+    for number in range(CONVERSATIONS + 1):
+        told = await converse(bench, kept, fresh, number)
+        for turn in TURNS if number else ():  # the first one meets a cold machine
+            found[turn].append(told[turn])
+    print("turn  prompt  computed  first token ms  full prefill ms  ratio")
+    firsts = {turn: statistics.median(t.first for t in told) for turn, told in found.items()}
+    for turn, told in found.items():
+        full = statistics.median(t.full for t in told)
+        print(
+            f"{turn:4} {told[0].prompt:7} {told[0].computed:9} {firsts[turn] * 1e3:15.1f} {full * 1e3:16.1f}"
+            f" {full / firsts[turn]:6.1f}"
+        )
+    ratios = sorted(late.first / early.first for early, late in zip(found[2], found[20], strict=True))
+    print(
+        f"first token of turn 20 over that of turn 2: {firsts[20] / firsts[2]:.2f}"
+        f" ({ratios[0]:.2f} to {ratios[-1]:.2f} in single conversations)"
+    )
     cache = kept.statistics.cache
     print(
         f"reuse: {cache.hit_tokens / cache.prompt_tokens:.1%} of {cache.prompt_tokens} prompt tokens were in the cache"

@@ -24,7 +24,7 @@ async def once() -> dict[str, float]:
     """Seconds of each part, in a process that has done nothing yet."""
     began = time.perf_counter()
     from palaver.chat.model import Model
-from palaver.chat.utterance import Request
+    from palaver.chat.utterance import Request
     from palaver.engines.torch import load
     from palaver.events import Started
     from palaver.formats.loading import load_format

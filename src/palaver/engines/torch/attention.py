@@ -106,6 +106,27 @@ class Chunk(Part):
 
 
 @dataclass(eq=False, slots=True)
+class Single(Part):
+    """The next token of one sequence."""
+
+    bank: Bank
+    index: int
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self.bank.keys[layer][self.index, :, self.length - 1] = keys[0]
+        self.bank.values[layer][self.index, :, self.length - 1] = values[0]
+
+    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: Head) -> Tensor:
+        keys = self.bank.keys[layer][self.index : self.index + 1, :, : self.length]
+        values = self.bank.values[layer][self.index : self.index + 1, :, : self.length]
+        return _attend_singles(queries, keys, values, mask.of(self, queries.dtype), head)
+
+    def advance(self) -> None:
+        """The position is the plan's, which has moved it on already."""
+        self.length += 1
+
+
+@dataclass(eq=False, slots=True)
 class Singles(Part):
     """The next token of several sequences, all in one bank, in the order of their lanes."""
 
@@ -198,12 +219,30 @@ def _attend_plainly(
     return weights[..., : keys.shape[-2]] @ values
 
 
+class Numbers:
+    """The token and the position of each row, in tensors that stay the same while the rows move on together."""
+
+    def __init__(self, ids: Sequence[int], positions: Sequence[int], device: torch.device) -> None:
+        self._both = torch.tensor([ids, positions], device=device)
+        self.ids, self.positions = self._both
+        self._plain = self._both.numpy() if device.type == "cpu" else None
+        """The same memory as a plain array: to change a few numbers in it takes a tenth of the time."""
+
+    def advance(self, ids: Sequence[int]) -> None:
+        """These tokens come next in each row."""
+        if self._plain is not None:
+            self._plain[0] = ids
+            self._plain[1] += 1
+        else:
+            self.ids.copy_(torch.tensor(ids))
+            self.positions += 1
+
+
 @dataclass(slots=True)
 class Plan:
     """One forward pass: the tokens of all its sequences in a row, and the parts they are attended for in."""
 
-    ids: Tensor
-    positions: Tensor
+    numbers: Numbers
     parts: tuple[Part, ...]
     last: Tensor
     """The row of each sequence's last token, in the order the sequences were given."""
@@ -211,10 +250,18 @@ class Plan:
     """Whether that is anything else than each row in turn."""
     furthest: int
     """The largest position."""
-    runs: tuple[Run, ...]
+    runs: list[Run]
     """The sequences in the order of the rows."""
     order: tuple[int, ...]
     """Where each of them was in the order given."""
+
+    @property
+    def ids(self) -> Tensor:
+        return self.numbers.ids
+
+    @property
+    def positions(self) -> Tensor:
+        return self.numbers.positions
 
     def followed_by(self, runs: Sequence[Run]) -> bool:
         """Whether these are the next single tokens of the same sequences in the same places."""
@@ -224,9 +271,8 @@ class Plan:
 
     def advance(self, runs: Sequence[Run]) -> None:
         """Becomes the plan for these runs, which follow its own; cheaper than a new one."""
-        self.runs = tuple(runs[i] for i in self.order)
-        self.ids = torch.tensor([run.ids[0] for run in self.runs], device=self.ids.device)
-        self.positions += 1
+        self.runs = [runs[i] for i in self.order]
+        self.numbers.advance([run.ids[0] for run in self.runs])
         self.furthest += 1
         for part in self.parts:
             part.advance()
@@ -244,7 +290,7 @@ class Plan:
         return torch.cat([part.attend(layer, queries[part.rows], mask, head) for part in self.parts])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Run:
     """Tokens of one sequence that come next in its lane."""
 
@@ -269,23 +315,26 @@ def plan(runs: Sequence[Run], device: torch.device, alone: bool = False) -> Plan
     order = sorted(range(len(runs)), key=lambda i: (len(runs[i].ids) > 1, id(runs[i].bank), runs[i].index))
     ordered = [runs[i] for i in order]
     groups = [[run] for run in ordered] if alone else _groups(ordered)
-    positions = torch.tensor([run.start + i for run in ordered for i in range(len(run.ids))], device=device)
+    numbers = Numbers(
+        [token_id for run in ordered for token_id in run.ids],
+        [run.start + i for run in ordered for i in range(len(run.ids))],
+        device,
+    )
     parts, row, last = [], 0, [0] * len(runs)
     for group in groups:
-        parts.append(_part(group, row, positions))
+        parts.append(_part(group, row, numbers.positions))
         row += sum(len(run.ids) for run in group)
     end = 0
     for i, run in zip(order, ordered, strict=True):
         end += len(run.ids)
         last[i] = end - 1
     return Plan(
-        ids=torch.tensor([i for run in ordered for i in run.ids], device=device),
-        positions=positions,
+        numbers=numbers,
         parts=tuple(parts),
         last=torch.tensor(last, device=device),
         picks=last != list(range(end)),
         furthest=max(run.start + len(run.ids) for run in runs) - 1,
-        runs=tuple(ordered),
+        runs=ordered,
         order=tuple(order),
     )
 
@@ -311,6 +360,8 @@ def _part(group: Sequence[Run], row: int, positions: Tensor) -> Part:
     first = group[0]
     if len(first.ids) > 1:
         return _chunk(first, row, positions)
+    if len(group) == 1:
+        return _single(first, row, positions)
     starts = [run.start for run in group]
     lanes = group[-1].index - first.index + 1
     places = [run.index - first.index for run in group]
@@ -337,6 +388,18 @@ def _spread_out(starts: Sequence[int], places: Sequence[int], lanes: int, device
     for place, start in zip(places, starts, strict=True):
         spread[place] = start
     return torch.tensor(spread, device=device)
+
+
+def _single(run: Run, row: int, positions: Tensor) -> Single:
+    rows = slice(row, row + 1)
+    return Single(
+        rows=rows,
+        length=run.start + 1,
+        even=True,
+        query_positions=positions[rows][:, None, None, None],
+        bank=run.bank,
+        index=run.index,
+    )
 
 
 def _chunk(run: Run, row: int, positions: Tensor) -> Chunk:

@@ -54,8 +54,6 @@ class CuttingRunner:
         sequence.cached = sequence.computed
 
     def run(self, sequences: Many[Sequence], counts: Many[int]) -> Tensor:
-        for sequence, count in zip(sequences, counts, strict=True):
-            self._cache.grow(self._lanes[sequence], sequence.computed + count, sequence.computed)
         runs = [self._run(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
         logits = self._exactly(runs) if self._exact else self._pass(self._plan(runs))
         for sequence, count in zip(sequences, counts, strict=True):
@@ -73,8 +71,10 @@ class CuttingRunner:
             self._cache.close(lane, sequence.space, keys)
 
     def _run(self, sequence: Sequence, count: int) -> Run:
-        start = sequence.computed
-        return run_of(self._lanes[sequence], start, sequence.tokens[start : start + count])
+        """What comes next in its lane, where there is now room for it."""
+        lane, start = self._lanes[sequence], sequence.computed
+        self._cache.grow(lane, start + count, start)
+        return run_of(lane, start, sequence.tokens[start : start + count])
 
     def _plan(self, runs: Many[Run]) -> Plan:
         """The last one moved on, where the same sequences go on."""

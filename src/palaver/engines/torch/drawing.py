@@ -19,7 +19,7 @@ SHORTLIST = 1024
 """So many of the likeliest tokens nearly always hold all that filters keep; a whole vocabulary is slow to sort."""
 
 Array = NDArray[Any]
-Kept = tuple[Array, Array]
+Kept = tuple[Sequence[int] | Array, Array]
 """Token ids in ascending order, and what each weighs."""
 
 
@@ -49,7 +49,7 @@ def kept(scores: Array, sampling: Sampling) -> Kept:
         edge = np.partition(scores, -sampling.top_k)[-sampling.top_k]
         ids = np.flatnonzero(~(scores < edge))
         return ids, _weights(scores[ids], sampling)
-    return np.arange(len(scores)), _weights(scores, sampling)
+    return range(len(scores)), _weights(scores, sampling)
 
 
 def _kept_of_few(scores: Array, ids: Array, sampling: Sampling) -> Kept | None:
@@ -63,8 +63,10 @@ def _kept_of_few(scores: Array, ids: Array, sampling: Sampling) -> Kept | None:
 
 def _weights(scores: Array, sampling: Sampling) -> Array:
     """Relative to the likeliest; 0 for what top_p and min_p remove."""
-    scaled = scores.astype(np.float64) / sampling.temperature
-    weights: Array = np.exp(scaled - scaled.max())
+    weights: Array = scores.astype(np.float64)
+    weights /= sampling.temperature
+    weights -= weights.max()
+    np.exp(weights, out=weights)
     if sampling.top_p < 1:
         weights *= weights >= _top_p_edge(weights, sampling.top_p)
     if sampling.min_p > 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -58,8 +58,8 @@ class EngineStatistics:
     running: int
     waiting: int
     cache: CacheStatistics
-    step_seconds: float
-    """CPU time the engine's thread spent in steps since the start, and the part of it in the model's own pass."""
+    thread_seconds: float
+    """CPU time the engine's thread has taken since the start, and the part of it in the model's own pass."""
     forward_seconds: float
 
 
@@ -108,11 +108,14 @@ class TorchEngine:
 
     @property
     def statistics(self) -> EngineStatistics:
-        scheduler = self._scheduler
-        running, waiting = scheduler.counts
+        running, waiting = self._scheduler.counts
         return EngineStatistics(
-            running, waiting, self._runner.statistics, scheduler.step_seconds, self._runner.forward_seconds
+            running, waiting, self._runner.statistics, self._worker.seconds, self._runner.forward_seconds
         )
+
+    async def counted(self) -> dict[str, float]:
+        now = self.statistics
+        return {"running": now.running, "waiting": now.waiting, **asdict(now.cache)}
 
     def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> Generation:
         constrained = constraints_of(prompt.phases, sampling)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 
 from palaver.errors import PalaverError
-from palaver.generation import Ended, Output, Prompt
+from palaver.generation import Ended, Output, Prompt, Step
 from palaver.sampling import Sampling
+
+PACE = 0.008
+"""Seconds. Tokens that come quicker than this are handed over together: waking a reader costs as much as sampling."""
 
 Arrival = Output | PalaverError
 
@@ -33,6 +37,7 @@ class Generation:
         self._ready = ready
         self._arrivals: deque[Arrival] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        """Set while its owner has nothing left to read."""
         self._over = False
 
     async def __aenter__(self) -> Generation:
@@ -56,8 +61,9 @@ class Generation:
         if self._over:
             raise StopAsyncIteration
         while not self._arrivals:
-            self._waiter = self.loop.create_future()
-            await self._waiter
+            self._waiter = waiter = self.loop.create_future()
+            if not self._arrivals:  # looked at again: what came before the waiter was there wakes nobody
+                await waiter
         arrival = self._arrivals.popleft()
         if isinstance(arrival, PalaverError):
             self._over = True
@@ -73,11 +79,11 @@ class Generation:
         """Closes an open thought with the next token."""
         self._post(AnswerNow(self))
 
-    def arrive(self, arrival: Arrival) -> None:
-        """Called in the owner's loop."""
+    def arrive(self, arrival: Arrival) -> asyncio.Future[None] | None:
+        """Called in any thread. Returns who waits for it, to be woken in the owner's loop."""
         self._arrivals.append(arrival)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        return waiter
 
 
 class Submit:
@@ -103,27 +109,39 @@ Command = Submit | Cancel | AnswerNow | Close
 
 
 class Outbox:
-    """What a step produced, handed over once for each event loop rather than once for each token."""
+    """Hands over what steps produced. An event loop is woken only where somebody waits, and once for all of them."""
 
     def __init__(self) -> None:
-        self._items: list[tuple[Generation, Arrival]] = []
+        self._waiters: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        self._urgent = False
+        self._sent = 0.0
 
-    def put(self, generation: Generation, *arrivals: Arrival) -> None:
-        self._items.extend((generation, arrival) for arrival in arrivals)
+    def put(self, generation: Generation, arrival: Arrival) -> None:
+        waiter = generation.arrive(arrival)
+        if waiter is not None:
+            self._waiters.setdefault(generation.loop, []).append(waiter)
+        if not isinstance(arrival, Step):
+            self._urgent = True
+
+    def send_in_time(self) -> None:
+        """After a step: at once, unless it is only tokens that come quicker than anybody reads."""
+        if self._urgent or time.monotonic() - self._sent >= PACE:
+            self.send()
 
     def send(self) -> None:
-        if not self._items:
+        self._urgent = False
+        if not self._waiters:
             return
-        items, self._items = self._items, []
-        loops = {id(generation.loop): generation.loop for generation, _ in items}
-        for key, loop in loops.items():
-            mine = [item for item in items if id(item[0].loop) == key]
+        self._sent = time.monotonic()
+        waiters, self._waiters = self._waiters, {}
+        for loop, waiting in waiters.items():
             try:
-                loop.call_soon_threadsafe(_arrive, mine)
+                loop.call_soon_threadsafe(wake, waiting)
             except RuntimeError:  # its loop is gone, so nobody reads these any more
                 continue
 
 
-def _arrive(items: Iterable[tuple[Generation, Arrival]]) -> None:
-    for generation, arrival in items:
-        generation.arrive(arrival)
+def wake(waiters: Iterable[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)

@@ -30,9 +30,14 @@ class Guide:
         self._state = phases.start
         self._leaving: bytes | None = None
         """What was said of a marker that leads out of the state."""
+        self._thought = False
+        """Whether a thought was had and closed."""
+        self._blanks = _blanks(phases, spelling)
+        """The white space that the model is used to between a thought and its answer; said once."""
 
     def take(self, token_id: int, reply: Reply, forced: bool) -> None:
         """The reply has taken this token; it is in its new state already."""
+        self._thought = self._thought or (self._thinks(self._state) and not self._thinks(reply.state))
         before, after = self._constraint(self._state), self._constraint(reply.state)
         if reply.state != self._state and before is not after:
             self._move(reply.state, reply.said_since_entering)
@@ -44,6 +49,8 @@ class Guide:
         """Leaves only tokens that the constraint, or a way out of it, allows."""
         constraint = self._constraint(reply.state)
         if constraint is None:
+            if self._owes_an_answer(reply.state):
+                scores[[i for i in reply.closers if i < scores.shape[0]]] = -torch.inf
             return
         allowed = torch.zeros(scores.shape[0], dtype=torch.bool)
         if self._leaving is None:
@@ -52,6 +59,16 @@ class Guide:
             ways_out = self._ways_out(reply)
             allowed[[i for i in ways_out if i < scores.shape[0]]] = True
         scores.masked_fill_(~allowed.to(scores.device), -torch.inf)
+
+    def _thinks(self, state: int) -> bool:
+        return self._phases.states[state].phase is Phase.THINKING
+
+    def _owes_an_answer(self, state: int) -> bool:
+        """Whether a thought leads to something that must be said: then the turn can't end in the thought."""
+        if not self._thinks(state):
+            return False
+        ahead = (self._constraint(trigger.to) for trigger in self._phases.states[state].triggers)
+        return any(c is not None and (c not in self._begun or not self._matcher(c).is_accepting()) for c in ahead)
 
     def _constraint(self, state: int) -> Constraint | None:
         here = self._phases.states[state]
@@ -76,15 +93,24 @@ class Guide:
         return self._leaving is not None or fresh or bool(self._matcher(constraint).is_accepting())
 
     def _ways_out(self, reply: Reply) -> set[int]:
-        """Markers of the state. The end of the turn only where something was said, and no marker must come first."""
-        triggers = self._phases.states[reply.state].triggers
+        """Markers of the state that lead out of it; after one thought the answer is due, not another. The end of the
+        turn only where something was said, and no marker must come first."""
+        triggers = [t for t in self._phases.states[reply.state].triggers if self._leads_out(reply.state, t)]
         found = {t.marker for t in triggers if isinstance(t.marker, int)}
         constraint = self._constraint(reply.state)
         if constraint in self._begun and (constraint is self._answer or not triggers):
             found |= reply.closers
+        elif constraint is self._answer and constraint not in self._begun:
+            found |= self._blanks
         for marker in _texts(triggers):
             found |= self._continuing(marker)
         return found
+
+    def _leads_out(self, state: int, trigger: Trigger) -> bool:
+        if self._thinks(trigger.to):
+            return not self._thought
+        answers = Phase.ANSWER
+        return self._phases.states[state].phase is not answers or self._phases.states[trigger.to].phase is not answers
 
     def _continuing(self, marker: bytes) -> set[int]:
         """Tokens that go on spelling this marker."""
@@ -106,6 +132,8 @@ class Guide:
             self._begun.add(constraint)
         elif not forced and (constraint in self._begun or text.strip()):
             self._leaving = text
+        else:
+            self._blanks = frozenset()
 
     def _move(self, state: int, said: bytes) -> None:
         """A constraint of a state begins anew whenever the state is entered; that of the answer goes on."""
@@ -132,6 +160,11 @@ def control_ids(phases: Phases) -> frozenset[int]:
     """Tokens that are no text."""
     markers = {t.marker for state in phases.states for t in state.triggers if isinstance(t.marker, int)}
     return phases.ends | phases.hidden | markers
+
+
+def _blanks(phases: Phases, spelling: Spelling) -> frozenset[int]:
+    closing = {token_id for state in phases.states for token_id in state.closing}
+    return frozenset(i for i in closing if i < len(spelling.vocabulary) and not spelling.vocabulary[i].strip())
 
 
 def _texts(triggers: Iterable[Trigger]) -> list[bytes]:

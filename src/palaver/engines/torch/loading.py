@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as library_logging
 
 from palaver.engines.torch.checkpoint import Checkpoint
+from palaver.engines.torch.quantisation import is_unpacked, method, quantisation
 from palaver.errors import BadParameter, BrokenModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,7 +58,8 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype)
         with quiet():
             model, report = _from_pretrained(checkpoint, device, dtype)
     except Exception as error:
-        raise BrokenModel(f"The model {checkpoint.name!r} couldn't be loaded: {_first_line(error)}") from error
+        name = f"{checkpoint.name!r}{_form(checkpoint)}"
+        raise BrokenModel(f"The model {name} couldn't be loaded: {_why(error)}") from error
     missing = sorted(report.get("missing_keys", ()))
     if missing:
         raise BrokenModel(f"The weights of {checkpoint.name!r} lack {len(missing)} tensors, the first is {missing[0]}.")
@@ -65,7 +67,16 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype)
 
 
 def _from_pretrained(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    quantised = "quantization_config" in checkpoint.config
+    settings = quantisation(checkpoint.config)
+    unpacked = is_unpacked(checkpoint.config, device)
+    moves = settings is None or unpacked
+    options: dict[str, Any] = {}
+    if unpacked and settings is not None:
+        config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
+        config.quantization_config = settings | {"dequantize": True}
+        options["config"] = config
+    elif settings is not None and device.type != "cpu":
+        options["device_map"] = {"": str(device)}  # many of them can't be moved afterwards
     model, report = AutoModelForCausalLM.from_pretrained(
         checkpoint.folder,
         dtype=dtype,
@@ -73,13 +84,25 @@ def _from_pretrained(checkpoint: Checkpoint, device: torch.device, dtype: torch.
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,
-        # quantised weights are put in place as they are loaded; many of them can't be moved afterwards
-        **({"device_map": {"": str(device)}} if quantised else {}),
+        **options,
     )
-    return model if quantised else model.to(device), report
+    if unpacked:
+        for parameter in model.parameters():  # some come out in a type of their own
+            parameter.data = parameter.data.to(dtype)
+    return model.to(device) if moves else model, report
 
 
-def _first_line(error: Exception) -> str:
+def _form(checkpoint: Checkpoint) -> str:
+    form = method(checkpoint.config)
+    return "" if form is None else f" (its weights are quantised, {form})"
+
+
+def _why(error: Exception) -> str:
+    """The first line of the cause: what the library raises last often says only that something went wrong."""
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"it takes the Python package {error.name}, which isn't installed."
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from palaver.engines.torch.checkpoint import Checkpoint
+from palaver.engines.torch.quantisation import UNPACKED, is_unpacked, method
 from palaver.errors import DoesNotFit
 
 GIB = 1 << 30
@@ -19,6 +20,7 @@ BESIDE_WEIGHTS = 1.05
 """What a model takes for each byte of its weights, with what it needs while it runs."""
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2}
 FLOATS = ("F64", "F32", "F16", "BF16")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Fit:
 
 
 def fit(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Fit:
-    weights = weights_bytes(checkpoint, dtype)
+    weights = weights_bytes(checkpoint, dtype, device)
     return Fit(weights, int(weights * BESIDE_WEIGHTS), free_bytes(device), str(device))
 
 
@@ -52,13 +54,17 @@ def check_fit(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) 
         raise DoesNotFit(checkpoint.name, found.needed_bytes, found.free_bytes, found.device)
 
 
-def weights_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """What the weights take once loaded: floats are converted, unless the checkpoint is quantised."""
-    quantised = "quantization_config" in checkpoint.config
+def weights_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device = CPU) -> int:
+    """What the weights take once loaded: floats are converted, unless the checkpoint is quantised and stays so."""
+    form = method(checkpoint.config)
+    unpacked = is_unpacked(checkpoint.config, device)
     total = 0
     for kind, elements in checkpoint.tensors.values():
-        converted = kind in FLOATS and not quantised
-        total += elements * (dtype.itemsize if converted else SIZES.get(kind, 1))
+        if unpacked and kind not in SIZES:
+            total += elements * UNPACKED[str(form)] * dtype.itemsize
+        else:
+            converted = kind in FLOATS and (form is None or unpacked)
+            total += elements * (dtype.itemsize if converted else SIZES.get(kind, 1))
     return total
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,7 +42,6 @@ class Scheduler:
         self._limits = limits or Limits()
         self._running: dict[Generation, Sequence] = {}
         self._waiting = Waiting(self._limits.waiting, self._limits.running)
-        self.step_seconds = 0.0
 
     @property
     def busy(self) -> bool:
@@ -86,11 +84,10 @@ class Scheduler:
 
     def step(self) -> None:
         """Lets in who fits, computes one chunk of prompts, and the next token of every reply."""
-        began = time.thread_time()
-        self._admit()
+        if self._waiting:
+            self._admit()
         self._prefill()
         self._decode()
-        self.step_seconds += time.thread_time() - began
 
     def _admit(self) -> None:
         for sequence in self._waiting.sequences:
@@ -129,6 +126,8 @@ class Scheduler:
 
     def _prefill(self) -> None:
         filling = [sequence for sequence in self._running.values() if sequence.pending > 1]
+        if not filling:
+            return
         delays_others = len(filling) < len(self._running)
         chunk = self._limits.chunk if delays_others else self._limits.chunk * UNDISTURBED
         chosen = shares(filling, chunk, self._runner.most)

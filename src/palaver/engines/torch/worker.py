@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 
 import torch
 
@@ -20,6 +21,8 @@ class Worker:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._over: PalaverError | None = None
         self._lock = threading.Lock()
+        self.seconds = 0.0
+        """The CPU time the thread has taken so far."""
         self._thread = threading.Thread(target=self._run, name="palaver-engine", daemon=True)
         self._thread.start()
 
@@ -29,7 +32,7 @@ class Worker:
             if self._over is None:
                 self._inbox.put(command)
             elif type(command) is Submit:
-                command.generation.arrive(self._over)
+                command.generation.arrive(self._over)  # its owner, who calls this, doesn't wait yet
 
     def join(self) -> None:
         self._thread.join()
@@ -47,7 +50,8 @@ class Worker:
     def _work(self) -> None:
         while self._take_commands():
             self._scheduler.step()
-            self._outbox.send()
+            self._outbox.send_in_time()
+            self.seconds = time.thread_time()
 
     def _take_commands(self) -> bool:
         """Waits for work if there is none. False when it is time to close."""

@@ -1,0 +1,401 @@
+"""Palaver's engine beside other servers of the same model on the same machine, as ratios measured in one run.
+
+    python benchmarks/peers.py [--url NAME=http://127.0.0.1:8000] [--only engine llama.cpp transformers] [--rounds 5]
+
+Each round asks every peer in turn, so that other load on the machine hits all of them alike; the figures are medians.
+The model is the embedded one with the end of a turn made unlikely, so that all say the same number of tokens.
+
+- `engine` is the torch engine in this process; `hosted` the same in a process of its own, as a server has it.
+- `llama.cpp` needs `pip install xllamacpp gguf`; the weights are converted here, --gguf says to which type.
+- `transformers` is `transformers serve`, which needs `pip install "transformers[serving]" accelerate`.
+- `--url` is any server with /v1/chat/completions that runs already. Let it serve the folder that --keep leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import palaver.models
+from palaver.engines.base import Engine
+from palaver.engines.host import HostedEngine
+from palaver.engines.host.hosted import torch_spec
+from palaver.engines.torch import Options, load
+from palaver.events import AnswerDelta, ThinkingDelta
+from palaver.formats.loading import load_format
+from palaver.formats.tokenizer import load_tokenizer
+from palaver.generation import Step
+from palaver.messages import assistant, user
+from palaver.sampling import Sampling
+
+SPROUT = Path(palaver.models.__file__).parent / "sprout"
+STREAMS = 8
+TOKENS = 128
+TURNS = 20
+REPLY = 32
+QUESTION = "Tell me, in as many words as you like, what you know about the number {} and about the word pear."
+START_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Seconds to the first text and to the end, how many tokens there were, and the answer among what they say."""
+
+    first: float
+    seconds: float
+    tokens: int
+    text: str
+
+
+class Peer(Protocol):
+    name: str
+
+    async def ask(self, messages: Sequence[dict[str, str]], tokens: int) -> Answer: ...
+
+
+class EnginePeer:
+    """An engine of ours, asked without a server: rendering and reading are part of the time, HTTP is not."""
+
+    def __init__(self, name: str, engine: Engine, folder: Path) -> None:
+        self.name = name
+        self._engine = engine
+        self._tokenizer = load_tokenizer(folder)
+        self._format = load_format(folder, self._tokenizer)
+
+    async def ask(self, messages: Sequence[dict[str, str]], tokens: int) -> Answer:
+        began = time.perf_counter()
+        turns = [(user if m["role"] == "user" else assistant)(m["content"]) for m in messages]
+        prompt = self._format.render(turns)
+        reader = self._format.reader(prompt)
+        times, texts, count = [], [], 0
+        async with self._engine.generate(prompt, Sampling(temperature=0, max_tokens=tokens)) as outputs:
+            async for output in outputs:
+                if isinstance(output, Step):
+                    count += 1
+                    said = [
+                        event
+                        for event in reader.feed(output.token_id)
+                        if isinstance(event, ThinkingDelta | AnswerDelta)
+                    ]
+                    times += [time.perf_counter() - began] if said else []
+                    texts += [event.text for event in said if isinstance(event, AnswerDelta)]
+        return Answer(times[0], time.perf_counter() - began, count, "".join(texts))
+
+
+class HttpPeer:
+    """A server with /v1/chat/completions, read with as little work as possible: this client shares its cores."""
+
+    def __init__(self, name: str, url: str, **body: Any) -> None:
+        self.name = name
+        parts = urlsplit(url)
+        self._place = (parts.hostname or "127.0.0.1", parts.port or 80)
+        self._path = f"{parts.path.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
+        self._body = body
+
+    async def ask(self, messages: Sequence[dict[str, str]], tokens: int) -> Answer:
+        body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True}
+        data = json.dumps(body | {"stream_options": {"include_usage": True}} | self._body).encode()
+        head = f"POST {self._path} HTTP/1.1\r\nHost: {self._place[0]}\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        began = time.perf_counter()
+        reader, writer = await asyncio.open_connection(*self._place, limit=1 << 20)
+        writer.write(head.encode() + data)
+        lines: list[tuple[float, bytes]] = []
+        status = await reader.readline()
+        while line := await reader.readline():
+            if line.startswith(b"data: ") or b" 200 " not in status:
+                lines.append((time.perf_counter() - began, line))
+            if line.startswith(b"data: [DONE]"):
+                break
+        writer.close()
+        if b" 200 " not in status:
+            raise RuntimeError(f"{self.name}: {status.decode()} {b''.join(line for _, line in lines).decode()[-600:]}")
+        return _read(lines, time.perf_counter() - began)
+
+
+def _read(lines: Sequence[tuple[float, bytes]], seconds: float) -> Answer:
+    """What a stream of events says. A server that counts no tokens is taken to send one in each event."""
+    times, texts, counted = [], [], 0
+    for at, line in lines:
+        if line.startswith(b"data: [DONE]"):
+            break
+        event = json.loads(line[6:])
+        counted = (event.get("usage") or {}).get("completion_tokens") or counted
+        delta = event["choices"][0]["delta"] if event.get("choices") else {}
+        thought, content = delta.get("reasoning_content") or delta.get("reasoning"), delta.get("content")
+        if thought or content:
+            times.append(at)
+            texts.append(content or "")
+    return Answer(times[0], seconds, counted or len(times), "".join(texts))
+
+
+def prepare(folder: Path) -> None:
+    """The embedded model in float32, with a head of its own in which no token ends the turn."""
+    for path in SPROUT.iterdir():
+        if path.suffix in (".json", ".jinja") and path.name != "evaluation.json":
+            shutil.copy(path, folder)
+    config = json.loads((folder / "config.json").read_text())
+    settings = json.loads((folder / "generation_config.json").read_text())
+    ends = settings["eos_token_id"]
+    tensors = {name: tensor.float() for name, tensor in load_file(SPROUT / "model.safetensors").items()}
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[ends] = 0
+    tensors["lm_head.weight"] = head
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config |= {"tie_word_embeddings": False, "dtype": "float32", "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+GGUF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+GGUF_OTHER = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def write_gguf(folder: Path, path: Path, kind: str) -> None:
+    """A Qwen3 model with a byte-level BPE tokenizer, as llama.cpp reads it. Vectors stay float32."""
+    import gguf
+
+    writer = gguf.GGUFWriter(str(path), "qwen3")
+    config = json.loads((folder / "config.json").read_text())
+    _write_shape(writer, config)
+    _write_tokenizer(writer, folder, config["vocab_size"])
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        data = tensor.numpy()
+        if tensor.dim() > 1 and kind != "f32":
+            quantised = gguf.GGMLQuantizationType[kind.upper()]
+            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(data, quantised), raw_dtype=quantised)
+        else:
+            writer.add_tensor(_gguf_name(name), data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _gguf_name(name: str) -> str:
+    if name in GGUF_OTHER:
+        return GGUF_OTHER[name]
+    number, _, rest = name.removeprefix("model.layers.").partition(".")
+    return f"blk.{number}.{GGUF_LAYER[rest.removesuffix('.weight')]}.weight"
+
+
+def _write_shape(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+
+
+def _write_tokenizer(writer: Any, folder: Path, size: int) -> None:
+    from gguf import TokenType
+
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    texts = {i: text for text, i in tokenizer["model"]["vocab"].items()}
+    added = {entry["id"]: entry for entry in tokenizer["added_tokens"]}
+    texts |= {i: entry["content"] for i, entry in added.items()}
+    kinds = [TokenType.NORMAL if i in texts else TokenType.UNUSED for i in range(size)]
+    for i, entry in added.items():
+        kinds[i] = TokenType.CONTROL if entry["special"] else TokenType.USER_DEFINED
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")  # the nearest one it knows: digits singly
+    writer.add_token_list([texts.get(i, f"[unused{i}]") for i in range(size)])
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_eos_token_id(json.loads((folder / "generation_config.json").read_text())["eos_token_id"][0])
+    writer.add_add_bos_token(False)
+    writer.add_chat_template((folder / "chat_template.jinja").read_text())
+
+
+LLAMA_SERVER = """
+import sys, xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.port = sys.argv[1], int(sys.argv[2])
+params.n_ctx, params.n_parallel, params.cont_batching = 8 * 4096, 8, True
+params.use_jinja, params.verbosity = True, -1
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[3])
+server = xllamacpp.Server(params)
+sys.stdin.read()
+"""
+
+
+async def started(stack: AsyncExitStack, name: str, command: Sequence[str], port: int, **body: Any) -> HttpPeer:
+    """A server of our own on this port, once it answers; it ends with the stack."""
+    log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log"
+    with log.open("wb") as file:
+        environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=file, stderr=file, env=environment)
+    stack.callback(process.wait)
+    stack.callback(process.terminate)
+    peer = HttpPeer(name, f"http://127.0.0.1:{port}", **body)
+    end = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            await peer.ask([{"role": "user", "content": "Hi"}], 16)
+            return peer
+        except (OSError, RuntimeError, IndexError) as error:
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"{name} didn't start: {error} {log.read_text()[-800:]}") from error
+            await asyncio.sleep(0.5)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def start_engine(stack: AsyncExitStack, folder: Path, _: str) -> Peer:
+    options = Options(threads=torch.get_num_threads())
+    engine = load(folder, vocabulary=load_tokenizer(folder).vocabulary, options=options)
+    stack.push_async_callback(engine.close)
+    return EnginePeer("engine", engine, folder)
+
+
+async def start_hosted(stack: AsyncExitStack, folder: Path, _: str) -> Peer:
+    spec = torch_spec(folder, load_tokenizer(folder).vocabulary)
+    return EnginePeer("hosted", await stack.enter_async_context(HostedEngine(spec)), folder)
+
+
+async def start_llama(stack: AsyncExitStack, folder: Path, kind: str) -> Peer:
+    path, port = folder / f"model-{kind}.gguf", free_port()
+    write_gguf(folder, path, kind)
+    command = [sys.executable, "-c", LLAMA_SERVER, str(path), str(port), str(torch.get_num_threads())]
+    return await started(stack, f"llama.cpp {kind}", command, port, ignore_eos=True)
+
+
+async def start_transformers(stack: AsyncExitStack, folder: Path, _: str) -> Peer:
+    port = free_port()
+    program = "from transformers.cli.transformers import main; main()"
+    options = ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu"]
+    command = [sys.executable, "-c", program, "serve", str(folder), *options]
+    return await started(stack, "transformers serve", command, port, model=str(folder))
+
+
+STARTS: dict[str, Callable[[AsyncExitStack, Path, str], Awaitable[Peer]]] = {
+    "engine": start_engine,
+    "hosted": start_hosted,
+    "llama.cpp": start_llama,
+    "transformers": start_transformers,
+}
+
+
+def question(number: int) -> dict[str, str]:
+    return {"role": "user", "content": QUESTION.format(number)}
+
+
+async def one_stream(peer: Peer, round_: int) -> float:
+    """Tokens a second, from the request on."""
+    answer = await peer.ask([question(1000 + round_)], TOKENS)
+    return answer.tokens / answer.seconds
+
+
+async def many_streams(peer: Peer, round_: int) -> float:
+    questions = [[question(2000 + STREAMS * round_ + i)] for i in range(STREAMS)]
+    answers = await asyncio.gather(*(peer.ask(messages, TOKENS) for messages in questions))
+    return sum(answer.tokens for answer in answers) / max(answer.seconds for answer in answers)
+
+
+async def late_turn(peer: Peer, round_: int) -> float:
+    """Milliseconds to the first token of the last turn of a conversation."""
+    messages: list[dict[str, str]] = []
+    for turn in range(TURNS):
+        messages.append(question(3000 + TURNS * round_ + turn))
+        answer = await peer.ask(messages, REPLY)
+        messages.append({"role": "assistant", "content": answer.text or "Well."})
+    return answer.first * 1e3
+
+
+MEASURES: dict[str, Callable[[Peer, int], Awaitable[float]]] = {
+    "one stream, tokens/s": one_stream,
+    "eight streams, tokens/s": many_streams,
+    "first token of turn 20, ms": late_turn,
+}
+
+
+async def measure(peers: Sequence[Peer], rounds: int) -> dict[str, dict[str, list[float]]]:
+    found: dict[str, dict[str, list[float]]] = {name: {peer.name: [] for peer in peers} for name in MEASURES}
+    for peer in peers:
+        await one_stream(peer, rounds)  # whatever is done only once is done now
+    for round_ in range(rounds):
+        for name, take in MEASURES.items():
+            for peer in peers:
+                found[name][peer.name].append(await take(peer, round_))
+                print(f"round {round_ + 1}: {name}: {peer.name} {found[name][peer.name][-1]:.0f}", file=sys.stderr)
+    return found
+
+
+def show(found: dict[str, dict[str, list[float]]]) -> None:
+    """A line a peer: medians, with their range, and how the first peer compares with it (above 1: it is ahead)."""
+    for name, values in found.items():
+        print(f"\n{name}")
+        medians = {peer: statistics.median(all_) for peer, all_ in values.items()}
+        ours = next(iter(medians.values()))
+        for peer, median in medians.items():
+            ahead = median / ours if name.endswith("ms") else ours / median
+            spread = f"{min(values[peer]):.0f} to {max(values[peer]):.0f}"
+            print(f"  {peer:24} {median:8.0f}   ({spread:>14})   x {ahead:.2f}")
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=tuple(STARTS), default=tuple(STARTS))
+    parser.add_argument("--url", action="append", default=[], metavar="NAME=URL", help="a server that runs already")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of every peer but a hosted engine, which decides itself"
+    )
+    parser.add_argument("--gguf", choices=("f32", "f16", "bf16", "q8_0"), default="f16")
+    parser.add_argument("--keep", type=Path, help="leave the model in this folder")
+    arguments = parser.parse_args()
+    async with AsyncExitStack() as stack:
+        folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(exist_ok=True)
+        prepare(folder)
+        torch.set_num_threads(arguments.threads)
+        peers = [HttpPeer(*named.split("=", 1)) for named in arguments.url]
+        peers = [*peers, *[await STARTS[name](stack, folder, arguments.gguf) for name in arguments.only]]
+        show(await measure(peers, arguments.rounds))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
