@@ -26,7 +26,6 @@ async def once() -> dict[str, float]:
     from palaver.chat.model import Model
     from palaver.chat.utterance import Request
     from palaver.engines.torch import load
-    from palaver.events import Started
     from palaver.formats.loading import load_format
     from palaver.formats.tokenizer import load_tokenizer
     from palaver.messages import user
@@ -39,8 +38,8 @@ async def once() -> dict[str, float]:
     loaded = time.perf_counter()
     first = 0.0
     async with chat.utterance(Request((user(QUESTION),), Sampling(temperature=0, max_tokens=400))) as turn:
-        async for event in turn:
-            first = first or (0.0 if isinstance(event, Started) else time.perf_counter())
+        async for _ in turn:
+            first = first or (time.perf_counter() if turn.steps else 0.0)
         reply = turn.reply()
     done = time.perf_counter()
     await engine.close()

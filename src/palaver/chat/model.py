@@ -35,6 +35,8 @@ class Model:
     tokenizer: str = ""
     """The tokenizer's fingerprint: token ids of another one mean nothing here."""
     vocabulary: Vocabulary = ()
+    notices: tuple[str, ...] = ()
+    """What a person should know of how it was loaded."""
 
     def prompt(self, request: Request, reply_so_far: Sequence[int] = (), begun: Message | None = None) -> Prompt:
         """What the model reads. ContextOverflow where that leaves no room for a reply."""

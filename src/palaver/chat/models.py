@@ -23,6 +23,8 @@ class Models:
         self.park: Park | None = None
         """What is done before a model goes: its turns are put aside."""
         self._model: Model | None = None
+        self._leaving: Model | None = None
+        """The one that another takes the place of, until it is closed."""
         self._name = ""
         self._progress: float | None = None
         self._note = ""
@@ -52,6 +54,8 @@ class Models:
     def load(self, name: str) -> None:
         """Begins to load; the model that was in use is parked and closed first."""
         previous, self._name = self._loading, name
+        if self._model is not None:
+            self._leaving, self._model = self._model, None
         self._error, self._progress, self._note = None, None, ""
         self._loading = asyncio.create_task(self._replace(name, previous))
 
@@ -85,12 +89,14 @@ class Models:
                 self._loading = None
 
     async def _let_go(self) -> None:
-        if self._model is None:
+        model = self._model or self._leaving
+        if model is None:
             return
+        self._model = None
         if self.park is not None:
             await self.park()
-        model, self._model = self._model, None
         await model.engine.close()
+        self._leaving = None
 
     def _told(self, progress: float | None, note: str) -> None:
         self._progress, self._note = progress, note
@@ -110,4 +116,5 @@ def _card(model: Model) -> ModelCard:
         thinks=model.format.thinks,
         switches=model.format.switches,
         takes_tools=model.format.takes_tools,
+        notices=model.notices,
     )

@@ -33,8 +33,15 @@ def make_engine(spec: dict[str, Any], progress: Progress) -> Engine:
 
     progress.begin(Path(spec["model"]))
     vocabulary = unpack(spec["vocabulary"])
-    options = Options(exact=spec.get("exact", False))
-    return load(Path(spec["model"]), vocabulary=vocabulary, device=spec["device"], dtype=spec["dtype"], options=options)
+    adapter = Path(spec["adapter"]) if spec["adapter"] else None
+    return load(
+        Path(spec["model"]),
+        vocabulary=vocabulary,
+        device=spec["device"],
+        dtype=spec["dtype"],
+        options=Options(exact=spec["exact"], context=spec["context"]),
+        adapter=adapter,
+    )
 
 
 class Child:

@@ -28,7 +28,13 @@ _GRACE_S = 10.0
 
 
 def torch_spec(
-    model: Path, vocabulary: Vocabulary, device: str | None = None, dtype: str | None = None, exact: bool = False
+    model: Path,
+    vocabulary: Vocabulary,
+    device: str | None = None,
+    dtype: str | None = None,
+    exact: bool = False,
+    adapter: Path | None = None,
+    context: int | None = None,
 ) -> dict[str, Any]:
     return {
         "kind": "torch",
@@ -37,6 +43,8 @@ def torch_spec(
         "device": device,
         "dtype": dtype,
         "exact": exact,
+        "adapter": str(adapter) if adapter else None,
+        "context": context,
     }
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from palaver.constraints import Constraint
 from palaver.engines.base import EngineInfo
 from palaver.engines.reply import Reply
+from palaver.engines.torch.adapters import with_adapter
 from palaver.engines.torch.banned import BannedText, Spelling
 from palaver.engines.torch.cache import CacheStatistics
 from palaver.engines.torch.checkpoint import open_checkpoint
@@ -51,6 +52,8 @@ class Options:
     """CPU threads. None: by the size of the model."""
     limits: Limits | None = None
     """None: by device and the size of the model."""
+    context: int | None = None
+    """A shorter context than the model's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +73,21 @@ def load(
     device: str | None = None,
     dtype: str | None = None,
     options: Options | None = None,
+    adapter: Path | None = None,
 ) -> TorchEngine:
     """Loads a model from a folder or a hub id and starts its thread. Raises a ModelError where it can't.
 
-    `vocabulary` holds the bytes of each token id: stop strings, banned strings and text markers are bytes.
+    `vocabulary` holds the bytes of each token id: stop strings, banned strings and text markers are bytes. `adapter` is
+    the folder of a LoRA adapter that is merged into the weights.
     """
     checkpoint = open_checkpoint(model)
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
     check_fit(checkpoint, place, kind)
-    return TorchEngine(checkpoint.name, load_model(checkpoint, place, kind), vocabulary, options)
+    loaded = load_model(checkpoint, place, kind)
+    if adapter is not None:
+        loaded = with_adapter(loaded, adapter)
+    return TorchEngine(checkpoint.name, loaded, vocabulary, options)
 
 
 class TorchEngine:
@@ -93,6 +101,8 @@ class TorchEngine:
         self._spelled: Spelling | None = None
         self._grammars = Grammars(vocabulary)
         info = _info(name, model)
+        if options.context is not None:
+            info = replace(info, context_length=min(info.context_length, options.context))
         limit = cache_bytes(model.device) if options.cache_bytes is None else options.cache_bytes
         self._runner = pick_runner(
             model, info.vocabulary_size, limit, info.context_length, options.exact, options.fused
