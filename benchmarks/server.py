@@ -1,0 +1,256 @@
+"""What the server itself costs, how it holds under many streams, and how fast a client that vanishes is forgotten.
+
+    python -m benchmarks.server streams --count 64 --seconds 60     # against a `palaver serve` of its own
+    python -m benchmarks.server cost                                # CPU time for each streamed token
+    python -m benchmarks.server vanish --times 200                  # from a closed connection to a free slot
+    python -m benchmarks.server profile                             # where the server's time goes, by function
+
+`streams` and `cost` read the CPU time and the memory of the server's own process, in which no engine runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import json
+import os
+import pstats
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent
+TICKS = os.sysconf("SC_CLK_TCK")
+CHAT = "/v1/chat/completions"
+
+
+@dataclass
+class Served:
+    """A `palaver serve` in a process of its own."""
+
+    url: str
+    pid: int
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Of the server's process alone: the engine is another one."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS
+
+    @property
+    def memory_mb(self) -> float:
+        found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{self.pid}/status").read_text())
+        assert found is not None
+        return int(found[1]) / 1024
+
+
+@contextmanager
+def served(*options: str) -> Iterator[Served]:
+    with tempfile.TemporaryDirectory() as data:
+        command = [sys.executable, "-m", "palaver", "serve", "--port", "0", "--data", data, *options]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        log = Path(data) / "log.txt"
+        with log.open("w") as errors, subprocess.Popen(command, stderr=errors, env=environment) as process:
+            try:
+                yield Served(_ready(log), process.pid)
+            finally:
+                process.send_signal(signal.SIGINT)
+                process.wait(60)
+
+
+def _ready(log: Path) -> str:
+    """Where the server is, once it can be talked to."""
+    while not (found := re.search(r"http://\S+", log.read_text())):
+        time.sleep(0.1)
+    while httpx.get(f"{found[0]}/health", timeout=30).status_code != 200:
+        time.sleep(0.2)
+    return found[0]
+
+
+@dataclass
+class Heard:
+    """What all streams heard."""
+
+    replies: int = 0
+    tokens: int = 0
+    gaps: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+def question(number: int) -> tuple[str, str]:
+    """One that no other stream asks, and what its answer must hold."""
+    first, second = 100 + 7 * number, 205 + 3 * number
+    return f"What is {first} + {second}?", str(first + second)
+
+
+async def stream(client: httpx.AsyncClient, number: int, until: float, heard: Heard) -> None:
+    text, expected = question(number)
+    body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "stream": True, "max_tokens": 200}
+    while time.monotonic() < until:
+        answer, last, tokens = "", 0.0, 0
+        async with client.stream("POST", CHAT, json=body) as response:
+            if response.status_code != 200:
+                heard.wrong.append(f"{number}: {response.status_code}")
+                return
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    heard.wrong.append(f"{number}: {line}")
+                    return
+                delta = event["choices"][0]["delta"]
+                answer += delta.get("content") or ""
+                if delta.get("content") or delta.get("reasoning_content"):
+                    now = time.monotonic()
+                    if last:
+                        heard.gaps.append(now - last)
+                    last, tokens = now, tokens + 1
+        heard.replies += 1
+        heard.tokens += tokens
+        if expected not in answer:
+            heard.wrong.append(f"{number}: {answer!r} without {expected}")
+
+
+async def many(url: str, count: int, seconds: float) -> Heard:
+    heard = Heard()
+    limits = httpx.Limits(max_connections=count, max_keepalive_connections=count)
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
+        until = time.monotonic() + seconds
+        await asyncio.gather(*(stream(client, number, until, heard) for number in range(count)))
+    return heard
+
+
+def streams(options: argparse.Namespace) -> None:
+    with served() as server:
+        asyncio.run(many(server.url, options.count, 5))  # everything is warm
+        before, cpu = server.memory_mb, server.cpu_seconds
+        heard = asyncio.run(many(server.url, options.count, options.seconds))
+        spent, after = server.cpu_seconds - cpu, server.memory_mb
+    gaps = sorted(heard.gaps)
+    middle, late = statistics.median(gaps), gaps[int(len(gaps) * 0.99)]
+    print(f"{options.count} streams for {options.seconds:g} s: {heard.replies} replies, {heard.tokens} tokens")
+    print(f"wrong, mixed up or failed: {len(heard.wrong)}")
+    print(f"between tokens: median {middle * 1e3:.1f} ms, p99 {late * 1e3:.1f} ms ({late / middle:.2f} times)")
+    print(f"memory of the server: {before:.0f} MB, then {after:.0f} MB")
+    print(f"CPU of the server: {spent / heard.tokens * 1e6:.0f} us a streamed token")
+    for one in heard.wrong[:5]:
+        print(" ", one)
+
+
+async def long_replies(url: str, count: int, tokens: int) -> int:
+    """How many tokens came. Long replies, so that what a request costs by itself does not count."""
+    came = 0
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        nonlocal came
+        asked = {"messages": [{"role": "user", "content": question(number)[0]}], "temperature": 0, "stream": True}
+        body = {**asked, "min_tokens": tokens, "max_tokens": tokens, "stream_options": {"include_usage": True}}
+        async with client.stream("POST", CHAT, json=body) as response:
+            async for line in response.aiter_lines():
+                if '"completion_tokens":' in line:
+                    came += json.loads(line[6:])["usage"]["completion_tokens"]
+
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+        await asyncio.gather(*(one(client, number) for number in range(count)))
+    return came
+
+
+def cost(options: argparse.Namespace) -> None:
+    with served() as server:
+        asyncio.run(long_replies(server.url, options.count, 50))
+        cpu = server.cpu_seconds
+        tokens = asyncio.run(long_replies(server.url, options.count, options.tokens))
+        spent = server.cpu_seconds - cpu
+    print(f"{options.count} streams: {tokens} tokens, {spent / tokens * 1e6:.0f} us of the server's CPU a token")
+
+
+def vanish(options: argparse.Namespace) -> None:
+    """In this process, where the engine can be looked at."""
+    sys.path.insert(0, str(ROOT))
+    from tests.server.live import Live
+
+    body = json.dumps(
+        {"messages": [{"role": "user", "content": "Hello!"}], "stream": True, "min_tokens": 6000}
+    ).encode()
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    )
+    times = []
+    with tempfile.TemporaryDirectory() as folder, Live(Path(folder)) as live:
+        engine: Any = live.service.models.current().engine
+        for number in range(options.times):
+            with socket.create_connection(("127.0.0.1", live.port)) as leaving:
+                leaving.sendall(head.encode() + b"\r\n" + body)
+                while not engine.statistics.running:
+                    time.sleep(0.001)
+                time.sleep((number % 10) * 0.003)
+            left = time.monotonic()
+            while engine.statistics.running:
+                time.sleep(0.0002)
+            times.append(time.monotonic() - left)
+    times.sort()
+    late = times[int(len(times) * 0.99)]
+    middle = statistics.median(times)
+    print(f"{len(times)} clients vanished: slot free after {middle * 1e3:.1f} ms, p99 {late * 1e3:.1f} ms")
+
+
+def profile(options: argparse.Namespace) -> None:
+    sys.path.insert(0, str(ROOT))
+    from tests.server.live import Live
+
+    with tempfile.TemporaryDirectory() as folder, Live(Path(folder)) as live:
+        asyncio.run(many(live.url, options.count, 3))
+        profiler = cProfile.Profile()
+
+        async def switch(on: bool) -> None:
+            if on:
+                profiler.enable()
+            else:
+                profiler.disable()
+
+        live.within(lambda: switch(True))
+        heard = asyncio.run(many(live.url, options.count, options.seconds))
+        live.within(lambda: switch(False))
+    print(f"{heard.tokens} tokens")
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(options.lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    for name, run, count, seconds in (
+        ("streams", streams, 64, 60.0),
+        ("profile", profile, 8, 10.0),
+    ):
+        one = commands.add_parser(name)
+        one.add_argument("--count", type=int, default=count)
+        one.add_argument("--seconds", type=float, default=seconds)
+        one.add_argument("--lines", type=int, default=30)
+        one.set_defaults(run=run)
+    one = commands.add_parser("cost")
+    one.add_argument("--count", type=int, default=16)
+    one.add_argument("--tokens", type=int, default=1000)
+    one.set_defaults(run=cost)
+    one = commands.add_parser("vanish")
+    one.add_argument("--times", type=int, default=200)
+    one.set_defaults(run=vanish)
+    options = parser.parse_args()
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()

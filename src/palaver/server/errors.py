@@ -1,0 +1,150 @@
+"""Errors as HTTP: one table from types to statuses, and one shape, which is OpenAI's."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from palaver import errors
+from palaver.errors import PalaverError, RequestError
+from palaver.store import errors as store
+from palaver.wire.errors import named
+
+_log = logging.getLogger("palaver.server")
+INTERNAL = "Something went wrong inside of the server: its log has the details."
+
+
+class NoKey(RequestError):
+    def __init__(self, given: bool) -> None:
+        super().__init__(
+            "The key is not known, or was revoked."
+            if given
+            else "A key is needed: send it as `Authorization: Bearer KEY`."
+        )
+
+
+class NotAllowed(RequestError):
+    """Whoever asks may not do this."""
+
+
+class ForeignCaller(NotAllowed):
+    """A Host or an Origin that is none of ours: a page elsewhere that reaches for this server."""
+
+
+class TooLarge(RequestError):
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"The body is larger than {limit} bytes.")
+
+
+class TooSlow(RequestError):
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"The body did not arrive within {seconds:g} s.")
+
+
+class TooMany(RequestError):
+    """More requests than are taken; `seconds` is when to try again."""
+
+    def __init__(self, why: str, seconds: int = 1) -> None:
+        super().__init__(why)
+        self.seconds = seconds
+
+
+class NotJson(RequestError):
+    """A body that can't be read."""
+
+
+class NoRoute(RequestError):
+    """A path or a method that is not there."""
+
+
+class WrongMethod(RequestError):
+    """A path that takes another method."""
+
+
+class NotSupported(RequestError):
+    """What this server does not do."""
+
+
+class OtherModel(RequestError):
+    """A request for a model that is not the one in use."""
+
+
+class ShuttingDown(PalaverError):
+    def __init__(self) -> None:
+        super().__init__("The server is shutting down: try again in a moment.")
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """How an error is told: its status, and OpenAI's words for its kind."""
+
+    status: int
+    type: str = "invalid_request_error"
+    code: str | None = None
+
+
+_SERVER = "server_error"
+_TABLE: dict[type[BaseException], Told] = {
+    RequestError: Told(400),
+    NoKey: Told(401, "authentication_error", "invalid_api_key"),
+    NotAllowed: Told(403, "permission_error"),
+    ForeignCaller: Told(403, "permission_error", "foreign_caller"),
+    NoRoute: Told(404, code="unknown_url"),
+    WrongMethod: Told(405),
+    OtherModel: Told(404, code="model_not_found"),
+    store.NotFound: Told(404, code="not_found"),
+    TooSlow: Told(408),
+    store.Conflict: Told(409, code="conflict"),
+    store.NotEmpty: Told(409, code="conflict"),
+    TooLarge: Told(413),
+    TooMany: Told(429, "rate_limit_error", "rate_limit_exceeded"),
+    errors.QueueFull: Told(429, "rate_limit_error", "queue_full"),
+    errors.CacheFull: Told(400, code="context_length_exceeded"),
+    NotSupported: Told(400, code="not_supported"),
+    errors.ModelError: Told(400, code="model_error"),
+    errors.ContextOverflow: Told(400, code="context_length_exceeded"),
+    errors.UnknownModel: Told(400, code="model_not_found"),
+    errors.NoModel: Told(503, _SERVER, "no_model"),
+    errors.ModelLoading: Told(503, _SERVER, "model_loading"),
+    ShuttingDown: Told(503, _SERVER, "shutting_down"),
+    errors.EngineClosed: Told(503, _SERVER, "engine_closed"),
+    errors.EngineError: Told(500, _SERVER, "engine_failed"),
+    store.Locked: Told(503, _SERVER, "storage_busy"),
+    store.Unreachable: Told(503, _SERVER, "storage_unreachable"),
+    store.DiskFull: Told(507, _SERVER, "storage_full"),
+    store.StoreError: Told(500, _SERVER, "storage_failed"),
+}
+_UNKNOWN = Told(500, _SERVER)
+_LATER = (429, 503)
+
+
+def told(error: BaseException) -> Told:
+    """By the nearest of its types."""
+    return next((_TABLE[kind] for kind in type(error).__mro__ if kind in _TABLE), _UNKNOWN)
+
+
+def error_value(error: BaseException) -> dict[str, Any]:
+    """In OpenAI's shape. What is no error of ours is said in the log alone."""
+    how = told(error)
+    message = str(error) if isinstance(error, PalaverError) else INTERNAL
+    param = error.name if isinstance(error, errors.BadParameter) else None
+    return {"error": {"message": message, "type": how.type, "param": param, "code": how.code, **named(error)}}
+
+
+def error_body(error: BaseException) -> bytes:
+    return json.dumps(error_value(error)).encode()
+
+
+def error_headers(error: BaseException) -> dict[str, str]:
+    how = told(error)
+    if how.status == 401:
+        return {"www-authenticate": "Bearer"}
+    return {"retry-after": str(getattr(error, "seconds", 1))} if how.status in _LATER else {}
+
+
+def note(error: BaseException) -> None:
+    """Writes what nobody foresaw into the log."""
+    if not isinstance(error, PalaverError):
+        _log.error("a request failed", exc_info=error)

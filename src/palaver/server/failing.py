@@ -1,0 +1,55 @@
+"""Errors of routes as answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from palaver.errors import BadParameter, PalaverError
+from palaver.server.errors import NoRoute, NotJson, WrongMethod, error_headers, error_value, note, told
+
+
+def answer_errors(app: FastAPI) -> None:
+    app.add_exception_handler(PalaverError, _answer)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _answer)
+
+
+async def _answer(_: Request, error: Exception) -> JSONResponse:
+    note(error)
+    return JSONResponse(error_value(error), told(error).status, error_headers(error))
+
+
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first: dict[str, Any] = next(iter(error.errors()), {})
+    where = ".".join(str(part) for part in first.get("loc", ())[1:])
+    if first.get("type") == "json_invalid":
+        return await _answer(request, NotJson(f"The body is not JSON: {first.get('ctx', {}).get('error', '')}"))
+    if isinstance(first.get("input"), bytes):
+        return await _answer(request, NotJson("The body must be sent as Content-Type: application/json."))
+    return await _answer(request, BadParameter(where or "body", _shown(first.get("input")), first.get("msg", "")))
+
+
+async def _http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    match error.status_code:
+        case 404:
+            found: PalaverError = NoRoute(f"There is nothing at {request.method} {request.url.path}.")
+        case 405:
+            found = WrongMethod(f"{request.url.path} does not take {request.method}.")
+        case _:
+            found = NotJson(str(error.detail))
+    answer = await _answer(request, found)
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+def _shown(value: Any) -> Any:
+    text = repr(value)
+    return value if len(text) <= 80 else text[:77] + "..."

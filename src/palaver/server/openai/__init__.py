@@ -1,0 +1,1 @@
+"""The OpenAI API: what its clients send, and what they get."""

@@ -1,0 +1,56 @@
+"""What every streamed or folded answer does: it waits for the first word, and ends when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from typing import TypeVar
+
+from fastapi import Request
+
+from palaver.server.bodies import Left
+from palaver.server.openai.speaking import Speaking, Told
+from palaver.server.state import State
+from palaver.server.streaming import gone
+
+T = TypeVar("T")
+FIRST_SECONDS = 5.0
+"""For so long an answer waits for the engine's first word, so that a refusal has a status of its own."""
+
+
+async def while_there(request: Request, work: Awaitable[T]) -> T:
+    """The work's result, unless the client leaves before: then Left, and the work is cancelled."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.create_task(gone(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Left
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def begun(request: Request, stream: AsyncGenerator[T]) -> asyncio.Future[T]:
+    """The stream's first word, or its promise where that takes long. Raises what the stream raised instead."""
+    first = asyncio.ensure_future(anext(stream))
+    try:
+        await while_there(request, asyncio.wait({first}, timeout=FIRST_SECONDS))
+        if first.done():
+            first.result()
+    except BaseException:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        raise
+    return first
+
+
+async def held(state: State, speaking: Speaking) -> AsyncGenerator[Told]:
+    """The stream, while it has the floor."""
+    with state.floor.taken(speaking.stop, len(speaking.choices)):
+        async with aclosing(speaking.tell()) as stream:
+            async for told in stream:
+                yield told

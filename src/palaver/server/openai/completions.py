@@ -1,0 +1,216 @@
+"""`/v1/completions`: text, or token ids, goes on as it is, without a chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from palaver.chat.model import Model, draw_seed
+from palaver.chat.parameters import decide
+from palaver.chat.utterance import Request as Asking
+from palaver.chat.utterance import Utterance
+from palaver.errors import BadParameter, ContextOverflow, EmptyMessage
+from palaver.events import AnswerDelta
+from palaver.formats.completion import Completion
+from palaver.generation import Prompt
+from palaver.phases import Phase, Phases, State
+from palaver.server.bodies import Left
+from palaver.server.callers import Whoever
+from palaver.server.errors import error_body, note
+from palaver.server.openai.answering import begun, held, while_there
+from palaver.server.openai.asking import Asked, Shown, check_model, choices
+from palaver.server.openai.fields import CompletionRequest
+from palaver.server.openai.naming import in_their_words
+from palaver.server.openai.speaking import Speaking, Told
+from palaver.server.openai.telling import DONE, Heading, ending, usage
+from palaver.server.openai.unknown import check_all
+from palaver.server.openai.wishes import decided_by, sampling_parameters
+from palaver.server.settings import ServerSettings
+from palaver.server.state import StateOf
+from palaver.server.streaming import EventStream
+from palaver.store.identity import new_id
+
+MAX_PROMPTS = 64
+
+
+def router() -> APIRouter:
+    routes = APIRouter(tags=["OpenAI"])
+
+    @routes.post("/v1/completions", response_model=None)
+    async def completions(request: Request, body: CompletionRequest, caller: Whoever, state: StateOf) -> Response:
+        """What the model makes of a text, whole or as a stream of server-sent events."""
+        model = state.service.models.current()
+        with in_their_words():
+            what, utterances = await asyncio.to_thread(_asked, body, model, state.settings, caller.owner_id)
+        speaking = Speaking(what, utterances, state.metrics)
+        stream = held(state, speaking)
+        about = _Texts(Heading(model.name, f"fp_{model.tokenizer}", f"cmpl-{new_id()}"), speaking)
+        try:
+            with in_their_words():
+                if not what.shown.stream:
+                    return JSONResponse(await while_there(request, about.whole(stream)))
+                first = await begun(request, stream)
+            return EventStream(about.chunks(stream, first))
+        except Left:
+            await stream.aclose()
+            return Response(status_code=499)
+        except BaseException:
+            await stream.aclose()
+            raise
+
+    return routes
+
+
+def _asked(
+    body: CompletionRequest, model: Model, settings: ServerSettings, owner: str
+) -> tuple[Asked, list[Utterance]]:
+    check_all(body)
+    check_model(body.model, model, settings)
+    _check_rest(body)
+    parameters = decided_by(settings, {**sampling_parameters(body), "logprobs": body.logprobs})
+    for name in ("thinking", "effort", "budget", "variables", "thinking_budget"):
+        parameters.pop(name, None)
+    decided = decide(model.engine.info.defaults, parameters, draw_seed(), None)
+    prompts = [_prompt(model, one, owner) for one in _prompts(body.prompt)]
+    n = choices(body.n, settings)
+    if len(prompts) * n > settings.limits.choices:
+        raise BadParameter("n", n, f"prompts times n must be at most {settings.limits.choices}")
+    request = Asking((), decided.sampling, owner=owner)
+    options = body.stream_options
+    wanted = not body.stream or (options is not None and options.include_usage)
+    shown = Shown(
+        logprobs=body.logprobs is not None,
+        token_ids=bool(body.return_token_ids),
+        stream=bool(body.stream),
+        usage=wanted,
+    )
+    spoken = [_utterance(model, replace(request, choice=c), prompt) for prompt in prompts for c in range(n)]
+    return Asked(model, request, len(spoken), shown), spoken
+
+
+def _check_rest(body: CompletionRequest) -> None:
+    if body.echo:
+        raise BadParameter("echo", True, "the prompt is not sent back")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise BadParameter("best_of", body.best_of, "must be the same as n, or left out")
+    if body.stream_options is not None and not body.stream:
+        raise BadParameter("stream_options", "...", "needs stream to be true")
+
+
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    found: list[Any]
+    if isinstance(prompt, str) or (prompt and all(isinstance(one, int) for one in prompt)):
+        found = [prompt]
+    else:
+        found = list(prompt)
+    if not found or any(not one for one in found):
+        raise EmptyMessage
+    if len(found) > MAX_PROMPTS:
+        raise BadParameter("prompt", f"{len(found)} prompts", f"at most {MAX_PROMPTS} are taken")
+    return found
+
+
+def _prompt(model: Model, given: str | list[int], owner: str) -> Prompt:
+    tokenizer = model.format.tokenizer
+    size = model.engine.info.vocabulary_size
+    if isinstance(given, str):
+        ids = (*tokenizer.prefix, *tokenizer.encode([given]))
+    else:
+        ids = tuple(given)
+        for token_id in ids:
+            if not 0 <= token_id < size:
+                raise BadParameter("prompt", token_id, f"token ids here go from 0 to {size - 1}")
+    limit = model.engine.info.context_length
+    if len(ids) >= limit:
+        raise ContextOverflow(len(ids), limit)
+    phases = Phases((State(Phase.ANSWER),), ends=model.engine.info.end_ids, hidden=tokenizer.special_ids)
+    return Prompt(ids, (), phases, owner=owner)
+
+
+def _utterance(model: Model, request: Asking, prompt: Prompt) -> Utterance:
+    reader = Completion(model.format.tokenizer).reader(prompt, request.sampling.stop)
+    return Utterance(request, prompt, reader, model.engine)
+
+
+@dataclass
+class _Texts:
+    """Completions in OpenAI's older words."""
+
+    heading: Heading
+    speaking: Speaking
+
+    async def whole(self, stream: AsyncGenerator[Told]) -> dict[str, Any]:
+        texts: list[list[str]] = [[] for _ in self.speaking.choices]
+        logprobs: list[list[dict[str, Any]]] = [[] for _ in self.speaking.choices]
+        async with aclosing(stream):
+            async for told in stream:
+                texts[told.index].append(_text(told))
+                logprobs[told.index] += told.logprobs
+        found = [
+            self._choice(index, "".join(pieces), logprobs[index], finished=True) for index, pieces in enumerate(texts)
+        ]
+        totals = usage([choice.totals for choice in self.speaking.choices])
+        return {**self.heading.value("text_completion"), "choices": found, "usage": totals}
+
+    async def chunks(self, stream: AsyncGenerator[Told], first: asyncio.Future[Told]) -> AsyncGenerator[bytes]:
+        shown = self.speaking.asked.shown
+        try:
+            told = await first
+            while True:
+                text = _text(told)
+                if text or told.finished or told.logprobs or told.token_ids:
+                    choice = self._choice(told.index, text, told.logprobs, told.finished is not None, told.token_ids)
+                    yield self._event({"choices": [choice]})
+                told = await anext(stream)
+        except StopAsyncIteration:
+            if shown.usage:
+                totals = usage([choice.totals for choice in self.speaking.choices])
+                yield self._event({"choices": [], "usage": totals})
+            yield DONE
+        except Exception as error:
+            note(error)
+            yield b"data: " + error_body(error) + b"\n\n" + DONE
+        finally:
+            first.cancel()
+            await stream.aclose()
+
+    def _event(self, value: Mapping[str, Any]) -> bytes:
+        whole = {**self.heading.value("text_completion"), **value}
+        return f"data: {json.dumps(whole, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[dict[str, Any]],
+        finished: bool,
+        ids: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        choice, shown = self.speaking.choices[index], self.speaking.asked.shown
+        value: dict[str, Any] = {"index": index, "text": text}
+        value["logprobs"] = _logprobs(logprobs) if shown.logprobs else None
+        value["finish_reason"], value["stop_reason"] = ending(choice) if finished else (None, None)
+        if shown.token_ids:
+            value["token_ids"] = [step.token_id for step in choice.utterance.steps] if ids is None else list(ids)
+            if finished and ids is None:
+                value["prompt_token_ids"] = list(choice.utterance.prompt.context_ids)
+        return value
+
+
+def _text(told: Told) -> str:
+    return "".join(event.text for event in told.events if isinstance(event, AnswerDelta))
+
+
+def _logprobs(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    tokens = [entry["token"] for entry in entries]
+    places = [sum(map(len, tokens[:place])) for place in range(len(tokens))]
+    likeliest = [{one["token"]: one["logprob"] for one in entry["top_logprobs"]} for entry in entries]
+    values = [entry["logprob"] for entry in entries]
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": likeliest, "text_offset": places}

@@ -1,0 +1,105 @@
+"""Messages as OpenAI's clients send them, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from palaver.errors import BadParameter, NothingToContinue
+from palaver.messages import Message, Role, Text, Thinking, Tool, ToolCall, ToolResult
+from palaver.server.openai.fields import ChatMessage, ChatRequest, Function, ToolOffered
+from palaver.transcripts.openai import from_openai
+
+
+@dataclass(frozen=True, slots=True)
+class Conversing:
+    """The conversation so far, and the reply that was begun where one is to go on."""
+
+    messages: tuple[Message, ...]
+    past: tuple[tuple[int, ...] | None, ...]
+    """The token ids of the replies among the messages, where they were sent."""
+    begun: Message | None = None
+    said: tuple[int, ...] | None = None
+    """The ids of the begun reply, where they were sent."""
+
+
+def conversing(request: ChatRequest, most: int) -> Conversing:
+    if len(request.messages) > most:
+        raise BadParameter("messages", f"{len(request.messages)} messages", f"at most {most} are taken")
+    messages = messages_of(request.messages)
+    ids = [message.token_ids for message in request.messages]
+    last = request.messages[-1] if request.messages else None
+    wanted = request.continue_final_message
+    if last is not None and last.role == "assistant" and (wanted or (wanted is None and last.token_ids is not None)):
+        begun = _begun(messages[-1], wanted or True)
+        said = None if last.token_ids is None else tuple(last.token_ids)
+        return Conversing(messages[:-1], _past(messages[:-1], ids), begun, said)
+    if wanted:
+        raise NothingToContinue("continue_final_message: the last message is not the assistant's.")
+    if request.add_generation_prompt is False:
+        raise BadParameter("add_generation_prompt", False, "goes with continue_final_message only")
+    return Conversing(messages, _past(messages, ids))
+
+
+def messages_of(given: Sequence[ChatMessage]) -> tuple[Message, ...]:
+    names: dict[str, str] = {}
+    found = []
+    for place, one in enumerate(given):
+        message = _message(place, one)
+        names.update((call.id, call.name) for call in message.tool_calls)
+        found.append(_named(message, names))
+    return tuple(found)
+
+
+def tools_of(tools: Sequence[ToolOffered] | None, functions: Sequence[Function] | None, most: int) -> tuple[Tool, ...]:
+    offered = [*(tool.function for tool in tools or ()), *(functions or ())]
+    if len(offered) > most:
+        raise BadParameter("tools", f"{len(offered)} tools", f"at most {most} are taken")
+    names = [function.name for function in offered]
+    for name in names:
+        if names.count(name) > 1:
+            raise BadParameter("tools", name, "two tools have this name")
+    return tuple(Tool(f.name, f.description or "", f.parameters or {"type": "object"}) for f in offered)
+
+
+def _past(messages: Sequence[Message], ids: Sequence[list[int] | None]) -> tuple[tuple[int, ...] | None, ...]:
+    replies = zip(messages, ids, strict=False)
+    return tuple(
+        None if known is None else tuple(known) for message, known in replies if message.role is Role.ASSISTANT
+    )
+
+
+def _message(place: int, one: ChatMessage) -> Message:
+    value = one.model_dump(exclude_none=True, exclude={"token_ids", "refusal", "function_call"})
+    if one.function_call is not None:
+        value["tool_calls"] = [{"id": "", "function": one.function_call.model_dump()}]
+    if one.refusal and not one.content:
+        value["content"] = one.refusal
+    if one.role in ("tool", "function") and one.content is None:
+        raise BadParameter(f"messages[{place}].content", None, "a tool's result needs a content")
+    try:
+        return from_openai(value)
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadParameter(f"messages[{place}]", "...", str(error)) from None
+
+
+def _named(message: Message, names: dict[str, str]) -> Message:
+    """Some templates want the name of the tool whose result this is, which clients leave out."""
+    parts = (
+        replace(part, name=names.get(part.call_id, "")) if isinstance(part, ToolResult) and not part.name else part
+        for part in message.parts
+    )
+    return Message(message.role, tuple(parts))
+
+
+def _begun(message: Message, wanted: bool | str) -> Message:
+    """As much of it as is to go on: an open thought has nothing after it, a closed one has an answer, even an empty."""
+    thinks = any(isinstance(part, Thinking) for part in message.parts)
+    rest = [part for part in message.parts if isinstance(part, Text | ToolCall)]
+    if wanted == "reasoning_content":
+        if rest:
+            raise BadParameter("continue_final_message", wanted, "the thought is closed: there is an answer after it")
+        return message if thinks else Message(Role.ASSISTANT, (Thinking(""),))
+    if wanted == "content" and not rest:
+        return Message(Role.ASSISTANT, (*message.parts, Text("")))
+    return message

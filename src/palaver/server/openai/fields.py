@@ -1,0 +1,191 @@
+"""What a request may hold, as its OpenAPI schema tells it. Bounds of sampling values are `palaver.sampling`'s."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Stop = str | int | list[str | int] | None
+Whole = int | None
+Number = float | None
+Switched = bool | None
+
+
+class Fields(BaseModel):
+    """Fields that are not named are looked at too: see `unknown.py`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+
+class FunctionCall(Fields):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class CallMade(Fields):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Fields):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Any] | None = Field(None, description="Text, or a list of parts.")
+    reasoning_content: str | None = Field(None, description="What the assistant thought.")
+    reasoning: str | None = Field(None, description="The same, as some clients name it.")
+    thinking: str | None = Field(None, description="The same.")
+    name: str | None = None
+    tool_calls: list[CallMade] | None = None
+    tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
+    refusal: str | None = Field(None, description="Taken as text of the assistant.")
+    token_ids: list[int] | None = Field(None, description="Of an assistant's message: the ids it was generated as.")
+
+
+class Function(Fields):
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="Calls that are forced follow the schema whatever this says.")
+
+
+class ToolOffered(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Fields):
+    name: str
+
+
+class NamedTool(Fields):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class JsonSchema(Fields):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+    grammar: str | None = Field(None, description="In Lark's notation.")
+
+
+class StreamOptions(Fields):
+    include_usage: bool = False
+    include_obfuscation: bool | None = Field(None, description="Ignored.")
+
+
+class ThinkingWish(Fields):
+    type: Literal["enabled", "disabled", "adaptive"] = "enabled"
+    budget_tokens: Whole = None
+
+
+class ReasoningWish(Fields):
+    effort: str | None = None
+    max_tokens: Whole = None
+    enabled: Switched = None
+
+
+class SamplingFields(Fields):
+    """How tokens are chosen. What is left out is the model's own default, or the operator's."""
+
+    model: str | None = None
+    stream: Switched = None
+    stream_options: StreamOptions | None = None
+    n: Whole = Field(None, description="Different replies under one seed.")
+    temperature: Number = None
+    top_p: Number = None
+    top_k: Whole = Field(None, description="0 or -1 is off.")
+    min_p: Number = None
+    repetition_penalty: Number = None
+    presence_penalty: Number = None
+    frequency_penalty: Number = None
+    end_penalty: Number = Field(None, description="Above 1 makes the end of the reply less likely.")
+    logit_bias: dict[str, float] | None = None
+    seed: Whole = None
+    stop: Stop = Field(None, description="Strings or token ids; they count in the answer alone.")
+    stop_token_ids: list[int] | None = None
+    min_tokens: Whole = None
+    max_tokens: Whole = None
+    banned_strings: str | list[str] | None = None
+    banned_token_ids: list[int] | None = None
+    return_token_ids: Switched = None
+    user: str | None = Field(None, description="Ignored.")
+
+
+class ChatRequest(SamplingFields):
+    messages: list[ChatMessage]
+    max_completion_tokens: Whole = None
+    tools: list[ToolOffered] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: Switched = None
+    functions: list[Function] | None = None
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
+    response_format: ResponseFormat | None = None
+    json_schema: dict[str, Any] | None = Field(None, description="Short for response_format.")
+    regex: str | None = Field(None, description="Short for response_format.")
+    grammar: str | None = Field(None, description="Short for response_format.")
+    logprobs: Switched = None
+    top_logprobs: Whole = None
+    reasoning_effort: str | None = None
+    reasoning_format: Literal["auto", "deepseek", "parsed", "none"] | None = None
+    include_reasoning: Switched = None
+    enable_thinking: Switched = None
+    thinking: ThinkingWish | None = None
+    reasoning: ReasoningWish | None = None
+    thinking_budget: Whole = None
+    thinking_budget_tokens: Whole = Field(None, description="The same.")
+    thinking_token_budget: Whole = Field(None, description="The same.")
+    reasoning_budget: Whole = Field(None, description="The same.")
+    max_thinking_tokens: Whole = Field(None, description="The same.")
+    chat_template_kwargs: dict[str, Any] | None = None
+    template_vars: dict[str, Any] | None = Field(None, description="The same.")
+    add_generation_prompt: Switched = None
+    continue_final_message: bool | Literal["reasoning_content", "content"] | None = None
+    response_prefix: str | None = None
+    token_healing: Switched = None
+    metadata: dict[str, Any] | None = Field(None, description="`conversation` names one; the rest is ignored.")
+
+
+class CompletionRequest(SamplingFields):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Whole = None
+    echo: Switched = None
+    best_of: Whole = None
+    response_format: ResponseFormat | None = None
+    json_schema: dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+
+class TokenizeRequest(Fields):
+    model: str | None = None
+    prompt: str | None = Field(None, description="Text; or messages.")
+    messages: list[ChatMessage] | None = None
+    tools: list[ToolOffered] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: Switched = None
+    add_special_tokens: bool = Field(True, description="Whether text begins with what this model's texts begin with.")
+    return_token_strs: Switched = None
+
+
+class DetokenizeRequest(Fields):
+    model: str | None = None
+    tokens: list[int]
+
+
+class RenderRequest(Fields):
+    model: str | None = None
+    messages: list[ChatMessage]
+    tools: list[ToolOffered] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: Switched = None
+    reasoning_effort: str | None = None

@@ -1,0 +1,207 @@
+"""Replies in the making: each choice of a request, and all of them as one stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from palaver.chat.model import Model
+from palaver.chat.utterance import Utterance
+from palaver.errors import PalaverError
+from palaver.events import Event, Finished, ReadEvent, Started, ThinkingDelta, ToolCallOpened, Waiting
+from palaver.generation import Finish
+from palaver.messages import Message
+from palaver.server.errors import ShuttingDown
+from palaver.server.metrics import Metrics, Pace
+from palaver.server.openai.asking import Asked, Shown
+from palaver.server.openai.logprobs import AnswerLogprobs
+from palaver.server.openai.seam import Seam, seam
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Something of one choice: events, or its end, and what belongs to them."""
+
+    index: int
+    events: tuple[ReadEvent, ...] = ()
+    finished: Finished | None = None
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(slots=True)
+class Totals:
+    """Of one choice, without what it went on from."""
+
+    prompt: int = 0
+    cached: int = 0
+    reply: int = 0
+    thinking: int = 0
+
+
+@dataclass
+class Choice:
+    """One reply. What it had said before this request is not told again."""
+
+    index: int
+    model: Model
+    utterance: Utterance
+    shown: Shown
+    metrics: Metrics
+    sent: Message | None = None
+    """What its client sent of a reply that goes on."""
+    totals: Totals = field(default_factory=Totals)
+    calls: int = 0
+    finish: Finished | None = None
+    cut: bool = False
+    """Whether we ended it after its first call."""
+
+    def __post_init__(self) -> None:
+        self._seam = seam(self.model, self.utterance, self.sent)
+        self._answers = AnswerLogprobs(self.utterance, self.model.vocabulary) if self.shown.logprobs else None
+        self._pace = Pace(self.metrics)
+        self._told = 0
+        """Tokens whose ids and log-probabilities were told."""
+        self._thought = 0
+        """Tokens of thought that the reply had before."""
+
+    async def tell(self) -> AsyncGenerator[Told]:
+        try:
+            async with self.utterance:
+                async for events in self.utterance.batches():
+                    if (told := self._take(events)) is not None:
+                        yield told
+        finally:
+            self._pace.no_longer_waits()
+            self._count()
+
+    def _take(self, events: Sequence[Event]) -> Told | None:
+        match events[0]:
+            case Waiting():
+                self._pace.waits()
+                return Told(self.index)
+            case Started(prompt_tokens, cached_tokens):
+                self._pace.no_longer_waits()
+                self._thought = self.utterance.usage.thinking_tokens
+                self.totals.prompt, self.totals.cached = prompt_tokens, cached_tokens
+                return Told(self.index)
+            case Finished() as finished:
+                self.finish = finished
+                return self._new(_told_at_end(finished))
+            case _ if self.utterance.steps:
+                return self._new(cast("Sequence[ReadEvent]", events))
+            case _:  # what it had said before
+                self.calls = _opened(events)
+                return None
+
+    def _new(self, events: Sequence[ReadEvent]) -> Told | None:
+        """What came with the last tokens, told with their ids."""
+        read = _of(self._seam, events)
+        steps = self.utterance.steps
+        fresh = steps[self._told :]
+        if fresh:
+            self._pace.tokens(len(fresh))
+        opened = _opened(read)
+        self.calls += opened
+        if self.cut or (opened and self.shown.one_call and self.calls > 1):
+            self.cut = True
+            self.utterance.stop()
+            if self.finish is None:
+                return None
+            read = ()
+        self._told = len(steps)
+        ids = tuple(step.token_id for step in fresh) if self.shown.token_ids else ()
+        said = self._answers.take(fresh, self.finish is not None) if self._answers else ()
+        return Told(self.index, read, self.finish, ids, said)
+
+    def _count(self) -> None:
+        self.totals.reply = len(self.utterance.steps)
+        self.totals.thinking = self.utterance.usage.thinking_tokens - self._thought
+        self.totals.prompt = self.totals.prompt or len(self.utterance.prompt)
+        metrics, totals = self.metrics, self.totals
+        metrics.prompt_tokens += totals.prompt
+        metrics.cached_tokens += totals.cached
+        metrics.reply_tokens += totals.reply
+        metrics.thinking_tokens += totals.thinking
+        metrics.finished(self.finish.finish.value if self.finish else "left")
+
+
+class Speaking:
+    """All choices of one request. Its owner reads `tell` once and closes it."""
+
+    def __init__(self, asked: Asked, utterances: Sequence[Utterance], metrics: Metrics) -> None:
+        self.asked = asked
+        self.choices = [
+            Choice(place, asked.model, utterance, asked.shown, metrics, asked.begun)
+            for place, utterance in enumerate(utterances)
+        ]
+        self._ends = False
+
+    def stop(self) -> None:
+        """The server ends: what runs is cut, and its client told why."""
+        self._ends = True
+        for choice in self.choices:
+            choice.utterance.stop()
+
+    async def tell(self) -> AsyncGenerator[Told]:
+        stream = self.choices[0].tell() if len(self.choices) == 1 else _merged(self.choices)
+        async with aclosing(stream):
+            async for told in stream:
+                if self._ends and told.finished is not None and told.finished.finish is Finish.STOPPED:
+                    raise ShuttingDown
+                yield told
+
+
+async def _merged(choices: Sequence[Choice]) -> AsyncGenerator[Told]:
+    arrivals: asyncio.Queue[Told | PalaverError | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_forward(choice, arrivals)) for choice in choices]
+    left = len(tasks)
+    try:
+        while left:
+            arrival = await arrivals.get()
+            if arrival is None:
+                left -= 1
+            elif isinstance(arrival, Told):
+                yield arrival
+            else:
+                raise arrival
+    finally:
+        for task in tasks:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _forward(choice: Choice, arrivals: asyncio.Queue[Told | PalaverError | None]) -> None:
+    try:
+        async with aclosing(choice.tell()) as stream:
+            async for told in stream:
+                arrivals.put_nowait(told)
+        arrivals.put_nowait(None)
+    except PalaverError as error:
+        arrivals.put_nowait(error)
+
+
+def _told_at_end(finished: Finished) -> tuple[ReadEvent, ...]:
+    """White space at the end of a thought is the thought's only if more of it follows: a cut one may go on."""
+    if finished.finish not in (Finish.LENGTH, Finish.STOPPED):
+        return finished.tail
+    return tuple(e for e in finished.tail if not (isinstance(e, ThinkingDelta) and not e.text.strip()))
+
+
+def _opened(events: Sequence[Event]) -> int:
+    """How many calls were begun."""
+    count = 0
+    for event in events:  # for every token, so as cheap as it can be
+        if type(event) is ToolCallOpened:
+            count += 1
+    return count
+
+
+def _of(seam: Seam | None, events: Sequence[ReadEvent]) -> tuple[ReadEvent, ...]:
+    if seam is None:
+        return tuple(events)
+    return tuple(new for event in events if (new := seam.take(event)) is not None)

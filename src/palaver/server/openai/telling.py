@@ -1,0 +1,234 @@
+"""Replies in OpenAI's words: chunks while they come, and the same folded when they are whole."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring as quoted
+from typing import Any, assert_never
+
+from palaver.chat.model import Model
+from palaver.chat.utterance import Utterance
+from palaver.events import (
+    AnswerDelta,
+    Finished,
+    Notice,
+    PhaseOpened,
+    ReadEvent,
+    ThinkingDelta,
+    ToolCallDelta,
+    ToolCallOpened,
+    fold,
+)
+from palaver.generation import Finish
+from palaver.messages import Message
+from palaver.server.openai.asking import Shown
+from palaver.server.openai.speaking import Choice, Told, Totals
+from palaver.store.identity import new_id
+
+DONE = b"data: [DONE]\n\n"
+_REASONS = {Finish.END: "stop", Finish.STOP_STRING: "stop", Finish.LENGTH: "length", Finish.STOPPED: "stop"}
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What every chunk of one answer says of it."""
+
+    model: str
+    fingerprint: str
+    id: str = field(default_factory=lambda: f"chatcmpl-{new_id()}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def value(self, kind: str) -> dict[str, Any]:
+        about = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**about, "system_fingerprint": self.fingerprint}
+
+
+def heading(model: Model) -> Heading:
+    return Heading(model.name, f"fp_{model.tokenizer or 'none'}")
+
+
+class Chunks:
+    """Writes chunks by hand around the text, which is what costs least for each token."""
+
+    def __init__(self, heading: Heading, shown: Shown, first: Mapping[str, Any] | None = None) -> None:
+        """`first`: what the first chunk alone says."""
+        self._heading = heading.value("chat.completion.chunk")
+        self._shown = shown
+        self._first = first
+        self._head = "data: " + json.dumps(self._heading, separators=(",", ":"))[:-1] + ',"choices":[{"index":'
+        self._end = "]}\n\n" if not shown.usage else '],"usage":null}\n\n'
+
+    def opening(self, index: int) -> bytes:
+        piece = self._chunk(index, '{"role":"assistant","content":null}')
+        if self._first and index == 0:
+            piece = _event({**json.loads(piece[len("data: ") :]), **self._first})
+        return piece.encode()
+
+    def of(self, told: Told, ending: tuple[str, str | int | None] | None) -> bytes:
+        """All that came with the last tokens, in one chunk, so that a client that is cut off has all of it or nothing.
+        `ending` is given with the last, which has a chunk of its own."""
+        extra, delta = self._extra(told), self._delta(told.events)
+        if ending is None:
+            return self._chunk(told.index, delta, extra).encode() if delta != "{}" or extra else b""
+        reason, stop = ending
+        said = self._chunk(told.index, delta) if delta != "{}" else ""
+        notices = [event.text for event in told.events if isinstance(event, Notice)]
+        extra += f',"stop_reason":{json.dumps(stop)}'
+        if notices:
+            extra += f',"notices":{json.dumps(notices)}'
+        return (said + self._chunk(told.index, "{}", extra, reason)).encode()
+
+    def usage(self, usage: Mapping[str, Any]) -> bytes:
+        return _event({**self._heading, "choices": [], "usage": usage}).encode()
+
+    def _chunk(self, index: int, delta: str, extra: str = "", reason: str | None = None) -> str:
+        finish = f'"{reason}"' if reason else "null"
+        return f'{self._head}{index},"delta":{delta}{extra},"finish_reason":{finish}}}{self._end}'
+
+    def _extra(self, told: Told) -> str:
+        extra = ""
+        if self._shown.logprobs:
+            content = {"content": list(told.logprobs), "refusal": None} if told.logprobs else None
+            extra += f',"logprobs":{json.dumps(content)}'
+        if self._shown.token_ids:
+            extra += f',"token_ids":{json.dumps(told.token_ids)}'
+        return extra
+
+    def _delta(self, events: Sequence[ReadEvent]) -> str:
+        thinking = answer = ""
+        calls: dict[int, _Call] = {}
+        for event in events:
+            match event:
+                case AnswerDelta(text):
+                    answer += text
+                case ThinkingDelta(text):
+                    thinking += text if self._shown.thinking else ""
+                case ToolCallOpened(index, id, name):
+                    calls[index] = _Call(id, name)
+                case ToolCallDelta(index, arguments):
+                    calls.setdefault(index, _Call()).arguments += arguments
+                case PhaseOpened() | Notice():
+                    pass
+                case _:
+                    assert_never(event)
+        parts = [f'"reasoning_content":{quoted(thinking)}'] if thinking else []
+        if answer:
+            parts.append(f'"content":{quoted(answer)}')
+        if calls:
+            parts.append(self._calls(calls))
+        return f"{{{','.join(parts)}}}"
+
+    def _calls(self, calls: Mapping[int, _Call]) -> str:
+        if self._shown.legacy:
+            return f'"function_call":{next(iter(calls.values())).function()}'
+        written = (f'{{"index":{index},{call.head()}"function":{call.function()}}}' for index, call in calls.items())
+        return f'"tool_calls":[{",".join(written)}]'
+
+
+@dataclass(slots=True)
+class _Call:
+    """What came of a call: its opening, a piece of its arguments, or both."""
+
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+    def head(self) -> str:
+        return "" if self.id is None else f'"id":{quoted(self.id)},"type":"function",'
+
+    def function(self) -> str:
+        name = "" if self.name is None else f'"name":{quoted(self.name)},'
+        return f'{{{name}"arguments":{quoted(self.arguments)}}}'
+
+
+def _event(value: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def finish_reason(finished: Finished | None, shown: Shown, calls: int, cut: bool = False) -> str:
+    """`cut`: whether it was ended here because it had made all the calls it may."""
+    if finished is not None and calls and (finished.finish is Finish.END or cut):
+        return "function_call" if shown.legacy else "tool_calls"
+    return _REASONS[finished.finish] if finished is not None else "stop"
+
+
+def stop_reason(finished: Finished | None, utterance: Utterance | None = None) -> str | int | None:
+    """The string, or the token id, that ended the reply."""
+    if finished is None or finished.finish not in (Finish.STOP_STRING, Finish.END):
+        return None
+    if finished.stop is not None or utterance is None:
+        return finished.stop
+    last = utterance.steps[-1].token_id if utterance.steps else None
+    return last if last in utterance.request.sampling.stop_ids else None
+
+
+def ending(choice: Choice) -> tuple[str, str | int | None]:
+    """How a choice ended: its reason, and what stopped it."""
+    reason = finish_reason(choice.finish, choice.shown, choice.calls, choice.cut)
+    return reason, stop_reason(choice.finish, choice.utterance)
+
+
+def usage(totals: Sequence[Totals]) -> dict[str, Any]:
+    """The prompt counts once, replies all."""
+    prompt, reply = totals[0].prompt, sum(one.reply for one in totals)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": reply,
+        "total_tokens": prompt + reply,
+        "prompt_tokens_details": {"cached_tokens": totals[0].cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(one.thinking for one in totals)},
+    }
+
+
+@dataclass
+class Whole:
+    """One choice as it grows, for clients that want it whole."""
+
+    events: list[ReadEvent] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+    def take(self, told: Told) -> None:
+        self.events += told.events
+        self.logprobs += told.logprobs
+        self.token_ids += told.token_ids
+
+    def value(self, index: int, shown: Shown, ending: tuple[str, str | int | None]) -> dict[str, Any]:
+        folded = fold(_with_calls(self.events))
+        told: dict[str, Any] = {"index": index, "message": message_value(folded.message, shown)}
+        told["finish_reason"], told["stop_reason"] = ending
+        told["logprobs"] = {"content": self.logprobs, "refusal": None} if shown.logprobs else None
+        if shown.token_ids:
+            told["token_ids"] = self.token_ids
+        return {**told, "notices": list(folded.notices)} if folded.notices else told
+
+
+def _with_calls(events: Sequence[ReadEvent]) -> list[ReadEvent]:
+    """A reply that goes on in the midst of a call tells of arguments alone: they belong to a call without a name."""
+    known: set[int] = set()
+    out: list[ReadEvent] = []
+    for event in events:
+        if isinstance(event, ToolCallOpened):
+            known.add(event.index)
+        elif isinstance(event, ToolCallDelta) and event.index not in known:
+            known.add(event.index)
+            out.append(ToolCallOpened(event.index, "", ""))
+        out.append(event)
+    return out
+
+
+def message_value(message: Message, shown: Shown) -> dict[str, Any]:
+    """What is not there is null, or left out where clients take its presence for a word."""
+    value: dict[str, Any] = {"role": "assistant", "content": message.text or None, "refusal": None}
+    if message.thinking and shown.thinking:
+        value["reasoning_content"] = message.thinking
+    calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+    if calls and shown.legacy:
+        value["function_call"] = calls[0]
+    elif calls:
+        named = zip(message.tool_calls, calls, strict=True)
+        value["tool_calls"] = [{"id": call.id, "type": "function", "function": function} for call, function in named]
+    return value

@@ -1,0 +1,162 @@
+"""What an operator asks the server: is it well, what does it count, which models are there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from palaver import __version__
+from palaver.chat.interface import ModelCard, ModelState
+from palaver.errors import BadParameter, PalaverError
+from palaver.server.callers import Admin, Whoever
+from palaver.server.errors import NotSupported, OtherModel, error_body
+from palaver.server.state import State, StateOf
+from palaver.server.streaming import EventStream
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_POLL_SECONDS = 0.2
+
+
+class Health(BaseModel):
+    status: str = Field(description="ready, loading, failed, or none where no model is loaded")
+    model: str
+    progress: float | None = Field(None, description="from 0 to 1 while a model loads, where that is known")
+    note: str = ""
+    version: str = __version__
+    instance: str = ""
+
+
+def is_open(path: str) -> bool:
+    """What is told to whoever asks, so that a server can be found and watched without a key."""
+    return path == "/health"
+
+
+class LoadRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    model: str = Field(min_length=1, max_length=500)
+    stream: bool = Field(False, description="whether progress comes as server-sent events")
+
+
+def router() -> APIRouter:
+    routes = APIRouter(tags=["Operation"])
+
+    @routes.get("/health", response_model=Health)
+    async def health(request: Request, state: StateOf) -> Response:
+        """Whether a model can be talked to: 200, or 503 with how far its loading is. Without a key, that alone."""
+        card = state.service.models.card()
+        status = 200 if card.state is ModelState.READY else 503
+        told = {**_health(card).model_dump(), "instance": state.settings.instance}
+        if request.state.caller is None:
+            told = {"status": told["status"], "instance": told["instance"]}
+        return JSONResponse(told, status)
+
+    @routes.get("/metrics", response_class=PlainTextResponse)
+    async def metrics(state: StateOf) -> Response:
+        """Counts since the start, as Prometheus reads them."""
+        return PlainTextResponse(_metrics(state), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @routes.get("/v1/models")
+    async def models(state: StateOf) -> dict[str, Any]:
+        """The model in use first, then others at hand."""
+        card = state.service.models.card()
+        names = dict.fromkeys(
+            [*([card.name] if card.name else ()), *state.settings.aliases, *state.service.models.names]
+        )
+        return {"object": "list", "data": [_model(name, card) for name in names]}
+
+    @routes.get("/v1/models/{name:path}")
+    async def model(name: str, state: StateOf) -> dict[str, Any]:
+        """One of them."""
+        card = state.service.models.card()
+        if name not in (card.name, *state.settings.aliases, *state.service.models.names):
+            raise OtherModel(f"There is no model {name[:200]!r} here.")
+        return _model(name, card)
+
+    @routes.post("/v1/model/load", response_model=None)
+    async def load(body: LoadRequest, caller: Admin, state: StateOf) -> Response:
+        """Puts another model into use. Running turns are put aside and can be continued."""
+        check_name(body.model, state)
+        state.service.models.load(body.model)
+        if body.stream:
+            return EventStream(_progress(state))
+        await state.service.models.ready()
+        return JSONResponse(_health(state.service.models.card()).model_dump())
+
+    @routes.post("/v1/model/unload")
+    async def unload(caller: Admin, state: StateOf) -> Health:
+        """Lets go of the model and its memory."""
+        await state.service.models.unload()
+        return _health(state.service.models.card())
+
+    @routes.post("/v1/embeddings", include_in_schema=False)
+    async def embeddings(caller: Whoever) -> None:
+        raise NotSupported("Embeddings are not supported: Palaver serves chat models.")
+
+    return routes
+
+
+def check_name(name: str, state: State) -> None:
+    """A model at hand; others only where the operator allows it, and never by a path out of somewhere."""
+    if name in (*state.service.models.names, state.service.models.card().name):
+        return
+    if not state.settings.any_model or ".." in name or not _HUB_ID.fullmatch(name):
+        at_hand = ", ".join(state.service.models.names) or "none"
+        raise BadParameter("model", name, f"is none of the models at hand ({at_hand})")
+
+
+async def _progress(state: State) -> AsyncGenerator[bytes]:
+    models = state.service.models
+    loading = asyncio.ensure_future(models.ready())
+    told = None
+    try:
+        while not loading.done():
+            if (now := _health(models.card())) != told:
+                told = now
+                yield _event("progress", now.model_dump())
+            await asyncio.wait({loading}, timeout=_POLL_SECONDS)
+        loading.result()
+        yield _event("ready", _health(models.card()).model_dump())
+    except PalaverError as error:
+        yield b"event: error\ndata: " + error_body(error) + b"\n\n"
+    finally:
+        loading.cancel()
+        with suppress(asyncio.CancelledError, PalaverError):
+            await loading
+
+
+def _event(name: str, value: dict[str, Any]) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(value)}\n\n".encode()
+
+
+def _health(card: ModelCard) -> Health:
+    return Health(status=card.state.value, model=card.name, progress=card.progress, note=card.note)
+
+
+def _metrics(state: State) -> str:
+    ready = state.service.models.card().state is ModelState.READY
+    return state.metrics.text(len(state.floor), len(state.service.turns.running), ready)
+
+
+def _model(name: str, card: ModelCard) -> dict[str, Any]:
+    about: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "palaver"}
+    if card.state is not ModelState.READY or name != card.name:
+        return {**about, "state": card.state.value if name == card.name else "available"}
+    return {
+        **about,
+        "state": card.state.value,
+        "context_length": card.context_length,
+        "max_model_len": card.context_length,
+        "thinks": card.thinks,
+        "takes_tools": card.takes_tools,
+        "switches": [asdict(switch) for switch in card.switches],
+        "reuse": card.reuse,
+    }

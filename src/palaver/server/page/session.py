@@ -1,0 +1,74 @@
+"""A key exchanged for a cookie that no script can read and no other site can send.
+
+The page itself and the exchange need no key: whoever has none must be able to see where to give it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from palaver.server.errors import NoKey
+from palaver.server.page.cookies import cookie_name
+from palaver.server.state import State, StateOf
+
+OPEN = ("/", "/api/session", "/sw.js", "/manifest.webmanifest")
+OPEN_FOLDERS = ("/assets/", "/icon")
+_YEAR = 365 * 24 * 3600
+
+routes = APIRouter(tags=["session"])
+
+
+class Session(BaseModel):
+    """Who reads the page. `needs_key` says whether somebody without a key is let in at all."""
+
+    needs_key: bool
+    signed_in: bool
+    name: str
+    admin: bool
+
+
+class SignIn(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    key: str = Field(min_length=1, max_length=500)
+
+
+def is_open(path: str) -> bool:
+    """Whether this path, without the prefix, is served to whoever asks."""
+    return path in OPEN or path.startswith(OPEN_FOLDERS)
+
+
+@routes.get("/api/session")
+async def session(request: Request, state: StateOf) -> Session:
+    caller = request.state.caller
+    return _session(state, caller and caller.name, caller is not None and caller.admin)
+
+
+@routes.post("/api/session")
+async def sign_in(asked: SignIn, request: Request, response: Response, state: StateOf) -> Session:
+    """Takes a key and gives a cookie for it."""
+    key = asked.key.strip()
+    found = await asyncio.to_thread(state.service.store.keys.find, key)
+    if found is None:
+        raise NoKey(given=True)
+    _set(request, response, state, key, _YEAR)
+    return _session(state, found.user, found.admin)
+
+
+@routes.delete("/api/session", status_code=204)
+async def sign_out(request: Request, response: Response, state: StateOf) -> None:
+    _set(request, response, state, "", 0)
+
+
+def _set(request: Request, response: Response, state: State, value: str, age: int) -> None:
+    secure = "https" in (request.url.scheme, request.headers.get("x-forwarded-proto", ""))
+    path = state.settings.prefix or "/"
+    name = cookie_name(state.settings.port)
+    response.set_cookie(name, value, age, path=path, secure=secure, httponly=True, samesite="strict")
+
+
+def _session(state: State, name: str | None, admin: bool) -> Session:
+    needed = not state.settings.is_local
+    return Session(needs_key=needed, signed_in=name is not None, name=name or "", admin=admin)

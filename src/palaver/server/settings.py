@@ -1,0 +1,68 @@
+"""What an operator decides about the server. Everything has a default that is safe on one's own machine."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    body_bytes: int = 32 << 20
+    body_seconds: float = 30.0
+    """For how long a body may take to arrive as a whole."""
+    depth: int = 100
+    """How deep JSON may be nested."""
+    messages: int = 10_000
+    choices: int = 32
+    """The largest `n`."""
+    tools: int = 512
+    at_once: int = 512
+    """Replies of the OpenAI API in the making or waiting, of all users together."""
+    requests_per_minute: int = 0
+    """Of one key; 0 is no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    host: str = "127.0.0.1"
+    port: int = 8080
+    prefix: str = ""
+    """The path under which a proxy serves this; without a slash at its end."""
+    hosts: tuple[str, ...] = ()
+    """Further names the server may be called by."""
+    origins: tuple[str, ...] = ()
+    """Pages of other origins that may call, as in `https://chat.example`."""
+    limits: Limits = field(default_factory=Limits)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters for requests that name none; see `palaver.chat.parameters`."""
+    forced: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters that go before whatever a request names."""
+    any_variables: bool = False
+    """Whether a request may set variables of the template that are no switches."""
+    any_model: bool = False
+    """Whether an administrator may load models beyond those at hand: folders and ids of the hub."""
+    aliases: tuple[str, ...] = ()
+    """Further names the model answers to."""
+    debug: bool = False
+    """Whether the log holds what is said."""
+    instance: str = ""
+    """Says which server this is, to whoever found it by its announcement."""
+    secret: str = field(default="", repr=False)
+    """A key of this run alone, for programs of the same user on this machine."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server: then no key is needed."""
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,186 @@
+"""The shell around every route: what comes in is checked here before anything else sees it, and noted at the end.
+
+Plain ASGI, because it stands between the routes and every piece of every stream.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from urllib.parse import unquote
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from palaver.server.access import AccessLog
+from palaver.server.bodies import Left, check_json, given_again, read_body
+from palaver.server.callers import Callers
+from palaver.server.errors import NoKey, error_body, error_headers, note, told
+from palaver.server.metrics import Metrics
+from palaver.server.origins import Gate
+from palaver.server.rates import Rates
+from palaver.server.settings import ServerSettings
+from palaver.store.identity import new_id
+
+_REQUEST_ID = re.compile(r"[\w.:-]{1,100}")
+_WITH_BODY = ("POST", "PUT", "PATCH", "DELETE")
+_PREFLIGHT = (
+    (b"access-control-allow-methods", b"GET, POST, PUT, PATCH, DELETE, OPTIONS"),
+    (b"access-control-allow-headers", b"authorization, content-type, x-api-key, last-event-id, x-conversation"),
+    (b"access-control-max-age", b"600"),
+)
+
+
+class Shell:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        callers: Callers,
+        access: AccessLog,
+        metrics: Metrics,
+        is_open: Callable[[str], bool],
+    ) -> None:
+        """`is_open`: which paths, without the prefix, are answered to whoever asks."""
+        self.app = app
+        self.settings = settings
+        self.access = access
+        self.metrics = metrics
+        self.gate = Gate(settings)
+        self._callers = callers
+        self._is_open = is_open
+        self._rates = Rates(settings.limits.requests_per_minute)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        scope = self._placed(scope)
+        if scope["type"] == "websocket":
+            await self._socket(scope, headers, receive, send)
+        else:
+            await _Exchange(self, scope, headers, receive, send).run()
+
+    def _placed(self, scope: Scope) -> Scope:
+        """Without the prefix under which a proxy serves us, whether the proxy took it off or not."""
+        prefix = self.settings.prefix
+        state = {**scope.get("state", {}), "request_id": _request_id(dict(scope["headers"]))}
+        if not prefix:
+            return {**scope, "state": state}
+        path: str = scope["path"]
+        inside = path.removeprefix(prefix) if path == prefix or path.startswith(prefix + "/") else path
+        return {**scope, "state": state, "root_path": prefix, "path": prefix + (inside or "/")}
+
+    async def admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        """Whoever may not come in is refused. Of an open path, whoever is not known comes in as nobody."""
+        self.gate.check(headers)
+        try:
+            scope["state"]["caller"] = caller = await self._callers.find(headers)
+        except NoKey:
+            if not self._is_open(scope["path"].removeprefix(self.settings.prefix)):
+                raise
+            scope["state"]["caller"] = None
+            self._rates.take((scope.get("client") or ("nobody",))[0])
+        else:
+            self._rates.take(caller.owner_id)
+
+    async def _socket(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, send: Send) -> None:
+        try:
+            await self.admit(scope, headers)
+        except Exception as error:
+            note(error)
+            await receive()
+            await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:100]})
+            return
+        await self.app(scope, receive, send)
+
+    def shared(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        """What lets a page of an origin that the operator named read the answer."""
+        origin = headers.get(b"origin")
+        if origin is None or not self.gate.is_named(origin.decode("latin-1")):
+            return []
+        exposed = (b"access-control-expose-headers", b"x-request-id, x-conversation, retry-after")
+        return [(b"access-control-allow-origin", origin), (b"vary", b"origin"), exposed]
+
+
+class _Exchange:
+    """One request and its answer."""
+
+    def __init__(
+        self, shell: Shell, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
+        self._shell = shell
+        self._scope = scope
+        self._headers = headers
+        self._receive = receive
+        self._plain_send = send
+        self._id: str = scope["state"]["request_id"]
+        self._begun = time.monotonic()
+        self._status = 0
+        self._whole = False
+
+    async def run(self) -> None:
+        try:
+            await self._answer()
+        except Left:
+            self._status = self._status or 499
+        except Exception as error:
+            note(error)
+            if not self._status:
+                await self._refuse(error)
+            elif not self._whole:  # too late to say it: the connection is cut, so that nobody takes this for all
+                raise
+        finally:
+            caller = self._scope["state"].get("caller")
+            seconds = time.monotonic() - self._begun
+            path = unquote(self._scope["path"])
+            self._shell.access.note(self._id, caller, self._scope["method"], path, self._status, seconds)
+            self._shell.metrics.request(self._status)
+
+    async def _answer(self) -> None:
+        if self._scope["method"] == "OPTIONS" and b"access-control-request-method" in self._headers:
+            self._shell.gate.check(self._headers)
+            await self._preflight()
+            return
+        await self._shell.admit(self._scope, self._headers)
+        receive = self._receive
+        if self._scope["method"] in _WITH_BODY:
+            receive = await self._checked_body()
+        await self._shell.app(self._scope, receive, self._send)
+
+    async def _checked_body(self) -> Receive:
+        limits = self._shell.settings.limits
+        body = await read_body(self._receive, limits, self._headers.get(b"content-length"))
+        kind = self._headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if body and (not kind or kind.endswith(b"json")):
+            check_json(body, limits.depth)
+        self._shell.access.note_body(self._id, body)
+        return given_again(body, self._receive)
+
+    async def _preflight(self) -> None:
+        await self._send({"type": "http.response.start", "status": 204, "headers": list(_PREFLIGHT)})
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            extra = [(b"x-request-id", self._id.encode()), *self._shell.shared(self._headers)]
+            message = {**message, "headers": [*message.get("headers", ()), *extra]}
+        elif not message.get("more_body", False):
+            self._whole = True
+        await self._plain_send(message)
+
+    async def _refuse(self, error: Exception) -> None:
+        body = error_body(error)
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error_headers(error)}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        if told(error).status in (408, 413):  # the rest of the body is not wanted
+            raw.append((b"connection", b"close"))
+        await self._send({"type": "http.response.start", "status": told(error).status, "headers": raw})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def _request_id(headers: Mapping[bytes, bytes]) -> str:
+    given = headers.get(b"x-request-id", b"").decode("latin-1")
+    return given if _REQUEST_ID.fullmatch(given) else f"req_{new_id()}"

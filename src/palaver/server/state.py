@@ -1,0 +1,44 @@
+"""What the routes of one server share."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from palaver.chat.service import Service
+from palaver.server.access import AccessLog
+from palaver.server.floor import Floor
+from palaver.server.metrics import Metrics
+from palaver.server.settings import ServerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    service: Service
+    settings: ServerSettings
+    metrics: Metrics
+    floor: Floor
+    access: AccessLog
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the server begins to shut down: streams without an end of their own are ended."""
+
+
+def state_of(request: Request) -> State:
+    state: State = request.app.state.palaver
+    return state
+
+
+def _service(request: Request) -> Service:
+    return state_of(request).service
+
+
+def _closing(request: Request) -> asyncio.Event:
+    return state_of(request).closing
+
+
+StateOf = Annotated[State, Depends(state_of)]
+ServiceOf = Annotated[Service, Depends(_service)]
+ClosingOf = Annotated[asyncio.Event, Depends(_closing)]

@@ -1,0 +1,73 @@
+"""Server-sent events: one owner of the stream, who closes it when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+QUIET_SECONDS = 15.0
+"""After so long without a word a comment is sent, so that nobody on the way takes the stream for dead."""
+COMMENT = b": still here\n\n"
+
+
+class EventStream(Response):
+    """Sends the pieces as they come. Whatever they hold on to is let go of at once when the client is gone."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        pieces: AsyncGenerator[bytes],
+        headers: Mapping[str, str] | None = None,
+        on_leave: Callable[[], None] | None = None,
+    ) -> None:
+        """`on_leave` is called when the client went before the end."""
+        self.status_code = 200
+        self.background = None
+        self._pieces = pieces
+        self._on_leave = on_leave
+        self._sent = False
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        sending = asyncio.create_task(self._send(send))
+        leaving = asyncio.create_task(gone(receive))
+        try:
+            while not sending.done() and not leaving.done():
+                self._sent = False
+                await asyncio.wait({sending, leaving}, timeout=QUIET_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                if not self._sent and not sending.done() and not leaving.done():
+                    await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+        finally:
+            left = not sending.done()
+            if left and self._on_leave is not None:
+                self._on_leave()
+            await _ended(leaving)
+            await _ended(sending)
+            await self._pieces.aclose()
+        if not left:
+            sending.result()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send) -> None:
+        async for piece in self._pieces:
+            self._sent = True
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+
+async def gone(receive: Receive) -> None:
+    """Ends when the client is no longer there."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    if not task.done():
+        task.cancel()
+    with suppress(asyncio.CancelledError, Exception):
+        await task

@@ -1,0 +1,95 @@
+"""A server that listens, in a thread of its own, with the embedded model in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import uvicorn
+
+from palaver.chat.loading import Loading, made, talk
+from palaver.chat.model import Model
+from palaver.chat.models import Models, Told
+from palaver.chat.service import Service
+from palaver.engines.torch import Options, load
+from palaver.models.catalog import resolve
+from palaver.server.app import Server
+from palaver.server.settings import ServerSettings
+from palaver.store import open_store
+
+
+async def sprout(name: str, told: Told) -> Model:
+    """Loads as the server does, but without a process for the engine."""
+    folder = resolve(name)
+    tokenizer, format = talk(folder, Loading())
+    engine = await asyncio.to_thread(load, folder, vocabulary=tokenizer.vocabulary, options=Options(threads=1))
+    return made(name, engine, format, tokenizer)
+
+
+class Live:
+    """Enter it to have the server, leave it to end it."""
+
+    def __init__(self, folder: Path, settings: ServerSettings | None = None, model: str | None = "sprout") -> None:
+        self._folder = folder
+        self._given = settings or ServerSettings()
+        self._model = model
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._error: BaseException | None = None
+        self.loop: asyncio.AbstractEventLoop
+        self.server: Server
+        self.service: Service
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Live:
+        self._thread.start()
+        assert self._up.wait(60), "the server did not start"
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._uvicorn.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the server did not end"
+
+    def within(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Runs something in the server's own loop."""
+        return asyncio.run_coroutine_threadsafe(work(), self.loop).result(60)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._error = error
+            self._up.set()
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.port = listening.getsockname()[1]
+        with open_store(self._folder) as store:
+            models = Models(sprout, ("sprout",))
+            async with Service(store, models) as self.service:
+                if self._model is not None:
+                    models.load(self._model)
+                    await models.ready()
+                self.server = Server(self.service, self._given)
+                config = uvicorn.Config(self.server.asgi, log_config=None, lifespan="off", ws="none")
+                self._uvicorn = uvicorn.Server(config)
+                serving = asyncio.create_task(self._uvicorn.serve(sockets=[listening]))
+                while not self._uvicorn.started and not serving.done():
+                    await asyncio.sleep(0.005)
+                self._up.set()
+                await serving

@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+
+from tests.server.asking import CHAT, LAMP, SUM, WEATHER, ask, chunks, refused, said, stream
+from tests.server.live import Live
+
+
+def message(answer: dict[str, Any], index: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = answer["choices"][index]["message"]
+    return found
+
+
+def test_a_reply_has_its_thinking_apart(http: httpx.Client) -> None:
+    answer = ask(http)
+    assert "42" in message(answer)["content"]
+    assert "12+30" in message(answer)["reasoning_content"]
+    assert "think>" not in json.dumps(message(answer))
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["object"] == "chat.completion"
+
+
+def test_a_stream_folds_to_the_whole_reply(http: httpx.Client) -> None:
+    whole, events = ask(http), stream(http)
+    assert said(events, "content") == message(whole)["content"]
+    assert said(events, "reasoning_content") == message(whole)["reasoning_content"]
+    assert {event["id"] for event in events} == {events[0]["id"]}
+    assert [e["choices"][0]["finish_reason"] for e in events if e["choices"][0]["finish_reason"]] == ["stop"]
+    assert all("usage" not in event for event in events)
+
+
+def test_usage_comes_last_and_only_when_asked_for(http: httpx.Client) -> None:
+    events = stream(http, stream_options={"include_usage": True})
+    assert events[-1]["choices"] == []
+    counted = ask(http)["usage"]
+    last = events[-1]["usage"]
+    assert last["completion_tokens"] == counted["completion_tokens"]
+    assert last["completion_tokens_details"] == counted["completion_tokens_details"]
+    assert counted["completion_tokens_details"]["reasoning_tokens"] > 20
+    assert counted["total_tokens"] == counted["prompt_tokens"] + counted["completion_tokens"]
+    assert ask(http)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert all(event["usage"] is None for event in events[:-1])
+
+
+def test_choices_differ_under_one_seed_and_come_again(http: httpx.Client) -> None:
+    asked = {"n": 3, "seed": 5, "temperature": 1.5, "max_tokens": 60}
+    first, second = ask(http, **asked), ask(http, **asked)
+    texts = [(message(first, i)["content"], message(first, i).get("reasoning_content")) for i in range(3)]
+    assert texts == [(message(second, i)["content"], message(second, i).get("reasoning_content")) for i in range(3)]
+    assert len(set(texts)) == 3
+    events = stream(http, **asked)
+    assert [said(events, "content", i) or None for i in range(3)] == [text for text, _ in texts]
+    assert first["usage"]["completion_tokens"] > 60
+
+
+def test_a_reply_without_an_answer_has_no_content(http: httpx.Client) -> None:
+    answer = ask(http, max_tokens=5)
+    assert message(answer)["content"] is None
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_unsplit_text_has_the_thought_in_it(http: httpx.Client) -> None:
+    answer = ask(http, reasoning_format="none")
+    assert message(answer)["content"].startswith("<think>")
+    assert "reasoning_content" not in message(answer)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"enable_thinking": False},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"template_vars": {"enable_thinking": False}},
+        {"thinking": {"type": "disabled"}},
+        {"reasoning": {"enabled": False}},
+        {"reasoning_effort": "none"},
+    ],
+)
+def test_thinking_is_switched_off(http: httpx.Client, how: dict[str, Any]) -> None:
+    answer = ask(http, **how)
+    assert "reasoning_content" not in message(answer)
+    assert "42" in message(answer)["content"]
+
+
+@pytest.mark.parametrize("name", ["thinking_budget", "thinking_budget_tokens", "reasoning_budget"])
+def test_a_thinking_budget_yields_an_answer(http: httpx.Client, name: str) -> None:
+    answer = ask(http, **{name: 5})
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] < 12
+    assert message(answer)["content"]
+
+
+def test_stop_strings_and_ids_say_which_one_matched(http: httpx.Client, live: Live) -> None:
+    by_text = ask(http, stop=["zzz", "2"])["choices"][0]
+    assert (by_text["finish_reason"], by_text["stop_reason"], by_text["message"]["content"]) == ("stop", "2", "1")
+    two = live.service.models.current().format.tokenizer.encode(["2"])[0]
+    by_id = ask(http, stop=[two], enable_thinking=False)["choices"][0]
+    assert by_id["stop_reason"] == two
+
+
+def test_logprobs_are_of_the_answer(http: httpx.Client) -> None:
+    answer = ask(http, logprobs=True, top_logprobs=2)
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == message(answer)["content"]
+    assert all(len(entry["top_logprobs"]) == 2 and entry["logprob"] <= 0 for entry in content)
+    events = stream(http, logprobs=True, top_logprobs=2)
+    streamed = [e["choices"][0]["logprobs"] for e in events if e["choices"][0].get("logprobs")]
+    tokens = [[entry["token"] for entry in piece["content"]] for piece in streamed]
+    assert [token for piece in tokens for token in piece] == [entry["token"] for entry in content]
+
+
+def test_sampling_has_its_say(http: httpx.Client) -> None:
+    plain = message(ask(http))["content"]
+    assert "42" not in (message(ask(http, banned_strings=["42"]))["content"] or "")
+    assert ask(http, min_tokens=90)["usage"]["completion_tokens"] >= 90
+    seeded = {"temperature": 2.0, "seed": 11, "max_tokens": 40}
+    assert message(ask(http, **seeded)) == message(ask(http, **seeded))
+    assert message(ask(http, temperature=2.0, top_k=1))["content"] == plain
+    assert message(ask(http, temperature=2.0, min_p=1.0))["content"] == plain
+
+
+class TestStructured:
+    SCHEMA: ClassVar[dict[str, Any]] = {
+        "type": "object",
+        "properties": {"answer": {"type": "integer"}},
+        "required": ["answer"],
+        "additionalProperties": False,
+    }
+
+    def test_an_answer_follows_its_schema_while_the_thought_is_free(self, http: httpx.Client) -> None:
+        format = {"type": "json_schema", "json_schema": {"name": "sum", "schema": self.SCHEMA}}
+        answer = ask(http, response_format=format)
+        assert isinstance(json.loads(message(answer)["content"])["answer"], int)
+        assert "12+30" in message(answer)["reasoning_content"]
+
+    @pytest.mark.slow
+    def test_a_hundred_sampled_answers_are_valid(self, http: httpx.Client) -> None:
+        format = {"type": "json_schema", "json_schema": {"name": "sum", "schema": self.SCHEMA}}
+        good = 0
+        for seed in range(25):
+            asked = {"seed": seed, "n": 4, "temperature": 1.0, "max_tokens": 1500, "thinking_budget": 400}
+            answer = ask(http, response_format=format, **asked)
+            for choice in answer["choices"]:
+                assert choice["message"]["reasoning_content"]
+                good += set(json.loads(choice["message"]["content"])) == {"answer"}
+        assert good == 100
+
+    @pytest.mark.parametrize(
+        ("how", "content"),
+        [
+            ({"response_format": {"type": "regex", "regex": "(yes|no)"}}, ("yes", "no")),
+            ({"regex": "(yes|no)"}, ("yes", "no")),
+            ({"grammar": 'start: "ab" | "cd"'}, ("ab", "cd")),
+        ],
+    )
+    def test_patterns_and_grammars_hold(self, http: httpx.Client, how: dict[str, Any], content: tuple[str]) -> None:
+        assert message(ask(http, **how))["content"] in content
+
+    def test_json_objects(self, http: httpx.Client) -> None:
+        """The embedded model knows no end of a text in free JSON; that it is an object is what counts."""
+        asked = {"response_format": {"type": "json_object"}, "enable_thinking": False, "max_tokens": 20}
+        assert message(ask(http, **asked))["content"].startswith("{")
+
+
+class TestTools:
+    QUESTION: ClassVar[list[dict[str, Any]]] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    HELLO: ClassVar[list[dict[str, Any]]] = [{"role": "user", "content": "Hello there!"}]
+
+    def test_a_call_and_its_result(self, http: httpx.Client) -> None:
+        answer = ask(http, messages=self.QUESTION, tools=[WEATHER, LAMP])
+        (call,) = message(answer)["tool_calls"]
+        assert answer["choices"][0]["finish_reason"] == "tool_calls"
+        assert message(answer)["content"] is None
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+            "get_weather",
+            {"city": "Paris"},
+        )
+        result = {"role": "tool", "tool_call_id": call["id"], "content": '{"sky": "clear", "degrees": 21}'}
+        after = ask(http, messages=[*self.QUESTION, message(answer), result], tools=[WEATHER, LAMP])
+        assert "21" in message(after)["content"]
+
+    def test_arguments_are_streamed(self, http: httpx.Client) -> None:
+        events = stream(http, messages=self.QUESTION, tools=[WEATHER])
+        calls = [c for e in events for c in e["choices"][0]["delta"].get("tool_calls", ())]
+        assert calls[0]["id"]
+        assert calls[0]["function"] == {"name": "get_weather", "arguments": ""}
+        assert len(calls) > 3
+        assert json.loads("".join(c["function"]["arguments"] for c in calls)) == {"city": "Paris"}
+        assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+    def test_none_is_none(self, http: httpx.Client) -> None:
+        answer = ask(http, messages=self.QUESTION, tools=[WEATHER], tool_choice="none")
+        assert "tool_calls" not in message(answer)
+
+    def test_a_required_call_comes_whatever_the_question(self, http: httpx.Client) -> None:
+        answer = ask(http, messages=self.HELLO, tools=[WEATHER, LAMP], tool_choice="required")
+        (call, *_) = message(answer)["tool_calls"]
+        assert call["function"]["name"] in ("get_weather", "set_lamp")
+        assert "reasoning_content" in message(answer)
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_a_named_call_is_that_one_and_follows_its_schema(self, http: httpx.Client, seed: int) -> None:
+        choice = {"type": "function", "function": {"name": "set_lamp"}}
+        asked = {"tools": [WEATHER, LAMP], "tool_choice": choice, "temperature": 1.0, "seed": seed}
+        answer = ask(http, messages=self.QUESTION, **asked, max_tokens=800)
+        function = message(answer)["tool_calls"][0]["function"]
+        assert function["name"] == "set_lamp"
+        assert isinstance(json.loads(function["arguments"])["level"], int)
+
+    def test_only_one_call_where_they_may_not_be_parallel(self, http: httpx.Client) -> None:
+        both = [{"role": "user", "content": "What is the weather in Paris and in Rome?"}]
+        answer = ask(http, messages=both, tools=[WEATHER], parallel_tool_calls=False)
+        assert len(message(answer)["tool_calls"]) == 1
+        assert answer["choices"][0]["finish_reason"] == "tool_calls"
+
+    def test_legacy_functions(self, http: httpx.Client) -> None:
+        asked: dict[str, Any] = {"messages": self.QUESTION, "functions": [WEATHER["function"]]}
+        answer = ask(http, **asked)
+        assert message(answer)["function_call"]["name"] == "get_weather"
+        assert answer["choices"][0]["finish_reason"] == "function_call"
+        events = stream(http, **asked)
+        pieces = [
+            e["choices"][0]["delta"]["function_call"] for e in events if "function_call" in e["choices"][0]["delta"]
+        ]
+        assert json.loads("".join(piece["arguments"] for piece in pieces)) == {"city": "Paris"}
+
+    def test_a_tool_that_is_not_there_can_not_be_named(self, http: httpx.Client) -> None:
+        choice = {"type": "function", "function": {"name": "nope"}}
+        status, error = refused(http, tools=[WEATHER], tool_choice=choice)
+        assert (status, error["param"]) == (400, "tool_choice")
+
+
+class TestContinuing:
+    def test_every_cut_by_ids_goes_on_without_a_seam(self, http: httpx.Client) -> None:
+        whole = ask(http, return_token_ids=True)
+        ids, reply = whole["choices"][0]["token_ids"], message(whole)
+        for cut in range(1, len(ids), 5):
+            part = ask(http, return_token_ids=True, max_tokens=cut)
+            assert part["choices"][0]["token_ids"] == ids[:cut]
+            begun = {**message(part), "token_ids": ids[:cut]}
+            rest = ask(http, messages=[*SUM, begun], return_token_ids=True)
+            assert rest["choices"][0]["token_ids"] == ids[cut:]
+            for name in ("reasoning_content", "content"):
+                assert (message(part).get(name) or "") + (message(rest).get(name) or "") == reply[name]
+
+    def test_a_sampled_reply_goes_on_as_it_would_have(self, http: httpx.Client) -> None:
+        sampled = {"temperature": 1.2, "seed": 9, "return_token_ids": True}
+        whole = ask(http, **sampled)
+        ids = whole["choices"][0]["token_ids"]
+        for cut in (3, len(ids) // 2, len(ids) - 2):
+            rest = ask(http, messages=[*SUM, {"role": "assistant", "token_ids": ids[:cut]}], **sampled)
+            assert ids[:cut] + rest["choices"][0]["token_ids"] == ids
+
+    def test_a_streamed_cut_has_text_and_ids_that_go_on(self, http: httpx.Client) -> None:
+        whole = message(ask(http))
+        events = stream(http, return_token_ids=True)
+        for count in range(2, len(events) - 1, 7):
+            part = events[:count]
+            ids = [i for event in part for i in event["choices"][0].get("token_ids", ())]
+            begun = {"role": "assistant", "content": said(part, "content") or None, "token_ids": ids}
+            begun["reasoning_content"] = said(part, "reasoning_content") or None
+            rest = message(ask(http, messages=[*SUM, begun]))
+            for name in ("reasoning_content", "content"):
+                assert said(part, name) + (rest.get(name) or "") == whole[name]
+
+    @pytest.mark.parametrize("wanted", [True, "reasoning_content"])
+    def test_an_open_thought_stays_open(self, http: httpx.Client, wanted: bool | str) -> None:
+        begun = {"role": "assistant", "content": None, "reasoning_content": "12+30, from the right:"}
+        rest = message(ask(http, messages=[*SUM, begun], continue_final_message=wanted))
+        assert rest["reasoning_content"].startswith(" 2 1 and 0 3")
+        assert "42" in rest["content"]
+
+    def test_a_closed_thought_is_answered(self, http: httpx.Client) -> None:
+        begun = {"role": "assistant", "content": "", "reasoning_content": "The answer is 42."}
+        rest = message(ask(http, messages=[*SUM, begun], continue_final_message="content"))
+        assert "reasoning_content" not in rest
+        assert "42" in rest["content"]
+
+    def test_what_can_not_go_on_is_refused(self, http: httpx.Client) -> None:
+        assert refused(http, continue_final_message=True)[0] == 400
+        whole = ask(http, return_token_ids=True)["choices"][0]
+        status, error = refused(http, messages=[*SUM, {"role": "assistant", "token_ids": whole["token_ids"]}])
+        assert status == 400
+        assert "whole" in error["message"]
+
+    def test_the_prompt_is_told_with_its_ids(self, http: httpx.Client) -> None:
+        told = http.post("/v1/tokenize", json={"messages": SUM}).json()["tokens"]
+        assert ask(http, return_token_ids=True)["prompt_token_ids"] == told
+        assert stream(http, return_token_ids=True)[0]["prompt_token_ids"] == told
+
+
+def test_a_response_prefix_is_the_reply_s_own_beginning(http: httpx.Client) -> None:
+    answer = ask(http, response_prefix="<think>\n12+30, from the right:")
+    assert message(answer)["reasoning_content"].startswith(" 2 1 and 0 3")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("chat_template", "x"), ("verbosity", "low"), ("store", True), ("modalities", ["audio"]), ("surprise", 1)],
+)
+def test_a_field_that_would_change_the_reply_is_named(http: httpx.Client, field: str, value: Any) -> None:
+    status, error = refused(http, **{field: value})
+    assert (status, error["param"], error["type"]) == (400, field, "invalid_request_error")
+
+
+def test_harmless_fields_are_ignored(http: httpx.Client) -> None:
+    ask(http, user="me", service_tier="auto", store=False, modalities=["text"], surprise=None, metadata={"a": "b"})
+
+
+def test_another_model_is_not_found(http: httpx.Client) -> None:
+    status, error = refused(http, model="gpt-4o")
+    assert (status, error["code"]) == (404, "model_not_found")
+
+
+def test_errors_in_the_midst_of_a_stream_have_the_same_shape(live: Live, http: httpx.Client) -> None:
+    """The model is taken away while it speaks."""
+    asked = {"messages": SUM, "stream": True, "min_tokens": 4000}
+    with http.stream("POST", CHAT, json=asked) as answer:
+        lines = answer.iter_lines()
+        for line in lines:
+            if "reasoning_content" in line:
+                break
+        live.within(live.service.models.unload)
+        rest = "\n".join(lines)
+    live.within(lambda: _load(live))
+    error = [event for event in chunks("\n\n".join(rest.split("\n"))) if "error" in event]
+    assert error[0]["error"]["type"] == "server_error"
+
+
+async def _load(live: Live) -> None:
+    live.service.models.load("sprout")
+    await live.service.models.ready()

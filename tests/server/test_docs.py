@@ -1,0 +1,37 @@
+"""Every curl line of the page about the API does what it says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.server.live import Live
+
+PAGE = Path(__file__).parents[2] / "docs" / "http-api.md"
+LINES = [
+    line for line in PAGE.read_text(encoding="utf-8").partition("## Conversations")[0].splitlines() if "curl " in line
+]
+COMMANDS = [line for line in LINES if line.startswith("curl ")]
+
+
+def test_the_page_has_a_line_for_every_route_of_this_side(live: Live) -> None:
+    shown = "\n".join(COMMANDS)
+    for path in live.server.routes.openapi()["paths"]:
+        if path.startswith("/api") or path == "/v1/model/unload":
+            continue
+        assert path.replace("{name}", "sprout") in shown, path
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
+def test_a_line_runs(live: Live, command: str) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not here: the page's lines were NOT tried")
+    told = command.replace("$URL", live.url) + r" -w '\n%{http_code}'"
+    ran = subprocess.run(["bash", "-c", told], capture_output=True, text=True, check=True)
+    body, _, status = ran.stdout.rpartition("\n")
+    assert status == "200", body
+    assert re.search(r"\S", body)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+
+from palaver.server.settings import ServerSettings
+from tests.server.asking import CHAT, SUM, ask, chunks, post
+from tests.server.live import Live
+
+
+def test_health_says_which_model_is_ready(http: httpx.Client) -> None:
+    answer = http.get("/health")
+    assert answer.status_code == 200
+    assert answer.json()["status"] == "ready"
+    assert answer.json()["model"] == "sprout"
+
+
+def test_models_are_listed(http: httpx.Client) -> None:
+    first = http.get("/v1/models").json()["data"][0]
+    assert first["id"] == "sprout"
+    assert first["context_length"] == 8192
+    assert http.get("/v1/models/sprout").json() == first
+    assert http.get("/v1/models/nope").status_code == 404
+
+
+def test_metrics_count(http: httpx.Client) -> None:
+    def value(name: str) -> float:
+        found = re.search(rf"^{re.escape(name)} (\S+)$", http.get("/metrics").text, re.MULTILINE)
+        assert found is not None, name
+        return float(found[1])
+
+    before = value("palaver_reply_tokens_total"), value("palaver_first_token_seconds_count")
+    used = ask(http)["usage"]["completion_tokens"]
+    assert value("palaver_reply_tokens_total") == before[0] + used
+    assert value("palaver_first_token_seconds_count") == before[1] + 1
+    assert value("palaver_replies_running") == 0
+    assert value("palaver_model_ready") == 1
+    assert value('palaver_requests_total{status="200"}') > 0
+
+
+def test_every_answer_has_the_id_of_its_request(http: httpx.Client) -> None:
+    ids = {http.get("/v1/models").headers["x-request-id"] for _ in range(3)}
+    assert len(ids) == 3
+    assert http.get("/nope", headers={"x-request-id": "my-own.1"}).headers["x-request-id"] == "my-own.1"
+    assert http.get("/nope", headers={"x-request-id": "a b\tc"}).headers["x-request-id"].startswith("req_")
+
+
+def test_embeddings_are_refused_clearly(http: httpx.Client) -> None:
+    answer = http.post("/v1/embeddings", json={"input": "x", "model": "sprout"})
+    assert answer.status_code == 400
+    assert "not supported" in answer.json()["error"]["message"]
+
+
+def test_a_model_is_unloaded_and_loaded_with_progress(tmp_path: Path) -> None:
+    with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60) as http:
+        assert http.post("/v1/model/unload").json()["status"] == "none"
+        assert http.get("/health").status_code == 503
+        without = http.post(CHAT, json={"messages": SUM})
+        assert (without.status_code, without.json()["error"]["code"]) == (503, "no_model")
+        events = http.post("/v1/model/load", json={"model": "sprout", "stream": True}).text
+        assert "event: progress" in events
+        assert "event: ready" in events
+        assert "42" in ask(http)["choices"][0]["message"]["content"]
+
+
+def test_defaults_and_forced_values_of_the_operator(tmp_path: Path) -> None:
+    settings = ServerSettings(
+        defaults={"temperature": 0.0, "thinking": False}, forced={"max_tokens": 3}, aliases=("gpt-4o",)
+    )
+    with Live(tmp_path, settings) as live, httpx.Client(base_url=live.url, timeout=60) as http:
+        answer = http.post(CHAT, json={"model": "gpt-4o", "messages": SUM, "max_tokens": 100}).json()
+        assert answer["usage"]["completion_tokens"] == 3
+        assert answer["choices"][0]["message"]["content"].startswith("1")
+        thinks = http.post(CHAT, json={"messages": SUM, "enable_thinking": True}).json()
+        assert thinks["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+def test_what_is_said_is_logged_only_when_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Live(tmp_path, ServerSettings(debug=True), None) as live, caplog.at_level(logging.DEBUG):
+        post(live.url + CHAT, json={"messages": [{"role": "user", "content": "Xylophone"}]})
+    assert "Xylophone" in caplog.text
+
+
+def test_the_server_ends_without_cutting_a_stream_short_of_words(tmp_path: Path) -> None:
+    with Live(tmp_path) as live:
+        body = {"messages": SUM, "stream": True, "min_tokens": 4000}
+        with httpx.stream("POST", live.url + CHAT, json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(line for line in lines if "reasoning" in line)
+            closing = asyncio.run_coroutine_threadsafe(live.server.close(0.0), live.loop)
+            rest = "\n\n".join(lines)
+        closing.result(30)
+        assert [event["error"]["code"] for event in chunks(rest) if "error" in event] == ["shutting_down"]
+        late = post(live.url + CHAT, json={"messages": SUM})
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "shutting_down")
+
+
+def test_a_reply_that_ends_in_time_is_waited_for(tmp_path: Path) -> None:
+    with Live(tmp_path) as live:
+        body = {"messages": SUM, "stream": True, "temperature": 0, "max_tokens": 30}
+        with httpx.stream("POST", live.url + CHAT, json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            closing = asyncio.run_coroutine_threadsafe(live.server.close(60.0), live.loop)
+            events = chunks("\n\n".join(lines))
+        closing.result(30)
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_schema_names_every_route(http: httpx.Client) -> None:
+    document = http.get("/openapi.json").json()
+    for path in (CHAT, "/v1/completions", "/v1/models", "/v1/tokenize", "/v1/apply-template", "/health", "/metrics"):
+        assert path in document["paths"]
+    assert '"422"' not in json.dumps(document)
