@@ -23,7 +23,8 @@ def faithful(
     carries a mark), whole, without the thought it began with, or with a thought that the prompt had opened. Where the
     text behind no header is what a reply said, it stays text.
     """
-    replies = [tuple(ids) for ids in past if ids]
+    size = len(vocabulary)
+    replies = [tuple(ids) for ids in past if ids and all(0 <= token_id < size for token_id in ids)]
     at = 0
     while header and replies and (found := text.find(header, at)) >= 0:
         place = found + len(header)

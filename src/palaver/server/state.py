@@ -12,6 +12,7 @@ from palaver.chat.service import Service
 from palaver.server.access import AccessLog
 from palaver.server.floor import Floor
 from palaver.server.metrics import Metrics
+from palaver.server.openai.remembering import Remembered
 from palaver.server.settings import ServerSettings
 
 
@@ -22,6 +23,7 @@ class State:
     metrics: Metrics
     floor: Floor
     access: AccessLog
+    remembered: Remembered = field(default_factory=Remembered)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to shut down: streams without an end of their own are ended."""
 

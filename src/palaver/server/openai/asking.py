@@ -15,6 +15,7 @@ from palaver.phases import Phase
 from palaver.server.errors import OtherModel
 from palaver.server.openai.conversing import conversing, tools_of
 from palaver.server.openai.fields import ChatRequest, NamedFunction, NamedTool
+from palaver.server.openai.remembering import Remembered
 from palaver.server.openai.unknown import check_all
 from palaver.server.openai.wishes import chat_parameters
 from palaver.server.settings import ServerSettings
@@ -58,7 +59,7 @@ def check_model(name: str | None, model: Model, settings: ServerSettings) -> Non
         raise OtherModel(f"The model {name[:200]!r} is not the one in use, which is {model.name!r}.")
 
 
-def asked(request: ChatRequest, model: Model, settings: ServerSettings, owner: str) -> Asked:
+def asked(request: ChatRequest, model: Model, settings: ServerSettings, owner: str, remembered: Remembered) -> Asked:
     """May take a while: not for the event loop. Raises whatever makes the reply impossible."""
     check_all(request)
     check_model(request.model, model, settings)
@@ -67,7 +68,8 @@ def asked(request: ChatRequest, model: Model, settings: ServerSettings, owner: s
     tools, called = offered(request, settings)
     given = conversing(request, settings.limits.messages)
     options = replace(decided.options, unsplit=request.reasoning_format == "none", must_call=called)
-    whole = Request(given.messages, decided.sampling, tools, options, 0, owner, given.past)
+    past = remembered.past(owner, given.messages, given.past)
+    whole = Request(given.messages, decided.sampling, tools, options, 0, owner, past)
     said = () if given.said is None else checked_ids(given.said, model, whole)
     return Asked(model, whole, choices(request.n, settings), shown(request), given.begun, said)
 

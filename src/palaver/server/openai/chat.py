@@ -42,9 +42,9 @@ def router() -> APIRouter:
 async def answered(request: Request, body: ChatRequest, owner: str, state: State) -> Response:
     model = state.service.models.current()
     with in_their_words():
-        what = await asyncio.to_thread(asked, body, model, state.settings, owner)
+        what = await asyncio.to_thread(asked, body, model, state.settings, owner, state.remembered)
         speaking = Speaking(what, await asyncio.to_thread(what.utterances), state.metrics)
-    stream = held(state, speaking)
+    stream = _kept(state, speaking, held(state, speaking))
     try:
         with in_their_words():
             if not what.shown.stream:
@@ -57,6 +57,17 @@ async def answered(request: Request, body: ChatRequest, owner: str, state: State
     except BaseException:
         await stream.aclose()
         raise
+
+
+async def _kept(state: State, speaking: Speaking, stream: AsyncGenerator[Told]) -> AsyncGenerator[Told]:
+    """The stream; the tokens of each reply are remembered when it ends, for when its words come back."""
+    request = speaking.asked.request
+    async with aclosing(stream):
+        async for told in stream:
+            if told.finished is not None:
+                reply = speaking.choices[told.index].utterance.reply()
+                state.remembered.keep(request.owner, request.messages, reply.message, reply.token_ids)
+            yield told
 
 
 async def _chunks(

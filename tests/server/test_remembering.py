@@ -1,0 +1,42 @@
+"""Clients that send text back: what was computed for a reply is found again by its words."""
+
+from __future__ import annotations
+
+import httpx
+
+from palaver.messages import assistant, user
+from palaver.server.openai.remembering import Remembered
+from tests.server.asking import ask
+
+BEFORE = (user("Hello"),)
+REPLY = assistant("Good day", thinking="Greet back.")
+
+
+def test_a_reply_is_found_by_what_led_to_it_and_its_words() -> None:
+    remembered = Remembered()
+    remembered.keep("me", BEFORE, REPLY, (1, 2, 3))
+    without = assistant("Good day")
+    assert remembered.past("me", (*BEFORE, without, user("And?")), [None]) == ((1, 2, 3),)
+    assert remembered.past("you", (*BEFORE, without), [None]) == (None,)
+    assert remembered.past("me", (user("Hi"), without), [None]) == (None,)
+    assert remembered.past("me", (*BEFORE, assistant("Good evening")), [None]) == (None,)
+    assert remembered.past("me", (*BEFORE, without), [(7,)]) == ((7,),)
+
+
+def test_what_was_not_asked_for_longest_is_forgotten() -> None:
+    remembered = Remembered(most=5)
+    for number in range(4):
+        remembered.keep("me", (user(str(number)),), REPLY, (number, number))
+    found = [remembered.past("me", (user(str(number)), REPLY), [None])[0] for number in range(4)]
+    assert found == [None, None, (2, 2), (3, 3)]
+
+
+def test_the_words_of_a_client_without_a_conversation_come_back_as_the_tokens_they_were(http: httpx.Client) -> None:
+    """Sampled wildly, so that words are spelled by tokens that their text would not be encoded to."""
+    question = {"role": "user", "content": "Tell me something about rivers and words."}
+    how = {"enable_thinking": False, "temperature": 2.5, "seed": 5, "max_tokens": 60, "return_token_ids": True}
+    first = ask(http, messages=[question], **how)["choices"][0]
+    said = {"role": "assistant", "content": first["message"]["content"]}
+    second = ask(http, messages=[question, said, {"role": "user", "content": "And more?"}], **how)
+    prompt = ",".join(map(str, second["prompt_token_ids"]))
+    assert ",".join(map(str, first["token_ids"])) in prompt
