@@ -243,11 +243,11 @@ async def turns(bench: Bench) -> None:
         for turn in TURNS if number else ():  # the first one meets a cold machine
             found[turn].append(told[turn])
     print("turn  prompt  computed  first token ms  full prefill ms  ratio")
-    firsts = {turn: statistics.median(t.first for t in told) for turn, told in found.items()}
-    for turn, told in found.items():
-        full = statistics.median(t.full for t in told)
+    firsts = {turn: statistics.median(t.first for t in seen) for turn, seen in found.items()}
+    for turn, seen in found.items():
+        full = statistics.median(t.full for t in seen)
         print(
-            f"{turn:4} {told[0].prompt:7} {told[0].computed:9} {firsts[turn] * 1e3:15.1f} {full * 1e3:16.1f}"
+            f"{turn:4} {seen[0].prompt:7} {seen[0].computed:9} {firsts[turn] * 1e3:15.1f} {full * 1e3:16.1f}"
             f" {full / firsts[turn]:6.1f}"
         )
     ratios = sorted(late.first / early.first for early, late in zip(found[2], found[20], strict=True))

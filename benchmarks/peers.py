@@ -392,8 +392,8 @@ async def main() -> None:
         folder.mkdir(exist_ok=True)
         prepare(folder)
         torch.set_num_threads(arguments.threads)
-        peers = [HttpPeer(*named.split("=", 1)) for named in arguments.url]
-        peers = [*peers, *[await STARTS[name](stack, folder, arguments.gguf) for name in arguments.only]]
+        named: list[Peer] = [HttpPeer(*one.split("=", 1)) for one in arguments.url]
+        peers = [*named, *[await STARTS[name](stack, folder, arguments.gguf) for name in arguments.only]]
         show(await measure(peers, arguments.rounds))
 
 
