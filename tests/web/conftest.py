@@ -1,0 +1,149 @@
+"""A real browser, the page as it is built, and servers that can be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect, sync_playwright
+
+ROOT = Path(__file__).parents[2]
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+PATIENCE = 30.0
+"""Seconds for which anything is waited for; what takes its time on a busy machine is no failure."""
+expect.set_options(timeout=PATIENCE * 1000)
+
+
+class Served:
+    """A server in a process of its own."""
+
+    def __init__(self, folder: Path, *options: str, script: Sequence[dict[str, str]] = ()) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._options = list(options)
+        if script:
+            (folder / "script.json").write_text(json.dumps(list(script)))
+            self._options += ["--script", str(folder / "script.json")]
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Served:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self, ready: bool = True) -> None:
+        command = [sys.executable, "-m", "tests.web.served", str(self._folder), "--port", str(self.port)]
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+        self._process = subprocess.Popen([*command, *self._options], cwd=ROOT, env=environment)
+        until = time.monotonic() + 4 * PATIENCE
+        while ready and not self._is_ready():
+            assert self._process.poll() is None, "the server ended"
+            assert time.monotonic() < until, "the server did not come up"
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """Without a word of warning."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def _is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code in (200, 401)
+        except httpx.HTTPError:
+            return False
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="session")
+def built() -> None:
+    """The page, built once where its sources are newer."""
+    building = runpy.run_path(str(ROOT / "web" / "build.py"))
+    if not building["has_node"]():
+        pytest.skip("!!! THE PAGE IS NOT TESTED: no Node to build it with (see web/build.py)")
+    building["build"]()
+
+
+@pytest.fixture(scope="session")
+def playwright() -> Iterator[Playwright]:
+    with sync_playwright() as playwright:
+        yield playwright
+
+
+@pytest.fixture(scope="session")
+def browser(playwright: Playwright, built: None) -> Iterator[Browser]:
+    found = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    if found is None:
+        pytest.skip("!!! THE PAGE IS NOT TESTED: no Chromium on this machine (Debian: apt install chromium)")
+    arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+    browser = playwright.chromium.launch(executable_path=found, args=arguments)
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    """Without a service worker, past which no request can be held up."""
+    context = browser.new_context(
+        viewport={"width": 1200, "height": 800}, reduced_motion="reduce", service_workers="block"
+    )
+    context.set_default_timeout(PATIENCE * 1000)
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def page(context: BrowserContext) -> Iterator[Page]:
+    """Nothing on it may fail unseen."""
+    page = context.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page
+    assert errors == []
+
+
+@pytest.fixture(scope="session")
+def sprout(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Served]:
+    """One server with the embedded model, for all tests that don't break it."""
+    with Served(tmp_path_factory.mktemp("sprout")) as served:
+        yield served
+
+
+@pytest.fixture
+def api(sprout: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=sprout.url, timeout=PATIENCE) as client:
+        yield client
+
+
+def stored(api: httpx.Client, conversation: str) -> list[dict[str, Any]]:
+    """The branch that was written to last, as the server has it."""
+    leaf = api.get(f"/api/conversations/{conversation}/newest-leaf").json()["id"]
+    found: list[dict[str, Any]] = api.get(f"/api/messages/{leaf}/path").json()
+    return found
+
+
+def text_of(message: dict[str, Any], kind: str = "text") -> str:
+    return "".join(part["text"] for part in message["parts"] if part["type"] == kind)

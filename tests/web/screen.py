@@ -1,0 +1,54 @@
+"""What a person does on the page and sees there."""
+
+from __future__ import annotations
+
+import re
+
+from playwright.sync_api import Locator, Page, expect
+
+
+def ask(page: Page, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+
+
+def replies(page: Page) -> Locator:
+    return page.locator("article.assistant")
+
+
+def last_reply(page: Page) -> Locator:
+    return replies(page).last
+
+
+def ended(page: Page, status: str = "done") -> Locator:
+    """The last reply, once it has ended so."""
+    reply = last_reply(page)
+    expect(reply).to_have_attribute("data-status", status)
+    return reply
+
+
+def conversation(page: Page) -> str:
+    page.wait_for_url(re.compile(r"#/c/"))
+    return page.url.rpartition("/")[2]
+
+
+def message_id(message: Locator) -> str:
+    found = message.get_attribute("data-id")
+    assert found
+    return found
+
+
+def answer(reply: Locator) -> str:
+    return _words(reply.locator(".parts > .markdown"))
+
+
+def thought(reply: Locator) -> str:
+    return _words(reply.locator(".thinking .markdown"))
+
+
+def _words(markdown: Locator) -> str:
+    """Also of what is out of sight, which a browser doesn't lay out."""
+    found: str = markdown.evaluate(
+        "element => [...element.querySelectorAll('.chunk > *')].map(one => one.textContent).join(' ')"
+    )
+    return found

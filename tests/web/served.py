@@ -1,0 +1,92 @@
+"""A server in a process of its own, to be killed and started again: `python -m tests.web.served FOLDER --port N ...`.
+
+With `--script FILE` (JSON: a list of thoughts and answers) the model says just that at a fixed rate; else it is sprout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+
+import uvicorn
+
+from palaver.chat.model import Model
+from palaver.chat.models import Models, Told
+from palaver.chat.service import Service
+from palaver.engines.reply import Reply
+from palaver.engines.scripted import Script, ScriptedEngine
+from palaver.formats.template import Template
+from palaver.formats.templated import TemplateFormat
+from palaver.generation import Output, Prompt, Step
+from palaver.server.app import Server
+from palaver.server.settings import ServerSettings
+from palaver.store import open_store
+from tests.chat.making import TOKENIZER, reply
+from tests.tiny import CHATML, STRINGS
+
+SCRIPTED_CONTEXT = 200_000
+
+
+class PacedEngine(ScriptedEngine):
+    """Says its scripts at so many tokens a second, in the time that passes, however late a single one is."""
+
+    def __init__(self, scripts: Sequence[Script], rate: float) -> None:
+        super().__init__(scripts, TOKENIZER.vocabulary, context_length=SCRIPTED_CONTEXT)
+        self._rate = rate
+
+    async def _outputs(self, prompt: Prompt, reply: Reply, stopped: asyncio.Event) -> AsyncGenerator[Output]:
+        loop = asyncio.get_running_loop()
+        begun, said = loop.time(), 0
+        async for output in super()._outputs(prompt, reply, stopped):
+            if isinstance(output, Step):
+                said += 1
+                await asyncio.sleep(max(0.0, begun + said / self._rate - loop.time()))
+            yield output
+
+
+def scripted(script: Path, rate: float) -> Model:
+    scripts = [reply(one["thought"], one["answer"]) for one in json.loads(script.read_text())]
+    format = TemplateFormat(Template(CHATML), TOKENIZER, STRINGS)
+    return Model(PacedEngine(scripts, rate), format, "scripted", TOKENIZER.fingerprint, TOKENIZER.vocabulary)
+
+
+async def serve(asked: argparse.Namespace) -> None:
+    async def load(name: str, told: Told) -> Model:
+        told(0.3, "warming up")
+        if asked.script:
+            return scripted(asked.script, asked.rate)
+        from tests.server.live import sprout  # torch is not for servers that only recite
+
+        return await sprout(name, told)
+
+    settings = ServerSettings(
+        host=asked.host, port=asked.port, prefix=asked.prefix, hosts=("127.0.0.1",) if asked.host != "127.0.0.1" else ()
+    )
+    with open_store(asked.folder) as store:
+        name = "scripted" if asked.script else "sprout"
+        models = Models(load, (name,))
+        async with Service(store, models, resume=True) as service:
+            models.load(name)
+            server = Server(service, settings)
+            config = uvicorn.Config(
+                server.asgi, host="127.0.0.1", port=asked.port, log_config=None, lifespan="off", ws="none"
+            )
+            await uvicorn.Server(config).serve()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1", help="what the server believes it listens on")
+    parser.add_argument("--prefix", default="")
+    parser.add_argument("--script", type=Path)
+    parser.add_argument("--rate", type=float, default=1000.0)
+    asyncio.run(serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

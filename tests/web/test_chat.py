@@ -1,0 +1,263 @@
+"""A conversation with the embedded model, as a person has it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import httpx
+from playwright.sync_api import BrowserContext, Page, expect
+
+from tests.web.conftest import Served, stored, text_of
+from tests.web.screen import answer, ask, conversation, ended, last_reply, message_id, replies
+
+
+def test_a_reply_shows_its_thought_and_its_answer(page: Page, sprout: Served, api: httpx.Client) -> None:
+    page.goto(sprout.url)
+    ask(page, "What is 12 + 30?")
+    reply = ended(page)
+    thought = reply.get_by_role("button", name="Thought for")
+    expect(thought).to_have_attribute("aria-expanded", "false")
+    kept = stored(api, conversation(page))[-1]
+    assert answer(reply).strip() == text_of(kept).strip()
+    thought.click()
+    expect(reply.locator(".thinking .markdown")).to_contain_text(text_of(kept, "thinking").strip()[:20])
+    expect(page.get_by_text("of 8,192 tokens")).to_be_visible()
+
+
+def test_statistics_raw_text_and_tokens_can_be_seen(page: Page, sprout: Served, api: httpx.Client) -> None:
+    page.goto(sprout.url)
+    ask(page, "What is 7 + 8?")
+    reply = ended(page)
+    reply.get_by_role("button", name="Statistics").click()
+    expect(reply.get_by_text("tokens a second")).to_be_visible()
+    reply.get_by_role("button", name="Raw").click()
+    raw = api.get(f"/api/turns/{message_id(reply)}/raw").json()["text"]
+    expect(reply.locator("pre.raw")).to_have_text(raw)
+    assert "</think>" in raw
+    reply.get_by_role("button", name="Tokens").click()
+    tokens = api.get(f"/api/turns/{message_id(reply)}/tokens").json()
+    expect(reply.locator(".text .token")).to_have_count(len(tokens))
+
+
+def test_another_token_begins_a_branch_of_its_own(page: Page, sprout: Served, api: httpx.Client) -> None:
+    page.goto(sprout.url)
+    ask(page, "What is 20 + 22?")
+    first = ended(page)
+    old = message_id(first)
+    tokens = api.get(f"/api/turns/{old}/tokens").json()
+    place = len(tokens) // 2
+    first.get_by_role("button", name="Tokens").click()
+    first.locator(".text .token").nth(place).click()
+    others = [one for one in tokens[place]["alternatives"] if one["token_id"] != tokens[place]["token_id"]]
+    first.get_by_role("button", name="Continue with this one instead").first.click()
+    expect(last_reply(page)).not_to_have_attribute("data-id", old)
+    expect(last_reply(page)).not_to_have_attribute("data-status", "running")
+    forked = api.get(f"/api/turns/{message_id(last_reply(page))}/tokens").json()
+    assert [one["token_id"] for one in forked[:place]] == [one["token_id"] for one in tokens[:place]]
+    assert forked[place]["token_id"] == others[0]["token_id"]
+    expect(last_reply(page).get_by_label("Version 2 of 2")).to_be_visible()
+
+
+def test_retry_edit_and_arrows_walk_the_tree(page: Page, sprout: Served, api: httpx.Client) -> None:
+    page.goto(sprout.url)
+    ask(page, "Hello!")
+    first = message_id(ended(page))
+    last_reply(page).get_by_role("button", name="Retry").click()
+    expect(last_reply(page).get_by_label("Version 2 of 2")).to_be_visible()
+    ended(page)
+    last_reply(page).get_by_role("button", name="Version before").click()
+    expect(last_reply(page)).to_have_attribute("data-id", first)
+    page.locator("article.user").get_by_role("button", name="Edit").click()
+    page.get_by_role("textbox", name="Your message").fill("What is 2 + 2?")
+    page.get_by_role("button", name="Send as a branch").click()
+    expect(page.locator("article.user").get_by_label("Version 2 of 2")).to_be_visible()
+    ended(page)
+    expect(page.locator("article.user")).to_contain_text("What is 2 + 2?")
+    assert len(api.get(f"/api/conversations/{conversation(page)}/nodes").json()) == 5
+
+    page.get_by_role("button", name="Map").click()
+    dots = page.locator("dialog circle")
+    expect(dots).to_have_count(5)
+    dots.first.focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("article.user")).to_contain_text("Hello!")
+    page.keyboard.press("Escape")
+
+
+def test_undo_and_redo_go_back_and_forth(page: Page, sprout: Served) -> None:
+    page.goto(sprout.url)
+    ask(page, "Hi")
+    ended(page)
+    ask(page, "What is 1 + 1?")
+    expect(replies(page)).to_have_count(2)
+    ended(page)
+    page.get_by_role("button", name="Undo").click()
+    expect(replies(page)).to_have_count(1)
+    page.reload()
+    expect(replies(page)).to_have_count(1)
+    page.get_by_role("button", name="Redo").click()
+    expect(replies(page)).to_have_count(2)
+
+
+def test_an_edited_reply_can_be_continued(page: Page, sprout: Served, api: httpx.Client) -> None:
+    page.goto(sprout.url)
+    ask(page, "Name a few colours.")
+    ended(page)
+    last_reply(page).get_by_role("button", name="Edit").click()
+    page.get_by_role("textbox", name="The reply").fill("Here are three:")
+    page.get_by_role("button", name="Save as a branch").click()
+    expect(last_reply(page)).to_contain_text("Here are three:")
+    last_reply(page).get_by_role("button", name="Continue").click()
+    expect(last_reply(page).get_by_label("Version 3 of 3")).to_be_visible()
+    expect(last_reply(page)).not_to_have_attribute("data-status", "running")
+    assert text_of(stored(api, conversation(page))[-1]).startswith("Here are three:")
+
+
+def test_stop_reload_continue_is_the_reply_that_was_not_stopped(page: Page, sprout: Served, api: httpx.Client) -> None:
+    """With a seed, so that the uncut reply can be had beside it."""
+    question = "Write a list of animals."
+    made = api.post("/api/conversations", json={"parameters": {"seed": 11}}).json()["id"]
+    message = {"role": "user", "parts": [{"type": "text", "text": question}]}
+    said = api.post(f"/api/conversations/{made}/say", json={"parent": None, "message": message}).json()
+    with api.stream("GET", f"/api/turns/{said['reply']['id']}/events") as events:
+        events.read()
+    uncut = api.get(f"/api/messages/{said['reply']['id']}").json()
+
+    other = api.post("/api/conversations", json={"parameters": {"seed": 11}}).json()["id"]
+    page.goto(f"{sprout.url}/#/c/{other}")
+    ask(page, question)
+    page.get_by_role("button", name="Stop").click()
+    ended(page, "stopped")
+    page.reload()
+    reply = ended(page, "stopped")
+    reply.get_by_role("button", name="Continue").click()
+    ended(page)
+    again = api.get(f"/api/messages/{message_id(last_reply(page))}").json()
+    assert again["parts"] == uncut["parts"]
+    assert answer(last_reply(page)).split() == _plain(text_of(uncut))
+
+
+def _plain(text: str) -> list[str]:
+    """The words, without the marks of a list."""
+    return [word for word in text.split() if not re.fullmatch(r"[-*]|\d+\.", word)]
+
+
+def test_thinking_is_switched_as_the_model_has_it(page: Page, sprout: Served, api: httpx.Client) -> None:
+    page.goto(sprout.url)
+    page.get_by_label("Thinking").select_option("off")
+    ask(page, "What is 3 + 4?")
+    ended(page)
+    expect(last_reply(page).get_by_role("button", name="Thought")).to_have_count(0)
+    assert api.get(f"/api/conversations/{conversation(page)}").json()["parameters"]["thinking"] is False
+    page.get_by_label("Thinking").select_option("on")
+    ask(page, "What is 5 + 4?")
+    expect(replies(page)).to_have_count(2)
+    ended(page)
+    expect(last_reply(page).get_by_role("button", name="Thought")).to_be_visible()
+
+
+def test_what_another_client_says_is_followed(
+    page: Page, context: BrowserContext, sprout: Served, api: httpx.Client
+) -> None:
+    page.goto(sprout.url)
+    ask(page, "Hi there")
+    ended(page)
+    id = conversation(page)
+    leaf = stored(api, id)[-1]["id"]
+    message = {"role": "user", "parts": [{"type": "text", "text": "said elsewhere"}]}
+    api.post(f"/api/conversations/{id}/say", json={"parent": leaf, "message": message})
+    expect(page.get_by_text("said elsewhere")).to_be_visible()
+    expect(replies(page)).to_have_count(2)
+    ended(page)
+
+
+def test_two_tabs_that_edit_make_two_branches(
+    page: Page, context: BrowserContext, sprout: Served, api: httpx.Client
+) -> None:
+    page.goto(sprout.url)
+    ask(page, "Hello tabs")
+    ended(page)
+    other = context.new_page()
+    other.goto(page.url)
+    ended(other)
+    for tab, words in ((page, "What is 1 + 2?"), (other, "What is 3 + 5?")):
+        tab.locator("article.user").get_by_role("button", name="Edit").click()
+        tab.get_by_role("textbox", name="Your message").fill(words)
+    for tab in (page, other):
+        tab.get_by_role("button", name="Send as a branch").click()
+    for tab, words in ((page, "What is 1 + 2?"), (other, "What is 3 + 5?")):
+        expect(tab.locator("article.user").get_by_label("of 3")).to_be_visible()
+        expect(tab.locator("article.user")).to_contain_text(words)
+        ended(tab)
+    nodes = api.get(f"/api/conversations/{conversation(page)}/nodes").json()
+    assert sum(node["role"] == "user" for node in nodes) == 3
+
+
+def test_a_double_send_is_said_once(page: Page, sprout: Served, api: httpx.Client) -> None:
+    """The answer to the first is lost on its way; the page sends again under the same key."""
+    lost: list[str] = []
+
+    def lose(route) -> None:  # type: ignore[no-untyped-def]
+        if lost:
+            route.continue_()
+            return
+        lost.append(route.request.url)
+        route.fetch()
+        route.abort("connectionreset")
+
+    page.goto(sprout.url)
+    page.route("**/say", lose)
+    ask(page, "Only once, please")
+    ended(page)
+    assert lost
+    nodes = api.get(f"/api/conversations/{conversation(page)}/nodes").json()
+    assert [node["role"] for node in nodes] == ["user", "assistant"]
+
+
+def test_files_of_text_go_into_the_message_and_pictures_say_why_not(
+    page: Page, sprout: Served, api: httpx.Client, tmp_path: Path
+) -> None:
+    notes = tmp_path / "notes.md"
+    notes.write_text("# Notes\n\nA line <script>alert(1)</script>\n")
+    picture = tmp_path / "dot.png"
+    picture.write_bytes(b"\x89PNG\r\n")
+    page.goto(sprout.url)
+    picker = page.locator("form input[type=file]")
+    picker.set_input_files([picture])
+    expect(page.get_by_role("alert")).to_contain_text("can’t take pictures")
+    picker.set_input_files([notes])
+    expect(page.get_by_label("Attached files")).to_contain_text("notes.md")
+    ask(page, "What does it say?")
+    ended(page)
+    page.get_by_text("notes.md").click()
+    expect(page.locator("details.file pre")).to_contain_text("<script>alert(1)</script>")
+    parts = stored(api, conversation(page))[0]["parts"]
+    assert parts[1]["text"] == f"File notes.md:\n\n{notes.read_text()}"
+    page.locator("article.user").get_by_role("button", name="Edit").click()
+    words = page.get_by_role("textbox", name="Your message")
+    expect(words).to_have_value("What does it say?")
+    words.fill("And now?")
+    page.get_by_role("button", name="Send as a branch").click()
+    expect(page.locator("article.user")).to_contain_text("And now?")
+    ended(page)
+    assert stored(api, conversation(page))[0]["parts"][1:] == parts[1:]
+
+
+def test_a_tool_call_is_a_card_that_takes_a_result(page: Page, sprout: Served, api: httpx.Client) -> None:
+    tool = {
+        "name": "get_weather",
+        "description": "Weather at a place.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    }
+    made = api.post("/api/conversations", json={"parameters": {"tools": [tool], "temperature": 0}}).json()["id"]
+    page.goto(f"{sprout.url}/#/c/{made}")
+    ask(page, "What's the weather in Oslo?")
+    ended(page)
+    card = page.get_by_label("Tool call: get_weather")
+    expect(card).to_contain_text("Oslo")
+    card.get_by_label("Its result").fill('{"sky": "snow", "degrees": -3}')
+    card.get_by_role("button", name="Give the result").click()
+    expect(replies(page)).to_have_count(2)
+    ended(page)
+    expect(page.get_by_label("Tool call: get_weather")).to_contain_text("snow")

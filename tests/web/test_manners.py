@@ -1,0 +1,291 @@
+"""Keyboard, screen reader, sizes, colours, prefixes, keys: the page behaves well."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from palaver.store import open_store
+from tests.web.conftest import PATIENCE, ROOT, Served, stored
+from tests.web.screen import ask, conversation, ended, last_reply, replies
+
+AXE = ROOT / "web" / "node_modules" / "axe-core" / "axe.min.js"
+GRAVE = ("serious", "critical")
+FIRST_LOAD = 300_000
+
+
+def grave_violations(page: Page) -> list[str]:
+    page.evaluate(AXE.read_text())
+    found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")
+    return [
+        f"{one['id']}: {node['html'][:200]} {node.get('failureSummary', '')[:300]}"
+        for one in found["violations"]
+        if one["impact"] in GRAVE
+        for node in one["nodes"]
+    ]
+
+
+@pytest.fixture(scope="module")
+def talk(sprout: Served) -> str:
+    """The address of a conversation with two versions of a reply."""
+    with httpx.Client(base_url=sprout.url, timeout=PATIENCE) as api:
+        made = api.post("/api/conversations", json={"title": "Two versions", "tags": ["tests"]}).json()["id"]
+        message = {"role": "user", "parts": [{"type": "text", "text": "Write a list of animals."}]}
+        said = api.post(f"/api/conversations/{made}/say", json={"parent": None, "message": message}).json()
+        other = api.post(f"/api/conversations/{made}/replies", json={"parent": said["message"]["id"]}).json()
+        for turn in (said["reply"]["id"], other["id"]):
+            api.get(f"/api/turns/{turn}/events")
+    return f"{sprout.url}/#/c/{made}"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_grave(browser: Browser, talk: str, scheme: str) -> None:
+    context = browser.new_context(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
+    page = context.new_page()
+    page.goto(talk)
+    reply = ended(page)
+    assert grave_violations(page) == []
+    reply.get_by_role("button", name="Thought").click()
+    reply.get_by_role("button", name="Tokens").click()
+    reply.locator(".text .token").nth(3).click()
+    assert grave_violations(page) == []
+    for name in ("Map", "Settings", "Model"):
+        page.get_by_role("button", name=name).first.click()
+        expect(page.locator("dialog")).to_be_visible()
+        assert grave_violations(page) == []
+        page.keyboard.press("Escape")
+        expect(page.locator("dialog")).to_have_count(0)
+    context.close()
+
+
+def test_everything_can_be_done_with_keys(page: Page, talk: str, sprout: Served, api: httpx.Client) -> None:
+    page.goto(sprout.url)
+    expect(page.get_by_label("Message", exact=True)).to_be_focused()
+    page.keyboard.type("Hello keys")
+    page.keyboard.press("Enter")
+    ended(page)
+    page.keyboard.press("Alt+r")
+    expect(last_reply(page).get_by_label("Version 2 of 2")).to_be_visible()
+    ended(page)
+    page.keyboard.press("Alt+BracketLeft")
+    expect(last_reply(page).get_by_label("Version 1 of 2")).to_be_visible()
+    page.keyboard.press("Alt+u")
+    expect(last_reply(page).get_by_label("Version 2 of 2")).to_be_visible()
+    page.keyboard.press("Alt+Shift+u")
+    expect(last_reply(page).get_by_label("Version 1 of 2")).to_be_visible()
+    page.keyboard.press("Alt+t")
+    tokens = page.get_by_role("application")
+    tokens.focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".token.chosen")).to_have_count(1)
+    page.keyboard.press("Alt+m")
+    expect(page.get_by_role("dialog", name="Map of the conversation")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.get_by_role("region", name="Conversation").focus()
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog", name="Keys")).to_contain_text("another reply")
+    page.keyboard.press("Escape")
+    page.keyboard.press("Alt+s")
+    expect(page.get_by_label("Search conversations")).to_be_focused()
+    page.keyboard.press("Alt+n")
+    expect(page.get_by_text("What shall we talk about?")).to_be_visible()
+
+
+@pytest.mark.parametrize("width", [360, 768, 1920])
+def test_nothing_is_cut_off_at_any_width(browser: Browser, talk: str, width: int) -> None:
+    context = browser.new_context(viewport={"width": width, "height": 740})
+    page = context.new_page()
+    page.goto(talk)
+    ended(page)
+    wider = page.evaluate(
+        """() => [...document.querySelectorAll('body *')]
+          .filter(e => !e.closest('aside') && e.getBoundingClientRect().right > innerWidth + 1 && e.checkVisibility())
+          .map(e => e.outerHTML.slice(0, 120))"""
+    )
+    assert wider == []
+    if width < 800:
+        page.get_by_role("button", name="Conversations").click()
+        expect(page.get_by_label("Search conversations")).to_be_in_viewport()
+        page.get_by_role("link", name="Two versions").click()
+        expect(page.get_by_label("Search conversations")).not_to_be_in_viewport()
+    context.close()
+
+
+def test_words_from_right_to_left_stand_there(page: Page, sprout: Served) -> None:
+    page.goto(sprout.url)
+    ask(page, "שלום עולם")
+    said = page.locator("article.user p")
+    expect(said).to_have_css("direction", "rtl")
+    ended(page)
+
+
+def test_the_first_load_is_small_and_from_this_server_alone(browser: Browser, sprout: Served) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(sprout.url)
+    expect(page.get_by_label("Message", exact=True)).to_be_visible()
+    size = page.evaluate(
+        """() => [...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')]
+          .reduce((sum, entry) => sum + entry.encodedBodySize, 0)"""
+    )
+    usable = page.evaluate("() => performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    print(f"first load {size} bytes, painted after {usable:.0f} ms")
+    assert 0 < size < FIRST_LOAD
+    assert all(url.startswith(sprout.url) for url in asked)
+    context.close()
+
+
+def test_it_can_be_installed_and_opened_without_the_server(browser: Browser, tmp_path: Path, built: None) -> None:
+    with Served(tmp_path / "gone", script=[{"thought": "x", "answer": "y"}]) as served:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(served.url)
+        manifest = json.loads(httpx.get(f"{served.url}/manifest.webmanifest").text)
+        assert manifest["display"] == "standalone"
+        for icon in manifest["icons"]:
+            assert httpx.get(f"{served.url}/{icon['src']}").status_code == 200
+        page.evaluate("() => navigator.serviceWorker.ready.then(() => true)")
+        page.reload()
+        expect(page.get_by_text("What shall we talk about?")).to_be_visible()
+        page.reload()
+        expect(page.get_by_text("What shall we talk about?")).to_be_visible()
+        served.kill()
+        page.reload()
+        expect(page.get_by_text("The server can’t be reached")).to_be_visible()
+        kept = page.evaluate(
+            "async () => (await Promise.all((await caches.keys()).map(async k => (await (await caches.open(k)).keys())"
+            ".map(r => r.url)))).flat()"
+        )
+        assert kept
+        assert not any("/api/" in url for url in kept)
+        context.close()
+
+
+def test_it_works_under_a_prefix(browser: Browser, tmp_path: Path, built: None) -> None:
+    script = [{"thought": "Hm", "answer": "Under a prefix."}]
+    with Served(tmp_path / "prefixed", "--prefix", "/chat", script=script) as served:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(f"{served.url}/chat")
+        assert page.url.rstrip("#/").endswith("/chat")
+        ask(page, "Where are you?")
+        ended(page)
+        expect(last_reply(page)).to_contain_text("Under a prefix.")
+        page.reload()
+        expect(last_reply(page)).to_contain_text("Under a prefix.")
+        context.close()
+
+
+def test_a_key_is_given_once_and_no_script_can_read_it(browser: Browser, tmp_path: Path, built: None) -> None:
+    folder = tmp_path / "locked"
+    with open_store(folder) as store:
+        user = store.users.ensure()
+        _, key = store.keys.add(user.id, admin=True)
+    with Served(folder, "--host", "0.0.0.0", script=[{"thought": "Hm", "answer": "Come in."}]) as served:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(served.url)
+        page.get_by_label("Key").fill("wrong")
+        page.get_by_role("button", name="Go in").click()
+        expect(page.get_by_role("alert")).to_contain_text("not known")
+        page.get_by_label("Key").fill(key)
+        page.get_by_role("button", name="Go in").click()
+        ask(page, "May I?")
+        ended(page)
+        page.reload()
+        expect(last_reply(page)).to_contain_text("Come in.")
+        assert key not in page.evaluate("() => document.cookie + JSON.stringify({...localStorage, ...sessionStorage})")
+        cookie = next(one for one in context.cookies() if one["value"] == key)
+        assert cookie["httpOnly"]
+        assert cookie["sameSite"] == "Strict"
+        assert httpx.get(f"{served.url}/api/conversations").status_code == 401
+        page.get_by_role("button", name="Sign out").click()
+        expect(page.get_by_label("Key")).to_be_visible()
+        context.close()
+
+
+def test_search_tags_titles_delete_and_restore(page: Page, talk: str, sprout: Served, api: httpx.Client) -> None:
+    page.goto(talk)
+    ended(page)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Title").fill("Animals of all kinds")
+    page.get_by_label("Tags, with commas between").fill("zoo, tests")
+    page.get_by_role("button", name="Save").click()
+    expect(page.get_by_role("heading", name="Animals of all kinds")).to_be_visible()
+    nav = page.get_by_role("navigation", name="Conversations")
+    nav.get_by_role("button", name="zoo").click()
+    expect(nav.get_by_role("link", name="Animals of all kinds")).to_be_visible()
+    nav.get_by_role("button", name="zoo").click()
+    page.get_by_label("Search conversations").fill("list of animals")
+    expect(nav.get_by_text("In messages")).to_be_visible()
+    nav.locator(".hits a").first.click()
+    expect(page.locator("article.user")).to_contain_text("Write a list of animals.")
+    page.get_by_label("Search conversations").fill("")
+    nav.get_by_role("button", name="Delete Animals of all kinds").click()
+    expect(page.get_by_text("What shall we talk about?")).to_be_visible()
+    nav.get_by_role("button", name="Deleted").click()
+    nav.get_by_role("button", name="Restore Animals of all kinds").click()
+    nav.get_by_role("button", name="Back").click()
+    nav.get_by_role("link", name="Animals of all kinds").click()
+    ended(page)
+
+
+def test_what_is_exported_can_be_imported(page: Page, sprout: Served, api: httpx.Client, tmp_path: Path) -> None:
+    page.goto(sprout.url)
+    ask(page, "Export me")
+    ended(page)
+    page.get_by_role("button", name="More", exact=True).click()
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Export: All branches").click()
+    kept = tmp_path / "kept.json"
+    download.value.save_as(kept)
+    other = json.loads(kept.read_text().replace("Export me", "Imported as new"))
+    kept.write_text(json.dumps(other))
+    page.locator("nav input[type=file]").set_input_files([kept])
+    expect(page.get_by_role("log")).to_contain_text("Imported one conversation")
+    expect(page.locator("article.user")).to_contain_text("Imported as new")
+
+
+def test_system_prompt_settings_and_presets_are_kept(page: Page, sprout: Served, api: httpx.Client) -> None:
+    page.goto(sprout.url)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("temperature").fill("99")
+    page.get_by_role("button", name="Save").click()
+    expect(page.get_by_role("alert")).to_contain_text("temperature")
+    page.get_by_label("temperature").fill("0.3")
+    page.get_by_label("Name of a preset").fill("brief")
+    page.get_by_role("button", name="Keep as a preset").click()
+    page.get_by_role("button", name="Save").click()
+    ask(page, "Hi")
+    ended(page)
+    about = api.get(f"/api/conversations/{conversation(page)}").json()
+    assert about["system"] == "Be brief."
+    assert about["parameters"]["temperature"] == 0.3
+    assert stored(api, about["id"])[-1]["reply"]["settings"]["sampling"]["temperature"] == 0.3
+    page.reload()
+    ended(page)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("System prompt").fill("")
+    page.get_by_role("button", name="brief", exact=True).click()
+    expect(page.get_by_label("System prompt")).to_have_value("Be brief.")
+
+
+def test_the_model_is_shown_while_it_loads_and_can_be_changed(page: Page, tmp_path: Path, built: None) -> None:
+    with Served(tmp_path / "models", script=[{"thought": "Hm", "answer": "Here."}]) as served:
+        page.goto(served.url)
+        page.get_by_role("button", name="Model: scripted").click()
+        page.get_by_role("button", name="Unload").click()
+        expect(page.get_by_text("No model is loaded.")).to_be_visible()
+        page.get_by_role("button", name="Load").first.click()
+        expect(page.locator("dialog")).to_contain_text("tokens of context")
+        page.keyboard.press("Escape")
+        ask(page, "Are you there?")
+        ended(page)
+        expect(replies(page)).to_have_count(1)

@@ -1,0 +1,18 @@
+// How each reply is looked at: as text, token by token, raw, or with its statistics.
+import { SvelteMap } from 'svelte/reactivity'
+
+export type Look = 'text' | 'tokens' | 'raw' | 'statistics'
+
+class Looks {
+  #looks = new SvelteMap<string, Look>()
+
+  of(id: string): Look {
+    return this.#looks.get(id) ?? 'text'
+  }
+
+  set(id: string, look: Look): void {
+    this.#looks.set(id, look)
+  }
+}
+
+export const looks = new Looks()

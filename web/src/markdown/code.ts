@@ -1,0 +1,98 @@
+// Code with its language, a button that copies it, and colours when the highlighter is there.
+
+type Highlighter = typeof import('highlight.js/lib/common').default
+let highlighter: Highlighter | null = null
+let loading: Promise<Highlighter> | null = null
+
+const LIVE = 6000 // characters up to which code is coloured while it grows
+const MOST = 40_000 // and beyond which it never is: colouring takes its time
+
+function withHighlighter(then: (highlighter: Highlighter) => void): void {
+  if (highlighter) return then(highlighter)
+  loading ??= import('highlight.js/lib/common').then((module) => (highlighter = module.default))
+  loading.then(then, () => undefined)
+}
+
+export class CodeView {
+  readonly element = document.createElement('figure')
+  #code = document.createElement('code')
+  #text: Text | null = null
+  #shown = ''
+  #language: string
+  #coloured = 0
+
+  constructor(info: string) {
+    this.#language = info.split(/[\s,{]/)[0] ?? ''
+    this.element.className = 'code'
+    const head = document.createElement('figcaption')
+    const name = document.createElement('span')
+    name.textContent = this.#language || 'text'
+    const copy = document.createElement('button')
+    copy.type = 'button'
+    copy.className = 'quiet copy'
+    copy.textContent = 'Copy'
+    copy.ariaLabel = `Copy this ${this.#language || 'text'}`
+    copy.addEventListener('click', () => void copied(copy, this.#shown))
+    head.append(name, copy)
+    const pre = document.createElement('pre')
+    pre.tabIndex = 0
+    pre.dir = 'ltr'
+    pre.append(this.#code)
+    this.element.append(head, pre)
+  }
+
+  update(source: string, whole: boolean): void {
+    if (source !== this.#shown) this.#write(source)
+    if (source.length <= (whole ? MOST : LIVE) && (whole || performance.now() - this.#coloured > 250)) this.#colour(source)
+  }
+
+  #write(source: string): void {
+    if (this.#text?.isConnected && source.startsWith(this.#shown)) this.#text.appendData(source.slice(this.#shown.length))
+    else {
+      this.#text = document.createTextNode(source.slice(this.#coloured ? this.#shown.length : 0))
+      if (this.#coloured && source.startsWith(this.#shown)) this.#code.append(this.#text)
+      else {
+        this.#text.data = source
+        this.#code.replaceChildren(this.#text)
+      }
+    }
+    this.#shown = source
+  }
+
+  #colour(source: string): void {
+    if (!this.#language) return
+    this.#coloured = performance.now()
+    withHighlighter((highlighter) => {
+      if (this.#shown !== source || !highlighter.getLanguage(this.#language)) return
+      this.#code.innerHTML = highlighter.highlight(source, { language: this.#language, ignoreIllegals: true }).value
+      this.#text = null
+    })
+  }
+}
+
+/** Copies, and says so on the button. */
+export async function copied(button: HTMLElement, text: string): Promise<void> {
+  const label = button.textContent
+  button.textContent = (await copy(text)) ? 'Copied' : 'Not copied'
+  setTimeout(() => (button.textContent = label), 1500)
+}
+
+export async function copy(text: string): Promise<boolean> {
+  try {
+    await navigator.clipboard.writeText(text)
+    return true
+  } catch {
+    return copyBySelection(text) // browsers have no clipboard for pages without https
+  }
+}
+
+function copyBySelection(text: string): boolean {
+  const area = document.createElement('textarea')
+  area.value = text
+  area.className = 'unseen'
+  document.body.append(area)
+  area.select()
+  const done = document.execCommand('copy')
+  area.remove()
+  return done
+}

@@ -1,0 +1,49 @@
+// A block of Markdown as elements of the page. What a model, a file or another person wrote runs nothing here: HTML in it
+// is text, and what is made of it goes through a sanitiser all the same.
+import DOMPurify from 'dompurify'
+import MarkdownIt from 'markdown-it'
+import { math } from './math'
+
+const markdown = new MarkdownIt({ html: false, linkify: true, typographer: false })
+markdown.linkify.set({ fuzzyLink: false, fuzzyEmail: false })
+markdown.use(math)
+markdown.validateLink = (link) => /^(?:https?:|mailto:|#)/i.test(link.trim())
+// a picture from elsewhere would tell its server who reads this, and when: it is shown as a link
+markdown.renderer.rules['image'] = (tokens, index, _options, env) => {
+  const token = tokens[index]!
+  const label = markdown.renderer.renderInlineAsText(token.children ?? [], markdown.options, env)
+  const escape = markdown.utils.escapeHtml
+  return `<a href="${escape(String(token.attrGet('src') ?? ''))}">${escape(label || 'picture')}</a>`
+}
+
+const ALLOWED = {
+  ALLOWED_TAGS: [
+    ...['a', 'blockquote', 'br', 'code', 'del', 'div', 'em', 'h1', 'h2', 'h3', 'h4', 'h5', 'h6', 'hr', 'li', 'ol', 'p'],
+    ...['pre', 's', 'span', 'strong', 'table', 'tbody', 'td', 'th', 'thead', 'tr', 'ul'],
+  ],
+  ALLOWED_ATTR: ['href', 'class', 'start', 'align', 'title'],
+  ALLOWED_URI_REGEXP: /^(?:https?:|mailto:|#)/i,
+  RETURN_DOM_FRAGMENT: true as const,
+}
+
+/** What reference links of one text name, shared by its blocks. */
+export type References = Record<string, unknown>
+
+export function rendered(source: string, references: References): DocumentFragment {
+  const fragment = DOMPurify.sanitize(markdown.render(source, references), ALLOWED)
+  for (const link of fragment.querySelectorAll('a')) {
+    link.target = '_blank'
+    link.rel = 'noopener noreferrer nofollow'
+  }
+  for (const cell of fragment.querySelectorAll<HTMLTableCellElement>('td, th, p, li, h1, h2, h3, h4, h5, h6')) cell.dir = 'auto'
+  for (const table of fragment.querySelectorAll('table')) {
+    const wide = document.createElement('div')
+    wide.className = 'wide'
+    wide.tabIndex = 0
+    wide.role = 'group'
+    wide.ariaLabel = 'Table'
+    table.replaceWith(wide)
+    wide.append(table)
+  }
+  return fragment
+}

@@ -1,0 +1,330 @@
+// The conversation that is open: one branch of its tree, the turns that run in it, and what a person does with it.
+//
+// Every write names its parent, so two tabs that don't know of each other make two branches and never overwrite.
+import { SvelteMap } from 'svelte/reactivity'
+import * as api from '../transport/api'
+import { newKey, Refused } from '../transport/http'
+import type { Stream } from '../transport/stream'
+import type { Change, Conversation as About, Cursor, Gauge, Part, Stored } from '../transport/types'
+import { notices } from './notices.svelte'
+import { tabName } from './storage'
+import { Tree } from './tree'
+import { Turn } from './turn.svelte'
+
+const NOWHERE: Cursor = { message_id: null, can_undo: false, can_redo: false }
+const LOOK_AGAIN = 1000
+
+export interface Pending {
+  parts: Part[]
+  key: string
+}
+
+export class Conversation {
+  about: About | null = $state.raw(null)
+  path: Stored[] = $state.raw([])
+  tree: Tree = $state.raw(new Tree())
+  cursor: Cursor = $state.raw(NOWHERE)
+  gauge: Gauge | null = $state.raw(null)
+  /** What was sent and not yet taken. */
+  pending: Pending | null = $state.raw(null)
+  missing = $state(false)
+  loaded = $state(false)
+  readonly turns = new SvelteMap<string, Turn>()
+  #client = tabName()
+  #writing = 0
+  #stale = false
+  #changing: Promise<unknown> = Promise.resolve()
+  #closed = false
+  #looking: Promise<void> | null = null
+  #timers = new Set<ReturnType<typeof setTimeout>>()
+
+  constructor(
+    readonly id: string,
+    private readonly stream: Stream,
+  ) {}
+
+  get leaf(): string | null {
+    return this.path.at(-1)?.id ?? null
+  }
+
+  /** The reply that is being said on this branch. */
+  get running(): Stored | null {
+    return this.path.findLast((one) => this.isRunning(one)) ?? null
+  }
+
+  isRunning(message: Stored): boolean {
+    const turn = this.turns.get(message.id)
+    return turn ? !turn.ended : message.reply?.status === 'running'
+  }
+
+  async open(at: string | null = null): Promise<void> {
+    try {
+      const [about, cursor, nodes] = await Promise.all([
+        api.conversation(this.id),
+        api.cursor(this.id, this.#client),
+        api.nodes(this.id),
+      ])
+      if (this.#closed) return
+      this.about = about
+      this.cursor = cursor
+      this.tree = new Tree(nodes)
+      const leaf = at && this.tree.has(at) ? (await api.newestLeaf(this.id, at)).id : cursor.message_id
+      await this.#show(leaf)
+      if (leaf !== cursor.message_id) await this.#stand(leaf)
+      this.loaded = true
+    } catch (error) {
+      if (error instanceof Refused && error.status === 404) this.missing = true
+      else if (!this.#closed) this.#later(() => void this.open(at))
+    }
+  }
+
+  close(): void {
+    this.#closed = true
+    for (const timer of this.#timers) clearTimeout(timer)
+    for (const [id, turn] of this.turns) this.stream.unfollow(id, turn)
+  }
+
+  /** Somebody did something here, perhaps we. */
+  changed(change: Change): void {
+    if (change.what === 'turn' && change.message_id) this.#tookUp(change.message_id)
+    this.look()
+  }
+
+  /** What the server knows now. A branch that grew behind where we stand is followed. */
+  look(): void {
+    if (!this.loaded || this.#closed) return
+    if (this.#writing > 0 || this.#looking) {
+      this.#stale = true
+      return
+    }
+    this.#looking = this.#look()
+      .catch((error: unknown) => {
+        if (error instanceof Refused && error.status === 404) this.missing = true
+      })
+      .finally(() => {
+        this.#looking = null
+        this.#settled()
+      })
+  }
+
+  async #look(): Promise<void> {
+    const [about, nodes, cursor] = await Promise.all([
+      api.conversation(this.id),
+      api.nodes(this.id),
+      api.cursor(this.id, this.#client),
+    ])
+    if (this.#closed || this.#writing > 0) {
+      this.#stale = true
+      return
+    }
+    const known = this.tree
+    this.about = about
+    this.cursor = cursor
+    this.tree = new Tree(nodes)
+    const leaf = this.leaf
+    const grown = nodes.some((node) => !known.has(node.id) && (leaf === null || this.tree.path(node.id).includes(leaf)))
+    if (!grown) return
+    const to = leaf === null ? nodes.at(-1)!.id : (await api.newestLeaf(this.id, leaf)).id
+    if (this.leaf !== leaf) return
+    await this.#show(to)
+    await this.#stand(to)
+  }
+
+  #settled(): void {
+    if (this.#stale && this.#writing === 0 && !this.#closed) {
+      this.#stale = false
+      this.look()
+    }
+  }
+
+  // what a person does
+
+  async say(parts: Part[], key: string, role: 'user' | 'tool' = 'user'): Promise<boolean> {
+    this.pending = { parts, key }
+    const done = await this.#write(async () => {
+      await this.#changing
+      const said = await api.say(this.id, { parent: this.leaf, message: { role, parts } }, key)
+      this.pending = null
+      await this.#moved(said.reply.id, [...this.path, said.message, said.reply])
+    })
+    this.pending = null
+    return done
+  }
+
+  /** Another reply beside this one. */
+  retry(reply: Stored): Promise<boolean> {
+    return this.#write(async () => {
+      if (reply.parent_id === null) return
+      await this.#changing
+      await this.#moved((await api.reply(this.id, reply.parent_id, newKey())).id)
+    })
+  }
+
+  /** A reply to a message that has none on this branch. */
+  answer(message: Stored): Promise<boolean> {
+    return this.#write(async () => this.#moved((await api.reply(this.id, message.id, newKey())).id))
+  }
+
+  /** Another wording beside the old one; one's own is answered, a model's stands as it is. */
+  edit(message: Stored, parts: Part[]): Promise<boolean> {
+    return this.#write(async () => {
+      const edited = await api.edit(message.id, parts, newKey())
+      const reply = message.role === 'user' ? await api.reply(this.id, edited.id, newKey()) : edited
+      await this.#moved(reply.id)
+    })
+  }
+
+  goOn(reply: Stored): Promise<boolean> {
+    return this.#write(async () => {
+      const going = await api.goOn(reply.id)
+      if (going.id !== reply.id) return this.#moved(going.id)
+      this.#replace(going)
+      this.#tookUp(going.id)
+    })
+  }
+
+  fork(reply: Stored, tokens: number, instead: number | null): Promise<boolean> {
+    return this.#write(async () => this.#moved((await api.fork(reply.id, tokens, instead)).id))
+  }
+
+  async stop(reply: Stored): Promise<void> {
+    await this.#try(() => api.stop(reply.id))
+  }
+
+  async answerNow(reply: Stored): Promise<void> {
+    await this.#try(() => api.answerNow(reply.id))
+  }
+
+  /** To the newest end of the branch on which this message is. */
+  async goTo(message: string): Promise<void> {
+    await this.#write(async () => {
+      const leaf = (await api.newestLeaf(this.id, message)).id ?? message
+      await this.#show(leaf)
+      await this.#stand(leaf)
+    })
+  }
+
+  undo(): Promise<boolean> {
+    return this.#back(api.undo)
+  }
+
+  redo(): Promise<boolean> {
+    return this.#back(api.redo)
+  }
+
+  /** What is said after this is said with it. */
+  change(asked: Parameters<typeof api.change>[1]): Promise<boolean> {
+    const changing = this.#write(async () => {
+      this.about = await api.change(this.id, asked)
+      void this.#measure()
+    })
+    this.#changing = Promise.all([this.#changing, changing])
+    return changing
+  }
+
+  // how it comes about
+
+  #back(way: typeof api.undo): Promise<boolean> {
+    return this.#write(async () => {
+      const cursor = await way(this.id, this.#client)
+      await this.#show(cursor.message_id)
+      this.cursor = cursor
+    })
+  }
+
+  async #moved(leaf: string, path: Stored[] | null = null): Promise<void> {
+    if (path) this.#display(path)
+    else await this.#show(leaf)
+    await this.#stand(leaf)
+    this.tree = new Tree(await api.nodes(this.id))
+  }
+
+  async #stand(leaf: string | null): Promise<void> {
+    this.cursor = await api.move(this.id, this.#client, leaf)
+  }
+
+  async #show(leaf: string | null): Promise<void> {
+    const path = leaf === null ? [] : await api.path(leaf)
+    if (!this.#closed) this.#display(path)
+  }
+
+  #display(path: Stored[]): void {
+    const known = new Map(this.path.map((one) => [one.id, one]))
+    this.path = path.map((one) => same(known.get(one.id), one)) // what did not change is not drawn again
+    for (const message of path) if (message.reply?.status === 'running') this.#follow(message.id)
+    if (!this.running) void this.#measure()
+  }
+
+  #follow(id: string): void {
+    let turn = this.turns.get(id)
+    if (!turn) {
+      turn = new Turn((turn) => void this.#over(id, turn))
+      this.turns.set(id, turn)
+    }
+    this.stream.follow(id, turn)
+  }
+
+  /** The turn goes on, where we show it. */
+  #tookUp(id: string): void {
+    if (this.path.some((one) => one.id === id)) this.#follow(id)
+  }
+
+  async #over(id: string, turn: Turn): Promise<void> {
+    try {
+      const message = await api.message(id)
+      this.#replace(message)
+      // a server that was started again takes the turn up in a moment
+      if (message.reply?.status === 'running' && turn.ended) this.#later(() => this.#tookUp(id))
+      else void this.#measure()
+    } catch {
+      this.#later(() => void this.#over(id, turn))
+    }
+  }
+
+  #replace(message: Stored): void {
+    this.path = this.path.map((one) => (one.id === message.id ? message : one))
+  }
+
+  async #measure(): Promise<void> {
+    const leaf = this.leaf
+    try {
+      const gauge = await api.gauge(this.id, leaf)
+      if (leaf === this.leaf) this.gauge = gauge
+    } catch {
+      // no model is loaded
+    }
+  }
+
+  async #write(act: () => Promise<void>): Promise<boolean> {
+    this.#writing += 1
+    const done = await this.#try(act)
+    this.#writing -= 1
+    this.#settled()
+    return done
+  }
+
+  async #try(act: () => Promise<void>): Promise<boolean> {
+    try {
+      await act()
+      return true
+    } catch (error) {
+      notices.fail(error)
+      return false
+    }
+  }
+
+  #later(act: () => void): void {
+    if (this.#closed) return
+    const timer = setTimeout(() => {
+      this.#timers.delete(timer)
+      act()
+    }, LOOK_AGAIN)
+    this.#timers.add(timer)
+  }
+}
+
+/** The one that is known, where it says the same: only how a reply stands ever changes. */
+function same(known: Stored | undefined, now: Stored): Stored {
+  const is = known?.reply?.status === now.reply?.status && known?.reply?.ended_at === now.reply?.ended_at
+  return known && is ? known : now
+}

@@ -1,0 +1,22 @@
+// What was typed and not sent, for each conversation, with the key under which it will be sent: a message whose answer
+// got lost is not said twice.
+import { newKey } from '../transport/http'
+import { keep, kept } from './storage'
+
+export interface Draft {
+  text: string
+  files: { name: string; text: string }[]
+  key: string
+}
+
+const name = (conversation: string | null): string => `draft.${conversation ?? 'new'}`
+
+export function draft(conversation: string | null): Draft {
+  const found = kept<Draft | null>(name(conversation), null)
+  return found && typeof found.text === 'string' && Array.isArray(found.files) ? found : { text: '', files: [], key: newKey() }
+}
+
+export function keepDraft(conversation: string | null, draft: Draft): void {
+  const empty = draft.text === '' && draft.files.length === 0
+  keep(name(conversation), empty ? null : draft)
+}

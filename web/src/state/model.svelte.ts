@@ -1,0 +1,53 @@
+// The model in use, and those at hand.
+import * as api from '../transport/api'
+import type { ModelCard, Switch, SwitchKind } from '../transport/types'
+import { notices } from './notices.svelte'
+
+const LOOK_AGAIN = 500
+
+class Model {
+  card: ModelCard | null = $state.raw(null)
+  names: string[] = $state.raw([])
+  #timer: ReturnType<typeof setTimeout> | undefined
+
+  get isReady(): boolean {
+    return this.card?.state === 'ready'
+  }
+
+  switch(kind: SwitchKind): Switch | null {
+    return this.card?.switches.find((one) => one.kind === kind) ?? null
+  }
+
+  async look(): Promise<void> {
+    clearTimeout(this.#timer)
+    try {
+      this.card = await api.model()
+    } catch {
+      return // the banner tells; the stream looks again when it is back
+    }
+    if (this.card.state === 'loading') this.#timer = setTimeout(() => void this.look(), LOOK_AGAIN)
+  }
+
+  async lookForNames(): Promise<void> {
+    this.names = await api.models().catch(() => this.names)
+  }
+
+  async load(name: string): Promise<void> {
+    try {
+      this.card = await api.load(name)
+    } catch (error) {
+      notices.fail(error)
+    }
+    await this.look()
+  }
+
+  async unload(): Promise<void> {
+    try {
+      this.card = await api.unload()
+    } catch (error) {
+      notices.fail(error)
+    }
+  }
+}
+
+export const model = new Model()

@@ -1,0 +1,36 @@
+// Where the page is: #/ for a new conversation, #/c/ID for one, with ?at=MESSAGE for a place in it.
+
+class Route {
+  conversation: string | null = $state(null)
+  at: string | null = $state(null)
+
+  constructor() {
+    this.#read()
+    addEventListener('hashchange', () => this.#read())
+  }
+
+  go(conversation: string | null, at: string | null = null): void {
+    location.hash = address(conversation, at)
+    this.#read()
+  }
+
+  /** The same, without a step for the browser's Back. */
+  replace(conversation: string | null): void {
+    history.replaceState(null, '', address(conversation, null))
+    this.#read()
+  }
+
+  #read(): void {
+    const [path = '', query = ''] = location.hash.slice(1).split('?')
+    const [, kind, id] = path.split('/')
+    this.conversation = kind === 'c' && id ? decodeURIComponent(id) : null
+    this.at = new URLSearchParams(query).get('at')
+  }
+}
+
+export function address(conversation: string | null, at: string | null = null): string {
+  if (conversation === null) return '#/'
+  return `#/c/${encodeURIComponent(conversation)}${at ? `?at=${encodeURIComponent(at)}` : ''}`
+}
+
+export const route = new Route()

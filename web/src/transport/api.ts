@@ -1,0 +1,105 @@
+// What the page asks of the server, one function for each.
+import { address, once, request } from './http'
+import type {
+  ChangeConversation,
+  Conversation,
+  Create,
+  Cursor,
+  Format,
+  Gauge,
+  Hit,
+  Leaf,
+  Message,
+  ModelCard,
+  Node,
+  Part,
+  Raw,
+  Said,
+  Stored,
+  Token,
+} from './types'
+
+export interface Session {
+  needs_key: boolean
+  signed_in: boolean
+  name: string
+  admin: boolean
+}
+
+export type Values = Record<string, unknown>
+
+const at = (...parts: string[]): string => ['api', ...parts.map(encodeURIComponent)].join('/')
+
+export const session = (): Promise<Session> => request(at('session'))
+export const signIn = (key: string): Promise<Session> => request(at('session'), { method: 'POST', json: { key } })
+export const signOut = (): Promise<void> => request(at('session'), { method: 'DELETE' })
+
+export const model = (): Promise<ModelCard> => request(at('model'))
+export const models = (): Promise<string[]> => request(at('models'))
+export const load = (name: string): Promise<ModelCard> =>
+  request(at('model', 'load'), { method: 'POST', json: { name } })
+export const unload = (): Promise<ModelCard> => request(at('model', 'unload'), { method: 'POST' })
+
+export interface Listing {
+  limit?: number
+  before?: string
+  tag?: string
+  title?: string
+  deleted?: boolean
+}
+
+export const conversations = (asked: Listing): Promise<Conversation[]> =>
+  request(at('conversations'), { query: { ...asked } })
+export const conversation = (id: string): Promise<Conversation> => request(at('conversations', id))
+export const create = (asked: Create, key: string): Promise<Conversation> =>
+  once(at('conversations'), { method: 'POST', json: asked, key })
+export const change = (id: string, asked: ChangeConversation): Promise<Conversation> =>
+  request(at('conversations', id), { method: 'PATCH', json: asked })
+export const remove = (id: string): Promise<void> => request(at('conversations', id), { method: 'DELETE' })
+export const restore = (id: string): Promise<Conversation> =>
+  request(at('conversations', id, 'undelete'), { method: 'POST' })
+export const tags = (): Promise<string[]> => request(at('tags'))
+export const search = (query: string): Promise<Hit[]> => request(at('search'), { query: { query, limit: 30 } })
+
+export const nodes = (id: string): Promise<Node[]> => request(at('conversations', id, 'nodes'))
+export const newestLeaf = (id: string, start: string): Promise<Leaf> =>
+  request(at('conversations', id, 'newest-leaf'), { query: { start } })
+export const message = (id: string): Promise<Stored> => request(at('messages', id))
+export const path = (leaf: string): Promise<Stored[]> => request(at('messages', leaf, 'path'))
+export const edit = (id: string, parts: Part[], key: string): Promise<Stored> =>
+  once(at('messages', id, 'edit'), { method: 'POST', json: { parts }, key })
+
+export const cursor = (id: string, client: string): Promise<Cursor> =>
+  request(at('conversations', id, 'cursor'), { query: { client } })
+export const move = (id: string, client: string, to: string | null): Promise<Cursor> =>
+  request(at('conversations', id, 'cursor'), { method: 'PUT', json: { client, to } })
+export const undo = (id: string, client: string): Promise<Cursor> =>
+  request(at('conversations', id, 'cursor', 'undo'), { method: 'POST', json: { client } })
+export const redo = (id: string, client: string): Promise<Cursor> =>
+  request(at('conversations', id, 'cursor', 'redo'), { method: 'POST', json: { client } })
+
+export interface Saying {
+  parent: string | null
+  message: Message
+  parameters?: Values
+}
+
+export const say = (id: string, asked: Saying, key: string): Promise<Said> =>
+  once(at('conversations', id, 'say'), { method: 'POST', json: asked, key })
+export const reply = (id: string, parent: string, key: string): Promise<Stored> =>
+  once(at('conversations', id, 'replies'), { method: 'POST', json: { parent }, key })
+export const goOn = (id: string): Promise<Stored> => request(at('turns', id, 'continue'), { method: 'POST' })
+export const fork = (id: string, tokens: number, instead: number | null): Promise<Stored> =>
+  request(at('turns', id, 'fork'), { method: 'POST', json: { tokens, instead } })
+export const stop = (id: string): Promise<void> => request(at('turns', id, 'stop'), { method: 'POST' })
+export const answerNow = (id: string): Promise<void> => request(at('turns', id, 'answer-now'), { method: 'POST' })
+export const tokens = (id: string): Promise<Token[]> => request(at('turns', id, 'tokens'))
+export const raw = (id: string): Promise<Raw> => request(at('turns', id, 'raw'))
+export const gauge = (id: string, leaf: string | null): Promise<Gauge> =>
+  request(at('conversations', id, 'gauge'), { method: 'POST', json: { leaf } })
+
+export const exported = (id: string, form: Format, leaf: string | null): string =>
+  address(at('conversations', id, 'export'), { form, leaf })
+export const takeIn = (text: string): Promise<Conversation[]> =>
+  request(at('import'), { method: 'POST', body: new Blob([text], { type: 'text/plain' }) })
+export const blob = (digest: string, type: string): string => address(at('blobs', digest), { type })

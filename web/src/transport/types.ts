@@ -1,0 +1,548 @@
+// Written by web/wire_types.py from the server's OpenAPI document. Do not edit.
+
+export interface Alternative {
+  token_id: number
+  text: string
+  logprob: number | "-Infinity"
+}
+
+export interface AnswerDelta {
+  type: "answer_delta"
+  text: string
+}
+
+export interface Append {
+  parent: string | null
+  message: Message
+  key?: string | null
+}
+
+/** A picture, sound or video by its digest: to be had at `/api/blobs/{digest}`. */
+export interface Blob {
+  type: "blob"
+  kind: "image" | "audio" | "video"
+  media_type: string
+  digest: string
+  size: number
+}
+
+export interface BlobPut {
+  digest: string
+  size: number
+}
+
+/** Something happened in a conversation: whoever shows it may look again. */
+export interface Change {
+  conversation_id: string
+  what: string
+  message_id: string | null
+}
+
+/** What is given is set. The parameters are set as a whole. */
+export interface ChangeConversation {
+  title?: string | null
+  system?: string | null
+  parameters?: Record<string, unknown> | null
+  tags?: (string)[] | null
+}
+
+export interface Changed {
+  type: "change"
+  change: Change
+}
+
+export interface Client {
+  client: string
+}
+
+/** The server goes down: come back in a moment. */
+export interface Closing {
+  type: "closing"
+}
+
+export interface Constraint {
+  grammar: Grammar
+  text: string
+}
+
+export interface Conversation {
+  id: string
+  owner_id: string
+  title: string
+  title_given: boolean
+  system: string
+  parameters: Record<string, unknown>
+  tags: (string)[]
+  head_id: string | null
+  created_at: string
+  updated_at: string
+  deleted_at: string | null
+}
+
+export interface Create {
+  title?: string
+  system?: string
+  parameters?: Record<string, unknown>
+  tags?: (string)[]
+  key?: string | null
+}
+
+/** Where a client stands; null is before the first message. */
+export interface Cursor {
+  message_id: string | null
+  can_undo: boolean
+  can_redo: boolean
+}
+
+export interface Edit {
+  parts: (Text | Thinking | ToolCall | ToolResult | Blob | Media)[]
+  key?: string | null
+}
+
+/** One event of one turn. `number` counts the numbered events up to here: come back with it. */
+export interface Entry {
+  number: number
+  event: Waiting | Started | Snapshot | PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice | Finished | Failed
+}
+
+export interface Error {
+  message: string
+  type: string
+  param: string | null
+  code: string | null
+  name?: string | null
+  details?: Record<string, unknown> | null
+}
+
+export interface ErrorBody {
+  error: Error
+}
+
+/** The turn ended with an error; what was said so far stays. */
+export interface Failed {
+  type: "failed"
+  error: string
+  tail: (PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice)[]
+}
+
+export type Finish = "end" | "stop_string" | "length" | "stopped"
+
+/** `tail` is what was held back because it could have become a marker; taken back where the reply goes on. */
+export interface Finished {
+  type: "finished"
+  finish: Finish
+  usage: Usage
+  stop: string | null
+  tail: (PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice)[]
+}
+
+/** Many turns, each after a number, and whether to tell what changes. */
+export interface Follow {
+  turns?: (Followed)[]
+  changes?: boolean
+}
+
+export interface Followed {
+  turn: string
+  after?: number
+}
+
+/** A sibling that begins with the reply's first `tokens`, then the token `instead`. */
+export interface Fork {
+  tokens: number
+  instead?: number | null
+}
+
+/** What can be written. */
+export type Format = "jsonl" | "branches" | "tree" | "markdown" | "sharegpt"
+
+/** How full the context is: what the next turn's prompt would hold, and what the model can take. */
+export interface Gauge {
+  used: number
+  limit: number
+  cached: number
+}
+
+export type Grammar = "json_schema" | "regex" | "lark"
+
+/** A message that a search found. */
+export interface Hit {
+  conversation_id: string
+  title: string
+  message_id: string
+  role: Role
+  created_at: string
+  snippet: string
+}
+
+/** A message's id, or null where there is none. */
+export interface Leaf {
+  id: string | null
+}
+
+export interface Load {
+  name: string
+}
+
+export interface MeasureContext {
+  leaf: string | null
+  parameters?: Record<string, unknown>
+}
+
+/** A picture, sound or video, whole. */
+export interface Media {
+  type: "image" | "audio" | "video"
+  media_type: string
+  data: string
+}
+
+export interface Message {
+  role: Role
+  parts: (Text | Thinking | ToolCall | ToolResult | Blob | Media)[]
+}
+
+/** The model in use, or on its way. What is known only of a loaded model is empty until then. */
+export interface ModelCard {
+  name: string
+  state: ModelState
+  progress: number | null
+  note: string
+  context_length: number
+  device: string
+  dtype: string
+  reuse: string
+  defaults: Sampling
+  thinks: boolean
+  switches: (Switch)[]
+  takes_tools: boolean
+  media: (string)[]
+  notices: (string)[]
+}
+
+export type ModelState = "none" | "loading" | "ready" | "failed"
+
+export interface Move {
+  client: string
+  to: string | null
+}
+
+/** A message's place alone: what a picture of the tree needs. */
+export interface Node {
+  id: string
+  parent_id: string | null
+  role: Role
+  created_at: string
+}
+
+/** Something the reader of the reply should know, in one sentence. */
+export interface Notice {
+  type: "notice"
+  text: string
+}
+
+/** The first of a stream of many turns. What changed before it was not told. */
+export interface Opened {
+  type: "opened"
+}
+
+export type Phase = "thinking" | "answer" | "tool_call" | "control" | "end"
+
+/** From here on the model is thinking, answering or calling a tool. */
+export interface PhaseOpened {
+  type: "phase_opened"
+  phase: Phase
+}
+
+/** A reply as the model wrote it, markers and all. */
+export interface Raw {
+  text: string
+}
+
+/** This turn can't be read; the others go on. */
+export interface Refused {
+  type: "refused"
+  turn: string
+  error: Error
+}
+
+export interface Reply {
+  parent: string
+  parameters?: Record<string, unknown>
+  key?: string | null
+}
+
+export type Role = "system" | "user" | "assistant" | "tool"
+
+/** A message and the reply that was begun to it. */
+export interface Said {
+  message: Stored
+  reply: Stored
+}
+
+export interface Sampling {
+  temperature: number
+  top_k: number
+  top_p: number
+  min_p: number
+  repetition_penalty: number
+  presence_penalty: number
+  frequency_penalty: number
+  end_penalty: number
+  logit_bias: ([number, number])[]
+  banned_ids: (number)[]
+  banned_strings: (string)[]
+  stop: (string)[]
+  stop_ids: (number)[]
+  min_tokens: number
+  max_tokens: number | null
+  thinking_budget: number | null
+  seed: number
+  logprobs: number
+  constraint: Constraint | null
+}
+
+export interface Say {
+  parent: string | null
+  message: Message
+  parameters?: Record<string, unknown>
+  key?: string | null
+}
+
+/** All that must be known to make a reply again. */
+export interface Settings {
+  model: string
+  sampling: Sampling
+  tokenizer: string
+  options: Record<string, unknown>
+  tools: (Tool)[]
+  choice: number
+}
+
+/** All that was said up to here, in place of events that can't be told again. */
+export interface Snapshot {
+  type: "snapshot"
+  message: Message
+}
+
+/** The prompt is in the cache, the first token comes next. */
+export interface Started {
+  type: "started"
+  prompt_tokens: number
+  cached_tokens: number
+}
+
+/** Where a reply stands. Every one but RUNNING and DONE can be continued. */
+export type Status = "running" | "done" | "stopped" | "length" | "interrupted" | "failed"
+
+/** A message in its place in the tree. `reply` is null for what no model said here. */
+export interface Stored {
+  id: string
+  conversation_id: string
+  parent_id: string | null
+  role: Role
+  parts: (Text | Thinking | ToolCall | ToolResult | Blob)[]
+  created_at: string
+  edit_of: string | null
+  reply: StoredReply | null
+}
+
+/** What made a reply, and how it went. Every status but running and done can be continued. */
+export interface StoredReply {
+  status: Status
+  settings: Settings
+  usage: Usage | null
+  timings: Record<string, number>
+  error: string | null
+  started_at: string | null
+  ended_at: string | null
+}
+
+/** One variable of the model's chat template. */
+export interface Switch {
+  name: string
+  kind: SwitchKind
+  type: string
+  values: (unknown)[]
+  others: boolean
+  default: unknown
+  on: unknown
+  off: unknown
+  form: string
+  changes: string
+}
+
+export type SwitchKind = "thinking" | "effort" | "budget" | "keeping" | "date" | "tools" | "other"
+
+export interface Text {
+  type: "text"
+  text: string
+}
+
+/** What the model thought; never part of its answer. */
+export interface Thinking {
+  type: "thinking"
+  text: string
+}
+
+export interface ThinkingDelta {
+  type: "thinking_delta"
+  text: string
+}
+
+/** One token of a reply as a person sees it. `logprob` is null for words that nobody drew. */
+export interface Token {
+  token_id: number
+  text: string
+  logprob: number | "-Infinity" | null
+  alternatives: (Alternative)[]
+}
+
+/** A function offered to the model; `parameters` is a JSON schema. */
+export interface Tool {
+  name: string
+  description: string
+  parameters: Record<string, unknown>
+}
+
+/** `arguments` is the JSON text as the model wrote it; it may be cut off or wrong. */
+export interface ToolCall {
+  type: "tool_call"
+  id: string
+  name: string
+  arguments: string
+  in_thought: boolean
+}
+
+/** A further piece of the arguments' JSON text. */
+export interface ToolCallDelta {
+  type: "tool_call_delta"
+  index: number
+  arguments: string
+}
+
+export interface ToolCallOpened {
+  type: "tool_call_opened"
+  index: number
+  id: string
+  name: string
+  in_thought: boolean
+}
+
+export interface ToolResult {
+  type: "tool_result"
+  call_id: string
+  content: string
+  name: string
+}
+
+export interface TurnEvent {
+  type: "turn"
+  turn: string
+  number: number
+  event: Waiting | Started | Snapshot | PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice | Finished | Failed
+}
+
+export interface Usage {
+  prompt_tokens: number
+  cached_tokens: number
+  reply_tokens: number
+  thinking_tokens: number
+}
+
+/** The turn stands in the queue; 1 is the next to be let in. */
+export interface Waiting {
+  type: "waiting"
+  position: number
+  seconds: number | null
+}
+
+export type Event = Waiting | Started | Snapshot | PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice | Finished | Failed
+
+export type ReadEvent = PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice
+
+export type Part = Text | Thinking | ToolCall | ToolResult | Blob | Media
+
+export type StoredPart = Text | Thinking | ToolCall | ToolResult | Blob
+
+export type StreamItem = Opened | TurnEvent | Changed | Refused | Closing
+
+export const NUMBERS: Record<string, { whole: boolean; low: number; high: number; meaning: string }> = {
+  "temperature": {
+    "whole": false,
+    "low": 0,
+    "high": 5,
+    "meaning": "0 takes the likeliest token, higher is more varied"
+  },
+  "top_k": {
+    "whole": true,
+    "low": 0,
+    "high": 1000000,
+    "meaning": "only the k likeliest tokens; 0 is off"
+  },
+  "top_p": {
+    "whole": false,
+    "low": 1e-06,
+    "high": 1,
+    "meaning": "only the likeliest tokens that together reach this probability"
+  },
+  "min_p": {
+    "whole": false,
+    "low": 0,
+    "high": 1,
+    "meaning": "only tokens at least this likely relative to the likeliest"
+  },
+  "repetition_penalty": {
+    "whole": false,
+    "low": 0.01,
+    "high": 10,
+    "meaning": "above 1 makes tokens seen before less likely"
+  },
+  "presence_penalty": {
+    "whole": false,
+    "low": -2,
+    "high": 2,
+    "meaning": "above 0 makes tokens said in this reply less likely"
+  },
+  "frequency_penalty": {
+    "whole": false,
+    "low": -2,
+    "high": 2,
+    "meaning": "the same, by how often they were said"
+  },
+  "end_penalty": {
+    "whole": false,
+    "low": 0.01,
+    "high": 100,
+    "meaning": "above 1 makes the end of the reply less likely"
+  },
+  "min_tokens": {
+    "whole": true,
+    "low": 0,
+    "high": 1000000,
+    "meaning": "the reply doesn't end before so many tokens"
+  },
+  "max_tokens": {
+    "whole": true,
+    "low": 1,
+    "high": 1000000,
+    "meaning": "the reply is cut after so many tokens"
+  },
+  "thinking_budget": {
+    "whole": true,
+    "low": 0,
+    "high": 1000000,
+    "meaning": "a thought is closed after so many tokens"
+  },
+  "seed": {
+    "whole": true,
+    "low": 0,
+    "high": 9223372036854775807,
+    "meaning": "the same seed gives the same reply"
+  },
+  "logprobs": {
+    "whole": true,
+    "low": 0,
+    "high": 20,
+    "meaning": "how many alternatives are reported for each token"
+  }
+}

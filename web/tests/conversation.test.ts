@@ -1,0 +1,171 @@
+import { afterEach, beforeEach, describe, expect, it, vi } from 'vitest'
+import { Conversation } from '../src/state/conversation.svelte'
+import { once, Refused, Unreachable } from '../src/transport/http'
+import type { Stream } from '../src/transport/stream'
+import type { Node, Stored } from '../src/transport/types'
+
+/** A server with one conversation, whose messages are told by their ids alone. */
+class Server {
+  nodes: Node[] = []
+  cursor: string | null = null
+  asked: { method: string; path: string; body: unknown; key: string | null }[] = []
+  failing = 0
+  gone = false
+
+  add(id: string, parent: string | null, role: Node['role'] = 'user'): void {
+    this.nodes.push({ id, parent_id: parent, role, created_at: '' })
+  }
+
+  stored(id: string): Stored {
+    const node = this.nodes.find((one) => one.id === id)!
+    return { ...node, conversation_id: 'c', parts: [{ type: 'text', text: id }], edit_of: null, reply: null }
+  }
+
+  path(leaf: string): Stored[] {
+    const parent = this.nodes.find((one) => one.id === leaf)!.parent_id
+    return [...(parent === null ? [] : this.path(parent)), this.stored(leaf)]
+  }
+
+  newest(start: string): string {
+    const child = this.nodes.findLast((one) => one.parent_id === start)
+    return child ? this.newest(child.id) : start
+  }
+
+  fetch = async (input: string, init: RequestInit): Promise<Response> => {
+    const url = new URL(input)
+    const method = init.method ?? 'GET'
+    const body = typeof init.body === 'string' ? JSON.parse(init.body) : null
+    const key = (init.headers as Record<string, string>)['idempotency-key'] ?? null
+    this.asked.push({ method, path: url.pathname, body, key })
+    if (this.failing > 0) {
+      this.failing -= 1
+      throw new TypeError('network')
+    }
+    if (this.gone) return Response.json({ error: { message: 'gone', type: 'x', param: null, code: null } }, { status: 404 })
+    return Response.json(this.answer(method, url, body))
+  }
+
+  answer(method: string, url: URL, body: { to?: string; parent?: string } | null): unknown {
+    const [, , kind, id, what] = url.pathname.split('/')
+    if (kind === 'messages') return what === 'path' ? this.path(id!) : this.stored(id!)
+    if (what === 'nodes') return this.nodes
+    if (what === 'newest-leaf') return { id: this.newest(url.searchParams.get('start')!) }
+    if (what === 'gauge') return { used: 1, limit: 2, cached: 0 }
+    if (what === 'cursor') {
+      if (method === 'PUT') this.cursor = body?.to ?? null
+      return { message_id: this.cursor, can_undo: false, can_redo: false }
+    }
+    if (what === 'say') {
+      this.add('said', body?.parent ?? null)
+      this.add('reply', 'said', 'assistant')
+      return { message: this.stored('said'), reply: this.stored('reply') }
+    }
+    return { id: 'c', title: 't', parameters: {}, tags: [], system: '' }
+  }
+}
+
+const stream = { follow: () => undefined, unfollow: () => undefined } as unknown as Stream
+let server: Server
+
+beforeEach(() => {
+  server = new Server()
+  vi.stubGlobal('fetch', server.fetch)
+  vi.stubGlobal('document', { baseURI: 'http://here/' })
+  vi.useFakeTimers()
+})
+afterEach(() => {
+  vi.useRealTimers()
+  vi.unstubAllGlobals()
+})
+
+async function opened(): Promise<Conversation> {
+  const conversation = new Conversation('c', stream)
+  await conversation.open()
+  return conversation
+}
+
+async function settled(): Promise<void> {
+  await vi.advanceTimersByTimeAsync(5)
+}
+
+const ids = (conversation: Conversation): string[] => conversation.path.map((one) => one.id)
+const change = (message_id: string): Parameters<Conversation['changed']>[0] => ({ conversation_id: 'c', what: 'message', message_id })
+
+describe('the conversation that is open', () => {
+  it('begins where this tab stood', async () => {
+    server.add('a', null)
+    server.add('b', 'a')
+    server.cursor = 'a'
+    expect(ids(await opened())).toEqual(['a'])
+  })
+
+  it('follows a branch that grows behind where it stands, and no other', async () => {
+    server.add('a', null)
+    server.cursor = 'a'
+    const conversation = await opened()
+    server.add('b', 'a')
+    conversation.changed(change('b'))
+    await settled()
+    expect(ids(conversation)).toEqual(['a', 'b'])
+    server.add('c', 'a')
+    conversation.changed(change('c'))
+    await settled()
+    expect(ids(conversation)).toEqual(['a', 'b'])
+    expect(conversation.tree.place('b').count).toBe(2)
+    expect(server.cursor).toBe('b')
+  })
+
+  it('stays where it went back to, whatever else is told', async () => {
+    server.add('a', null)
+    server.add('b', 'a')
+    server.cursor = 'a'
+    const conversation = await opened()
+    conversation.changed({ conversation_id: 'c', what: 'ended', message_id: 'b' })
+    await settled()
+    expect(ids(conversation)).toEqual(['a'])
+  })
+
+  it('says behind what it shows, with a key, and once', async () => {
+    server.add('a', null)
+    server.cursor = 'a'
+    const conversation = await opened()
+    server.failing = 0
+    const saying = conversation.say([{ type: 'text', text: 'hi' }], 'key')
+    expect(conversation.pending?.key).toBe('key')
+    conversation.changed(change('said')) // one's own doing is told, too, perhaps before its answer
+    expect(await saying).toBe(true)
+    await settled()
+    expect(ids(conversation)).toEqual(['a', 'said', 'reply'])
+    expect(conversation.pending).toBe(null)
+    const said = server.asked.filter((one) => one.path.endsWith('/say'))
+    expect(said).toHaveLength(1)
+    expect(said[0]).toMatchObject({ key: 'key', body: { parent: 'a' } })
+    expect(server.asked.filter((one) => one.method === 'PUT')).toHaveLength(1)
+  })
+
+  it('tells when it is not there', async () => {
+    server.gone = true
+    expect((await opened()).missing).toBe(true)
+  })
+})
+
+describe('a write with a key', () => {
+  it('is sent again while the server can’t be reached', async () => {
+    server.add('a', null)
+    server.failing = 2
+    const writing = once('api/conversations/c/say', { method: 'POST', json: { parent: 'a' }, key: 'k' })
+    await vi.advanceTimersByTimeAsync(5000)
+    await writing
+    expect(server.asked.map((one) => one.key)).toEqual(['k', 'k', 'k'])
+  })
+
+  it('is given up on after a while, and at once where the server says no', async () => {
+    server.failing = 100
+    const lost = expect(once('api/x', { method: 'POST', key: 'k' })).rejects.toBeInstanceOf(Unreachable)
+    await vi.advanceTimersByTimeAsync(60_000)
+    await lost
+    server.failing = 0
+    server.gone = true
+    await expect(once('api/x', { method: 'POST', key: 'k' })).rejects.toBeInstanceOf(Refused)
+  })
+})

@@ -1,0 +1,142 @@
+import { afterEach, beforeEach, describe, expect, it, vi } from 'vitest'
+import { Turn } from '../src/state/turn.svelte'
+import { Refused } from '../src/transport/http'
+import { Stream, type Listener } from '../src/transport/stream'
+import type { Event, Follow, StreamItem } from '../src/transport/types'
+
+const WORDS = Array.from({ length: 60 }, (_, index) => `word${index} `)
+const EVENTS: Event[] = [{ type: 'phase_opened', phase: 'answer' }, ...WORDS.map((text): Event => ({ type: 'answer_delta', text }))]
+const END: Event = { type: 'finished', finish: 'end', usage: { prompt_tokens: 1, cached_tokens: 0, reply_tokens: 1, thinking_tokens: 0 }, stop: null, tail: [] }
+
+/** A server with one turn, whose every connection is cut after some bytes. */
+class Server {
+  asked: Follow[] = []
+  open = 0
+  constructor(
+    private readonly cuts: number[],
+    private readonly refuse: () => Error | null = () => null,
+  ) {}
+
+  connect = async (asked: Follow, signal: AbortSignal): Promise<ReadableStream<Uint8Array>> => {
+    this.asked.push(asked)
+    const refusal = this.refuse()
+    if (refusal) throw refusal
+    const items: StreamItem[] = [{ type: 'opened' }]
+    for (const { turn, after = 0 } of asked.turns ?? []) {
+      EVENTS.forEach((event, index) => index >= after && items.push({ type: 'turn', turn, number: index + 1, event }))
+      items.push({ type: 'turn', turn, number: EVENTS.length, event: END })
+    }
+    const bytes = new TextEncoder().encode(items.map((item) => `data: ${JSON.stringify(item)}\n\n`).join(''))
+    const cut = this.cuts.shift()
+    this.open += 1
+    return new ReadableStream({
+      start: (controller) => {
+        signal.addEventListener('abort', () => {
+          this.open -= 1
+          try {
+            controller.error(new DOMException('gone', 'AbortError'))
+          } catch {
+            // was over
+          }
+        })
+        controller.enqueue(bytes.slice(0, cut))
+        if (cut !== undefined) setTimeout(() => controller.error(new TypeError('network')), 1)
+      },
+    })
+  }
+}
+
+const listener = (): Listener & { log: string[] } => {
+  const log: string[] = []
+  return {
+    log,
+    changed: (change) => log.push(change.what),
+    opened: () => log.push('opened'),
+    connected: (is) => log.push(is ? 'connected' : 'cut'),
+    unauthorized: () => log.push('unauthorized'),
+  }
+}
+
+beforeEach(() => {
+  vi.useFakeTimers()
+})
+afterEach(() => {
+  vi.useRealTimers()
+})
+
+describe('the stream of a tab', () => {
+  it('is read whole through fifty cuts, with nothing missing and nothing twice', async () => {
+    const server = new Server(Array.from({ length: 50 }, (_, index) => 90 + ((index * 37) % 400)))
+    const told = listener()
+    const stream = new Stream(told, server.connect)
+    const turn = new Turn()
+    stream.follow('t', turn)
+    stream.resume()
+    for (let count = 0; count < 400 && !turn.ended; count += 1) await vi.advanceTimersByTimeAsync(6000)
+    expect(turn.ended).toBe(true)
+    expect(turn.text).toBe(WORDS.join(''))
+    expect(server.asked.length).toBeGreaterThan(10)
+    expect(told.log).toContain('cut')
+    stream.release()
+  })
+
+  it('asks for each turn from its last number on, and once for all that changed in a moment', async () => {
+    const server = new Server([])
+    const stream = new Stream(listener(), server.connect)
+    stream.resume()
+    await vi.advanceTimersByTimeAsync(10)
+    const [a, b] = [new Turn(), new Turn()]
+    a.take(1, EVENTS[0]!)
+    stream.follow('a', a)
+    stream.follow('b', b)
+    await vi.advanceTimersByTimeAsync(10)
+    expect(server.asked).toHaveLength(2)
+    expect(server.asked[1]).toEqual({ turns: [{ turn: 'a', after: 1 }, { turn: 'b', after: 0 }], changes: true })
+    expect(a.text).toBe(WORDS.join(''))
+    expect(stream.following).toEqual([])
+    stream.release()
+  })
+
+  it('lets its connection go when it is released, and has one at most', async () => {
+    const server = new Server([])
+    const stream = new Stream(listener(), server.connect)
+    stream.resume()
+    stream.resume()
+    await vi.advanceTimersByTimeAsync(10)
+    expect(server.open).toBe(1)
+    stream.release()
+    await vi.advanceTimersByTimeAsync(60_000)
+    expect(server.open).toBe(0)
+    expect(server.asked.length).toBeLessThanOrEqual(2)
+  })
+
+  it('takes a connection that says nothing for dead', async () => {
+    const server = new Server([])
+    const told = listener()
+    const stream = new Stream(told, server.connect)
+    stream.resume()
+    await vi.advanceTimersByTimeAsync(46_000)
+    expect(told.log).toContain('cut')
+    expect(server.asked.length).toBeGreaterThan(1)
+    stream.release()
+  })
+
+  it('comes again after the server was away, and stops where it wants a key', async () => {
+    let away = 3
+    const server = new Server([], () => (away-- > 0 ? new TypeError('refused') : null))
+    const told = listener()
+    const stream = new Stream(told, server.connect)
+    stream.resume()
+    await vi.advanceTimersByTimeAsync(10_000)
+    expect(told.log.filter((one) => one === 'cut')).toHaveLength(3)
+    expect(told.log.at(-1)).toBe('opened')
+    stream.release()
+
+    const locked = new Server([], () => new Refused(401, { message: 'key', type: 'x', param: null, code: null }))
+    const lockedTold = listener()
+    new Stream(lockedTold, locked.connect).resume()
+    await vi.advanceTimersByTimeAsync(60_000)
+    expect(lockedTold.log).toEqual(['unauthorized'])
+    expect(locked.asked).toHaveLength(1)
+  })
+})

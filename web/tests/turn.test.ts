@@ -1,0 +1,94 @@
+import { describe, expect, it } from 'vitest'
+import { Call, Turn } from '../src/state/turn.svelte'
+import type { Event, ReadEvent } from '../src/transport/types'
+
+const USAGE = { prompt_tokens: 5, cached_tokens: 0, reply_tokens: 4, thinking_tokens: 2 }
+const phase = (phase: 'thinking' | 'answer' | 'tool_call'): ReadEvent => ({ type: 'phase_opened', phase })
+const thought = (text: string): ReadEvent => ({ type: 'thinking_delta', text })
+const answer = (text: string): ReadEvent => ({ type: 'answer_delta', text })
+const finished = (tail: ReadEvent[] = [], finish: 'end' | 'stopped' = 'end'): Event => ({ type: 'finished', finish, usage: USAGE, stop: null, tail })
+
+function told(events: ReadEvent[], turn = new Turn(), from = 0): Turn {
+  events.forEach((event, index) => expect(turn.take(from + index + 1, event)).toBe(true))
+  return turn
+}
+
+const REPLY = [phase('thinking'), thought('Let me '), thought('see.'), phase('answer'), answer('It is '), answer('five.')]
+
+describe('a turn', () => {
+  it('keeps thinking and answer apart', () => {
+    const turn = told(REPLY)
+    expect(turn.thinking).toBe('Let me see.')
+    expect(turn.text).toBe('It is five.')
+    expect(turn.parts.map((part) => part.kind)).toEqual(['thinking', 'text'])
+  })
+
+  it('shows a thought before its first word', () => {
+    expect(told([phase('thinking')]).parts).toHaveLength(1)
+  })
+
+  it('passes over what it was told before, and says where something is missing', () => {
+    const turn = told(REPLY.slice(0, 3))
+    told(REPLY.slice(0, 3), turn)
+    expect(turn.thinking).toBe('Let me see.')
+    expect(turn.take(5, answer('too far'))).toBe(false)
+    expect(turn.number).toBe(3)
+    told(REPLY.slice(3), turn, 3)
+    expect(turn.text).toBe('It is five.')
+  })
+
+  it('takes the tail back where the reply goes on', () => {
+    const turn = told(REPLY)
+    turn.take(6, finished([answer(' <thi')], 'stopped'))
+    expect(turn.text).toBe('It is five. <thi')
+    expect(turn.ended).toBe(true)
+    told([answer(' <third>')], turn, 6)
+    expect(turn.text).toBe('It is five. <third>')
+    expect(turn.ended).toBe(false)
+    expect(turn.finish).toBe(null)
+  })
+
+  it('takes a tail back that opened a part of its own', () => {
+    const turn = told([phase('thinking'), thought('Hm')])
+    turn.take(2, finished([phase('answer'), answer('</th')], 'stopped'))
+    expect(turn.parts).toHaveLength(2)
+    told([thought('</them>')], turn, 2)
+    expect(turn.thinking).toBe('Hm</them>')
+    expect(turn.text).toBe('')
+  })
+
+  it('ends the same way when its end is told twice', () => {
+    const turn = told(REPLY)
+    turn.take(6, finished([answer('!')]))
+    turn.take(6, finished([answer('!')]))
+    expect(turn.text).toBe('It is five.!')
+  })
+
+  it('is replaced by a snapshot', () => {
+    const turn = told(REPLY.slice(0, 2))
+    turn.take(40, { type: 'snapshot', message: { role: 'assistant', parts: [{ type: 'text', text: 'All of ' }] } })
+    expect(turn.number).toBe(40)
+    told([answer('it.')], turn, 40)
+    expect(turn.text).toBe('All of it.')
+  })
+
+  it('gathers the arguments of calls', () => {
+    const turn = told([
+      phase('tool_call'),
+      { type: 'tool_call_opened', index: 0, id: 'a', name: 'add', in_thought: false },
+      { type: 'tool_call_delta', index: 0, arguments: '{"x":' },
+      { type: 'tool_call_delta', index: 0, arguments: '1}' },
+    ])
+    const call = turn.parts[0]
+    expect(call).toBeInstanceOf(Call)
+    expect((call as Call).arguments).toBe('{"x":1}')
+  })
+
+  it('says when it is over', () => {
+    const over: Turn[] = []
+    const turn = new Turn((one) => over.push(one))
+    turn.take(0, { type: 'failed', error: 'out of memory', tail: [] })
+    expect(over).toEqual([turn])
+    expect(turn.error).toBe('out of memory')
+  })
+})
