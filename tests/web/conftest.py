@@ -134,7 +134,8 @@ def sprout(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Se
 
 @pytest.fixture
 def api(sprout: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=sprout.url, timeout=PATIENCE) as client:
+    alone = httpx.Limits(max_keepalive_connections=0)  # a connection that idles is closed at any moment
+    with httpx.Client(base_url=sprout.url, timeout=PATIENCE, limits=alone) as client:
         yield client
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO, assert_never
 
-from palaver.chat import Reply, Turn
+from palaver.chat.log import Entry
+from palaver.chat.utterance import Reply, Utterance
 from palaver.events import (
     AnswerDelta,
     Event,
@@ -16,17 +17,26 @@ from palaver.events import (
     Finished,
     Notice,
     PhaseOpened,
+    ReadEvent,
+    Snapshot,
     Started,
     ThinkingDelta,
     ToolCallDelta,
     ToolCallOpened,
+    Waiting,
 )
 from palaver.generation import Finish
 from palaver.phases import Phase
+from palaver.repl.safe import safe
+
+_ENDINGS = {Finish.LENGTH: "cut: the length is used up", Finish.STOPPED: "stopped"}
 
 
 class PlainPrinter:
-    """Writes events as they come: answers to one stream, thoughts to another; None is nowhere."""
+    """Writes events as they come: answers to one stream, thoughts to another; None is nowhere.
+
+    On a terminal the text is made safe for it; into a file or a pipe it goes as it is.
+    """
 
     def __init__(self, answers: TextIO | None, thoughts: TextIO | None) -> None:
         self._answers = answers
@@ -34,6 +44,20 @@ class PlainPrinter:
         self._thinking = False
 
     def show(self, event: Event) -> None:
+        match event:
+            case Waiting() | Started():
+                pass
+            case Snapshot(message):
+                self._write(self._thoughts, message.thinking)
+                self._write(self._answers, message.text)
+            case Finished(finish, tail=tail):
+                self._end(tail, _ENDINGS.get(finish))
+            case Failed(error, tail):
+                self._end(tail, error)
+            case _:
+                self._show(event)
+
+    def _show(self, event: ReadEvent) -> None:
         match event:
             case PhaseOpened(phase):
                 self._turn_to(phase)
@@ -45,12 +69,8 @@ class PlainPrinter:
                 self._write(self._answers, f"\n[calls {name}] ")
             case ToolCallDelta(_, arguments):
                 self._write(self._answers, arguments)
-            case Notice(text) | Failed(text):
+            case Notice(text):
                 self._write(self._thoughts, f"\n[{text}]\n")
-            case Finished(finish):
-                self._end(finish)
-            case Started():
-                pass
             case _:
                 assert_never(event)
 
@@ -59,35 +79,61 @@ class PlainPrinter:
             self._write(self._thoughts, "\n\n")
         self._thinking = phase is Phase.THINKING
 
-    def _end(self, finish: Finish) -> None:
+    def _end(self, tail: tuple[ReadEvent, ...], note: str | None) -> None:
+        for event in tail:
+            self._show(event)
         self._turn_to(Phase.END)
         self._write(self._answers, "\n")
-        if finish in (Finish.LENGTH, Finish.STOPPED):
-            self._write(self._thoughts, f"[{_NOTES[finish]}]\n")
+        if note is not None:
+            self._write(self._thoughts, f"[{note}]\n")
 
     def _write(self, stream: TextIO | None, text: str) -> None:
         if stream is not None:
-            stream.write(text)
+            stream.write(safe(text) if stream.isatty() else text)
             stream.flush()
 
 
-_NOTES = {Finish.LENGTH: "cut: the length is used up", Finish.STOPPED: "stopped"}
+class PlainView:
+    """A turn of a conversation as plain text; what is `known` was shown before."""
+
+    def __init__(self, printer: PlainPrinter, known: int = 0) -> None:
+        self._printer = printer
+        self._known = known
+        self.ending: Finished | Failed | None = None
+        self.first: float | None = None
+
+    def take(self, entry: Entry) -> None:
+        if isinstance(entry.event, Finished | Failed):
+            self.ending = entry.event
+        elif entry.number <= self._known:
+            return
+        self._printer.show(entry.event)
+
+    def paint(self) -> None:
+        """Everything is written as it comes."""
+
+    def toggle(self) -> None:
+        """What was written stays."""
+
+    def leave(self) -> None:
+        """Nothing is held back."""
 
 
-async def show_turn(turn: Turn, printer: PlainPrinter) -> Reply:
-    """Runs the turn to its end or to Ctrl+C, which stops it and keeps what was said."""
-    async with turn:
-        with _stopped_by_interrupt(turn):
-            async for event in turn:
+async def show_turn(utterance: Utterance, printer: PlainPrinter) -> Reply:
+    """Runs it to its end or to Ctrl+C, which stops it and keeps what was said."""
+    async with utterance:
+        with interrupts(utterance.stop):
+            async for event in utterance:
                 printer.show(event)
-        return turn.reply()
+        return utterance.reply()
 
 
 @contextmanager
-def _stopped_by_interrupt(turn: Turn) -> Iterator[None]:
+def interrupts(handler: Callable[[], object]) -> Iterator[None]:
+    """Inside, Ctrl+C calls the handler; how it was before comes back at the end."""
     loop = asyncio.get_running_loop()
     try:
-        loop.add_signal_handler(signal.SIGINT, turn.stop)
+        loop.add_signal_handler(signal.SIGINT, handler)
     except (NotImplementedError, RuntimeError):  # not the main thread, or no signals on this system
         yield
         return

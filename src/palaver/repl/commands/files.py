@@ -1,0 +1,201 @@
+"""Files: conversations written and read, things attached to a message, a reply copied."""
+
+from __future__ import annotations
+
+import base64
+import mimetypes
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from palaver.errors import RequestError, UnsupportedContent
+from palaver.messages import Audio, Image, Role
+from palaver.messages import Text as TextPart
+from palaver.repl.completion import paths, words
+from palaver.repl.safe import one_line
+from palaver.repl.table import Choice, Theme
+from palaver.store import Conversation
+
+if TYPE_CHECKING:
+    from palaver.repl.session import Session
+
+commands = Theme("Files")
+
+FORMS = {
+    "jsonl": "jsonl",
+    "md": "markdown",
+    "markdown": "markdown",
+    "tree": "tree",
+    "branches": "branches",
+    "sharegpt": "sharegpt",
+}
+_ENDINGS = {"markdown": ".md", "tree": ".json", "sharegpt": ".jsonl"}
+_LARGEST = 50_000_000
+_CLIPBOARDS = (["wl-copy"], ["xclip", "-selection", "clipboard"], ["pbcopy"], ["clip.exe"])
+
+
+@commands.command("save", "append this branch to a file, for training (JSONL)", "[FILE]", (), paths)
+async def save(session: Session, arguments: str) -> None:
+    conversation = await _here(session)
+    path = _path(arguments.strip() or f"{_named(conversation)}.jsonl")
+    text = await session.chat.export(conversation.id, "jsonl", (await session.place.cursor()).message_id)
+    if not text.strip():
+        raise RequestError("There is no whole reply on this branch yet: nothing to learn from.")
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text if text.endswith("\n") else text + "\n")
+    session.screen.note(f"Appended to {path}.")
+
+
+async def _forms(session: Session, arguments: str) -> Iterable[Choice]:
+    _, space, rest = arguments.partition(" ")
+    if not space:
+        return [Choice(one) for one in ("jsonl", "md", "tree", "branches", "sharegpt")]
+    return [Choice(one.text) for one in await paths(session, rest)]
+
+
+@commands.command(
+    "export", "write the conversation into a new file", "jsonl | md | tree | branches | sharegpt [FILE]", (), _forms
+)
+async def export(session: Session, arguments: str) -> None:
+    word, _, rest = arguments.strip().partition(" ")
+    form = FORMS.get(word)
+    if form is None:
+        raise RequestError(f"It is /export and one of {', '.join(FORMS)}.")
+    conversation = await _here(session)
+    path = _path(rest.strip() or _named(conversation) + _ENDINGS.get(form, ".jsonl"))
+    text = await session.chat.export(conversation.id, form, (await session.place.cursor()).message_id)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text if text.endswith("\n") else text + "\n")
+    except FileExistsError:
+        raise RequestError(f"{path} is there already: choose another name.") from None
+    session.screen.note(f"Written to {path}.")
+
+
+@commands.command(
+    "import",
+    "take in the conversations of a file, ours or another program's, and open the first",
+    "FILE",
+    ("load",),
+    paths,
+)
+async def import_(session: Session, arguments: str) -> None:
+    path = _path(arguments.strip())
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise RequestError(f"{path} is no text.") from None
+    taken = await session.chat.take_in(text)
+    if not taken:
+        raise RequestError(f"{path} holds no conversation.")
+    session.screen.note(f"{len(taken)} taken in: {', '.join(one_line(one.title, 40) or one.id for one in taken[:5])}")
+    await session.open(taken[0].id)
+
+
+@commands.command("image", "attach a picture to the next message", "FILE", (), paths)
+async def image(session: Session, arguments: str) -> None:
+    await _attach(session, _path(arguments.strip()), "image")
+
+
+@commands.command("audio", "attach sound to the next message", "FILE", (), paths)
+async def audio(session: Session, arguments: str) -> None:
+    await _attach(session, _path(arguments.strip()), "audio")
+
+
+@commands.command("file", "attach a file to the next message; text goes in as text", "FILE | clear", (), paths)
+async def file(session: Session, arguments: str) -> None:
+    if arguments.strip() == "clear":
+        session.attached.clear()
+        session.screen.note("Nothing is attached.")
+        return
+    path = _path(arguments.strip())
+    kind = (mimetypes.guess_type(path.name)[0] or "").partition("/")[0]
+    await _attach(session, path, kind if kind in ("image", "audio", "video") else "text")
+
+
+async def _attach(session: Session, path: Path, kind: str) -> None:
+    if path.stat().st_size > _LARGEST:
+        raise RequestError(f"{path} is larger than {_LARGEST:,} bytes.")
+    if kind == "text":
+        session.attached.append(TextPart(_as_text(path)))
+    else:
+        card = await session.waited(session.chat.ready(), "waiting for the model")
+        if kind not in card.media:
+            raise UnsupportedContent(f"{card.name} takes no {_NAMES[kind]}.")
+        media_type = mimetypes.guess_type(path.name)[0] or f"{kind}/*"
+        data = path.read_bytes()
+        session.attached.append(Image(media_type, data) if kind == "image" else Audio(media_type, data))
+    session.screen.note(f"{path.name} goes with the next message. /file clear takes it away.")
+
+
+_NAMES = {"image": "pictures", "audio": "sound", "video": "video"}
+
+
+def _as_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UnsupportedContent(f"{path} is neither text nor of a kind that a model takes.") from None
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{path.name}:\n{fence}{path.suffix.removeprefix('.')}\n{text.rstrip()}\n{fence}\n\n"
+
+
+@commands.command(
+    "copy",
+    "the last reply to the clipboard, or its last code block, or its thought",
+    "[code | thought]",
+    (),
+    words("code", "thought"),
+)
+async def copy(session: Session, arguments: str) -> None:
+    reply = await session.place.last(Role.ASSISTANT)
+    if reply is None:
+        raise RequestError("There is no reply to copy.")
+    match arguments.strip():
+        case "":
+            text = reply.text
+        case "thought":
+            text = reply.thinking
+        case "code":
+            found = re.findall(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1", reply.text, re.MULTILINE | re.DOTALL)
+            text = found[-1][1] if found else ""
+        case other:
+            raise RequestError(f"/copy {other}: it is /copy, /copy code or /copy thought.")
+    if not text:
+        raise RequestError("There is nothing of that to copy.")
+    session.screen.note(f"{len(text):,} characters copied with {_copied(session, text)}.")
+
+
+def _copied(session: Session, text: str) -> str:
+    """With a program of the desktop, or else by asking the terminal, which works over the network too."""
+    for command in _CLIPBOARDS:
+        if shutil.which(command[0]):
+            done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=5, check=False)
+            if done.returncode == 0:
+                return command[0]
+    if not session.screen.is_live:
+        raise RequestError("There is no program for the clipboard here.")
+    session.screen.console.file.write(f"\x1b]52;c;{base64.b64encode(text.encode()).decode()}\a")
+    session.screen.console.file.flush()
+    return "the terminal"
+
+
+async def _here(session: Session) -> Conversation:
+    conversation = await session.place.conversation()
+    if conversation is None:
+        raise RequestError("Nothing was said yet.")
+    return conversation
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise RequestError("Name a file.")
+    return Path(text).expanduser()
+
+
+def _named(conversation: Conversation) -> str:
+    """A file's name from the title."""
+    return re.sub(r"[^\w-]+", "-", conversation.title).strip("-").lower()[:60] or conversation.id

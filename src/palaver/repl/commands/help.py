@@ -1,0 +1,55 @@
+"""Help, made from the table of commands, and leaving."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.table import Table as Grid
+from rich.text import Text
+
+from palaver.repl.table import Choice, Command, Theme, UnknownCommand
+
+if TYPE_CHECKING:
+    from palaver.repl.session import Session
+
+commands = Theme("Help")
+
+KEYS = """\
+Enter sends; Alt+Enter, or a backslash before Enter, makes a new line; what is pasted stays one message.
+Ctrl+C stops a reply and keeps it; /continue goes on exactly where it stopped. Twice within a second, it drops it.
+Ctrl+T shows or hides thoughts, Up edits the last message, Ctrl+R searches what was typed, Ctrl+D leaves.
+A line //like this sends /like this."""
+
+
+async def _names(session: Session, arguments: str) -> Iterable[Choice]:
+    return [Choice(command.name, command.meaning) for command in session.table]
+
+
+@commands.command("help", "the commands and keys, or one command", "[COMMAND]", ("?", "h"), _names)
+async def help_(session: Session, arguments: str) -> None:
+    wanted = arguments.strip().removeprefix("/").lower()
+    if wanted:
+        command = session.table.get(wanted)
+        if command is None:
+            raise UnknownCommand(wanted, session.table.near(wanted))
+        session.screen.show(_grid([command]))
+        return
+    for theme in session.table.themes:
+        session.screen.show(Text(theme.name, style="name"), _grid(theme.commands))
+    session.screen.show(Text("Keys", style="name"), Text(KEYS))
+
+
+@commands.command("quit", "leave; everything is kept", "", ("exit", "q"))
+async def quit_(session: Session, arguments: str) -> None:
+    session.leaving = True
+
+
+def _grid(listed: Iterable[Command]) -> Grid:
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    grid.add_column(overflow="fold", ratio=2)
+    grid.add_column(overflow="fold", ratio=3)
+    for one in listed:
+        also = f" (also {', '.join(f'/{alias}' for alias in one.aliases)})" if one.aliases else ""
+        grid.add_row(Text(f"  /{one.name} {one.arguments}".rstrip()), Text(f"{one.meaning}{also}"))
+    return grid

@@ -1,0 +1,135 @@
+"""The model and how things stand: which one, how full its context is, what it nearly said."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.table import Table as Grid
+from rich.text import Text
+
+from palaver.chat.interface import ModelState, Token
+from palaver.errors import BadParameter, RequestError
+from palaver.messages import Role
+from palaver.repl import banner, context
+from palaver.repl.safe import one_line
+from palaver.repl.table import Choice, Theme
+
+if TYPE_CHECKING:
+    from palaver.repl.session import Session
+
+commands = Theme("The model")
+_SHOWN = 40
+
+
+async def _models(session: Session, arguments: str) -> Iterable[Choice]:
+    return [Choice(name, whole=True) for name in await session.chat.models()]
+
+
+@commands.command("model", "which model is talked to; with a name, load another", "[NAME]", (), _models)
+async def model(session: Session, arguments: str) -> None:
+    if arguments.strip():
+        await session.chat.load(arguments.strip())
+        card = await session.waited(session.chat.ready(), f"loading {arguments.strip()}")
+        session.screen.show(*banner.banner(card))
+        return
+    card = await session.chat.model()
+    session.screen.show(*banner.banner(card))
+    at_hand = ", ".join(await session.chat.models())
+    session.screen.note(f"At hand: {at_hand}." if at_hand else "/model NAME loads another.")
+
+
+@commands.command("context", "how full the model's context is")
+async def gauge(session: Session, arguments: str) -> None:
+    if session.place.id is None:
+        card = await session.chat.model()
+        session.screen.note(f"Nothing was said yet; the context is {card.context_length:,} tokens.")
+        return
+    at = (await session.place.cursor()).message_id
+    wanted = session.chat.gauge(session.place.id, at)
+    session.screen.show(context.gauge(await session.waited(wanted, "counting")))
+
+
+@commands.command("status", "the model, the conversation, what is set, what is attached")
+async def status(session: Session, arguments: str) -> None:
+    card = await session.chat.model()
+    conversation = await session.place.conversation()
+    begins = await session.place.begins_with()
+    path = await session.place.path()
+    cursor = await session.place.cursor()
+    rows = {
+        "model": banner.standing(card),
+        "context": f"{card.context_length:,} tokens" if card.context_length else "",
+        "device": f"{card.device} {card.dtype}".strip(),
+        "reuse": card.reuse,
+        "thinking": banner.thinking(card) if card.state is ModelState.READY else "",
+        "conversation": f"{one_line(conversation.title) or '(no title)'} ({conversation.id})"
+        if conversation
+        else "new",
+        "branch": f"{len(path)} messages{_ways(cursor.can_undo, cursor.can_redo)}",
+        "system": one_line(begins.system, 60),
+        "set": ", ".join(f"{name}={one_line(str(value), 30)}" for name, value in begins.parameters.items()),
+        "attached": f"{len(session.attached)}" if session.attached else "",
+        "thoughts": session.thoughts,
+    }
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    for name, value in rows.items():
+        if value:
+            grid.add_row(Text(name, style="name"), Text(value))
+    session.screen.show(grid)
+
+
+def _ways(can_undo: bool, can_redo: bool) -> str:
+    ways = [way for way, can in (("/undo", can_undo), ("/redo", can_redo)) if can]
+    return f", {' and '.join(ways)} possible" if ways else ""
+
+
+@commands.command(
+    "tokens", "the last reply token by token, how likely each was, and what else it nearly said", "[FROM]"
+)
+async def tokens(session: Session, arguments: str) -> None:
+    reply = await session.place.last(Role.ASSISTANT)
+    if reply is None:
+        raise RequestError("There is no reply yet.")
+    found = await session.waited(session.chat.tokens(reply.id), "reading the tokens")
+    if not found:
+        raise RequestError("The tokens of this reply are not known to this model.")
+    start = int(arguments) if arguments.strip().isdigit() else 1
+    if not 0 < start <= len(found):
+        raise BadParameter("from", start, f"must be from 1 to {len(found)}")
+    shown = list(enumerate(found, 1))[start - 1 :][:_SHOWN]
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    grid.add_column(justify="right")
+    for number, token in shown:
+        grid.add_row(f"{number}", *_cells(token))
+    session.screen.show(grid)
+    if shown and shown[-1][0] < len(found):
+        session.screen.note(f"{len(found):,} in all: /tokens {shown[-1][0] + 1} shows more.")
+
+
+def _cells(token: Token) -> list[Text]:
+    others = [one for one in token.alternatives if one.token_id != token.token_id][:3]
+    nearly = "  ".join(f"{_quoted(one.text)} {_share(one.logprob)}" for one in others)
+    if token.logprob is None:
+        return [Text(_quoted(token.text)), Text("given", style="note"), Text(), Text()]
+    return [
+        Text(_quoted(token.text), style=_style(token.logprob)),
+        Text(f"{token.logprob:.2f}"),
+        Text(_share(token.logprob)),
+        Text(nearly, style="note"),
+    ]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _share(logprob: float) -> str:
+    return f"{math.exp(min(0.0, logprob)):.1%}"
+
+
+def _style(logprob: float) -> str:
+    share = math.exp(min(0.0, logprob))
+    return "green" if share > 0.9 else "none" if share > 0.5 else "yellow" if share > 0.1 else "red"

@@ -1,0 +1,211 @@
+"""What is set for the turns to come: sampling, stop strings, the system prompt; and sets of it under a name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table as Grid
+from rich.text import Text
+
+from palaver.chat.interface import ModelCard
+from palaver.chat.parameters import NAMES
+from palaver.errors import BadParameter, RequestError
+from palaver.repl.safe import one_line, safe
+from palaver.repl.table import Choice, Theme
+from palaver.sampling import NUMBERS, STRINGS, Parameter, checked_strings
+
+if TYPE_CHECKING:
+    from palaver.repl.session import Session
+
+commands = Theme("Parameters")
+
+ALIASES = {"temperature": ("temp",), "max_tokens": ("max_new_tokens", "max"), "repetition_penalty": ("rep",)}
+OVERFLOW = "what happens when the context is full: refuse, or shorten (the oldest turns are left out)"
+_DEFAULT = ("default", "reset")
+
+
+async def _names(session: Session, arguments: str) -> Iterable[Choice]:
+    name, space, _ = arguments.partition(" ")
+    if space:
+        return await _values(name)(session, arguments)
+    numbers = [Choice(one.name, one.meaning) for one in NUMBERS.values()]
+    return [*numbers, *(Choice(one, meaning) for one, meaning in STRINGS.items()), Choice("overflow", OVERFLOW)]
+
+
+def _values(name: str) -> Callable[[Session, str], Awaitable[Iterable[Choice]]]:
+    async def values(session: Session, arguments: str) -> Iterable[Choice]:
+        if name == "overflow":
+            return [Choice("refuse"), Choice("shorten")]
+        parameter = NUMBERS.get(_full(name))
+        if parameter is None:
+            return []
+        default = getattr((await session.chat.model()).defaults, parameter.name)
+        none = [Choice("none", "no limit")] if parameter.nullable else []
+        return [Choice("default", f"the model's: {written(default)}"), *none]
+
+    return values
+
+
+@commands.command("set", "show or set a parameter of the replies to come", "NAME [VALUE]", (), _names)
+async def set_(session: Session, arguments: str) -> None:
+    name, value = _parted(arguments)
+    if not name:
+        await params(session, "")
+    else:
+        await _set(session, _full(name), value)
+
+
+@commands.command("params", "all parameters: what is set, the model's default, what they may be", "", ("parameters",))
+async def params(session: Session, arguments: str) -> None:
+    card = await session.chat.model()
+    given = (await session.place.begins_with()).parameters
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    for parameter in NUMBERS.values():
+        is_set = parameter.name in given
+        value = given[parameter.name] if is_set else _default(card, parameter)
+        grid.add_row(
+            Text(parameter.name, style="name" if is_set else "none"),
+            written(value),
+            Text("set" if is_set else "default", style="note"),
+            Text(f"{bounds(parameter)} · {parameter.meaning}", style="note"),
+        )
+    for name in sorted(set(given) - set(NUMBERS)):
+        grid.add_row(Text(name, style="name"), one_line(written(given[name]), 40), Text("set", style="note"), "")
+    session.screen.show(grid)
+
+
+async def _set(session: Session, name: str, value: str) -> None:
+    if name in NUMBERS:
+        await _set_number(session, NUMBERS[name], value)
+    elif name in STRINGS:
+        await _set_strings(session, name, value)
+    elif name == "overflow":
+        if value:
+            await session.place.set(overflow=None if value in _DEFAULT else value)
+        now = (await session.place.begins_with()).parameters.get("overflow", "refuse")
+        session.screen.note(f"overflow = {now} · {OVERFLOW}")
+    else:
+        known = ", ".join((*NUMBERS, *STRINGS, "overflow"))
+        why = "/think sets that" if name in NAMES else f"there is no such parameter; known are {known}"
+        raise BadParameter(name, value, why)
+
+
+async def _set_number(session: Session, parameter: Parameter, value: str) -> None:
+    if value in _DEFAULT:
+        await session.place.set(**{parameter.name: None})
+    elif value:
+        parsed = parameter.parse(value)
+        await session.place.set(**{parameter.name: parsed})
+    card = await session.chat.model()
+    given = (await session.place.begins_with()).parameters
+    default = _default(card, parameter)
+    now = given.get(parameter.name, default)
+    origin = f"the model's default is {written(default)}" if parameter.name in given else "the model's default"
+    session.screen.note(f"{parameter.name} = {written(now)} · {origin} · {bounds(parameter)} · {parameter.meaning}")
+
+
+async def _set_strings(session: Session, name: str, value: str) -> None:
+    """Each call adds one string; a quoted one may hold `\\n`."""
+    given = tuple((await session.place.begins_with()).parameters.get(name, ()))
+    if value in ("clear", "none", *_DEFAULT):
+        await session.place.set(**{name: None})
+    elif value:
+        await session.place.set(**{name: list(checked_strings(name, (*given, _unquoted(name, value))))})
+    now = (await session.place.begins_with()).parameters.get(name, ())
+    shown = ", ".join(json.dumps(one, ensure_ascii=False) for one in now) or "none"
+    session.screen.note(f"{name}: {safe(shown)} · {STRINGS[name]}")
+
+
+@commands.command("stop", "show the stop strings, add one, or clear them", '["TEXT" | clear]')
+async def stop(session: Session, arguments: str) -> None:
+    await _set_strings(session, "stop", arguments.strip())
+
+
+@commands.command("system", "show or set the system prompt", "[TEXT | clear]")
+async def system(session: Session, arguments: str) -> None:
+    if arguments.strip():
+        await session.place.set_system("" if arguments.strip() == "clear" else arguments)
+    now = (await session.place.begins_with()).system
+    session.screen.show(
+        Text(f"The system prompt is: {safe(now)}" if now else "There is no system prompt.", style="note")
+    )
+
+
+async def _presets(session: Session, arguments: str) -> Iterable[Choice]:
+    if " " not in arguments:
+        return [Choice("save"), Choice("load"), Choice("delete")]
+    return [Choice(name) for name in session.presets.names()]
+
+
+@commands.command(
+    "preset", "keep the parameters under a name, or take them from one", "save | load | delete NAME", (), _presets
+)
+async def preset(session: Session, arguments: str) -> None:
+    match arguments.split(maxsplit=1):
+        case ["save", name]:
+            session.presets.save(name, (await session.place.begins_with()).parameters)
+            session.screen.note(f"The parameters are kept as {name!r}.")
+        case ["load", name]:
+            await session.place.replace(session.presets.get(name))
+            await params(session, "")
+        case ["delete", name]:
+            session.presets.delete(name)
+            session.screen.note(f"The preset {name!r} is gone.")
+        case []:
+            names = ", ".join(session.presets.names()) or "none yet: /preset save NAME makes one"
+            session.screen.note(f"Presets: {names}")
+        case _:
+            raise RequestError("It is /preset save NAME, load NAME or delete NAME.")
+
+
+def _of(parameter: Parameter) -> Callable[[Session, str], Awaitable[None]]:
+    async def run(session: Session, arguments: str) -> None:
+        await _set_number(session, parameter, arguments.strip())
+
+    return run
+
+
+for _parameter in NUMBERS.values():
+    commands.command(
+        _parameter.name,
+        _parameter.meaning,
+        f"[{'NUMBER | none' if _parameter.nullable else 'NUMBER'} | default]",
+        ALIASES.get(_parameter.name, ()),
+        _values(_parameter.name),
+    )(_of(_parameter))
+
+
+def bounds(parameter: Parameter) -> str:
+    low, high = (f"{int(one):,}" if parameter.read is int else f"{one:g}" for one in parameter.bounds)
+    return f"from {low} to {high}{', or none' if parameter.nullable else ''}"
+
+
+def written(value: Any) -> str:
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _default(card: ModelCard, parameter: Parameter) -> Any:
+    return "drawn anew" if parameter.name == "seed" else getattr(card.defaults, parameter.name)
+
+
+def _full(name: str) -> str:
+    return next((full for full, short in ALIASES.items() if name in short), name)
+
+
+def _parted(arguments: str) -> tuple[str, str]:
+    """`name value` or `name=value`."""
+    text = arguments.strip()
+    place = next((place for place, one in enumerate(text) if one.isspace() or one == "="), len(text))
+    return text[:place].lower(), text[place + 1 :].strip()
+
+
+def _unquoted(name: str, value: str) -> str:
+    if not value.startswith('"'):
+        return value
+    try:
+        text = json.loads(value)
+    except ValueError:
+        raise BadParameter(name, value, "the quoted text is not closed, or holds an escape that is none") from None
+    return str(text)

@@ -1,0 +1,101 @@
+"""Tools for a person: functions offered to the model, and their results given by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from palaver.errors import RequestError
+from palaver.messages import Role, ToolCall, ToolResult, tool
+from palaver.repl.calls import unanswered, written
+from palaver.repl.completion import paths
+from palaver.repl.safe import one_line
+from palaver.repl.table import Choice, Theme
+from palaver.store import Stored
+
+if TYPE_CHECKING:
+    from palaver.repl.session import Session
+
+commands = Theme("Tools")
+
+
+@commands.command(
+    "tools", "offer the functions of a JSON file to the model; bare: which are offered", "[FILE | off]", (), paths
+)
+async def tools(session: Session, arguments: str) -> None:
+    wanted = arguments.strip()
+    if wanted == "off":
+        await session.place.set(tools=None)
+    elif wanted:
+        card = await session.waited(session.chat.ready(), "waiting for the model")
+        if not card.takes_tools:
+            raise RequestError("This model's chat template has no place for tools.")
+        await session.place.set(tools=_read(Path(wanted).expanduser()))
+    offered = (await session.place.begins_with()).parameters.get("tools") or ()
+    for one in offered:
+        function = one.get("function", one)
+        description = one_line(str(function.get("description") or ""))
+        session.screen.show(Text.assemble((str(function["name"]), "call"), f" {description}"))
+    session.screen.note(f"{len(offered)} offered. /result TEXT answers a call." if offered else "No tools are offered.")
+
+
+def _read(path: Path) -> list[Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RequestError(f"{path} is no JSON: {error}.") from None
+    tools = value.get("tools", [value]) if isinstance(value, dict) else value
+    if not isinstance(tools, list) or not tools:
+        raise RequestError(f"{path} holds no list of tools.")
+    return tools
+
+
+async def _calls(session: Session, arguments: str) -> Iterable[Choice]:
+    return [Choice(call.name, one_line(call.arguments, 40)) for call in await _open_calls(session)]
+
+
+@commands.command(
+    "result", "answer the model's call by hand; with several calls, name the one", "[NAME] TEXT", (), _calls
+)
+async def result(session: Session, arguments: str) -> None:
+    calls = await _open_calls(session)
+    if not calls:
+        raise RequestError("There is no call that waits for a result.")
+    call, text = _addressed(calls, arguments)
+    if not text.strip():
+        session.screen.show(*(line for one in calls for line in written(one.name, one.arguments)))
+        raise RequestError("Write the result: /result TEXT.")
+    message = tool(call.id, text, call.name)
+    if len(calls) == 1:
+        await session.send(message)
+        return
+    conversation = await session.place.made()
+    at = (await session.place.cursor()).message_id
+    stored = await session.chat.append(conversation.id, at, message)
+    await session.place.move(stored.id)
+    left = ", ".join(one.name for one in calls if one.id != call.id)
+    session.screen.note(f"Taken. Still waiting for {left}.")
+
+
+def _addressed(calls: list[ToolCall], arguments: str) -> tuple[ToolCall, str]:
+    name, _, rest = arguments.partition(" ")
+    named = next((one for one in calls if name in (one.name, one.id)), None)
+    return (named, rest) if named is not None else (calls[0], arguments)
+
+
+async def _open_calls(session: Session) -> list[ToolCall]:
+    """Calls of the last reply that no result behind it answers."""
+    path = await session.place.path()
+    last = max((place for place, one in enumerate(path) if one.role is Role.ASSISTANT), default=None)
+    if last is None:
+        return []
+    answered = [part.call_id for one in path[last + 1 :] for part in one.parts if isinstance(part, ToolResult)]
+    return unanswered(_calls_of(path[last]), answered)
+
+
+def _calls_of(reply: Stored) -> list[ToolCall]:
+    return [part for part in reply.parts if isinstance(part, ToolCall)]

@@ -1,0 +1,258 @@
+"""A session: reads what a person types, shows what comes of it, until the person leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
+from uuid import uuid4
+
+from rich.text import Text
+
+from palaver.chat.interface import Chat, ModelCard, ModelState
+from palaver.errors import ContextOverflow, PalaverError
+from palaver.events import Failed
+from palaver.messages import Message, Part, Role
+from palaver.messages import Text as TextPart
+from palaver.repl import banner, context, statistics
+from palaver.repl.following import Follower
+from palaver.repl.lines import Dropped, Last, Lines, StreamLines, Typed, Watched
+from palaver.repl.place import Draft, Place, found
+from palaver.repl.plain import PlainPrinter, PlainView
+from palaver.repl.presets import Presets
+from palaver.repl.reply import ReplyView, View
+from palaver.repl.screen import Screen, console, has_cursor
+from palaver.repl.settings import Settings, Thoughts
+from palaver.repl.table import Commanded, Said, Table, read
+from palaver.store import Stored
+
+T = TypeVar("T")
+
+
+class Interrupted(Exception):
+    """Ctrl+C ended what was waited for."""
+
+
+class Session:
+    """What every command works on."""
+
+    def __init__(self, chat: Chat, settings: Settings, screen: Screen, table: Table) -> None:
+        self.chat = chat
+        self.settings = settings
+        self.screen = screen
+        self.table = table
+        self.place = Place(chat, settings.client, Draft(settings.system or "", settings.parameters))
+        self.presets = Presets(settings.folder / "presets.json")
+        self.thoughts = settings.thoughts
+        self.attached: list[Part] = []
+        """What goes with the next message."""
+        self.lines: Lines = StreamLines(sys.stdin)
+        self.begun: Typed | None = None
+        """What the next prompt begins with."""
+        self.offered: list[str] = []
+        """The ids of the conversations that were listed last: a number means one of them."""
+        self.went_well = True
+        self.stopped_at = float("-inf")
+        self.leaving = False
+
+    # the loop
+
+    async def run(self) -> None:
+        """Until the person leaves. What goes wrong is told, and ends nothing."""
+        while not self.leaving:
+            try:
+                await self._next()
+            except EOFError:
+                return
+
+    async def _next(self) -> None:
+        try:
+            begun, self.begun = self.begun, None
+            typed = await self.lines.read(begun, await self._last())
+            await self.take(typed)
+        except Dropped:
+            await self._told(self.drop)
+        except (KeyboardInterrupt, Interrupted):
+            self.screen.note("Interrupted.")
+
+    async def take(self, typed: Typed) -> None:
+        """A message or a command."""
+        if typed.text.strip():
+            await self._told(lambda: self._take(typed))
+
+    async def _take(self, typed: Typed) -> None:
+        match read(typed.text, self.table):
+            case Said(text) if typed.edited is not None:
+                await self.reword(typed.edited, text)
+            case Said(text):
+                await self.say(text)
+            case Commanded(command, arguments):
+                await command.run(self, arguments)
+
+    async def _told(self, act: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await act()
+        except PalaverError as error:
+            self.went_well = False
+            self.screen.error(error)
+        except OSError as error:
+            self.went_well = False
+            self.screen.error(f"{error.filename}: {error.strerror}" if error.filename else error)
+        except (EOFError, Interrupted, asyncio.CancelledError):
+            raise
+        except Exception as error:  # a mistake of ours must not take the conversation away
+            self.went_well = False
+            self.screen.error(f"This went wrong inside of Palaver: {type(error).__name__}: {error}")
+
+    async def _last(self) -> Last | None:
+        """What the Up key edits."""
+        if not self.lines.is_person:
+            return None
+        with suppress(PalaverError):
+            message = await self.place.last(Role.USER)
+            return Last(message.id, message.text) if message and message.text else None
+        return None
+
+    # turns
+
+    async def say(self, text: str, shorten: bool = False) -> None:
+        message = Message(Role.USER, (*self.attached, TextPart(text)))
+        try:
+            await self.send(message, shorten)
+        except ContextOverflow as error:
+            await context.offer(self, text, error)
+        except Interrupted:
+            self.begun = Typed(text)  # nothing was sent: it stands at the prompt again
+            raise
+
+    async def send(self, message: Message, shorten: bool = False) -> None:
+        """Puts the message behind the branch and shows the reply."""
+        conversation = await self.place.made()
+        at = (await self.place.cursor()).message_id
+        once = {"overflow": "shorten"} if shorten else None
+        said = await self.waited(
+            self.chat.say(conversation.id, at, message, parameters=once, key=uuid4().hex), "waiting for the model"
+        )
+        self.attached.clear()
+        await self.place.move(said.reply.id)
+        await self.follow(said.reply)
+
+    async def reword(self, message_id: str, text: str) -> None:
+        """Another wording of a message, on a branch of its own."""
+        edited = await self.chat.edit(message_id, (TextPart(text),))
+        await self.place.move(edited.id)
+        if edited.role is Role.USER:
+            await self.answer(edited.id)
+
+    async def answer(self, parent: str) -> None:
+        """A new reply under a message."""
+        conversation = await self.place.made()
+        reply = await self.waited(self.chat.reply(conversation.id, parent, key=uuid4().hex), "waiting for the model")
+        await self.place.move(reply.id)
+        await self.follow(reply)
+
+    async def follow(self, reply: Stored, known: int = 0) -> None:
+        """Shows the reply while it comes, from the event after `known`."""
+        follower = Follower(self.chat, self.view(known), self.lines)
+        ending = await follower.follow(reply.id)
+        self.stopped_at = follower.stopped_at
+        self.thoughts = follower.view.thoughts if isinstance(follower.view, ReplyView) else self.thoughts
+        self.went_well = self.went_well and not isinstance(ending, Failed)
+        if ending is not None and self.screen.is_live:
+            after = (await self.chat.message(reply.id)).reply
+            before = reply.reply if known else None
+            line = statistics.line(ending, follower.view.first, before, after)
+            self.screen.show(Text(line, style="error" if isinstance(ending, Failed) else "note"), Text())
+        if follower.dropped:
+            await self.drop()
+        elif ending is not None:
+            await context.warn(self, ending)
+
+    def view(self, known: int = 0) -> View:
+        if self.screen.is_live:
+            return ReplyView(self.screen, self.thoughts, known=known)
+        hidden = self.thoughts is Thoughts.HIDDEN
+        return PlainView(PlainPrinter(sys.stdout, None if hidden else sys.stderr), known)
+
+    async def drop(self) -> None:
+        """Back to the user's message. The reply stays in the tree."""
+        self.stopped_at = float("-inf")
+        reply = await self.place.last(Role.ASSISTANT)
+        path = await self.place.path()
+        if reply is None or path[-1].id != reply.id or reply.parent_id is None:
+            return
+        await self.place.move(reply.parent_id)
+        self.screen.note("The reply was dropped, your message kept. /retry asks again, /undo brings the reply back.")
+
+    async def waited(self, wanted: Awaitable[T], what: str) -> T:
+        """The result; Ctrl+C ends the waiting. What takes long is told."""
+        task = asyncio.ensure_future(wanted)
+        begun = time.monotonic()
+        with self.lines.watching(Watched(task.cancel)):
+            while not (await asyncio.wait([task], timeout=0.25))[0]:
+                note = await self._loading() or what
+                self.screen.update((), [banner.waiting(note, time.monotonic() - begun)])
+        self.screen.update(())
+        if task.cancelled():
+            raise Interrupted
+        return task.result()
+
+    async def _loading(self) -> str:
+        card = await self.chat.model()
+        return banner.loading(card) if card.state is ModelState.LOADING else ""
+
+    # opening
+
+    async def begin(self) -> None:
+        """Opens what was asked for at the start."""
+        if self.settings.conversation is not None:
+            await self.open((await found(self.chat, self.settings.conversation)).id)
+        elif self.settings.resume:
+            newest = await self.chat.conversations(limit=1)
+            if newest:
+                await self.open(newest[0].id)
+            else:
+                self.screen.note("There is no conversation yet: this is the first.")
+        if self.place.id is not None and self.settings.system is not None:
+            await self.place.set_system(self.settings.system)
+        if self.place.id is not None and self.settings.parameters:
+            await self.place.set(**self.settings.parameters)
+
+    async def open(self, id: str) -> None:
+        """Goes to a conversation, shows its end, and follows a reply that is being written."""
+        from palaver.repl.commands.branches import show_end
+
+        await self.place.open(id)
+        running = await self.place.running()
+        await show_end(self, without_last=running is not None)
+        if running is not None:
+            await self.follow(running)
+
+
+async def run(chat: Chat, settings: Settings) -> bool:
+    """Talks with whoever is at the terminal, or at the other end of a pipe. Whether all of it went well."""
+    from palaver.repl.commands import table
+
+    typed, shown = sys.stdin.isatty(), has_cursor(sys.stdout)
+    live = typed and shown and not settings.plain
+    screen = Screen(console(sys.stdout if live else sys.stderr), live)
+    session = Session(chat, settings, screen, table())
+    if typed and has_cursor(sys.stdout if shown else sys.stderr):
+        from palaver.repl.person import at_prompt
+
+        await at_prompt(session)
+    else:
+        session.lines = StreamLines(sys.stdin, sys.stderr if typed else None)
+        await _streamed(session)
+    return session.went_well
+
+
+async def _streamed(session: Session) -> None:
+    card: ModelCard = await session.chat.ready()
+    if session.lines.is_person:
+        session.screen.show(*banner.banner(card))
+    await session.begin()
+    await session.run()

@@ -1,0 +1,88 @@
+"""The two doors of the terminal: a model of its own, and a live server. Every test of the program goes through both."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.repl.terminal import Terminal
+
+SOURCE = Path(__file__).parents[2] / "src"
+ENVIRONMENT = {"PYTHONPATH": str(SOURCE)}
+
+
+@dataclass(frozen=True)
+class Door:
+    """How the program comes to its conversations."""
+
+    name: str
+    folder: Path
+    arguments: tuple[str, ...]
+
+    def open(
+        self, *arguments: str, columns: int = 80, rows: int = 24, environment: Mapping[str, str] | None = None
+    ) -> Terminal:
+        command = [sys.executable, "-m", "palaver", "chat", *self.arguments, *arguments]
+        return Terminal(command, columns, rows, {**ENVIRONMENT, **(environment or {})})
+
+
+def local(folder: Path) -> Door:
+    return Door("local", folder, ("--local", "--data", str(folder)))
+
+
+@pytest.fixture(scope="session", params=["local", "server"])
+def door(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Door:
+    if request.param == "local":
+        return local(tmp_path_factory.mktemp("local"))
+    found: Door = request.getfixturevalue("server")
+    return found
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    folder = tmp_path_factory.mktemp("server")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "palaver", "serve", "--port", str(port), "--data", str(folder)]
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=log)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait(url, process, folder / "server.log")
+        yield Door("server", folder, ("--server", url))
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        assert process.poll() is None, log.read_text()
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.1)
+    raise AssertionError(f"the server never answered:\n{log.read_text()}")
+
+
+@pytest.fixture(scope="module")
+def talk(door: Door) -> Iterator[Terminal]:
+    """One program for many checks; each begins with a new conversation."""
+    with door.open("--set", "seed=1") as terminal:
+        terminal.wait("/help lists the commands")
+        terminal.prompt()
+        terminal.do("/preset save fresh")
+        yield terminal

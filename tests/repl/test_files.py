@@ -1,0 +1,50 @@
+"""What the terminal keeps beside the conversations: what was typed, and presets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from palaver.errors import RequestError
+from palaver.repl import history
+from palaver.repl.presets import NoPreset, Presets
+
+
+def test_history_is_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "history"
+    kept = history.opened(path)
+    kept.append_string("a\nb")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(history.opened(path).load_history_strings()) == ["a\nb"]
+
+
+def test_a_long_history_loses_its_oldest_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "KEPT", 1000)
+    kept = history.opened(tmp_path / "history")
+    for number in range(200):
+        kept.append_string(f"line {number}")
+    lines = list(history.opened(tmp_path / "history").load_history_strings())
+    assert lines[0] == "line 199"
+    assert 5 < len(lines) < 50
+
+
+def test_a_folder_that_can_not_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    history.opened(tmp_path / "file" / "history").append_string("kept in memory")
+
+
+def test_presets(tmp_path: Path) -> None:
+    presets = Presets(tmp_path / "presets.json")
+    with pytest.raises(NoPreset, match="none yet"):
+        presets.get("a")
+    presets.save("a", {"temperature": 0.5})
+    presets.save("b", {"stop": ["x"]})
+    assert Presets(tmp_path / "presets.json").get("a") == {"temperature": 0.5}
+    assert presets.names() == ("a", "b")
+    presets.delete("a")
+    with pytest.raises(NoPreset, match="there are b"):
+        presets.get("a")
+    (tmp_path / "presets.json").write_text("{")
+    with pytest.raises(RequestError, match="no JSON"):
+        presets.names()

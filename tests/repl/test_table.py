@@ -1,0 +1,60 @@
+"""What a line is: a message, a command, a path, a mistake."""
+
+from __future__ import annotations
+
+import pytest
+
+from palaver.repl.commands import table
+from palaver.repl.table import Commanded, Said, UnknownCommand, read
+
+ISSUE = """help new open list search title system set params preset think expand collapse retry undo redo continue edit
+branch branches switch history tokens context stop save export load import image audio file copy model status quit
+tools result temperature top_p seed""".split()
+
+
+def test_every_command_there_should_be_is_there() -> None:
+    names = table().names
+    assert [name for name in ISSUE if name not in names] == []
+    listed = [name for command in table() for name in (command.name, *command.aliases)]
+    assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("hello", "hello"),
+        ("  indented", "  indented"),
+        ("//help", "/help"),
+        ("/etc/hosts is a file", "/etc/hosts is a file"),
+        ("/ is the root", "/ is the root"),
+        ("/usr/bin", "/usr/bin"),
+    ],
+)
+def test_messages(line: str, message: str) -> None:
+    assert read(line, table()) == Said(message)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "arguments"),
+    [
+        ("/help", "help", ""),
+        ("/?", "help", ""),
+        ("/QUIT", "quit", ""),
+        ("/q", "quit", ""),
+        ("/system  two spaces\nand lines", "system", " two spaces\nand lines"),
+        ("/temp 0.5", "temperature", "0.5"),
+        ("/regen", "retry", ""),
+    ],
+)
+def test_commands(line: str, name: str, arguments: str) -> None:
+    found = read(line, table())
+    assert isinstance(found, Commanded)
+    assert (found.command.name, found.arguments) == (name, arguments)
+
+
+@pytest.mark.parametrize(
+    ("line", "near"), [("/hepl", "/help"), ("/hist", "/history"), ("/retrry", "/retry"), ("/xyzzy", "/help")]
+)
+def test_the_nearest_names_are_told(line: str, near: str) -> None:
+    with pytest.raises(UnknownCommand, match=near):
+        read(line, table())
