@@ -58,11 +58,13 @@ postgres:
 	fi
 
 # The page is tested in a real browser
+CHROMIUM := chromium fonts-dejavu-core --yes --no-install-recommends
+
 chromium:
 	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		echo "Installing Chromium for the page's tests (once)..."; mkdir -p $(VENV); \
-		{ $(APT) install chromium --yes --no-install-recommends || { $(APT) update && $(APT) install chromium --yes --no-install-recommends; }; } >$(VENV)/chromium.log 2>&1 \
+		{ $(APT) install $(CHROMIUM) || { $(APT) update && $(APT) install $(CHROMIUM); }; } >$(VENV)/chromium.log 2>&1 \
 			&& rm $(VENV)/chromium.log \
 			|| { tail -n 5 $(VENV)/chromium.log; echo "!!! Chromium could not be installed: the page is not tested in a browser."; }; \
 	else \

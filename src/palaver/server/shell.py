@@ -26,7 +26,10 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,100}")
 _WITH_BODY = ("POST", "PUT", "PATCH", "DELETE")
 _PREFLIGHT = (
     (b"access-control-allow-methods", b"GET, POST, PUT, PATCH, DELETE, OPTIONS"),
-    (b"access-control-allow-headers", b"authorization, content-type, x-api-key, last-event-id, x-conversation"),
+    (
+        b"access-control-allow-headers",
+        b"authorization, content-type, x-api-key, last-event-id, x-conversation, idempotency-key",
+    ),
     (b"access-control-max-age", b"600"),
 )
 
