@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from palaver.generation import Finish
@@ -33,11 +33,15 @@ class PhaseOpened:
     """From here on the model is thinking, answering or calling a tool; comes before the phase's first text."""
 
     phase: Phase
+    tokens: int = field(default=0, compare=False)
+    """How many tokens of the reply were thought up to here."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingDelta:
     text: str
+    tokens: int = field(default=0, compare=False)
+    """How many tokens of the reply were thought up to here."""
 
 
 @dataclass(frozen=True, slots=True)

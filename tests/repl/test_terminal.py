@@ -29,7 +29,7 @@ def test_a_turn(talk: Terminal) -> None:
     shown = talk.prompt()
     turn = shown[shown.rindex("› What is 1234") :]
     assert re.fullmatch(
-        rf"› What is 1234 \+ 5678\?\nthought for [\d.]+ s\n\n[^│]*6912[^│]*\n{STATISTICS}(?s:.*)\n›", turn
+        rf"› What is 1234 \+ 5678\?\nthought for [\d.]+ s · \d+ tokens\n\n[^│]*6912[^│]*\n{STATISTICS}(?s:.*)\n›", turn
     )
 
 

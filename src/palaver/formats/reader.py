@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from palaver.events import AnswerDelta, Notice, PhaseOpened, ReadEvent, ThinkingDelta
 from palaver.formats.calls.opened import CallReader, OpenedCalls
@@ -67,7 +67,7 @@ class Reader:
 
     def feed(self, token_id: int) -> list[ReadEvent]:
         self.thinking_tokens += self.phase is Phase.THINKING
-        return self._read(self._tracker.feed(token_id))
+        return self._counted(self._read(self._tracker.feed(token_id)))
 
     def close(self) -> list[ReadEvent]:
         """What was held back, now that nothing more comes."""
@@ -76,8 +76,13 @@ class Reader:
             events += self._block.say(self._let_go(CONTROL_LIKE.fullmatch))
         events += self._strays.told()
         if self._region is not None:  # white space before calls belongs to their marker
-            return [*events, *self._region.cut()]
-        return [*events, *self._block.close()]
+            return self._counted([*events, *self._region.cut()])
+        return self._counted([*events, *self._block.close()])
+
+    def _counted(self, events: list[ReadEvent]) -> list[ReadEvent]:
+        """With how much was thought so far, where that is of interest."""
+        count = self.thinking_tokens
+        return [replace(e, tokens=count) if isinstance(e, PhaseOpened | ThinkingDelta) else e for e in events]
 
     def _read(self, happenings: Iterable[Happening]) -> list[ReadEvent]:
         events: list[ReadEvent] = []

@@ -107,6 +107,7 @@ class ReplyView:
         self._asked = clock()
         self.first: float | None = None
         self._section: Section | None = None
+        self._thought = 0
         self._done: list[RenderableType] = []
         self._begun = False
         """Whether something of the reply is on the screen."""
@@ -171,13 +172,15 @@ class ReplyView:
 
     def _read(self, event: ReadEvent) -> None:
         match event:
-            case PhaseOpened(phase):
+            case PhaseOpened(phase, tokens):
+                self._count(tokens)
                 if phase is Phase.THINKING:
                     self._open(Thought)
                 elif isinstance(self._section, Thought):
                     self._close()
-            case ThinkingDelta(text):
+            case ThinkingDelta(text, tokens):
                 self._open(Thought).feed(text)
+                self._count(tokens)
             case AnswerDelta(text):
                 self._open(Answer).feed(text)
             case ToolCallOpened(_, _, name):
@@ -189,6 +192,12 @@ class ReplyView:
                 self._add([Text(text, style="note")])
             case _:
                 assert_never(event)
+
+    def _count(self, tokens: int) -> None:
+        """How many tokens were thought so far; the open thought's are those since it was opened."""
+        self._thought = max(self._thought, tokens)
+        if isinstance(self._section, Thought):
+            self._section.count(tokens)
 
     def _replay(self, message: Message) -> None:
         for part in message.parts:
@@ -207,7 +216,7 @@ class ReplyView:
         """The section that is open, or a new one where that is of another kind."""
         if self._section is None or not isinstance(self._section, kind):
             self._close()
-            self._section = Thought(self.thoughts, self._clock()) if kind is Thought else kind()
+            self._section = Thought(self.thoughts, self._clock(), self._thought) if kind is Thought else kind()
         return self._section
 
     def _close(self) -> None:

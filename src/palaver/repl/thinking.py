@@ -31,9 +31,12 @@ def tokens(count: int) -> str:
 class Thought:
     """One thought of a reply. `done` and `live` as in every section of a reply."""
 
-    def __init__(self, mode: Thoughts, now: float) -> None:
+    def __init__(self, mode: Thoughts, now: float, before: int = 0) -> None:
+        """`before`: how many tokens of the reply were thought before this thought."""
         self.mode = mode
         self._begun = now
+        self._before = before
+        self._counted = before
         self._text: list[str] = []
         self._open = ""
         """Expanded: the line that still grows. Collapsed: the last lines."""
@@ -42,6 +45,10 @@ class Thought:
     def begin(self, now: float) -> None:
         """From here on its time is taken."""
         self._begun = now
+
+    def count(self, tokens: int) -> None:
+        """How many tokens of the reply were thought up to now, this thought's among them."""
+        self._counted = max(self._counted, tokens)
 
     def feed(self, text: str) -> None:
         text = safe(text)
@@ -69,7 +76,7 @@ class Thought:
         return self._lines(text)
 
     def live(self, now: float) -> list[RenderableType]:
-        head = Text(f"thinking · {seconds(now - self._begun)}", style="thought")
+        head = Text(f"thinking · {self._told(now)}", style="thought")
         match self.mode:
             case Thoughts.COLLAPSED:
                 return [head, Barred(self._open.strip("\n"), SHOWN)]
@@ -82,8 +89,12 @@ class Thought:
         shown = [*self.done(), *(self._lines(self._open) if self._open.strip() else ())]
         if self.mode is Thoughts.HIDDEN:
             return []
-        told = Text(f"thought for {seconds(now - self._begun)}", style="thought")
+        told = Text(f"thought for {self._told(now)}", style="thought")
         return [*(shown if self.mode is Thoughts.EXPANDED else ()), told]
+
+    def _told(self, now: float) -> str:
+        count = self._counted - self._before
+        return seconds(now - self._begun) + (f" · {tokens(count)}" if count else "")
 
     def _lines(self, text: str) -> list[RenderableType]:
         text = text.lstrip("\n") if self._first else text

@@ -56,11 +56,15 @@ class PhaseOpened(Told):
 
     type: Literal["phase_opened"]
     phase: phases.Phase
+    tokens: int = 0
 
 
 class ThinkingDelta(Told):
+    """`tokens`: how many tokens of the reply were thought up to here, as in `PhaseOpened`."""
+
     type: Literal["thinking_delta"]
     text: str
+    tokens: int = 0
 
 
 class AnswerDelta(Told):
@@ -211,12 +215,12 @@ def _tail_of(tail: tuple[events.ReadEvent, ...]) -> list[AnyRead]:
 
 def _read_of(event: events.ReadEvent) -> AnyRead:
     match event:
-        case events.ThinkingDelta(text):
-            return ThinkingDelta(type="thinking_delta", text=text)
+        case events.ThinkingDelta(text, tokens):
+            return ThinkingDelta(type="thinking_delta", text=text, tokens=tokens)
         case events.AnswerDelta(text):
             return AnswerDelta(type="answer_delta", text=text)
-        case events.PhaseOpened(phase):
-            return PhaseOpened(type="phase_opened", phase=phase)
+        case events.PhaseOpened(phase, tokens):
+            return PhaseOpened(type="phase_opened", phase=phase, tokens=tokens)
         case events.ToolCallOpened(index, id, name, in_thought):
             return ToolCallOpened(type="tool_call_opened", index=index, id=id, name=name, in_thought=in_thought)
         case events.ToolCallDelta(index, arguments):
@@ -229,12 +233,12 @@ def _read_of(event: events.ReadEvent) -> AnyRead:
 
 def _read_value(event: AnyRead) -> events.ReadEvent:
     match event:
-        case ThinkingDelta(text=text):
-            return events.ThinkingDelta(text)
+        case ThinkingDelta(text=text, tokens=tokens):
+            return events.ThinkingDelta(text, tokens)
         case AnswerDelta(text=text):
             return events.AnswerDelta(text)
-        case PhaseOpened(phase=phase):
-            return events.PhaseOpened(phase)
+        case PhaseOpened(phase=phase, tokens=tokens):
+            return events.PhaseOpened(phase, tokens)
         case ToolCallOpened():
             return events.ToolCallOpened(event.index, event.id, event.name, event.in_thought)
         case ToolCallDelta():

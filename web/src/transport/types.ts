@@ -251,6 +251,7 @@ export type Phase = "thinking" | "answer" | "tool_call" | "control" | "end"
 export interface PhaseOpened {
   type: "phase_opened"
   phase: Phase
+  tokens?: number
 }
 
 /** A reply as the model wrote it, markers and all. */
@@ -384,9 +385,11 @@ export interface Thinking {
   text: string
 }
 
+/** `tokens`: how many tokens of the reply were thought up to here, as in `PhaseOpened`. */
 export interface ThinkingDelta {
   type: "thinking_delta"
   text: string
+  tokens?: number
 }
 
 /** One token of a reply as a person sees it. `logprob` is null for words that nobody drew. */
