@@ -106,12 +106,12 @@ def serve(
             aliases=tuple(alias or ()),
             debug=debug_log,
         )
-        log_to_stderr(debug_log)
         loading = Loading(template, device=device, exact=exact)
         with open_store(data, database) as store:
             _keys_where_needed(store, chosen, make_key)
             certificate = _certificate(tls_cert, tls_key)
             name = one_model(model, model_option)
+            log_to_stderr(debug_log)
             asyncio.run(_run(store, database or "", name, loading, chosen, certificate, grace, resume))
 
 
