@@ -47,8 +47,8 @@ def test_the_contracts_hold(copy: Path) -> None:
         ("errors.py", "import palaver.chat"),
         ("formats/reader.py", "import palaver.engines.base"),
         ("engines/base.py", "import palaver.messages"),
-        ("chat.py", "import palaver.cli"),
-        ("chat.py", "import torch"),
+        ("chat/model.py", "import palaver.cli"),
+        ("chat/model.py", "import torch"),
         ("events.py", "import transformers"),
     ],
 )

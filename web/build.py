@@ -53,7 +53,8 @@ def build(force: bool = False) -> bool:
         environment = node_environment()
         installed = WEB / "node_modules" / ".package-lock.json"
         if not installed.is_file() or installed.stat().st_mtime < (WEB / "package-lock.json").stat().st_mtime:
-            _run(["npm", "ci", "--no-audit", "--no-fund"], environment)
+            # not `npm ci`: it asks that the lock names the parts for every other platform, too
+            _run(["npm", "install", "--no-save", "--no-audit", "--no-fund"], environment)
         _run(["npm", "run", "build"], environment)
         os.utime(DIST / "index.html")
         return True
