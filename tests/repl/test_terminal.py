@@ -24,7 +24,7 @@ def fresh(talk: Terminal) -> None:
 def test_a_turn(talk: Terminal) -> None:
     fresh(talk)
     talk.enter("What is 1234 + 5678?")
-    talk.wait(r"^thinking · [\d.]+ s\n│ ")
+    talk.wait(r"^thinking · [\d.]+ s( · \d+ tokens?)?\n│ ")
     talk.until(STATISTICS)
     shown = talk.prompt()
     turn = shown[shown.rindex("› What is 1234") :]
