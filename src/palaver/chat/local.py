@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from palaver.chat import parameters as settings
 from palaver.chat.interface import Alternative, Change, Gauge, ModelCard, Said, Token
 from palaver.chat.log import Entry
-from palaver.chat.model import Model, lengthened
+from palaver.chat.model import Model
 from palaver.chat.recovery import knows
-from palaver.chat.turns import Beginning
-from palaver.chat.utterance import Request
+from palaver.chat.turns import Beginning, Turn
 from palaver.errors import BadParameter, ContextOverflow, NothingToContinue, PalaverError
 from palaver.generation import Step
 from palaver.messages import Message, Part, Role
@@ -26,11 +25,9 @@ from palaver.store import (
     Hit,
     Node,
     NotFound,
-    Settings,
     Status,
     Stored,
 )
-from palaver.store.tokens import given
 from palaver.transcripts import Format, keep, read, take, write
 
 if TYPE_CHECKING:
@@ -272,32 +269,14 @@ class LocalChat:
         if reply.reply is not None and reply.reply.status is Status.DONE:
             raise NothingToContinue("The reply is whole: there is nothing to continue.")
         model = await self._service.models.ready()
-        if reply.reply is None or not knows(model, reply):
-            return await self._from_text(model, reply)
-        request = await _thread(self._service.requests.of, model, reply, self._owner)
-        steps = await _thread(self._store.replies.tokens, reply_id)
-        if reply.reply.status is Status.LENGTH:
-            request = replace(request, sampling=lengthened(request.sampling, len(steps)))
-        try:
-            return await self._turns.resume(model, reply, request, steps)
-        except Conflict:
-            latest = await self.message(reply_id)
-            if latest.reply is not None and latest.reply.status is Status.RUNNING:
-                return latest  # somebody else was quicker
-        return await self._beside(model, reply, request, reply.reply.settings, steps)
+        conversation = await self.conversation(reply.conversation_id)
+        return await self._service.continuing.go_on(model, conversation, reply)
 
     async def fork(self, reply_id: str, tokens: int, instead: int | None = None) -> Stored:
         reply = await self._an_answer(reply_id)
         model = await self._service.models.ready()
-        if reply.reply is None or not knows(model, reply):
-            raise Conflict("The reply's tokens are not known to this model.")
-        steps = (await _thread(self._store.replies.tokens, reply_id))[: _place(tokens)]
-        if instead is not None:
-            if not 0 <= instead < model.engine.info.vocabulary_size:
-                raise BadParameter("instead", instead, "there is no such token")
-            steps = (*steps, *given((instead,)))
-        request = await _thread(self._service.requests.of, model, reply, self._owner)
-        return await self._beside(model, reply, request, reply.reply.settings, steps)
+        conversation = await self.conversation(reply.conversation_id)
+        return await self._service.continuing.fork(model, conversation, reply, tokens, instead)
 
     @asynccontextmanager
     async def events(self, reply_id: str, after: int = 0) -> AsyncIterator[AsyncIterator[Entry]]:
@@ -400,30 +379,12 @@ class LocalChat:
             raise NotFound("reply", id)
         return stored
 
-    async def _running(self, reply_id: str) -> Any:
+    async def _running(self, reply_id: str) -> Turn | None:
         reply = await self.message(reply_id)
         turn = self._turns.get(reply_id)
         if turn is None and reply.reply is not None and reply.reply.status is Status.RUNNING:
             raise Conflict("The reply runs in another process: stop it there.")
         return turn if turn is not None and not turn.log.ended else None
-
-    async def _from_text(self, model: Model, reply: Stored) -> Stored:
-        """A sibling that begins with the words of a reply whose tokens are not known."""
-        conversation = await self.conversation(reply.conversation_id)
-        path = await self._path(reply.parent_id)
-        asked = await _thread(self._service.requests.new, model, conversation, path, (), {})
-        begun = await _thread(self._store.messages.full, reply)
-        prompt = await _thread(model.prompt, asked.request, (), begun)
-        return await self._beside(model, reply, asked.request, asked.settings, given(prompt.reply_ids))
-
-    async def _beside(
-        self, model: Model, reply: Stored, request: Request, made_by: Settings, steps: tuple[Step, ...]
-    ) -> Stored:
-        conversation = await self.conversation(reply.conversation_id)
-        beginning = Beginning(
-            reply.conversation_id, reply.parent_id, request, made_by, steps, expected_head=conversation.head_id
-        )
-        return await self._turns.begin(model, beginning)
 
 
 async def _thread(function: Callable[P, T], *values: P.args, **named: P.kwargs) -> T:
@@ -432,12 +393,6 @@ async def _thread(function: Callable[P, T], *values: P.args, **named: P.kwargs) 
 
 def _checked(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     return settings.checked(parameters or {})
-
-
-def _place(tokens: int) -> int:
-    if tokens < 0:
-        raise BadParameter("tokens", tokens, "must not be negative")
-    return tokens
 
 
 def _token(model: Model, step: Step) -> Token:

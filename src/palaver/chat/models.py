@@ -7,10 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from palaver.chat.interface import ModelCard, ModelState
 from palaver.chat.model import Model
+from palaver.engines.host.hosted import Told as Told
 from palaver.errors import ModelLoading, NoModel, PalaverError
 
-Told = Callable[[float | None, str], None]
-"""Takes how far loading is, from 0 to 1 where that is known, and what is being done."""
 Load = Callable[[str, Told], Awaitable[Model]]
 Park = Callable[[], Awaitable[None]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any, Literal
 
@@ -80,10 +80,6 @@ def options_from_json(value: Mapping[str, Any]) -> Options:
     if "now" in found:
         found["now"] = datetime.fromisoformat(found["now"])
     return Options(**found)
-
-
-def tool_to_json(tool: Tool) -> dict[str, Any]:
-    return asdict(tool)
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import logging
 from contextlib import AsyncExitStack, suppress
 
 from palaver.chat.changes import Changes
+from palaver.chat.continuing import Continuing
 from palaver.chat.local import LocalChat
 from palaver.chat.models import Models
 from palaver.chat.reading import Reading
@@ -29,6 +30,7 @@ class Service:
         self.changes = Changes()
         self.turns = Turns(store, self.changes)
         self.requests = Requests(store)
+        self.continuing = Continuing(store, self.turns, self.requests)
         self.reading = Reading(store, self.turns, self.requests)
         self.recovered = asyncio.Event()
         """Set when what an earlier process left has been taken care of."""

@@ -24,7 +24,3 @@ class AccessLog:
     def note_body(self, id: str, body: bytes) -> None:
         if self._debug:
             self._contents.debug("%s asks %s", id, body.decode("utf-8", "replace"))
-
-    def note_answer(self, id: str, text: str) -> None:
-        if self._debug:
-            self._contents.debug("%s answers %s", id, text)

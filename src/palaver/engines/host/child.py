@@ -24,10 +24,6 @@ _TELL_S = 0.2
 
 def make_engine(spec: dict[str, Any], progress: Progress) -> Engine:
     """The engine a specification asks for."""
-    if spec["kind"] == "scripted":
-        from palaver.engines.scripted import ScriptedEngine
-
-        return ScriptedEngine(unpack(spec["scripts"]), unpack(spec["vocabulary"]), **spec["options"])
     progress.note = "importing the libraries"
     from palaver.engines.torch import Options, load
 

@@ -9,7 +9,7 @@ import asyncio
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,7 +37,6 @@ def torch_spec(
     context: int | None = None,
 ) -> dict[str, Any]:
     return {
-        "kind": "torch",
         "model": str(model),
         "vocabulary": pack(tuple(vocabulary)),
         "device": device,
@@ -46,10 +45,6 @@ def torch_spec(
         "adapter": str(adapter) if adapter else None,
         "context": context,
     }
-
-
-def scripted_spec(scripts: Sequence[Sequence[int]], vocabulary: Vocabulary, **options: Any) -> dict[str, Any]:
-    return {"kind": "scripted", "scripts": pack(scripts), "vocabulary": pack(tuple(vocabulary)), "options": options}
 
 
 Told = Callable[[float | None, str], None]
@@ -130,7 +125,6 @@ class HostedEngine:
         self._requests: dict[int, _Request] = {}
         self._asked: dict[int, asyncio.Future[dict[str, float]]] = {}
         self._count = 0
-        self.deaths_in_all = 0
         self._deaths = 0
         self._closed = False
         self._watch: asyncio.Task[None] | None = None
@@ -219,7 +213,6 @@ class HostedEngine:
             if self._closed:
                 return
             self._deaths += 1
-            self.deaths_in_all += 1
             if self._deaths >= MAX_DEATHS or not self._ready.done():
                 self._give_up()
 

@@ -19,9 +19,8 @@ REMEMBERED = 16
 class Waiting:
     """First come, first served, and no more than may wait."""
 
-    def __init__(self, most: int, places: int) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
-        self._places = places
         self._line: dict[Generation, Sequence] = {}
         self._told: dict[Generation, int] = {}
         self._ends: deque[float] = deque(maxlen=REMEMBERED)

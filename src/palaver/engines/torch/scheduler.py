@@ -41,7 +41,7 @@ class Scheduler:
         self._prepare = prepare
         self._limits = limits or Limits()
         self._running: dict[Generation, Sequence] = {}
-        self._waiting = Waiting(self._limits.waiting, self._limits.running)
+        self._waiting = Waiting(self._limits.waiting)
 
     @property
     def busy(self) -> bool:

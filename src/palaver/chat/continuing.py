@@ -1,0 +1,78 @@
+"""How a reply goes on: the same message where that can be, else a sibling that begins with all it said."""
+
+from __future__ import annotations
+
+from asyncio import to_thread
+from dataclasses import replace
+
+from palaver.chat.model import Model, lengthened
+from palaver.chat.recovery import knows
+from palaver.chat.requests import Requests
+from palaver.chat.turns import Beginning, Turns
+from palaver.chat.utterance import Request
+from palaver.errors import BadParameter
+from palaver.generation import Step
+from palaver.store import Conflict, Conversation, Settings, Status, Store, Stored
+from palaver.store.tokens import given
+
+
+class Continuing:
+    def __init__(self, store: Store, turns: Turns, requests: Requests) -> None:
+        self._store = store
+        self._turns = turns
+        self._requests = requests
+
+    async def go_on(self, model: Model, conversation: Conversation, reply: Stored) -> Stored:
+        """The rest of a reply that is not whole: from its tokens where this model knows them, else from its words."""
+        if reply.reply is None or not knows(model, reply):
+            return await self._from_text(model, conversation, reply)
+        request = await to_thread(self._requests.of, model, reply, conversation.owner_id)
+        steps = await to_thread(self._store.replies.tokens, reply.id)
+        if reply.reply.status is Status.LENGTH:
+            request = replace(request, sampling=lengthened(request.sampling, len(steps)))
+        try:
+            return await self._turns.resume(model, reply, request, steps)
+        except Conflict:
+            latest = await to_thread(self._store.messages.get, reply.id)
+            if latest.reply is not None and latest.reply.status is Status.RUNNING:
+                return latest  # somebody else was quicker
+        return await self._beside(model, conversation, reply, request, reply.reply.settings, steps)
+
+    async def fork(
+        self, model: Model, conversation: Conversation, reply: Stored, tokens: int, instead: int | None
+    ) -> Stored:
+        """A sibling that begins with the reply's first tokens, then `instead`."""
+        if tokens < 0:
+            raise BadParameter("tokens", tokens, "must not be negative")
+        if reply.reply is None or not knows(model, reply):
+            raise Conflict("The reply's tokens are not known to this model.")
+        steps = (await to_thread(self._store.replies.tokens, reply.id))[:tokens]
+        if instead is not None:
+            if not 0 <= instead < model.engine.info.vocabulary_size:
+                raise BadParameter("instead", instead, "there is no such token")
+            steps = (*steps, *given((instead,)))
+        request = await to_thread(self._requests.of, model, reply, conversation.owner_id)
+        return await self._beside(model, conversation, reply, request, reply.reply.settings, steps)
+
+    async def _from_text(self, model: Model, conversation: Conversation, reply: Stored) -> Stored:
+        """A sibling that begins with the words of a reply whose tokens are not known."""
+        path = await to_thread(self._store.messages.path, reply.parent_id) if reply.parent_id else ()
+        asked = await to_thread(self._requests.new, model, conversation, path, (), {})
+        begun = await to_thread(self._store.messages.full, reply)
+        prompt = await to_thread(model.prompt, asked.request, (), begun)
+        steps = given(prompt.reply_ids)
+        return await self._beside(model, conversation, reply, asked.request, asked.settings, steps)
+
+    async def _beside(
+        self,
+        model: Model,
+        conversation: Conversation,
+        reply: Stored,
+        request: Request,
+        made_by: Settings,
+        steps: tuple[Step, ...],
+    ) -> Stored:
+        beginning = Beginning(
+            conversation.id, reply.parent_id, request, made_by, steps, expected_head=conversation.head_id
+        )
+        return await self._turns.begin(model, beginning)
