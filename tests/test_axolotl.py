@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from jinja2 import Environment
 
 from palaver.errors import BrokenModel
-from palaver.models.axolotl import CHATML, Trained, is_configuration, read
+from palaver.models.axolotl import Trained, is_configuration, read
+from palaver.models.templates import TEMPLATES
 
 
 def config(folder: Path, text: str) -> Path:
@@ -30,7 +33,7 @@ def test_an_adapter_with_its_output_folder(tmp_path: Path) -> None:
         "learning_rate: 0.0002\nmicro_batch_size: 2\ndatasets:\n  - path: data.jsonl\n    type: chat_template\n",
     )
     assert is_configuration(str(path))
-    assert read(path) == Trained("owner/name", out, None, 2048)
+    assert read(path) == Trained("owner/name", out, out, context=2048)
 
 
 def test_a_model_that_was_trained_whole(tmp_path: Path) -> None:
@@ -40,7 +43,7 @@ def test_a_model_that_was_trained_whole(tmp_path: Path) -> None:
     assert "no trained model yet" in before.notes[0]
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
-    assert read(path) == Trained(str(tmp_path / "out"))
+    assert read(path) == Trained(str(tmp_path / "out"), saved=tmp_path / "out")
 
 
 def test_a_base_model_in_a_folder_beside_it(tmp_path: Path) -> None:
@@ -49,29 +52,28 @@ def test_a_base_model_in_a_folder_beside_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "template"),
+    ("text", "expected"),
     [
-        ("chat_template: tokenizer_default", None),
-        ("chat_template: chatml", CHATML),
-        ("chat_template: jinja\nchat_template_jinja: '{{ messages[0].content }}'", "{{ messages[0].content }}"),
-        ("chat_template: jinja\nchat_template_jinja: own.jinja", "{% own %}"),
-        ("chat_template: '{{ messages }}'", "{{ messages }}"),
-        ("datasets:\n  - {path: a, type: chat_template, chat_template: chatml}", CHATML),
-        ("datasets:\n  - {path: a, type: chatml.argilla}", CHATML),
-        ("datasets:\n  - {path: a, type: alpaca}", None),
-        ("", None),
+        ("chat_template: tokenizer_default", {}),
+        ("chat_template: tokenizer_default_fallback_llama3", {"fallback": "llama3"}),
+        ("chat_template: chatml", {"name": "chatml"}),
+        (
+            "chat_template: jinja\nchat_template_jinja: '{{ messages[0].content }}'",
+            {"template": "{{ messages[0].content }}"},
+        ),
+        ("chat_template: jinja\nchat_template_jinja: own.jinja", {"template": "{% own %}"}),
+        ("chat_template: '{{ messages }}'", {"template": "{{ messages }}"}),
+        ("datasets:\n  - {path: a, type: chat_template, chat_template: chatml}", {"name": "chatml"}),
+        ("datasets:\n  - {path: a, type: chatml.argilla}", {"name": "chatml"}),
+        ("datasets:\n  - {path: a, type: alpaca_chat.load_qa}", {"fallback": "alpaca"}),
+        ("datasets:\n  - {path: a, type: completion}", {}),
+        ("", {}),
     ],
 )
-def test_the_template(tmp_path: Path, text: str, template: str | None) -> None:
+def test_the_template(tmp_path: Path, text: str, expected: dict[str, str]) -> None:
     (tmp_path / "own.jinja").write_text("{% own %}")
     found = read(config(tmp_path, f"base_model: owner/name\n{text}\n"))
-    assert found.template == template
-
-
-def test_a_template_that_is_not_at_hand_is_told(tmp_path: Path) -> None:
-    found = read(config(tmp_path, "base_model: owner/name\nchat_template: llama3\n"))
-    assert found.template is None
-    assert any("'llama3' is not at hand" in note for note in found.notes)
+    assert replace(found, notes=()) == Trained("owner/name", **expected)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -99,9 +101,57 @@ def test_other_files_are_none(tmp_path: Path) -> None:
     assert not is_configuration("sprout")
 
 
-def test_the_template_of_its_own_is_one_that_formats_learn(tmp_path: Path) -> None:
-    from jinja2 import Environment
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "And you?"},
+]
 
-    messages = [{"role": "user", "content": "Hi"}]
-    text = Environment().from_string(CHATML).render(messages=messages, add_generation_prompt=True)
-    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "alpaca",
+            "<s>Be brief.\n\n### Instruction:\nHi\n\n### Response:\nHello!</s>\n\n"
+            "### Instruction:\nAnd you?\n\n### Response:\n",
+        ),
+        (
+            "chatml",
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!"
+            "<|im_end|>\n<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        ("deepseek_v2", "<s>Be brief.\n\n<｜User｜>Hi<｜Assistant｜>Hello!</s><｜User｜>And you?<｜Assistant｜>"),
+        (
+            "gemma",
+            "<s><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\nHello!<end_of_turn>\n"
+            "<start_of_turn>user\nAnd you?<end_of_turn>\n<start_of_turn>model\n",
+        ),
+        (
+            "llama3",
+            "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|><|start_header_id|>user"
+            "<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nHello!<|eot_id|><|start_header_id|>user"
+            "<|end_header_id|>\n\nAnd you?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        ("mistral_v1", "<s> [INST] Be brief.\n\nHi [/INST] Hello!</s> [INST] And you? [/INST]"),
+        ("mistral_v2v3", "<s>[INST] Be brief.\n\nHi[/INST] Hello!</s>[INST] And you?[/INST]"),
+        ("mistral_v3_tekken", "<s>[INST]Be brief.\n\nHi[/INST]Hello!</s>[INST]And you?[/INST]"),
+        (
+            "phi_35",
+            "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHello!<|end|>\n"
+            "<|user|>\nAnd you?<|end|>\n<|assistant|>\n",
+        ),
+    ],
+)
+def test_templates_by_name(name: str, expected: str) -> None:
+    said = {"add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
+    template = Environment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATES[name])
+    assert template.render(messages=TALK, **said) == expected
+    begun = template.render(messages=TALK[1:2], **said)
+    assert (template.render(messages=TALK[1:3], **{**said, "add_generation_prompt": False})).startswith(begun)
+
+
+def test_every_name_is_tried_above() -> None:
+    tried = next(mark for mark in test_templates_by_name.pytestmark if mark.name == "parametrize")  # type: ignore[attr-defined]
+    assert {name for name, _ in tried.args[1]} == set(TEMPLATES)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from palaver.chat.loading import Loading, hosted
+from palaver.chat.loading import Loading, hosted, talk, untold
 from palaver.chat.model import Model
 from palaver.chat.models import Models
 from palaver.chat.utterance import Request
-from palaver.errors import BadParameter, UnknownModel
+from palaver.errors import BadParameter, NoTemplate, UnknownModel
+from palaver.formats.options import Options
 from palaver.messages import user
+from palaver.models.axolotl import Trained
+from palaver.models.templates import TEMPLATES
 from palaver.sampling import Sampling
 from tests.tiny import PREOPENED
 
@@ -42,6 +48,49 @@ async def test_what_a_training_configuration_made_is_loaded(tiny_model: Path, tm
     finally:
         await loaded.engine.close()
     assert "loading the weights" in told
+
+
+def bare(model: Path, folder: Path) -> Path:
+    """The model without a chat template."""
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def opening(folder: Path, trained: Trained) -> str:
+    """What the model would read of a greeting."""
+    tokenizer, format = talk(folder, Loading(), trained)
+    ids = format.render((user("Hi"),), (), Options(), ()).context_ids
+    return b"".join(tokenizer.vocabulary[id] for id in ids).decode()
+
+
+def test_which_template_a_training_configuration_means(tiny_model: Path, tmp_path: Path) -> None:
+    base = bare(tiny_model, tmp_path / "base")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    named = Trained(str(base), saved=saved, name="mistral_v3_tekken")
+    assert opening(base, named).endswith("[INST]Hi[/INST]")
+    assert opening(base, Trained(str(base), fallback="phi_35")).endswith("<|user|>\nHi<|end|>\n<|assistant|>\n")
+    own = opening(tiny_model, Trained(str(tiny_model), fallback="phi_35"))
+    assert own == opening(tiny_model, Trained(str(tiny_model)))
+    (saved / "chat_template.jinja").write_text(TEMPLATES["alpaca"])
+    assert opening(base, named).endswith("### Instruction:\nHi\n\n### Response:\n"), (
+        "what it was trained with comes first"
+    )
+    assert opening(base, replace(named, template=TEMPLATES["phi_35"])).startswith("<|user|>")
+
+
+def test_a_template_that_is_not_at_hand_is_told(tiny_model: Path, tmp_path: Path) -> None:
+    trained = Trained(str(tiny_model), name="made-up")
+    assert opening(tiny_model, trained) == opening(tiny_model, Trained(str(tiny_model)))
+    (told,) = untold(trained)
+    assert "'made-up' is not at hand" in told
+    assert untold(replace(trained, name="llama3")) == ()
+    with pytest.raises(NoTemplate):
+        opening(bare(tiny_model, tmp_path / "base"), trained)
 
 
 async def test_a_model_that_is_not_there_and_a_template_that_is_none() -> None:

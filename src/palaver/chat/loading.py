@@ -10,14 +10,15 @@ from palaver.chat.model import Model
 from palaver.chat.models import Load, Told
 from palaver.engines.base import Engine
 from palaver.engines.host.hosted import HostedEngine, torch_spec
-from palaver.errors import BadParameter
+from palaver.errors import BadParameter, NoTemplate
 from palaver.formats.base import Format
-from palaver.formats.loading import load_completion, load_format, named_strings
+from palaver.formats.loading import load_completion, load_format, named_strings, template_text
 from palaver.formats.template import Template
 from palaver.formats.templated import TemplateFormat
 from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
 from palaver.models.axolotl import Trained, is_configuration, read
 from palaver.models.catalog import resolve
+from palaver.models.templates import TEMPLATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def hosted(loading: Loading) -> Load:
         trained = await asyncio.to_thread(found, name)
         folder = await asyncio.to_thread(resolve, trained.model)
         told(None, "reading the tokenizer and the template")
-        tokenizer, format = await asyncio.to_thread(talk, folder, loading, trained.template)
+        tokenizer, format = await asyncio.to_thread(talk, folder, loading, trained)
         spec = torch_spec(
             folder,
             tokenizer.vocabulary,
@@ -57,7 +58,8 @@ def hosted(loading: Loading) -> Load:
         )
         engine = HostedEngine(spec, told)
         await engine.start()
-        return replace(made(name, engine, format, tokenizer), notices=trained.notes)
+        notices = (*trained.notes, *(() if loading.template else untold(trained)))
+        return replace(made(name, engine, format, tokenizer), notices=notices)
 
     return load
 
@@ -67,15 +69,42 @@ def found(name: str) -> Trained:
     return read(Path(name).expanduser()) if is_configuration(name) else Trained(name)
 
 
-def talk(folder: Path, loading: Loading, template: str | None = None) -> tuple[FastTokenizer, Format]:
-    """How the model talks. `template` is the text of a chat template that is not the model's own."""
+def talk(folder: Path, loading: Loading, trained: Trained | None = None) -> tuple[FastTokenizer, Format]:
+    """How the model talks: by the template one asks for, by what it was trained with, else by its own."""
     tokenizer = load_tokenizer(folder)
     if loading.raw:
         return tokenizer, load_completion(folder, tokenizer)
-    if template is not None and loading.template is None:
-        source = Template(template, f"chat template for {folder.name}")
-        return tokenizer, TemplateFormat(source, tokenizer, named_strings(folder))
-    return tokenizer, load_format(folder, tokenizer, loading.template)
+    wanted = _trained_with(trained) if trained is not None and loading.template is None else None
+    if wanted is not None and wanted != template_text(folder):
+        return tokenizer, _talking(wanted, folder, tokenizer)
+    try:
+        return tokenizer, load_format(folder, tokenizer, loading.template)
+    except NoTemplate:
+        fallback = TEMPLATES.get(trained.fallback or "") if trained is not None else None
+        if fallback is None:
+            raise
+        return tokenizer, _talking(fallback, folder, tokenizer)
+
+
+def untold(trained: Trained) -> tuple[str, ...]:
+    """What a person should know where a template is only named, and not at hand."""
+    if trained.name is None or _trained_with(trained) is not None:
+        return ()
+    return (
+        f"The chat template {trained.name!r} is not at hand here: the model's own is used; --template FILE sets one.",
+    )
+
+
+def _trained_with(trained: Trained) -> str | None:
+    """The template in the configuration; else the one that was saved with what it trained; else the one it names."""
+    if trained.template is not None:
+        return trained.template
+    saved = template_text(trained.saved) if trained.saved is not None else None
+    return saved or TEMPLATES.get(trained.name or "")
+
+
+def _talking(template: str, folder: Path, tokenizer: FastTokenizer) -> TemplateFormat:
+    return TemplateFormat(Template(template, f"chat template for {folder.name}"), tokenizer, named_strings(folder))
 
 
 def made(name: str, engine: Engine, format: Format, tokenizer: FastTokenizer) -> Model:

@@ -68,13 +68,23 @@ def ask(
 @asynccontextmanager
 async def _loaded(name: str | None, loading: Loading) -> AsyncIterator[Model]:
     """In this process: a host would only make one question slower."""
-    from palaver.chat.loading import made, talk
+    from palaver.chat.loading import found, made, talk, untold
     from palaver.engines.torch import Options, load
     from palaver.models.catalog import DEFAULT, resolve
 
-    folder = resolve(name or DEFAULT)
-    tokenizer, format = talk(folder, loading)
-    engine = load(folder, vocabulary=tokenizer.vocabulary, device=loading.device, options=Options(exact=loading.exact))
+    trained = found(name or DEFAULT)
+    folder = resolve(trained.model)
+    tokenizer, format = talk(folder, loading, trained)
+    for note in (*trained.notes, *(() if loading.template else untold(trained))):
+        print(note, file=sys.stderr)
+    engine = load(
+        folder,
+        vocabulary=tokenizer.vocabulary,
+        device=loading.device,
+        dtype=loading.dtype,
+        options=Options(exact=loading.exact, context=trained.context),
+        adapter=trained.adapter,
+    )
     try:
         yield made(name or DEFAULT, engine, format, tokenizer)
     finally:

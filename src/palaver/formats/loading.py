@@ -26,7 +26,7 @@ def load_format(
     """Raises NoTemplate where the model brings none and none is given. `corrections` is a TOML file of facts;
     one beside the model is taken by itself."""
     config = _config(folder)
-    source = template.read_text(encoding="utf-8") if template else _template_source(folder, config)
+    source = template.read_text(encoding="utf-8") if template else template_text(folder, config)
     if source is None:
         raise NoTemplate(folder.name)
     name = template.name if template else f"chat template of {folder.name}"
@@ -45,7 +45,9 @@ def named_strings(folder: Path, config: Mapping[str, Any] | None = None) -> dict
     return {name: text for name in _NAMED if (text := _text(found.get(name))) is not None}
 
 
-def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+def template_text(folder: Path, config: Mapping[str, Any] | None = None) -> str | None:
+    """The chat template that lies in a folder, where one does."""
+    config = _config(folder) if config is None else config
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")

@@ -6,21 +6,14 @@ Only what says how to load the result is read; how it was trained does not matte
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from palaver.errors import BrokenModel
 
-CHATML = """\
-{%- for message in messages -%}
-{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{ '<|im_start|>assistant\\n' }}
-{%- endif -%}
-"""
-_OWN = ("tokenizer_default", "tokenizer_default_fallback_chatml")
+_OWN = "tokenizer_default"
+_FALLBACK = "tokenizer_default_fallback_"
 _ADAPTERS = ("lora", "qlora")
 _OUTPUT = "./model-out"
 """Where results go when the configuration does not say."""
@@ -34,8 +27,14 @@ class Trained:
     """A folder or a hub id."""
     adapter: Path | None = None
     """The folder of a LoRA adapter that belongs on top of the model."""
+    saved: Path | None = None
+    """The folder that the training wrote, where there is one: a chat template in it is the one it trained with."""
     template: str | None = None
-    """The chat template's text; None is the model's own."""
+    """The text of a chat template that stands in the configuration."""
+    name: str | None = None
+    """The name of the chat template it was trained with."""
+    fallback: str | None = None
+    """The name of one for a model that brings none."""
     context: int | None = None
     """How many tokens it was trained on at most."""
     notes: tuple[str, ...] = ()
@@ -53,10 +52,9 @@ def read(path: Path) -> Trained:
     base = config.get("base_model")
     if not isinstance(base, str) or not base:
         raise BrokenModel(f"{path}: there is no base_model.")
-    model, adapter, notes = _weights(path, config, _place(path, base) or base)
-    template, told = _template(path, config)
+    weights = _weights(path, config, _place(path, base) or base)
     length = config.get("sequence_len")
-    return Trained(model, adapter, template, length if isinstance(length, int) else None, (*notes, *told))
+    return replace(_talking(path, config, weights), context=length if isinstance(length, int) else None)
 
 
 def _mapping(path: Path) -> Mapping[str, Any]:
@@ -71,46 +69,46 @@ def _mapping(path: Path) -> Mapping[str, Any]:
     return value
 
 
-def _weights(path: Path, config: Mapping[str, Any], base: str) -> tuple[str, Path | None, tuple[str, ...]]:
+def _weights(path: Path, config: Mapping[str, Any], base: str) -> Trained:
     """The model, the adapter on top of it, and what to tell of the choice."""
     kind = config.get("adapter")
     output = str(config.get("lora_model_dir") or config.get("output_dir") or _OUTPUT)
     folder = _folder(path, output)
     if not kind:
         if folder is not None and (folder / "config.json").is_file():
-            return str(folder), None, ()
-        return base, None, (f"{output} holds no trained model yet: this is {base} as it was before.",)
+            return Trained(str(folder), saved=folder)
+        return Trained(base, notes=(f"{output} holds no trained model yet: this is {base} as it was before.",))
     if kind not in _ADAPTERS:
         raise BrokenModel(f"{path}: adapters of the kind {kind!r} can't be loaded; known are {', '.join(_ADAPTERS)}.")
     if folder is None or not (folder / "adapter_config.json").is_file():
         raise BrokenModel(f"{path}: there is no adapter in {output} (adapter_config.json): train it first.")
-    return base, folder, ()
+    return Trained(base, folder, saved=folder)
 
 
-def _template(path: Path, config: Mapping[str, Any]) -> tuple[str | None, tuple[str, ...]]:
-    """What the configuration says, else what its data sets say, else the model's own."""
+def _talking(path: Path, config: Mapping[str, Any], trained: Trained) -> Trained:
+    """With the chat template that the configuration names, else its data sets; else the model's own is meant."""
     for place in (config, *_datasets(config)):
         name = place.get("chat_template")
         if name:
-            return _named(path, str(name), place.get("chat_template_jinja"))
-    types = {str(one.get("type")) for one in _datasets(config) if isinstance(one.get("type"), str)}
+            return _named(path, str(name), place.get("chat_template_jinja"), trained)
+    types = {one["type"] for one in _datasets(config) if isinstance(one.get("type"), str)}
     if any("chatml" in one for one in types):
-        return CHATML, ()
-    return None, ()
+        return replace(trained, name="chatml")
+    if any(one.startswith("alpaca") for one in types):
+        return replace(trained, fallback="alpaca")
+    return trained
 
 
-def _named(path: Path, name: str, jinja: Any) -> tuple[str | None, tuple[str, ...]]:
-    if name in _OWN:
-        return None, ()
-    if name == "chatml":
-        return CHATML, ()
+def _named(path: Path, name: str, jinja: Any, trained: Trained) -> Trained:
+    if name == _OWN:
+        return trained
+    if name.startswith(_FALLBACK):
+        return replace(trained, fallback=name.removeprefix(_FALLBACK))
     if name == "jinja" and isinstance(jinja, str):
-        return _text(path, jinja), ()
+        return replace(trained, template=_text(path, jinja))
     if "{{" in name or "{%" in name or name.endswith(".jinja"):
-        return _text(path, name), ()
-    return None, (
-        f"The chat template {name!r} is not at hand here: the model's own is used; --template FILE sets one.",
-    )
+        return replace(trained, template=_text(path, name))
+    return replace(trained, name=name)
 
 
 def _text(path: Path, value: str) -> str:

@@ -1,0 +1,119 @@
+"""Chat templates by the names that training configurations call them, for models that bring none.
+
+Each is written here from what is known of its form: markers, and the blanks between them. A form that has no place for
+a system prompt gets it before the first message. Forms that hold a prompt of their makers' are left out.
+"""
+
+from __future__ import annotations
+
+_BEFORE = """\
+{%- set first = messages[0] -%}
+{%- set before = first['content'] + '\\n\\n' if first['role'] == 'system' else '' -%}
+"""
+
+CHATML = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif -%}
+"""
+
+ALPACA = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- if message['role'] == 'user' -%}
+{{- '### Instruction:\\n' + message['content'] -}}
+{%- elif message['role'] == 'assistant' -%}
+{{- '### Response:\\n' + message['content'] + eos_token -}}
+{%- else -%}
+{{- message['content'] -}}
+{%- endif -%}
+{{- '' if loop.last else '\\n\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '\\n\\n### Response:\\n' -}}
+{%- endif -%}
+"""
+
+DEEPSEEK = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- if message['role'] == 'user' -%}
+{{- '<｜User｜>' + message['content'] -}}
+{%- elif message['role'] == 'assistant' -%}
+{{- '<｜Assistant｜>' + message['content'] + eos_token -}}
+{%- else -%}
+{{- message['content'] + '\\n\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<｜Assistant｜>' -}}
+{%- endif -%}
+"""
+
+GEMMA = (
+    "{{- bos_token -}}\n"
+    + _BEFORE
+    + """\
+{%- for message in (messages[1:] if before else messages) -%}
+{%- set name = 'model' if message['role'] == 'assistant' else message['role'] -%}
+{{- '<start_of_turn>' + name + '\\n' + (before if loop.first else '') + message['content'] | trim -}}
+{{- '<end_of_turn>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<start_of_turn>model\\n' -}}
+{%- endif -%}
+"""
+)
+
+LLAMA3 = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' -}}
+{{- message['content'] | trim + '<|eot_id|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
+{%- endif -%}
+"""
+
+PHI = """\
+{%- for message in messages -%}
+{{- '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|assistant|>\\n' -}}
+{%- endif -%}
+"""
+
+
+def _mistral(opens: str, closes: str, answers: str) -> str:
+    """The three differ in blanks alone."""
+    return (
+        "{{- bos_token -}}\n"
+        + _BEFORE
+        + f"""\
+{{%- for message in (messages[1:] if before else messages) -%}}
+{{%- if message['role'] == 'assistant' -%}}
+{{{{- '{answers}' + message['content'] + eos_token -}}}}
+{{%- else -%}}
+{{{{- '{opens}' + (before if loop.first else '') + message['content'] + '{closes}' -}}}}
+{{%- endif -%}}
+{{%- endfor -%}}
+"""
+    )
+
+
+TEMPLATES = {
+    "alpaca": ALPACA,
+    "chatml": CHATML,
+    "deepseek_v2": DEEPSEEK,
+    "gemma": GEMMA,
+    "llama3": LLAMA3,
+    "mistral_v1": _mistral(" [INST] ", " [/INST]", " "),
+    "mistral_v2v3": _mistral("[INST] ", "[/INST]", " "),
+    "mistral_v3_tekken": _mistral("[INST]", "[/INST]", ""),
+    "phi_35": PHI,
+}
