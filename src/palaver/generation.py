@@ -20,6 +20,8 @@ class Prompt:
     phases: Phases = field(default=PLAIN)
     owner: str = ""
     adapter: str = ""
+    conversation: str = ""
+    """What it is part of: an engine may be told to forget all that it keeps of it."""
     healing: bytes = b""
     """The bytes that the next tokens must write first: the end of a begun reply, cut off inside of a token."""
 

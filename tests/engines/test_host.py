@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,13 @@ async def test_stop_and_leaving_end_a_generation(engine: HostedEngine) -> None:
         async for _ in outputs:
             break
     assert await said(engine)
+
+
+async def test_a_conversation_is_forgotten_in_the_process(engine: HostedEngine) -> None:
+    await said(engine, asked=replace(prompt(), conversation="a talk"))
+    assert (await engine.counted())["kept_bytes"] > 0
+    await engine.forget("a talk")
+    assert (await engine.counted())["kept_bytes"] == 0
 
 
 async def test_a_closed_engine_says_so(model: Path) -> None:

@@ -7,14 +7,17 @@ from hypothesis import strategies as st
 from palaver.engines.torch.pages import PAGE, Pages
 
 
-def put(pages: Pages, space: str, keys: list[int]) -> None:
+def put(pages: Pages, space: str, keys: list[int], user: str = "") -> None:
     """As the cache does it: whole pages, then what is left."""
     path = pages.path(space, keys)
+    for page in path[1:]:
+        page.users.add(user)
     for start in range((len(path) - 1) * PAGE, len(keys), PAGE):
         part = tuple(keys[start : start + PAGE])
-        if pages.holds(path, part):
+        if held := pages.below(path, part):
+            held.users.add(user)
             return
-        assert pages.add(space, path, part, [torch.tensor(part, dtype=torch.float32)])
+        assert pages.add(space, path, part, [torch.tensor(part, dtype=torch.float32)], user)
 
 
 def common(a: list[int], b: list[int]) -> int:

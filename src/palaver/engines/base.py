@@ -61,6 +61,10 @@ class Engine(Protocol):
         """What it does and holds just now, and what it did since the start, by name; may be empty."""
         ...
 
+    async def forget(self, conversation: str) -> None:
+        """Frees what it keeps of prompts of this name and no other one shares. What runs goes on."""
+        ...
+
     async def close(self) -> None:
         """Ends every generation and frees the model. May be called twice."""
         ...

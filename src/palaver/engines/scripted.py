@@ -86,6 +86,7 @@ class ScriptedEngine:
     ) -> None:
         self.calls: list[Call] = []
         self.cancelled = 0
+        self.forgotten: list[str] = []
         self._scripts = list(scripts)
         self._next = 0
         self._closed = False
@@ -122,6 +123,9 @@ class ScriptedEngine:
 
     async def counted(self) -> dict[str, float]:
         return {}
+
+    async def forget(self, conversation: str) -> None:
+        self.forgotten.append(conversation)
 
     async def close(self) -> None:
         self._closed = True

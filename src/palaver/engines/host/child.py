@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,8 @@ class Child:
             "generate": self._generate,
             "cancel": self._cancel,
             "stop": lambda frame: self._ask(frame, "stop"),
-            "figures": self._count,
+            "figures": lambda frame: self._answer(frame, self._counted()),
+            "forget": lambda frame: self._answer(frame, self._forgotten(frame["conversation"])),
             "answer_now": lambda frame: self._ask(frame, "answer_now"),
         }
 
@@ -86,13 +87,24 @@ class Child:
             self._send({"progress": [progress.share, progress.note]})
             await asyncio.sleep(_TELL_S)
 
-    def _count(self, frame: dict[str, Any]) -> None:
-        self._tasks[frame["number"]] = asyncio.create_task(self._counted(frame["number"]))
+    def _answer(self, frame: dict[str, Any], found: Awaitable[dict[str, float]]) -> None:
+        """A question that is no generation: one answer, under its number."""
 
-    async def _counted(self, number: int) -> None:
+        async def answer() -> None:
+            self._send({"answer": await found, "number": number})
+            self._tasks.pop(number, None)
+
+        number = frame["number"]
+        self._tasks[number] = asyncio.create_task(answer())
+
+    async def _counted(self) -> dict[str, float]:
         assert self._engine is not None
-        self._send({"figures": await self._engine.counted(), "number": number})
-        self._tasks.pop(number, None)
+        return await self._engine.counted()
+
+    async def _forgotten(self, conversation: str) -> dict[str, float]:
+        assert self._engine is not None
+        await self._engine.forget(conversation)
+        return {}
 
     def _generate(self, frame: dict[str, Any]) -> None:
         number = frame["number"]

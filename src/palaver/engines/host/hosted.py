@@ -174,16 +174,23 @@ class HostedEngine:
 
     async def counted(self) -> dict[str, float]:
         """The engine's figures; none while its process is away."""
+        return await self._answered({"do": "figures"})
+
+    async def forget(self, conversation: str) -> None:
+        """A process that is away has nothing to forget: the next one begins empty."""
+        await self._answered({"do": "forget", "conversation": conversation})
+
+    async def _answered(self, question: dict[str, Any]) -> dict[str, float]:
         number = self._count
         self._count += 1
         self._asked[number] = asyncio.get_running_loop().create_future()
-        if not self._send({"do": "figures", "number": number}):
+        if not self._send({**question, "number": number}):
             del self._asked[number]
             return {}
+        asked = self._asked[number]
         try:
-            return await asyncio.wait_for(self._asked[number], _GRACE_S)
-        except TimeoutError:
-            return {}
+            await asyncio.wait([asked], timeout=_GRACE_S)
+            return asked.result() if asked.done() and not asked.cancelled() else {}
         finally:
             self._asked.pop(number, None)
 
@@ -247,6 +254,8 @@ class HostedEngine:
         finally:
             self._writer = None
             writer.close()
+            for asked in self._asked.values():
+                asked.cancel()
             await asyncio.to_thread(_end, self._process)
 
     def _take(self, frame: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -260,10 +269,10 @@ class HostedEngine:
                 self._ask_again(number, request)
             if not self._ready.done():
                 self._ready.set_result(None)
-        elif "figures" in frame:
+        elif "answer" in frame:
             waiting = self._asked.pop(frame["number"], None)
             if waiting is not None and not waiting.done():
-                waiting.set_result(frame["figures"])
+                waiting.set_result(frame["answer"])
         elif "progress" in frame:
             if self._told is not None:
                 self._told(*frame["progress"])

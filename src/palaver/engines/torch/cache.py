@@ -82,20 +82,30 @@ class Cache:
             self._reserve(tokens)
             self._lanes.grow(lane, tokens, used)
 
-    def keep(self, lane: Lane, space: Hashable, keys: Sequence[Key]) -> None:
+    def keep(self, lane: Lane, space: Hashable, keys: Sequence[Key], user: str = "") -> None:
         """Keeps what the lane computed for these keys, as far as there is room beside what runs."""
         path = self._pages.path(space, keys)
+        for page in path[1:]:
+            page.users.add(user)
         for start in range((len(path) - 1) * PAGE, len(keys), PAGE):
             part = tuple(keys[start : start + PAGE])
-            if self._pages.holds(path, part) or not self._make_room(len(part) * self._layout.token_bytes):
+            held = self._pages.below(path, part)
+            if held is not None:
+                held.users.add(user)
+            if held is not None or not self._make_room(len(part) * self._layout.token_bytes):
                 return
             data = [view.clone(memory_format=torch.contiguous_format) for view in lane.parts(start, start + len(part))]
-            if not self._pages.add(space, path, part, data):
+            if not self._pages.add(space, path, part, data, user):
                 return
 
-    def close(self, lane: Lane, space: Hashable, keys: Sequence[Key]) -> None:
+    def close(self, lane: Lane, space: Hashable, keys: Sequence[Key], user: str = "") -> None:
         """Frees the lane, which holds these keys' values."""
-        self._lanes.close(lane, space, keys)
+        self._lanes.close(lane, space, keys, user)
+
+    def forget(self, user: str) -> None:
+        """Frees what was computed for this conversation and is used by no other."""
+        self._lanes.forget(user)
+        self._pages.forget(user)
 
     def check(self, tokens: int) -> None:
         """Raises CacheFull where so many tokens don't fit even alone."""

@@ -61,14 +61,19 @@ class CuttingRunner:
         return logits
 
     def keep(self, sequence: Sequence) -> None:
-        self._cache.keep(self._lanes[sequence], sequence.space, sequence.tokens[: sequence.computed])
+        keys = sequence.tokens[: sequence.computed]
+        self._cache.keep(self._lanes[sequence], sequence.space, keys, sequence.conversation)
 
     def end(self, sequence: Sequence) -> None:
         lane = self._lanes.pop(sequence, None)
         if lane is not None:
             keys = sequence.tokens[: sequence.computed]
-            self._cache.keep(lane, sequence.space, keys)
-            self._cache.close(lane, sequence.space, keys)
+            self._cache.keep(lane, sequence.space, keys, sequence.conversation)
+            self._cache.close(lane, sequence.space, keys, sequence.conversation)
+
+    def forget(self, conversation: str) -> None:
+        self._last = None  # it holds on to the lanes it was made for
+        self._cache.forget(conversation)
 
     def _run(self, sequence: Sequence, count: int) -> Run:
         """What comes next in its lane, where there is now room for it."""

@@ -101,11 +101,21 @@ class AnswerNow(Submit):
     __slots__ = ()
 
 
+class Forget:
+    """`done` is called in the worker's thread once what it keeps of the conversation is freed, or nothing runs."""
+
+    __slots__ = ("conversation", "done")
+
+    def __init__(self, conversation: str, done: Callable[[], None]) -> None:
+        self.conversation = conversation
+        self.done = done
+
+
 class Close:
     __slots__ = ()
 
 
-Command = Submit | Cancel | AnswerNow | Close
+Command = Submit | Cancel | AnswerNow | Forget | Close
 
 
 class Outbox:

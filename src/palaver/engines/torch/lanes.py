@@ -19,8 +19,8 @@ WIDEST = 8
 
 Shape = tuple[int, int]
 """Heads and size of a head."""
-Left = tuple[Hashable, Sequence[Hashable]]
-"""A space, and the keys whose values a lane was left with."""
+Left = tuple[Hashable, Sequence[Hashable], str]
+"""A space, the keys whose values a lane was left with, and by which conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +132,17 @@ class Lanes:
         copy_all(lane.parts(0, used), held)
         _release(bank, index)
 
-    def close(self, lane: Lane, space: Hashable = None, keys: Sequence[Hashable] = ()) -> None:
+    def close(self, lane: Lane, space: Hashable = None, keys: Sequence[Hashable] = (), user: str = "") -> None:
         """Frees the lane; as long as nobody needs it, it still holds these."""
         if keys:
-            self._left[lane.bank, lane.index] = (space, keys)
+            self._left[lane.bank, lane.index] = (space, keys, user)
         _release(lane.bank, lane.index)
+
+    def forget(self, user: str) -> None:
+        """What this one left is not looked for any more; banks that hold nothing else are given back."""
+        self._left = {place: left for place, left in self._left.items() if left[2] != user}
+        held = {bank for bank, _ in self._left}
+        self._banks = [bank for bank in self._banks if bank in held or not bank.empty]
 
     def trim(self) -> None:
         """Gives back banks nobody uses."""
@@ -164,7 +170,7 @@ class Lanes:
     def _warmest(self, capacity: int, space: Hashable, keys: Sequence[Hashable]) -> tuple[tuple[Bank, int] | None, int]:
         """The free lane that holds most of these keys already, where there is one."""
         best: tuple[tuple[Bank, int] | None, int] = (None, 0)
-        for place, (owner, left) in self._left.items():
+        for place, (owner, left, _) in self._left.items():
             common = _common(left, keys) if owner == space and place[0].capacity == capacity else 0
             if common > best[1]:
                 best = (place, common)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from palaver.engines.torch.users import Users
+
 PAGE = 32
 
 Key = Hashable
@@ -23,6 +25,7 @@ class Page:
     keys: tuple[Key, ...]
     data: list[Tensor]
     parent: Page | None
+    users: Users = field(default_factory=Users)
     children: dict[Key, list[Page]] = field(default_factory=dict)
     """By their first key."""
 
@@ -75,15 +78,17 @@ class Pages:
             whole.pop()
         return [root, *whole]
 
-    def add(self, space: Hashable, path: list[Page], keys: tuple[Key, ...], data: list[Tensor]) -> bool:
+    def add(self, space: Hashable, path: list[Page], keys: tuple[Key, ...], data: list[Tensor], user: str = "") -> bool:
         """Keeps a page below the path and adds it there. False when the path itself was evicted meanwhile."""
         parent = path[-1]
         if parent.parent is not None and parent not in self._recent:
             return False
+        users = Users(user)
         for sibling in list(parent.children.get(keys[0], ())):
             if len(sibling.keys) < len(keys) and keys[: len(sibling.keys)] == sibling.keys:
-                self._forget(sibling)  # the new page holds all of it
-        page = Page(keys, data, parent)
+                users.join(sibling.users)  # the new page holds all of it
+                self._forget(sibling)
+        page = Page(keys, data, parent, users)
         self._roots[space] = path[0]
         parent.children.setdefault(keys[0], []).append(page)
         self._recent[page] = space
@@ -92,9 +97,16 @@ class Pages:
         self._touch(path[1:])
         return True
 
-    def holds(self, path: list[Page], keys: tuple[Key, ...]) -> bool:
-        """Whether a page below the path begins with these keys already."""
-        return any(child.keys[: len(keys)] == keys for child in path[-1].children.get(keys[0], ()))
+    def below(self, path: list[Page], keys: tuple[Key, ...]) -> Page | None:
+        """A page below the path that begins with these keys already."""
+        children = path[-1].children.get(keys[0], ())
+        return next((child for child in children if child.keys[: len(keys)] == keys), None)
+
+    def forget(self, user: str) -> None:
+        """Drops what nobody uses but this one."""
+        for page in list(self._recent):  # those that others follow come after what follows them
+            if page.users.leave(user) and not page.children:
+                self._forget(page)
 
     def evict(self) -> int:
         """Drops the page that was not used for longest; returns its bytes, 0 when there is none.

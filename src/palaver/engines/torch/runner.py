@@ -60,3 +60,7 @@ class Runner(Protocol):
     def end(self, sequence: Sequence) -> None:
         """The sequence leaves; what was computed is kept."""
         ...
+
+    def forget(self, conversation: str) -> None:
+        """Frees what is kept of the conversation's sequences and used by no other; those that run stay."""
+        ...

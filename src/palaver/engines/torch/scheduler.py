@@ -75,6 +75,9 @@ class Scheduler:
         if sequence is not None:
             sequence.chooser.reply.answer_now()
 
+    def forget(self, conversation: str) -> None:
+        self._runner.forget(conversation)
+
     def abandon(self) -> list[Generation]:
         """Forgets everything; returns who still waits for an answer."""
         left = [*self._running, *self._waiting.generations]

@@ -18,6 +18,7 @@ class Sequence:
         self.cached = 0
         self.space = (generation.prompt.owner, generation.prompt.adapter)
         """What is computed for it is shared within this alone."""
+        self.conversation = generation.prompt.conversation
         self.filled = False
         """Whether all of the prompt but its last token has been computed, once."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from palaver.engines.torch.cache import CacheStatistics
 from palaver.engines.torch.sequence import Sequence
 from palaver.engines.torch.states import NoState, State
+from palaver.engines.torch.users import Users
 from palaver.errors import CacheFull
 
 Place = tuple[Hashable, tuple[Hashable, ...]]
@@ -36,28 +37,45 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Place, tuple[State | NoState, int]] = OrderedDict()
+        self._users: dict[Place, Users] = {}
         self.nbytes = 0
         self.evicted = 0
 
-    def match(self, space: Hashable, keys: Many[Hashable]) -> tuple[State | NoState | None, int]:
-        """The state after most of these keys, and after how many. It belongs to the index: copy it."""
+    def match(
+        self, space: Hashable, keys: Many[Hashable], user: str | None = None
+    ) -> tuple[State | NoState | None, int]:
+        """The state after most of these keys, and after how many. It belongs to the index: copy it.
+
+        With `user` it counts as used by this one.
+        """
         lengths = {len(kept) for owner, kept in self._kept if owner == space and len(kept) <= len(keys)}
         for length in sorted(lengths, reverse=True):
             place = (space, tuple(keys[:length]))
             if place in self._kept:
                 self._kept.move_to_end(place)
+                if user is not None:
+                    self._users[place].add(user)
                 return self._kept[place][0], length
         return None, 0
 
-    def add(self, space: Hashable, keys: Many[Hashable], state: State | NoState) -> None:
+    def add(self, space: Hashable, keys: Many[Hashable], state: State | NoState, user: str = "") -> None:
         place = (space, tuple(keys))
+        users = self._users.get(place, Users(user))
+        users.add(user)
         self._drop(place)
         size = state.nbytes
+        self._users[place] = users
         self._kept[place] = (state, size)
         self.nbytes += size
 
     def holds(self, space: Hashable, keys: Many[Hashable]) -> bool:
         return (space, tuple(keys)) in self._kept
+
+    def forget(self, user: str) -> None:
+        """Drops what nobody uses but this one."""
+        for place, users in list(self._users.items()):
+            if users.leave(user):
+                self._drop(place)
 
     def evict(self) -> bool:
         if not self._kept:
@@ -68,6 +86,7 @@ class Snapshots:
 
     def _drop(self, place: Place) -> None:
         _, size = self._kept.pop(place, (None, 0))
+        self._users.pop(place, None)
         self.nbytes -= size
 
 
@@ -111,7 +130,7 @@ class SnapshotRunner:
         self._make_room()
         if self._states and self._running_bytes() > self._limit:
             raise CacheFull(len(sequence.tokens), 0)
-        state, tokens = self._snapshots.match(sequence.space, sequence.tokens[:-1])
+        state, tokens = self._snapshots.match(sequence.space, sequence.tokens[:-1], sequence.conversation)
         self._states[sequence] = self._new() if state is None else state.copy()
         sequence.computed = sequence.cached = tokens
         self._prompt_tokens += len(sequence.tokens)
@@ -130,14 +149,17 @@ class SnapshotRunner:
     def keep(self, sequence: Sequence) -> None:
         keys = sequence.tokens[: sequence.computed]
         if self._abilities.copies and keys and not self._snapshots.holds(sequence.space, keys):
-            self._snapshots.add(sequence.space, keys, self._states[sequence].copy())
+            self._snapshots.add(sequence.space, keys, self._states[sequence].copy(), sequence.conversation)
             self._make_room()
 
     def end(self, sequence: Sequence) -> None:
         state = self._states.pop(sequence, None)
         if state is not None and self._abilities.copies and sequence.computed:
-            self._snapshots.add(sequence.space, sequence.tokens[: sequence.computed], state)
+            self._snapshots.add(sequence.space, sequence.tokens[: sequence.computed], state, sequence.conversation)
             self._make_room()
+
+    def forget(self, conversation: str) -> None:
+        self._snapshots.forget(conversation)
 
     def _make_room(self) -> None:
         while self._running_bytes() + self._snapshots.nbytes > self._limit and self._snapshots.evict():

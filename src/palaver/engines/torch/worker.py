@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from palaver.engines.torch.generation import AnswerNow, Cancel, Close, Command, Generation, Outbox, Submit
+from palaver.engines.torch.generation import AnswerNow, Cancel, Close, Command, Forget, Generation, Outbox, Submit
 from palaver.engines.torch.scheduler import Scheduler
 from palaver.errors import EngineClosed, EngineError, PalaverError
 
@@ -33,6 +33,8 @@ class Worker:
                 self._inbox.put(command)
             elif type(command) is Submit:
                 command.generation.arrive(self._over)  # its owner, who calls this, doesn't wait yet
+            elif isinstance(command, Forget):
+                command.done()
 
     def join(self) -> None:
         self._thread.join()
@@ -65,8 +67,13 @@ class Worker:
             self._obey(command)
             self._outbox.send()
 
-    def _obey(self, command: Submit) -> None:
+    def _obey(self, command: Submit | Forget) -> None:
         match command:
+            case Forget():
+                try:
+                    self._scheduler.forget(command.conversation)
+                finally:
+                    command.done()
             case Cancel():
                 self._scheduler.cancel(command.generation)
             case AnswerNow():
@@ -82,6 +89,8 @@ class Worker:
             command = self._inbox.get()
             if type(command) is Submit:
                 waiting.append(command.generation)
+            elif isinstance(command, Forget):
+                command.done()
         for generation in waiting:
             self._outbox.put(generation, reason)
         self._outbox.send()

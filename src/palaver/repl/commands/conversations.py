@@ -30,9 +30,12 @@ async def _titles(session: Session, arguments: str) -> Iterable[Choice]:
 
 @commands.command("new", "begin a new conversation, with the same system prompt and parameters", "", ("clear", "reset"))
 async def new(session: Session, arguments: str) -> None:
+    before = session.place.id
     await session.place.leave()
     session.attached.clear()
     session.screen.note("A new conversation. The one before is kept: /open finds it.")
+    if before is not None:
+        await session.chat.forget(before)  # what was computed for it is not needed soon
 
 
 @commands.command(

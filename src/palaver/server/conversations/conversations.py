@@ -66,6 +66,12 @@ async def undelete(id: str, chat: Mine) -> Conversation:
     return Conversation.of(await chat.undelete(id))
 
 
+@routes.post("/conversations/{id}/forget", status_code=204)
+async def forget(id: str, chat: Mine) -> None:
+    """Frees what the model keeps of it to go on quickly. The conversation stays; its next turn is computed anew."""
+    await chat.forget(id)
+
+
 @routes.get("/conversations/{id}/nodes")
 async def nodes(id: str, chat: Mine) -> list[Node]:
     """The shape of the whole tree, every parent before its children."""
