@@ -19,3 +19,7 @@ class Grammar(StrEnum):
 class Constraint:
     grammar: Grammar
     text: str
+    ids: tuple[int, ...] = ()
+    """Token ids that a Lark grammar names, as in `<[7]>`: these tokens are no text to it, whatever they spell."""
+    about: str = ""
+    """What it was made for, where it was not given as it is: errors tell of that instead."""

@@ -48,8 +48,16 @@ class State:
     """The quotation marks inside which the bytes of a marker are text."""
     slot: str = ""
     """What the text said here is to the reader of the format; the engine does not ask."""
-    constraint: Constraint | None = None
-    """What must be said from here on until the state is left, such as the arguments of a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a reply must say beside its thoughts, markers and all; it can't end before."""
+
+    first: Constraint
+    """From its beginning on; a thought may open it."""
+    later: Constraint
+    """Behind a thought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,7 @@ class Phases:
     """Token ids that end the turn in any state."""
     hidden: frozenset[int] = frozenset()
     """Control token ids that are never text, where they are no trigger."""
+    held: Held | None = None
 
     @property
     def opens_in(self) -> Phase:
@@ -176,6 +185,11 @@ class Tracker:
     @property
     def phase(self) -> Phase:
         return self._phases.states[self.state].phase
+
+    @property
+    def held(self) -> bytes:
+        """What is held back because it may become a marker."""
+        return self._markers.held
 
     def feed(self, token_id: int) -> list[Happening]:
         """What this token made certain. A token that ends the turn says nothing."""

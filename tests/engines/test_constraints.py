@@ -8,7 +8,7 @@ from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar
 from palaver.engines.torch import TorchEngine
 from palaver.errors import BadParameter
 from palaver.generation import Ended, Finish, Prompt
-from palaver.phases import Phase, Phases, State, Trigger
+from palaver.phases import Held, Phase, Phases, State, Trigger
 from palaver.sampling import Sampling
 from tests.engines.running import Run, continued, run
 from tests.engines.tiny import CALL, CALL_END, END, THINK, THINK_END, VOCABULARY
@@ -30,7 +30,7 @@ POINT = Constraint(
 )
 GREETING = Constraint(Grammar.LARK, 'start: "hello " NAME\nNAME: /[a-z]{2,4}/')
 CITY = {"type": "object", "properties": {"city": {"enum": ["Ulm", "Bern"]}}, "required": ["city"]}
-CALL_SCHEMA = Constraint(Grammar.JSON_SCHEMA, json.dumps(CITY | {"additionalProperties": False}))
+CALL_SCHEMA = json.dumps(CITY | {"additionalProperties": False})
 
 
 def sampling(constraint: Constraint | None, **settings: object) -> Sampling:
@@ -92,24 +92,51 @@ async def test_a_constrained_reply_cut_anywhere_goes_on_the_same(engine: TorchEn
             assert uncut.ids[:cut] + rest.ids == uncut.ids
 
 
-@pytest.mark.parametrize("marker", ["token", "text"])
-async def test_a_call_keeps_to_its_grammar_from_its_marker_on(engine: TorchEngine, marker: str) -> None:
+def calling(marker: str) -> Phases:
     opening, closing = (CALL, CALL_END) if marker == "token" else (b"[[", b"]]")
-    phases = Phases(
+    written = (f"<[{CALL}]>", f"<[{CALL_END}]>") if marker == "token" else ('"[["', '"]]"')
+    grammar = f"call {written[1]}\ncall: {written[0]} %json {CALL_SCHEMA}"
+    ids = (CALL, CALL_END) if marker == "token" else ()
+    first = Constraint(Grammar.LARK, f"start: <[{THINK}]>? {grammar}", (THINK, *ids))
+    return Phases(
         states=(
-            State(Phase.ANSWER, (Trigger(opening, 1),)),
-            State(Phase.TOOL_CALL, (Trigger(closing, 2),), constraint=CALL_SCHEMA),
-            State(Phase.ANSWER),
+            State(Phase.ANSWER, (Trigger(opening, 1), Trigger(THINK, 2))),
+            State(Phase.TOOL_CALL, (Trigger(closing, 0),)),
+            State(Phase.THINKING, (Trigger(THINK_END, 0),), closing=(10, THINK_END)),
         ),
         ends=frozenset({END}),
+        held=Held(first, Constraint(Grammar.LARK, f"start: {grammar}", ids)),
     )
-    begin = (65, CALL) if marker == "token" else (65, *b"[[")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("marker", ["token", "text"])
+async def test_a_call_that_must_come_is_all_that_comes(engine: TorchEngine, marker: str, seed: int) -> None:
+    """With a thought before it, which is free, or without."""
     end = b"</tool_call>" if marker == "token" else b"]]"
-    prompt = Prompt(PROMPT.context_ids, begin, phases)
-    out = await run(engine, prompt, sampling(None, seed=2, max_tokens=120, banned_ids=tuple(b" \n\t\r")))
-    call = text(out).split(end)[0]
-    assert json.loads(call)["city"] in ("Ulm", "Bern")
-    assert end in text(out), "the call is left by its marker"
+    options = sampling(None, seed=seed, max_tokens=160, thinking_budget=9, banned_ids=tuple(b" \n\t\r"))
+    for bias in (9.0, -9.0):
+        out = await run(engine, replace(PROMPT, phases=calling(marker)), replace(options, logit_bias=((THINK, bias),)))
+        said = text(out).removesuffix(b"<end>").removesuffix(end).rpartition(b"</think>")[2]
+        assert json.loads(said.removeprefix(b"<tool_call>").removeprefix(b"[["))["city"] in ("Ulm", "Bern")
+        assert (b"<think>" in text(out)) == (bias > 0)
+        assert out.ended == Ended(Finish.END)
+
+
+async def test_a_held_reply_cut_anywhere_goes_on_the_same(engine: TorchEngine) -> None:
+    prompt = replace(PROMPT, phases=calling("token"))
+    options = sampling(None, seed=3, max_tokens=160, thinking_budget=5, logit_bias=((THINK, 9.0),))
+    uncut = await run(engine, prompt, options)
+    for cut in range(len(uncut.ids)):
+        rest = await run(engine, continued(prompt, uncut.ids[:cut]), options)
+        assert uncut.ids[:cut] + rest.ids == uncut.ids
+
+
+async def test_what_was_begun_otherwise_is_let_be_and_the_call_comes_behind_it(engine: TorchEngine) -> None:
+    prompt = Prompt(PROMPT.context_ids, tuple(b"Hello"), calling("token"))
+    out = await run(engine, prompt, sampling(None, seed=1, max_tokens=160, banned_ids=tuple(b" \n\t\r")))
+    assert text(out).startswith(b"<tool_call>")
+    assert text(out).endswith(b"</tool_call><end>")
 
 
 @pytest.mark.parametrize(

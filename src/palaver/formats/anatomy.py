@@ -13,17 +13,20 @@ from palaver.phases import Phase, Phases
 
 
 class Anatomy:
-    """Builds the phases of one turn. `offers_tools` is whether a call may come."""
+    """Builds the phases of one turn. `offers_tools` is whether a call may come, `must_call` whether one must: then a
+    thought neither calls nor ends the turn."""
 
     def __init__(self, facts: Facts, control: Mapping[str, int], special_ids: frozenset[int]) -> None:
         self._facts = facts
         self._control = control
         self._special_ids = special_ids
 
-    def phases(self, opens_in: Phase, offers_tools: bool, closing_ids: tuple[int, ...]) -> Phases:
+    def phases(
+        self, opens_in: Phase, offers_tools: bool, closing_ids: tuple[int, ...], must_call: bool = False
+    ) -> Phases:
         headers = find_headers(self._facts)
         if headers is not None:
-            return self._typed(headers, opens_in, offers_tools, closing_ids)
+            return self._typed(headers, opens_in, offers_tools, closing_ids, must_call)
         builder = Builder(self._control)
         fresh, answer = builder.state(Phase.ANSWER), builder.state(Phase.ANSWER)
         thinking = builder.state(Phase.THINKING)
@@ -31,19 +34,22 @@ class Anatomy:
         ends = self._ends(offers_tools)
         self._add_thinking(builder, fresh, answer, thinking, closing_ids)
         if offers_tools and self._facts.calls is not None:
-            self._add_calls(builder, fresh, answer, thinking)
+            self._add_calls(builder, fresh, answer, None if must_call else thinking)
         self._add_answer(builder, fresh, answer)
-        self._add_ends(builder, ends, (fresh, answer, thinking))
+        self._add_ends(builder, ends, (fresh, answer) if must_call else (fresh, answer, thinking))
         self._add_strays(builder, fresh, answer)
         ids = frozenset(self._control[end] for end in ends if end in self._control)
         start = thinking if opens_in is Phase.THINKING else fresh
         return builder.build(start, ids, self._special_ids)
 
-    def _typed(self, headers: Headers, opens_in: Phase, offers_tools: bool, closing: tuple[int, ...]) -> Phases:
+    def _typed(
+        self, headers: Headers, opens_in: Phase, offers_tools: bool, closing: tuple[int, ...], must_call: bool
+    ) -> Phases:
         builder = Builder(self._control)
         states = add_states(builder, headers, offers_tools, closing)
         ends = [end for end in self._facts.turn_ends if end != headers.message_end]
-        self._add_ends(builder, ends, tuple(range(builder.size)))
+        own = states[Phase.THINKING] if must_call else None
+        self._add_ends(builder, ends, tuple(state for state in range(builder.size) if state != own))
         ids = frozenset(self._control[end] for end in ends if end in self._control)
         start = states[Phase.THINKING if opens_in is Phase.THINKING else Phase.CONTROL]
         return builder.build(start, ids, self._special_ids)
@@ -81,14 +87,14 @@ class Anatomy:
                 builder.on(answer, part, fresh)
                 builder.on(fresh, part, fresh)
 
-    def _add_calls(self, builder: Builder, fresh: int, answer: int, thinking: int) -> None:
+    def _add_calls(self, builder: Builder, fresh: int, answer: int, thinking: int | None) -> None:
         calls = self._facts.calls
         assert calls is not None
         if isinstance(calls, json_calls.Syntax) and calls.bare:
             json_calls.add_bare(builder, calls, fresh)
             return
         syntaxes.add_states(builder, calls, (fresh, answer), fresh)
-        if self._facts.thinking is not None:
+        if self._facts.thinking is not None and thinking is not None:
             syntaxes.add_states(builder, calls, (thinking,), thinking)
 
     def _add_ends(self, builder: Builder, ends: list[str], states: tuple[int, ...]) -> None:

@@ -7,12 +7,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from palaver.formats.automaton import Builder
 from palaver.formats.calls import named_json
+from palaver.formats.calls.lark import Lark, joined, one_of
+from palaver.formats.calls.schemas import checked_name, whole, without_letter
 from palaver.formats.facts import Facts
 from palaver.formats.markers import CONTROL_LIKE, parts
+from palaver.messages import Tool
 from palaver.phases import Phase
 
 HEADER, ELSEWHERE = "header", "elsewhere"
@@ -94,3 +98,19 @@ def _add_call(builder: Builder, headers: Headers, origin: int) -> int:
     for word in (headers.thinking, *headers.answers):
         builder.on(rest, word, rest)
     return arguments
+
+
+def grammar(headers: Headers, syntax: named_json.Syntax, tools: Sequence[Tool], lead: str, lark: Lark) -> str:
+    """One call, from where a header goes on behind its opening: to whom it is comes first, or behind the channel.
+    `lead` is what stands before the recipient."""
+    return one_of([lark.rule(_held(headers, syntax, tool, lead, lark)) for tool in tools])
+
+
+def _held(headers: Headers, syntax: named_json.Syntax, tool: Tool, lead: str, lark: Lark) -> str:
+    to = (lead or " ") + syntax.frame.call_open + checked_name(tool)
+    channel, *kind = headers.answers[1:] or headers.answers
+    after = "".join(f" {word}" for word in kind)
+    behind = joined(lark.literal(headers.channel + channel + to), f"({lark.literal(after)})?" if after else "")
+    ways = [lark.literal(to + syntax.before_arguments), joined(behind, lark.literal(headers.message))]
+    arguments = lark.json(without_letter(whole(tool), lark.is_text(headers.message_end)))
+    return joined(one_of(ways), arguments, lark.literal(syntax.frame.call_close))

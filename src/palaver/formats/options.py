@@ -24,6 +24,8 @@ class Options:
     """Whether tools may be called; without, markup of calls is text."""
     must_call: Collection[str] = ()
     """The tools of which one must be called before anything is answered."""
+    one_call: bool = False
+    """Whether the reply ends where it would begin a second call."""
     response_prefix: str = ""
     """The reply's own first words, markers and all."""
     unsplit: bool = False

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from palaver.events import AnswerDelta, Notice, PhaseOpened, ReadEvent, ThinkingDelta
+from palaver.events import AnswerDelta, Notice, PhaseOpened, ReadEvent, ThinkingDelta, ToolCallOpened
 from palaver.formats.calls.opened import CallReader, OpenedCalls
 from palaver.formats.fences import Unfenced
 from palaver.formats.headers import ELSEWHERE, HEADER
@@ -32,6 +32,8 @@ class Reading:
     """Line breaks before an answer are nobody's, even where no thought was read: the prompt may have closed it."""
     unfenced: bool = False
     """The answer is JSON: a code fence around it is no part of it."""
+    one_call: bool = False
+    """The reply is whole where it would begin a second call."""
 
 
 class Reader:
@@ -52,6 +54,8 @@ class Reader:
         self.thinking_tokens = 0
         self.stop: str | None = None
         """The stop string that was met."""
+        self.whole = False
+        """Whether it began a second call, where it may make only one: nothing from there on is part of it."""
 
     @property
     def phase(self) -> Phase:
@@ -66,11 +70,16 @@ class Reader:
         return [*events, *(event for token_id in self._prompt.reply_ids for event in self.feed(token_id))]
 
     def feed(self, token_id: int) -> list[ReadEvent]:
+        if self.whole:
+            return []
         self.thinking_tokens += self.phase is Phase.THINKING
-        return self._counted(self._read(self._tracker.feed(token_id)))
+        return self._one_call(self._counted(self._read(self._tracker.feed(token_id))))
 
     def close(self) -> list[ReadEvent]:
         """What was held back, now that nothing more comes."""
+        return [] if self.whole else self._one_call(self._rest())
+
+    def _rest(self) -> list[ReadEvent]:
         events = self._read(self._tracker.flush())
         if self._states[self._tracker.state].slot not in (HEADER, ELSEWHERE):
             events += self._block.say(self._let_go(CONTROL_LIKE.fullmatch))
@@ -78,6 +87,17 @@ class Reader:
         if self._region is not None:  # white space before calls belongs to their marker
             return self._counted([*events, *self._region.cut()])
         return self._counted([*events, *self._block.close()])
+
+    def _one_call(self, events: list[ReadEvent]) -> list[ReadEvent]:
+        """Without a second call, where there may be only one."""
+        if not self._reading.one_call:
+            return events
+        for place, event in enumerate(events):
+            if isinstance(event, ToolCallOpened) and event.index > 0:
+                self.whole = True
+                before = events[:place]
+                return before[:-1] if before and before[-1] == PhaseOpened(Phase.TOOL_CALL) else before
+        return events
 
     def _counted(self, events: list[ReadEvent]) -> list[ReadEvent]:
         """With how much was thought so far, where that is of interest."""

@@ -18,7 +18,7 @@ from palaver.formats.calls import syntaxes
 from palaver.formats.calls.samples import NAME, calls, tools
 from palaver.formats.facts import Confidence, Evidence, Facts, ThinkingFacts
 from palaver.formats.faithful import faithful
-from palaver.formats.forcing import forced
+from palaver.formats.forcing import held
 from palaver.formats.healing import Healer
 from palaver.formats.learning import learn
 from palaver.formats.markers import CONTROL_LIKE, parts
@@ -33,7 +33,7 @@ from palaver.formats.tokenizer import Run, Tokenizer
 from palaver.formats.writing import Leads, begun_reply
 from palaver.generation import Prompt
 from palaver.messages import Message, Role, Text, Thinking, Tool, ToolCall, ToolResult
-from palaver.phases import Phase
+from palaver.phases import Phase, Phases
 
 
 class TemplateFormat:
@@ -105,14 +105,22 @@ class TemplateFormat:
         text = self._template.render({**given, "add_generation_prompt": True}, options.now)
         opens_in = self._opens_in(text, self._closed(given, options.now))
         ids = self._context_ids(text, guarded.mark, past)
-        phases = self._anatomy.phases(opens_in, bool(tools) and options.calls, self._closing_ids)
-        if options.must_call:
-            phases = forced(phases, self.facts.calls, [tool for tool in tools if tool.name in options.must_call])
+        phases = self._phases(opens_in, tools, options)
         if reply_so_far or not (options.healing and begun):
             reply = tuple(reply_so_far) or self.begun_ids(begun, options, opens_in)
             return Prompt(tuple(ids), reply, phases)
         reply, healing = self._healer.heal(self.begun_ids(begun, options, opens_in))
         return Prompt(tuple(ids), reply, phases, healing=healing)
+
+    def _phases(self, opens_in: Phase, tools: Sequence[Tool], options: Options) -> Phases:
+        offers = bool(tools) and options.calls
+        if not options.must_call:
+            return self._anatomy.phases(opens_in, offers, self._closing_ids)
+        called = [tool for tool in tools if tool.name in options.must_call]
+        must = held(
+            self.facts, called, self._tokenizer.control, self._leads(options).calls, options.thinking is not False
+        )
+        return replace(self._anatomy.phases(opens_in, offers, self._closer_ids, must_call=True), held=must)
 
     def _context_ids(self, text: str, mark: str, past: Sequence[Sequence[int] | None]) -> list[int]:
         opening = self.facts.thinking.opening if self.facts.thinking else ""
@@ -131,7 +139,7 @@ class TemplateFormat:
         reads = partial(syntaxes.reader, self.facts.calls) if self.facts.calls is not None else None
         opening = self.facts.thinking.opening if self.facts.thinking else ""
         trims = self.facts.thinking is not None
-        reading = Reading(stops, tools, reads, options.unsplit, opening, trims, options.json_answer)
+        reading = Reading(stops, tools, reads, options.unsplit, opening, trims, options.json_answer, options.one_call)
         return Reader(prompt, self._tokenizer.vocabulary, reading)
 
     @cached_property
@@ -149,6 +157,16 @@ class TemplateFormat:
     def _closing_ids(self) -> tuple[int, ...]:
         thinking = self.facts.thinking
         return tuple(self._tokenizer.encode(self._runs(thinking.closing))) if thinking else ()
+
+    @cached_property
+    def _closer_ids(self) -> tuple[int, ...]:
+        """What closes a thought, and no more: what comes behind it may be something else than an answer."""
+        thinking = self.facts.thinking
+        if thinking is None:
+            return ()
+        last = parts(thinking.closer)[-1]
+        end = thinking.closing.index(last) + len(last)
+        return tuple(self._tokenizer.encode(self._runs(thinking.closing[:end])))
 
     def begun_ids(self, message: Message | None, options: Options, opens_in: Phase) -> tuple[int, ...]:
         """The ids of a reply of which only the text is known; control text in it stays text."""

@@ -21,6 +21,7 @@ Run = str | int
 """Ordinary text, whatever it spells, or the id of a control token."""
 
 _NAMES = range(0xF0000, 0xFFFFE)
+_LONG = 1 << 16
 
 
 class Tokenizer(Protocol):
@@ -94,11 +95,11 @@ class FastTokenizer:
         if any(_holds_a_name(run) for run in runs if isinstance(run, str)):
             return [token_id for run in runs for token_id in self._encode_alone(run)]
         text = "".join(run if isinstance(run, str) else self._names[run] for run in runs)
-        ids = self._backend.encode(text, add_special_tokens=False).ids
+        ids = _ids(self._backend, text)
         return self._without_control([self._ids.get(token_id, token_id) for token_id in ids], runs)
 
     def _encode_alone(self, run: Run) -> list[int]:
-        return [run] if isinstance(run, int) else self._plain.encode(run, add_special_tokens=False).ids
+        return [run] if isinstance(run, int) else _ids(self._plain, run)
 
     def _without_control(self, ids: list[int], runs: Sequence[Run]) -> list[int]:
         """A few vocabularies spell control tokens as ordinary pieces; those are taken apart to characters."""
@@ -117,6 +118,15 @@ class FastTokenizer:
 
     def _by_character(self, text: str) -> list[int]:
         return [token_id for character in text for token_id in self._encode_alone(character)]
+
+
+def _ids(backend: Any, text: str) -> list[int]:
+    """A long text goes the library's way for many at once: it is quicker, and other threads run meanwhile."""
+    if len(text) < _LONG:
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    else:
+        ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 def _parsed(definition: str) -> dict[str, Any]:

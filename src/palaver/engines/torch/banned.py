@@ -47,7 +47,7 @@ class BannedText:
 
     def ids(self, said: Sequence[int]) -> list[int]:
         """Tokens that would complete a banned text after these."""
-        tail = self._tail(said)
+        tail = self.tail(said)
         found = set(self._whole)
         for text in self._texts:
             for size in range(1, min(len(text), len(tail) + 1)):
@@ -55,7 +55,8 @@ class BannedText:
                     found.update(self._spelling.beginning_with(text[size:]))
         return sorted(found - self._control)
 
-    def _tail(self, said: Sequence[int]) -> bytes:
+    def tail(self, said: Sequence[int]) -> bytes:
+        """As much of what was said as the beginning of a banned text may be in."""
         tail = b""
         for token_id in reversed(said):
             if token_id in self._control or len(tail) >= self._reach:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import Any
 
 from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar
@@ -12,6 +13,8 @@ from palaver.errors import BadParameter
 from palaver.phases import Vocabulary
 
 REMEMBERED = 64
+TOKENIZERS = 8
+"""Views of the vocabulary that are kept: one for each set of ids that grammars name."""
 
 
 class Grammars:
@@ -21,7 +24,7 @@ class Grammars:
         self._vocabulary = vocabulary
         self._compiling = threading.Lock()
         self._lock = threading.Lock()
-        self._tokenizer: Any = None
+        self._tokenizers: OrderedDict[tuple[int, ...], Any] = OrderedDict()
         self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
 
     def compile(self, constraint: Constraint) -> None:
@@ -49,18 +52,26 @@ class Grammars:
                 self._compiled.move_to_end(constraint)
             return self._compiled.get(constraint)
 
-    def tokens(self, text: bytes) -> list[int]:
-        """Some tokens that spell this."""
-        ids: list[int] = self._tokenizer.tokenize_bytes(text)
+    def tokens(self, text: bytes, constraint: Constraint) -> list[int]:
+        """Some tokens that spell this, none of them named by the constraint."""
+        ids: list[int] = self._tokenizer(_library(constraint), constraint.ids).tokenize_bytes(text)
         return ids
+
+    def _tokenizer(self, llguidance: Any, named: tuple[int, ...]) -> Any:
+        """To the library a token that is named by its id is no text."""
+        with self._lock:
+            if named not in self._tokenizers:
+                spelled = llguidance.TokenizerWrapper(_Spelled(self._vocabulary, named))
+                self._tokenizers[named] = llguidance.LLTokenizer(spelled, n_vocab=len(self._vocabulary) + 1)
+            self._tokenizers.move_to_end(named)
+            while len(self._tokenizers) > TOKENIZERS:
+                self._tokenizers.popitem(last=False)
+            return self._tokenizers[named]
 
     def _compile(self, constraint: Constraint) -> Any:
         llguidance = _library(constraint)
-        if self._tokenizer is None:
-            self._tokenizer = llguidance.LLTokenizer(
-                llguidance.TokenizerWrapper(_Spelled(self._vocabulary)), n_vocab=len(self._vocabulary) + 1
-            )
-        matcher = llguidance.LLMatcher(self._tokenizer, _grammar(llguidance.LLMatcher, constraint), log_level=0)
+        tokenizer = self._tokenizer(llguidance, constraint.ids)
+        matcher = llguidance.LLMatcher(tokenizer, _grammar(llguidance.LLMatcher, constraint), log_level=0)
         if matcher.is_error():
             raise _bad(constraint, _first_line(matcher.get_error()))
         return matcher
@@ -98,6 +109,8 @@ def _schema(constraint: Constraint) -> str:
 
 def _bad(constraint: Constraint, why: str) -> BadParameter:
     shown = constraint.text if len(constraint.text) <= 80 else constraint.text[:77] + "..."
+    if constraint.about:
+        return BadParameter(constraint.about, "...", f"what they allow can't be held to by a grammar: {why}")
     return BadParameter(f"constraint ({constraint.grammar.value})", shown, why)
 
 
@@ -108,12 +121,14 @@ def _first_line(text: str) -> str:
 class _Spelled:
     """A vocabulary as llguidance wants to see it, with an end of its own that no model has."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, named: Collection[int] = ()) -> None:
         self.tokens = [*vocabulary, b"<|end of grammar|>"]
         self.eos_token_id = len(vocabulary)
         self.bos_token_id = None
-        self.special_token_ids = [self.eos_token_id]
-        self._ids = {text: token_id for token_id, text in reversed(list(enumerate(vocabulary)))}
+        self.special_token_ids = [self.eos_token_id, *named]
+        no_text = frozenset(named)
+        spelled = reversed(list(enumerate(vocabulary)))
+        self._ids = {text: token_id for token_id, text in spelled if token_id not in no_text}
         self._longest = max((len(text) for text in vocabulary), default=1)
 
     def __call__(self, text: bytes | str) -> list[int]:

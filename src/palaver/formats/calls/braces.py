@@ -7,14 +7,28 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from palaver.events import ReadEvent
 from palaver.formats.automaton import Builder
+from palaver.formats.calls.lark import Lark, joined, one_of
 from palaver.formats.calls.opened import OpenedCalls
 from palaver.formats.calls.repeated import Frame, learn_frame
 from palaver.formats.calls.samples import NAME, NUMBER_KEY, NUMBER_VALUE, TEXT_KEY, TEXT_VALUE, Samples
-from palaver.messages import ToolCall
+from palaver.formats.calls.schemas import (
+    check,
+    checked_key,
+    checked_name,
+    members,
+    other_keys,
+    pointed,
+    refused,
+    text_patterns,
+    whole,
+)
+from palaver.messages import Tool, ToolCall
 from palaver.phases import Phase
 
 NAME_SLOT, BRACES_SLOT, TEXT_SLOT, GLUE = "name", "braces", "text", "glue"
@@ -71,6 +85,113 @@ def _quoted(text: str, quote: str, closed: bool) -> str:
     except ValueError:
         plain = text
     return f"{quote}{plain}{quote if closed else ''}"
+
+
+_KEY = re.compile(r"[\w.$/@-]+")
+_NUMBERS = frozenset(("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+_ARRAYS = frozenset(("type", "items", "minItems", "maxItems"))
+_KINDS = ("null", "boolean", "number", "string", "array", "object")
+
+
+def grammar(syntax: Syntax, tools: Sequence[Tool], lark: Lark) -> str:
+    held = (_Held(syntax, tool, lark) for tool in tools)
+    return syntax.frame.around(lark, [one.call() for one in held])
+
+
+class _Held:
+    """The grammar of one tool's calls: its schema in this notation."""
+
+    def __init__(self, syntax: Syntax, tool: Tool, lark: Lark) -> None:
+        self._quote = syntax.quote
+        self._tool = tool
+        self._lark = lark
+        self._root = whole(tool)
+        self._known: dict[str, str] = {}
+        """Rules by what refers to them."""
+
+    def call(self) -> str:
+        return self._lark.rule(joined(self._lark.literal(checked_name(self._tool)), self._object(self._root)))
+
+    def _value(self, schema: Any) -> str:
+        if schema is True or schema == {}:
+            return self._referred("", {"type": list(_KINDS)})
+        if not isinstance(schema, Mapping):
+            raise refused(self._tool, "there is a value that can't be")
+        if "$ref" in schema:
+            return self._referred(schema["$ref"], None)
+        ways = schema.get("anyOf", schema.get("oneOf"))
+        if ways is not None:
+            check(self._tool, schema, frozenset(("anyOf", "oneOf")))
+            return one_of([self._value(way) for way in ways])
+        if "enum" in schema or "const" in schema:
+            return one_of([self._constant(value) for value in schema.get("enum", [schema.get("const")])])
+        kinds = schema["type"] if "type" in schema else self._guessed(schema)
+        return one_of([self._of(kind, schema) for kind in ([kinds] if isinstance(kinds, str) else kinds)])
+
+    def _referred(self, place: str, schema: Any) -> str:
+        """A rule of its own for what may hold itself."""
+        if place not in self._known:
+            self._known[place] = name = self._lark.pending()
+            self._lark.fill(name, self._value(pointed(self._tool, self._root, place) if schema is None else schema))
+        return self._known[place]
+
+    def _guessed(self, schema: Mapping[str, Any]) -> str:
+        for keyword, kind in (("properties", "object"), ("items", "array"), ("pattern", "string")):
+            if keyword in schema:
+                return kind
+        raise refused(self._tool, f"the type of a value is missing beside {', '.join(schema)}")
+
+    def _of(self, kind: str, schema: Mapping[str, Any]) -> str:
+        match kind:
+            case "string":
+                stated = {key: value for key, value in schema.items() if schema.get("type") == kind or key != "type"}
+                return self._text(*text_patterns(self._tool, stated))
+            case "object":
+                return self._object(schema)
+            case "array":
+                return self._array(schema)
+            case "null" | "boolean" | "integer" | "number":
+                alone = schema.get("type") == kind
+                if alone:
+                    check(self._tool, schema, _NUMBERS)
+                bounds = {key: value for key, value in schema.items() if key in _NUMBERS} if alone else {}
+                return self._lark.json({**bounds, "type": kind})
+        raise refused(self._tool, f"there is no type {kind!r}")
+
+    def _text(self, *patterns: str) -> str:
+        return joined(self._lark.literal(self._quote), self._lark.until(self._quote, *patterns))
+
+    def _constant(self, value: Any) -> str:
+        lark = self._lark
+        if isinstance(value, str):
+            return lark.literal(f"{self._quote}{value}{self._quote}")
+        if isinstance(value, Mapping | list):
+            raise refused(self._tool, "only plain values can be listed")
+        return lark.literal(json.dumps(value))
+
+    def _array(self, schema: Mapping[str, Any]) -> str:
+        lark = self._lark
+        if schema.get("type") == "array":
+            check(self._tool, schema, _ARRAYS)
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        item = lark.rule(self._value(schema.get("items", {})))
+        further = "" if most is None else max(most - 1, 0)
+        more = f"({joined(lark.literal(','), item)}){{{max(least - 1, 0)},{further}}}"
+        items = "" if most == 0 else joined(item, more)
+        inside = items if least or not items else f"({items})?"
+        return joined(lark.literal("["), inside, lark.literal("]"))
+
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        lark = self._lark
+        found = members(self._tool, schema if schema.get("type") == "object" else {"type": "object"}, self._root)
+        items = []
+        for one in found.listed:
+            key = lark.literal(f"{checked_key(self._tool, one.key, _KEY)}:")
+            items.append((joined(key, self._value(one.schema)), one.required))
+        more = ""
+        if found.others is not False:
+            more = joined(other_keys(lark, found), lark.literal(":"), self._value(found.others))
+        return joined(lark.literal("{"), lark.series(items, ",", more), lark.literal("}"))
 
 
 class Calls:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from palaver.events import ReadEvent
 from palaver.formats.automaton import Builder
 from palaver.formats.calls.jsontext import ObjectEnd, ObjectWalk, Piece, Whole
+from palaver.formats.calls.lark import Lark, joined, one_of
 from palaver.formats.calls.opened import OpenedCalls
 from palaver.formats.calls.samples import ARGUMENTS, IDS, NAME, OTHER_NAME, Samples, without_end
-from palaver.messages import ToolCall
+from palaver.formats.calls.schemas import checked_name, whole
+from palaver.messages import Tool, ToolCall
 from palaver.phases import Phase
 
 SLOT = "json_calls"
@@ -168,6 +171,31 @@ def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> st
 
 def _fill(literal: str, call: ToolCall, place: int) -> str:
     return literal.replace(IDS[0], call.id).replace('"0"', f'"{place}"')
+
+
+def grammar(syntax: Syntax, tools: Sequence[Tool], lark: Lark) -> str:
+    """One call where nothing shows where a second would begin."""
+    one = lark.rule(one_of([_held(syntax, tool, lark) for tool in tools]))
+    several = syntax.listed or syntax.closing.strip()
+    more = f"({joined(lark.literal(syntax.between), one)})*" if several else ""
+    closing = lark.literal(syntax.list_close + syntax.closing)
+    return joined(lark.literal(syntax.opening + syntax.list_open), one, more, closing)
+
+
+def _held(syntax: Syntax, tool: Tool, lark: Lark) -> str:
+    before = _with_ids(syntax, lark, syntax.before_name)
+    name = lark.literal(checked_name(tool) + syntax.before_arguments)
+    return lark.rule(joined(before, name, lark.json(whole(tool)), _with_ids(syntax, lark, syntax.after_arguments)))
+
+
+def _with_ids(syntax: Syntax, lark: Lark, literal: str) -> str:
+    """What is written around a call, with any id where the sample had one."""
+    written = '"0"' if syntax.id_key is not None and '"0"' in literal else f'"{IDS[0]}"'
+    before, found, after = literal.partition(written)
+    if not found:
+        return lark.literal(literal)
+    known = lark.pattern("[0-9]{1,3}" if written == '"0"' else "[A-Za-z0-9]{9}")
+    return joined(lark.literal(before + '"'), known, lark.literal('"' + after))
 
 
 class Calls:

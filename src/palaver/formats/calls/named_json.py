@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from palaver.events import ReadEvent
 from palaver.formats.automaton import Builder
 from palaver.formats.calls.jsontext import JsonText
+from palaver.formats.calls.lark import Lark, joined
 from palaver.formats.calls.opened import OpenedCalls
 from palaver.formats.calls.repeated import Frame, learn_frame
 from palaver.formats.calls.samples import ARGUMENTS, IDS, NAME, TEXT_KEY, Samples
-from palaver.messages import ToolCall
+from palaver.formats.calls.schemas import checked_name, whole
+from palaver.messages import Tool, ToolCall
 from palaver.phases import Phase
 
 NAME_SLOT, ID_SLOT, ARGUMENTS_SLOT, GLUE = "name", "id", "arguments", "glue"
@@ -94,6 +97,17 @@ def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> st
             return "".join(out)
         out.append(syntax.frame.call_close)
     return "".join([*out, syntax.frame.section_close])
+
+
+def grammar(syntax: Syntax, tools: Sequence[Tool], lark: Lark) -> str:
+    return syntax.frame.around(lark, [_held(syntax, tool, lark) for tool in tools])
+
+
+def _held(syntax: Syntax, tool: Tool, lark: Lark) -> str:
+    counted = lark.pattern(":[0-9]{1,3}") if syntax.frame.counted else ""
+    call_id = joined(lark.literal(syntax.before_id), lark.pattern("[A-Za-z0-9]{9}")) if syntax.before_id else ""
+    named = joined(lark.literal(checked_name(tool)), counted, call_id)
+    return lark.rule(joined(named, lark.literal(syntax.before_arguments), lark.json(whole(tool))))
 
 
 _COUNTED = re.compile(r"\A(?:functions?\.)?(.+?):\d+\Z")

@@ -8,18 +8,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from palaver.events import ReadEvent
 from palaver.formats.automaton import Builder
 from palaver.formats.calls.jsontext import ObjectWalk, Piece, Whole, decoded
+from palaver.formats.calls.lark import ANYTHING, Lark, joined, one_of
 from palaver.formats.calls.opened import OpenedCalls
 from palaver.formats.calls.repeated import Frame, learn_frame
 from palaver.formats.calls.samples import NAME, NUMBER_KEY, NUMBER_VALUE, TEXT_KEY, TEXT_VALUE, Samples
+from palaver.formats.calls.schemas import (
+    admits,
+    checked_key,
+    checked_name,
+    is_text,
+    members,
+    other_keys,
+    text_patterns,
+    whole,
+    with_definitions,
+    without_letter,
+)
 from palaver.formats.markers import common_end, common_start, parts, split_space
-from palaver.messages import ToolCall
+from palaver.messages import Tool, ToolCall
 from palaver.phases import Phase
 
 NAME_SLOT, KEY_SLOT, GLUE = "name", "key", "glue"
@@ -149,6 +162,54 @@ def _cut_value(syntax: Syntax, raw: str) -> str:
     return syntax.key_close + decoded(raw.rstrip("\\") + '"') if raw.startswith('"') else syntax.key_close_json + raw
 
 
+_PLAIN = r"[^\s\-0-9\"\[{](?s:.*)"
+_WORDS = r"\s*(true|false|null|NaN|-?Infinity|True|False|None)\s*"
+"""Text that begins so, or is one of these words, may be read as JSON."""
+
+
+def grammar(syntax: Syntax, tools: Sequence[Tool], lark: Lark) -> str:
+    return syntax.frame.around(lark, [_Held(syntax, tool, lark).call() for tool in tools])
+
+
+class _Held:
+    """The grammar of one tool's calls: each argument between its markers, by its own schema."""
+
+    def __init__(self, syntax: Syntax, tool: Tool, lark: Lark) -> None:
+        self._syntax = syntax
+        self._tool = tool
+        self._lark = lark
+        self._root = whole(tool)
+
+    def call(self) -> str:
+        syntax, lark = self._syntax, self._lark
+        found = members(self._tool, self._root, self._root)
+        items = []
+        for one in found.listed:
+            key = lark.literal(syntax.key_open + checked_key(self._tool, one.key))
+            items.append((joined(key, self._value(one.schema)), one.required))
+        more = ""
+        if found.others is not False:
+            more = joined(lark.literal(syntax.key_open), other_keys(lark, found), self._value(found.others))
+        arguments = lark.series(items, syntax.between, more)
+        return lark.rule(joined(lark.literal(checked_name(self._tool) + syntax.name_close), arguments))
+
+    def _value(self, schema: Any) -> str:
+        """Texts as they are, all else as JSON; what may be both is written as text where it can't be mistaken."""
+        syntax, lark = self._syntax, self._lark
+        text = lark.literal(syntax.key_close)
+        if isinstance(schema, Mapping) and is_text(schema):
+            return joined(text, lark.until(syntax.value_close, *text_patterns(self._tool, schema)))
+        safe = without_letter(with_definitions(schema, self._root), lark.is_text(syntax.value_close))
+        ways = [joined(lark.literal(syntax.key_close_json), lark.json(safe), lark.literal(syntax.value_close))]
+        if admits(schema, "string"):
+            said = lark.until(syntax.value_close, ANYTHING) if syntax.typed else self._plain_text()
+            ways.append(joined(text, said))
+        return one_of(ways)
+
+    def _plain_text(self) -> str:
+        return self._lark.until(self._syntax.value_close, _PLAIN, but=_WORDS)
+
+
 class Calls:
     def __init__(self, syntax: Syntax, opened: OpenedCalls) -> None:
         self._syntax = syntax
@@ -214,8 +275,8 @@ class Calls:
 
     def _begin_value(self, slot: str) -> list[ReadEvent]:
         key, self._key = self._key.strip(), ""
-        is_text = slot == TEXT_SLOT or (slot == VALUE_SLOT and _is_text(self._opened.schema(self._name.strip(), key)))
-        self._value = (_TextValue if is_text else _OtherValue)(self._lead, self._trail)
+        plain = slot == TEXT_SLOT or (slot == VALUE_SLOT and is_text(self._opened.schema(self._name.strip(), key)))
+        self._value = (_TextValue if plain else _OtherValue)(self._lead, self._trail)
         before = ", " if self._count else ""
         self._count += 1
         return self._opened.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
@@ -231,16 +292,6 @@ class Calls:
         events = [*self._begin(), *self._end_value(), *self._opened.arguments("}")]
         self._name = ""
         return events
-
-
-def _is_text(schema: Mapping[str, Any]) -> bool:
-    """Whether the argument can be nothing but text."""
-    kinds = schema.get("type")
-    return kinds == "string" or kinds == ["string"] or (kinds is None and _only_text(schema.get("enum")))
-
-
-def _only_text(values: Any) -> bool:
-    return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
 
 
 class _TextValue:

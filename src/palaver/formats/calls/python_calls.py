@@ -8,13 +8,25 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from palaver.events import ReadEvent
 from palaver.formats.automaton import Builder
+from palaver.formats.calls.lark import Lark, joined, one_of
 from palaver.formats.calls.opened import OpenedCalls
 from palaver.formats.calls.samples import NAME, OTHER_NAME, TEXT_KEY, Samples, without_end
-from palaver.messages import ToolCall
+from palaver.formats.calls.schemas import (
+    admits,
+    checked_name,
+    members,
+    other_keys,
+    refused,
+    whole,
+    with_definitions,
+)
+from palaver.messages import Tool, ToolCall
 from palaver.phases import Phase
 
 SLOT = "python_calls"
@@ -62,6 +74,36 @@ def _call(call: ToolCall, is_open: bool) -> str:
 
 def _python(value: object) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def grammar(syntax: Syntax, tools: Sequence[Tool], lark: Lark) -> str:
+    one = lark.rule(one_of([_held(tool, lark) for tool in tools]))
+    more = f"({joined(lark.literal(', '), one)})*"
+    return joined(lark.literal(syntax.opening + "["), one, more, lark.literal("]" + syntax.closing))
+
+
+def _held(tool: Tool, lark: Lark) -> str:
+    schema = whole(tool)
+    found = members(tool, schema, schema)
+    for argument in found.listed:
+        if not argument.key.isidentifier():
+            raise refused(tool, f"{argument.key!r} can't be the name of an argument in Python")
+    items = [
+        (joined(lark.literal(f"{one.key}="), _value(one.schema, schema, lark)), one.required) for one in found.listed
+    ]
+    more = ""
+    if found.others is not False:
+        more = joined(other_keys(lark, found), lark.literal("="), _value(found.others, schema, lark))
+    return lark.rule(joined(lark.literal(f"{checked_name(tool)}("), lark.series(items, ", ", more), lark.literal(")")))
+
+
+def _value(schema: Any, root: Mapping[str, Any], lark: Lark) -> str:
+    """As JSON, which is read too, but for the words that Python spells otherwise."""
+    words = [*(("True", "False") if admits(schema, "boolean") else ()), *(("None",) if admits(schema, "null") else ())]
+    spelled = [lark.literal(word) for word in words]
+    if isinstance(schema, Mapping) and schema.get("type") in ("boolean", "null") and spelled:
+        return one_of(spelled)
+    return one_of([lark.json(with_definitions(schema, root)), *spelled])
 
 
 class Calls:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from palaver.formats.automaton import Builder
+from palaver.formats.calls.lark import Lark, joined, one_of
 from palaver.formats.calls.samples import NAME, OTHER_NAME, Samples, without_end
 from palaver.formats.markers import CONTROL_LIKE, common_end, common_start, parts
 from palaver.messages import ToolCall
@@ -45,6 +46,14 @@ class Frame:
 
     def without_prefix(self, written: str) -> str:
         return written.removeprefix(self.prefix) if self.prefix else written
+
+    def around(self, lark: Lark, calls: list[str]) -> str:
+        """The grammar of calls one after another, given that of each from its name to its arguments' end."""
+        opening = lark.literal(self.call_open)
+        one = lark.rule(joined(opening, one_of(calls), lark.literal(self.call_close)))
+        parting = lark.literal(self.separator)
+        more = f"({joined(parting, one)})*" if parting or opening else ""
+        return joined(lark.literal(self.section_open), one, more, lark.literal(self.section_close))
 
     def add_openings(self, builder: Builder, froms: tuple[int, ...], glue: int, name: int) -> None:
         """From text to a call: through the section, or straight where the model leaves it out."""

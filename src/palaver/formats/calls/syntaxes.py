@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from palaver.formats.automaton import Builder
 from palaver.formats.calls import braces, json_calls, named_json, parameters, python_calls
+from palaver.formats.calls.lark import Lark
 from palaver.formats.calls.opened import CallReader, OpenedCalls
 from palaver.formats.calls.samples import Samples
-from palaver.messages import ToolCall
+from palaver.messages import Tool, ToolCall
 
 CallSyntax = json_calls.Syntax | named_json.Syntax | parameters.Syntax | python_calls.Syntax | braces.Syntax
 
@@ -52,6 +53,12 @@ def write(syntax: CallSyntax, calls: tuple[ToolCall, ...], last_is_open: bool) -
     """The calls as the model writes them; where the last one is open, up to what is there of it."""
     text: str = _module(syntax).write(syntax, calls, last_is_open)
     return text
+
+
+def grammar(syntax: CallSyntax, tools: Sequence[Tool], lark: Lark) -> str:
+    """Calls of these tools and nothing else, arguments by their schemas. BadParameter where that can't be had."""
+    expression: str = _module(syntax).grammar(syntax, tools, lark)
+    return expression
 
 
 def reader(syntax: CallSyntax, opened: OpenedCalls) -> CallReader:

@@ -1,0 +1,28 @@
+"""A reply that may make one call ends there as a whole one, and says no more however it is read again."""
+
+from __future__ import annotations
+
+from palaver.chat.model import Model
+from palaver.chat.utterance import Request
+from palaver.engines.scripted import ScriptedEngine
+from palaver.formats.options import Options
+from palaver.generation import Finish
+from palaver.messages import user
+from palaver.sampling import Sampling
+from tests.formats.families import FAMILIES, TOOLS, ids, made
+
+
+async def test_the_reply_is_whole_with_its_first_call() -> None:
+    format, pieces = made(FAMILIES["JSON in tags"])
+    twice = next(said for said in FAMILIES["JSON in tags"].replies if len(said.calls) == 2)
+    script = [*ids(pieces, twice.text), pieces.control["<|done|>"]]
+    model = Model(ScriptedEngine([script], pieces.vocabulary), format, "scripted", "pieces", pieces.vocabulary)
+    both = await model.reply(Request((user("q"),), Sampling(), TOOLS))
+    one = await model.reply(Request((user("q"),), Sampling(), TOOLS, Options(one_call=True)))
+    assert both.message.tool_calls[:1] == one.message.tool_calls
+    assert len(both.message.tool_calls) == 2
+    assert one.finish is Finish.END
+    assert len(one.token_ids) < len(both.token_ids)
+    reader = model.reader(one.request, one.token_ids)
+    reader.open()
+    assert reader.whole

@@ -1,0 +1,172 @@
+"""Calls drawn at random under the grammar that forces them, with nothing but the engine's own holding in between."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jsonschema_rs
+import torch
+
+from palaver.engines.reply import Reply
+from palaver.engines.torch.banned import Spelling
+from palaver.engines.torch.grammars import Grammars
+from palaver.engines.torch.holding import Holding
+from palaver.errors import TemplateError
+from palaver.events import fold
+from palaver.formats.options import Options
+from palaver.formats.templated import TemplateFormat
+from palaver.generation import Prompt
+from palaver.messages import Message, Tool, ToolCall, user
+from palaver.sampling import Sampling
+
+MOST = 4000
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "zip": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+NOW = Tool("now", "The time.", {"type": "object", "properties": {}})
+TOOLS = (
+    Tool(
+        "get_weather",
+        "The weather.",
+        {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "where"},
+                "unit": {"type": "string", "enum": ["C", "F"], "description": "in what"},
+                "days": {"type": "integer", "minimum": 1, "maximum": 14, "description": "how many"},
+                "exact": {"type": "boolean", "description": "whether"},
+                "near": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "description": "by what"},
+            },
+            "required": ["city", "days"],
+        },
+    ),
+    Tool(
+        "plan-trip.v2",
+        "A trip.",
+        {
+            "type": "object",
+            "$defs": {"place": PLACE},
+            "properties": {
+                "stops": {"type": "array", "items": {"$ref": "#/$defs/place"}, "minItems": 1, "maxItems": 2},
+                "code": {"type": "string", "pattern": "^[A-Z]{2}[0-9]{1,3}$"},
+                "budget": {"type": ["number", "null"]},
+                "name": {"type": "string", "minLength": 1, "maxLength": 12},
+            },
+            "required": ["stops", "code"],
+            "additionalProperties": False,
+        },
+    ),
+    NOW,
+    Tool("note", "Counts.", {"type": "object", "additionalProperties": {"type": "integer"}}),
+)
+PLAIN = (
+    Tool(
+        "get_weather",
+        "The weather.",
+        {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "where"},
+                "days": {"type": "integer", "description": "how many"},
+                "exact": {"type": "boolean", "description": "whether"},
+            },
+            "required": ["city"],
+        },
+    ),
+    NOW,
+)
+"""For templates that fail where a schema is out of the ordinary."""
+
+
+class Drawn:
+    """Replies, drawn evenly from what is allowed; what may end something is drawn more often, so that it ends. The
+    first 256 tokens are the bytes."""
+
+    def __init__(self, format: TemplateFormat, end: int) -> None:
+        vocabulary = format.tokenizer.vocabulary
+        self._format = format
+        self._grammars = Grammars(vocabulary)
+        self._spelling = Spelling(vocabulary)
+        self._end = end
+        self.tools = TOOLS if self._takes(TOOLS) else PLAIN
+        self._enders = torch.zeros(len(vocabulary), dtype=torch.bool)
+        for token_id, text in enumerate(vocabulary):
+            self._enders[token_id] = text in (b'"', b"}", b"]", b"<", b"\n", b")", b"/") or len(text) > 4
+
+    def _takes(self, tools: tuple[Tool, ...]) -> bool:
+        try:
+            self._format.render((user("Hi"),), tools)
+        except TemplateError:
+            return False
+        return True
+
+    def message(self, called: Sequence[Tool], seed: int) -> tuple[Message, str]:
+        """What the reply reads as, and its text."""
+        options = Options(must_call=tuple(tool.name for tool in called))
+        prompt = self._format.render((user("Hi"),), self.tools, options)
+        ids = self._ids(prompt, random.Random(seed))
+        reader = self._format.reader(prompt, (), self.tools, options)
+        events = [*reader.open(), *(event for one in ids for event in reader.feed(one)), *reader.close()]
+        return fold(events).message, b"".join(self._spelling.vocabulary[i] for i in ids).decode("utf-8", "replace")
+
+    def _ids(self, prompt: Prompt, dice: random.Random) -> list[int]:
+        vocabulary = self._spelling.vocabulary
+        reply = Reply(prompt, Sampling(), vocabulary, frozenset({self._end}))
+        holding = Holding(prompt.phases, self._grammars, self._spelling)
+        spelled: list[int] = []
+        while reply.ended is None:
+            assert len(reply.ids) < MOST, f"no end: {self._said(reply)[-300:]!r}"
+            scores = torch.zeros(len(vocabulary))
+            holding.forbid(scores, reply)
+            allowed = scores > -torch.inf
+            assert bool(allowed.any()), f"nothing can be said: {self._said(reply)[-300:]!r}"
+            if not spelled and dice.random() < 0.1:
+                spelled = self._marker(prompt, reply, dice)
+            spelled = spelled if spelled and allowed[spelled[0]] else []
+            token_id = spelled.pop(0) if spelled else self._draw(allowed, dice)
+            reply.take(token_id)
+            holding.take(token_id, reply, False)
+        return reply.ids
+
+    def _marker(self, prompt: Prompt, reply: Reply, dice: random.Random) -> list[int]:
+        """A way out of the state, spelled letter by letter where it is text: by chance that would hardly come."""
+        triggers = prompt.phases.states[reply.state].triggers
+        if not triggers:
+            return []
+        marker = dice.choice(triggers).marker
+        return [marker] if isinstance(marker, int) else list(dice.choice((b"", b"\n")) + marker)
+
+    def _draw(self, allowed: torch.Tensor, dice: random.Random) -> int:
+        likely = allowed & self._enders
+        if bool(likely.any()) and dice.random() < 0.4:
+            allowed = likely
+        return int(dice.choice(torch.nonzero(allowed).flatten().tolist()))
+
+    def _said(self, reply: Reply) -> bytes:
+        return b"".join(self._spelling.vocabulary[i] for i in reply.ids)
+
+
+def wrong(message: Message, tools: Sequence[Tool]) -> str:
+    """What is wrong with a reply that must call one of these, or nothing."""
+    if not message.tool_calls:
+        return "there is no call"
+    if message.text.strip():
+        return f"something is answered: {message.text!r}"
+    schemas = {tool.name: dict(tool.parameters) for tool in tools}
+    return next((why for call in message.tool_calls if (why := _wrong_call(call, schemas))), "")
+
+
+def _wrong_call(call: ToolCall, schemas: Mapping[str, Any]) -> str:
+    if call.name not in schemas:
+        return f"{call.name!r} is called"
+    try:
+        jsonschema_rs.validate(schemas[call.name], json.loads(call.arguments))
+    except (ValueError, jsonschema_rs.ValidationError) as error:
+        return f"{call.name}({call.arguments}): {error}"
+    return ""
