@@ -48,6 +48,8 @@ class Sampling:
     """How many alternatives are reported for each token."""
     constraint: Constraint | None = None
     """What the answer must look like; it never holds in thinking."""
+    spoken: bool = False
+    """The answer is read aloud: it holds no character that is unfit for speech. Thinking and calls may."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any, Literal
 
@@ -30,6 +30,10 @@ class Decided:
     tools: tuple[Tool, ...]
     choice: int = 0
     overflow: Overflow = "refuse"
+    system: str | None = None
+    """The system prompt of this turn alone, in place of the conversation's."""
+    note: Mapping[str, Any] = field(default_factory=dict)
+    """What whoever asked wants to find again with the reply; it decides nothing."""
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,6 +63,8 @@ def decide(defaults: Sampling, parameters: Mapping[str, Any], seed: int, now: da
         others.get("tools", ()),
         others.get("choice", 0),
         others.get("overflow", "refuse"),
+        others.get("system"),
+        others.get("note", {}),
     )
 
 
@@ -69,13 +75,13 @@ def _read(readers: Mapping[str, Reading], parameters: Mapping[str, Any]) -> dict
 def options_to_json(options: Options) -> dict[str, Any]:
     """Only what differs from the plainest options, so that a new one changes no old record."""
     plain = Options()
-    values = {field.name: getattr(options, field.name) for field in fields(Options)}
+    values = {one.name: getattr(options, one.name) for one in fields(Options)}
     found = {name: value for name, value in values.items() if value != getattr(plain, name)}
     return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in found.items()}
 
 
 def options_from_json(value: Mapping[str, Any]) -> Options:
-    known = {field.name for field in fields(Options)}
+    known = {one.name for one in fields(Options)}
     found = {name: one for name, one in value.items() if name in known}
     if "now" in found:
         found["now"] = datetime.fromisoformat(found["now"])
@@ -175,6 +181,7 @@ _SAMPLING: dict[str, Reading] = {
     "banned_ids": _ids,
     "stop_ids": _ids,
     "constraint": _constraint,
+    "spoken": _flag,
 }
 _OPTIONS: dict[str, Reading] = {
     "thinking": _flag,
@@ -183,9 +190,16 @@ _OPTIONS: dict[str, Reading] = {
     "variables": _object,
     "calls": _flag,
     "must_call": _strings,
+    "one_call": _flag,
     "response_prefix": _text,
     "json_answer": _flag,
     "healing": _flag,
 }
-_OTHERS: dict[str, Reading] = {"tools": _tools, "overflow": _overflow, "choice": _count}
+_OTHERS: dict[str, Reading] = {
+    "tools": _tools,
+    "overflow": _overflow,
+    "choice": _count,
+    "system": _text,
+    "note": _object,
+}
 NAMES = frozenset((*NUMBERS, *STRINGS, *_SAMPLING, *_OPTIONS, *_OTHERS))

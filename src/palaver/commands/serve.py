@@ -75,6 +75,13 @@ def serve(
     grace: Annotated[
         float, typer.Option("--grace", metavar="S", min=0, help="For how long running replies may finish at the end.")
     ] = 10.0,
+    socket_grace: Annotated[
+        float,
+        typer.Option("--socket-grace", metavar="S", min=0, help="For how long a turn waits whose WebSocket was cut."),
+    ] = 30.0,
+    voice: Annotated[
+        str, typer.Option("--voice", metavar="NAME", help="What speaks: espeak, or a text-to-speech model.")
+    ] = "espeak",
     debug_log: Annotated[bool, typer.Option("--debug-log", help="Log what is said, too.")] = False,
     template: TemplateOption = None,
     device: DeviceOption = None,
@@ -98,12 +105,13 @@ def serve(
             prefix=_checked_prefix(prefix),
             hosts=tuple(allow_host or ()),
             origins=tuple(allow_origin or ()),
-            limits=Limits(body_bytes=max_body << 20, requests_per_minute=rate),
+            limits=Limits(body_bytes=max_body << 20, requests_per_minute=rate, socket_grace_seconds=socket_grace),
             defaults={**wished, **settings(defaults)},
             forced=settings(forced),
             any_variables=any_variables,
             any_model=any_model,
             aliases=tuple(alias or ()),
+            voice=voice,
             debug=debug_log,
         )
         loading = Loading(template, device=device, exact=exact)

@@ -50,6 +50,11 @@ class Reply:
         return self._tracker.phase
 
     @property
+    def held(self) -> bytes:
+        """The beginning of what may become a marker."""
+        return self._tracker.held
+
+    @property
     def forced(self) -> int | None:
         """The token that must come next, whatever the model would say."""
         return self._forced[0] if self._forced else None

@@ -33,6 +33,7 @@ class Sampling(Told):
     seed: int
     logprobs: int
     constraint: Constraint | None
+    spoken: bool = False
 
     @classmethod
     def of(cls, value: sampling.Sampling) -> Sampling:

@@ -9,7 +9,9 @@ from palaver.engines.reply import Reply
 from palaver.engines.torch.banned import BannedText
 from palaver.engines.torch.dice import uniform
 from palaver.engines.torch.guide import Guide
+from palaver.engines.torch.holding import Holding
 from palaver.engines.torch.mending import Mending
+from palaver.engines.torch.unspoken import Unspoken
 from palaver.errors import BadParameter
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
@@ -26,7 +28,8 @@ class Chooser:
         reply: Reply,
         size: int,
         banned: BannedText | None = None,
-        guide: Guide | None = None,
+        guide: Guide | Holding | None = None,
+        unspoken: Unspoken | None = None,
     ) -> None:
         _check_ids(sampling, size)
         self.sampling = sampling
@@ -35,12 +38,14 @@ class Chooser:
         self._context = prompt.context_ids
         self._banned = banned
         self._guide = guide
+        self._unspoken = unspoken
         self._mending: Mending | None = None
         self._size = size
         self._counts: Tensor | None = None
         self._seen: Tensor | None = None
         self._never: Tensor | None = None
-        self._always = _always_adjusts(sampling) or guide is not None or banned is not None
+        holds = (banned, guide, unspoken)
+        self._always = _always_adjusts(sampling) or any(one is not None for one in holds)
 
     @property
     def draws(self) -> bool:
@@ -113,6 +118,8 @@ class Chooser:
             scores.index_fill_(0, self._banned_ids(scores.device), -torch.inf)
         if self._banned is not None:
             scores[self._banned.ids(self.reply.ids)] = -torch.inf
+        if self._unspoken is not None and not self._mends:
+            self._unspoken.forbid(scores, self.reply)
         if len(self.reply.ids) < self.sampling.min_tokens:
             scores[[token_id for token_id in self.reply.closers if token_id < self._size]] = -torch.inf
         if self._mending is not None and self._mending.left:

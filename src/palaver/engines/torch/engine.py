@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -18,15 +19,17 @@ from palaver.engines.torch.cache import CacheStatistics
 from palaver.engines.torch.checkpoint import open_checkpoint
 from palaver.engines.torch.chooser import Chooser
 from palaver.engines.torch.defaults import context_length, end_ids, sampling_defaults
-from palaver.engines.torch.generation import Close, Generation, Outbox
+from palaver.engines.torch.generation import Close, Forget, Generation, Outbox
 from palaver.engines.torch.grammars import Grammars
 from palaver.engines.torch.guide import Guide, constraints_of, control_ids
+from palaver.engines.torch.holding import Holding
 from palaver.engines.torch.loading import load_model, pick_device, pick_dtype
 from palaver.engines.torch.memory import cache_bytes, check_fit, fit
 from palaver.engines.torch.mending import Mending
 from palaver.engines.torch.probing import pick_runner
 from palaver.engines.torch.scheduler import Limits, Scheduler
 from palaver.engines.torch.sequence import Sequence
+from palaver.engines.torch.unspoken import UnfitTokens, Unspoken
 from palaver.engines.torch.worker import Worker
 from palaver.errors import BadParameter, ContextOverflow
 from palaver.generation import Prompt
@@ -99,6 +102,7 @@ class TorchEngine:
         options = options or Options()
         self._vocabulary = vocabulary
         self._spelled: Spelling | None = None
+        self._unfit: UnfitTokens | None = None
         self._grammars = Grammars(vocabulary)
         info = _info(name, model)
         if options.context is not None:
@@ -130,12 +134,19 @@ class TorchEngine:
     def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> Generation:
         constrained = constraints_of(prompt.phases, sampling)
 
-        async def compile_constraints() -> None:
+        async def prepare() -> None:
             for constraint in constrained:
                 await self._compiled(constraint)
+            if sampling.spoken and self._unfit is None:
+                await asyncio.to_thread(self._unfit_tokens)
 
-        ready = compile_constraints if constrained else None
+        ready = prepare if constrained or (sampling.spoken and self._unfit is None) else None
         return Generation(prompt, checked(sampling), choice, self._worker.post, ready)
+
+    async def forget(self, conversation: str) -> None:
+        forgotten = threading.Event()
+        self._worker.post(Forget(conversation, forgotten.set))
+        await asyncio.to_thread(forgotten.wait)
 
     async def close(self) -> None:
         self._worker.post(Close())
@@ -146,7 +157,8 @@ class TorchEngine:
         try:
             await asyncio.wait_for(compiling, COMPILE_SECONDS)
         except TimeoutError:
-            raise BadParameter("constraint", constraint.grammar.value, "it takes too long to compile") from None
+            name = constraint.about or "constraint"
+            raise BadParameter(name, constraint.grammar.value, "it takes too long to compile") from None
 
     def _sequence(self, generation: Generation) -> Sequence:
         """The state of a generation, with the reply so far taken again."""
@@ -157,7 +169,8 @@ class TorchEngine:
         )
         banned, guide = self._banned(prompt, sampling), self._guide(prompt, sampling)
         size = self._info.vocabulary_size
-        chooser = Chooser(prompt, sampling, generation.choice, reply, size, banned, guide)
+        unspoken = self._unspoken(prompt, sampling)
+        chooser = Chooser(prompt, sampling, generation.choice, reply, size, banned, guide, unspoken)
         for token_id in prompt.reply_ids:
             chooser.take(token_id)
         chooser.mends(self._mending(prompt))
@@ -185,10 +198,22 @@ class TorchEngine:
             return None
         return Mending(prompt.healing, self._spelling(), control_ids(prompt.phases) | self._info.end_ids)
 
-    def _guide(self, prompt: Prompt, sampling: Sampling) -> Guide | None:
-        if not constraints_of(prompt.phases, sampling):
+    def _guide(self, prompt: Prompt, sampling: Sampling) -> Guide | Holding | None:
+        if prompt.phases.held is not None:
+            return Holding(prompt.phases, self._grammars, self._spelling())
+        if sampling.constraint is None:
             return None
-        return Guide(prompt.phases, sampling, self._grammars, self._spelling())
+        return Guide(prompt.phases, sampling.constraint, self._grammars, self._spelling())
+
+    def _unspoken(self, prompt: Prompt, sampling: Sampling) -> Unspoken | None:
+        if not sampling.spoken:
+            return None
+        return Unspoken(prompt.phases, control_ids(prompt.phases) | self._info.end_ids, self._unfit_tokens())
+
+    def _unfit_tokens(self) -> UnfitTokens:
+        if self._unfit is None:
+            self._unfit = UnfitTokens(self._spelling())
+        return self._unfit
 
     def _spelling(self) -> Spelling:
         if self._spelled is None:

@@ -1,0 +1,1 @@
+"""Text to speech: an answer's words become sound, clause by clause."""

@@ -1,0 +1,175 @@
+"""Speech with espeak: it is sound, its pieces join to the sample, and it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+import wave
+
+import numpy as np
+import pytest
+
+from palaver.errors import BadParameter
+from palaver.voice.base import RATE, Samples, Voice
+from palaver.voice.encoding import FORMS, encoded, form, pcm, wav_header
+from palaver.voice.errors import VoiceMissing
+from palaver.voice.espeak import Espeak
+from palaver.voice.loading import Speakers
+from palaver.voice.speech import Speech, Spoken, spoken
+
+pytest.importorskip("espeakng_loader")
+
+TEXT = "Hello there, this is a first clause. And this, with 42 apples, is a second!\n```\ncode\n```\n你好，世界。 Fine?"
+
+
+@pytest.fixture(scope="module")
+def espeak() -> Espeak:
+    return Espeak()
+
+
+def never() -> bool:
+    return False
+
+
+def say(espeak: Espeak, words: str, **voice: object) -> Samples:
+    return espeak.say(words, "en", Voice(**voice), never)  # type: ignore[arg-type]
+
+
+async def heard(speech: Speech) -> list[Spoken]:
+    return [piece async for piece in speech]
+
+
+def joined(pieces: list[Spoken]) -> Samples:
+    return np.concatenate([piece.samples for piece in pieces])
+
+
+def loudness(samples: Samples) -> float:
+    return float(np.sqrt(np.mean(samples**2)))
+
+
+def test_it_is_speech(espeak: Espeak) -> None:
+    short, long = say(espeak, "Yes."), say(espeak, "Yes, and this is quite a lot longer than the other one was.")
+    assert short.dtype == np.float32
+    assert 0.2 < len(short) / RATE < 1.0
+    assert 2.5 < len(long) / RATE < 5.0
+    for sound in (short, long):
+        assert loudness(sound) > 0.03
+        assert float(np.abs(sound).max()) <= 1.0
+        assert float(np.abs(np.diff(sound)).max()) < 0.9, "no clicks"
+
+
+async def test_pieces_join_to_what_one_call_gives(espeak: Espeak) -> None:
+    whole = [piece async for piece in spoken(TEXT, espeak)]
+    speech = Speech(espeak)
+    hearing = asyncio.create_task(heard(speech))
+    for character in TEXT:
+        speech.feed(character)
+        await asyncio.sleep(0)
+    speech.end()
+    pieces = await hearing
+    assert "".join(piece.clause.text for piece in pieces) == TEXT
+    assert [piece.clause for piece in pieces] == [piece.clause for piece in whole]
+    assert np.array_equal(joined(pieces), joined(whole))
+    alone = [espeak.say(p.clause.words, p.clause.language, Voice(), never) for p in whole if p.clause.words]
+    assert [len(p.samples) > 0 for p in whole] == [bool(p.clause.words) for p in whole]
+    for sound, piece in zip(alone, (p for p in whole if p.clause.words), strict=True):
+        assert np.array_equal(piece.samples[: len(sound)], sound)
+        assert not piece.samples[len(sound) :].any(), "a pause"
+
+
+def test_the_same_words_sound_the_same_whatever_came_before(espeak: Espeak) -> None:
+    first = say(espeak, "Once more.")
+    for other in ("Sss!", "Völlig anders?", "..."):
+        espeak.say(other, "de", Voice("de"), never)
+        assert np.array_equal(say(espeak, "Once more."), first)
+
+
+async def test_many_may_speak_at_once(espeak: Espeak) -> None:
+    async def one(text: str) -> Samples:
+        return joined([piece async for piece in spoken(text, espeak)])
+
+    texts = [f"Number {count} speaks. And ends." for count in range(12)]
+    alone = [await one(text) for text in texts]
+    together = await asyncio.gather(*map(one, texts))
+    assert all(np.array_equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+async def test_the_first_sound_does_not_wait_for_the_rest(espeak: Espeak) -> None:
+    speech = Speech(espeak)
+    sounds = aiter(speech)
+    speech.feed("The first clause. And the second")
+    piece = await anext(sounds)
+    assert piece.clause.text == "The first clause."
+    assert loudness(piece.samples) > 0.03
+    await sounds.aclose()
+
+
+async def test_stop_stops_at_once(espeak: Espeak) -> None:
+    speech = Speech(espeak)
+    speech.feed("One. Two. Three. ")
+    sounds = aiter(speech)
+    await anext(sounds)
+    speech.stop()
+    speech.feed("Four. ")
+    speech.end()
+    assert [piece async for piece in sounds] == []
+    waiting = Speech(espeak)
+    hearing = asyncio.create_task(heard(waiting))
+    await asyncio.sleep(0)
+    waiting.stop()
+    assert await hearing == []
+
+
+def test_a_clause_is_cut_off_in_its_midst(espeak: Espeak) -> None:
+    words = "This is a clause that would go on and on for quite some time if nobody stopped it. " * 3
+    asked = iter(range(1000))
+    cut = espeak.say(words, "en", Voice(), lambda: next(asked) >= 5)
+    assert len(cut) < 0.1 * len(say(espeak, words))
+
+
+def test_voices(espeak: Espeak) -> None:
+    plain = say(espeak, "Hello there.")
+    assert {"alloy", "nova", "en-gb", "de", "cmn"} <= set(espeak.voices)
+    assert espeak.language(Voice("de")) == "de"
+    for name in ("nova", "en-gb", "en-us+f3"):
+        other = say(espeak, "Hello there.", name=name)
+        assert not np.array_equal(other[: len(plain)], plain[: len(other)])
+    assert len(say(espeak, "Hello there.", speed=2.0)) < 0.6 * len(plain)
+    for wrong in ({"name": "nobody"}, {"name": "en-us+nobody"}, {"speed": 9.0}, {"reference": b"1234"}):
+        with pytest.raises(BadParameter):
+            say(espeak, "Hello.", **wrong)
+    with pytest.raises(BadParameter):
+        Speech(espeak, Voice("nobody"))
+
+
+async def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "espeakng_loader", None)
+    with pytest.raises(VoiceMissing, match=r"pip install 'palaver\[voice\]'"):
+        await Speakers().current()
+
+
+@pytest.mark.parametrize("name", ["wav", "flac", "mp3", "opus"])
+def test_forms_are_what_they_say(espeak: Espeak, name: str) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    sound = say(espeak, "A short sentence.")
+    read, rate = soundfile.read(io.BytesIO(encoded(sound, form(name))), dtype="float32")
+    assert rate == RATE
+    assert abs(len(read) - len(sound)) < 0.1 * RATE
+    assert 0.8 < loudness(read) / loudness(sound) < 1.25
+    if name in ("wav", "flac"):
+        assert float(np.abs(read - sound).max()) < 1e-4
+
+
+def test_pcm_and_wav(espeak: Espeak) -> None:
+    sound = say(espeak, "Yes.")
+    data = encoded(sound, form("pcm"))
+    assert data == pcm(sound)
+    assert len(data) == 2 * len(sound)
+    with wave.open(io.BytesIO(encoded(sound, form("wav")))) as file:
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2)
+        assert file.readframes(file.getnframes()) == data
+    assert len(wav_header()) == len(wav_header(10)) == 44
+    with pytest.raises(BadParameter, match="aac"):
+        form("aac")
+    assert FORMS["pcm"].streams
