@@ -8,6 +8,7 @@ import asyncio
 import pytest
 
 from palaver.chat.interface import ModelState
+from palaver.engines.scripted import ScriptedEngine
 from palaver.errors import BadParameter, ContextOverflow, EmptyMessage, NothingToContinue, UnknownModel
 from palaver.events import Finished, PhaseOpened, fold
 from palaver.generation import Finish
@@ -61,6 +62,14 @@ async def test_a_reader_beyond_the_end_is_refused(stage: Stage) -> None:
     await entries(stage.chat, said.reply.id)
     with pytest.raises(BadParameter, match="after"):
         await entries(stage.chat, said.reply.id, 10_000)
+
+
+async def test_a_reader_ahead_of_a_running_turn_is_refused(held: Stage) -> None:
+    talk = await held.chat.create()
+    said = await held.chat.say(talk.id, None, user("Wave!"))
+    await until(held.chat, said.reply.id, 2)
+    with pytest.raises(BadParameter, match="after"):
+        await entries(held.chat, said.reply.id, 10_000)
 
 
 async def test_stop_keeps_and_go_on_leaves_no_seam(held: Stage) -> None:
@@ -171,14 +180,58 @@ async def test_a_fork_begins_with_the_tokens_it_is_told(stage: Stage) -> None:
     tokens = await chat.tokens(fork.id)
     assert [token.token_id for token in tokens] == WAVE
     assert "".join(token.text for token in tokens).startswith("<think>\n")
+    first, anew = await chat.message(said.reply.id), await chat.message(fork.id)
+    assert first.reply is not None
+    assert anew.reply is not None
+    assert first.reply.settings.sampling.seed != anew.reply.settings.sampling.seed
     other = await chat.fork(said.reply.id, 3, OTHER[1])
     await entries(chat, other.id)
     made = await chat.tokens(other.id)
     assert [token.token_id for token in made[:4]] == [*WAVE[:3], OTHER[1]]
     assert made[3].logprob is None
+    exact = await chat.message(other.id)
+    assert exact.reply is not None
+    assert exact.reply.settings == first.reply.settings
     assert (await chat.raw(said.reply.id)).startswith("<think>\nthink 👋\n</think>")
     with pytest.raises(BadParameter, match="instead"):
         await chat.fork(said.reply.id, 1, 10**9)
+
+
+async def test_a_fork_with_a_key_is_made_once(stage: Stage) -> None:
+    chat = stage.chat
+    talk = await chat.create()
+    said = await chat.say(talk.id, None, user("Wave!"))
+    await entries(chat, said.reply.id)
+    forks = [await chat.fork(said.reply.id, 3, key="this one") for _ in range(2)]
+    assert forks[0].id == forks[1].id
+    assert (await chat.fork(said.reply.id, 3, key="another")).id != forks[0].id
+    with pytest.raises(Conflict, match="another message"):
+        await chat.fork(forks[0].id, 1, key=(await _key_of(chat, talk.id)))
+
+
+async def _key_of(chat: Chat, conversation: str) -> str:
+    """A key that was used for something else."""
+    await chat.append(conversation, None, user("Hello"), key="used")
+    return "used"
+
+
+async def test_going_on_with_a_key_happens_once(held: Stage) -> None:
+    """Also when the reply has ended again: who sends it twice gets what the first one led to."""
+    chat = held.chat
+    talk = await chat.create()
+    said = await chat.say(talk.id, None, user("Wave!"), parameters={"max_tokens": 2})
+    assert (await entries(chat, said.reply.id))[-1].event.finish is Finish.LENGTH  # type: ignore[union-attr]
+    for _ in range(3):
+        assert (await chat.go_on(said.reply.id, key="more")).id == said.reply.id
+        await entries(chat, said.reply.id)
+        assert len(await chat.tokens(said.reply.id)) == 4
+    held.hold.set()
+    await chat.go_on(said.reply.id, key="still more")
+    await entries(chat, said.reply.id)
+    assert len(await chat.tokens(said.reply.id)) > 4
+    edited = await chat.edit(said.reply.id, (Text("Wave"),))
+    beside = [await chat.go_on(edited.id, key="beside") for _ in range(2)]
+    assert beside[0].id == beside[1].id != edited.id
 
 
 async def test_the_cursor_is_the_clients(stage: Stage) -> None:
@@ -382,3 +435,41 @@ async def test_which_stop_string_was_met_is_told(stage: Stage) -> None:
     assert isinstance(ending, Finished)
     assert (ending.finish, ending.stop) == (Finish.STOP_STRING, "👋🏽")
     assert (await chat.message(said.reply.id)).text == "Wave: "
+
+
+async def test_a_conversation_is_forgotten_by_the_model_and_kept_by_the_store(stage: Stage) -> None:
+    chat, engine = stage.chat, stage.service.models.current().engine
+    assert isinstance(engine, ScriptedEngine)
+    talk, other = await chat.create(), await chat.create()
+    said = await chat.say(talk.id, None, user("Wave!"))
+    await entries(chat, said.reply.id)
+    assert [call.prompt.conversation for call in engine.calls] == [talk.id]
+    await chat.forget(talk.id)
+    await chat.delete(other.id)
+    assert engine.forgotten == [talk.id, other.id]
+    assert [one.text for one in await chat.path(said.reply.id)] == ["Wave!", ANSWER]
+    with pytest.raises(NotFound):
+        await chat.forget("no-such-conversation")
+    await chat.unload()
+    await chat.forget(talk.id)  # nothing is loaded, so nothing is kept
+
+
+async def test_presets_belong_to_a_user(stage: Stage) -> None:
+    chat = stage.chat
+    other = stage.service.chat((await asyncio.to_thread(stage.service.store.users.ensure, "somebody else")).id)
+    assert await chat.presets() == ()
+    made = await chat.save_preset("careful / 慎重", "", {"temperature": 0.2, "stop": ["END"]})
+    await chat.save_preset("brief", "Be brief.", {})
+    assert [one.name for one in await chat.presets()] == ["brief", "careful / 慎重"]
+    assert (await chat.presets())[1] == made
+    again = await chat.save_preset("brief", "Be very brief.", {"seed": 1})
+    assert (await chat.presets())[0] == again
+    assert await other.presets() == ()
+    with pytest.raises(NotFound):
+        await other.delete_preset("brief")
+    await chat.delete_preset("brief")
+    assert await chat.presets() == (made,)
+    with pytest.raises(BadParameter):
+        await chat.save_preset("wild", "", {"temperature": 99})
+    with pytest.raises(BadParameter):
+        await chat.save_preset("", "", {})

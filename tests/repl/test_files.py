@@ -1,4 +1,4 @@
-"""What the terminal keeps beside the conversations: what was typed, and presets."""
+"""What the terminal keeps beside the conversations: what was typed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from palaver.errors import RequestError
 from palaver.repl import history
-from palaver.repl.presets import NoPreset, Presets
 
 
 def test_history_is_for_its_owner_alone(tmp_path: Path) -> None:
@@ -32,19 +30,3 @@ def test_a_long_history_loses_its_oldest_lines(tmp_path: Path, monkeypatch: pyte
 def test_a_folder_that_can_not_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     history.opened(tmp_path / "file" / "history").append_string("kept in memory")
-
-
-def test_presets(tmp_path: Path) -> None:
-    presets = Presets(tmp_path / "presets.json")
-    with pytest.raises(NoPreset, match="none yet"):
-        presets.get("a")
-    presets.save("a", {"temperature": 0.5})
-    presets.save("b", {"stop": ["x"]})
-    assert Presets(tmp_path / "presets.json").get("a") == {"temperature": 0.5}
-    assert presets.names() == ("a", "b")
-    presets.delete("a")
-    with pytest.raises(NoPreset, match="there are b"):
-        presets.get("a")
-    (tmp_path / "presets.json").write_text("{")
-    with pytest.raises(RequestError, match="no JSON"):
-        presets.names()

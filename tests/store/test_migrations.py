@@ -16,7 +16,7 @@ from palaver.store.schema import HEAD, metadata
 from palaver.store.store import data_folder, database_url
 from tests.store.conftest import Place
 
-VERSIONS = ["0001", "0002", "0003", "0004", "0005", "0006"]
+VERSIONS = ["0001", "0002", "0003", "0004", "0005", "0006", "0007"]
 
 
 def database(place: Place) -> Database:

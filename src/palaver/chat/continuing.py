@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncio import to_thread
 from dataclasses import replace
 
-from palaver.chat.model import Model, lengthened
+from palaver.chat.model import Model, draw_seed, lengthened
 from palaver.chat.recovery import knows
 from palaver.chat.requests import Requests
 from palaver.chat.turns import Beginning, Turns
@@ -13,6 +13,7 @@ from palaver.chat.utterance import Request
 from palaver.errors import BadParameter
 from palaver.generation import Step
 from palaver.store import Conflict, Conversation, Settings, Status, Store, Stored
+from palaver.store.replies import was_resumed_with
 from palaver.store.tokens import given
 
 
@@ -22,26 +23,39 @@ class Continuing:
         self._turns = turns
         self._requests = requests
 
-    async def go_on(self, model: Model, conversation: Conversation, reply: Stored) -> Stored:
+    async def go_on(self, model: Model, conversation: Conversation, reply: Stored, key: str | None = None) -> Stored:
         """The rest of a reply that is not whole: from its tokens where this model knows them, else from its words."""
         if reply.reply is None or not knows(model, reply):
-            return await self._from_text(model, conversation, reply)
+            return await self._from_text(model, conversation, reply, key)
         request = await to_thread(self._requests.of, model, reply, conversation.owner_id)
         steps = await to_thread(self._store.replies.tokens, reply.id)
         if reply.reply.status is Status.LENGTH:
             request = replace(request, sampling=lengthened(request.sampling, len(steps)))
         try:
-            return await self._turns.resume(model, reply, request, steps)
+            return await self._turns.resume(model, reply, request, steps, key)
         except Conflict:
             latest = await to_thread(self._store.messages.get, reply.id)
             if latest.reply is not None and latest.reply.status is Status.RUNNING:
                 return latest  # somebody else was quicker
-        return await self._beside(model, conversation, reply, request, reply.reply.settings, steps)
+        return await self._beside(model, conversation, reply, request, reply.reply.settings, steps, key)
+
+    async def done(self, reply: Stored, key: str) -> Stored | None:
+        """What a wish with this key has led to before: the same reply, gone on with, or another beside it."""
+        if was_resumed_with(reply, key):
+            return reply
+        return await to_thread(self._store.replies.keyed, reply.conversation_id, reply.parent_id, key)
 
     async def fork(
-        self, model: Model, conversation: Conversation, reply: Stored, tokens: int, instead: int | None
+        self,
+        model: Model,
+        conversation: Conversation,
+        reply: Stored,
+        tokens: int,
+        instead: int | None,
+        key: str | None = None,
     ) -> Stored:
-        """A sibling that begins with the reply's first tokens, then `instead`."""
+        """A sibling that begins with the reply's first tokens, then `instead`. Without it the rest is drawn anew: with
+        another seed, unless the conversation has one, as the same one would say the same again."""
         if tokens < 0:
             raise BadParameter("tokens", tokens, "must not be negative")
         if reply.reply is None or not knows(model, reply):
@@ -52,16 +66,20 @@ class Continuing:
                 raise BadParameter("instead", instead, "there is no such token")
             steps = (*steps, *given((instead,)))
         request = await to_thread(self._requests.of, model, reply, conversation.owner_id)
-        return await self._beside(model, conversation, reply, request, reply.reply.settings, steps)
+        made_by = reply.reply.settings
+        if instead is None and "seed" not in conversation.parameters:
+            sampling = replace(request.sampling, seed=draw_seed())
+            request, made_by = replace(request, sampling=sampling), replace(made_by, sampling=sampling)
+        return await self._beside(model, conversation, reply, request, made_by, steps, key)
 
-    async def _from_text(self, model: Model, conversation: Conversation, reply: Stored) -> Stored:
+    async def _from_text(self, model: Model, conversation: Conversation, reply: Stored, key: str | None) -> Stored:
         """A sibling that begins with the words of a reply whose tokens are not known."""
         path = await to_thread(self._store.messages.path, reply.parent_id) if reply.parent_id else ()
         asked = await to_thread(self._requests.new, model, conversation, path, (), {})
         begun = await to_thread(self._store.messages.full, reply)
         prompt = await to_thread(model.prompt, asked.request, (), begun)
         steps = given(prompt.reply_ids)
-        return await self._beside(model, conversation, reply, asked.request, asked.settings, steps)
+        return await self._beside(model, conversation, reply, asked.request, asked.settings, steps, key)
 
     async def _beside(
         self,
@@ -71,8 +89,16 @@ class Continuing:
         request: Request,
         made_by: Settings,
         steps: tuple[Step, ...],
+        key: str | None,
     ) -> Stored:
+        kept = {name: value for name, value in made_by.options.items() if name != "resumed"}
         beginning = Beginning(
-            conversation.id, reply.parent_id, request, made_by, steps, expected_head=conversation.head_id
+            conversation.id,
+            reply.parent_id,
+            request,
+            replace(made_by, options=kept),
+            steps,
+            key=key,
+            expected_head=conversation.head_id,
         )
         return await self._turns.begin(model, beginning)

@@ -16,7 +16,7 @@ from palaver.chat.log import Entry
 from palaver.formats.switches import Switch
 from palaver.messages import Message, Part
 from palaver.sampling import Sampling
-from palaver.store import Blob, Conversation, Cursor, Hit, Node, Stored
+from palaver.store import Blob, Conversation, Cursor, Hit, Node, Preset, Stored
 
 
 class ModelState(StrEnum):
@@ -160,6 +160,13 @@ class Chat(Protocol):
 
     async def undelete(self, id: str) -> Conversation: ...
 
+    async def forget(self, id: str) -> None:
+        """Frees what the model keeps of the conversation to go on quickly; the conversation itself stays as it is.
+
+        What other conversations share with it, and a reply that is running, are left alone.
+        """
+        ...
+
     async def tags(self) -> tuple[str, ...]: ...
 
     async def search(self, query: str, limit: int = 20) -> tuple[Hit, ...]: ...
@@ -167,6 +174,15 @@ class Chat(Protocol):
     def changes(self) -> AbstractAsyncContextManager[AsyncIterator[Change]]:
         """What happens from now on in the user's conversations, whoever does it."""
         ...
+
+    # what a user likes to set
+    async def presets(self) -> tuple[Preset, ...]: ...
+
+    async def save_preset(self, name: str, system: str, parameters: Mapping[str, Any]) -> Preset:
+        """In place of one of that name. An empty `system` says nothing of the system prompt."""
+        ...
+
+    async def delete_preset(self, name: str) -> None: ...
 
     # the tree
     async def message(self, id: str) -> Stored: ...
@@ -225,7 +241,7 @@ class Chat(Protocol):
         """Begins a reply under a message: a retry is a second one under the same."""
         ...
 
-    async def go_on(self, reply_id: str) -> Stored:
+    async def go_on(self, reply_id: str, *, key: str | None = None) -> Stored:
         """Continues a reply that was stopped, cut, interrupted, failed, edited or imported.
 
         The same message runs on, where nothing hangs on it and its tokens are known; else a sibling that begins with
@@ -233,8 +249,9 @@ class Chat(Protocol):
         """
         ...
 
-    async def fork(self, reply_id: str, tokens: int, instead: int | None = None) -> Stored:
-        """A sibling that begins with the reply's first tokens, then `instead`, and goes on from there."""
+    async def fork(self, reply_id: str, tokens: int, instead: int | None = None, *, key: str | None = None) -> Stored:
+        """A sibling that begins with the reply's first tokens, then `instead`, and goes on from there: the model is
+        the same and so are its dice. Without `instead` the rest is drawn anew."""
         ...
 
     def events(self, reply_id: str, after: int = 0) -> AbstractAsyncContextManager[AsyncIterator[Entry]]:

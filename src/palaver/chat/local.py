@@ -25,6 +25,7 @@ from palaver.store import (
     Hit,
     Node,
     NotFound,
+    Preset,
     Status,
     Stored,
 )
@@ -141,10 +142,15 @@ class LocalChat:
                 turn.utterance.stop()
         await _thread(self._store.conversations.delete, id)
         self._changed(conversation, "deleted")
+        await self._service.models.forget(id)
 
     async def undelete(self, id: str) -> Conversation:
         await _thread(self._store.conversations.get, id, self._owner, True)
         return self._changed(await _thread(self._store.conversations.undelete, id), "created")
+
+    async def forget(self, id: str) -> None:
+        await self.conversation(id)
+        await self._service.models.forget(id)
 
     async def tags(self) -> tuple[str, ...]:
         return await _thread(self._store.conversations.tags, self._owner)
@@ -156,6 +162,17 @@ class LocalChat:
     async def changes(self) -> AsyncIterator[AsyncIterator[Change]]:
         async with self._service.changes.listen(self._owner) as changes:
             yield changes
+
+    # what a user likes to set
+
+    async def presets(self) -> tuple[Preset, ...]:
+        return await _thread(self._store.presets.all, self._owner)
+
+    async def save_preset(self, name: str, system: str, parameters: Mapping[str, Any]) -> Preset:
+        return await _thread(self._store.presets.save, self._owner, name, system, settings.checked(parameters))
+
+    async def delete_preset(self, name: str) -> None:
+        await _thread(self._store.presets.delete, self._owner, name)
 
     # the tree
 
@@ -235,6 +252,7 @@ class LocalChat:
         conversation = await self.conversation(conversation_id)
         await self._check_parent(parent)
         model = await self._service.models.ready()
+        self._turns.check_open()
         path = await self._path(parent)
         asked = await _thread(self._service.requests.new, model, conversation, path, (message,), _checked(parameters))
         stored = await _thread(self._store.messages.append, conversation_id, parent, message, key=key)
@@ -261,8 +279,10 @@ class LocalChat:
         )
         return await self._turns.begin(model, beginning)
 
-    async def go_on(self, reply_id: str) -> Stored:
+    async def go_on(self, reply_id: str, *, key: str | None = None) -> Stored:
         reply = await self._an_answer(reply_id)
+        if key is not None and (done := await self._service.continuing.done(reply, key)) is not None:
+            return done
         running = self._turns.get(reply_id)
         if running is not None and not running.log.ended:
             return reply
@@ -270,13 +290,13 @@ class LocalChat:
             raise NothingToContinue("The reply is whole: there is nothing to continue.")
         model = await self._service.models.ready()
         conversation = await self.conversation(reply.conversation_id)
-        return await self._service.continuing.go_on(model, conversation, reply)
+        return await self._service.continuing.go_on(model, conversation, reply, key)
 
-    async def fork(self, reply_id: str, tokens: int, instead: int | None = None) -> Stored:
+    async def fork(self, reply_id: str, tokens: int, instead: int | None = None, *, key: str | None = None) -> Stored:
         reply = await self._an_answer(reply_id)
         model = await self._service.models.ready()
         conversation = await self.conversation(reply.conversation_id)
-        return await self._service.continuing.fork(model, conversation, reply, tokens, instead)
+        return await self._service.continuing.fork(model, conversation, reply, tokens, instead, key)
 
     @asynccontextmanager
     async def events(self, reply_id: str, after: int = 0) -> AsyncIterator[AsyncIterator[Entry]]:
@@ -288,7 +308,7 @@ class LocalChat:
             model: Model | None = self._service.models.current()
         except PalaverError:
             model = None
-        async with aclosing(self._service.reading.read(model, reply, after)) as entries:
+        async with aclosing(await self._service.reading.read(model, reply, after)) as entries:
             yield entries
 
     async def stop(self, reply_id: str) -> None:

@@ -42,6 +42,11 @@ class Log:
     def ended(self) -> bool:
         return self._ending is not None
 
+    @property
+    def started(self) -> bool:
+        """Whether the turn has left the queue."""
+        return isinstance(self._standing, Started)
+
     def tell(self, event: Event) -> None:
         match event:
             case Waiting() | Started():
@@ -63,13 +68,23 @@ class Log:
         """What there is after that number, without waiting."""
         return [Entry(place + 1, self._events[place]) for place in range(after, len(self))]
 
+    async def reaches(self, after: int) -> None:
+        """Waits until all is known that was ever told of the turn. BadParameter for a number beyond that."""
+        while after > len(self) and not (self.ended or self.started):  # taken up again: what it said is being read
+            await self._changed.wait()
+        self.check(after)
+
+    def check(self, after: int) -> None:
+        """BadParameter for a number that was not told yet; who gets a snapshot may have had any."""
+        if self._snapshot is None and not 0 <= after <= len(self):
+            raise BadParameter("after", after, f"the turn has {len(self)} events")
+
     async def read(self, after: int = 0) -> AsyncGenerator[Entry]:
         """Everything after that number, as it comes, to the end of the turn."""
-        if not 0 <= after <= len(self) and (self.ended or after < 0):
-            raise BadParameter("after", after, f"the turn has {len(self)} events")
+        await self.reaches(after)
         at, told = after, None
         if self._snapshot is not None:
-            yield Entry(len(self), self._snapshot)
+            yield Entry(at, self._snapshot)
         while True:
             changed = self._changed
             if self._standing is not told:

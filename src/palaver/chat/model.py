@@ -47,7 +47,7 @@ class Model:
         if len(rendered) >= limit:
             raise ContextOverflow(len(rendered), limit)
         phases = replace(rendered.phases, ends=rendered.phases.ends | self.engine.info.end_ids)
-        return replace(rendered, phases=phases, owner=request.owner)
+        return replace(rendered, phases=phases, owner=request.owner, conversation=request.conversation)
 
     def utterance(
         self,

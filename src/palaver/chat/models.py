@@ -66,6 +66,11 @@ class Models:
                 self._loading = None
         return self.current()
 
+    async def forget(self, conversation: str) -> None:
+        """Frees what the model keeps of it; where there is none, there is nothing."""
+        if self._model is not None:
+            await self._model.engine.forget(conversation)
+
     async def unload(self) -> None:
         if self._loading is not None:
             self._loading.cancel()

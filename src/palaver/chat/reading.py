@@ -28,15 +28,18 @@ class Reading:
         self._requests = requests
 
     async def read(self, model: Model | None, reply: Stored, after: int) -> AsyncGenerator[Entry]:
-        """The events after that number, to the end. Without the model that said it: a snapshot."""
+        """The events after that number, to the end. Without the model that said it: a snapshot. BadParameter at once
+        for a number that the turn never had."""
         turn = self._turns.get(reply.id)
         if turn is None and model is not None and knows(model, reply) and _runs(reply):
-            async for entry in self._elsewhere(model, reply, after):
-                yield entry
-            return
+            reader = await asyncio.to_thread(self._reader, model, reply, ())
+            said = await asyncio.to_thread(self._store.replies.token_ids, reply.id)
+            log = Log((*reader.open(), *(event for token_id in said for event in reader.feed(token_id))))
+            log.check(after)
+            return self._elsewhere(model, reply, after, reader, log, len(said))
         log = turn.log if turn else await asyncio.to_thread(self._over, model, reply)
-        async for entry in log.read(after):
-            yield entry
+        await log.reaches(after)
+        return log.read(after)
 
     def _over(self, model: Model | None, reply: Stored) -> Log:
         """The events of a reply as its tokens tell them."""
@@ -52,20 +55,20 @@ class Reading:
         owner = self._store.conversations.get(reply.conversation_id).owner_id
         return model.reader(self._requests.of(model, reply, owner), said)
 
-    async def _elsewhere(self, model: Model, reply: Stored, after: int) -> AsyncGenerator[Entry]:
-        """Follows the tokens in the store, where they are before anybody hears of them."""
-        reader = await asyncio.to_thread(self._reader, model, reply, ())
-        log, read = Log(reader.open()), 0
+    async def _elsewhere(
+        self, model: Model, reply: Stored, after: int, reader: Reader, log: Log, read: int
+    ) -> AsyncGenerator[Entry]:
+        """Follows the tokens in the store, where they are before anybody hears of them; `read` are in the log."""
         while _runs(reply):
+            for entry in log.so_far(after):
+                after = entry.number
+                yield entry
+            await asyncio.sleep(POLL_S)
             said = await asyncio.to_thread(self._store.replies.token_ids, reply.id)
             for token_id in said[read:]:
                 for event in reader.feed(token_id):
                     log.tell(event)
             read = len(said)
-            for entry in log.so_far(after):
-                after = entry.number
-                yield entry
-            await asyncio.sleep(POLL_S)
             reply = await asyncio.to_thread(self._store.messages.get, reply.id)
         async for entry in (await asyncio.to_thread(self._over, model, reply)).read(after):
             yield entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from palaver.chat.model import Model
@@ -43,10 +44,10 @@ async def replay(store: Store, model: Model, reply_id: str) -> Replayed:
     if not recorded:
         return Replayed((), ())
     request = replace(request, sampling=replace(request.sampling, max_tokens=len(recorded)))
-    made = await model.reply(request, recorded[: _given(steps)])
+    made = await model.reply(request, recorded[: drawn_from(steps)])
     return Replayed(recorded, made.token_ids)
 
 
-def _given(steps: tuple[Step, ...]) -> int:
-    """Up to behind the last token that nobody drew."""
+def drawn_from(steps: Sequence[Step]) -> int:
+    """The place from which on a model drew every token."""
     return max((place + 1 for place, step in enumerate(steps) if step.logprob != step.logprob), default=0)

@@ -42,18 +42,20 @@ class Requests:
         decided = decide(model.engine.info.defaults, merged(conversation.parameters, parameters), draw_seed(), now)
         sampling = replace(decided.sampling, logprobs=max(decided.sampling.logprobs, LOGPROBS))
         said = (*self._store.messages.full_path(path), *more)
+        system = conversation.system if decided.system is None else decided.system
         request = Request(
-            prompt(conversation.system, said),
+            prompt(system, said),
             sampling,
             decided.tools,
             decided.options,
             decided.choice,
             conversation.owner_id,
             self.past(model, path),
+            conversation.id,
         )
-        dropped = _dropped(model, request, decided.overflow)
+        dropped = oldest_to_drop(model, request, decided.overflow)
         request = replace(request, messages=without_oldest(request.messages, dropped))
-        return Asked(request, _settings(model, request, conversation.system, dropped))
+        return Asked(request, _settings(model, request, system, dropped, decided.note))
 
     def of(self, model: Model, reply: Stored, owner: str) -> Request:
         """What a reply was decided by, from its record and the branch above it."""
@@ -69,6 +71,7 @@ class Requests:
             made_by.choice,
             owner,
             self.past(model, path),
+            reply.conversation_id,
         )
 
     def past(self, model: Model, path: Sequence[Stored]) -> tuple[tuple[int, ...] | None, ...]:
@@ -87,7 +90,7 @@ def without_oldest(messages: Sequence[Message], dropped: int) -> tuple[Message, 
     return (*messages[:kept], *messages[kept + dropped :])
 
 
-def _dropped(model: Model, request: Request, overflow: Overflow) -> int:
+def oldest_to_drop(model: Model, request: Request, overflow: Overflow) -> int:
     """How many of the oldest messages have to go, whole exchanges at a time, so that the prompt fits."""
     dropped = 0
     while True:
@@ -109,10 +112,12 @@ def _next_exchange(messages: Sequence[Message]) -> int | None:
     return later[0] if later else None
 
 
-def _settings(model: Model, request: Request, system: str, dropped: int) -> Settings:
+def _settings(model: Model, request: Request, system: str, dropped: int, note: Mapping[str, Any]) -> Settings:
     options = options_to_json(request.options)
     if system:
         options["system"] = system
     if dropped:
         options["dropped"] = dropped
+    if note:
+        options["note"] = dict(note)
     return Settings(model.name, request.sampling, model.tokenizer, options, request.tools, request.choice)

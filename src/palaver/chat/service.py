@@ -60,6 +60,8 @@ class Service:
             await self._recovery.run(await self.models.ready())
         except PalaverError as error:
             _log.warning("what an earlier process left was not recovered: %s", error)
+        except Exception:  # a mistake of ours: those replies stay as they are, and all else goes on
+            _log.exception("what an earlier process left was not recovered")
         finally:
             self.recovered.set()
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from palaver.chat.changes import Changes
 from palaver.chat.clock import Clock
@@ -18,12 +18,14 @@ from palaver.chat.log import Log
 from palaver.chat.model import Model
 from palaver.chat.recorder import Recorder
 from palaver.chat.utterance import Request, Utterance
-from palaver.errors import EngineError, PalaverError
-from palaver.events import Failed, Finished, Started
+from palaver.errors import EngineError, PalaverError, ShuttingDown
+from palaver.events import Event, Failed, Finished, Started
 from palaver.generation import Finish, Step
+from palaver.messages import Message
 from palaver.phases import Phase
 from palaver.store import Ending, Lease, LeaseLost, Settings, Status, Store, Stored
 from palaver.store.leases import SECONDS
+from palaver.store.tokens import given
 
 REMEMBERED = 64
 """Turns whose events stay in memory after their end, for readers that come back soon."""
@@ -49,6 +51,8 @@ class Beginning:
     goes_on_from: tuple[Step, ...] = ()
     key: str | None = None
     expected_head: str | None = None
+    begun: Message | None = None
+    """Its first words, where only their text is known."""
 
 
 @dataclass(eq=False)
@@ -61,6 +65,8 @@ class Turn:
     clock: Clock
     log: Log = field(default_factory=Log)
     parked: bool = False
+    error: PalaverError | None = None
+    """Why it failed, where that is known."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -77,6 +83,10 @@ class Turns:
         self._turns: dict[str, Turn] = {}
         self._unsettled: dict[str, Ending] = {}
         self._beginning = asyncio.Lock()
+        self.closing = False
+        """Whether nothing new is begun any more."""
+        self.heard: Callable[[Turn, Event], None] | None = None
+        """Hears of every event of every turn: for whoever counts."""
         self._lease: Lease
         self._recorder: Recorder
         self._renewing: asyncio.Task[None]
@@ -106,7 +116,11 @@ class Turns:
 
     async def begin(self, model: Model, beginning: Beginning) -> Stored:
         """A new reply, running. With a key that was used before: the one that was begun then."""
-        utterance, reply_id = self._utterance(model, beginning.request, _ids(beginning.goes_on_from))
+        self.check_open()
+        said = _ids(beginning.goes_on_from)
+        utterance, reply_id = self._utterance(model, beginning.request, said, beginning.begun)
+        if not said:  # first words that were asked for
+            beginning = replace(beginning, goes_on_from=given(utterance.prompt.reply_ids))
         async with self._beginning:
             reply, ours = await asyncio.to_thread(self._start, beginning)
             if ours:
@@ -114,13 +128,16 @@ class Turns:
                 self._run(reply, beginning.request.owner, utterance, Clock())
         return reply
 
-    async def resume(self, model: Model, reply: Stored, request: Request, steps: Sequence[Step]) -> Stored:
+    async def resume(
+        self, model: Model, reply: Stored, request: Request, steps: Sequence[Step], key: str | None = None
+    ) -> Stored:
         """The same reply runs on, on top of its tokens. Conflict where it can't: see `Replies.resume`."""
         assert reply.reply is not None
+        self.check_open()
         utterance, reply_id = self._utterance(model, request, _ids(steps))
         async with self._beginning:
             await self.settle()
-            resumed = await asyncio.to_thread(self._store.replies.resume, self._lease, reply.id)
+            resumed = await asyncio.to_thread(self._store.replies.resume, self._lease, reply.id, key)
             reply_id(reply.id)
             previous = self._turns.get(reply.id)
             if previous is not None and previous.utterance.answers_now:
@@ -144,6 +161,17 @@ class Turns:
         """Ends a reply that this process holds and can't go on with."""
         await asyncio.to_thread(self._store.replies.finish, self._lease, reply_id, ending)
 
+    async def finish(self, seconds: float) -> None:
+        """Begins nothing more, and waits for what runs, for so long at most."""
+        self.closing = True
+        if tasks := [turn.task for turn in self.running if turn.task is not None]:
+            await asyncio.wait(tasks, timeout=seconds)
+
+    def check_open(self) -> None:
+        """ShuttingDown where nothing is begun any more."""
+        if self.closing:
+            raise ShuttingDown
+
     async def park(self) -> None:
         """Ends what runs so that it can be continued: for a model that goes, or a program that ends."""
         running = self.running
@@ -160,7 +188,7 @@ class Turns:
             self._unsettled.pop(id, None)
 
     def _utterance(
-        self, model: Model, request: Request, said: tuple[int, ...]
+        self, model: Model, request: Request, said: tuple[int, ...], begun: Message | None = None
     ) -> tuple[Utterance, Callable[[str], None]]:
         """The reply's id is known only once it is in the store: the second value takes it."""
         known: list[str] = []
@@ -170,7 +198,7 @@ class Turns:
             self._turns[known[0]].clock.token(utterance.phase is Phase.THINKING)
             return await self._recorder.keep(known[0], place, step)
 
-        utterance = model.utterance(request, said, keep=keep)
+        utterance = model.utterance(request, said, begun, keep)
         return utterance, known.append
 
     def _start(self, beginning: Beginning) -> tuple[Stored, bool]:
@@ -202,6 +230,8 @@ class Turns:
         if held:
             ending = await self._finish(turn, ending)
         turn.log.tell(ending)
+        if self.heard is not None:
+            self.heard(turn, ending)
         self._tell(turn, "ended")
         self._forget()
 
@@ -216,10 +246,13 @@ class Turns:
                     if isinstance(event, Started):
                         turn.clock.prefilled()
                     turn.log.tell(event)
+                    if self.heard is not None:
+                        self.heard(turn, event)
             raise EngineError("The engine ended the reply without a word.")
         except LeaseLost:
             return Failed(LOST)
         except PalaverError as error:
+            turn.error = error
             return Failed(str(error), utterance.tail())
         except Exception:
             _log.exception("a turn failed")

@@ -7,10 +7,11 @@ continuing hands them back, so that the reply goes on as if it had never been st
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import Protocol, assert_never
 
-from palaver.engines.base import Engine, Generation
+from palaver.engines.base import Generation
 from palaver.events import Event, Finished, Folded, ReadEvent, Started, Usage, Waiting, fold
 from palaver.formats.options import Options
 from palaver.formats.reader import Reader
@@ -21,6 +22,14 @@ from palaver.sampling import Sampling
 
 Keep = Callable[[Step], Awaitable[Step]]
 """Records a token before anybody hears of it, and gives it as it was recorded."""
+
+
+class Source(Protocol):
+    """Where a reply's tokens come from: an engine, or whoever has them from one."""
+
+    def generate(
+        self, prompt: Prompt, sampling: Sampling, choice: int = 0
+    ) -> AbstractAsyncContextManager[Generation]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,8 @@ class Request:
     """Whose request it is: what was computed for one user is never reused for another."""
     past: tuple[tuple[int, ...] | None, ...] = ()
     """The token ids of the replies among the messages, in their order, where they are known."""
+    conversation: str = ""
+    """The id of the conversation it belongs to, where it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +72,7 @@ class Utterance:
     """An async context whose owner iterates over its events once and leaves it."""
 
     def __init__(
-        self, request: Request, prompt: Prompt, reader: Reader, engine: Engine, keep: Keep | None = None
+        self, request: Request, prompt: Prompt, reader: Reader, engine: Source, keep: Keep | None = None
     ) -> None:
         self.request = request
         self.prompt = prompt
@@ -150,6 +161,9 @@ class Utterance:
                     break
                 if events := await self._read(output):
                     yield events
+                if self._reader.whole:
+                    ended = Ended(Finish.END)
+                    break
         yield [Finished(ended.finish, self.usage, ended.stop, self.tail())]
 
     async def _read(self, output: Queued | Prefilled | Step) -> list[Event]:

@@ -17,7 +17,7 @@ from palaver.client import streams
 from palaver.client.connection import Connection, read
 from palaver.errors import BadParameter
 from palaver.messages import Message, Part
-from palaver.store import Blob, Conversation, Cursor, Hit, Node, NotFound, Stored
+from palaver.store import Blob, Conversation, Cursor, Hit, Node, NotFound, Preset, Stored
 from palaver.store.errors import Unstorable
 from palaver.wire import conversations as wire
 from palaver.wire import messages, requests
@@ -142,6 +142,9 @@ class HttpChat:
     async def undelete(self, id: str) -> Conversation:
         return (await self._server.post(wire.Conversation, f"{_conversation(id)}/undelete", again=True)).value()
 
+    async def forget(self, id: str) -> None:
+        await self._server.send("POST", f"{_conversation(id)}/forget", again=True)
+
     async def tags(self) -> tuple[str, ...]:
         return tuple(await self._server.get(list[str], "tags"))
 
@@ -157,6 +160,18 @@ class HttpChat:
             await anext(sent)  # and the server listens: nothing is missed from now on
             async with aclosing(streams.changes(sent)) as told:
                 yield told
+
+    # what a user likes to set
+
+    async def presets(self) -> tuple[Preset, ...]:
+        return tuple(one.value() for one in await self._server.get(list[wire.Preset], "presets"))
+
+    async def save_preset(self, name: str, system: str, parameters: Mapping[str, Any]) -> Preset:
+        body = _asked(requests.SavePreset, name=name, system=system, parameters=dict(parameters))
+        return read(await self._server.send("PUT", "presets", body=body, again=True), wire.Preset).value()
+
+    async def delete_preset(self, name: str) -> None:
+        await self._server.send("POST", "presets/delete", body=_asked(requests.DeletePreset, name=name))
 
     # the tree
 
@@ -243,12 +258,13 @@ class HttpChat:
         path = f"{_conversation(conversation_id)}/replies"
         return (await self._server.post(wire.Stored, path, body, again=True)).value()
 
-    async def go_on(self, reply_id: str) -> Stored:
-        return (await self._server.post(wire.Stored, f"{_turn(reply_id)}/continue")).value()
+    async def go_on(self, reply_id: str, *, key: str | None = None) -> Stored:
+        body = _asked(requests.Continue, key=_key(key))
+        return (await self._server.post(wire.Stored, f"{_turn(reply_id)}/continue", body, again=True)).value()
 
-    async def fork(self, reply_id: str, tokens: int, instead: int | None = None) -> Stored:
-        body = _asked(requests.Fork, tokens=tokens, instead=instead)
-        return (await self._server.post(wire.Stored, f"{_turn(reply_id)}/fork", body)).value()
+    async def fork(self, reply_id: str, tokens: int, instead: int | None = None, *, key: str | None = None) -> Stored:
+        body = _asked(requests.Fork, tokens=tokens, instead=instead, key=_key(key))
+        return (await self._server.post(wire.Stored, f"{_turn(reply_id)}/fork", body, again=True)).value()
 
     @asynccontextmanager
     async def events(self, reply_id: str, after: int = 0) -> AsyncIterator[AsyncIterator[Entry]]:

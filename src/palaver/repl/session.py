@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from uuid import uuid4
 
 from rich.text import Text
@@ -22,12 +22,14 @@ from palaver.repl.following import Follower
 from palaver.repl.lines import Dropped, Last, Lines, StreamLines, Typed, Watched
 from palaver.repl.place import Draft, Place, found
 from palaver.repl.plain import PlainPrinter, PlainView
-from palaver.repl.presets import Presets
 from palaver.repl.reply import ReplyView, View
 from palaver.repl.screen import Screen, console, has_cursor
 from palaver.repl.settings import Settings, Thoughts
 from palaver.repl.table import Commanded, Said, Table, read
 from palaver.store import Stored
+
+if TYPE_CHECKING:
+    from palaver.repl.voice import SessionVoice
 
 T = TypeVar("T")
 
@@ -45,7 +47,6 @@ class Session:
         self.screen = screen
         self.table = table
         self.place = Place(chat, settings.client, Draft(settings.system or "", settings.parameters))
-        self.presets = Presets(settings.folder / "presets.json")
         self.thoughts = settings.thoughts
         self.attached: list[Part] = []
         """What goes with the next message."""
@@ -54,6 +55,7 @@ class Session:
         """What the next prompt begins with."""
         self.offered: list[str] = []
         """The ids of the conversations that were listed last: a number means one of them."""
+        self._voice: SessionVoice | None = None
         self.went_well = True
         self.stopped_at = float("-inf")
         self.leaving = False
@@ -72,10 +74,12 @@ class Session:
         try:
             begun, self.begun = self.begun, None
             typed = await self.lines.read(begun, await self._last())
+            await self.hush()
             await self.take(typed)
         except Dropped:
             await self._told(self.drop)
         except (KeyboardInterrupt, Interrupted):
+            await self.hush()
             self.screen.note("Interrupted.")
 
     async def take(self, typed: Typed) -> None:
@@ -156,7 +160,8 @@ class Session:
 
     async def follow(self, reply: Stored, known: int = 0) -> None:
         """Shows the reply while it comes, from the event after `known`."""
-        follower = Follower(self.chat, self.view(known), self.lines)
+        reading = await self._voice.read(reply.id, known) if self._voice is not None else None
+        follower = Follower(self.chat, self.view(known), self.lines, reading)
         ending = await follower.follow(reply.id)
         self.stopped_at = follower.stopped_at
         self.thoughts = follower.view.thoughts if isinstance(follower.view, ReplyView) else self.thoughts
@@ -170,6 +175,27 @@ class Session:
             await self.drop()
         elif ending is not None:
             await context.warn(self, ending)
+
+    @property
+    def voice(self) -> SessionVoice:
+        """Made when it is first asked for: most sessions have none, and it brings much with it."""
+        from palaver.repl.voice import SessionVoice
+
+        if self._voice is None:
+            self._voice = SessionVoice(self.settings.folder, self.screen.note)
+        return self._voice
+
+    async def hush(self) -> None:
+        """Stops the sound, where a person listens; a pipe waits for its end."""
+        if self._voice is not None:
+            if not self.lines.is_person:
+                await self._voice.heard()
+            self._voice.stop()
+
+    async def close(self) -> None:
+        await self.hush()
+        if self._voice is not None:
+            await self._voice.close()
 
     def view(self, known: int = 0) -> View:
         if self.screen.is_live:
@@ -207,13 +233,14 @@ class Session:
     # opening
 
     async def begin(self) -> None:
-        """Opens what was asked for at the start."""
+        """Opens what was asked for at the start. What is not there is an error; what can't be shown is told."""
         if self.settings.conversation is not None:
-            await self.open((await found(self.chat, self.settings.conversation)).id)
+            conversation = await found(self.chat, self.settings.conversation)
+            await self._told(lambda: self.open(conversation.id))
         elif self.settings.resume:
             newest = await self.chat.conversations(limit=1)
             if newest:
-                await self.open(newest[0].id)
+                await self._told(lambda: self.open(newest[0].id))
             else:
                 self.screen.note("There is no conversation yet: this is the first.")
         if self.place.id is not None and self.settings.system is not None:
@@ -240,13 +267,16 @@ async def run(chat: Chat, settings: Settings) -> bool:
     live = typed and shown and not settings.plain
     screen = Screen(console(sys.stdout if live else sys.stderr), live)
     session = Session(chat, settings, screen, table())
-    if typed and has_cursor(sys.stdout if shown else sys.stderr):
-        from palaver.repl.person import at_prompt
+    try:
+        if typed and has_cursor(sys.stdout if shown else sys.stderr):
+            from palaver.repl.person import at_prompt
 
-        await at_prompt(session)
-    else:
-        session.lines = StreamLines(sys.stdin, sys.stderr if typed else None)
-        await _streamed(session)
+            await at_prompt(session)
+        else:
+            session.lines = StreamLines(sys.stdin, sys.stderr if typed else None)
+            await _streamed(session)
+    finally:
+        await session.close()
     return session.went_well
 
 

@@ -21,7 +21,7 @@ class Thoughts(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Settings:
     folder: Path
-    """Where the history of what was typed and the presets are kept."""
+    """Where the history of what was typed is kept."""
     conversation: str | None = None
     """The id of the conversation to open, or its beginning."""
     resume: bool = False

@@ -9,7 +9,7 @@ from palaver.store.replies import Ending, Piece
 from palaver.store.search import Hit
 from palaver.store.settings import Settings
 from palaver.store.store import Store, open_store
-from palaver.store.values import Conversation, Node, Status, Stored, StoredReply, User
+from palaver.store.values import Conversation, Node, Preset, Status, Stored, StoredReply, User
 
 __all__ = [
     "Blob",
@@ -25,6 +25,7 @@ __all__ = [
     "Node",
     "NotFound",
     "Piece",
+    "Preset",
     "Settings",
     "Status",
     "Store",

@@ -7,7 +7,7 @@ the text is written too and the tokens are packed into one piece.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
@@ -23,11 +23,15 @@ from palaver.store.errors import Conflict, LeaseLost, NotFound
 from palaver.store.identity import now
 from palaver.store.indexing import reindex
 from palaver.store.leases import Lease, Leases, holding
+from palaver.store.names import checked_name
 from palaver.store.parts import StoredPart, deposited, to_json
 from palaver.store.schema import message_blobs, messages, replies, reply_tokens, running
 from palaver.store.settings import Settings
 from palaver.store.tokens import pack, unpack
 from palaver.store.values import Status, Stored
+
+RESUMED = 8
+"""Of so many of the last times that a reply was gone on with, the keys are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,12 @@ class Replies:
             _end(connection, [reply_id], _ended(ending))
             return tree.one(connection, reply_id, deleted=True)
 
-    def resume(self, lease: Lease, reply_id: str) -> Stored:
+    def keyed(self, conversation_id: str, parent_id: str | None, key: str) -> Stored | None:
+        """The reply that was begun there with this key."""
+        with self._database.reading() as connection:
+            return tree.keyed(connection, tree.New(conversation_id, parent_id, Role.ASSISTANT, (), key=key))
+
+    def resume(self, lease: Lease, reply_id: str, key: str | None = None) -> Stored:
         """A reply that ended before it was whole runs again, under this lease, on top of its tokens.
 
         Conflict where the conversation has gone on below it: then start a sibling that goes on from its tokens.
@@ -123,6 +132,8 @@ class Replies:
             reply = tree.one(connection, reply_id)
             _check_resumable(connection, reply)
             connection.execute(_of(reply_id).values(status=Status.RUNNING.value, ended_at=None, error=None))
+            if key is not None:
+                connection.execute(_of(reply_id).values(settings=_resumed_with(reply, key)))
             _hold(connection, reply_id, lease.id, _stored_count(connection, reply_id))
             return tree.one(connection, reply_id)
 
@@ -170,6 +181,17 @@ class Replies:
             _set_parts(connection, reply_id, put_away)
             return tree.one(connection, reply_id)
 
+    def annotate(self, reply_id: str, note: Mapping[str, Any]) -> Stored:
+        """Sets what is kept with a reply for whoever asked for it; what decided its tokens stays as it is."""
+        with self._database.writing() as connection:
+            reply = tree.one(connection, reply_id)
+            if reply.reply is None:
+                raise NotFound("reply", reply_id)
+            made_by = reply.reply.settings
+            noted = replace(made_by, options={**made_by.options, "note": dict(note)})
+            connection.execute(_of(reply_id).values(settings=settings.to_json(noted)))
+            return tree.one(connection, reply_id)
+
     def _orphans(self, connection: Connection) -> tuple[list[str], tuple[str, ...]]:
         dead = self._leases.dead(connection)
         query = select(running.c.message_id).where(running.c.holder_id.in_(dead)).with_for_update()
@@ -193,6 +215,19 @@ def _started(
         connection.execute(insert(reply_tokens).values(_row(id, 0, goes_on_from)))
     _hold(connection, id, lease.id, len(goes_on_from))
     return tree.one(connection, id)
+
+
+def was_resumed_with(reply: Stored, key: str) -> bool:
+    """Whether this very wish was fulfilled before."""
+    return reply.reply is not None and key in reply.reply.settings.options.get("resumed", ())
+
+
+def _resumed_with(reply: Stored, key: str) -> dict[str, Any]:
+    assert reply.reply is not None
+    checked_name("key", key)
+    made_by = reply.reply.settings
+    keys = [*made_by.options.get("resumed", ()), key][-RESUMED:]
+    return settings.to_json(replace(made_by, options={**made_by.options, "resumed": keys}))
 
 
 def _new_reply(id: str, made_by: Settings) -> dict[str, Any]:

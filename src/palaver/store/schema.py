@@ -19,7 +19,7 @@ from sqlalchemy import (
 
 from palaver.store.columns import Json, Number
 
-HEAD = "0006"
+HEAD = "0007"
 """The revision of the schema below."""
 
 metadata = MetaData()
@@ -165,3 +165,12 @@ keys = Table(
     Column("revoked_at", BigInteger),
 )
 Index("ix_keys_user", keys.c.user_id)
+
+presets = Table(
+    "presets",
+    metadata,
+    Column("owner_id", Text, ForeignKey("users.id"), primary_key=True),
+    Column("name", Text, primary_key=True),
+    Column("system", Json, nullable=False),
+    Column("parameters", Json, nullable=False),
+)

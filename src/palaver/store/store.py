@@ -18,6 +18,7 @@ from palaver.store.keys import Keys
 from palaver.store.leases import Leases
 from palaver.store.messages import Messages
 from palaver.store.migrations import migrate
+from palaver.store.presets import Presets
 from palaver.store.replies import Replies
 from palaver.store.search import Search
 from palaver.store.users import Users
@@ -40,6 +41,7 @@ class Store:
         self.blobs = Blobs(folder / "blobs")
         self.users = Users(database)
         self.keys = Keys(database)
+        self.presets = Presets(database)
         self.conversations = Conversations(database, self.blobs)
         self.messages = Messages(database, self.blobs)
         self.leases = Leases(database, folder / "holders")

@@ -38,6 +38,16 @@ class Conversation:
     deleted_at: datetime | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What a user likes to set for conversations, under a name."""
+
+    name: str
+    system: str
+    """Empty: says nothing of the system prompt."""
+    parameters: Mapping[str, Any]
+
+
 class Status(StrEnum):
     """Where a reply stands. Every one but RUNNING and DONE can be continued."""
 

@@ -36,6 +36,22 @@ class Conversation(Told):
         return store.Conversation(**dict(self))
 
 
+class Preset(Told):
+    """What a user likes to set for conversations, under a name."""
+
+    name: str
+    system: str
+    """Empty: says nothing of the system prompt."""
+    parameters: dict[str, Any]
+
+    @classmethod
+    def of(cls, preset: store.Preset) -> Preset:
+        return cls.model_validate(preset)
+
+    def value(self) -> store.Preset:
+        return store.Preset(**dict(self))
+
+
 class StoredReply(Told):
     """What made a reply, and how it went. Every status but running and done can be continued."""
 

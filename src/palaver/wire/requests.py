@@ -34,6 +34,16 @@ class ChangeConversation(Asked):
     tags: list[str] | None = None
 
 
+class SavePreset(Asked):
+    name: str
+    system: str = ""
+    parameters: Parameters = Field(default_factory=dict)
+
+
+class DeletePreset(Asked):
+    name: str
+
+
 class Append(Asked):
     parent: str | None
     message: Message
@@ -63,6 +73,11 @@ class Fork(Asked):
 
     tokens: Count
     instead: Count | None = None
+    key: Key = None
+
+
+class Continue(Asked):
+    key: Key = None
 
 
 class MeasureContext(Asked):

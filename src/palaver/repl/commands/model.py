@@ -101,7 +101,8 @@ async def tokens(session: Session, arguments: str) -> None:
         raise BadParameter("from", start, f"must be from 1 to {len(found)}")
     shown = list(enumerate(found, 1))[start - 1 :][:_SHOWN]
     grid = Grid.grid(padding=(0, 2, 0, 0))
-    grid.add_column(justify="right")
+    for justify in ("right", "left", "right", "right", "left"):  # number, token, log-probability, share, what else
+        grid.add_column(justify=justify)
     for number, token in shown:
         grid.add_row(f"{number}", *_cells(token))
     session.screen.show(grid)
@@ -116,7 +117,7 @@ def _cells(token: Token) -> list[Text]:
         return [Text(_quoted(token.text)), Text("given", style="note"), Text(), Text()]
     return [
         Text(_quoted(token.text), style=_style(token.logprob)),
-        Text(f"{token.logprob:.2f}"),
+        Text(f"{round(token.logprob, 2) + 0.0:.2f}"),
         Text(_share(token.logprob)),
         Text(nearly, style="note"),
     ]

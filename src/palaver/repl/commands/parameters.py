@@ -12,6 +12,7 @@ from rich.text import Text
 from palaver.chat.interface import ModelCard
 from palaver.chat.parameters import NAMES
 from palaver.errors import BadParameter, RequestError
+from palaver.repl import presets
 from palaver.repl.safe import one_line, safe
 from palaver.repl.table import Choice, Theme
 from palaver.sampling import NUMBERS, STRINGS, Parameter, checked_strings
@@ -136,26 +137,36 @@ async def system(session: Session, arguments: str) -> None:
 async def _presets(session: Session, arguments: str) -> Iterable[Choice]:
     if " " not in arguments:
         return [Choice("save"), Choice("load"), Choice("delete")]
-    return [Choice(name) for name in session.presets.names()]
+    verb = arguments.split()[0]
+    return [Choice(f"{verb} {one_line(one.name)}", whole=True) for one in await session.chat.presets()]
 
 
 @commands.command(
-    "preset", "keep the parameters under a name, or take them from one", "save | load | delete NAME", (), _presets
+    "preset",
+    "keep the system prompt and the parameters under a name, or take them from one",
+    "save | load | delete NAME",
+    (),
+    _presets,
 )
 async def preset(session: Session, arguments: str) -> None:
     match arguments.split(maxsplit=1):
         case ["save", name]:
-            session.presets.save(name, (await session.place.begins_with()).parameters)
-            session.screen.note(f"The parameters are kept as {name!r}.")
+            now = await session.place.begins_with()
+            await session.chat.save_preset(name, now.system, now.parameters)
+            what = "The system prompt and the parameters" if now.system else "The parameters"
+            session.screen.note(f"{what} are kept as {name!r}.")
         case ["load", name]:
-            await session.place.replace(session.presets.get(name))
+            found = await presets.preset(session.chat, name)
+            await session.place.replace(found.parameters)
+            if found.system:
+                await session.place.set_system(found.system)
             await params(session, "")
         case ["delete", name]:
-            session.presets.delete(name)
+            await session.chat.delete_preset((await presets.preset(session.chat, name)).name)
             session.screen.note(f"The preset {name!r} is gone.")
         case []:
-            names = ", ".join(session.presets.names()) or "none yet: /preset save NAME makes one"
-            session.screen.note(f"Presets: {names}")
+            names = ", ".join(one_line(one.name) for one in await session.chat.presets())
+            session.screen.note(f"Presets: {names or 'none yet: /preset save NAME makes one'}")
         case _:
             raise RequestError("It is /preset save NAME, load NAME or delete NAME.")
 

@@ -6,7 +6,18 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from palaver.server.conversations import blobs, conversations, cursors, files, messages, model, streams, turns
+from palaver.server.conversations import (
+    blobs,
+    conversations,
+    cursors,
+    files,
+    messages,
+    model,
+    presets,
+    speech,
+    streams,
+    turns,
+)
 from palaver.wire.errors import ErrorBody
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -28,6 +39,6 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 def router() -> APIRouter:
     whole = APIRouter(prefix="/api", responses=_ERRORS)
-    for part in (model, conversations, messages, cursors, turns, streams, files, blobs):
+    for part in (model, conversations, presets, messages, speech, cursors, turns, streams, files, blobs):
         whole.include_router(part.routes)
     return whole
