@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +51,13 @@ def door(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    folder = tmp_path_factory.mktemp("server")
+    with served(tmp_path_factory.mktemp("server")) as (door, _):
+        yield door
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[tuple[Door, subprocess.Popen[bytes]]]:
+    """A live server on that folder, which is ended with it unless somebody did so before."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -60,7 +67,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     try:
         url = f"http://127.0.0.1:{port}"
         _wait(url, process, folder / "server.log")
-        yield Door("server", folder, ("--server", url))
+        yield Door("server", folder, ("--server", url)), process
     finally:
         process.terminate()
         process.wait(30)

@@ -94,30 +94,6 @@ def test_killed_in_the_midst_of_a_reply(door: Door) -> None:
     assert len(ids) == 1
 
 
-def test_begun_here_gone_on_with_there(server: Door) -> None:
-    with local(server.folder).open() as terminal:
-        ready(terminal)
-        terminal.do("My name is Ada.")
-        terminal.type(CTRL_D)
-        assert terminal.ended() == 0
-    with server.open("--resume") as terminal:
-        ready(terminal)
-        assert "My name is Ada." in terminal.whole()
-        assert "Ada" in terminal.do("What is my name?")
-
-
-def test_a_running_reply_is_joined(server: Door) -> None:
-    with server.open("--set", "seed=1") as first:
-        ready(first)
-        first.enter("Count from 1 to 60.")
-        first.wait("1, 2, 3")
-        with server.open("--resume") as second:
-            second.wait(r"(?s)1 you\nCount from 1 to 60\..*1, 2, 3")
-            second.until(r"59,\s60")
-            ready(second)
-        first.until(r"(?s)59,\s60.*tokens/s")
-
-
 def test_without_colours(server: Door) -> None:
     with server.open("--set", "seed=1", environment={"NO_COLOR": "1"}) as terminal:
         ready(terminal)

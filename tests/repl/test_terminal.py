@@ -57,6 +57,7 @@ def test_every_command(talk: Terminal, tmp_path: Path) -> None:
         ("/context", "Nothing was said yet"),
         ("/undo", "nothing to undo"),
         ("/redo", "nothing to redo"),
+        ("/voice", "Replies are not spoken"),
         ("/continue", "no reply to continue"),
         ("/expand", "no thought to show"),
         ("What is 2 + 3?", "5"),
@@ -149,6 +150,20 @@ def test_every_command(talk: Terminal, tmp_path: Path) -> None:
     parameters = {command.name for command in table() if command.theme == "Parameters"} - {"temperature"}
     untried = {command.name for command in table()} - names - parameters - {"temperature", "quit"}
     assert untried == set()
+
+
+def test_a_new_conversation_frees_the_cache_of_the_old_one(talk: Terminal) -> None:
+    fresh(talk)
+    question = "Which of these words is the longest one: pear, grapefruit, fig?"
+    first = talk.do(question)
+    assert cached(talk.do("/retry")) > 15
+    talk.do("/new")
+    assert cached(talk.do(question)) == cached(first) < 10
+
+
+def cached(shown: str) -> int:
+    found = re.search(r"\((\d+)\s+cached\)", shown)
+    return int(found[1]) if found else 0
 
 
 def test_every_parameter_can_be_asked_for_and_set(talk: Terminal) -> None:

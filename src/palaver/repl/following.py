@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from palaver.chat.interface import Chat
 from palaver.errors import PalaverError
@@ -13,15 +14,19 @@ from palaver.repl.keys import TWICE
 from palaver.repl.lines import Lines, Watched
 from palaver.repl.reply import View
 
+if TYPE_CHECKING:
+    from palaver.repl.voice import Reading
+
 PAINTS = 15.0
 """How often a second the live lines are painted."""
 
 
 class Follower:
-    def __init__(self, chat: Chat, view: View, lines: Lines) -> None:
+    def __init__(self, chat: Chat, view: View, lines: Lines, reading: Reading | None = None) -> None:
         self._chat = chat
         self.view = view
         self._lines = lines
+        self._reading = reading
         self._reply_id = ""
         self._stopping: asyncio.Task[None] | None = None
         self.stopped_at = float("-inf")
@@ -37,11 +42,15 @@ class Follower:
                 async with self._chat.events(reply_id) as entries:
                     async for entry in entries:
                         self.view.take(entry)
+                        if self._reading is not None:
+                            self._reading.take(entry)
             finally:
                 if painting.done():
                     painting.result()
                 painting.cancel()
                 self.view.leave()
+                if self._reading is not None:
+                    self._reading.leave()
             if self._stopping is not None:
                 with suppress(PalaverError):
                     await self._stopping
@@ -56,5 +65,7 @@ class Follower:
         now = time.monotonic()
         self.dropped = now - self.stopped_at < TWICE
         self.stopped_at = now
+        if self._reading is not None:
+            self._reading.stop()
         if self._stopping is None or self._stopping.done():
             self._stopping = asyncio.create_task(self._chat.stop(self._reply_id))

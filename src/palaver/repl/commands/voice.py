@@ -1,0 +1,67 @@
+"""Replies that are spoken."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from palaver.errors import RequestError
+from palaver.messages import Role
+from palaver.repl.completion import words
+from palaver.repl.table import Theme
+
+if TYPE_CHECKING:
+    from palaver.repl.session import Session
+    from palaver.voice.base import Voice
+
+commands = Theme("Voice")
+
+
+@commands.command(
+    "voice",
+    "speak replies, or stop speaking; save the last one as a sound file; bare: what is set",
+    "[on [NAME] | off | save [FILE]]",
+    (),
+    words("on", "off", "save"),
+)
+async def voice(session: Session, arguments: str) -> None:
+    from palaver.voice.base import Voice
+
+    match arguments.split(maxsplit=1):
+        case []:
+            on = session.voice.voice
+            session.screen.note(f"Replies are {f'spoken{_named(on)}' if on is not None else 'not spoken'}.")
+        case ["on", *name]:
+            await _on(session, Voice(name[0].strip() if name else ""))
+        case ["off"]:
+            session.voice.turn_off()
+            await session.place.set(spoken=None)
+            session.screen.note("Replies are no longer spoken.")
+        case ["save", *name]:
+            await _save(session, name[0].strip() if name else "")
+        case _:
+            raise RequestError("It is /voice on, /voice on NAME, /voice off or /voice save FILE.")
+
+
+async def _on(session: Session, wanted: Voice) -> None:
+    player = await session.voice.turn_on(wanted)
+    await session.place.set(spoken=True)
+    how = f"played by {player.name}" if player else "saved as files, because no player was found"
+    session.screen.note(f"Replies are spoken{_named(wanted)}, {how}. Ctrl+C or the next message stops the sound.")
+
+
+async def _save(session: Session, name: str) -> None:
+    from palaver.repl.voice import write
+
+    reply = await session.place.last(Role.ASSISTANT)
+    if reply is None or not reply.text.strip():
+        raise RequestError("There is no reply to speak yet.")
+    path = Path(name or f"{reply.id}.wav").expanduser()
+    samples = await session.waited(session.voice.whole(reply.text), "speaking")
+    await asyncio.to_thread(write, path, samples)
+    session.screen.note(f"Spoken into {path}")
+
+
+def _named(voice: Voice) -> str:
+    return f" by {voice.name}" if voice.name else ""

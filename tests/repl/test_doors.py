@@ -1,0 +1,132 @@
+"""One conversation, every door: begun with a server and gone on with here, and the other way; running replies too."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from palaver.messages import Role
+from palaver.store import Status, open_store
+from tests.repl.conftest import Door, local, served
+from tests.repl.terminal import CTRL_D, Terminal
+
+COUNT = "Count from 1 to 60."
+COUNTED = r"(?s)59,\s60.*tokens/s"
+
+
+def ready(terminal: Terminal) -> None:
+    terminal.until("/help lists the commands", 120)
+    terminal.prompt()
+
+
+def leave(terminal: Terminal) -> None:
+    terminal.type(CTRL_D)
+    assert terminal.ended() == 0
+
+
+def replies(folder: Path) -> list[tuple[Status, tuple[int, ...]]]:
+    """How each reply to the question stands, and its tokens, the oldest first."""
+    with open_store(folder) as store:
+        owner = store.users.ensure().id
+        stored = [one for id in store.conversations.ids(owner) for one in store.messages.everything(id)]
+        asked = {one.id for one in stored if one.text == COUNT}
+        found = [one for one in stored if one.role is Role.ASSISTANT and one.parent_id in asked and one.reply]
+        return [(one.reply.status, tuple(store.replies.token_ids(one.id))) for one in found if one.reply]
+
+
+def begin(terminal: Terminal) -> None:
+    """A reply that will take a while is on its way."""
+    terminal.enter(COUNT)
+    terminal.wait(lambda shown: "1, 2, 3" in shown.rpartition(f"› {COUNT}")[2])
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[tuple[Door, subprocess.Popen[bytes]]]:
+    with served(tmp_path) as started:
+        yield started
+
+
+def test_a_running_reply_is_joined_at_the_server(server: Door) -> None:
+    with server.open("--set", "seed=1") as first:
+        ready(first)
+        begin(first)
+        with server.open("--resume") as second:
+            second.wait(rf"(?s)1 you\n{COUNT}.*1, 2, 3")
+            second.until(r"59,\s60")
+            ready(second)
+        first.until(COUNTED)
+
+
+@pytest.mark.parametrize("begins_here", [True, False])
+def test_a_running_reply_is_joined_through_the_other_door(server: Door, begins_here: bool) -> None:
+    here = local(server.folder)
+    begins, joins = (here, server) if begins_here else (server, here)
+    with begins.open("--set", "seed=1") as first, joins.open() as second:
+        ready(first)
+        ready(second)
+        begin(first)
+        second.enter(f"/open {COUNT}")
+        second.until(r"Which number\?|1, 2, 3")
+        if "Which number?" in second.whole():
+            second.type("1\r")
+        second.until(r"59,\s60")
+        second.prompt()
+        assert "60" in second.do("/history")
+        first.until(COUNTED)
+
+
+def test_begun_here_gone_on_with_at_the_server(server: Door) -> None:
+    with local(server.folder).open() as terminal:
+        ready(terminal)
+        terminal.do("My name is Ada.")
+        leave(terminal)
+    with server.open("--resume") as terminal:
+        ready(terminal)
+        assert "My name is Ada." in terminal.whole()
+        assert "Ada" in terminal.do("What is my name?")
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL], ids=["ended", "killed"])
+def test_begun_at_a_server_that_is_gone_gone_on_with_here(
+    fresh: tuple[Door, subprocess.Popen[bytes]], ending: signal.Signals
+) -> None:
+    """With everything that was said, and the rest of the reply that was running, as if nothing had happened."""
+    door, process = fresh
+    with door.open("--set", "seed=1") as terminal:
+        ready(terminal)
+        terminal.do("My name is Ada.")
+        terminal.do("/new")
+        assert "60" in terminal.do(COUNT)
+        terminal.do("/new")
+        begin(terminal)
+        process.send_signal(ending)
+        process.wait(60)
+    with local(door.folder).open("--resume") as terminal:
+        ready(terminal)
+        if "interrupted: /continue goes on" in terminal.whole():
+            assert "60" in terminal.do("/continue")
+        assert "60" in terminal.whole()
+        terminal.do("/open My name is Ada.")
+        assert "Ada" in terminal.do("What is my name?")
+        leave(terminal)
+    uncut, cut = replies(door.folder)
+    assert uncut == cut
+    assert uncut[0] is Status.DONE
+
+
+def test_begun_here_and_killed_it_goes_on_by_itself_at_a_server(tmp_path: Path) -> None:
+    with local(tmp_path).open("--set", "seed=1") as terminal:
+        ready(terminal)
+        assert "60" in terminal.do(COUNT)
+        terminal.do("/new")
+        begin(terminal)
+        terminal.kill()
+    with served(tmp_path) as (door, _), door.open("--resume") as terminal:
+        terminal.until(r"59,\s60")
+        ready(terminal)
+    uncut, cut = replies(tmp_path)
+    assert uncut == cut
