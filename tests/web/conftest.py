@@ -95,13 +95,20 @@ def playwright() -> Iterator[Playwright]:
 
 @pytest.fixture(scope="session")
 def browser(playwright: Playwright, built: None) -> Iterator[Browser]:
-    found = next(filter(None, map(shutil.which, CHROMIUM)), None)
-    if found is None:
+    if not _chromium():
         pytest.skip("!!! THE PAGE IS NOT TESTED: no Chromium on this machine (Debian: apt install chromium)")
-    arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
-    browser = playwright.chromium.launch(executable_path=found, args=arguments)
+    browser = launched(playwright)
     yield browser
     browser.close()
+
+
+def _chromium() -> str | None:
+    return next(filter(None, map(shutil.which, CHROMIUM)), None)
+
+
+def launched(playwright: Playwright) -> Browser:
+    """The machine's own Chromium."""
+    return playwright.chromium.launch(executable_path=_chromium(), args=["--no-sandbox", "--disable-dev-shm-usage"])
 
 
 @pytest.fixture

@@ -27,14 +27,12 @@ from palaver.store import open_store
 from tests.chat.making import TOKENIZER, reply
 from tests.tiny import CHATML, STRINGS
 
-SCRIPTED_CONTEXT = 200_000
-
 
 class PacedEngine(ScriptedEngine):
     """Says its scripts at so many tokens a second, in the time that passes, however late a single one is."""
 
-    def __init__(self, scripts: Sequence[Script], rate: float) -> None:
-        super().__init__(scripts, TOKENIZER.vocabulary, context_length=SCRIPTED_CONTEXT)
+    def __init__(self, scripts: Sequence[Script], rate: float, context: int) -> None:
+        super().__init__(scripts, TOKENIZER.vocabulary, context_length=context)
         self._rate = rate
 
     async def _outputs(self, prompt: Prompt, reply: Reply, stopped: asyncio.Event) -> AsyncGenerator[Output]:
@@ -47,17 +45,17 @@ class PacedEngine(ScriptedEngine):
             yield output
 
 
-def scripted(script: Path, rate: float) -> Model:
+def scripted(script: Path, rate: float, context: int) -> Model:
     scripts = [reply(one["thought"], one["answer"]) for one in json.loads(script.read_text())]
     format = TemplateFormat(Template(CHATML), TOKENIZER, STRINGS)
-    return Model(PacedEngine(scripts, rate), format, "scripted", TOKENIZER.fingerprint, TOKENIZER.vocabulary)
+    return Model(PacedEngine(scripts, rate, context), format, "scripted", TOKENIZER.fingerprint, TOKENIZER.vocabulary)
 
 
 async def serve(asked: argparse.Namespace) -> None:
     async def load(name: str, told: Told) -> Model:
         told(0.3, "warming up")
         if asked.script:
-            return scripted(asked.script, asked.rate)
+            return scripted(asked.script, asked.rate, asked.context)
         from tests.server.live import sprout  # torch is not for servers that only recite
 
         return await sprout(name, told)
@@ -85,6 +83,7 @@ def main() -> None:
     parser.add_argument("--prefix", default="")
     parser.add_argument("--script", type=Path)
     parser.add_argument("--rate", type=float, default=1000.0)
+    parser.add_argument("--context", type=int, default=200_000, help="of the model that only recites")
     asyncio.run(serve(parser.parse_args()))
 
 

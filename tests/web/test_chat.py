@@ -261,3 +261,21 @@ def test_a_tool_call_is_a_card_that_takes_a_result(page: Page, sprout: Served, a
     expect(replies(page)).to_have_count(2)
     ended(page)
     expect(page.get_by_label("Tool call: get_weather")).to_contain_text("snow")
+
+
+def test_a_full_context_is_a_choice(page: Page, tmp_path: Path, built: None) -> None:
+    with Served(tmp_path / "small", "--context", "300", script=[{"thought": "Hm", "answer": "Yes."}]) as served:
+        page.goto(served.url)
+        ask(page, "a" * 120)
+        ended(page)
+        ask(page, "b" * 150)
+        dialog = page.get_by_role("dialog", name="The context is full")
+        expect(dialog).to_contain_text("300")
+        dialog.get_by_role("button", name="Back to the message").click()
+        field = page.get_by_label("Message", exact=True)
+        expect(field).to_have_value("b" * 150)
+        field.press("Enter")
+        dialog.get_by_role("button", name="Send it without the oldest turns").click()
+        expect(replies(page)).to_have_count(2)
+        ended(page)
+        expect(page.locator("article.user")).to_have_count(2)

@@ -134,8 +134,6 @@ def test_the_first_load_is_small_and_from_this_server_alone(browser: Browser, sp
         """() => [...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')]
           .reduce((sum, entry) => sum + entry.encodedBodySize, 0)"""
     )
-    usable = page.evaluate("() => performance.getEntriesByName('first-contentful-paint')[0].startTime")
-    print(f"first load {size} bytes, painted after {usable:.0f} ms")
     assert 0 < size < FIRST_LOAD
     assert all(url.startswith(sprout.url) for url in asked)
     context.close()
@@ -262,6 +260,10 @@ def test_system_prompt_settings_and_presets_are_kept(page: Page, sprout: Served,
     page.get_by_label("temperature").fill("0.3")
     page.get_by_label("Name of a preset").fill("brief")
     page.get_by_role("button", name="Keep as a preset").click()
+    expect(page.get_by_role("button", name="Delete the preset brief")).to_be_visible()
+    assert {"name": "brief", "system": "Be brief.", "parameters": {"temperature": 0.3}} in api.get(
+        "/api/presets"
+    ).json()
     page.get_by_role("button", name="Save").click()
     ask(page, "Hi")
     ended(page)
@@ -275,6 +277,9 @@ def test_system_prompt_settings_and_presets_are_kept(page: Page, sprout: Served,
     page.get_by_label("System prompt").fill("")
     page.get_by_role("button", name="brief", exact=True).click()
     expect(page.get_by_label("System prompt")).to_have_value("Be brief.")
+    page.get_by_role("button", name="Delete the preset brief").click()
+    expect(page.get_by_role("button", name="Delete the preset brief")).to_have_count(0)
+    assert all(one["name"] != "brief" for one in api.get("/api/presets").json())
 
 
 def test_the_model_is_shown_while_it_loads_and_can_be_changed(page: Page, tmp_path: Path, built: None) -> None:

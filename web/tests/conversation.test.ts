@@ -11,6 +11,7 @@ class Server {
   asked: { method: string; path: string; body: unknown; key: string | null }[] = []
   failing = 0
   gone = false
+  full = false
 
   add(id: string, parent: string | null, role: Node['role'] = 'user'): void {
     this.nodes.push({ id, parent_id: parent, role, created_at: '' })
@@ -42,6 +43,10 @@ class Server {
       throw new TypeError('network')
     }
     if (this.gone) return Response.json({ error: { message: 'gone', type: 'x', param: null, code: null } }, { status: 404 })
+    if (this.full && url.pathname.endsWith('/say') && !(body as { parameters?: unknown }).parameters) {
+      const error = { message: 'too long', type: 'x', param: null, code: null, name: 'context_overflow' }
+      return Response.json({ error }, { status: 400 })
+    }
     return Response.json(this.answer(method, url, body))
   }
 
@@ -54,6 +59,10 @@ class Server {
     if (what === 'cursor') {
       if (method === 'PUT') this.cursor = body?.to ?? null
       return { message_id: this.cursor, can_undo: false, can_redo: false }
+    }
+    if (kind === 'turns') {
+      if (what === 'fork') this.add('forked', 'a', 'assistant')
+      return this.stored(what === 'fork' ? 'forked' : id!)
     }
     if (what === 'say') {
       this.add('said', body?.parent ?? null)
@@ -141,6 +150,45 @@ describe('the conversation that is open', () => {
     expect(said).toHaveLength(1)
     expect(said[0]).toMatchObject({ key: 'key', body: { parent: 'a' } })
     expect(server.asked.filter((one) => one.method === 'PUT')).toHaveLength(1)
+  })
+
+  it('goes on and forks with a key, sent again with the same one after a cut', async () => {
+    server.add('a', null)
+    server.add('b', 'a', 'assistant')
+    server.cursor = 'b'
+    const conversation = await opened()
+    for (const what of ['continue', 'fork']) {
+      server.failing = 2
+      const doing = what === 'fork' ? conversation.fork(server.stored('b'), 3, 7) : conversation.goOn(server.stored('b'))
+      await vi.advanceTimersByTimeAsync(5000)
+      expect(await doing).toBe(true)
+      const sent = server.asked.filter((one) => one.path.endsWith(`/${what}`))
+      expect(sent).toHaveLength(3)
+      expect(sent[0]?.key).toMatch(/^[0-9a-f]{32}$/)
+      expect(new Set(sent.map((one) => one.key)).size).toBe(1)
+    }
+    expect(ids(conversation)).toEqual(['a', 'forked'])
+  })
+
+  it('lets a person choose when the context is full', async () => {
+    server.add('a', null)
+    server.cursor = 'a'
+    server.full = true
+    const conversation = await opened()
+    const parts = [{ type: 'text' as const, text: 'hi' }]
+    const back = conversation.say(parts, 'key')
+    await settled()
+    expect(conversation.full?.why).toBe('too long')
+    conversation.full?.choose(null)
+    expect(await back).toBe(false)
+    expect(conversation.full).toBe(null)
+    const always = conversation.say(parts, 'key')
+    await settled()
+    conversation.full?.choose('always')
+    expect(await always).toBe(true)
+    expect(ids(conversation)).toEqual(['a', 'said', 'reply'])
+    expect(server.asked.find((one) => one.method === 'PATCH')?.body).toEqual({ parameters: { overflow: 'shorten' } })
+    expect(server.asked.findLast((one) => one.path.endsWith('/say'))?.body).toMatchObject({ parameters: { overflow: 'shorten' } })
   })
 
   it('tells when it is not there', async () => {

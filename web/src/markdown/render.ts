@@ -16,6 +16,16 @@ markdown.renderer.rules['image'] = (tokens, index, _options, env) => {
   return `<a href="${escape(String(token.attrGet('src') ?? ''))}">${escape(label || 'picture')}</a>`
 }
 
+// a column's side is said with a class: the page's policy takes no styles inside of HTML
+for (const name of ['th_open', 'td_open']) {
+  markdown.renderer.rules[name] = (tokens, index, options, _env, self) => {
+    const token = tokens[index]!
+    const side = /^text-align:(left|center|right)$/.exec(String(token.attrGet('style') ?? ''))?.[1]
+    token.attrs = side ? [['class', side]] : []
+    return self.renderToken(tokens, index, options)
+  }
+}
+
 const ALLOWED = {
   ALLOWED_TAGS: [
     ...['a', 'blockquote', 'br', 'code', 'del', 'div', 'em', 'h1', 'h2', 'h3', 'h4', 'h5', 'h6', 'hr', 'li', 'ol', 'p'],
@@ -35,8 +45,11 @@ export function rendered(source: string, references: References): DocumentFragme
     link.target = '_blank'
     link.rel = 'noopener noreferrer nofollow'
   }
-  for (const cell of fragment.querySelectorAll<HTMLTableCellElement>('td, th, p, li, h1, h2, h3, h4, h5, h6')) cell.dir = 'auto'
+  for (const element of fragment.querySelectorAll<HTMLElement>('td, th')) element.dir = 'auto'
+  // by the first letter in it: a list and a quote have their marks on the side where its lines begin
+  for (const block of fragment.children) if (block instanceof HTMLElement && block.tagName !== 'TABLE') block.dir = 'auto'
   for (const table of fragment.querySelectorAll('table')) {
+    table.dir = direction(table.textContent ?? '')
     const wide = document.createElement('div')
     wide.className = 'wide'
     wide.tabIndex = 0
@@ -46,4 +59,10 @@ export function rendered(source: string, references: References): DocumentFragme
     wide.append(table)
   }
   return fragment
+}
+
+/** Which way the columns of a table go. */
+export function direction(text: string): 'ltr' | 'rtl' {
+  const first = /\p{L}/u.exec(text)?.[0] ?? ''
+  return /[\p{Script=Hebrew}\p{Script=Arabic}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}]/u.test(first) ? 'rtl' : 'ltr'
 }

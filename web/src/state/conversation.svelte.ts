@@ -5,7 +5,7 @@ import { SvelteMap } from 'svelte/reactivity'
 import * as api from '../transport/api'
 import { newKey, Refused } from '../transport/http'
 import type { Stream } from '../transport/stream'
-import type { Change, Conversation as About, Cursor, Gauge, Part, Stored } from '../transport/types'
+import type { Change, Conversation as About, Cursor, Gauge, Part, Said, Stored } from '../transport/types'
 import { notices } from './notices.svelte'
 import { tabName } from './storage'
 import { Tree } from './tree'
@@ -19,6 +19,12 @@ export interface Pending {
   key: string
 }
 
+/** What was said doesn't fit into the context any more: a person chooses, or goes back to the message. */
+export interface Full {
+  why: string
+  choose: (choice: 'once' | 'always' | null) => void
+}
+
 export class Conversation {
   about: About | null = $state.raw(null)
   path: Stored[] = $state.raw([])
@@ -27,6 +33,7 @@ export class Conversation {
   gauge: Gauge | null = $state.raw(null)
   /** What was sent and not yet taken. */
   pending: Pending | null = $state.raw(null)
+  full: Full | null = $state.raw(null)
   missing = $state(false)
   loaded = $state(false)
   readonly turns = new SvelteMap<string, Turn>()
@@ -141,14 +148,17 @@ export class Conversation {
 
   async say(parts: Part[], key: string, role: 'user' | 'tool' = 'user'): Promise<boolean> {
     this.pending = { parts, key }
+    let sent = false
     const done = await this.#write(async () => {
       await this.#changing
-      const said = await api.say(this.id, { parent: this.leaf, message: { role, parts } }, key)
+      const said = await this.#said({ parent: this.leaf, message: { role, parts } }, key)
+      if (!said) return
+      sent = true
       this.pending = null
       await this.#moved(said.reply.id, [...this.path, said.message, said.reply])
     })
     this.pending = null
-    return done
+    return done && sent
   }
 
   /** Another reply beside this one. */
@@ -176,7 +186,7 @@ export class Conversation {
 
   goOn(reply: Stored): Promise<boolean> {
     return this.#write(async () => {
-      const going = await api.goOn(reply.id)
+      const going = await api.goOn(reply.id, newKey())
       if (going.id !== reply.id) return this.#moved(going.id)
       this.#replace(going)
       this.#tookUp(going.id)
@@ -184,7 +194,7 @@ export class Conversation {
   }
 
   fork(reply: Stored, tokens: number, instead: number | null): Promise<boolean> {
-    return this.#write(async () => this.#moved((await api.fork(reply.id, tokens, instead)).id))
+    return this.#write(async () => this.#moved((await api.fork(reply.id, tokens, instead, newKey())).id))
   }
 
   async stop(reply: Stored): Promise<void> {
@@ -223,6 +233,22 @@ export class Conversation {
   }
 
   // how it comes about
+
+  /** Null where the context is full and the person went back to the message. */
+  async #said(asked: api.Saying, key: string): Promise<Said | null> {
+    try {
+      return await api.say(this.id, asked, key)
+    } catch (error) {
+      const full = error instanceof Refused && error.name === 'context_overflow' && this.path.length > 0
+      if (!full) throw error
+      const choice = await new Promise<'once' | 'always' | null>((choose) => (this.full = { why: error.message, choose }))
+      this.full = null
+      if (choice === null) return null
+      const shorten = { overflow: 'shorten' }
+      if (choice === 'always') this.about = await api.change(this.id, { parameters: { ...this.about?.parameters, ...shorten } })
+      return api.say(this.id, { ...asked, parameters: shorten }, key)
+    }
+  }
 
   #back(way: typeof api.undo): Promise<boolean> {
     return this.#write(async () => {

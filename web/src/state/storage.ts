@@ -1,4 +1,4 @@
-// What a browser keeps for itself: drafts, presets, looks. Losing it loses nothing that was sent.
+// What a browser keeps for itself: drafts, looks. Losing it loses nothing that was sent.
 
 export function kept<T>(name: string, otherwise: T): T {
   try {

@@ -1,15 +1,12 @@
 // What a person may set about replies, as the parameters of a conversation, and presets of it.
+import * as api from '../transport/api'
 import type { Values } from '../transport/api'
-import { NUMBERS } from '../transport/types'
+import { NUMBERS, type Preset } from '../transport/types'
 import { keep, kept } from './storage'
 
 export interface Wishes {
   system: string
   parameters: Values
-}
-
-export interface Preset extends Wishes {
-  name: string
 }
 
 export const PLAIN = ['temperature', 'top_p', 'top_k', 'min_p', 'max_tokens', 'thinking_budget', 'seed']
@@ -32,18 +29,17 @@ export function problem(name: string, text: string): string {
   return value < bounds.low || value > bounds.high ? `must be from ${bounds.low} to ${bounds.high}` : ''
 }
 
-export const presets = (): Preset[] => kept<Preset[]>('presets', [])
+/** They are the server's, so that the terminal and other browsers have them too. */
+export const presets = (): Promise<Preset[]> => api.presets()
 
-export function savePreset(preset: Preset): Preset[] {
-  const all = [...presets().filter((one) => one.name !== preset.name), preset].sort((a, b) => a.name.localeCompare(b.name))
-  keep('presets', all)
-  return all
+export async function savePreset(preset: Preset): Promise<Preset[]> {
+  await api.savePreset(preset)
+  return api.presets()
 }
 
-export function dropPreset(name: string): Preset[] {
-  const all = presets().filter((one) => one.name !== name)
-  keep('presets', all)
-  return all
+export async function dropPreset(name: string): Promise<Preset[]> {
+  await api.deletePreset(name)
+  return api.presets()
 }
 
 /** For the conversation that is not made yet. */

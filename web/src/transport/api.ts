@@ -13,6 +13,7 @@ import type {
   ModelCard,
   Node,
   Part,
+  Preset,
   Raw,
   Said,
   Stored,
@@ -61,6 +62,11 @@ export const restore = (id: string): Promise<Conversation> =>
 export const tags = (): Promise<string[]> => request(at('tags'))
 export const search = (query: string): Promise<Hit[]> => request(at('search'), { query: { query, limit: 30 } })
 
+export const presets = (): Promise<Preset[]> => request(at('presets'))
+export const savePreset = (preset: Preset): Promise<Preset> => request(at('presets'), { method: 'PUT', json: preset })
+export const deletePreset = (name: string): Promise<void> =>
+  request(at('presets', 'delete'), { method: 'POST', json: { name } })
+
 export const nodes = (id: string): Promise<Node[]> => request(at('conversations', id, 'nodes'))
 export const newestLeaf = (id: string, start: string): Promise<Leaf> =>
   request(at('conversations', id, 'newest-leaf'), { query: { start } })
@@ -88,9 +94,10 @@ export const say = (id: string, asked: Saying, key: string): Promise<Said> =>
   once(at('conversations', id, 'say'), { method: 'POST', json: asked, key })
 export const reply = (id: string, parent: string, key: string): Promise<Stored> =>
   once(at('conversations', id, 'replies'), { method: 'POST', json: { parent }, key })
-export const goOn = (id: string): Promise<Stored> => request(at('turns', id, 'continue'), { method: 'POST' })
-export const fork = (id: string, tokens: number, instead: number | null): Promise<Stored> =>
-  request(at('turns', id, 'fork'), { method: 'POST', json: { tokens, instead } })
+export const goOn = (id: string, key: string): Promise<Stored> =>
+  once(at('turns', id, 'continue'), { method: 'POST', key })
+export const fork = (id: string, tokens: number, instead: number | null, key: string): Promise<Stored> =>
+  once(at('turns', id, 'fork'), { method: 'POST', json: { tokens, instead }, key })
 export const stop = (id: string): Promise<void> => request(at('turns', id, 'stop'), { method: 'POST' })
 export const answerNow = (id: string): Promise<void> => request(at('turns', id, 'answer-now'), { method: 'POST' })
 export const tokens = (id: string): Promise<Token[]> => request(at('turns', id, 'tokens'))
@@ -102,4 +109,7 @@ export const exported = (id: string, form: Format, leaf: string | null): string 
   address(at('conversations', id, 'export'), { form, leaf })
 export const takeIn = (text: string): Promise<Conversation[]> =>
   request(at('import'), { method: 'POST', body: new Blob([text], { type: 'text/plain' }) })
+/** Sound; it comes while it is made. */
+export const speech = (id: string): string => address(at('messages', id, 'speech'))
+export const voices = (): Promise<{ model: string; voices: string[] }> => request('v1/audio/voices')
 export const blob = (digest: string, type: string): string => address(at('blobs', digest), { type })

@@ -94,6 +94,10 @@ export interface Cursor {
   can_redo: boolean
 }
 
+export interface DeletePreset {
+  name: string
+}
+
 export interface Edit {
   parts: (Text | Thinking | ToolCall | ToolResult | Blob | Media)[]
   key?: string | null
@@ -254,6 +258,13 @@ export interface PhaseOpened {
   tokens?: number
 }
 
+/** What a user likes to set for conversations, under a name. */
+export interface Preset {
+  name: string
+  system: string
+  parameters: Record<string, unknown>
+}
+
 /** A reply as the model wrote it, markers and all. */
 export interface Raw {
   text: string
@@ -300,6 +311,13 @@ export interface Sampling {
   seed: number
   logprobs: number
   constraint: Constraint | null
+  spoken?: boolean
+}
+
+export interface SavePreset {
+  name: string
+  system?: string
+  parameters?: Record<string, unknown>
 }
 
 export interface Say {

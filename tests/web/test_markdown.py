@@ -1,0 +1,75 @@
+"""Markdown as it is seen: tables, lists and quotes, from left to right and from right to left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from tests.web.conftest import PATIENCE, Served
+from tests.web.screen import ask, ended
+
+TABLE = (
+    "| name | price | longer header | another one |\n| --- | ---: | :---: | --- |\n| pear | 3 | a few words | more |\n"
+)
+HEBREW = "> ציטוט\n\n- אחד\n- two\n\n| שם | ערך |\n| --- | --- |\n| א | 1 |\n\n```js\nlet x = 1\n```\n"
+
+
+@pytest.fixture
+def phone(browser: Browser) -> Iterator[Page]:
+    """The smallest that must do. Nothing on it is refused by the policy."""
+    context = browser.new_context(viewport={"width": 360, "height": 700}, service_workers="block")
+    context.set_default_timeout(PATIENCE * 1000)
+    page = context.new_page()
+    refused: list[str] = []
+    page.on("console", lambda told: refused.append(told.text) if "Security Policy" in told.text else None)
+    yield page
+    context.close()
+    assert refused == []
+
+
+def side(element: Locator, name: str) -> float:
+    found: float = element.evaluate(f"element => element.getBoundingClientRect().{name}")
+    return found
+
+
+@contextmanager
+def said(page: Page, folder: Path, answer: str) -> Iterator[Locator]:
+    """The reply of a model that says just this."""
+    with Served(folder, script=[{"thought": "t", "answer": answer}]) as served:
+        page.goto(served.url)
+        ask(page, "Well?")
+        yield ended(page)
+
+
+def test_columns_have_their_sides_and_words_stay_whole(phone: Page, tmp_path: Path) -> None:
+    with said(phone, tmp_path, TABLE) as reply:
+        _check_columns(phone, reply)
+
+
+def _check_columns(phone: Page, reply: Locator) -> None:
+    cells = reply.locator("tbody td")
+    for index, where in enumerate(("start", "right", "center", "start")):
+        expect(cells.nth(index)).to_have_css("text-align", where)
+    heads = reply.locator("th")
+    line = float(heads.first.evaluate("head => parseFloat(getComputedStyle(head).lineHeight)"))
+    assert side(heads.first, "height") < 2 * line + 15
+    assert side(reply.locator(".wide"), "right") <= 360
+    assert not phone.evaluate("document.documentElement.scrollWidth > innerWidth")
+
+
+def test_lists_quotes_and_tables_begin_where_their_lines_do(phone: Page, tmp_path: Path) -> None:
+    with said(phone, tmp_path, HEBREW) as reply:
+        _check_sides(reply)
+
+
+def _check_sides(reply: Locator) -> None:
+    for name in ("ul", "blockquote", "table"):
+        expect(reply.locator(name)).to_have_css("direction", "rtl")
+    listed, item = reply.locator("ul"), reply.locator("li").first
+    assert side(listed, "right") - side(item, "right") > 10, "there is room for its mark"
+    expect(reply.locator("figure.code")).to_have_css("direction", "ltr")
+    assert side(reply.locator("th").first, "left") > side(reply.locator("th").last, "left")
