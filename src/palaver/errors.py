@@ -149,3 +149,8 @@ class EngineError(PalaverError):
 class EngineClosed(EngineError):
     def __init__(self) -> None:
         super().__init__("The engine has been closed.")
+
+
+class ShuttingDown(PalaverError):
+    def __init__(self) -> None:
+        super().__init__("The server is shutting down: try again in a moment.")

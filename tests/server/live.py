@@ -19,6 +19,8 @@ from palaver.chat.service import Service
 from palaver.engines.torch import Options, load
 from palaver.models.catalog import resolve
 from palaver.server.app import Server
+from palaver.server.connections import prompt_connections
+from palaver.server.serving import socket_options
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
 
@@ -86,7 +88,13 @@ class Live:
                     models.load(self._model)
                     await models.ready()
                 self.server = Server(self.service, self._given)
-                config = uvicorn.Config(self.server.asgi, log_config=None, lifespan="off", ws="none")
+                config = uvicorn.Config(
+                    self.server.asgi,
+                    log_config=None,
+                    lifespan="off",
+                    http=prompt_connections(self._given.limits),
+                    **socket_options(self._given),
+                )
                 self._uvicorn = uvicorn.Server(config)
                 serving = asyncio.create_task(self._uvicorn.serve(sockets=[listening]))
                 while not self._uvicorn.started and not serving.done():

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -118,3 +119,78 @@ def test_the_schema_names_every_route(http: httpx.Client) -> None:
     for path in (CHAT, "/v1/completions", "/v1/models", "/v1/tokenize", "/v1/apply-template", "/health", "/metrics"):
         assert path in document["paths"]
     assert '"422"' not in json.dumps(document)
+
+
+def say(http: httpx.Client, **parameters: object) -> tuple[str, str]:
+    """A conversation and the turn that was begun in it."""
+    conversation = http.post("/api/conversations", json={}).json()["id"]
+    message = {"role": "user", "parts": [{"type": "text", "text": "What is 12 + 30?"}]}
+    body = {"parent": None, "message": message, "parameters": parameters}
+    said = http.post(f"/api/conversations/{conversation}/say", json=body).json()
+    return conversation, said["reply"]["id"]
+
+
+def entries(text: str) -> list[dict[str, Any]]:
+    """The data of a turn's stream."""
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+
+
+def test_a_turn_finishes_within_the_grace_and_nothing_new_is_begun(tmp_path: Path) -> None:
+    with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60) as http:
+        conversation, turn = say(http, temperature=0, max_tokens=30, min_tokens=30)
+        closing = asyncio.run_coroutine_threadsafe(live.server.close(60.0), live.loop)
+        late = http.post(f"/api/conversations/{conversation}/replies", json={"parent": turn})
+        events = entries(http.get(f"/api/turns/{turn}/events").text)
+        closing.result(60)
+        assert late.status_code in (409, 503)  # still running, or over and the server ends
+        assert (events[-1]["event"]["type"], events[-1]["event"]["finish"]) == ("finished", "length")
+        assert http.get(f"/api/messages/{turn}").json()["reply"]["status"] == "length"
+        refused = http.post(f"/api/turns/{turn}/continue")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        said = {"parent": None, "message": {"role": "user", "parts": [{"type": "text", "text": "Hi"}]}}
+        refused = http.post(f"/api/conversations/{conversation}/say", json=said)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert len(http.get(f"/api/conversations/{conversation}/nodes").json()) == 2, "nothing half written"
+
+
+def test_a_turn_that_takes_longer_than_the_grace_is_put_aside_and_its_readers_are_told(tmp_path: Path) -> None:
+    with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60) as http:
+        _, turn = say(http, min_tokens=4000)
+        with http.stream("GET", f"/api/turns/{turn}/events") as answer:
+            lines = answer.iter_lines()
+            next(line for line in lines if "thinking_delta" in line)
+            closing = asyncio.run_coroutine_threadsafe(live.server.close(0.0), live.loop)
+            events = entries("\n".join(lines))
+        closing.result(60)
+        assert events[-1]["event"]["type"] == "failed"
+        assert "can be continued" in events[-1]["event"]["error"]
+        assert http.get(f"/api/messages/{turn}").json()["reply"]["status"] == "interrupted"
+
+
+def test_a_chat_in_a_conversation_is_told_that_the_server_ends(tmp_path: Path) -> None:
+    with Live(tmp_path) as live:
+        body = {"messages": SUM, "stream": True, "min_tokens": 4000, "metadata": {"conversation": "new"}}
+        with httpx.stream("POST", live.url + CHAT, json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(line for line in lines if "reasoning" in line)
+            closing = asyncio.run_coroutine_threadsafe(live.server.close(0.0), live.loop)
+            rest = "\n\n".join(lines)
+        closing.result(30)
+        assert [event["error"]["code"] for event in chunks(rest) if "error" in event] == ["shutting_down"]
+
+
+def test_metrics_count_turns_of_conversations_and_what_the_engine_says_of_itself(tmp_path: Path) -> None:
+    with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60) as http:
+        for _ in range(2):
+            _, turn = say(http, temperature=0)
+            usage = entries(http.get(f"/api/turns/{turn}/events").text)[-1]["event"]["usage"]
+        text = http.get("/metrics").text
+        values = dict(re.findall(r"^(palaver_[a-z_]+) (\S+)$", text, re.MULTILINE))
+        assert int(values["palaver_reply_tokens_total"]) == 2 * usage["reply_tokens"]
+        assert int(values["palaver_thinking_tokens_total"]) == 2 * usage["thinking_tokens"] > 0
+        assert int(values["palaver_cached_tokens_total"]) == int(values["palaver_cache_hit_tokens_total"]) > 0
+        assert int(values["palaver_prompt_tokens_total"]) == int(values["palaver_cache_prompt_tokens_total"])
+        assert values["palaver_first_token_seconds_count"] == "2"
+        assert 'palaver_replies_total{finish="end"} 2' in text
+        assert (values["palaver_replies_waiting"], values["palaver_turns_running"]) == ("0", "0")
+        assert int(values["palaver_cache_limit_bytes"]) > int(values["palaver_cache_used_bytes"]) > 0

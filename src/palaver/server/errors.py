@@ -9,6 +9,7 @@ from typing import Any
 
 from palaver import errors
 from palaver.errors import PalaverError, RequestError
+from palaver.errors import ShuttingDown as ShuttingDown
 from palaver.store import errors as store
 from palaver.wire.errors import named
 
@@ -71,9 +72,9 @@ class OtherModel(RequestError):
     """A request for a model that is not the one in use."""
 
 
-class ShuttingDown(PalaverError):
-    def __init__(self) -> None:
-        super().__init__("The server is shutting down: try again in a moment.")
+class NoPreviousResponse(errors.BadParameter):
+    def __init__(self, id: str) -> None:
+        super().__init__("previous_response_id", id[:200], "there is no such response")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ _TABLE: dict[type[BaseException], Told] = {
     errors.QueueFull: Told(429, "rate_limit_error", "queue_full"),
     errors.CacheFull: Told(400, code="context_length_exceeded"),
     NotSupported: Told(400, code="not_supported"),
+    NoPreviousResponse: Told(400, code="previous_response_not_found"),
     errors.ModelError: Told(400, code="model_error"),
     errors.ContextOverflow: Told(400, code="context_length_exceeded"),
     errors.UnknownModel: Told(400, code="model_not_found"),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from palaver.events import Usage
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -32,6 +35,17 @@ class Histogram:
         yield f"{self._name}_count {total}"
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How things stand just now."""
+
+    replies: int
+    turns: int
+    ready: bool
+    engine: Mapping[str, float]
+    """The engine's own figures; none where it does not tell."""
+
+
 class Metrics:
     """Counts of one server since its start."""
 
@@ -54,28 +68,57 @@ class Metrics:
     def finished(self, reason: str) -> None:
         self.finishes[reason] = self.finishes.get(reason, 0) + 1
 
-    def text(self, running: int, turns: int, ready: bool) -> str:
-        return (
-            "\n".join([*self._lines(running, turns, ready), *self.first_token.lines(), *self.between_tokens.lines()])
-            + "\n"
-        )
+    def replied(self, usage: Usage, reason: str) -> None:
+        """A whole reply, or as much of it as there was."""
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.cached_tokens
+        self.reply_tokens += usage.reply_tokens
+        self.thinking_tokens += usage.thinking_tokens
+        self.finished(reason)
 
-    def _lines(self, running: int, turns: int, ready: bool) -> Iterator[str]:
+    def text(self, standing: Standing) -> str:
+        histograms = (*self.first_token.lines(), *self.between_tokens.lines())
+        return "\n".join([*self._lines(standing), *_engine(standing.engine), *histograms]) + "\n"
+
+    def _lines(self, now: Standing) -> Iterator[str]:
         yield from _family("palaver_requests_total", "counter", "Requests by status.", "status", self.requests)
         yield from _family("palaver_replies_total", "counter", "Replies by how they ended.", "finish", self.finishes)
+        waiting = int(now.engine.get("waiting", self.waiting))
         for name, kind, meaning, value in (
             ("prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens),
             ("cached_tokens_total", "counter", "Tokens of prompts that had been computed before.", self.cached_tokens),
             ("reply_tokens_total", "counter", "Tokens of replies.", self.reply_tokens),
             ("thinking_tokens_total", "counter", "Those of them that were thought.", self.thinking_tokens),
-            ("replies_running", "gauge", "Replies in the making or waiting.", running),
-            ("replies_waiting", "gauge", "Those of them that wait in the queue.", self.waiting),
-            ("turns_running", "gauge", "Turns of conversations that run.", turns),
-            ("model_ready", "gauge", "Whether a model can be talked to.", int(ready)),
+            ("replies_running", "gauge", "Replies of requests in the making or waiting.", now.replies),
+            ("turns_running", "gauge", "Turns of conversations in the making or waiting.", now.turns),
+            ("replies_waiting", "gauge", "All that wait in the queue.", waiting),
+            ("model_ready", "gauge", "Whether a model can be talked to.", int(now.ready)),
         ):
-            yield f"# HELP palaver_{name} {meaning}"
-            yield f"# TYPE palaver_{name} {kind}"
-            yield f"palaver_{name} {value}"
+            yield from _single(name, kind, meaning, value)
+
+
+_ENGINE = {
+    "running": ("engine_running", "gauge", "Sequences that the engine computes just now."),
+    "limit_bytes": ("cache_limit_bytes", "gauge", "What the cache may hold."),
+    "used_bytes": ("cache_used_bytes", "gauge", "What it holds."),
+    "kept_bytes": ("cache_kept_bytes", "gauge", "What of it is kept for later and may be evicted."),
+    "prompt_tokens": ("cache_prompt_tokens_total", "counter", "Tokens of prompts since the model was loaded."),
+    "hit_tokens": ("cache_hit_tokens_total", "counter", "Those of them that were not computed again."),
+    "evictions": ("cache_evictions_total", "counter", "Pieces that had to go."),
+}
+"""The engine's own figures by their names there."""
+
+
+def _engine(figures: Mapping[str, float]) -> Iterator[str]:
+    for name, (shown, kind, meaning) in _ENGINE.items():
+        if name in figures:
+            yield from _single(shown, kind, meaning, int(figures[name]))
+
+
+def _single(name: str, kind: str, meaning: str, value: int) -> Iterator[str]:
+    yield f"# HELP palaver_{name} {meaning}"
+    yield f"# TYPE palaver_{name} {kind}"
+    yield f"palaver_{name} {value}"
 
 
 class Pace:

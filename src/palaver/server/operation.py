@@ -17,13 +17,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from palaver import __version__
 from palaver.chat.interface import ModelCard, ModelState
 from palaver.errors import BadParameter, PalaverError
+from palaver.server.anthropic import models as anthropic
 from palaver.server.callers import Admin, Whoever
 from palaver.server.errors import NotSupported, OtherModel, error_body
+from palaver.server.metrics import Standing
+from palaver.server.refusing import speaks_anthropic
 from palaver.server.state import State, StateOf
 from palaver.server.streaming import EventStream
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _POLL_SECONDS = 0.2
+_FIGURES_SECONDS = 1.0
 
 
 class Health(BaseModel):
@@ -62,24 +66,26 @@ def router() -> APIRouter:
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics(state: StateOf) -> Response:
         """Counts since the start, as Prometheus reads them."""
-        return PlainTextResponse(_metrics(state), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return PlainTextResponse(await _metrics(state), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @routes.get("/v1/models")
-    async def models(state: StateOf) -> dict[str, Any]:
-        """The model in use first, then others at hand."""
+    async def models(request: Request, state: StateOf) -> dict[str, Any]:
+        """The model in use first, then others at hand; with the header `anthropic-version` in Anthropic's shape."""
         card = state.service.models.card()
         names = dict.fromkeys(
             [*([card.name] if card.name else ()), *state.settings.aliases, *state.service.models.names]
         )
+        if speaks_anthropic(request.scope):
+            return anthropic.page(list(names), card, request.query_params)
         return {"object": "list", "data": [_model(name, card) for name in names]}
 
     @routes.get("/v1/models/{name:path}")
-    async def model(name: str, state: StateOf) -> dict[str, Any]:
+    async def model(request: Request, name: str, state: StateOf) -> dict[str, Any]:
         """One of them."""
         card = state.service.models.card()
         if name not in (card.name, *state.settings.aliases, *state.service.models.names):
             raise OtherModel(f"There is no model {name[:200]!r} here.")
-        return _model(name, card)
+        return anthropic.model_value(name, card) if speaks_anthropic(request.scope) else _model(name, card)
 
     @routes.post("/v1/model/load", response_model=None)
     async def load(body: LoadRequest, caller: Admin, state: StateOf) -> Response:
@@ -141,9 +147,19 @@ def _health(card: ModelCard) -> Health:
     return Health(status=card.state.value, model=card.name, progress=card.progress, note=card.note)
 
 
-def _metrics(state: State) -> str:
+async def _metrics(state: State) -> str:
     ready = state.service.models.card().state is ModelState.READY
-    return state.metrics.text(len(state.floor), len(state.service.turns.running), ready)
+    replies, turns = len(state.floor), len(state.service.turns.running)
+    return state.metrics.text(Standing(replies, turns, ready, await _engine_figures(state)))
+
+
+async def _engine_figures(state: State) -> dict[str, float]:
+    """None where there is no engine, or one that has no time to tell."""
+    try:
+        async with asyncio.timeout(_FIGURES_SECONDS):
+            return await state.service.models.current().engine.counted()
+    except (PalaverError, TimeoutError):
+        return {}
 
 
 def _model(name: str, card: ModelCard) -> dict[str, Any]:

@@ -11,14 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from palaver.errors import BadParameter, PalaverError
 from palaver.server.app import Server
+from palaver.server.connections import prompt_connections
 from palaver.server.settings import ServerSettings
 
 BACKLOG = 2048
+PING_SECONDS = 20.0
 _QUIET_LIBRARIES = ("uvicorn", "uvicorn.error", "asyncio", "httpx", "httpcore", "alembic")
 
 
@@ -30,19 +34,32 @@ class Certificate:
     key: Path | None = None
 
 
+def socket_options(settings: ServerSettings) -> dict[str, Any]:
+    """How WebSockets are held: within the bounds of bodies, unpacked, and given up where nobody answers a ping."""
+    return {
+        "ws": "websockets-sansio",
+        "ws_max_size": settings.limits.body_bytes,
+        "ws_ping_interval": PING_SECONDS,
+        "ws_ping_timeout": PING_SECONDS,
+        "ws_per_message_deflate": False,
+    }
+
+
 class Serving(uvicorn.Server):
     """Ends in order: takes nothing new, lets replies finish for a while, puts turns aside, then closes connections."""
 
     def __init__(self, server: Server, grace: float, certificate: Certificate | None = None) -> None:
         self._palaver = server
         self._grace = grace
+        self._hurried = asyncio.Event()
         super().__init__(
             uvicorn.Config(
                 server.asgi,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                ws="none",
+                http=prompt_connections(server.settings.limits),
+                **socket_options(server.settings),
                 server_header=False,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=max(1, int(grace) + 5),
@@ -64,10 +81,23 @@ class Serving(uvicorn.Server):
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self._hurried.set()
+        super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for listening in self.servers:
             listening.close()
-        await self._palaver.close(self._grace)
+        closing = asyncio.create_task(self._palaver.close(self._grace))
+        hurried = asyncio.create_task(self._hurried.wait())
+        await asyncio.wait({closing, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        if not closing.done():
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
+            closing = asyncio.create_task(self._palaver.close(0.0))
+        await closing
         await super().shutdown(sockets)
 
 

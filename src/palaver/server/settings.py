@@ -10,6 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Limits:
+    head_bytes: int = 64 << 10
+    """Of a request's line and headers together."""
+    head_seconds: float = 15.0
+    """For how long they may take to arrive."""
     body_bytes: int = 32 << 20
     body_seconds: float = 30.0
     """For how long a body may take to arrive as a whole."""
@@ -23,6 +27,12 @@ class Limits:
     """Replies of the OpenAI API in the making or waiting, of all users together."""
     requests_per_minute: int = 0
     """Of one key; 0 is no limit."""
+    sockets: int = 64
+    """WebSockets that one caller has open."""
+    socket_idle_seconds: float = 600.0
+    """A WebSocket is closed after so long without a turn."""
+    socket_grace_seconds: float = 30.0
+    """For so long a turn goes on whose WebSocket was cut, so that its client can come back to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,8 @@ class ServerSettings:
     """Whether an administrator may load models beyond those at hand: folders and ids of the hub."""
     aliases: tuple[str, ...] = ()
     """Further names the model answers to."""
+    voice: str = "espeak"
+    """What speaks: espeak, or the folder or hub id of a text-to-speech model."""
     debug: bool = False
     """Whether the log holds what is said."""
     instance: str = ""

@@ -1,0 +1,118 @@
+"""A head that does not come to an end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from palaver.server.settings import Limits, ServerSettings
+from tests.server.live import Live
+
+SECONDS = 0.3
+HEAD = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server that waits for nobody."""
+    limits = Limits(head_seconds=SECONDS, body_bytes=1 << 20)
+    with Live(tmp_path_factory.mktemp("hasty"), ServerSettings(limits=limits), model=None) as live:
+        yield live
+
+
+@pytest.fixture
+def line(hasty: Live) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=30) as connection:
+        yield connection
+
+
+def all_of(line: socket.socket) -> bytes:
+    """Everything up to the end of the connection."""
+    received = b""
+    while piece := line.recv(65536):
+        received += piece
+    return received
+
+
+def read_until(line: socket.socket, what: bytes) -> bytes:
+    received = b""
+    while what not in received:
+        piece = line.recv(65536)
+        assert piece, received
+        received += piece
+    return received
+
+
+def test_who_says_nothing_is_let_go_of(line: socket.socket) -> None:
+    assert all_of(line) == b""
+
+
+def test_half_a_head_is_a_408(line: socket.socket) -> None:
+    line.sendall(HEAD)
+    answer = all_of(line)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"did not arrive within 0.3 s" in answer
+
+
+def test_a_head_that_comes_letter_by_letter_is_a_408(line: socket.socket) -> None:
+    """However often something comes: the whole of it counts."""
+    over = threading.Event()
+
+    def drip() -> None:
+        line.sendall(HEAD)
+        while not over.wait(SECONDS / 10):
+            try:
+                line.sendall(b"x")
+            except OSError:
+                return
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    try:
+        received = line.recv(65536)
+    finally:
+        over.set()
+        dripping.join()
+    assert received.startswith(b"HTTP/1.1 408 ")
+
+
+def test_the_second_head_of_a_connection_counts_too(line: socket.socket) -> None:
+    line.sendall(HEAD + b"\r\n")
+    read_until(line, b"}")
+    line.sendall(HEAD)
+    assert all_of(line).startswith(b"HTTP/1.1 408 ")
+
+
+def test_an_endless_head_is_a_431(line: socket.socket) -> None:
+    line.sendall(HEAD)
+    try:
+        for _ in range(1000):
+            line.sendall(b"x-filler: " + b"x" * 1000 + b"\r\n")
+    except OSError:
+        pass  # it is closed already
+    assert line.recv(65536).startswith(b"HTTP/1.1 431 ")
+
+
+def test_an_answer_may_take_its_time_and_a_line_be_idle_between_requests(hasty: Live) -> None:
+    with httpx.Client(base_url=hasty.url, timeout=30) as http:
+        for _ in range(3):
+            assert http.get("/api/model/ready", params={"wait": SECONDS * 2}).status_code in (200, 503)
+
+
+def test_a_body_that_nobody_reads_is_no_head(tmp_path: Path) -> None:
+    """It is refused before its body is read; what still comes of that is not taken for another request."""
+    settings = ServerSettings(host="0.0.0.0", limits=Limits(head_seconds=5.0))
+    with Live(tmp_path, settings, model=None) as live:
+        line = socket.create_connection(("127.0.0.1", live.port), timeout=30)
+        with line:
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 500000\r\n\r\n"
+            line.sendall(head + b"x" * 1000)
+            assert read_until(line, b"}}").startswith(b"HTTP/1.1 401 ")
+            line.sendall(b"x" * 499_000)
+            line.sendall(HEAD + b"\r\n")
+            assert read_until(line, b"}").startswith(b"HTTP/1.1 503 ")
