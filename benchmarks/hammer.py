@@ -3,6 +3,7 @@ counts how many came out equal to the uncut ones.
 
     python -m benchmarks.hammer --url http://127.0.0.1:8080/v1 --rounds 1000
     python -m benchmarks.hammer --url http://127.0.0.1:8081/v1 --way text     # a server that takes no token ids
+    python -m benchmarks.hammer --peer llama.cpp --way text                   # one that benchmarks/peers.py can start
 
 `ids`: chunks carry the token ids of their text (`return_token_ids`), and a begun reply is sent back with them.
 `text`: a begun reply is sent back as the text that came, with `continue_final_message`.
@@ -15,9 +16,12 @@ import argparse
 import asyncio
 import json
 import random
+import tempfile
 import time
 from collections import Counter
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -40,6 +44,10 @@ QUESTIONS = (
     "What is the weather in Paris?",
     "What is the weather in Rome and in Oslo?",
 )
+
+
+class Refused(Exception):
+    """The server answered with an error: a reply that did not come out at all."""
 
 
 @dataclass
@@ -104,6 +112,13 @@ class Hammer:
     async def round(self, number: int) -> bool:
         """One reply, cut several times. Whether it came out as the uncut one."""
         request = self._request(number)
+        try:
+            return await self._cut(request)
+        except Refused as error:
+            self.failures.append(f"{request['messages'][0]['content']!r} {error}")
+            return False
+
+    async def _cut(self, request: dict[str, Any]) -> bool:
         key = json.dumps(request, sort_keys=True)
         if key not in self.uncut:
             self.uncut[key] = await self._heard(request, Reply(), None)
@@ -140,13 +155,13 @@ class Hammer:
         count = 0
         async with self.client.stream("POST", "chat/completions", json=body) as answer:
             if answer.status_code != 200:
-                raise SystemExit(f"{answer.status_code}: {(await answer.aread()).decode()[:500]}")
+                raise Refused(f"{answer.status_code}: {(await answer.aread()).decode()[:500]}")
             async for line in answer.aiter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
-                    raise SystemExit(f"mid-stream: {event}")
+                    raise Refused(f"mid-stream: {event}")
                 for choice in event["choices"]:
                     reply.take(choice)
                 count += 1
@@ -156,6 +171,20 @@ class Hammer:
 
 
 async def hammered(options: argparse.Namespace) -> int:
+    async with AsyncExitStack() as stack:
+        if options.peer:
+            from benchmarks.peers import STARTS, HttpPeer, prepare
+
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            prepare(folder, endless=False)
+            peer = await STARTS[options.peer](stack, folder, "f32")
+            assert isinstance(peer, HttpPeer), "an engine in this process is no server"
+            options.url = f"{peer.url}/v1"
+            options.model = str(folder) if options.peer == "transformers" else options.model
+        return await hammer_at(options)
+
+
+async def hammer_at(options: argparse.Namespace) -> int:
     headers = {"authorization": f"Bearer {options.key}"}
     limits = httpx.Limits(max_connections=options.parallel)
     url = options.url.rstrip("/") + "/"
@@ -182,6 +211,7 @@ async def hammered(options: argparse.Namespace) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8080/v1", help="up to and with /v1")
+    parser.add_argument("--peer", choices=("palaver", "llama.cpp", "transformers"), help="start this one and take it")
     parser.add_argument("--model", default="sprout")
     parser.add_argument("--key", default="none")
     parser.add_argument("--way", choices=("ids", "text"), default="ids")

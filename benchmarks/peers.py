@@ -1,11 +1,12 @@
 """Palaver's engine beside other servers of the same model on the same machine, as ratios measured in one run.
 
-    python benchmarks/peers.py [--url NAME=http://127.0.0.1:8000] [--only engine llama.cpp transformers] [--rounds 5]
+    python benchmarks/peers.py [--url NAME=http://127.0.0.1:8000] [--only palaver llama.cpp transformers] [--rounds 5]
 
 Each round asks every peer in turn, so that other load on the machine hits all of them alike; the figures are medians.
 The model is the embedded one with the end of a turn made unlikely, so that all say the same number of tokens.
 
-- `engine` is the torch engine in this process; `hosted` the same in a process of its own, as a server has it.
+- `engine` is the torch engine in this process; `hosted` the same in a process of its own, as a server has it;
+  `palaver` is `palaver serve`, over HTTP like the others.
 - `llama.cpp` needs `pip install xllamacpp gguf`; the weights are converted here, --gguf says to which type.
 - `transformers` is `transformers serve`, which needs `pip install "transformers[serving]" accelerate`.
 - `--url` is any server with /v1/chat/completions that runs already. Let it serve the folder that --keep leaves.
@@ -105,6 +106,7 @@ class HttpPeer:
 
     def __init__(self, name: str, url: str, **body: Any) -> None:
         self.name = name
+        self.url = url
         parts = urlsplit(url)
         self._place = (parts.hostname or "127.0.0.1", parts.port or 80)
         self._path = f"{parts.path.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
@@ -147,8 +149,8 @@ def _read(lines: Sequence[tuple[float, bytes]], seconds: float) -> Answer:
     return Answer(times[0], seconds, counted or len(times), "".join(texts))
 
 
-def prepare(folder: Path) -> None:
-    """The embedded model in float32, with a head of its own in which no token ends the turn."""
+def prepare(folder: Path, endless: bool = True) -> None:
+    """The embedded model in float32; `endless`: with a head in which no token ends the turn."""
     for path in SPROUT.iterdir():
         if path.suffix in (".json", ".jinja") and path.name != "evaluation.json":
             shutil.copy(path, folder)
@@ -157,7 +159,8 @@ def prepare(folder: Path) -> None:
     ends = settings["eos_token_id"]
     tensors = {name: tensor.float() for name, tensor in load_file(SPROUT / "model.safetensors").items()}
     head = tensors["model.embed_tokens.weight"].clone()
-    head[ends] = 0
+    if endless:
+        head[ends] = 0
     tensors["lm_head.weight"] = head
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config |= {"tie_word_embeddings": False, "dtype": "float32", "torch_dtype": "float32"}
@@ -269,7 +272,7 @@ async def started(stack: AsyncExitStack, name: str, command: Sequence[str], port
     end = time.monotonic() + START_SECONDS
     while True:
         try:
-            await peer.ask([{"role": "user", "content": "Hi"}], 16)
+            await peer.ask([{"role": "user", "content": "What is 12 + 30?"}], 64)
             return peer
         except (OSError, RuntimeError, IndexError) as error:
             if process.poll() is not None or time.monotonic() > end:
@@ -296,6 +299,12 @@ async def start_hosted(stack: AsyncExitStack, folder: Path, _: str) -> Peer:
     return EnginePeer("hosted", await stack.enter_async_context(HostedEngine(spec)), folder)
 
 
+async def start_palaver(stack: AsyncExitStack, folder: Path, _: str) -> Peer:
+    port, data = free_port(), stack.enter_context(tempfile.TemporaryDirectory())
+    command = [sys.executable, "-m", "palaver", "serve", str(folder), "--port", str(port), "--data", data]
+    return await started(stack, "palaver serve", command, port)
+
+
 async def start_llama(stack: AsyncExitStack, folder: Path, kind: str) -> Peer:
     path, port = folder / f"model-{kind}.gguf", free_port()
     write_gguf(folder, path, kind)
@@ -314,6 +323,7 @@ async def start_transformers(stack: AsyncExitStack, folder: Path, _: str) -> Pee
 STARTS: dict[str, Callable[[AsyncExitStack, Path, str], Awaitable[Peer]]] = {
     "engine": start_engine,
     "hosted": start_hosted,
+    "palaver": start_palaver,
     "llama.cpp": start_llama,
     "transformers": start_transformers,
 }
