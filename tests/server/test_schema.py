@@ -14,7 +14,7 @@ from tests.server.live import Live
 EXAMPLES = int(os.environ.get("PALAVER_EXAMPLES", "10"))
 LEFT_OUT = re.compile(r"/(events|changes|stream|load|unload)")
 """Streams without an end, and what would take the model away."""
-SPEAKING = ("/v1/chat/completions", "/v1/completions")
+SPEAKING = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 
 
 def test_nothing_is_an_error_of_the_server(live: Live) -> None:
@@ -42,7 +42,8 @@ def _try(operation: Any) -> None:
     @given(case=operation.as_strategy())
     def one(case: Any) -> None:
         if isinstance(case.body, dict) and operation.path in SPEAKING:
-            case.body["max_tokens"] = 4  # what is tried is the request, not the model
+            most = "max_output_tokens" if operation.path == "/v1/responses" else "max_tokens"
+            case.body[most] = 4  # what is tried is the request, not the model
         answer = case.call(timeout=60)
         assert answer.status_code < 500, (operation.path, answer.text)
         assert answer.status_code != 422

@@ -7,6 +7,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from palaver.server.anthropic.refusals import is_theirs
+
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -29,7 +31,31 @@ _ANSWER = {
     "description": "An error",
     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
 }
-_KEY = {"key": {"type": "http", "scheme": "bearer"}}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {
+                "type": {"type": "string"},
+                "message": {"type": "string"},
+                "details": {"type": "object"},
+            },
+        },
+        "request_id": {"type": "string"},
+    },
+}
+_ANTHROPIC_ANSWER = {
+    "description": "An error",
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/AnthropicError"}}},
+}
+_KEYS = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 
 
 def describe(app: FastAPI) -> None:
@@ -46,15 +72,16 @@ def describe(app: FastAPI) -> None:
 
 
 def described(document: dict[str, Any]) -> dict[str, Any]:
-    for operations in document["paths"].values():
+    for path, operations in document["paths"].items():
+        answer = _ANTHROPIC_ANSWER if is_theirs(path, {}) else _ANSWER
         for operation in operations.values():
             operation["responses"].pop("422", None)
-            operation["responses"] |= {"4XX": _ANSWER, "5XX": _ANSWER}
+            operation["responses"] |= {"4XX": answer, "5XX": answer}
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    schemas["Error"] = _ERROR
-    components["securitySchemes"] = _KEY
-    document["security"] = [{}, {"key": []}]
+    schemas |= {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
+    components["securitySchemes"] = _KEYS
+    document["security"] = [{}, *({name: []} for name in _KEYS)]
     return document

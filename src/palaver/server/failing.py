@@ -10,7 +10,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from palaver.errors import BadParameter, PalaverError
-from palaver.server.errors import NoRoute, NotJson, WrongMethod, error_headers, error_value, note, told
+from palaver.server.errors import NoRoute, NotJson, WrongMethod, note
+from palaver.server.refusing import refused
 
 
 def answer_errors(app: FastAPI) -> None:
@@ -20,9 +21,10 @@ def answer_errors(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _answer)
 
 
-async def _answer(_: Request, error: Exception) -> JSONResponse:
+async def _answer(request: Request, error: Exception) -> JSONResponse:
     note(error)
-    return JSONResponse(error_value(error), told(error).status, error_headers(error))
+    answer = refused(error, request.scope)
+    return JSONResponse(answer.value, answer.status, answer.headers)
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:

@@ -5,21 +5,27 @@ Plain ASGI, because it stands between the routes and every piece of every stream
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from palaver.server.access import AccessLog
 from palaver.server.bodies import Left, check_json, given_again, read_body
 from palaver.server.callers import Callers
-from palaver.server.errors import NoKey, error_body, error_headers, note, told
+from palaver.server.errors import NoKey, note
 from palaver.server.metrics import Metrics
 from palaver.server.origins import Gate
 from palaver.server.rates import Rates
+from palaver.server.refusing import refused
 from palaver.server.settings import ServerSettings
+from palaver.server.socket.denial import deny
+from palaver.server.socket.keys import with_key
 from palaver.store.identity import new_id
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}")
@@ -28,7 +34,8 @@ _PREFLIGHT = (
     (b"access-control-allow-methods", b"GET, POST, PUT, PATCH, DELETE, OPTIONS"),
     (
         b"access-control-allow-headers",
-        b"authorization, content-type, x-api-key, last-event-id, x-conversation, idempotency-key",
+        b"authorization, content-type, x-api-key, last-event-id, x-conversation, idempotency-key, anthropic-version, "
+        b"anthropic-beta, anthropic-dangerous-direct-browser-access",
     ),
     (b"access-control-max-age", b"600"),
 )
@@ -89,21 +96,29 @@ class Shell:
             self._rates.take(caller.owner_id)
 
     async def _socket(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, send: Send) -> None:
+        """The same checks as for a request. `again` makes them for each turn of a socket that stays open."""
+        begun, status = time.monotonic(), 101
+        headers = with_key(headers, scope.get("subprotocols", ()))
         try:
             await self.admit(scope, headers)
+            scope["state"]["again"] = partial(self.admit, scope, headers)
         except Exception as error:
             note(error)
-            await receive()
-            await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:100]})
-            return
-        await self.app(scope, receive, send)
+            status = await deny(WebSocket(scope, receive, send), error)
+        else:
+            await self.app(scope, receive, send)
+        finally:
+            caller, path = scope["state"].get("caller"), unquote(scope["path"])
+            id = scope["state"]["request_id"]
+            self.access.note(id, caller, "SOCKET", path, status, time.monotonic() - begun)
+            self.metrics.request(status)
 
     def shared(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         """What lets a page of an origin that the operator named read the answer."""
         origin = headers.get(b"origin")
         if origin is None or not self.gate.is_named(origin.decode("latin-1")):
             return []
-        exposed = (b"access-control-expose-headers", b"x-request-id, x-conversation, retry-after")
+        exposed = (b"access-control-expose-headers", b"x-request-id, request-id, x-conversation, retry-after")
         return [(b"access-control-allow-origin", origin), (b"vary", b"origin"), exposed]
 
 
@@ -168,19 +183,21 @@ class _Exchange:
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            extra = [(b"x-request-id", self._id.encode()), *self._shell.shared(self._headers)]
+            names = (b"x-request-id", b"request-id")  # as OpenAI's clients look for it, and Anthropic's
+            extra = [*((name, self._id.encode()) for name in names), *self._shell.shared(self._headers)]
             message = {**message, "headers": [*message.get("headers", ()), *extra]}
         elif not message.get("more_body", False):
             self._whole = True
         await self._plain_send(message)
 
     async def _refuse(self, error: Exception) -> None:
-        body = error_body(error)
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **error_headers(error)}
+        answer = refused(error, self._scope)
+        body = json.dumps(answer.value).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **answer.headers}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        if told(error).status in (408, 413):  # the rest of the body is not wanted
+        if answer.status in (408, 413):  # the rest of the body is not wanted
             raw.append((b"connection", b"close"))
-        await self._send({"type": "http.response.start", "status": told(error).status, "headers": raw})
+        await self._send({"type": "http.response.start", "status": answer.status, "headers": raw})
         await self._send({"type": "http.response.body", "body": body})
 
 

@@ -13,7 +13,11 @@ from palaver.server.access import AccessLog
 from palaver.server.floor import Floor
 from palaver.server.metrics import Metrics
 from palaver.server.openai.remembering import Remembered
+from palaver.server.openai.voicing import Transcripts
+from palaver.server.responses.branches import Branches
 from palaver.server.settings import ServerSettings
+from palaver.server.socket.sockets import Sockets
+from palaver.voice.loading import Speakers
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +27,15 @@ class State:
     metrics: Metrics
     floor: Floor
     access: AccessLog
+    sockets: Sockets
     remembered: Remembered = field(default_factory=Remembered)
+    speakers: Speakers = field(default_factory=Speakers)
+    transcripts: Transcripts = field(default_factory=Transcripts)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to shut down: streams without an end of their own are ended."""
+    branches: Branches = field(default_factory=Branches)
+    attending: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """By the ids of their replies: what watches over responses that run."""
 
 
 def state_of(request: Request) -> State:

@@ -24,12 +24,14 @@ class EventStream(Response):
         pieces: AsyncGenerator[bytes],
         headers: Mapping[str, str] | None = None,
         on_leave: Callable[[], None] | None = None,
+        quiet: bytes = COMMENT,
     ) -> None:
-        """`on_leave` is called when the client went before the end."""
+        """`on_leave` is called when the client went before the end; `quiet` is sent while nothing happens."""
         self.status_code = 200
         self.background = None
         self._pieces = pieces
         self._on_leave = on_leave
+        self._quiet = quiet
         self._sent = False
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
 
@@ -42,7 +44,7 @@ class EventStream(Response):
                 self._sent = False
                 await asyncio.wait({sending, leaving}, timeout=QUIET_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 if not self._sent and not sending.done() and not leaving.done():
-                    await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+                    await send({"type": "http.response.body", "body": self._quiet, "more_body": True})
         finally:
             left = not sending.done()
             if left and self._on_leave is not None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 
-from palaver.chat import interface
+from palaver.chat import interface, log
 from palaver.chat.interface import Chat
 from palaver.errors import PalaverError
 from palaver.server.errors import error_value, note
@@ -17,6 +17,8 @@ from palaver.wire.requests import Follow, Followed
 from palaver.wire.sse import encoded
 from palaver.wire.turns import Change
 
+KNOWN_SECONDS = 2.0
+"""For so long a stream is not begun, so that a refusal has a status of its own."""
 BEHIND = 256
 """Pieces that wait for a slow client; then its sources wait, too."""
 
@@ -26,10 +28,25 @@ _CLOSING = encoded(Closing(type="closing").model_dump_json(), event="closing")
 
 
 async def one_turn(chat: Chat, turn: str, after: int) -> Pieces:
-    """The turn's events to its end, each with its number as the id."""
-    async with aclosing(together([_turn(chat, turn, after)])) as pieces:
-        async for piece in pieces:
-            yield piece
+    """The turn's events to its end, each with its number as the id. Raises what it is refused with, unless that takes
+    long to be known, because a model is being loaded: then the stream tells."""
+    held = AsyncExitStack()
+    entering = asyncio.ensure_future(held.enter_async_context(chat.events(turn, after)))
+    await asyncio.wait({entering}, timeout=KNOWN_SECONDS)
+    if entering.done():
+        entering.result()
+    return _one_turn(entering, held)
+
+
+async def _one_turn(entering: asyncio.Future[AsyncIterator[log.Entry]], held: AsyncExitStack) -> Pieces:
+    try:
+        async with aclosing(together([_turn(entering)])) as pieces:
+            async for piece in pieces:
+                yield piece
+    finally:
+        entering.cancel()
+        await asyncio.gather(entering, return_exceptions=True)
+        await held.aclose()
 
 
 async def many(chat: Chat, asked: Follow, closing: asyncio.Event) -> Pieces:
@@ -76,10 +93,9 @@ async def _pour(source: Pieces, queue: asyncio.Queue[bytes | None]) -> None:
     await queue.put(None)
 
 
-async def _turn(chat: Chat, turn: str, after: int) -> Pieces:
-    async with chat.events(turn, after) as entries:
-        async for entry in entries:
-            yield encoded(Entry.of(entry).model_dump_json(), id=entry.number)
+async def _turn(entering: asyncio.Future[AsyncIterator[log.Entry]]) -> Pieces:
+    async for entry in await entering:
+        yield encoded(Entry.of(entry).model_dump_json(), id=entry.number)
 
 
 async def _turn_among(chat: Chat, followed: Followed) -> Pieces:

@@ -33,10 +33,10 @@ _MANY = _carries(StreamItem, "Events whose `data` is an item of the stream.")
 async def events(
     id: str, chat: Mine, after: Number = 0, last_event_id: Annotated[str | None, Header()] = None
 ) -> EventStream:
-    """The turn's events after that number, as they come, to its end. `Last-Event-ID` goes before `after`."""
-    await chat.message(id)
+    """The turn's events after that number, as they come, to its end. `Last-Event-ID` goes before `after`. A number
+    that the turn never had is refused."""
     number = after if last_event_id is None else _number("Last-Event-ID", last_event_id)
-    return EventStream(one_turn(chat, id, number))
+    return EventStream(await one_turn(chat, id, number))
 
 
 @routes.get("/events", status_code=200, response_class=EventStream, responses=_MANY)

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from palaver.server.conversations.messages import whole_message
 from palaver.server.conversations.owned import HeaderKey, Mine, one_key
 from palaver.wire.conversations import Said, Stored
-from palaver.wire.requests import Fork, Reply, Say
+from palaver.wire.requests import Continue, Fork, Reply, Say
 from palaver.wire.turns import Raw, Token
 
 routes = APIRouter(tags=["turns"])
@@ -29,15 +29,15 @@ async def reply(id: str, asked: Reply, chat: Mine, key: HeaderKey) -> Stored:
 
 
 @routes.post("/turns/{id}/continue")
-async def go_on(id: str, chat: Mine) -> Stored:
+async def go_on(id: str, chat: Mine, key: HeaderKey, asked: Continue | None = None) -> Stored:
     """Continues a reply that is not whole: the same message, or else a sibling that begins with all it said."""
-    return Stored.of(await chat.go_on(id))
+    return Stored.of(await chat.go_on(id, key=one_key(asked.key if asked is not None else None, key)))
 
 
 @routes.post("/turns/{id}/fork", status_code=201)
-async def fork(id: str, asked: Fork, chat: Mine) -> Stored:
+async def fork(id: str, asked: Fork, chat: Mine, key: HeaderKey) -> Stored:
     """A sibling that begins with the reply's first tokens, then `instead`, and goes on from there."""
-    return Stored.of(await chat.fork(id, asked.tokens, asked.instead))
+    return Stored.of(await chat.fork(id, asked.tokens, asked.instead, key=one_key(asked.key, key)))
 
 
 @routes.post("/turns/{id}/stop", status_code=204)

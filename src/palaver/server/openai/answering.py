@@ -48,9 +48,27 @@ async def begun(request: Request, stream: AsyncGenerator[T]) -> asyncio.Future[T
     return first
 
 
+async def let_go(first: asyncio.Future[T], stream: AsyncGenerator[T]) -> None:
+    """Closes a stream, wherever it is: its first word may still be waited for."""
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await stream.aclose()
+
+
 async def held(state: State, speaking: Speaking) -> AsyncGenerator[Told]:
     """The stream, while it has the floor."""
     with state.floor.taken(speaking.stop, len(speaking.choices)):
         async with aclosing(speaking.tell()) as stream:
             async for told in stream:
                 yield told
+
+
+async def kept(state: State, speaking: Speaking, stream: AsyncGenerator[Told]) -> AsyncGenerator[Told]:
+    """The stream; the tokens of each reply are remembered when it ends, for when its words come back."""
+    request = speaking.asked.request
+    async with aclosing(stream):
+        async for told in stream:
+            if told.finished is not None:
+                reply = speaking.choices[told.index].utterance.reply()
+                state.remembered.keep(request.owner, request.messages, reply.message, reply.token_ids)
+            yield told

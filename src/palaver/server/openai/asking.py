@@ -13,10 +13,11 @@ from palaver.generation import Prompt
 from palaver.messages import Message, Tool
 from palaver.phases import Phase
 from palaver.server.errors import OtherModel
-from palaver.server.openai.conversing import conversing, tools_of
+from palaver.server.openai.conversing import Conversing, conversing, tools_of
 from palaver.server.openai.fields import ChatRequest, NamedFunction, NamedTool
 from palaver.server.openai.remembering import Remembered
 from palaver.server.openai.unknown import check_all
+from palaver.server.openai.voicing import Recording, recording
 from palaver.server.openai.wishes import chat_parameters
 from palaver.server.settings import ServerSettings
 
@@ -29,12 +30,12 @@ class Shown:
     """Whether what was thought is told at all."""
     legacy: bool = False
     """Calls as `function_call`."""
-    one_call: bool = False
-    """Whether the reply ends with its first call."""
     logprobs: bool = False
     token_ids: bool = False
     stream: bool = False
     usage: bool = True
+    audio: Recording | None = None
+    """Where it is spoken: then its text is the transcript."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,18 @@ def asked(request: ChatRequest, model: Model, settings: ServerSettings, owner: s
     """May take a while: not for the event loop. Raises whatever makes the reply impossible."""
     check_all(request)
     check_model(request.model, model, settings)
+    given = conversing(request, settings.limits.messages)
+    past = remembered.past(owner, given.messages, given.past)
+    return asked_for(request, replace(given, past=past), model, settings, owner)
+
+
+def asked_for(request: ChatRequest, given: Conversing, model: Model, settings: ServerSettings, owner: str) -> Asked:
+    """The same where the conversation is known already, however it was sent."""
     parameters = chat_parameters(request, settings, model.format.switches)
     decided = decide(model.engine.info.defaults, parameters, draw_seed(), datetime.now())
     tools, called = offered(request, settings)
-    given = conversing(request, settings.limits.messages)
     options = replace(decided.options, unsplit=request.reasoning_format == "none", must_call=called)
-    past = remembered.past(owner, given.messages, given.past)
-    whole = Request(given.messages, decided.sampling, tools, options, 0, owner, past)
+    whole = Request(given.messages, decided.sampling, tools, options, 0, owner, given.past)
     said = () if given.said is None else checked_ids(given.said, model, whole)
     return Asked(model, whole, choices(request.n, settings), shown(request), given.begun, said)
 
@@ -106,11 +112,11 @@ def shown(request: ChatRequest) -> Shown:
     return Shown(
         thinking=request.include_reasoning is not False,
         legacy=bool(request.functions) and not request.tools,
-        one_call=request.parallel_tool_calls is False or (bool(request.functions) and not request.tools),
         logprobs=bool(request.logprobs),
         token_ids=bool(request.return_token_ids),
         stream=bool(request.stream),
         usage=not request.stream or (options is not None and options.include_usage),
+        audio=recording(request),
     )
 
 

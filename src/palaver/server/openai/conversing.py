@@ -75,6 +75,8 @@ def _message(place: int, one: ChatMessage) -> Message:
         value["tool_calls"] = [{"id": "", "function": one.function_call.model_dump()}]
     if one.refusal and not one.content:
         value["content"] = one.refusal
+    if one.audio is not None:
+        raise BadParameter(f"messages[{place}].audio", one.audio.id, "recordings are known to chat completions alone")
     if one.role in ("tool", "function") and one.content is None:
         raise BadParameter(f"messages[{place}].content", None, "a tool's result needs a content")
     try:

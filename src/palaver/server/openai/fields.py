@@ -29,6 +29,19 @@ class CallMade(Fields):
     function: FunctionCall
 
 
+class NamedVoice(Fields):
+    id: str
+
+
+class AudioWish(Fields):
+    voice: str | NamedVoice | None = None
+    format: str | None = Field(None, description="wav, flac, mp3, opus or pcm16; in a stream pcm16.")
+
+
+class NamedAudio(Fields):
+    id: str = Field(description="Of a recording that an earlier reply came with.")
+
+
 class ChatMessage(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Any] | None = Field(None, description="Text, or a list of parts.")
@@ -40,6 +53,7 @@ class ChatMessage(Fields):
     tool_call_id: str | None = None
     function_call: FunctionCall | None = None
     refusal: str | None = Field(None, description="Taken as text of the assistant.")
+    audio: NamedAudio | None = Field(None, description="Taken as what was said in it.")
     token_ids: list[int] | None = Field(None, description="Of an assistant's message: the ids it was generated as.")
 
 
@@ -152,6 +166,8 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool | Literal["reasoning_content", "content"] | None = None
     response_prefix: str | None = None
     token_healing: Switched = None
+    modalities: list[Literal["text", "audio"]] | None = Field(None, description="With audio the reply is spoken.")
+    audio: AudioWish | None = None
     metadata: dict[str, Any] | None = Field(None, description="`conversation` names one; the rest is ignored.")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from palaver.errors import BadParameter
@@ -21,11 +21,11 @@ _THEIRS = {
 
 
 @contextmanager
-def in_their_words() -> Iterator[None]:
+def in_their_words(theirs: Mapping[str, str] = _THEIRS) -> Iterator[None]:
     """Inside, a BadParameter is raised under the name of the request's field."""
     try:
         yield
     except BadParameter as error:
-        if error.name not in _THEIRS:
+        if error.name not in theirs:
             raise
-        raise BadParameter(_THEIRS[error.name], error.value, error.why) from error
+        raise BadParameter(theirs[error.name], error.value, error.why) from error

@@ -4,6 +4,7 @@ was said before it and by its words, so that what was computed for it is reused.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
@@ -22,7 +23,7 @@ class Remembered:
         self._replies: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
 
     def keep(self, owner: str, before: Sequence[Message], reply: Message, ids: tuple[int, ...]) -> None:
-        *_, key = _keys(owner, (*before, reply))
+        *_, key = digests(owner, (*before, reply))
         self._tokens += len(ids) - len(self._replies.pop(key, ()))
         self._replies[key] = ids
         while self._tokens > self._most:
@@ -32,7 +33,7 @@ class Remembered:
         self, owner: str, messages: Sequence[Message], sent: Sequence[tuple[int, ...] | None]
     ) -> tuple[tuple[int, ...] | None, ...]:
         """The ids of the replies among the messages: as they were sent, or as they are remembered."""
-        keys = [key for key, one in zip(_keys(owner, messages), messages, strict=True) if one.role is Role.ASSISTANT]
+        keys = [key for key, one in zip(digests(owner, messages), messages, strict=True) if one.role is Role.ASSISTANT]
         return tuple(ids or self._found(key) for ids, key in zip(sent, keys, strict=True))
 
     def _found(self, key: bytes) -> tuple[int, ...] | None:
@@ -42,7 +43,15 @@ class Remembered:
         return self._replies[key]
 
 
-def _keys(owner: str, messages: Sequence[Message]) -> Iterator[bytes]:
+def spelled(arguments: str) -> str:
+    """A call's arguments in one spelling: some clients send them back as values instead of the text they were."""
+    try:
+        return json.dumps(json.loads(arguments or "{}"), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def digests(owner: str, messages: Sequence[Message]) -> Iterator[bytes]:
     """For each message, what it and all before it come to. Thinking is left out, because clients do."""
     whole = hashlib.sha256(owner.encode())
     for message in messages:
@@ -54,7 +63,7 @@ def _keys(owner: str, messages: Sequence[Message]) -> Iterator[bytes]:
                 case Text(text):
                     whole.update(text.encode("utf-8", "surrogatepass"))
                 case ToolCall(_, name, arguments):
-                    whole.update(f"\1{name}\2{arguments}".encode("utf-8", "surrogatepass"))
+                    whole.update(f"\1{name}\2{spelled(arguments)}".encode("utf-8", "surrogatepass"))
                 case _:
                     whole.update(repr(part).encode("utf-8", "surrogatepass"))
         yield whole.digest()

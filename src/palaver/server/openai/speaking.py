@@ -30,6 +30,8 @@ class Told:
     finished: Finished | None = None
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[dict[str, Any], ...] = ()
+    sound: str = ""
+    """What was said since, of a reply that is spoken: base64."""
 
 
 @dataclass(slots=True)
@@ -56,8 +58,6 @@ class Choice:
     totals: Totals = field(default_factory=Totals)
     calls: int = 0
     finish: Finished | None = None
-    cut: bool = False
-    """Whether we ended it after its first call."""
 
     def __post_init__(self) -> None:
         self._seam = seam(self.model, self.utterance, self.sent)
@@ -97,21 +97,14 @@ class Choice:
                 self.calls = _opened(events)
                 return None
 
-    def _new(self, events: Sequence[ReadEvent]) -> Told | None:
+    def _new(self, events: Sequence[ReadEvent]) -> Told:
         """What came with the last tokens, told with their ids."""
         read = _of(self._seam, events)
         steps = self.utterance.steps
         fresh = steps[self._told :]
         if fresh:
             self._pace.tokens(len(fresh))
-        opened = _opened(read)
-        self.calls += opened
-        if self.cut or (opened and self.shown.one_call and self.calls > 1):
-            self.cut = True
-            self.utterance.stop()
-            if self.finish is None:
-                return None
-            read = ()
+        self.calls += _opened(read)
         self._told = len(steps)
         ids = tuple(step.token_id for step in fresh) if self.shown.token_ids else ()
         said = self._answers.take(fresh, self.finish is not None) if self._answers else ()

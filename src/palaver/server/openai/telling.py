@@ -62,7 +62,8 @@ class Chunks:
         self._end = "]}\n\n" if not shown.usage else '],"usage":null}\n\n'
 
     def opening(self, index: int) -> bytes:
-        piece = self._chunk(index, '{"role":"assistant","content":null}')
+        audio = f',"audio":{{"id":"{self._shown.audio.id}"}}' if self._shown.audio else ""
+        piece = self._chunk(index, f'{{"role":"assistant","content":null{audio}}}')
         if self._first and index == 0:
             piece = _event({**json.loads(piece[len("data: ") :]), **self._first})
         return piece.encode()
@@ -70,11 +71,13 @@ class Chunks:
     def of(self, told: Told, ending: tuple[str, str | int | None] | None) -> bytes:
         """All that came with the last tokens, in one chunk, so that a client that is cut off has all of it or nothing.
         `ending` is given with the last, which has a chunk of its own."""
-        extra, delta = self._extra(told), self._delta(told.events)
+        extra, delta = self._extra(told), self._delta(told)
         if ending is None:
             return self._chunk(told.index, delta, extra).encode() if delta != "{}" or extra else b""
         reason, stop = ending
         said = self._chunk(told.index, delta) if delta != "{}" else ""
+        if self._shown.audio is not None:
+            said += self._chunk(told.index, f'{{"audio":{{"expires_at":{self._shown.audio.expires_at}}}}}')
         notices = [event.text for event in told.events if isinstance(event, Notice)]
         extra += f',"stop_reason":{json.dumps(stop)}'
         if notices:
@@ -97,10 +100,10 @@ class Chunks:
             extra += f',"token_ids":{json.dumps(told.token_ids)}'
         return extra
 
-    def _delta(self, events: Sequence[ReadEvent]) -> str:
+    def _delta(self, told: Told) -> str:
         thinking = answer = ""
         calls: dict[int, _Call] = {}
-        for event in events:
+        for event in told.events:
             match event:
                 case AnswerDelta(text):
                     answer += text
@@ -115,7 +118,9 @@ class Chunks:
                 case _:
                     assert_never(event)
         parts = [f'"reasoning_content":{quoted(thinking)}'] if thinking else []
-        if answer:
+        if self._shown.audio is not None and (answer or told.sound):
+            parts.append(_audio(answer, told.sound))
+        elif answer:
             parts.append(f'"content":{quoted(answer)}')
         if calls:
             parts.append(self._calls(calls))
@@ -144,13 +149,18 @@ class _Call:
         return f'{{{name}"arguments":{quoted(self.arguments)}}}'
 
 
+def _audio(transcript: str, data: str) -> str:
+    parts = [f'"transcript":{quoted(transcript)}'] if transcript else []
+    parts += [f'"data":"{data}"'] if data else []
+    return f'"audio":{{{",".join(parts)}}}'
+
+
 def _event(value: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-def finish_reason(finished: Finished | None, shown: Shown, calls: int, cut: bool = False) -> str:
-    """`cut`: whether it was ended here because it had made all the calls it may."""
-    if finished is not None and calls and (finished.finish is Finish.END or cut):
+def finish_reason(finished: Finished | None, shown: Shown, calls: int) -> str:
+    if finished is not None and calls and finished.finish is Finish.END:
         return "function_call" if shown.legacy else "tool_calls"
     return _REASONS[finished.finish] if finished is not None else "stop"
 
@@ -167,7 +177,7 @@ def stop_reason(finished: Finished | None, utterance: Utterance | None = None) -
 
 def ending(choice: Choice) -> tuple[str, str | int | None]:
     """How a choice ended: its reason, and what stopped it."""
-    reason = finish_reason(choice.finish, choice.shown, choice.calls, choice.cut)
+    reason = finish_reason(choice.finish, choice.shown, choice.calls)
     return reason, stop_reason(choice.finish, choice.utterance)
 
 
@@ -190,15 +200,19 @@ class Whole:
     events: list[ReadEvent] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    sound: str = ""
 
     def take(self, told: Told) -> None:
         self.events += told.events
         self.logprobs += told.logprobs
         self.token_ids += told.token_ids
+        self.sound += told.sound
 
     def value(self, index: int, shown: Shown, ending: tuple[str, str | int | None]) -> dict[str, Any]:
         folded = fold(_with_calls(self.events))
         told: dict[str, Any] = {"index": index, "message": message_value(folded.message, shown)}
+        if shown.audio is not None and folded.message.text:
+            told["message"] |= {"content": None, "audio": shown.audio.value(self.sound, folded.message.text)}
         told["finish_reason"], told["stop_reason"] = ending
         told["logprobs"] = {"content": self.logprobs, "refusal": None} if shown.logprobs else None
         if shown.token_ids:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from palaver.errors import BadParameter
@@ -25,7 +26,6 @@ IGNORED = frozenset(
 
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
-    "modalities": (["text"],),
     "verbosity": ("medium",),
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -42,25 +42,36 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
 """These mean nothing when they ask for what is done anyway."""
 
 
-def check_unknown(fields: Fields, where: str = "") -> None:
+@dataclass(frozen=True, slots=True)
+class Tolerated:
+    """What one API's clients may send although it is not looked at."""
+
+    ignored: Collection[str] = IGNORED
+    harmless: Mapping[str, Sequence[Any]] = field(default_factory=lambda: _HARMLESS)
+
+
+OPENAI = Tolerated()
+
+
+def check_unknown(fields: Fields, where: str = "", tolerated: Tolerated = OPENAI) -> None:
     """Raises BadParameter for the first field that would change the reply, or that nobody knows."""
     for name, value in (fields.model_extra or {}).items():
-        if value is None or name in IGNORED or value in _HARMLESS.get(name, ()):
+        if value is None or name in tolerated.ignored or value in tolerated.harmless.get(name, ()):
             continue
         raise BadParameter(where + name, _short(value), "this field is not supported")
 
 
-def check_all(fields: Fields, where: str = "") -> None:
+def check_all(fields: Fields, where: str = "", tolerated: Tolerated = OPENAI) -> None:
     """The same for everything inside."""
-    check_unknown(fields, where)
+    check_unknown(fields, where, tolerated)
     for name in type(fields).model_fields:
         value = getattr(fields, name)
         if isinstance(value, Fields):
-            check_all(value, f"{where}{name}.")
+            check_all(value, f"{where}{name}.", tolerated)
         elif isinstance(value, list):
             for place, one in enumerate(value):
                 if isinstance(one, Fields):
-                    check_all(one, f"{where}{name}[{place}].")
+                    check_all(one, f"{where}{name}[{place}].", tolerated)
 
 
 def _short(value: Any) -> Any:

@@ -10,6 +10,7 @@ from palaver.errors import BadParameter
 from palaver.formats.switches import Switch
 from palaver.server.openai.constrained import constraint_of
 from palaver.server.openai.fields import ChatRequest, CompletionRequest, SamplingFields
+from palaver.server.openai.voicing import is_spoken
 from palaver.server.settings import ServerSettings
 
 _SAME = (
@@ -58,6 +59,8 @@ def chat_parameters(request: ChatRequest, settings: ServerSettings, switches: It
     given["response_prefix"] = request.response_prefix or None
     given["healing"] = request.token_healing or None
     given["logprobs"] = _alternatives(request)
+    given["one_call"] = _one_call(request) or None
+    given["spoken"] = is_spoken(request) or None
     return decided_by(settings, given)
 
 
@@ -127,6 +130,11 @@ def _variables(request: ChatRequest, settings: ServerSettings, known: Collection
             has = ", ".join(sorted(known)) or "none"
             raise BadParameter(f"chat_template_kwargs.{name}", value, f"this model's switches are: {has}")
     return given or None
+
+
+def _one_call(request: ChatRequest) -> bool:
+    """The older form has room for one."""
+    return request.parallel_tool_calls is False or (bool(request.functions) and not request.tools)
 
 
 def _alternatives(request: ChatRequest) -> int | None:

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API, over the same replies that the OpenAI API has."""

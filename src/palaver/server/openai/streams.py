@@ -1,0 +1,90 @@
+"""A reply as the answer to a request: whole, or in chunks as it is said."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from palaver.server.bodies import Left
+from palaver.server.errors import error_body, note
+from palaver.server.openai.answering import begun, while_there
+from palaver.server.openai.naming import in_their_words
+from palaver.server.openai.speaking import Speaking, Told
+from palaver.server.openai.telling import DONE, Chunks, Whole, ending, heading, usage
+from palaver.server.streaming import EventStream
+
+
+async def answer(
+    request: Request,
+    speaking: Speaking,
+    stream: AsyncGenerator[Told],
+    more: Mapping[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """`stream` is what is said of it; `more` is told with the whole, or with the first chunk."""
+    about = {**_prompt_ids(speaking), **(more or {})}
+    try:
+        with in_their_words():
+            if not speaking.asked.shown.stream:
+                whole = await while_there(request, _whole(speaking, stream))
+                return JSONResponse({**whole, **about}, headers=dict(headers or {}))
+            first = await begun(request, stream)
+        return EventStream(_chunks(speaking, stream, first, about), headers)
+    except Left:
+        await stream.aclose()
+        return Response(status_code=499)
+    except BaseException:
+        await stream.aclose()
+        raise
+
+
+async def _chunks(
+    speaking: Speaking, stream: AsyncGenerator[Told], first: asyncio.Future[Told], about: Mapping[str, Any]
+) -> AsyncGenerator[bytes]:
+    what = speaking.asked
+    chunks = Chunks(heading(what.model), what.shown, about)
+    try:
+        yield b"".join(chunks.opening(index) for index in range(what.choices))
+        told = await first
+        while True:
+            if piece := _piece(chunks, speaking, told):
+                yield piece
+            told = await anext(stream)
+    except StopAsyncIteration:
+        if what.shown.usage:
+            yield chunks.usage(usage([choice.totals for choice in speaking.choices]))
+        yield DONE
+    except Exception as error:
+        note(error)
+        yield b"data: " + error_body(error) + b"\n\n" + DONE
+    finally:
+        first.cancel()
+        await stream.aclose()
+
+
+def _piece(chunks: Chunks, speaking: Speaking, told: Told) -> bytes:
+    return chunks.of(told, ending(speaking.choices[told.index]) if told.finished is not None else None)
+
+
+async def _whole(speaking: Speaking, stream: AsyncGenerator[Told]) -> dict[str, Any]:
+    what = speaking.asked
+    wholes = [Whole() for _ in speaking.choices]
+    async with aclosing(stream):
+        async for told in stream:
+            wholes[told.index].take(told)
+    choices = [
+        whole.value(choice.index, what.shown, ending(choice))
+        for whole, choice in zip(wholes, speaking.choices, strict=True)
+    ]
+    value = {**heading(what.model).value("chat.completion"), "choices": choices}
+    return {**value, "usage": usage([choice.totals for choice in speaking.choices])}
+
+
+def _prompt_ids(speaking: Speaking) -> dict[str, list[int]]:
+    prompt = speaking.choices[0].utterance.prompt
+    return {"prompt_token_ids": list(prompt.context_ids)} if speaking.asked.shown.token_ids else {}

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anthropic
+import pytest
+
+from tests.server.live import Live
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """Another server with the same model, which remembers nothing of what was said here."""
+    with Live(tmp_path_factory.mktemp("elsewhere")) as server:
+        yield server
