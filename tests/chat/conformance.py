@@ -205,14 +205,9 @@ async def test_a_fork_with_a_key_is_made_once(stage: Stage) -> None:
     forks = [await chat.fork(said.reply.id, 3, key="this one") for _ in range(2)]
     assert forks[0].id == forks[1].id
     assert (await chat.fork(said.reply.id, 3, key="another")).id != forks[0].id
+    await chat.append(talk.id, None, user("Hello"), key="used")
     with pytest.raises(Conflict, match="another message"):
-        await chat.fork(forks[0].id, 1, key=(await _key_of(chat, talk.id)))
-
-
-async def _key_of(chat: Chat, conversation: str) -> str:
-    """A key that was used for something else."""
-    await chat.append(conversation, None, user("Hello"), key="used")
-    return "used"
+        await chat.fork(forks[0].id, 1, key="used")
 
 
 async def test_going_on_with_a_key_happens_once(held: Stage) -> None:

@@ -1,0 +1,112 @@
+"""`/v1/responses` and what is under it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response
+
+from palaver.errors import BadParameter
+from palaver.server.callers import Whoever
+from palaver.server.conversations.owned import Mine
+from palaver.server.responses import stateless, stored
+from palaver.server.responses.fields import (
+    Includable,
+    InputItemList,
+    InputTokens,
+    ResponseBody,
+    ResponseDeleted,
+    ResponseRequest,
+)
+from palaver.server.responses.wanted import check
+from palaver.server.state import StateOf
+from palaver.server.streaming import EventStream
+
+MAX_NUMBER = 2**31
+MAX_ITEMS = 100
+_TOLD: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": ResponseBody,
+        "description": "The response; as a stream, events that each have a `type` and a `sequence_number`.",
+        "content": {EventStream.media_type: {"schema": {"type": "object"}}},
+    }
+}
+Included = Annotated[list[Includable] | None, Query()]
+Bracketed = Annotated[list[Includable] | None, Query(alias="include[]")]
+
+
+def router() -> APIRouter:
+    routes = APIRouter(tags=["OpenAI"])
+
+    @routes.post("/v1/responses", response_model=None, responses=_TOLD)
+    async def create(request: Request, body: ResponseRequest, caller: Whoever, state: StateOf) -> Response:
+        """A reply to the input, behind the response before it where one is named. Unless `store` is false it is kept
+        in a conversation, and found again by its id."""
+        check(body)
+        answered = stateless.answered if body.store is False else stored.answered
+        return await answered(request, body, caller.owner_id, state)
+
+    @routes.post("/v1/responses/input_tokens")
+    async def input_tokens(body: ResponseRequest, caller: Whoever, state: StateOf) -> InputTokens:
+        """How many tokens the model would read for a response; nothing is said."""
+        check(body)
+        return InputTokens(input_tokens=await stateless.counted(body, caller.owner_id, state))
+
+    @routes.get("/v1/responses/{id}", response_model=None, responses=_TOLD)
+    async def retrieve(
+        request: Request,
+        id: str,
+        chat: Mine,
+        state: StateOf,
+        include: Included = None,
+        bracketed: Bracketed = None,
+        stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=0, le=MAX_NUMBER)] = None,
+        include_obfuscation: bool | None = None,
+    ) -> Response:
+        """A response as it stands; as a stream, its events after a number, to its end."""
+        wanted = [*(include or ()), *(bracketed or ())]
+        if stream:
+            after = -1 if starting_after is None else starting_after
+            return await stored.streamed(request, state, chat, id, after, wanted)
+        if starting_after is not None:
+            raise BadParameter("starting_after", starting_after, "needs stream to be true")
+        return JSONResponse(await stored.told(state, chat, id, wanted))
+
+    @routes.post("/v1/responses/{id}/cancel", response_model=None, responses=_TOLD)
+    async def cancel(id: str, chat: Mine, state: StateOf) -> Response:
+        """Stops it where it runs; what was said is kept. One that is over stays as it is."""
+        return JSONResponse(await stored.cancelled(state, chat, id))
+
+    @routes.delete("/v1/responses/{id}")
+    async def delete(id: str, chat: Mine, state: StateOf) -> ResponseDeleted:
+        """Deletes it, and with the last response of a conversation the conversation."""
+        await stored.deleted(state, chat, id)
+        return ResponseDeleted(id=id)
+
+    @routes.get("/v1/responses/{id}/input_items")
+    async def input_items(
+        id: str,
+        chat: Mine,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=MAX_ITEMS)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        include: Included = None,
+        bracketed: Bracketed = None,
+    ) -> InputItemList:
+        """What came with its request."""
+        items = await stored.input_items(chat, id)
+        return _page(items if order == "asc" else items[::-1], after, limit)
+
+    return routes
+
+
+def _page(items: list[dict[str, Any]], after: str | None, limit: int) -> InputItemList:
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise BadParameter("after", after[:80], "there is no such item")
+    rest = items[ids.index(after) + 1 :] if after is not None else items
+    shown = rest[:limit]
+    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return InputItemList(data=shown, first_id=first, last_id=last, has_more=len(rest) > limit)

@@ -1,0 +1,119 @@
+"""A response that is not stored: it belongs to its request, and ends when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from palaver.chat.model import Model
+from palaver.chat.requests import oldest_to_drop, without_oldest
+from palaver.generation import Finish
+from palaver.messages import Role
+from palaver.server.bodies import Left
+from palaver.server.openai.answering import begun, held, kept, while_there
+from palaver.server.openai.asking import Asked, asked_for, check_model
+from palaver.server.openai.conversing import Conversing, conversing
+from palaver.server.openai.fields import ChatRequest
+from palaver.server.openai.naming import in_their_words
+from palaver.server.openai.speaking import Speaking, Told
+from palaver.server.responses.fields import ResponseRequest
+from palaver.server.responses.following import Said
+from palaver.server.responses.heading import decided, heading, shows
+from palaver.server.responses.items import chat_messages, resolved
+from palaver.server.responses.kept import response_id
+from palaver.server.responses.placing import Place, placed
+from palaver.server.responses.streams import pieces, whole
+from palaver.server.responses.telling import Ending, Telling
+from palaver.server.responses.wanted import THEIRS, as_chat, as_kept
+from palaver.server.state import State
+from palaver.server.streaming import EventStream
+from palaver.store import prompt
+from palaver.store.identity import new_id
+
+_STATUS = {Finish.END: "completed", Finish.STOP_STRING: "completed", Finish.LENGTH: "incomplete"}
+
+
+async def answered(request: Request, body: ResponseRequest, owner: str, state: State) -> Response:
+    model = state.service.models.current()
+    with in_their_words(THEIRS):
+        what, place = await _asked(body, model, owner, state)
+        speaking = Speaking(what, await asyncio.to_thread(what.utterances), state.metrics)
+    stream = kept(state, speaking, held(state, speaking))
+    telling = _telling(what, place)
+    try:
+        with in_their_words(THEIRS):
+            first = await begun(request, stream)
+            source = _said(stream, first)
+            if body.stream:
+                return EventStream(pieces(telling, source))
+            return JSONResponse(await while_there(request, whole(telling, source)))
+    except Left:
+        await stream.aclose()
+        return Response(status_code=499)
+    except BaseException:
+        await stream.aclose()
+        raise
+
+
+async def counted(body: ResponseRequest, owner: str, state: State) -> int:
+    """How many tokens the model would read."""
+    model = state.service.models.current()
+    with in_their_words(THEIRS):
+        what, _ = await _asked(body, model, owner, state)
+        return len(await asyncio.to_thread(model.prompt, what.request))
+
+
+async def _asked(body: ResponseRequest, model: Model, owner: str, state: State) -> tuple[Asked, Place]:
+    chat = state.service.chat(owner)
+    wishes = as_chat(body, chat_messages(await resolved(chat, body.input)))
+    check_model(body.model, model, state.settings)
+    messages = conversing(wishes, state.settings.limits.messages).messages
+    place = await placed(chat, body, messages, as_kept(body), state.branches, owner)
+    return await asyncio.to_thread(_whole_request, wishes, place, model, owner, state), place
+
+
+def _whole_request(wishes: ChatRequest, place: Place, model: Model, owner: str, state: State) -> Asked:
+    """What was said before is read from the conversation, with its tokens; the rest may be remembered."""
+    store, requests = state.service.store, state.service.requests
+    said = (*store.messages.full_path(place.path), *place.messages)
+    messages = prompt(place.system, said)
+    sent = [None] * sum(message.role is Role.ASSISTANT for message in messages)
+    past = requests.past(model, place.path)
+    if not place.path:
+        past = state.remembered.past(owner, messages, sent)
+    what = asked_for(wishes, Conversing(messages, past), model, state.settings, owner)
+    if place.known.truncation == "disabled":
+        return what
+    dropped = oldest_to_drop(model, what.request, "shorten")
+    return replace(what, request=replace(what.request, messages=without_oldest(messages, dropped)))
+
+
+def _telling(what: Asked, place: Place) -> Telling:
+    name = new_id()
+    about = heading(response_id(name), int(time.time()), what.model.name, place.known)
+    about |= decided(what.request.sampling, what.request.tools, place.known)
+    return Telling(name, about, shows(place.known))
+
+
+async def _said(stream: AsyncGenerator[Told], first: asyncio.Future[Told]) -> AsyncGenerator[Said]:
+    try:
+        async with aclosing(stream):
+            told = await first
+            while True:
+                yield Said(told.events, told.logprobs, _ending(told))
+                told = await anext(stream)
+    finally:
+        first.cancel()
+
+
+def _ending(told: Told) -> Ending | None:
+    if told.finished is None:
+        return None
+    status = _STATUS.get(told.finished.finish, "cancelled")
+    return Ending(status, told.finished.usage, None, int(time.time()) if status == "completed" else None)

@@ -1,0 +1,227 @@
+"""Responses that are stored: asked for, gone back to, followed, cancelled, deleted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from palaver.chat.interface import Chat
+from palaver.chat.model import Model
+from palaver.chat.reading import ending
+from palaver.chat.recovery import knows
+from palaver.errors import EngineError, ModelError, PalaverError, RequestError
+from palaver.events import Failed, Finished, Started, Waiting
+from palaver.messages import Role
+from palaver.server.bodies import Left
+from palaver.server.errors import ShuttingDown
+from palaver.server.openai.answering import FIRST_SECONDS, begun, while_there
+from palaver.server.openai.asking import check_model, offered
+from palaver.server.openai.conversing import conversing
+from palaver.server.openai.fields import ChatRequest
+from palaver.server.openai.naming import in_their_words
+from palaver.server.openai.wishes import chat_parameters
+from palaver.server.responses.attending import attended
+from palaver.server.responses.fields import LOGPROBS, ResponseRequest
+from palaver.server.responses.following import PutAside, again, ended, followed
+from palaver.server.responses.heading import telling_of
+from palaver.server.responses.items import chat_messages, items_of, resolved
+from palaver.server.responses.kept import found, kept, response_id
+from palaver.server.responses.placing import begin, placed
+from palaver.server.responses.streams import pieces, whole
+from palaver.server.responses.telling import Ending
+from palaver.server.responses.wanted import THEIRS, as_chat, as_kept
+from palaver.server.state import State
+from palaver.server.streaming import EventStream
+from palaver.store import Status, Stored
+
+_KEY = "idempotency-key"
+
+
+async def answered(request: Request, body: ResponseRequest, owner: str, state: State) -> Response:
+    """Unless it runs in the background, the reply is stopped when its client leaves: what was said is kept."""
+    chat, model = state.service.chat(owner), state.service.models.current()
+    with in_their_words(THEIRS):
+        reply = await _begun(chat, model, body, owner, state, request.headers.get(_KEY))
+    if body.background and not body.stream:
+        return JSONResponse(telling_of(reply).response("queued"))
+    leave = None if body.background else _stopping(state, reply)
+    try:
+        with in_their_words(THEIRS):
+            await while_there(request, _let_in(state, chat, reply))
+        if body.stream:
+            return EventStream(_pieces(state, chat, reply), on_leave=leave)
+        return JSONResponse(await while_there(request, _whole(state, chat, reply)))
+    except Left:
+        _stopping(state, reply)()
+        return Response(status_code=499)
+
+
+async def told(state: State, chat: Chat, id: str, include: Sequence[str] = ()) -> dict[str, Any]:
+    """A response as it stands."""
+    return await _as_it_stands(state, chat, await _awake(state, chat, await found(chat, id)), include)
+
+
+async def streamed(request: Request, state: State, chat: Chat, id: str, after: int, include: Sequence[str]) -> Response:
+    """Its events after that number, to the end."""
+    reply = await _awake(state, chat, await found(chat, id))
+    stream = _pieces(state, chat, reply, after, include)
+    try:
+        first = await begun(request, stream)
+    except Left:
+        return Response(status_code=499)
+    return EventStream(_with_first(first, stream))
+
+
+async def cancelled(state: State, chat: Chat, id: str) -> dict[str, Any]:
+    """Stops it where it runs, and says how it stands then. One that is over stays as it is."""
+    reply = await found(chat, id)
+    assert reply.reply is not None
+    if reply.reply.status is Status.RUNNING:
+        await chat.stop(reply.id)
+        async with chat.events(reply.id) as entries:
+            async for _ in entries:
+                pass
+    elif reply.reply.status is Status.INTERRUPTED:
+        await _mark(state, reply, cancelled=True)
+    return await _as_it_stands(state, chat, await found(chat, id))
+
+
+async def deleted(state: State, chat: Chat, id: str) -> None:
+    """The response is gone. Its conversation goes with the last of its replies; until then others may hang on it."""
+    reply = await found(chat, id)
+    await cancelled(state, chat, id)
+    await _mark(state, reply, deleted=True)
+    everything = await asyncio.to_thread(state.service.store.messages.everything, reply.conversation_id)
+    if all(kept(message).deleted for message in everything if message.role is Role.ASSISTANT and message.reply):
+        await chat.delete(reply.conversation_id)
+
+
+async def input_items(chat: Chat, id: str) -> list[dict[str, Any]]:
+    """What came with the request, the oldest first."""
+    reply = await found(chat, id)
+    path = await chat.path(reply.parent_id) if reply.parent_id is not None else ()
+    known = kept(reply)
+    came = path[-(known.inputs or 1) :]
+    items = [item for message in came for item in items_of(message.id, message.role, message.parts)]
+    if developer := known.developer:
+        content = [{"type": "input_text", "text": developer}]
+        about = {"id": f"dev_{reply.id}", "type": "message", "role": "system", "status": "completed"}
+        items.insert(0, {**about, "content": content})
+    return items
+
+
+async def _mark(state: State, reply: Stored, **marks: bool) -> None:
+    note = kept(reply).model_copy(update={**marks, "of": reply.id}).note()
+    await asyncio.to_thread(state.service.store.replies.annotate, reply.id, note)
+
+
+async def _begun(chat: Chat, model: Model, body: ResponseRequest, owner: str, state: State, key: str | None) -> Stored:
+    wishes = as_chat(body, chat_messages(await resolved(chat, body.input)))
+    check_model(body.model, model, state.settings)
+    messages = conversing(wishes, state.settings.limits.messages).messages
+    place = await placed(chat, body, messages, as_kept(body), state.branches, owner)
+    parameters = _parameters(wishes, body, model, state)
+    begins = partial(begin, state.service, chat, model, owner, place, parameters, key)
+    return await attended(state, chat, owner, begins)
+
+
+async def _let_in(state: State, chat: Chat, reply: Stored) -> None:
+    """Waits for the engine's first word, so that what it refuses has a status of its own, and nothing is left of it."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FIRST_SECONDS), chat.events(reply.id) as entries:
+            async for entry in entries:
+                if isinstance(entry.event, Waiting | Started | Finished | Failed):
+                    break
+    turn = state.service.turns.get(reply.id)
+    if turn is not None and isinstance(turn.error, RequestError | ModelError) and not turn.utterance.steps:
+        await deleted(state, chat, response_id(reply.id))
+        raise turn.error
+
+
+def _parameters(wishes: ChatRequest, body: ResponseRequest, model: Model, state: State) -> dict[str, Any]:
+    tools, called = offered(wishes, state.settings)
+    parameters = chat_parameters(wishes, state.settings, model.format.switches)
+    parameters |= {"tools": tools} if tools else {}
+    parameters |= {"must_call": called} if called else {}
+    return {**parameters, "overflow": "shorten"} if body.truncation == "auto" else parameters
+
+
+def _stopping(state: State, reply: Stored) -> Callable[[], None]:
+    def stop() -> None:
+        turn = state.service.turns.get(reply.id)
+        if turn is not None and not turn.log.ended:
+            turn.utterance.stop()
+
+    return stop
+
+
+def _pieces(state: State, chat: Chat, reply: Stored, after: int = -1, include: Sequence[str] = ()) -> Any:
+    telling = telling_of(reply, include)
+    source = followed(state, chat, reply, _counts(reply, include), after < 0)
+    return pieces(telling, source, after)
+
+
+async def _whole(state: State, chat: Chat, reply: Stored, include: Sequence[str] = ()) -> dict[str, Any]:
+    source = followed(state, chat, reply, _counts(reply, include), True)
+    try:
+        return await whole(telling_of(reply, include), source)
+    except PutAside as error:
+        if state.closing.is_set():
+            raise ShuttingDown from None
+        raise EngineError(str(error)) from None
+
+
+def _counts(reply: Stored, include: Sequence[str]) -> bool:
+    return LOGPROBS in (*kept(reply).include, *include)
+
+
+async def _as_it_stands(state: State, chat: Chat, reply: Stored, include: Sequence[str] = ()) -> dict[str, Any]:
+    assert reply.reply is not None
+    telling = telling_of(reply, include)
+    if reply.reply.status is Status.RUNNING:
+        turn = state.service.turns.get(reply.id)
+        if turn is None:  # another process writes it, or it waits for the model to go on
+            return telling.response("in_progress")
+        telling.take(entry.event for entry in turn.log.so_far())  # type: ignore[misc]
+        return telling.response("in_progress" if turn.log.started else "queued")
+    if _counts(reply, include):
+        return await _whole(state, chat, reply, include)
+    telling.take(again(reply.parts))
+    last = ended(reply, ending(reply))
+    if kept(reply).cancelled:
+        last = Ending("cancelled", last.usage)
+    value: dict[str, Any] = telling.end(last)[-1]["response"]
+    return value
+
+
+async def _awake(state: State, chat: Chat, reply: Stored) -> Stored:
+    """A response that was put aside, with a server that ended or a model that went, goes on when it is asked for."""
+    assert reply.reply is not None
+    known = kept(reply)
+    if reply.reply.status is not Status.INTERRUPTED or not known.asked or known.cancelled:
+        return reply
+    try:
+        model = state.service.models.current()
+    except PalaverError:
+        return reply
+    messages = state.service.store.messages
+    below = await asyncio.to_thread(messages.children, reply.conversation_id, reply.id)
+    if below or not knows(model, reply):
+        return reply
+    return await chat.go_on(reply.id)
+
+
+async def _with_first(first: asyncio.Future[bytes], stream: Any) -> Any:
+    try:
+        yield await first
+        async for piece in stream:
+            yield piece
+    finally:
+        first.cancel()
+        await stream.aclose()
