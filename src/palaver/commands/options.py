@@ -21,12 +21,9 @@ class Think(StrEnum):
         return None if self is Think.DEFAULT else self is Think.ON
 
 
-ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="A folder, a hub id (owner/name), or sprout.", show_default=False)
-]
-ModelOption = Annotated[
-    str | None, typer.Option("--model", "-m", metavar="MODEL", help="A folder, a hub id (owner/name), or sprout.")
-]
+_MODEL = "A folder, a hub id (owner/name), a training configuration (.yml), or sprout."
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=_MODEL)]
 SystemOption = Annotated[str | None, typer.Option("--system", "-s", metavar="TEXT", help="The system prompt.")]
 ThinkOption = Annotated[Think, typer.Option("--think", help="Whether the model thinks before it answers.")]
 SetOption = Annotated[

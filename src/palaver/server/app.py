@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import FastAPI
 
 from palaver import __version__
 from palaver.chat.service import Service
 from palaver.server import operation
 from palaver.server.access import AccessLog
+from palaver.server.anthropic import messages as anthropic
+from palaver.server.audio import speech
 from palaver.server.callers import Callers
 from palaver.server.conversations import routes as conversations
+from palaver.server.counting import TurnCounts
 from palaver.server.document import describe
 from palaver.server.failing import answer_errors
 from palaver.server.floor import Floor
@@ -17,9 +22,13 @@ from palaver.server.metrics import Metrics
 from palaver.server.openai import chat, completions, tokens
 from palaver.server.page import routes as page
 from palaver.server.page import session
+from palaver.server.responses import routes as responses
 from palaver.server.settings import ServerSettings
 from palaver.server.shell import Shell
+from palaver.server.socket import routes as socket
+from palaver.server.socket.sockets import Sockets
 from palaver.server.state import State
+from palaver.voice.loading import Speakers
 
 
 class Server:
@@ -28,7 +37,16 @@ class Server:
     def __init__(self, service: Service, settings: ServerSettings) -> None:
         self.settings = settings
         self.access = AccessLog(settings.debug)
-        self.state = State(service, settings, Metrics(), Floor(settings.limits.at_once), self.access)
+        self.state = State(
+            service,
+            settings,
+            Metrics(),
+            Floor(settings.limits.at_once),
+            self.access,
+            _sockets(settings),
+            speakers=Speakers(settings.voice),
+        )
+        service.turns.heard = TurnCounts(self.state.metrics).hear
         self.routes = _routes(self.state)
         callers = Callers(service.store, not settings.is_local, settings.secret, settings.port)
         self.asgi = Shell(self.routes, settings, callers, self.access, self.state.metrics, _is_open)
@@ -36,8 +54,15 @@ class Server:
     async def close(self, grace: float) -> None:
         """Takes nothing more; what runs is waited for, then cut or put aside, and its readers are told."""
         self.state.closing.set()
-        await self.state.floor.close(grace)
-        await self.state.service.turns.park()
+        turns = self.state.service.turns
+        await asyncio.gather(self.state.floor.close(grace), turns.finish(grace))
+        await turns.park()
+        await self.state.sockets.closed()
+        await self.state.speakers.close()
+
+
+def _sockets(settings: ServerSettings) -> Sockets:
+    return Sockets(settings.limits.socket_grace_seconds, settings.limits.sockets)
 
 
 def _is_open(path: str) -> bool:
@@ -48,14 +73,14 @@ def _routes(state: State) -> FastAPI:
     app = FastAPI(
         title="Palaver",
         version=__version__,
-        description="The OpenAI API and the conversations of a self-hosted chat system.",
+        description="The APIs of OpenAI and Anthropic, and the conversations of a self-hosted chat system.",
         docs_url=None,
         redoc_url=None,
     )
     app.state.palaver = state
     answer_errors(app)
     describe(app)
-    routers = (chat, completions, tokens, conversations, operation, page)
+    routers = (chat, completions, tokens, speech, responses, anthropic, conversations, operation, socket, page)
     for module in routers:
         app.include_router(module.router())
     return app

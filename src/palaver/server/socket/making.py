@@ -1,0 +1,144 @@
+"""How a turn is made: its prompt, its reply and its sound, told into its record."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+from palaver.chat.model import Model
+from palaver.chat.utterance import Utterance
+from palaver.errors import EngineError
+from palaver.events import Event, Finished, Notice, ReadEvent, Started, Waiting
+from palaver.generation import Finish
+from palaver.server.errors import ShuttingDown, note
+from palaver.server.metrics import Pace
+from palaver.server.openai.naming import in_their_words
+from palaver.server.socket.asking import THEIRS, asked
+from palaver.server.socket.fields import Opening
+from palaver.server.socket.recordings import recorded
+from palaver.server.socket.sounding import Sounding
+from palaver.server.socket.telling import Telling
+from palaver.server.socket.turn import Turn
+from palaver.voice.base import Voice
+from palaver.voice.speech import Speech
+
+if TYPE_CHECKING:
+    from palaver.server.state import State
+
+
+class Making:
+    """Holds all that it takes: let go of at the end, when the record is all that is left."""
+
+    def __init__(self, turn: Turn, opening: Opening, state: State) -> None:
+        self._owner = turn.owner
+        self._opening = opening
+        self._state = state
+        self._telling = Telling(turn.id, turn.record, opening.streaming, opening.tts.enabled)
+        self._pace = Pace(state.metrics)
+        self._counted = 0
+        """Tokens whose time was noted."""
+        self._utterance: Utterance | None = None
+        self._sounding: Sounding | None = None
+        self._stopped = False
+        self._cut = False
+        """Whether the server ended it, because it ends itself."""
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._sounding is not None:
+            self._sounding.stop()
+        if self._utterance is not None:
+            self._utterance.stop()
+
+    async def run(self) -> None:
+        """To its last message, which tells of an error where there was one."""
+        try:
+            with self._state.floor.taken(self._end):
+                await self._speak()
+        except Exception as error:
+            note(error)
+            self._telling.fail(error)
+
+    def _end(self) -> None:
+        self._cut = True
+        self.stop()
+
+    async def _speak(self) -> None:
+        model = self._state.service.models.current()
+        utterance = await asyncio.to_thread(self._begun, model)
+        async with self._voiced():
+            with in_their_words(THEIRS):
+                finished = await self._said(utterance)
+            if self._cut and finished.finish is Finish.STOPPED:
+                raise ShuttingDown
+            self._tell(finished.tail)
+            if self._sounding is not None and (error := await self._sounding.finish()):
+                self._tell([Notice(str(error))])
+            self._telling.take(replace(finished, tail=()))
+        reply = utterance.reply()
+        self._state.remembered.keep(self._owner, utterance.request.messages, reply.message, reply.token_ids)
+
+    def _begun(self, model: Model) -> Utterance:
+        request = asked(self._opening, model, self._state.settings, self._owner, self._state.remembered)
+        with in_their_words(THEIRS):
+            return model.utterance(request)
+
+    @asynccontextmanager
+    async def _voiced(self) -> AsyncIterator[None]:
+        """Inside, what is answered is spoken, where that is wanted."""
+        wish = self._opening.tts
+        if not wish.enabled:
+            yield
+            return
+        speaker = await self._state.speakers.current()
+        reference = await asyncio.to_thread(recorded, wish.ref_audio_data)
+        voice = Voice(reference=reference if speaker.follows else b"")
+        async with Sounding(Speech(speaker, voice), self._telling.sound) as self._sounding:
+            if self._stopped:
+                self._sounding.stop()
+            yield
+
+    async def _said(self, utterance: Utterance) -> Finished:
+        """Runs the reply to its end, telling what it says. The end itself is not told yet."""
+        finished: Finished | None = None
+        self._utterance = utterance
+        if self._stopped:
+            utterance.stop()
+        try:
+            async with utterance, aclosing(utterance.batches()) as batches:
+                async for events in batches:
+                    if isinstance(last := events[-1], Finished):
+                        finished = last
+                    else:
+                        self._take(events, len(utterance.steps))
+        finally:
+            self._utterance = None
+            self._pace.no_longer_waits()
+            self._state.metrics.replied(utterance.usage, finished.finish.value if finished else "left")
+        if finished is None:
+            raise EngineError("The engine ended the reply without a word.")
+        return finished
+
+    def _take(self, events: Sequence[Event], said: int) -> None:
+        """What came with one token, or how the turn stands."""
+        match events[0]:
+            case Waiting() as event:
+                self._pace.waits()
+                self._telling.take(event)
+            case Started() as event:
+                self._pace.no_longer_waits()
+                self._telling.take(event)
+            case _:
+                self._tell(cast("Sequence[ReadEvent]", events))
+        if said > self._counted:
+            self._pace.tokens(said - self._counted)
+            self._counted = said
+
+    def _tell(self, events: Sequence[ReadEvent]) -> None:
+        for event in events:
+            self._telling.take(event)
+            if self._sounding is not None:
+                self._sounding.take(event)
