@@ -19,7 +19,13 @@ class Grammar(StrEnum):
 class Constraint:
     grammar: Grammar
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Marked(Constraint):
+    """One that holds markers, too, made for a reply's own format."""
+
     ids: tuple[int, ...] = ()
-    """Token ids that a Lark grammar names, as in `<[7]>`: these tokens are no text to it, whatever they spell."""
+    """Token ids that its grammar names, as in `<[7]>`: these tokens are no text to it, whatever they spell."""
     about: str = ""
-    """What it was made for, where it was not given as it is: errors tell of that instead."""
+    """What it was made of: errors tell of that instead."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from palaver.constraints import Constraint
+from palaver.constraints import Marked
 
 Vocabulary = Sequence[bytes]
 """The bytes each token id stands for, markers included."""
@@ -54,9 +54,9 @@ class State:
 class Held:
     """What a reply must say beside its thoughts, markers and all; it can't end before."""
 
-    first: Constraint
+    first: Marked
     """From its beginning on; a thought may open it."""
-    later: Constraint
+    later: Marked
     """Behind a thought."""
 
 

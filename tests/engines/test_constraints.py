@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar
+from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar, Marked
 from palaver.engines.torch import TorchEngine
 from palaver.errors import BadParameter
 from palaver.generation import Ended, Finish, Prompt
@@ -97,7 +97,7 @@ def calling(marker: str) -> Phases:
     written = (f"<[{CALL}]>", f"<[{CALL_END}]>") if marker == "token" else ('"[["', '"]]"')
     grammar = f"call {written[1]}\ncall: {written[0]} %json {CALL_SCHEMA}"
     ids = (CALL, CALL_END) if marker == "token" else ()
-    first = Constraint(Grammar.LARK, f"start: <[{THINK}]>? {grammar}", (THINK, *ids))
+    first = Marked(Grammar.LARK, f"start: <[{THINK}]>? {grammar}", (THINK, *ids))
     return Phases(
         states=(
             State(Phase.ANSWER, (Trigger(opening, 1), Trigger(THINK, 2))),
@@ -105,7 +105,7 @@ def calling(marker: str) -> Phases:
             State(Phase.THINKING, (Trigger(THINK_END, 0),), closing=(10, THINK_END)),
         ),
         ends=frozenset({END}),
-        held=Held(first, Constraint(Grammar.LARK, f"start: {grammar}", ids)),
+        held=Held(first, Marked(Grammar.LARK, f"start: {grammar}", ids)),
     )
 
 

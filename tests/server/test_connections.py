@@ -98,6 +98,13 @@ def test_an_endless_head_is_a_431(line: socket.socket) -> None:
     assert line.recv(65536).startswith(b"HTTP/1.1 431 ")
 
 
+def test_what_is_no_http_is_a_400(line: socket.socket) -> None:
+    line.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
+    answer = all_of(line)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b'{"error": {' in answer
+
+
 def test_an_answer_may_take_its_time_and_a_line_be_idle_between_requests(hasty: Live) -> None:
     with httpx.Client(base_url=hasty.url, timeout=30) as http:
         for _ in range(3):

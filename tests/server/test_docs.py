@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.asking import post
 from tests.server.live import Live
 
 PAGE = Path(__file__).parents[2] / "docs" / "http-api.md"
@@ -23,15 +24,24 @@ def test_the_page_has_a_line_for_every_route_of_this_side(live: Live) -> None:
     for path in live.server.routes.openapi()["paths"]:
         if path.startswith("/api") or path == "/v1/model/unload":
             continue
-        assert path.replace("{name}", "sprout") in shown, path
+        assert path.replace("{name}", "sprout").replace("{id}", "$RESPONSE") in shown, path
+
+
+def response(live: Live) -> str:
+    """The id of a response, one for each line: some of them delete it."""
+    answer = post(f"{live.url}/v1/responses", json={"input": "Hello", "max_output_tokens": 8})
+    id: str = answer.json()["id"]
+    return id
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
 def test_a_line_runs(live: Live, command: str) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not here: the page's lines were NOT tried")
+    if "$RESPONSE" in command:
+        command = command.replace("$RESPONSE", response(live))
     told = command.replace("$URL", live.url) + r" -w '\n%{http_code}'"
-    ran = subprocess.run(["bash", "-c", told], capture_output=True, text=True, check=True)
+    ran = subprocess.run(["bash", "-c", told], capture_output=True, text=True, errors="replace", check=True)
     body, _, status = ran.stdout.rpartition("\n")
     assert status == "200", body
     assert re.search(r"\S", body)

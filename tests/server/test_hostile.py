@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from palaver.errors import PalaverError
+from palaver.models.catalog import resolve
 from palaver.server.settings import Limits, ServerSettings
+from palaver.store import Status, open_store
+from palaver.store.errors import DiskFull, Locked
 from tests.server.asking import CHAT, LAMP, SUM, WEATHER, ask, get, post, refused, stream
 from tests.server.live import Live
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -311,6 +322,130 @@ def test_hostile_26b_control_tokens_that_no_reply_holds(http: httpx.Client, live
     ended = [control["<|im_end|>"], control["<|im_end|>"]]
     assert refused(http, messages=[*SUM, {"role": "assistant", "token_ids": ended}])[0] == 400
     assert ask(http, messages=[*SUM, {"role": "assistant", "token_ids": [control["<think>"]]}])
+
+
+def tampered(folder: Path) -> Path:
+    """A copy of the embedded model, to be spoiled."""
+    shutil.copytree(resolve("sprout"), folder)
+    return folder
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+ESCAPING = "{{ messages.__class__.__mro__[-1].__subclasses__() }}"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "why"),
+    [
+        ("chat_template.jinja", ENDLESS, "template"),
+        ("chat_template.jinja", ESCAPING, "template"),
+        ("pytorch_model.bin", "pickle", "pickle"),
+        ("config.json", json.dumps({"model_type": "mine", "auto_map": {"AutoModel": "x.Y"}}), "its own Python code"),
+    ],
+    ids=["13 endless", "13 escaping", "14 pickle", "14 code"],
+)
+def test_hostile_13_and_14_models_that_want_to_run_something(tmp_path: Path, file: str, text: str, why: str) -> None:
+    folder = tampered(tmp_path / "model")
+    (folder / file).write_text(text)
+    if file == "pytorch_model.bin":
+        for weights in folder.glob("*.safetensors"):
+            weights.unlink()
+    with Live(tmp_path / "data", model=None) as live:
+
+        async def load() -> None:
+            live.service.models.load(str(folder))
+            with suppress(PalaverError):
+                await live.service.models.ready()
+
+        live.within(load)
+        health = get(live.url + "/health")
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
+        assert why in health.json()["note"]
+        live.service.models.names = ("sprout",)
+        loaded = post(live.url + "/v1/model/load", json={"model": "sprout"})
+        assert (loaded.status_code, loaded.json()["status"]) == (200, "ready"), "the process lives"
+
+
+WAVE = {"role": "user", "parts": [{"type": "text", "text": "What is 12 + 30?"}]}
+
+
+def conversation(http: httpx.Client) -> str:
+    return str(http.post("/api/conversations", json={}).json()["id"])
+
+
+def say(http: httpx.Client, conversation: str, **more: Any) -> httpx.Response:
+    return http.post(f"/api/conversations/{conversation}/say", json={"parent": None, "message": WAVE, **more})
+
+
+def test_hostile_24_kill_in_the_midst_of_a_reply(tmp_path: Path) -> None:
+    """What was acknowledged is there, and the turn is marked as interrupted."""
+    command = [sys.executable, "-m", "tests.client.serving", str(tmp_path), "0", "held"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        with httpx.Client(base_url=url, timeout=60) as http:
+            said = say(http, conversation(http)).json()
+            with http.stream("GET", f"/api/turns/{said['reply']['id']}/events") as answer:
+                next(line for line in answer.iter_lines() if "thinking_delta" in line)
+                process.kill()
+        process.wait()
+    with open_store(tmp_path) as store:
+        assert store.replies.interrupt_orphans() == (said["reply"]["id"],)
+        question, reply = store.messages.path(said["reply"]["id"])
+        assert question.text == "What is 12 + 30?"
+        assert reply.reply is not None
+        assert reply.reply.status is Status.INTERRUPTED
+        assert store.replies.token_ids(reply.id), "its tokens are there, so that it can be continued"
+
+
+@pytest.mark.parametrize(("error", "status", "code"), [(DiskFull, 507, "storage_full"), (Locked, 503, "storage_busy")])
+def test_hostile_25_a_full_disk_or_a_locked_database(
+    http: httpx.Client, live: Live, monkeypatch: pytest.MonkeyPatch, error: type[Exception], status: int, code: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    talk = conversation(http)
+    with monkeypatch.context() as patched:
+        patched.setattr(live.service.store.messages, "append", fail)
+        answer = say(http, talk)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+        landed = post(live.url + CHAT, json={"messages": SUM, "metadata": {"conversation": talk}})
+        assert (landed.status_code, landed.json()["error"]["code"]) == (status, code)
+    assert http.get(f"/api/conversations/{talk}/nodes").json() == [], "nothing is half written"
+    assert say(http, talk).status_code == 201
+
+
+def test_hostile_26_a_stale_tab_and_a_double_send(http: httpx.Client) -> None:
+    talk = conversation(http)
+    first = say(http, talk, key="once").json()
+    assert say(http, talk, key="once").json()["reply"]["id"] == first["reply"]["id"]
+    other = say(http, talk).json()
+    assert other["message"]["id"] != first["message"]["id"]
+    shape = http.get(f"/api/conversations/{talk}/nodes").json()
+    assert sorted(node["parent_id"] is None for node in shape) == [False, False, True, True], "two branches"
+    stale = {"parent": "gone", "message": WAVE}
+    assert http.post(f"/api/conversations/{talk}/say", json=stale).status_code == 404
+
+
+def test_hostile_27_a_reader_of_what_can_not_be_told_again(tmp_path: Path) -> None:
+    """Without the model that said it a reply's events can't be read: there is a snapshot, from whichever number on."""
+    with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60) as http:
+        turn = say(http, conversation(http)).json()["reply"]["id"]
+        http.get(f"/api/turns/{turn}/events")
+        live.within(live.service.models.unload)
+        live.within(lambda: _forgotten(live))
+        for number in (0, 3, 10_000):
+            events = http.get(f"/api/turns/{turn}/events", params={"after": number}).text
+            told = [json.loads(line[6:])["event"] for line in events.splitlines() if line.startswith("data: ")]
+            assert [event["type"] for event in told] == ["snapshot", "finished"]
+            assert "42" in json.dumps(told[0]["message"])
+
+
+async def _forgotten(live: Live) -> None:
+    """As after a restart: the turn's events are no longer in memory."""
+    live.service.turns._turns.clear()
 
 
 def test_the_log_holds_nothing_of_what_is_said(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:

@@ -164,9 +164,10 @@ def test_a_spoken_reply_that_can_not_be(http: httpx.Client, fields: dict[str, An
     assert (status, error["param"]) == (400, param)
 
 
-def test_a_call_is_told_and_not_spoken(http: httpx.Client) -> None:
+@pytest.mark.parametrize("wanted", ["auto", "required"])
+def test_a_call_is_told_and_not_spoken(http: httpx.Client, wanted: str) -> None:
     asked: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
-    choice = ask(http, messages=asked, tools=[WEATHER], **SPOKEN)["choices"][0]
+    choice = ask(http, messages=asked, tools=[WEATHER], tool_choice=wanted, **SPOKEN)["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
     assert "audio" not in choice["message"]

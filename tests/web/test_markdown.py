@@ -72,4 +72,5 @@ def _check_sides(reply: Locator) -> None:
     listed, item = reply.locator("ul"), reply.locator("li").first
     assert side(listed, "right") - side(item, "right") > 10, "there is room for its mark"
     expect(reply.locator("figure.code")).to_have_css("direction", "ltr")
+    expect(reply.locator(".wide")).to_have_css("direction", "rtl")
     assert side(reply.locator("th").first, "left") > side(reply.locator("th").last, "left")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import ssl
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
@@ -39,10 +40,11 @@ class HttpChat:
         key: str = "",
         *,
         patience: float = 60.0,
-        verify: bool | str = True,
+        verify: bool | str | ssl.SSLContext = True,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`verify` is False or the file of a certificate authority for a server with a certificate of its own."""
+        """`verify` is what a server over TLS is known by, where the usual authorities don't vouch for it: the file of
+        another one, or an `SSLContext` such as `palaver.client.trust` makes."""
         self._server = Connection(url, key, patience=patience, verify=verify, transport=transport)
 
     async def __aenter__(self) -> HttpChat:

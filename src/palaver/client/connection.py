@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
@@ -41,7 +42,7 @@ class Connection:
         key: str = "",
         *,
         patience: float = 60.0,
-        verify: bool | str = True,
+        verify: bool | str | ssl.SSLContext = True,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`patience`: for how many seconds a server that was there is waited for when it goes away."""

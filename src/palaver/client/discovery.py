@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,6 +16,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+
+from palaver.client.trust import trusting
 
 PATIENCE_S = 1.0
 """A server that does not answer for so long is not there."""
@@ -30,12 +33,21 @@ class Announcement:
     """A key that this server takes for the local user's."""
     store: str = ""
     """The database's address without its password, where it is not the folder's own."""
+    certificate: str = ""
+    """What it shows over TLS."""
+
+    @property
+    def trust(self) -> ssl.SSLContext | bool:
+        """Whom to trust at its address: over TLS nobody but the server that wrote this."""
+        return trusting(self.certificate) if self.certificate else True
 
 
 @contextmanager
-def announced(folder: Path, url: str, secret: str = "", store: str = "") -> Iterator[Announcement]:
+def announced(
+    folder: Path, url: str, secret: str = "", store: str = "", certificate: str = ""
+) -> Iterator[Announcement]:
     """Inside, the server can be found by whoever may read the folder of its store."""
-    told = Announcement(url.rstrip("/"), os.getpid(), secrets.token_hex(8), secret, _address(store))
+    told = Announcement(url.rstrip("/"), os.getpid(), secrets.token_hex(8), secret, _address(store), certificate)
     path = _place(folder) / f"{told.pid}.json"
     _write(path, json.dumps(asdict(told)))
     try:
@@ -113,9 +125,9 @@ def _lives(pid: int) -> bool:
 
 async def _answers(told: Announcement) -> bool:
     """Whether it is that very server. The secret is not sent to whoever else may be there."""
-    async with httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False, verify=False) as client:
-        try:
+    try:
+        async with httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False, verify=told.trust) as client:
             health = (await client.get(f"{told.url}/health")).json()
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError):
-            return False
+    except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError, ValueError):
+        return False
     return isinstance(health, dict) and health.get("instance") == told.instance

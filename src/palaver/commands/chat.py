@@ -119,7 +119,7 @@ async def _held(
     running = None if own else await found(folder, database or "")
     if running is not None:
         print(f"palaver: attached to your server at {running.url} (--local loads the model here)", file=sys.stderr)
-        async with HttpChat(running.url, running.secret) as chat:
+        async with HttpChat(running.url, running.secret, verify=running.trust) as chat:
             yield chat
         return
     async with _served(name, loading, folder, database) as chat:

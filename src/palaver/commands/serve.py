@@ -140,6 +140,7 @@ async def _run(
     from palaver.chat.models import Models
     from palaver.chat.service import Service
     from palaver.client.discovery import announced
+    from palaver.client.trust import own_certificate
     from palaver.models.catalog import DEFAULT, embedded
     from palaver.server.app import Server
     from palaver.server.serving import Serving, address, listen
@@ -149,7 +150,8 @@ async def _run(
     listening = listen(settings)
     url = address(settings, listening, certificate is not None)
     secret = "" if settings.is_local else secrets.token_urlsafe(32)
-    with listening, announced(store.folder, url, secret, _shown(database)) as told:
+    shows = own_certificate(certificate.chain) if certificate is not None else ""
+    with listening, announced(store.folder, url, secret, _shown(database), shows) as told:
         async with Service(store, models, resume=resume) as service:
             models.load(name or DEFAULT)
             server = Server(service, replace(settings, instance=told.instance, secret=secret))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar
+from palaver.constraints import MAX_CONSTRAINT, Grammar, Marked
 from palaver.errors import BadParameter
 from palaver.formats import headers
 from palaver.formats.calls import named_json, syntaxes
@@ -62,10 +62,10 @@ def _typed(
     return joined(thought, lark.literal(opening), headers.grammar(typed, facts.calls, tools, lead, lark))
 
 
-def _grammar(control: Mapping[str, int], write: Callable[[Lark], str]) -> Constraint:
+def _grammar(control: Mapping[str, int], write: Callable[[Lark], str]) -> Marked:
     lark = Lark(control)
     text = lark.text(write(lark))
     if len(text) > MAX_CONSTRAINT:
         why = f"their schemas make a grammar of {len(text)} characters, and at most {MAX_CONSTRAINT} can be held"
         raise BadParameter("tools", "...", f"{why}: name the function, or offer fewer")
-    return Constraint(Grammar.LARK, text, tuple(sorted(lark.ids)), "tools")
+    return Marked(Grammar.LARK, text, tuple(sorted(lark.ids)), "tools")

@@ -52,6 +52,9 @@ def prompt_connections(limits: Limits) -> type[HttpToolsProtocol]:
             self._stop_waiting()
             super().connection_lost(exc)
 
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(HTTPStatus.BAD_REQUEST, msg)
+
         @property
         def _is_idle(self) -> bool:
             """Whether nothing is asked, or what was asked is answered, if only by a refusal to read on."""

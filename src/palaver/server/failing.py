@@ -30,7 +30,8 @@ async def _answer(request: Request, error: Exception) -> JSONResponse:
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first: dict[str, Any] = next(iter(error.errors()), {})
-    where = ".".join(str(part) for part in first.get("loc", ())[1:])
+    places = (str(part) for part in first.get("loc", ())[1:])
+    where = ".".join(place for place in places if not place.startswith("list["))  # one of several forms of a field
     if first.get("type") == "json_invalid":
         return await _answer(request, NotJson(f"The body is not JSON: {first.get('ctx', {}).get('error', '')}"))
     if isinstance(first.get("input"), bytes):

@@ -35,6 +35,7 @@ _THEIRS = (
 _OPENAI = dict(zip(OPENAI_VOICES, _THEIRS, strict=True))
 
 _LANGUAGE = re.compile(r"^\s*language\s+(\S+)", re.MULTILINE)
+_DICTIONARY = re.compile(r"^\s*dictionary\s+(\S+)", re.MULTILINE)
 _Heard = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
 
 
@@ -64,9 +65,15 @@ class Espeak:
         folder = self._data / "lang"
         found = {"en": "gmw/en-US"}
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            for language in _LANGUAGE.findall(path.read_text(encoding="utf-8", errors="replace")):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            for language in _LANGUAGE.findall(text) if self._has_dictionary(text) else ():
                 found.setdefault(language.lower(), path.relative_to(folder).as_posix())
         return found
+
+    def _has_dictionary(self, text: str) -> bool:
+        """Some languages are listed whose words did not come with the package."""
+        named = _DICTIONARY.search(text) or _LANGUAGE.search(text)
+        return named is not None and (self._data / f"{named[1].partition('-')[0]}_dict").is_file()
 
     @cached_property
     def _variants(self) -> frozenset[str]:
@@ -89,9 +96,8 @@ class Espeak:
         with self._one_at_a_time:
             if stopped():
                 return silence()
-            return resampled(
-                self._rendered(words, f"{self._languages[spoken]}{variant}", voice.speed, stopped), self._rate, RATE
-            )
+            said = self._rendered(words, self._languages[spoken] + variant, voice.speed, stopped)
+            return resampled(said, self._rate, RATE)
 
     def close(self) -> None:
         """It holds nothing between two clauses but its thread."""

@@ -218,12 +218,12 @@ async def test_a_turn_that_cannot_be_read_leaves_the_others_alone(shown: Scene) 
     assert told[-1] == "finished"
 
 
-async def test_a_number_beyond_the_end_is_told_in_the_stream(shown: Scene) -> None:
+async def test_a_number_beyond_the_end_is_refused(shown: Scene) -> None:
     said = await shown.said()
     await shown.read(f"/api/turns/{said.reply.id}/events")
-    (error,) = await shown.read(f"/api/turns/{said.reply.id}/events", last="100000")
-    assert error.event == "error"
-    assert json.loads(error.data)["error"]["param"] == "after"
+    for asked in ({"headers": {"last-event-id": "100000"}}, {"params": {"after": 100000}}):
+        answer = await shown.http.get(f"/api/turns/{said.reply.id}/events", **asked)  # type: ignore[arg-type]
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
 
 
 async def test_what_is_no_number_is_refused(shown: Scene) -> None:

@@ -52,6 +52,7 @@ export function rendered(source: string, references: References): DocumentFragme
     table.dir = direction(table.textContent ?? '')
     const wide = document.createElement('div')
     wide.className = 'wide'
+    wide.dir = table.dir
     wide.tabIndex = 0
     wide.role = 'group'
     wide.ariaLabel = 'Table'

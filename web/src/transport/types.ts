@@ -65,6 +65,10 @@ export interface Constraint {
   text: string
 }
 
+export interface Continue {
+  key?: string | null
+}
+
 export interface Conversation {
   id: string
   owner_id: string
@@ -155,6 +159,7 @@ export interface Followed {
 export interface Fork {
   tokens: number
   instead?: number | null
+  key?: string | null
 }
 
 /** What can be written. */

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from palaver.constraints import Constraint
+from palaver.constraints import Constraint, Marked
 from palaver.engines.base import EngineInfo
 from palaver.engines.reply import Reply
 from palaver.engines.torch.adapters import with_adapter
@@ -157,7 +157,7 @@ class TorchEngine:
         try:
             await asyncio.wait_for(compiling, COMPILE_SECONDS)
         except TimeoutError:
-            name = constraint.about or "constraint"
+            name = constraint.about if isinstance(constraint, Marked) else "constraint"
             raise BadParameter(name, constraint.grammar.value, "it takes too long to compile") from None
 
     def _sequence(self, generation: Generation) -> Sequence:

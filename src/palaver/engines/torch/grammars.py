@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
 
-from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar
+from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar, Marked
 from palaver.errors import BadParameter
 from palaver.phases import Vocabulary
 
@@ -54,7 +54,7 @@ class Grammars:
 
     def tokens(self, text: bytes, constraint: Constraint) -> list[int]:
         """Some tokens that spell this, none of them named by the constraint."""
-        ids: list[int] = self._tokenizer(_library(constraint), constraint.ids).tokenize_bytes(text)
+        ids: list[int] = self._tokenizer(_library(constraint), _named(constraint)).tokenize_bytes(text)
         return ids
 
     def _tokenizer(self, llguidance: Any, named: tuple[int, ...]) -> Any:
@@ -70,11 +70,15 @@ class Grammars:
 
     def _compile(self, constraint: Constraint) -> Any:
         llguidance = _library(constraint)
-        tokenizer = self._tokenizer(llguidance, constraint.ids)
+        tokenizer = self._tokenizer(llguidance, _named(constraint))
         matcher = llguidance.LLMatcher(tokenizer, _grammar(llguidance.LLMatcher, constraint), log_level=0)
         if matcher.is_error():
             raise _bad(constraint, _first_line(matcher.get_error()))
         return matcher
+
+
+def _named(constraint: Constraint) -> tuple[int, ...]:
+    return constraint.ids if isinstance(constraint, Marked) else ()
 
 
 def _library(constraint: Constraint) -> Any:
@@ -109,7 +113,7 @@ def _schema(constraint: Constraint) -> str:
 
 def _bad(constraint: Constraint, why: str) -> BadParameter:
     shown = constraint.text if len(constraint.text) <= 80 else constraint.text[:77] + "..."
-    if constraint.about:
+    if isinstance(constraint, Marked) and constraint.about:
         return BadParameter(constraint.about, "...", f"what they allow can't be held to by a grammar: {why}")
     return BadParameter(f"constraint ({constraint.grammar.value})", shown, why)
 

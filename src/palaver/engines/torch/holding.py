@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palaver.constraints import Constraint
+from palaver.constraints import Marked
 from palaver.engines.reply import Reply
 from palaver.engines.torch.banned import BannedText, Spelling
 from palaver.engines.torch.grammars import Grammars
@@ -64,7 +64,7 @@ class Holding:
         allowed[[i for i in self._control - set(self._constraint.ids) if i < size]] = False
         return allowed
 
-    def _begin(self, constraint: Constraint) -> None:
+    def _begin(self, constraint: Marked) -> None:
         self._constraint, self._matcher = constraint, self._grammars.matcher(constraint)
 
     def _consume(self, ids: list[int]) -> None:
