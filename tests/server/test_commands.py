@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from palaver.client.discovery import found
 from palaver.commands.serve import _keys_where_needed
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
+from tests.client.test_trust import made
 from tests.server.asking import get
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +84,30 @@ def test_it_serves_from_start_to_signal(tmp_path: Path) -> None:
             rest = process.stderr.read()
         assert process.wait(60) == 0, rest
     assert not list((tmp_path / "servers").glob("*.json"))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="NOTHING IS SHOWN HERE: there is no openssl")
+def test_a_terminal_attaches_to_a_server_with_a_certificate_of_its_own(tmp_path: Path) -> None:
+    certificate = made(tmp_path, "own")
+    command = [sys.executable, "-m", "palaver", "serve", "--port", "0", "--data", str(tmp_path)]
+    command += ["--tls-cert", str(certificate), "--tls-key", str(certificate)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        try:
+            url = process.stderr.readline().split()[3]
+            while asyncio.run(found(tmp_path)) is None:
+                assert process.poll() is None
+            chat = [sys.executable, "-m", "palaver", "chat", "--data", str(tmp_path), "--set", "temperature=0"]
+            asked = {"input": "What is 12 + 30?\n", "capture_output": True, "text": True, "env": environment}
+            ran = subprocess.run([*chat], check=False, timeout=300, **asked)  # type: ignore[call-overload]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            rest = process.stderr.read()
+        assert process.wait(60) == 0, rest
+    assert url.startswith("https://")
+    assert f"attached to your server at {url}" in ran.stderr
+    assert "42" in ran.stdout
 
 
 def test_a_model_that_is_not_there_ends_it(tmp_path: Path) -> None:

@@ -330,14 +330,14 @@ def tampered(folder: Path) -> Path:
     return folder
 
 
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+LOOPING = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 ESCAPING = "{{ messages.__class__.__mro__[-1].__subclasses__() }}"
 
 
 @pytest.mark.parametrize(
     ("file", "text", "why"),
     [
-        ("chat_template.jinja", ENDLESS, "template"),
+        ("chat_template.jinja", LOOPING, "template"),
         ("chat_template.jinja", ESCAPING, "template"),
         ("pytorch_model.bin", "pickle", "pickle"),
         ("config.json", json.dumps({"model_type": "mine", "auto_map": {"AutoModel": "x.Y"}}), "its own Python code"),

@@ -19,8 +19,8 @@ import httpx
 
 from palaver.client.trust import trusting
 
-PATIENCE_S = 1.0
-"""A server that does not answer for so long is not there."""
+PATIENCE_S = 3.0
+"""A server that does not answer for so long is not there; where nobody listens that is known at once."""
 
 
 @dataclass(frozen=True, slots=True)

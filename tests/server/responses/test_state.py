@@ -317,6 +317,17 @@ class TestRestarting:
         assert [*heard[:-1], *rest] == whole
         assert [_told(event) for event in whole] == [_told(event) for event in uncut]
 
+    def test_it_is_there_without_the_model_that_said_it(self, tmp_path: Path) -> None:
+        with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60) as http:
+            response = create(http)
+        with Live(tmp_path, model=None) as live, httpx.Client(base_url=live.url, timeout=60) as http:
+            assert retrieve(http, response) == response
+            path = f"{RESPONSES}/{response['id']}?stream=true"
+            assert _events(http.get(path).text)[-1]["response"] == response
+            for number in (0, 3):
+                answer = http.get(f"{path}&starting_after={number}")
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "starting_after")
+
     def test_one_that_was_put_aside_can_be_cancelled(self, tmp_path: Path) -> None:
         with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60) as http:
             running = create(http, background=True, min_tokens=6000)
