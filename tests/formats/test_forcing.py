@@ -17,6 +17,7 @@ from palaver.formats.template import Template
 from palaver.formats.templated import TemplateFormat
 from palaver.formats.tokenizer import FastTokenizer
 from palaver.messages import Tool, user
+from tests.formats import unseen
 from tests.formats.families import FAMILIES, Family
 from tests.formats.forced import PLAIN, Drawn, wrong
 from tests.tiny import MERGES, byte_level
@@ -46,6 +47,16 @@ def show(format: TemplateFormat, seeds: int) -> None:
 def test_forced_calls_read_back_as_calls(family: Family, tokens: bool) -> None:
     control = {*family.turns, *family.markers} if tokens else set()
     show(made(family.source, control, family.strings), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("name", unseen.NAMES)
+def test_formats_that_nobody_had_seen_too(name: str, tokens: bool) -> None:
+    source = unseen.source(name)
+    format = made(source, control_strings(source) | set(STRINGS.values()) if tokens else set(), STRINGS)
+    if format.facts.calls is not None:
+        show(format, 1)
 
 
 @pytest.mark.slow

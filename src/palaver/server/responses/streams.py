@@ -42,24 +42,26 @@ async def whole(telling: Telling, source: AsyncGenerator[Said]) -> dict[str, Any
 
 
 async def _events(telling: Telling, source: AsyncGenerator[Said]) -> AsyncGenerator[list[Event]]:
-    async with aclosing(source):
-        yield telling.opening()
-        try:
+    """BadParameter where it can't be told at all, and then before anything is."""
+    opening = telling.opening()
+    try:
+        async with aclosing(source):
             async for said in source:
-                if events := telling.take(said.events, said.logprobs):
-                    yield events
+                events = [*opening, *telling.take(said.events, said.logprobs)]
+                opening = []
                 if said.ending is not None:
-                    yield telling.end(said.ending)
-                    return
-        except (PutAside, ShuttingDown) as error:
-            yield [telling.failure("shutting_down", str(error))]
-        except BadParameter:
-            raise
-        except PalaverError as error:
-            yield telling.end(Ending("failed", error=str(error)))
-        except Exception as error:
-            note(error)
-            yield [telling.failure(told(error).code, INTERNAL)]
+                    events += telling.end(said.ending)
+                if events:
+                    yield events
+    except BadParameter:
+        raise
+    except (PutAside, ShuttingDown) as error:
+        yield [*opening, telling.failure("shutting_down", str(error))]
+    except PalaverError as error:
+        yield [*opening, *telling.end(Ending("failed", error=str(error)))]
+    except Exception as error:
+        note(error)
+        yield [*opening, telling.failure(told(error).code, INTERNAL)]
 
 
 def _is_failure(event: Event) -> bool:
