@@ -102,6 +102,13 @@ def test_a_name_that_no_call_can_hold_is_refused() -> None:
         forced("JSON in tags", {}, 'f"')
 
 
+def test_a_tool_that_is_not_offered_can_not_be_called() -> None:
+    format = made(FAMILIES["JSON in tags"].source, set(), FAMILIES["JSON in tags"].strings)
+    for tools, options in ((), Options(must_call=("f",))), (PLAIN, Options(must_call=("now",), calls=False)):
+        with pytest.raises(BadParameter, match="no such tool"):
+            format.render((user("Hi"),), tools, options)
+
+
 def test_schemas_that_are_too_long_are_refused() -> None:
     listed = {"properties": {f"key_{place}": {"type": "string", "description": "x" * 500} for place in range(400)}}
     with pytest.raises(BadParameter, match="at most 200000 can be held"):

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from palaver.errors import EmptyMessage, NoMessages, TemplateError, UnsupportedContent
+from palaver.errors import BadParameter, EmptyMessage, NoMessages, TemplateError, UnsupportedContent
 from palaver.formats.anatomy import Anatomy
 from palaver.formats.cache import remembered
 from palaver.formats.calls import syntaxes
@@ -117,6 +117,8 @@ class TemplateFormat:
         if not options.must_call:
             return self._anatomy.phases(opens_in, offers, self._closing_ids)
         called = [tool for tool in tools if tool.name in options.must_call]
+        if not called or not options.calls:
+            raise BadParameter("must_call", ", ".join(options.must_call), "there is no such tool among the tools")
         must = held(
             self.facts, called, self._tokenizer.control, self._leads(options).calls, options.thinking is not False
         )

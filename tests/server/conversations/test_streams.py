@@ -222,7 +222,7 @@ async def test_a_number_beyond_the_end_is_refused(shown: Scene) -> None:
     said = await shown.said()
     await shown.read(f"/api/turns/{said.reply.id}/events")
     for asked in ({"headers": {"last-event-id": "100000"}}, {"params": {"after": 100000}}):
-        answer = await shown.http.get(f"/api/turns/{said.reply.id}/events", **asked)  # type: ignore[arg-type]
+        answer = await shown.http.get(f"/api/turns/{said.reply.id}/events", **asked)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -16,7 +16,7 @@ from palaver.chat.model import Model
 from palaver.chat.reading import ending
 from palaver.chat.recovery import knows
 from palaver.errors import EngineError, ModelError, PalaverError, RequestError
-from palaver.events import Failed, Finished, Started, Waiting
+from palaver.events import Failed, Finished, ReadEvent, Started, Waiting
 from palaver.messages import Role
 from palaver.server.bodies import Left
 from palaver.server.errors import ShuttingDown
@@ -50,7 +50,7 @@ async def answered(request: Request, body: ResponseRequest, owner: str, state: S
         reply = await _begun(chat, model, body, owner, state, request.headers.get(_KEY))
     if body.background and not body.stream:
         return JSONResponse(telling_of(reply).response("queued"))
-    leave = None if body.background else _stopping(state, reply)
+    leave = _nothing if body.background else _stopping(state, reply)
     try:
         with in_their_words(THEIRS):
             await while_there(request, _let_in(state, chat, reply))
@@ -58,7 +58,7 @@ async def answered(request: Request, body: ResponseRequest, owner: str, state: S
             return EventStream(_pieces(state, chat, reply), on_leave=leave)
         return JSONResponse(await while_there(request, _whole(state, chat, reply)))
     except Left:
-        _stopping(state, reply)()
+        leave()
         return Response(status_code=499)
 
 
@@ -81,13 +81,8 @@ async def streamed(request: Request, state: State, chat: Chat, id: str, after: i
 async def cancelled(state: State, chat: Chat, id: str) -> dict[str, Any]:
     """Stops it where it runs, and says how it stands then. One that is over stays as it is."""
     reply = await found(chat, id)
-    assert reply.reply is not None
-    if reply.reply.status is Status.RUNNING:
-        await chat.stop(reply.id)
-        async with chat.events(reply.id) as entries:
-            async for _ in entries:
-                pass
-    elif reply.reply.status is Status.INTERRUPTED:
+    await _stopped(chat, reply)
+    if reply.reply is not None and reply.reply.status is Status.INTERRUPTED:
         await _mark(state, reply, cancelled=True)
     return await _as_it_stands(state, chat, await found(chat, id))
 
@@ -95,7 +90,7 @@ async def cancelled(state: State, chat: Chat, id: str) -> dict[str, Any]:
 async def deleted(state: State, chat: Chat, id: str) -> None:
     """The response is gone. Its conversation goes with the last of its replies; until then others may hang on it."""
     reply = await found(chat, id)
-    await cancelled(state, chat, id)
+    await _stopped(chat, reply)
     await _mark(state, reply, deleted=True)
     everything = await asyncio.to_thread(state.service.store.messages.everything, reply.conversation_id)
     if all(kept(message).deleted for message in everything if message.role is Role.ASSISTANT and message.reply):
@@ -114,6 +109,16 @@ async def input_items(chat: Chat, id: str) -> list[dict[str, Any]]:
         about = {"id": f"dev_{reply.id}", "type": "message", "role": "system", "status": "completed"}
         items.insert(0, {**about, "content": content})
     return items
+
+
+async def _stopped(chat: Chat, reply: Stored) -> None:
+    """Stops it where it runs, and waits for its end."""
+    if reply.reply is None or reply.reply.status is not Status.RUNNING:
+        return
+    await chat.stop(reply.id)
+    async with chat.events(reply.id) as entries:
+        async for _ in entries:
+            pass
 
 
 async def _mark(state: State, reply: Stored, **marks: bool) -> None:
@@ -152,6 +157,10 @@ def _parameters(wishes: ChatRequest, body: ResponseRequest, model: Model, state:
     return {**parameters, "overflow": "shorten"} if body.truncation == "auto" else parameters
 
 
+def _nothing() -> None:
+    """A reply in the background goes on."""
+
+
 def _stopping(state: State, reply: Stored) -> Callable[[], None]:
     def stop() -> None:
         turn = state.service.turns.get(reply.id)
@@ -161,7 +170,9 @@ def _stopping(state: State, reply: Stored) -> Callable[[], None]:
     return stop
 
 
-def _pieces(state: State, chat: Chat, reply: Stored, after: int = -1, include: Sequence[str] = ()) -> Any:
+def _pieces(
+    state: State, chat: Chat, reply: Stored, after: int = -1, include: Sequence[str] = ()
+) -> AsyncGenerator[bytes]:
     telling = telling_of(reply, include)
     source = followed(state, chat, reply, _counts(reply, include), after < 0)
     return pieces(telling, source, after)
@@ -188,7 +199,7 @@ async def _as_it_stands(state: State, chat: Chat, reply: Stored, include: Sequen
         turn = state.service.turns.get(reply.id)
         if turn is None:  # another process writes it, or it waits for the model to go on
             return telling.response("in_progress")
-        telling.take(entry.event for entry in turn.log.so_far())  # type: ignore[misc]
+        telling.take([cast("ReadEvent", entry.event) for entry in turn.log.so_far()])
         return telling.response("in_progress" if turn.log.started else "queued")
     if _counts(reply, include):
         return await _whole(state, chat, reply, include)
@@ -217,7 +228,7 @@ async def _awake(state: State, chat: Chat, reply: Stored) -> Stored:
     return await chat.go_on(reply.id)
 
 
-async def _with_first(first: asyncio.Future[bytes], stream: Any) -> Any:
+async def _with_first(first: asyncio.Future[bytes], stream: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
     try:
         yield await first
         async for piece in stream:

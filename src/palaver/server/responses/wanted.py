@@ -46,6 +46,7 @@ THEIRS = {
     "response_format.json_schema": "text.format.schema",
     "constraint": "text.format",
     "constraint (json_schema)": "text.format",
+    "constraint (lark)": "tools",
 }
 """Our names, and a chat completion's, by those of a response's fields."""
 _SAME = (
