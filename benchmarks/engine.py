@@ -77,7 +77,7 @@ def copy_endless(source: Path, folder: Path) -> None:
 
 
 class Bench:
-    def __init__(self, folder: Path, threads: int, tokens: int) -> None:
+    def __init__(self, folder: Path, threads: int | None, tokens: int) -> None:
         self.folder = folder
         self.threads = threads
         self.tokens = tokens
@@ -85,7 +85,7 @@ class Bench:
             self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.size = self.model.get_output_embeddings().weight.shape[0]
         self.greedy = Sampling(temperature=0, max_tokens=tokens)
-        torch.set_num_threads(threads)
+        torch.set_num_threads(threads or 1)
 
     def engine(self, **options: Any) -> TorchEngine:
         vocabulary = [str(i).encode() for i in range(self.size)]
@@ -305,14 +305,17 @@ async def cancels(bench: Bench) -> None:
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--threads", type=int, help="of all; by default the engine picks its own, and the library has one"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer tokens")
     parser.add_argument("--only", choices=("speed", "turns", "interference", "cancels"))
     arguments = parser.parse_args()
     with model_folder(arguments.model) as folder:
         bench = Bench(folder, arguments.threads, 24 if arguments.quick else 100)
         count = sum(p.numel() for p in bench.model.parameters())
-        print(f"{bench.model.config.model_type}, {count / 1e6:.1f} M parameters, fp32, {arguments.threads} thread(s)")
+        told = "the engine's own" if arguments.threads is None else arguments.threads
+        print(f"{bench.model.config.model_type}, {count / 1e6:.1f} M parameters, fp32, threads: {told}")
         for part in (speed, turns, interference, cancels):
             if arguments.only in (None, part.__name__):
                 print(f"\n{part.__name__}")

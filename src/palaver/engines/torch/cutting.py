@@ -13,6 +13,7 @@ from palaver.engines.torch.attention import Plan, Run, plan, run_of
 from palaver.engines.torch.cache import Cache, CacheStatistics
 from palaver.engines.torch.lanes import Lane, Layout
 from palaver.engines.torch.sequence import Sequence
+from palaver.engines.torch.threads import Threads
 
 HEADROOM = 32
 """Room for so many tokens beyond the prompt is there from the start."""
@@ -22,7 +23,13 @@ FEW = (2, 8)
 
 class CuttingRunner:
     def __init__(
-        self, forward: Callable[[Plan], Tensor], layout: Layout, limit: int, context: int, exact: bool = False
+        self,
+        forward: Callable[[Plan], Tensor],
+        layout: Layout,
+        limit: int,
+        context: int,
+        threads: Threads,
+        exact: bool = False,
     ) -> None:
         self.reuse = "to the token"
         self.batches = True
@@ -30,6 +37,7 @@ class CuttingRunner:
         self._device = layout.device
         self._cache = Cache(layout, limit)
         self._context = context
+        self._threads = threads
         self._exact = exact
         self._lanes: dict[Sequence, Lane] = {}
         self._last: Plan | None = None
@@ -55,7 +63,12 @@ class CuttingRunner:
 
     def run(self, sequences: Many[Sequence], counts: Many[int]) -> Tensor:
         runs = [self._run(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
-        logits = self._exactly(runs) if self._exact else self._pass(self._plan(runs))
+        if self._exact:
+            logits = self._exactly(runs)
+        else:
+            planned = self._plan(runs)
+            with self._threads.enough(planned.ids.shape[0] * planned.furthest):
+                logits = self._pass(planned)
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.computed += count
         return logits

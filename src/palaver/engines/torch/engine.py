@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from palaver.engines.torch.mending import Mending
 from palaver.engines.torch.probing import pick_runner
 from palaver.engines.torch.scheduler import Limits, Scheduler
 from palaver.engines.torch.sequence import Sequence
+from palaver.engines.torch.threads import Threads
 from palaver.engines.torch.unspoken import UnfitTokens, Unspoken
 from palaver.engines.torch.worker import Worker
 from palaver.errors import BadParameter, ContextOverflow
@@ -52,7 +52,7 @@ class Options:
     fused: bool = True
     """Whether a plain decoder is run by code of ours, where that gives the model's own logits."""
     threads: int | None = None
-    """CPU threads. None: by the size of the model."""
+    """CPU threads. None: by the size of the model, and all cores for a long prompt."""
     limits: Limits | None = None
     """None: by device and the size of the model."""
     context: int | None = None
@@ -108,13 +108,14 @@ class TorchEngine:
         if options.context is not None:
             info = replace(info, context_length=min(info.context_length, options.context))
         limit = cache_bytes(model.device) if options.cache_bytes is None else options.cache_bytes
+        threads = Threads.picked(options.threads, _is_small(model))
         self._runner = pick_runner(
-            model, info.vocabulary_size, limit, info.context_length, options.exact, options.fused
+            model, info.vocabulary_size, limit, info.context_length, options.exact, options.fused, threads
         )
         self._info = replace(info, reuse=self._runner.reuse)
         outbox = Outbox()
         self._scheduler = Scheduler(self._runner, outbox, self._sequence, options.limits or _limits(model))
-        self._worker = Worker(self._scheduler, outbox, options.threads or _threads(model))
+        self._worker = Worker(self._scheduler, outbox, threads)
 
     @property
     def info(self) -> EngineInfo:
@@ -242,12 +243,6 @@ def _limits(model: PreTrainedModel) -> Limits:
 
 def _is_small(model: PreTrainedModel) -> bool:
     return sum(p.nbytes for p in model.parameters()) <= SMALL_MODEL
-
-
-def _threads(model: PreTrainedModel) -> int:
-    """All cores for a big model; half of them for a small one, which waits for memory and for the other threads."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // 2) if _is_small(model) else cores
 
 
 def describe_fit(model: str | Path, device: str | None = None, dtype: str | None = None) -> str:

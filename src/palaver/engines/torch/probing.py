@@ -19,6 +19,7 @@ from palaver.engines.torch.quantisation import quantisation
 from palaver.engines.torch.runner import Runner
 from palaver.engines.torch.snapshots import Abilities, SnapshotRunner
 from palaver.engines.torch.states import NoState, State
+from palaver.engines.torch.threads import Threads
 
 LENGTH = 48
 FIRST = 20
@@ -28,13 +29,13 @@ PROBE_BYTES = 1 << 24
 
 @torch.inference_mode()
 def pick_runner(
-    model: PreTrainedModel, size: int, limit: int, context: int, exact: bool = False, fused: bool = True
+    model: PreTrainedModel, size: int, limit: int, context: int, exact: bool, fused: bool, threads: Threads
 ) -> Runner:
     """The best way to run this model that gives what the model itself gives."""
     with quiet():
         probe = Probe(model, size)
         try:
-            return probe.cutting(limit, context, exact, fused)
+            return probe.cutting(limit, context, exact, fused, threads)
         except Exception as error:  # whatever went wrong, there is a humbler way
             return probe.carrying(limit, _why(error))
 
@@ -50,10 +51,10 @@ class Probe:
         self._expected: Tensor = model(input_ids=batch, **options).logits[0]
         self._rounding = self._own_rounding() if quantisation(model.config.to_dict()) else 0.0
 
-    def cutting(self, limit: int, context: int, exact: bool, fused: bool) -> CuttingRunner:
+    def cutting(self, limit: int, context: int, exact: bool, fused: bool, threads: Threads) -> CuttingRunner:
         layout = layout_of(self._model, torch.tensor(self.ids[:4], device=self._model.device))
         forward = (self._fused(layout, context) if fused else None) or self._library(layout)
-        return CuttingRunner(forward, layout, limit, context, exact)
+        return CuttingRunner(forward, layout, limit, context, threads, exact)
 
     def _fused(self, layout: Layout, context: int) -> FusedDecoder | None:
         try:

@@ -10,11 +10,12 @@ import torch
 
 from palaver.engines.torch.generation import AnswerNow, Cancel, Close, Command, Forget, Generation, Outbox, Submit
 from palaver.engines.torch.scheduler import Scheduler
+from palaver.engines.torch.threads import Threads
 from palaver.errors import EngineClosed, EngineError, PalaverError
 
 
 class Worker:
-    def __init__(self, scheduler: Scheduler, outbox: Outbox, threads: int) -> None:
+    def __init__(self, scheduler: Scheduler, outbox: Outbox, threads: Threads) -> None:
         self._scheduler = scheduler
         self._outbox = outbox
         self._threads = threads
@@ -42,7 +43,7 @@ class Worker:
     def _run(self) -> None:
         reason: PalaverError = EngineClosed()
         try:
-            torch.set_num_threads(self._threads)  # counts for the thread that says it
+            self._threads.settle()
             with torch.inference_mode():
                 self._work()
         except BaseException as error:
