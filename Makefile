@@ -73,7 +73,7 @@ chromium:
 
 test: lint postgres chromium
 	@$(PY) web/build.py || echo "!!! The page could not be built: it is not tested."
-	$(VENV)/bin/pytest -n 2
+	$(VENV)/bin/pytest -n 2 --durations=25
 
 test-fast: install-dev
 	$(VENV)/bin/ruff check .

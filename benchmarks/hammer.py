@@ -7,6 +7,7 @@ counts how many came out equal to the uncut ones.
 
 `ids`: chunks carry the token ids of their text (`return_token_ids`), and a begun reply is sent back with them.
 `text`: a begun reply is sent back as the text that came, with `continue_final_message`.
+`bare`: as `text`, without saying that it is to go on: for servers that know no such field.
 A stop is a connection that is closed, as a person's or a program's is.
 """
 
@@ -102,20 +103,24 @@ class Reply:
 class Hammer:
     client: httpx.AsyncClient
     model: str
-    by_ids: bool
+    way: str
     most: int
     random: random.Random
     uncut: dict[str, Reply] = field(default_factory=dict)
     cuts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
+    @property
+    def by_ids(self) -> bool:
+        return self.way == "ids"
+
     async def round(self, number: int) -> bool:
         """One reply, cut several times. Whether it came out as the uncut one."""
         request = self._request(number)
         try:
             return await self._cut(request)
-        except Refused as error:
-            self.failures.append(f"{request['messages'][0]['content']!r} {error}")
+        except (Refused, httpx.HTTPError) as error:
+            self.failures.append(f"{request['messages'][0]['content']!r} {error!r}")
             return False
 
     async def _cut(self, request: dict[str, Any]) -> bool:
@@ -148,7 +153,7 @@ class Hammer:
         body = dict(request)
         if reply.chunks:
             body["messages"] = [*request["messages"], reply.message(self.by_ids)]
-            body |= {"continue_final_message": True, "add_generation_prompt": False}
+            body |= {} if self.way == "bare" else {"continue_final_message": True, "add_generation_prompt": False}
         if self.by_ids:
             body["return_token_ids"] = True
         body["max_tokens"] = max(1, self.most - len(reply.ids)) if not self.by_ids else self.most
@@ -189,8 +194,7 @@ async def hammer_at(options: argparse.Namespace) -> int:
     limits = httpx.Limits(max_connections=options.parallel)
     url = options.url.rstrip("/") + "/"
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=300, limits=limits) as client:
-        by_ids = options.way == "ids"
-        hammer = Hammer(client, options.model, by_ids, options.max_tokens, random.Random(options.seed))
+        hammer = Hammer(client, options.model, options.way, options.max_tokens, random.Random(options.seed))
         gate = asyncio.Semaphore(options.parallel)
 
         async def one(number: int) -> bool:
@@ -214,7 +218,7 @@ def main() -> None:
     parser.add_argument("--peer", choices=("palaver", "llama.cpp", "transformers"), help="start this one and take it")
     parser.add_argument("--model", default="sprout")
     parser.add_argument("--key", default="none")
-    parser.add_argument("--way", choices=("ids", "text"), default="ids")
+    parser.add_argument("--way", choices=("ids", "text", "bare"), default="ids")
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--parallel", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=400)

@@ -135,8 +135,11 @@ async def many(url: str, count: int, seconds: float) -> Heard:
 
 
 def hear(reply: Recorded, heard: Heard) -> None:
-    """Reads what was recorded: a token came when the last byte of its event did."""
-    answer, last, tokens, rest = "", 0.0, 0, b""
+    """Reads what was recorded: a token came when the last byte of its event did.
+
+    Between a thought and its answer come tokens that nobody is shown: that is no gap between two tokens.
+    """
+    answer, last, tokens, rest, thinking = "", 0.0, 0, b"", False
     if not reply.pieces or b" 200 " not in reply.pieces[0][1][:16]:
         heard.wrong.append(f"{reply.number}: {reply.pieces[:1]}")
         return
@@ -152,9 +155,10 @@ def hear(reply: Recorded, heard: Heard) -> None:
             delta = event["choices"][0]["delta"]
             answer += delta.get("content") or ""
             if delta.get("content") or delta.get("reasoning_content"):
-                if last:
+                thought = bool(delta.get("reasoning_content"))
+                if last and thought == thinking:
                     heard.gaps.append(at - last)
-                last, tokens = at, tokens + 1
+                last, tokens, thinking = at, tokens + 1, thought
     heard.replies += 1
     heard.tokens += tokens
     expected = question(reply.number)[1]
