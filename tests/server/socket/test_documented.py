@@ -21,7 +21,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "ws-chat.md"
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 EXCHANGES = [text.splitlines() for kind, text in BLOCKS if not kind]
 PROGRAMS = [text for kind, text in BLOCKS if kind == "python"]
-VARYING = ("turn_id", "cached_tokens", "audio_data")
+VARYING = ("conversation", "reply", "turn_id", "cached_tokens", "audio_data")
 """What differs from run to run, or with what was asked before."""
 
 
@@ -96,4 +96,4 @@ def test_a_program_runs(live: Live, program: str) -> None:
 
 
 def test_there_are_examples() -> None:
-    assert (len(EXCHANGES), len(PROGRAMS)) == (6, 1)
+    assert (len(EXCHANGES), len(PROGRAMS)) == (7, 1)

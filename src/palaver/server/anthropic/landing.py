@@ -21,7 +21,7 @@ from palaver.server.openai.answering import while_there
 from palaver.server.openai.asking import Shown
 from palaver.server.openai.landing import HEADER, turns_told
 from palaver.server.openai.naming import in_their_words
-from palaver.server.openai.placing import Landed, begin
+from palaver.server.openai.placing import Landed, begin, wanted_of
 from palaver.server.openai.speaking import Told, Totals
 from palaver.server.state import State
 
@@ -36,7 +36,7 @@ async def landed(request: Request, body: MessagesRequest, name: str, owner: str,
         wishes = as_chat(body, model)
         messages = [turn.message for turn in said]
         key = request.headers.get("idempotency-key")
-        place = await begin(chat, model, wishes, messages, name, state, key)
+        place = await begin(chat, model, wanted_of(wishes, model, state), messages, name, state, key)
         speaking = await turns_told(state, chat, model, place, Shown())
     shows = wishes.include_reasoning is not False
     stream = speaking.tell()

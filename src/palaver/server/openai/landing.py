@@ -23,7 +23,7 @@ from palaver.server.openai.conversing import conversing
 from palaver.server.openai.fields import ChatRequest
 from palaver.server.openai.following import followed
 from palaver.server.openai.naming import in_their_words
-from palaver.server.openai.placing import Begun, Landed, begin
+from palaver.server.openai.placing import Begun, Landed, begin, wanted_of
 from palaver.server.openai.sounding import sounding_of
 from palaver.server.openai.speaking import Speaking
 from palaver.server.openai.streams import answer
@@ -52,7 +52,7 @@ async def landed(request: Request, body: ChatRequest, name: str, owner: str, sta
         begun = None
         if given.begun is not None:
             begun = Begun(given.begun, given.said, body.continue_final_message in (None, True))
-        place = await begin(chat, model, body, given.messages, name, state, key, begun)
+        place = await begin(chat, model, wanted_of(body, model, state), given.messages, name, state, key, begun)
         unsplit = body.reasoning_format == "none"
         speaking = await turns_told(state, chat, model, place, how, body.top_logprobs or 0, unsplit, given.begun)
     stream = speaking.tell() if sounding is None else sounding.of(speaking.tell())

@@ -55,21 +55,20 @@ class Landed:
 async def begin(
     chat: Chat,
     model: Model,
-    body: ChatRequest,
+    wanted: Sequence[dict[str, Any]],
     messages: Sequence[Message],
     name: str,
     state: State,
     key: str | None,
     begun: Begun | None = None,
 ) -> Landed:
-    """Puts the messages where they belong, and begins the replies; of the body only what decides that counts."""
+    """Puts the messages where they belong, and begins the replies: `wanted` has the parameters of each."""
     system = "\n\n".join(message.text for message in messages if message.role is Role.SYSTEM)
     said = [message for message in messages if message.role is not Role.SYSTEM]
     if not said:
         raise NoMessages
     if said[-1].role is Role.ASSISTANT:
         raise BadParameter("messages", "assistant", "the last message is a reply already: there is nothing to answer")
-    wanted = _parameters(body, model, state)
     conversation = await _conversation(chat, name, system)
     if begun is not None:
         return await _GoingOn(state, chat, model, conversation, begun, key).begin(said, wanted)
@@ -82,8 +81,8 @@ async def begin(
     return Landed(conversation.id, message, tuple(reply.id for reply in reversed(replies)))
 
 
-def _parameters(body: ChatRequest, model: Model, state: State) -> list[dict[str, Any]]:
-    """For each choice. The first is begun last, so that the conversation is left there."""
+def wanted_of(body: ChatRequest, model: Model, state: State) -> list[dict[str, Any]]:
+    """The parameters of each choice. The first is begun last, so that the conversation is left there."""
     tools, called = offered(body, state.settings)
     parameters = chat_parameters(body, state.settings, model.format.switches)
     parameters |= {"tools": tools} if tools else {}

@@ -41,13 +41,17 @@ THEIRS = {
 def asked(opening: Opening, model: Model, settings: ServerSettings, owner: str, remembered: Remembered) -> Request:
     """May take a while: not for the event loop. Raises whatever makes the reply impossible."""
     messages = messages_of(opening, settings.limits.messages)
-    given = {**_generation(opening.generation), "thinking": opening.enable_thinking, "spoken": _spoken(opening)}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    parameters = merged(DEFAULTS, settings.defaults, chosen, settings.forced)
     with in_their_words(THEIRS):
-        decided = decide(model.engine.info.defaults, _thinking(parameters, model), draw_seed(), datetime.now())
+        decided = decide(model.engine.info.defaults, wanted_of(opening, model, settings), draw_seed(), datetime.now())
     past = remembered.past(owner, messages, (None,) * sum(one.role is Role.ASSISTANT for one in messages))
     return Request(messages, decided.sampling, (), replace(decided.options, calls=False), 0, owner, past)
+
+
+def wanted_of(opening: Opening, model: Model, settings: ServerSettings) -> dict[str, Any]:
+    """The parameters of the reply."""
+    given = {**_generation(opening.generation), "thinking": opening.enable_thinking, "spoken": _spoken(opening)}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return _thinking(merged(DEFAULTS, settings.defaults, chosen, settings.forced), model)
 
 
 def _spoken(opening: Opening) -> bool | None:

@@ -51,6 +51,8 @@ class Opening(Fields):
     image: ImageWish = Field(default_factory=ImageWish)
     omni_mode: bool = False
     enable_thinking: bool | None = None
+    conversation: Annotated[str, Field(max_length=100)] = ""
+    """The one that the messages and the reply are kept in; `new` makes one."""
     use_tts_template: bool = False
     """Whether the text is to be fit for speech, even where none is made of it."""
 

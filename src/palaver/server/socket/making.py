@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from palaver.chat.model import Model
 from palaver.chat.utterance import Utterance
@@ -14,19 +14,20 @@ from palaver.errors import EngineError
 from palaver.events import Event, Finished, Notice, ReadEvent, Started, Waiting
 from palaver.generation import Finish
 from palaver.server.errors import ShuttingDown, note
-from palaver.server.metrics import Pace
+from palaver.server.metrics import Metrics, Pace
+from palaver.server.openai.following import followed
 from palaver.server.openai.naming import in_their_words
-from palaver.server.socket.asking import THEIRS, asked
+from palaver.server.openai.placing import begin
+from palaver.server.socket.asking import THEIRS, asked, wanted_of
+from palaver.server.socket.conversing import messages_of
 from palaver.server.socket.fields import Opening
 from palaver.server.socket.recordings import recorded
 from palaver.server.socket.sounding import Sounding
 from palaver.server.socket.telling import Telling
 from palaver.server.socket.turn import Turn
+from palaver.server.state import State
 from palaver.voice.base import Voice
 from palaver.voice.speech import Speech
-
-if TYPE_CHECKING:
-    from palaver.server.state import State
 
 
 class Making:
@@ -37,7 +38,8 @@ class Making:
         self._opening = opening
         self._state = state
         self._telling = Telling(turn.id, turn.record, opening.streaming, opening.tts.enabled)
-        self._pace = Pace(state.metrics)
+        self._metrics = Metrics() if opening.conversation else state.metrics  # turns of conversations are counted
+        self._pace = Pace(self._metrics)
         self._counted = 0
         """Tokens whose time was noted."""
         self._utterance: Utterance | None = None
@@ -56,7 +58,7 @@ class Making:
     async def run(self) -> None:
         """To its last message, which tells of an error where there was one."""
         try:
-            with self._state.floor.taken(self._end):
+            with nullcontext() if self._opening.conversation else self._state.floor.taken(self._end):
                 await self._speak()
         except Exception as error:
             note(error)
@@ -68,7 +70,7 @@ class Making:
 
     async def _speak(self) -> None:
         model = self._state.service.models.current()
-        utterance = await asyncio.to_thread(self._begun, model)
+        utterance = await (self._landed(model) if self._opening.conversation else asyncio.to_thread(self._begun, model))
         async with self._voiced():
             with in_their_words(THEIRS):
                 finished = await self._said(utterance)
@@ -78,8 +80,20 @@ class Making:
             if self._sounding is not None and (error := await self._sounding.finish()):
                 self._tell([Notice(str(error))])
             self._telling.take(replace(finished, tail=()))
+        if self._opening.conversation:
+            return
         reply = utterance.reply()
         self._state.remembered.keep(self._owner, utterance.request.messages, reply.message, reply.token_ids)
+
+    async def _landed(self, model: Model) -> Utterance:
+        """A turn of the conversation that is named, followed as it is said."""
+        chat, settings = self._state.service.chat(self._owner), self._state.settings
+        messages = messages_of(self._opening, settings.limits.messages)
+        with in_their_words(THEIRS):
+            wanted = wanted_of(self._opening, model, settings)
+            place = await begin(chat, model, [wanted], messages, self._opening.conversation, self._state, None)
+            self._telling.place = {"conversation": place.conversation, "reply": place.reply}
+            return await followed(self._state, chat, model, await chat.message(place.reply), 0, False)
 
     def _begun(self, model: Model) -> Utterance:
         request = asked(self._opening, model, self._state.settings, self._owner, self._state.remembered)
@@ -117,7 +131,7 @@ class Making:
         finally:
             self._utterance = None
             self._pace.no_longer_waits()
-            self._state.metrics.replied(utterance.usage, finished.finish.value if finished else "left")
+            self._metrics.replied(utterance.usage, finished.finish.value if finished else "left")
         if finished is None:
             raise EngineError("The engine ended the reply without a word.")
         return finished

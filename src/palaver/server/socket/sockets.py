@@ -6,11 +6,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from palaver.server.errors import TooMany
-from palaver.server.socket.making import Making
 from palaver.server.socket.turn import Turn
 from palaver.store import NotFound
+
+if TYPE_CHECKING:
+    from palaver.server.socket.making import Making
 
 KEPT_SECONDS = 600.0
 """For so long a turn that is over can be read again."""
@@ -78,7 +81,7 @@ class Sockets:
     def leave(self, turn: Turn, for_good: bool) -> None:
         """One less. What nobody reads is stopped: at once where its last reader said goodbye, else after the grace."""
         turn.readers -= 1
-        if turn.readers or turn.record.ended:
+        if turn.readers or turn.record.ended or turn.lasting:
             return
         if for_good:
             turn.stop()

@@ -86,7 +86,7 @@ class Talking:
                 if self._turn is not None:
                     self._turn.stop()
             case Opening() as opening:
-                turn = Turn(self._owner)
+                turn = Turn(self._owner, lasting=bool(opening.conversation))
                 self._state.sockets.begin(turn, Making(turn, opening, self._state))
                 self._tell(turn, 0)
             case Resume(turn_id=id, after=after):

@@ -43,6 +43,8 @@ class Telling:
         self._record = record
         self._streaming = streaming
         self._spoken = spoken
+        self.place: dict[str, str] = {}
+        """Where the reply is kept, if anywhere."""
         self._prefilled = False
         self._text: list[str] = []
         self._thinking: list[str] = []
@@ -91,7 +93,7 @@ class Telling:
         if not self._prefilled:
             self._prefilled = True
             counts = {"input_tokens": prompt_tokens, "cached_tokens": cached_tokens}
-            self._record.tell({"type": "prefill_done", **counts, "turn_id": self._turn})
+            self._record.tell({"type": "prefill_done", **counts, **self.place, "turn_id": self._turn})
 
     def _piece(self, name: str, text: str, whole: list[str]) -> None:
         whole.append(text)
@@ -109,6 +111,7 @@ class Telling:
             "input_tokens": finished.usage.prompt_tokens,
             "cached_tokens": finished.usage.cached_tokens,
             "finish_reason": _REASONS[finished.finish],
+            **self.place,
             "turn_id": self._turn,
         }
         if self._spoken and not self._streaming:

@@ -12,6 +12,8 @@ from palaver.store.identity import new_id
 @dataclass(eq=False)
 class Turn:
     owner: str
+    lasting: bool = False
+    """Whether the reply is a conversation's, which goes on when nobody reads it."""
     id: str = field(default_factory=new_id)
     record: Record = field(default_factory=Record)
     readers: int = 0
