@@ -185,7 +185,7 @@ async def hammered(options: argparse.Namespace) -> int:
             peer = await STARTS[options.peer](stack, folder, "f32")
             assert isinstance(peer, HttpPeer), "an engine in this process is no server"
             options.url = f"{peer.url}/v1"
-            options.model = str(folder) if options.peer == "transformers" else options.model
+            options.model = options.model if options.peer == "llama.cpp" else str(folder)
         return await hammer_at(options)
 
 
