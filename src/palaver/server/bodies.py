@@ -18,7 +18,7 @@ _NOT_NUMBERS = re.compile(rb"\b(?:NaN|Infinity)\b")
 
 
 class Left(Exception):
-    """The client went away before its body was whole."""
+    """The client went away before its body was whole, or before its answer began."""
 
 
 async def read_body(receive: Receive, limits: Limits, announced: bytes | None) -> bytes:

@@ -6,19 +6,26 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from palaver.errors import BadParameter, PalaverError
+from palaver.server.bodies import Left
 from palaver.server.errors import NoRoute, NotJson, WrongMethod, note
 from palaver.server.refusing import refused
 
 
 def answer_errors(app: FastAPI) -> None:
+    app.add_exception_handler(Left, _left)
     app.add_exception_handler(PalaverError, _answer)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _answer)
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    """Nobody reads it: the status is for the log."""
+    return Response(status_code=499)
 
 
 async def _answer(request: Request, error: Exception) -> JSONResponse:

@@ -16,7 +16,6 @@ from palaver.server.anthropic.fields import MessagesRequest
 from palaver.server.anthropic.naming import NAMES
 from palaver.server.anthropic.streams import folded, streamed
 from palaver.server.anthropic.telling import PING, Blocks, Event, ending, message_end, message_start
-from palaver.server.bodies import Left
 from palaver.server.openai.answering import while_there
 from palaver.server.openai.asking import Shown
 from palaver.server.openai.landing import HEADER, turns_told
@@ -42,12 +41,9 @@ async def landed(request: Request, body: MessagesRequest, name: str, owner: str,
     stream = speaking.tell()
     headers = {HEADER: place.conversation}
     events = _events(body, model.name, place, stream, shows)
-    try:
-        if body.stream:
-            return streamed(events, request, headers)
-        return JSONResponse(await while_there(request, folded(events)), headers=headers)
-    except Left:
-        return Response(status_code=499)
+    if body.stream:
+        return streamed(events, request, headers)
+    return JSONResponse(await while_there(request, folded(events)), headers=headers)
 
 
 async def _events(

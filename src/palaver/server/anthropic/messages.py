@@ -17,9 +17,8 @@ from palaver.server.anthropic.landing import landed
 from palaver.server.anthropic.naming import NAMES
 from palaver.server.anthropic.speaking import Spoken
 from palaver.server.anthropic.streams import folded, streamed
-from palaver.server.bodies import Left
 from palaver.server.callers import Whoever
-from palaver.server.openai.answering import begun, held, kept, while_there
+from palaver.server.openai.answering import begun, closed_if_failing, held, kept, while_there
 from palaver.server.openai.landing import conversation_of
 from palaver.server.openai.naming import in_their_words
 from palaver.server.openai.speaking import Speaking
@@ -82,16 +81,10 @@ async def answered(request: Request, body: MessagesRequest, owner: str, state: S
         speaking = Speaking(what, await asyncio.to_thread(what.utterances), state.metrics)
     stream = kept(state, speaking, held(state, speaking))
     spoken = Spoken(body, speaking.choices[0])
-    try:
+    async with closed_if_failing(stream):
         with in_their_words(NAMES):
             first = await begun(request, stream)
             events = spoken.events(stream, first)
             if not body.stream:
                 return JSONResponse(await while_there(request, folded(events)))
         return streamed(events, request)
-    except Left:
-        await stream.aclose()
-        return Response(status_code=499)
-    except BaseException:
-        await stream.aclose()
-        raise

@@ -15,10 +15,9 @@ from pydantic import Field
 
 from palaver.errors import BadParameter
 from palaver.server.audio.stream import SoundStream
-from palaver.server.bodies import Left
 from palaver.server.callers import Whoever
 from palaver.server.errors import OtherModel
-from palaver.server.openai.answering import while_there
+from palaver.server.openai.answering import closed_if_failing, while_there
 from palaver.server.openai.fields import Fields, NamedVoice
 from palaver.server.openai.unknown import check_all
 from palaver.server.state import State, StateOf
@@ -105,17 +104,11 @@ async def _sounds(state: State, speech: Speech) -> AsyncGenerator[Samples]:
 
 async def _answered(request: Request, body: SpeechRequest, wanted: Form, sounds: AsyncGenerator[Samples]) -> Response:
     """Waits for the first sound, so that what can't be said has a status of its own."""
-    try:
+    async with closed_if_failing(sounds):
         if not body.stream and body.stream_format != "sse":
             whole = await while_there(request, joined(sounds))
             return Response(await asyncio.to_thread(encoded, whole, wanted), media_type=wanted.media_type)
         first = await while_there(request, anext(sounds))
-    except Left:
-        await sounds.aclose()
-        return Response(status_code=499)
-    except BaseException:
-        await sounds.aclose()
-        raise
     pieces = _streamed(sounds, first, wanted)
     if body.stream_format == "sse":
         return EventStream(_events(pieces))

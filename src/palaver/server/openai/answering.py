@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
-from typing import TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -53,6 +53,16 @@ async def let_go(first: asyncio.Future[T], stream: AsyncGenerator[T]) -> None:
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     await stream.aclose()
+
+
+@asynccontextmanager
+async def closed_if_failing(stream: AsyncGenerator[Any]) -> AsyncIterator[None]:
+    """What goes wrong before an answer has begun, or a client that leaves, closes the stream it was to be made of."""
+    try:
+        yield
+    except BaseException:
+        await stream.aclose()
+        raise
 
 
 async def held(state: State, speaking: Speaking) -> AsyncGenerator[Told]:

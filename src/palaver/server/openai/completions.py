@@ -21,10 +21,9 @@ from palaver.events import AnswerDelta
 from palaver.formats.completion import Completion
 from palaver.generation import Prompt
 from palaver.phases import Phase, Phases, State
-from palaver.server.bodies import Left
 from palaver.server.callers import Whoever
 from palaver.server.errors import error_body, note
-from palaver.server.openai.answering import begun, held, while_there
+from palaver.server.openai.answering import begun, closed_if_failing, held, let_go, while_there
 from palaver.server.openai.asking import Asked, Shown, check_model, choices
 from palaver.server.openai.fields import CompletionRequest
 from palaver.server.openai.naming import in_their_words
@@ -52,18 +51,12 @@ def router() -> APIRouter:
         speaking = Speaking(what, utterances, state.metrics)
         stream = held(state, speaking)
         about = _Texts(Heading(model.name, f"fp_{model.tokenizer}", f"cmpl-{new_id()}"), speaking)
-        try:
+        async with closed_if_failing(stream):
             with in_their_words():
                 if not what.shown.stream:
                     return JSONResponse(await while_there(request, about.whole(stream)))
                 first = await begun(request, stream)
             return EventStream(about.chunks(stream, first))
-        except Left:
-            await stream.aclose()
-            return Response(status_code=499)
-        except BaseException:
-            await stream.aclose()
-            raise
 
     return routes
 
@@ -178,8 +171,7 @@ class _Texts:
             note(error)
             yield b"data: " + error_body(error) + b"\n\n" + DONE
         finally:
-            first.cancel()
-            await stream.aclose()
+            await let_go(first, stream)
 
     def _event(self, value: Mapping[str, Any]) -> bytes:
         whole = {**self.heading.value("text_completion"), **value}

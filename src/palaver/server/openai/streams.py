@@ -10,9 +10,8 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from palaver.server.bodies import Left
 from palaver.server.errors import error_body, note
-from palaver.server.openai.answering import begun, while_there
+from palaver.server.openai.answering import begun, closed_if_failing, let_go, while_there
 from palaver.server.openai.naming import in_their_words
 from palaver.server.openai.speaking import Speaking, Told
 from palaver.server.openai.telling import DONE, Chunks, Whole, ending, heading, usage
@@ -28,19 +27,13 @@ async def answer(
 ) -> Response:
     """`stream` is what is said of it; `more` is told with the whole, or with the first chunk."""
     about = {**_prompt_ids(speaking), **(more or {})}
-    try:
+    async with closed_if_failing(stream):
         with in_their_words():
             if not speaking.asked.shown.stream:
                 whole = await while_there(request, _whole(speaking, stream))
                 return JSONResponse({**whole, **about}, headers=dict(headers or {}))
             first = await begun(request, stream)
         return EventStream(_chunks(speaking, stream, first, about), headers)
-    except Left:
-        await stream.aclose()
-        return Response(status_code=499)
-    except BaseException:
-        await stream.aclose()
-        raise
 
 
 async def _chunks(
@@ -63,8 +56,7 @@ async def _chunks(
         note(error)
         yield b"data: " + error_body(error) + b"\n\n" + DONE
     finally:
-        first.cancel()
-        await stream.aclose()
+        await let_go(first, stream)
 
 
 def _piece(chunks: Chunks, speaking: Speaking, told: Told) -> bytes:

@@ -15,8 +15,7 @@ from palaver.chat.model import Model
 from palaver.chat.requests import oldest_to_drop, without_oldest
 from palaver.generation import Finish
 from palaver.messages import Role
-from palaver.server.bodies import Left
-from palaver.server.openai.answering import begun, held, kept, while_there
+from palaver.server.openai.answering import begun, closed_if_failing, held, kept, while_there
 from palaver.server.openai.asking import Asked, asked_for, check_model
 from palaver.server.openai.conversing import Conversing, conversing
 from palaver.server.openai.fields import ChatRequest
@@ -46,19 +45,13 @@ async def answered(request: Request, body: ResponseRequest, owner: str, state: S
         speaking = Speaking(what, await asyncio.to_thread(what.utterances), state.metrics)
     stream = kept(state, speaking, held(state, speaking))
     telling = _telling(what, place)
-    try:
+    async with closed_if_failing(stream):
         with in_their_words(THEIRS):
             first = await begun(request, stream)
             source = _said(stream, first)
             if body.stream:
                 return EventStream(pieces(telling, source))
             return JSONResponse(await while_there(request, whole(telling, source)))
-    except Left:
-        await stream.aclose()
-        return Response(status_code=499)
-    except BaseException:
-        await stream.aclose()
-        raise
 
 
 async def counted(body: ResponseRequest, owner: str, state: State) -> int:

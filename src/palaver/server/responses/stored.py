@@ -20,7 +20,7 @@ from palaver.events import Failed, Finished, ReadEvent, Started, Waiting
 from palaver.messages import Role
 from palaver.server.bodies import Left
 from palaver.server.errors import ShuttingDown
-from palaver.server.openai.answering import FIRST_SECONDS, begun, while_there
+from palaver.server.openai.answering import FIRST_SECONDS, begun, closed_if_failing, let_go, while_there
 from palaver.server.openai.asking import check_model, offered
 from palaver.server.openai.conversing import conversing
 from palaver.server.openai.fields import ChatRequest
@@ -59,7 +59,7 @@ async def answered(request: Request, body: ResponseRequest, owner: str, state: S
         return JSONResponse(await while_there(request, _whole(state, chat, reply)))
     except Left:
         leave()
-        return Response(status_code=499)
+        raise
 
 
 async def told(state: State, chat: Chat, id: str, include: Sequence[str] = ()) -> dict[str, Any]:
@@ -71,10 +71,8 @@ async def streamed(request: Request, state: State, chat: Chat, id: str, after: i
     """Its events after that number, to the end."""
     reply = await _awake(state, chat, await found(chat, id))
     stream = _pieces(state, chat, reply, after, include)
-    try:
+    async with closed_if_failing(stream):
         first = await begun(request, stream)
-    except Left:
-        return Response(status_code=499)
     return EventStream(_with_first(first, stream))
 
 
@@ -234,5 +232,4 @@ async def _with_first(first: asyncio.Future[bytes], stream: AsyncGenerator[bytes
         async for piece in stream:
             yield piece
     finally:
-        first.cancel()
-        await stream.aclose()
+        await let_go(first, stream)
