@@ -24,15 +24,17 @@ from palaver.engines.host import HostedEngine
 from palaver.events import Finished
 from palaver.messages import user
 from palaver.store import open_store
-from tests.chat.killing import QUESTIONS, run, served
+from tests.chat.killing import QUESTIONS, Count, run, served
 
 STREAMS = 8
+EVERY = 25
+"""Kills between two words of how far it is."""
 
 
 def program(kills: int, kind: str, seconds: float) -> None:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        count = run(Path(folder), kind, kills, seconds)
+        count = run(Path(folder), kind, kills, seconds, after_each=lambda so_far: _tell(so_far, begun))
     print(f"{count.kills} kills of the program ({kind}) in {time.monotonic() - begun:.0f} s")
     print(f"  acknowledged messages     {count.messages}")
     print(f"  events that readers saw   {count.events}")
@@ -40,6 +42,13 @@ def program(kills: int, kind: str, seconds: float) -> None:
     print(f"  lost, changed or not the uncut one: {len(count.wrong)}")
     for line in count.wrong[:20]:
         print(f"    {line}")
+
+
+def _tell(count: Count, begun: float) -> None:
+    """How far it is, now and then: a long run that is cut short has shown what it got to."""
+    if count.kills % EVERY == 0:
+        passed = f"{count.kills} kills after {time.monotonic() - begun:.0f} s"
+        print(f"{passed}: {count.messages} messages, {count.continued} continued, {len(count.wrong)} wrong", flush=True)
 
 
 async def host(kills: int) -> None:

@@ -187,7 +187,14 @@ async def _is_uncut(service: Service, chat: Chat, reply_id: str, kind: str) -> b
     return (await replay(service.store, service.models.current(), reply_id)).same
 
 
-def run(folder: Path, kind: str, kills: int, seconds: float, seed: int = 0) -> Count:
+def run(
+    folder: Path,
+    kind: str,
+    kills: int,
+    seconds: float,
+    seed: int = 0,
+    after_each: Callable[[Count], None] | None = None,
+) -> Count:
     """So many kills, each at a random moment of the first `seconds`; every second time the replies are resumed."""
     moments, count = random.Random(seed), Count()
     for number in range(kills):
@@ -195,4 +202,6 @@ def run(folder: Path, kind: str, kills: int, seconds: float, seed: int = 0) -> C
         rows = killed(folder / "store", told, kind, moments.uniform(0, seconds))
         asyncio.run(check(folder / "store", rows, kind, number % 2 == 1, count))
         told.unlink()
+        if after_each is not None:
+            after_each(count)
     return count
