@@ -1,6 +1,6 @@
 """How fast the torch engine is on the CPU, as ratios measured in one run.
 
-    python benchmarks/engine.py [--model FOLDER] [--threads N] [--quick]
+    python benchmarks/engine.py [--model FOLDER] [--threads N] [--quick] [--compile]
 
 Without a model it takes the embedded one where its weights are there, else random weights of the same shape.
 """
@@ -77,9 +77,10 @@ def copy_endless(source: Path, folder: Path) -> None:
 
 
 class Bench:
-    def __init__(self, folder: Path, threads: int | None, tokens: int) -> None:
+    def __init__(self, folder: Path, threads: int | None, tokens: int, compiled: bool = False) -> None:
         self.folder = folder
         self.threads = threads
+        self.compiled = compiled
         self.tokens = tokens
         with quiet():
             self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -89,7 +90,10 @@ class Bench:
 
     def engine(self, **options: Any) -> TorchEngine:
         vocabulary = [str(i).encode() for i in range(self.size)]
-        return load(self.folder, vocabulary=vocabulary, options=Options(threads=self.threads, **options))
+        return load(self.folder, vocabulary=vocabulary, options=self._options(**options))
+
+    def _options(self, **options: Any) -> Options:
+        return Options(threads=self.threads, compiled=self.compiled, **options)
 
     def prompt(self, seed: int, length: int = CONTEXT) -> tuple[int, ...]:
         generator = torch.Generator().manual_seed(seed)
@@ -309,10 +313,11 @@ async def main() -> None:
         "--threads", type=int, help="of all; by default the engine picks its own, and the library has one"
     )
     parser.add_argument("--quick", action="store_true", help="fewer tokens")
+    parser.add_argument("--compile", action="store_true", help="with compiled steps")
     parser.add_argument("--only", choices=("speed", "turns", "interference", "cancels"))
     arguments = parser.parse_args()
     with model_folder(arguments.model) as folder:
-        bench = Bench(folder, arguments.threads, 24 if arguments.quick else 100)
+        bench = Bench(folder, arguments.threads, 24 if arguments.quick else 100, arguments.compile)
         count = sum(p.numel() for p in bench.model.parameters())
         told = "the engine's own" if arguments.threads is None else arguments.threads
         print(f"{bench.model.config.model_type}, {count / 1e6:.1f} M parameters, fp32, threads: {told}")

@@ -1,12 +1,12 @@
 """Palaver's engine beside other servers of the same model on the same machine, as ratios measured in one run.
 
-    python benchmarks/peers.py [--url NAME=http://127.0.0.1:8000] [--only palaver llama.cpp transformers] [--rounds 5]
+    python benchmarks/peers.py [--url NAME=http://127.0.0.1:8000] [--only palaver compiled llama.cpp transformers] [--rounds 5]
 
 Each round asks every peer in turn, so that other load on the machine hits all of them alike; the figures are medians.
 The model is the embedded one with the end of a turn made unlikely, so that all say the same number of tokens.
 
 - `engine` is the torch engine in this process; `hosted` the same in a process of its own, as a server has it;
-  `palaver` is `palaver serve`, over HTTP like the others.
+  `palaver` is `palaver serve`, over HTTP like the others; `compiled` the same with `--compile`.
 - `llama.cpp` needs `pip install xllamacpp gguf`; the weights are converted here, --gguf says to which type.
 - `transformers` is `transformers serve`, which needs `pip install "transformers[serving]" accelerate`.
 - `--url` is any server with /v1/chat/completions that runs already. Let it serve the folder that --keep leaves.
@@ -299,10 +299,14 @@ async def start_hosted(stack: AsyncExitStack, folder: Path, _: str) -> Peer:
     return EnginePeer("hosted", await stack.enter_async_context(HostedEngine(spec)), folder)
 
 
-async def start_palaver(stack: AsyncExitStack, folder: Path, _: str) -> Peer:
+async def start_palaver(stack: AsyncExitStack, folder: Path, _: str, *flags: str) -> Peer:
     port, data = free_port(), stack.enter_context(tempfile.TemporaryDirectory())
-    command = [sys.executable, "-m", "palaver", "serve", str(folder), "--port", str(port), "--data", data]
-    return await started(stack, "palaver serve", command, port)
+    command = [sys.executable, "-m", "palaver", "serve", str(folder), "--port", str(port), "--data", data, *flags]
+    return await started(stack, " ".join(("palaver serve", *flags)), command, port)
+
+
+async def start_compiled(stack: AsyncExitStack, folder: Path, kind: str) -> Peer:
+    return await start_palaver(stack, folder, kind, "--compile")
 
 
 async def start_llama(stack: AsyncExitStack, folder: Path, kind: str) -> Peer:
@@ -324,6 +328,7 @@ STARTS: dict[str, Callable[[AsyncExitStack, Path, str], Awaitable[Peer]]] = {
     "engine": start_engine,
     "hosted": start_hosted,
     "palaver": start_palaver,
+    "compiled": start_compiled,
     "llama.cpp": start_llama,
     "transformers": start_transformers,
 }

@@ -113,6 +113,12 @@ class DoesNotFit(ModelError):
         self.free = free
 
 
+class CantCompile(ModelError):
+    def __init__(self, why: str) -> None:
+        super().__init__(f"The compiled step can't be had: {why}; or leave out --compile.")
+        self.why = why
+
+
 class NoTemplate(ModelError):
     def __init__(self, name: str) -> None:
         super().__init__(

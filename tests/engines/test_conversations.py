@@ -11,6 +11,7 @@ from palaver.engines.torch import Options, TorchEngine, load
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
+from tests.engines.compiling import needs_a_compiler
 from tests.engines.running import Run, continued, run
 
 GREEDY = Sampling(temperature=0, max_tokens=8, banned_ids=(tiny.END,))
@@ -42,7 +43,15 @@ async def test_a_retry_and_an_edit_compute_what_differs(engine: TorchEngine) -> 
 
 
 @pytest.mark.parametrize(
-    "options", [Options(), Options(exact=True), Options(fused=False)], ids=["", "exact", "own code"]
+    "options",
+    [
+        Options(),
+        Options(exact=True),
+        Options(fused=False),
+        pytest.param(Options(compiled=True), marks=needs_a_compiler),
+        pytest.param(Options(compiled=True, exact=True), marks=needs_a_compiler),
+    ],
+    ids=["", "exact", "own code", "compiled", "compiled and exact"],
 )
 async def test_stop_and_continue_cycles_compute_one_token_each(
     options: Options, folder_of: Callable[[str], Path]

@@ -14,6 +14,7 @@ from palaver.errors import CacheFull, EngineError, QueueFull
 from palaver.generation import Ended, Finish, Prefilled, Prompt, Queued, Step
 from palaver.sampling import Sampling
 from tests.engines import tiny
+from tests.engines.compiling import needs_a_compiler
 from tests.engines.reference import Reference, reference
 from tests.engines.running import continued, run
 
@@ -48,12 +49,17 @@ async def stop_and_go(engine: TorchEngine, rng: random.Random, case: tuple[Promp
     return said + (await run(engine, continued(prompt, said), sampling, choice)).ids
 
 
-@pytest.mark.parametrize("seed", range(8))
-async def test_random_schedules(seed: int, folder_of: Callable[[str], Path], oracle: Callable[..., Reference]) -> None:
+@pytest.mark.parametrize(
+    ("seed", "compiled"),
+    [*((seed, False) for seed in range(8)), *(pytest.param(s, True, marks=needs_a_compiler) for s in range(8, 12))],
+)
+async def test_random_schedules(
+    seed: int, compiled: bool, folder_of: Callable[[str], Path], oracle: Callable[..., Reference]
+) -> None:
     rng = random.Random(seed)
     limits = Limits(running=rng.choice([2, 4, 32]), chunk=rng.choice([8, 32, 256]))
     room = rng.choice([1 << 30, 768 * 600])  # much, or so little that sequences are put back and pages evicted
-    options = Options(limits=limits, cache_bytes=room, fused=rng.random() < 0.7)
+    options = Options(limits=limits, cache_bytes=room, fused=compiled or rng.random() < 0.7, compiled=compiled)
     engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
     drawn = cases(rng)
     replies = await asyncio.gather(*(stop_and_go(engine, random.Random(i), case) for i, case in enumerate(drawn)))

@@ -32,6 +32,7 @@ class Loading:
     device: str | None = None
     dtype: str | None = None
     exact: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         if self.template is not None and not self.template.is_file():
@@ -55,10 +56,11 @@ def hosted(loading: Loading) -> Load:
             loading.exact,
             trained.adapter,
             trained.context,
+            loading.compiled,
         )
         engine = HostedEngine(spec, told)
         await engine.start()
-        notices = (*trained.notes, *(() if loading.template else untold(trained)))
+        notices = (*trained.notes, *(() if loading.template else untold(trained)), *uncompiled(loading, engine))
         return replace(made(name, engine, format, tokenizer), notices=notices)
 
     return load
@@ -93,6 +95,12 @@ def untold(trained: Trained) -> tuple[str, ...]:
     return (
         f"The chat template {trained.name!r} is not at hand here: the model's own is used; --template FILE sets one.",
     )
+
+
+def uncompiled(loading: Loading, engine: Engine) -> tuple[str, ...]:
+    """What a person should know who asked for compiled steps and has none."""
+    steps = engine.info.steps
+    return (f"The next tokens are computed by {steps}.",) if loading.compiled and steps != "compiled" else ()
 
 
 def _trained_with(trained: Trained) -> str | None:

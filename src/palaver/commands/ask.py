@@ -12,6 +12,7 @@ import typer
 
 from palaver.commands.errors import errors_told
 from palaver.commands.options import (
+    CompileOption,
     DeviceOption,
     ExactOption,
     ModelOption,
@@ -43,6 +44,7 @@ def ask(
     no_thinking: NoThinkingOption = False,
     device: DeviceOption = None,
     exact: ExactOption = False,
+    compiled: CompileOption = False,
 ) -> None:
     """Ask one question: the answer goes to stdout, thinking to stderr."""
     import asyncio
@@ -52,7 +54,7 @@ def ask(
 
     with errors_told():
         text, overrides = _question(question), settings(set_)
-        loading = Loading(template, raw, device, exact=exact)
+        loading = Loading(template, raw, device, exact=exact, compiled=compiled)
 
         async def session() -> Reply:
             async with _loaded(model, loading) as talker:
@@ -68,7 +70,7 @@ def ask(
 @asynccontextmanager
 async def _loaded(name: str | None, loading: Loading) -> AsyncIterator[Model]:
     """In this process: a host would only make one question slower."""
-    from palaver.chat.loading import found, made, talk, untold
+    from palaver.chat.loading import found, made, talk, uncompiled, untold
     from palaver.engines.torch import Options, load
     from palaver.models.catalog import DEFAULT, resolve
 
@@ -82,9 +84,11 @@ async def _loaded(name: str | None, loading: Loading) -> AsyncIterator[Model]:
         vocabulary=tokenizer.vocabulary,
         device=loading.device,
         dtype=loading.dtype,
-        options=Options(exact=loading.exact, context=trained.context),
+        options=Options(exact=loading.exact, context=trained.context, compiled=loading.compiled),
         adapter=trained.adapter,
     )
+    for note in uncompiled(loading, engine):
+        print(note, file=sys.stderr)
     try:
         yield made(name or DEFAULT, engine, format, tokenizer)
     finally:

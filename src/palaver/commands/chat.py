@@ -12,6 +12,7 @@ import typer
 
 from palaver.commands.errors import FAILED, errors_told
 from palaver.commands.options import (
+    CompileOption,
     DeviceOption,
     ExactOption,
     ModelArgument,
@@ -61,6 +62,7 @@ def chat(
     template: TemplateOption = None,
     device: DeviceOption = None,
     exact: ExactOption = False,
+    compiled: CompileOption = False,
     server: ServerOption = None,
     key: KeyOption = None,
     local: LocalOption = False,
@@ -79,15 +81,16 @@ def chat(
         name = one_model(model, model_option)
         not_both(resume=resume, conversation=conversation)
         not_both(expand=expand, no_thinking=no_thinking)
-        for flag in ({"model": name}, {"template": template}, {"device": device}, {"exact": exact}, {"local": local}):
-            not_both(server=server, **flag)
+        own_models = {"model": name, "template": template, "device": device, "exact": exact, "compile": compiled}
+        for flag, value in {**own_models, "local": local}.items():
+            not_both(server=server, **{flag: value})
         parameters: dict[str, Any] = settings(set_)
         if think.wanted is not None:
             parameters["thinking"] = think.wanted
         thoughts = Thoughts.EXPANDED if expand else Thoughts.HIDDEN if no_thinking else Thoughts.COLLAPSED
         folder = data_folder(data)
         wanted = Settings(folder, conversation, resume, system, parameters, plain, thoughts)
-        loading = Loading(template, device=device, exact=exact)
+        loading = Loading(template, device=device, exact=exact, compiled=compiled)
         own = local or name is not None or loading != Loading()
 
         async def session() -> bool:

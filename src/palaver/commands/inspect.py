@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from palaver.commands.errors import errors_told
+from palaver.commands.options import CompileOption
 
 if TYPE_CHECKING:
     from palaver.engines.base import EngineInfo
@@ -20,9 +21,10 @@ def inspect(
     model: Annotated[str | None, typer.Argument(help="A folder, a hub id (owner/name), or sprout.")] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 or mps.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")] = None,
+    compiled: CompileOption = False,
 ) -> None:
     """Say what a model is: whether it fits, its context, its defaults, how it talks, what is reused."""
-    from palaver.engines.torch import describe_fit, load
+    from palaver.engines.torch import Options, describe_fit, load
     from palaver.formats.loading import load_format
     from palaver.formats.page import lines, variables
     from palaver.formats.tokenizer import load_tokenizer
@@ -30,9 +32,10 @@ def inspect(
 
     with errors_told():
         folder = resolve(model or DEFAULT)
-        print(describe_fit(folder, device=device, dtype=dtype))
+        print(describe_fit(folder, device=device, dtype=dtype, compiled=compiled))
         tokenizer = load_tokenizer(folder)
-        engine = load(folder, vocabulary=tokenizer.vocabulary, device=device, dtype=dtype)
+        options = Options(compiled=compiled)
+        engine = load(folder, vocabulary=tokenizer.vocabulary, device=device, dtype=dtype, options=options)
         info = engine.info
         asyncio.run(engine.close())
         facts = load_format(folder, tokenizer).facts
@@ -46,6 +49,7 @@ def _about(info: EngineInfo) -> Iterator[tuple[str, str]]:
     yield "context", f"{info.context_length} tokens"
     yield "vocabulary", f"{info.vocabulary_size} tokens"
     yield "what was computed before is reused", info.reuse
+    yield "the next tokens are computed by", "a compiled step" if info.steps == "compiled" else info.steps
     yield "sampling defaults", _defaults(info.defaults)
 
 

@@ -38,6 +38,10 @@ DeviceOption = Annotated[
 ExactOption = Annotated[
     bool, typer.Option("--exact", help="Replies do not depend on what else the engine does, to the last bit.")
 ]
+CompileOption = Annotated[
+    bool,
+    typer.Option("--compile", help="Compile the step that makes the next token, on the CPU; needs a C compiler."),
+]
 NoThinkingOption = Annotated[bool, typer.Option("--no-thinking", help="Do not show what the model thinks.")]
 
 

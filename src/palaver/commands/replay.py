@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from palaver.commands.errors import FAILED
-from palaver.commands.options import DeviceOption, ExactOption, ModelOption
+from palaver.commands.options import CompileOption, DeviceOption, ExactOption, ModelOption
 from palaver.commands.places import DatabaseOption, DataOption, opened
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def replay(
     model: ModelOption = None,
     device: DeviceOption = None,
     exact: ExactOption = False,
+    compiled: CompileOption = False,
     data: DataOption = None,
     database: DatabaseOption = None,
 ) -> None:
@@ -33,7 +34,8 @@ def replay(
         reply_id = _reply_id(store, id)
         made_by = store.messages.get(reply_id).reply
         name = model or (made_by.settings.model if made_by else None)
-        replayed = asyncio.run(_replayed(store, reply_id, name, Loading(device=device, exact=exact)))
+        loading = Loading(device=device, exact=exact, compiled=compiled)
+        replayed = asyncio.run(_replayed(store, reply_id, name, loading))
         if replayed.same:
             print(f"the same: {len(replayed.made)} tokens")
             return

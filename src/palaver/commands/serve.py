@@ -10,6 +10,7 @@ import typer
 
 from palaver.commands.errors import errors_told
 from palaver.commands.options import (
+    CompileOption,
     DeviceOption,
     ExactOption,
     ModelArgument,
@@ -86,6 +87,7 @@ def serve(
     template: TemplateOption = None,
     device: DeviceOption = None,
     exact: ExactOption = False,
+    compiled: CompileOption = False,
     data: DataOption = None,
     database: DatabaseOption = None,
 ) -> None:
@@ -114,7 +116,7 @@ def serve(
             voice=voice,
             debug=debug_log,
         )
-        loading = Loading(template, device=device, exact=exact)
+        loading = Loading(template, device=device, exact=exact, compiled=compiled)
         with open_store(data, database) as store:
             _keys_where_needed(store, chosen, make_key)
             certificate = _certificate(tls_cert, tls_key)

@@ -26,6 +26,8 @@ class EngineInfo:
     dtype: str
     reuse: str = "none"
     """What is reused of what was computed before: "to the token", "snapshots", or "none" and why."""
+    steps: str = "the model's own code"
+    """Whose code computes the next tokens: "the model's own code", "few operations" or "compiled"; and why no more."""
 
 
 class Generation(Protocol):

@@ -35,7 +35,7 @@ def make_engine(spec: dict[str, Any], progress: Progress) -> Engine:
         vocabulary=vocabulary,
         device=spec["device"],
         dtype=spec["dtype"],
-        options=Options(exact=spec["exact"], context=spec["context"]),
+        options=Options(exact=spec["exact"], context=spec["context"], compiled=spec["compiled"]),
         adapter=adapter,
     )
 

@@ -35,6 +35,7 @@ def torch_spec(
     exact: bool = False,
     adapter: Path | None = None,
     context: int | None = None,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     return {
         "model": str(model),
@@ -44,6 +45,7 @@ def torch_spec(
         "exact": exact,
         "adapter": str(adapter) if adapter else None,
         "context": context,
+        "compiled": compiled,
     }
 
 

@@ -25,6 +25,7 @@ from palaver.engines.torch.holding import Holding
 from palaver.engines.torch.loading import load_model, pick_device, pick_dtype
 from palaver.engines.torch.memory import cache_bytes, check_fit, fit
 from palaver.engines.torch.mending import Mending
+from palaver.engines.torch.options import Options
 from palaver.engines.torch.probing import pick_runner
 from palaver.engines.torch.scheduler import Limits, Scheduler
 from palaver.engines.torch.sequence import Sequence
@@ -39,24 +40,6 @@ from palaver.sampling import Sampling, checked
 COMPILE_SECONDS = 20.0
 SMALL_MODEL = 256 << 20
 """Bytes of weights up to which a second thread costs more than it brings."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How an engine is run; everything here has a sensible default."""
-
-    cache_bytes: int | None = None
-    """The bound on the KV cache. None: a share of the free memory."""
-    exact: bool = False
-    """Whether a reply's bits may depend on nothing but itself: slower with many at once."""
-    fused: bool = True
-    """Whether a plain decoder is run by code of ours, where that gives the model's own logits."""
-    threads: int | None = None
-    """CPU threads. None: by the size of the model, and all cores for a long prompt."""
-    limits: Limits | None = None
-    """None: by device and the size of the model."""
-    context: int | None = None
-    """A shorter context than the model's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +69,7 @@ def load(
     checkpoint = open_checkpoint(model)
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
-    check_fit(checkpoint, place, kind)
+    check_fit(checkpoint, place, kind, compiled=options is not None and options.compiled)
     loaded = load_model(checkpoint, place, kind)
     if adapter is not None:
         loaded = with_adapter(loaded, adapter)
@@ -109,10 +92,8 @@ class TorchEngine:
             info = replace(info, context_length=min(info.context_length, options.context))
         limit = cache_bytes(model.device) if options.cache_bytes is None else options.cache_bytes
         threads = Threads.picked(options.threads, _is_small(model))
-        self._runner = pick_runner(
-            model, info.vocabulary_size, limit, info.context_length, options.exact, options.fused, threads
-        )
-        self._info = replace(info, reuse=self._runner.reuse)
+        self._runner, steps = pick_runner(model, info.vocabulary_size, limit, info.context_length, options, threads)
+        self._info = replace(info, reuse=self._runner.reuse, steps=steps)
         outbox = Outbox()
         self._scheduler = Scheduler(self._runner, outbox, self._sequence, options.limits or _limits(model))
         self._worker = Worker(self._scheduler, outbox, threads)
@@ -245,8 +226,8 @@ def _is_small(model: PreTrainedModel) -> bool:
     return sum(p.nbytes for p in model.parameters()) <= SMALL_MODEL
 
 
-def describe_fit(model: str | Path, device: str | None = None, dtype: str | None = None) -> str:
+def describe_fit(model: str | Path, device: str | None = None, dtype: str | None = None, compiled: bool = False) -> str:
     """One sentence on whether the model would fit, without loading it."""
     checkpoint = open_checkpoint(model)
     place = pick_device(device)
-    return str(fit(checkpoint, place, pick_dtype(dtype, place)))
+    return str(fit(checkpoint, place, pick_dtype(dtype, place), compiled))

@@ -1,251 +1,51 @@
-"""The plain decoder, in few operations: what Llama, Qwen and their many kin have in common.
-
-A model is recognised by its parts, not its name, and only used this way after a probe has found its own logits again.
-"""
+"""The plain decoder in few operations, for any plan; only used after a probe found the model's own logits again."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any, TypeAlias
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from palaver.engines.torch.attention import Head, MaskRule, Plan
-from palaver.engines.torch.library import NotUnderstood
-
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-FEED_FORWARD = {"gate_proj", "up_proj", "down_proj"}
-LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-STEADY_ROPE = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose angles depend on the position alone."""
-
-Turns: TypeAlias = Tensor | tuple[Tensor, Tensor]
-"""Complex numbers, or cosines and sines where there are no complex numbers of that type."""
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A linear layer, or several side by side, stored so that a product with few rows is fast."""
-
-    weight: Tensor
-    """[in, out]."""
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
-
-    def onto(self, residual: Tensor, x: Tensor) -> Tensor:
-        out = torch.addmm(residual, x, self.weight)
-        return out if self.bias is None else out.add_(self.bias)
-
-
-class Norm:
-    """Root mean square norm over the last dimension."""
-
-    def __init__(self, weight: Tensor, epsilon: float) -> None:
-        self._weight = weight
-        self._epsilon = epsilon
-        self._size = weight.shape[-1]
-        self._plain = weight.device.type != "cpu" or weight.dtype != torch.float32
-        self.scaled = weight * math.sqrt(self._size)
-        self._floor = torch.tensor(math.sqrt(epsilon * self._size), dtype=weight.dtype, device=weight.device)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._fused(x) if self._plain else self.unscaled(x).mul_(self.scaled)
-
-    def unscaled(self, x: Tensor) -> Tensor:
-        """By the length of the vector: on the CPU half the operations of the library's own."""
-        return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
-
-    def _fused(self, x: Tensor) -> Tensor:
-        if self._weight.dim() == 1:
-            return F.rms_norm(x, (self._size,), self._weight, self._epsilon)
-        return F.rms_norm(x, (self._size,), None, self._epsilon) * self._weight
-
-
-class Rotation:
-    """Turns queries and keys by their positions."""
-
-    def __init__(self, rotary: Any, like: Tensor, size: int, most: int) -> None:
-        self._rotary = rotary
-        self._like = like
-        self._size = size
-        self._most = most
-        self._complex = like.dtype == torch.float32
-        self._cos = self._sin = like.new_empty(0)
-        self._turns = torch.empty(0, dtype=torch.complex64)
-
-    def at(self, positions: Tensor, last: int) -> Turns:
-        """What to turn by, a row for each position; none is beyond `last`."""
-        if last >= self._cos.shape[0]:
-            self._extend(last)
-        if self._complex:
-            return self._turns[positions][:, None]
-        return self._cos[positions][:, None], self._sin[positions][:, None]
-
-    def turn(self, x: Tensor, turns: Turns) -> Tensor:
-        """[rows, heads, size]. The order within a head changes, for queries and keys alike."""
-        if isinstance(turns, tuple):
-            cos, sin = turns
-            first, second = x.chunk(2, -1)
-            return x * cos + torch.cat((-second, first), -1) * sin
-        return self.turn_pairs(in_pairs(x).contiguous(), turns)
-
-    def turn_pairs(self, pairs: Tensor, turns: Tensor) -> Tensor:
-        return torch.view_as_real(torch.view_as_complex(pairs) * turns).flatten(-2)
-
-    @property
-    def pairs(self) -> bool:
-        """Whether turning wants the two halves of each head paired."""
-        return self._complex
-
-    def _extend(self, last: int) -> None:
-        positions = torch.arange(min(self._most, max(2 * last, 1024)) + 1, device=self._like.device)
-        cos, sin = self._rotary(self._like, positions[None])
-        if cos.shape[-1] != self._size:
-            raise NotUnderstood("it turns a part of each head only")
-        self._cos, self._sin = cos[0], sin[0]
-        if self._complex:
-            half = self._size // 2
-            self._turns = torch.complex(self._cos[:, :half].contiguous(), self._sin[:, :half].contiguous())
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    before: Norm
-    project: Matrix
-    queries_keys: Norm | None
-    paired_weight: Tensor | None
-    output: Matrix
-    after: Norm
-    gate_up: Matrix
-    down: Matrix
+from palaver.engines.torch.plain import Layer, PlainDecoder, Turns, in_pairs
 
 
 class FusedDecoder:
-    """Runs a plan in about 25 operations a layer. Raises NotUnderstood for any other kind of model."""
+    """Runs a plan in about 25 operations a layer."""
 
-    def __init__(self, model: PreTrainedModel, most: int) -> None:
-        _check_shape(model)
-        base = model.model
-        attention = base.layers[0].self_attn
-        self._size = attention.head_dim
-        self._heads = attention.q_proj.out_features // self._size
-        self._shared = attention.k_proj.out_features // self._size
-        self._inner = base.layers[0].mlp.gate_proj.out_features
-        self._head = Head(attention.scaling)
-        self._embedding = base.embed_tokens.weight
-        self._rotation = Rotation(base.rotary_emb, self._embedding.new_empty(1), self._size, most)
-        self._layers = [self._layer(layer) for layer in base.layers]
-        self._norm = _norm(base.norm)
-        self._logits = _side_by_side(model.lm_head, share=model.lm_head.weight is not self._embedding)
+    def __init__(self, parts: PlainDecoder) -> None:
+        self._parts = parts
+        self._head = Head(parts.scale)
 
     def __call__(self, plan: Plan) -> Tensor:
         """The logits after each sequence's last token."""
-        x = F.embedding(plan.ids, self._embedding)
-        turns = self._rotation.at(plan.positions, plan.furthest)
+        parts = self._parts
+        x = F.embedding(plan.ids, parts.embedding)
+        turns = parts.rotation.at(plan.positions, plan.furthest)
         rule = MaskRule()
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(parts.layers):
             queries, keys, values = self._projected(layer, x, turns)
             plan.write(index, keys, values)
             seen = plan.attend(index, queries, rule, self._head)
             x = layer.output.onto(x, seen.reshape(x.shape[0], -1))
             both = layer.gate_up(layer.after(x))
-            x = layer.down.onto(x, F.silu(both[:, : self._inner]).mul_(both[:, self._inner :]))
+            x = layer.down.onto(x, F.silu(both[:, : parts.inner]).mul_(both[:, parts.inner :]))
         if plan.picks:
             x = x[plan.last]
-        return self._logits(self._norm(x))
+        return parts.logits(parts.norm(x))
 
     def _projected(self, layer: Layer, x: Tensor, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
-        mixed = layer.project(layer.before(x)).view(x.shape[0], -1, self._size)
-        turned = self._turned(layer, mixed[:, : self._heads + self._shared], turns)
-        return turned[:, : self._heads], turned[:, self._heads :], mixed[:, self._heads + self._shared :]
+        heads, turning = self._parts.heads, self._parts.heads + self._parts.shared
+        mixed = layer.project(layer.before(x)).view(x.shape[0], -1, self._parts.size)
+        turned = self._turned(layer, mixed[:, :turning], turns)
+        return turned[:, :heads], turned[:, heads:], mixed[:, turning:]
 
     def _turned(self, layer: Layer, mixed: Tensor, turns: Turns) -> Tensor:
-        norm = layer.queries_keys
+        norm, rotation = layer.queries_keys, self._parts.rotation
         if norm is None:
-            return self._rotation.turn(mixed, turns)
+            return rotation.turn(mixed, turns)
         if isinstance(turns, tuple):
-            return self._rotation.turn(norm(mixed), turns)
+            return rotation.turn(norm(mixed), turns)
         # the weight goes first: the product takes its layout, in which pairs lie side by side
         scaled = torch.mul(layer.paired_weight, in_pairs(norm.unscaled(mixed)))
-        return self._rotation.turn_pairs(scaled, turns)
-
-    def _layer(self, layer: Any) -> Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        norm = self._queries_keys(attention)
-        return Layer(
-            before=_norm(layer.input_layernorm),
-            project=_side_by_side(attention.q_proj, attention.k_proj, attention.v_proj),
-            queries_keys=norm,
-            paired_weight=None if norm is None or not self._rotation.pairs else in_pairs(norm.scaled).contiguous(),
-            output=_side_by_side(attention.o_proj),
-            after=_norm(layer.post_attention_layernorm),
-            gate_up=_side_by_side(mlp.gate_proj, mlp.up_proj),
-            down=_side_by_side(mlp.down_proj),
-        )
-
-    def _queries_keys(self, attention: Any) -> Norm | None:
-        """One norm for both, with a row of weights for each head."""
-        if not hasattr(attention, "q_norm"):
-            return None
-        query, key = attention.q_norm, attention.k_norm
-        rows = [query.weight.expand(self._heads, -1), key.weight.expand(self._shared, -1)]
-        if query.variance_epsilon != key.variance_epsilon:
-            raise NotUnderstood("its queries and keys are normed differently")
-        return Norm(torch.cat(rows), query.variance_epsilon)
-
-
-def in_pairs(x: Tensor) -> Tensor:
-    """[..., size] to [..., size / 2, 2]: each number of the first half beside its partner of the second."""
-    return x.view(*x.shape[:-1], 2, -1).transpose(-1, -2)
-
-
-def _norm(module: Any) -> Norm:
-    return Norm(module.weight, module.variance_epsilon)
-
-
-def _side_by_side(*modules: nn.Linear, share: bool = True) -> Matrix:
-    """One matrix for all of them; the modules' own weights become views of it, so nothing is held twice."""
-    weight = torch.cat([module.weight for module in modules]).t().contiguous()
-    biases = [module.bias for module in modules]
-    if any(b is None for b in biases) and not all(b is None for b in biases):
-        raise NotUnderstood("some of its projections have a bias and some have none")
-    start = 0
-    for module in modules if share else ():
-        module.weight = nn.Parameter(weight[:, start : start + module.out_features].t(), requires_grad=False)
-        start += module.out_features
-    return Matrix(weight, None if biases[0] is None else torch.cat([b for b in biases if b is not None]))
-
-
-def _check_shape(model: PreTrainedModel) -> None:
-    """Raises unless the model is made of exactly the parts that are run here."""
-    config = model.config
-    windows = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
-    _require(not windows and getattr(config, "sliding_window", None) in (None, 0), "a window of attention")
-    _require(getattr(config, "hidden_act", "") == "silu", "another activation")
-    rope = getattr(config, "rope_parameters", None) or {}
-    _require(rope.get("rope_type", "default") in STEADY_ROPE, "angles that depend on the length")
-    base = model.model
-    _require(_children(model) == {"model", "lm_head"}, "other parts")
-    _require(_children(base) == {"embed_tokens", "layers", "norm", "rotary_emb"}, "other parts")
-    for layer in base.layers:
-        _require(_children(layer) == LAYER, "other parts in its layers")
-        _require(_children(layer.self_attn) - {"q_norm", "k_norm"} == ATTENTION, "another attention")
-        _require(_children(layer.mlp) - {"act_fn"} == FEED_FORWARD, "another feed-forward part")
-        for linear in [*layer.self_attn.children(), *layer.mlp.children()]:
-            plain = not isinstance(linear, nn.Linear) or type(linear) is nn.Linear
-            _require(plain and all(p.is_floating_point() for p in linear.parameters()), "quantised weights")
-
-
-def _children(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}
-
-
-def _require(condition: bool, what: str) -> None:
-    if not condition:
-        raise NotUnderstood(f"it has {what}")
+        return rotation.turn_pairs(scaled, turns)

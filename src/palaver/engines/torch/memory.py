@@ -42,14 +42,16 @@ class Fit:
         return f"needs about {self.needed_bytes / 1e9:.2f} GB on {self.device}, free: {free}"
 
 
-def fit(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Fit:
+def fit(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, compiled: bool = False) -> Fit:
     weights = weights_bytes(checkpoint, dtype, device)
+    if compiled and device.type == "cpu":
+        weights += sum(elements * SIZES.get(kind, 1) for kind, elements in checkpoint.tensors.values())
     return Fit(weights, int(weights * BESIDE_WEIGHTS), free_bytes(device), str(device))
 
 
-def check_fit(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises DoesNotFit, before anything is loaded."""
-    found = fit(checkpoint, device, dtype)
+def check_fit(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, compiled: bool = False) -> None:
+    """Raises DoesNotFit, before anything is loaded. Compiled steps have the weights once more, as they are stored."""
+    found = fit(checkpoint, device, dtype, compiled)
     if not found.fits and found.free_bytes is not None:
         raise DoesNotFit(checkpoint.name, found.needed_bytes, found.free_bytes, found.device)
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from ctypes import CDLL
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from palaver.engines.torch.attention import Plan, Run, plan, run_of
+from palaver.engines.torch.compiled.building import load_library
+from palaver.engines.torch.compiled.decoder import CompiledDecoder
 from palaver.engines.torch.cutting import CuttingRunner
 from palaver.engines.torch.fused import FusedDecoder
 from palaver.engines.torch.lanes import Lanes, Layout
 from palaver.engines.torch.library import LibraryForward, NotUnderstood, layout_of
 from palaver.engines.torch.loading import quiet
+from palaver.engines.torch.options import Options
+from palaver.engines.torch.plain import PlainDecoder
 from palaver.engines.torch.quantisation import quantisation
 from palaver.engines.torch.runner import Runner
 from palaver.engines.torch.snapshots import Abilities, SnapshotRunner
@@ -26,18 +32,26 @@ FIRST = 20
 SECOND = 40
 PROBE_BYTES = 1 << 24
 
+Forward: TypeAlias = Callable[[Plan], Tensor]
+
 
 @torch.inference_mode()
 def pick_runner(
-    model: PreTrainedModel, size: int, limit: int, context: int, exact: bool, fused: bool, threads: Threads
-) -> Runner:
-    """The best way to run this model that gives what the model itself gives."""
+    model: PreTrainedModel, size: int, limit: int, context: int, options: Options, threads: Threads
+) -> tuple[Runner, str]:
+    """The best way to run this model that gives what the model itself gives, and whose code its steps are.
+
+    Raises CantCompile where compiled steps are asked for and can't be had on this machine.
+    """
+    library = load_library() if options.compiled else None
     with quiet():
         probe = Probe(model, size)
         try:
-            return probe.cutting(limit, context, exact, fused, threads)
+            layout = probe.layout()
+            forward, steps = probe.forward(layout, context, options.fused, library, threads)
+            return CuttingRunner(forward, layout, limit, context, threads, options.exact), steps
         except Exception as error:  # whatever went wrong, there is a humbler way
-            return probe.carrying(limit, _why(error))
+            return probe.carrying(limit, why(error)), _OWN if library is None else f"{_OWN}, not compiled: {why(error)}"
 
 
 class Probe:
@@ -51,18 +65,29 @@ class Probe:
         self._expected: Tensor = model(input_ids=batch, **options).logits[0]
         self._rounding = self._own_rounding() if quantisation(model.config.to_dict()) else 0.0
 
-    def cutting(self, limit: int, context: int, exact: bool, fused: bool, threads: Threads) -> CuttingRunner:
-        layout = layout_of(self._model, torch.tensor(self.ids[:4], device=self._model.device))
-        forward = (self._fused(layout, context) if fused else None) or self._library(layout)
-        return CuttingRunner(forward, layout, limit, context, threads, exact)
+    def layout(self) -> Layout:
+        return layout_of(self._model, torch.tensor(self.ids[:4], device=self._model.device))
 
-    def _fused(self, layout: Layout, context: int) -> FusedDecoder | None:
+    def forward(
+        self, layout: Layout, context: int, fused: bool, library: CDLL | None, threads: Threads
+    ) -> tuple[Forward, str]:
+        """What runs a plan, and whose code that is."""
         try:
-            forward = FusedDecoder(self._model, context)
-            self.check(forward, layout)
-        except Exception:  # then its own code does it
-            return None
-        return forward
+            if not fused:
+                raise NotUnderstood("it is not wanted")
+            parts = PlainDecoder(self._model, context)
+            decoder = FusedDecoder(parts)
+            self.check(decoder, layout)
+        except Exception as error:  # then its own code does it
+            return self._library(layout), _OWN if library is None else f"{_OWN}, not compiled: {why(error)}"
+        if library is None:
+            return decoder, _FEW
+        try:
+            compiled = CompiledDecoder(parts, layout, library, threads.few)
+            self.check(compiled, layout)
+        except Exception as error:
+            return decoder, f"{_FEW}, not compiled: {why(error)}"
+        return compiled, "compiled"
 
     def _library(self, layout: Layout) -> LibraryForward:
         forward = LibraryForward(self._model)
@@ -138,8 +163,10 @@ class Probe:
             self.compare(state.feed(self.ids[at - size : at]), at)
 
 
+_OWN = "the model's own code"
+_FEW = "few operations"
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
-def _why(error: Exception) -> str:
+def why(error: Exception) -> str:
     return str(error) if isinstance(error, NotUnderstood) else f"its cache isn't understood ({type(error).__name__})"

@@ -1,0 +1,28 @@
+"""How an engine is run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from palaver.engines.torch.scheduler import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Everything here has a sensible default."""
+
+    cache_bytes: int | None = None
+    """The bound on the KV cache. None: a share of the free memory."""
+    exact: bool = False
+    """Whether a reply's bits may depend on nothing but itself: slower with many at once."""
+    fused: bool = True
+    """Whether a plain decoder is run by code of ours, where that gives the model's own logits."""
+    compiled: bool = False
+    """Whether the next tokens of replies are computed by code that is compiled here, where the model is a plain one on
+    the CPU."""
+    threads: int | None = None
+    """CPU threads. None: by the size of the model, and all cores for a long prompt."""
+    limits: Limits | None = None
+    """None: by device and the size of the model."""
+    context: int | None = None
+    """A shorter context than the model's own."""

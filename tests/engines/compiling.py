@@ -1,0 +1,12 @@
+"""Whether compiled steps can be tried here; where not, the tests that need them say so."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+needs_a_compiler = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("cc", "gcc", "clang")),
+    reason="NO C COMPILER: compiled steps are not tested; install gcc or clang",
+)
