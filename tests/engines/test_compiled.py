@@ -1,21 +1,23 @@
-"""Compiled steps give the model's own tokens; a row's bits depend on nothing but itself; what can't be had is said."""
+"""Compiled steps give the model's own tokens; their bits depend on the text alone; what can't be had is said."""
 
 import asyncio
 import os
+import random
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from palaver.engines.torch import Options, load
+from palaver.engines.torch import Limits, Options, load
 from palaver.engines.torch.attention import plan, run_of
 from palaver.engines.torch.checkpoint import open_checkpoint
 from palaver.engines.torch.compiled.building import load_library
 from palaver.engines.torch.compiled.decoder import ROWS, CompiledDecoder
-from palaver.engines.torch.lanes import Lane, Lanes
+from palaver.engines.torch.lanes import Lanes
 from palaver.engines.torch.loading import quiet
 from palaver.engines.torch.memory import CPU, fit
 from palaver.engines.torch.plain import PlainDecoder
@@ -26,7 +28,7 @@ from palaver.sampling import Sampling
 from tests.engines import tiny
 from tests.engines.compiling import needs_a_compiler
 from tests.engines.reference import reference
-from tests.engines.running import run
+from tests.engines.running import continued, run
 
 pytestmark = needs_a_compiler
 
@@ -43,6 +45,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "longer turns": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
 }
 COMPILED = Options(compiled=True)
+TOKENS = 300
 
 
 def rounded(model: Any, dtype: torch.dtype) -> Any:
@@ -70,30 +73,72 @@ async def test_says_what_the_model_says(shape: str, dtype: torch.dtype, tmp_path
         await engine.close()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.fixture(params=["a key for two queries", "many queries a key"])
+def model(request: pytest.FixtureRequest) -> Any:
+    overrides = {"num_attention_heads": 11, "num_key_value_heads": 1} if "many" in request.param else {}
+    return rounded(tiny.build("qwen3", **overrides), torch.bfloat16)
+
+
 @torch.inference_mode()
-def test_a_rows_bits_depend_on_nothing_but_itself(threads: int) -> None:
-    model = rounded(tiny.build("qwen3"), torch.bfloat16)
-    probe = Probe(model, tiny.SIZE)
-    layout = probe.layout()
-    decoders = [CompiledDecoder(PlainDecoder(model, 512), layout, load_library(), n) for n in (1, threads)]
+def logits_by(model: Any, cuts: Sequence[Sequence[int]], threads: int) -> Tensor:
+    """The logits at the end of several texts, each computed in pieces of these sizes, all texts side by side."""
+    layout = Probe(model, tiny.SIZE).layout()
+    decoder = CompiledDecoder(PlainDecoder(model, 512), layout, load_library(), threads)
     lanes = Lanes(layout, 1 << 24)
-    opened: list[tuple[Lane, int]] = []
-    for number in range(ROWS):
-        lane, length = lanes.open(64)[0], 1 + 7 * number % 50
-        decoders[0](plan([run_of(lane, 0, [(5 * i + number) % 256 for i in range(length)])], CPU))
-        opened.append((lane, length))
-    alone = [decoders[0](plan([run_of(lane, length, [65])], CPU))[0].clone() for lane, length in opened]
-    for count in range(1, ROWS + 1):
-        rows = decoders[1](plan([run_of(lane, length, [65]) for lane, length in opened[:count]], CPU))
-        assert all(torch.equal(row, one) for row, one in zip(rows, alone[:count], strict=True))
+    opened = [lanes.open(TOKENS)[0] for _ in cuts]
+    at, out = [0] * len(cuts), torch.zeros(len(cuts), tiny.SIZE)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    for piece in range(max(map(len, cuts))):
+        here = [i for i, sizes in enumerate(cuts) if piece < len(sizes)]
+        runs = [run_of(opened[i], at[i], text(i)[at[i] : at[i] + cuts[i][piece]]) for i in here]
+        for i, row in zip(here, decoder(plan(runs, CPU)), strict=True):
+            at[i] += cuts[i][piece]
+            out[i] = row
+    torch.set_num_threads(before)
+    return out
 
 
-async def test_more_rows_than_it_is_made_for_are_computed_as_without_it(folder_of: Callable[[str], Path]) -> None:
+def text(number: int) -> list[int]:
+    return [(7 * i * i + 5 * i + 11 * number) % 256 for i in range(TOKENS)]
+
+
+def cut_up(rng: random.Random, length: int) -> list[int]:
+    """Pieces of all sizes, many of them single tokens."""
+    sizes: list[int] = []
+    while sum(sizes) < length:
+        sizes.append(min(rng.choice([1, 1, 2, 5, 16, 60, 150]), length - sum(sizes)))
+    return sizes
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bits_depend_on_the_text_alone(seed: int, model: Any) -> None:
+    """Not on how much of it is computed at once, nor on what else is, nor on the threads."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, TOKENS) for _ in range(rng.randint(1, 9))]
+    alone = [logits_by(model, [[]] * i + [[length]], 1)[i] for i, length in enumerate(lengths)]
+    together = logits_by(model, [cut_up(rng, length) for length in lengths], rng.choice([1, 2, 3]))
+    assert all(torch.equal(row, one) for row, one in zip(together, alone, strict=True))
+
+
+async def test_after_a_restart_the_same_bits(folder_of: Callable[[str], Path]) -> None:
+    """What was said token by token is computed again at once, and nothing changes: log-probabilities included."""
+    sampling = Sampling(temperature=1.0, seed=3, max_tokens=40, banned_ids=(tiny.END,), logprobs=5)
+    prompt = Prompt(tuple(b"Say something long."))
+    engines = [load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=COMPILED) for _ in range(2)]
+    uncut = await run(engines[0], prompt, sampling)
+    rest = await run(engines[1], continued(prompt, uncut.ids[:25]), sampling)
+    for engine in engines:
+        await engine.close()
+    assert rest.steps == uncut.steps[25:]
+
+
+async def test_many_at_once(folder_of: Callable[[str], Path]) -> None:
     model = tiny.build("qwen3")
-    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=COMPILED)
+    options = Options(compiled=True, limits=Limits(running=ROWS + 8))
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
     prompts = [Prompt(tuple(b"number " + str(number).encode())) for number in range(ROWS + 3)]
-    short = Sampling(temperature=0, max_tokens=6, banned_ids=(tiny.END,))
+    short = Sampling(temperature=0, max_tokens=4, banned_ids=(tiny.END,))
     outs = await asyncio.gather(*(run(engine, prompt, short) for prompt in prompts))
     await engine.close()
     assert all(reference(model, prompt, short).agrees(out.ids) for prompt, out in zip(prompts, outs, strict=True))
@@ -141,6 +186,7 @@ async def test_sizes_it_is_not_written_for(tmp_path: Path) -> None:
 
 def test_without_a_compiler(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
     with pytest.raises(CantCompile, match="no C compiler here; install gcc or clang; or leave out --compile"):
         load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=COMPILED)
 

@@ -18,8 +18,7 @@ class Options:
     fused: bool = True
     """Whether a plain decoder is run by code of ours, where that gives the model's own logits."""
     compiled: bool = False
-    """Whether the next tokens of replies are computed by code that is compiled here, where the model is a plain one on
-    the CPU."""
+    """Whether tokens are computed by code that is compiled here, where the model is a plain one on the CPU."""
     threads: int | None = None
     """CPU threads. None: by the size of the model, and all cores for a long prompt."""
     limits: Limits | None = None

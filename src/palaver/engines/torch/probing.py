@@ -31,6 +31,7 @@ LENGTH = 48
 FIRST = 20
 SECOND = 40
 PROBE_BYTES = 1 << 24
+COMPILED = "compiled"
 
 Forward: TypeAlias = Callable[[Plan], Tensor]
 
@@ -49,7 +50,8 @@ def pick_runner(
         try:
             layout = probe.layout()
             forward, steps = probe.forward(layout, context, options.fused, library, threads)
-            return CuttingRunner(forward, layout, limit, context, threads, options.exact), steps
+            exact = options.exact and steps != COMPILED  # which is exact by itself
+            return CuttingRunner(forward, layout, limit, context, threads, exact), steps
         except Exception as error:  # whatever went wrong, there is a humbler way
             return probe.carrying(limit, why(error)), _OWN if library is None else f"{_OWN}, not compiled: {why(error)}"
 
@@ -83,11 +85,11 @@ class Probe:
         if library is None:
             return decoder, _FEW
         try:
-            compiled = CompiledDecoder(parts, layout, library, threads.few)
+            compiled = CompiledDecoder(parts, layout, library, threads.many)
             self.check(compiled, layout)
         except Exception as error:
             return decoder, f"{_FEW}, not compiled: {why(error)}"
-        return compiled, "compiled"
+        return compiled, COMPILED
 
     def _library(self, layout: Layout) -> LibraryForward:
         forward = LibraryForward(self._model)

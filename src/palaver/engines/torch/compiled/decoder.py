@@ -1,10 +1,9 @@
-"""The plain decoder with the next tokens of replies computed by compiled code; the rest is done as without it."""
+"""The plain decoder by compiled code: what is computed for a token depends on those before it and on nothing else."""
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from palaver.engines.torch.attention import Plan
-from palaver.engines.torch.fused import FusedDecoder
 from palaver.engines.torch.lanes import Layout
 from palaver.engines.torch.library import NotUnderstood
 from palaver.engines.torch.plain import Layer, Matrix, Norm, PlainDecoder
@@ -20,8 +18,8 @@ from palaver.engines.torch.plain import Layer, Matrix, Norm, PlainDecoder
 LANES = 16
 PANEL = 64
 """Numbers in a vector and outputs in a panel of weights, as in step.c."""
-ROWS = 32
-"""More rows than that gain nothing: the library's products are as fast then."""
+ROWS = 128
+"""Computed in one call; more are computed in several."""
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -48,16 +46,26 @@ class _Model(Structure):
         ("logits", _Matrix),
         *((name, c_int64) for name in ("depth", "hidden", "heads", "shared", "size", "inner")),
         ("scale", c_float),
-        *((name, c_int64) for name in ("rows", "context", "threads")),
+        *((name, c_int64) for name in ("rows", "threads")),
     )
 
 
-@dataclass(slots=True)
 class _Rows:
-    """Where the rows of a plan are, as step.c reads it: lane, member, head, token, position."""
+    """The rows of a plan, as step.c reads them: lane, member, head, token, position, asked."""
 
-    plan: Plan
-    numbers: np.ndarray[Any, np.dtype[np.int64]]
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.numbers = np.zeros((plan.ids.shape[0], 6), np.int64)
+        end = 0
+        for run in plan.runs:
+            (group,) = run.bank.groups.values()
+            member, lane, head = group.stride()[:3]
+            start, end = end, end + len(run.ids)
+            self.numbers[start:end, :3] = group.data_ptr() + run.index * lane * group.element_size(), member, head
+            self.numbers[end - 1, 5] = 1
+        backwards = sorted(range(len(plan.order)), key=plan.order.__getitem__)
+        self.order = None if backwards == list(range(len(backwards))) else torch.tensor(backwards)
+        """Where the logits of each sequence are, in the order the sequences were given."""
 
     def advance(self) -> None:
         """Takes the tokens and positions the plan has now."""
@@ -70,10 +78,8 @@ class CompiledDecoder:
 
     def __init__(self, parts: PlainDecoder, layout: Layout, library: ctypes.CDLL, threads: int) -> None:
         _check(parts, layout)
-        self._fused = FusedDecoder(parts)
         self._rotation = parts.rotation
         self._outputs = parts.logits.weight.shape[1]
-        self._most = parts.most
         self._kept: list[Any] = []
         """What the compiled code points to."""
         self._halves = bool(library.palaver_halves())
@@ -81,7 +87,7 @@ class CompiledDecoder:
         library.palaver_free.argtypes = (c_void_p,)
         self._step = library.palaver_step
         self._step.restype = None
-        self._step.argtypes = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p)
+        self._step.argtypes = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64)
         self._free = library.palaver_free
         model = self._model(parts, threads)
         self._decoder = library.palaver_new(ctypes.byref(model))
@@ -95,17 +101,18 @@ class CompiledDecoder:
 
     def __call__(self, plan: Plan) -> Tensor:
         """The logits after each sequence's last token."""
-        count = len(plan.runs)
-        if plan.ids.shape[0] != count or count > ROWS or plan.furthest >= self._most:
-            return self._fused(plan)
-        if self._rows is None or self._rows.plan is not plan:
-            self._rows = _Rows(plan, _places(plan))
-        self._rows.advance()
-        turns = self._rotation.all_to(plan.furthest)
-        logits = torch.empty((count, self._outputs))
-        rows = self._rows.numbers.ctypes.data
-        self._step(self._decoder, rows, count, turns.data_ptr(), logits.data_ptr())
-        return logits[plan.last] if plan.picks else logits
+        rows = self._rows
+        if rows is None or rows.plan is not plan:
+            rows = self._rows = _Rows(plan)
+        rows.advance()
+        turns = self._rotation.all_to(plan.furthest).data_ptr()
+        logits, done, threads = torch.empty((len(plan.runs), self._outputs)), 0, torch.get_num_threads()
+        for start in range(0, len(rows.numbers), ROWS):
+            part = rows.numbers[start : start + ROWS]
+            out = logits.data_ptr() + done * self._outputs * logits.element_size()
+            self._step(self._decoder, part.ctypes.data, len(part), turns, out, threads)
+            done += int(part[:, 5].sum()) if len(part) < len(rows.numbers) else 0
+        return logits if rows.order is None else logits[rows.order]
 
     def _model(self, parts: PlainDecoder, threads: int) -> _Model:
         layers = (_Layer * len(parts.layers))(*(self._layer(layer, parts) for layer in parts.layers))
@@ -124,7 +131,6 @@ class CompiledDecoder:
             inner=inner,
             scale=parts.scale,
             rows=ROWS,
-            context=_up(parts.most, LANES),
             threads=threads,
         )
 
@@ -147,7 +153,7 @@ class CompiledDecoder:
         inputs, out = matrix.weight.shape
         weight = matrix.weight.to(_narrowest(matrix.weight, self._halves))
         weight = torch.nn.functional.pad(weight, (0, -out % PANEL))
-        panels = weight.view(inputs, -1, PANEL).transpose(0, 1).contiguous()
+        panels = _interleaved(weight.view(inputs, -1, PANEL).transpose(0, 1)).contiguous()
         bias = None if matrix.bias is None else self._pointer(matrix.bias.contiguous())
         return _Matrix(self._pointer(panels), bias, inputs, out, _KINDS[panels.dtype])
 
@@ -168,20 +174,18 @@ def _check(parts: PlainDecoder, layout: Layout) -> None:
         raise NotUnderstood("its embedding lies otherwise")
 
 
-def _places(plan: Plan) -> np.ndarray[Any, np.dtype[np.int64]]:
-    rows = np.zeros((len(plan.runs), 5), np.int64)
-    for row, run in zip(rows, plan.runs, strict=True):
-        (group,) = run.bank.groups.values()
-        member, lane, head = group.stride()[:3]
-        row[:3] = group.data_ptr() + run.index * lane * group.element_size(), member, head
-    return rows
-
-
 def _narrowest(weight: Tensor, halves: bool) -> torch.dtype:
     for dtype in (torch.bfloat16, *((torch.float16,) if halves else ())):
         if torch.equal(weight.to(dtype).to(weight.dtype), weight):
             return dtype
     return torch.float32
+
+
+def _interleaved(panels: Tensor) -> Tensor:
+    """Of bfloat16 each two vectors with their numbers in turn, which a processor takes apart quickly."""
+    if panels.dtype != torch.bfloat16:
+        return panels
+    return panels.unflatten(-1, (-1, 2, LANES)).transpose(-1, -2).flatten(-3)
 
 
 def _gated(matrix: Matrix, inner: int) -> Matrix:

@@ -1,12 +1,17 @@
-/* The next token of several sequences through a plain decoder, in one call.
+/* New tokens of several sequences through a plain decoder, in one call.
 
-   A row is a sequence with one new token. What is computed for a row doesn't depend on the other rows, nor on the
-   number of threads: the order of every sum is the same. Weights lie in panels of 64 outputs, [panel][input][64], in the
-   narrowest type that holds them without loss; all arithmetic is done in float. */
+   A row is a new token of a sequence. What is computed for a row depends on the tokens before it in its sequence and on
+   nothing else: not on the other rows, nor on how many were computed at once, nor on the number of threads, for the order
+   of every sum is the same. Weights lie in panels of 64 outputs, [panel][input][64], in the narrowest type that holds
+   them without loss; all arithmetic is done in float. Of bfloat16 two vectors lie in one: the first in the lower halves of
+   its words, the second in the upper ones, so that a shift or a mask widens them. */
 
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
+#if defined(__F16C__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -15,7 +20,9 @@
 #define WIDE 4   /* vectors side by side in a panel */
 #define PANEL (LANES * WIDE)
 #define ROWS 8 /* rows multiplied at once */
-#define QUERIES 8 /* heads of one key attended for at once */
+#define DEEP 256 /* inputs multiplied before the next rows' turn: their weights stay close by */
+#define QUERIES 8 /* queries of one head's keys attended for at once */
+#define KEYS 128 /* keys looked at before their values are */
 #define ALIGNMENT 64
 #define AHEAD 2048 /* bytes of weights fetched ahead; the processor itself stops at the end of a page */
 
@@ -30,8 +37,7 @@
 typedef float vec __attribute__((vector_size(64)));
 typedef float loose __attribute__((vector_size(64), aligned(4), may_alias)); /* anywhere in memory */
 typedef int32_t ints __attribute__((vector_size(64)));
-typedef uint32_t words __attribute__((vector_size(64)));
-typedef uint16_t shorts __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint32_t words __attribute__((vector_size(64), aligned(4), may_alias));
 
 enum kind { FLOAT32, BFLOAT16, FLOAT16 };
 
@@ -59,8 +65,7 @@ typedef struct {
     matrix logits;
     int64_t depth, hidden, heads, shared, size, inner;
     float scale;
-    int64_t rows, context; /* the most there may be of each */
-    int64_t threads;
+    int64_t rows, threads; /* the most there may be of each */
 } model;
 
 /* Where a row's keys and values are. Those of one layer lie `member` apart, key first; heads `head` apart. */
@@ -68,12 +73,19 @@ typedef struct {
     float *lane;
     int64_t member, head;
     int64_t token, position;
+    int64_t asked; /* whether its logits are wanted */
 } row;
+
+/* Rows that are attended for at once: next to each other in one sequence. */
+typedef struct {
+    int64_t first, count;
+} run;
 
 typedef struct {
     model m;
-    float *x, *mixed, *seen, *inner; /* [rows][...] */
-    float **own;                     /* of each thread: normed rows, then queries, then scores */
+    float *x, *normed, *mixed, *seen, *inner; /* [rows][...] */
+    run *runs;
+    float **own; /* of each thread: queries, then what they have seen so far, then scores, then tiles */
 } decoder;
 
 typedef struct {
@@ -81,8 +93,8 @@ typedef struct {
     const row *rows;
     const float *turns; /* [position][size / 2][2]: cosine and sine */
     float *logits;
-    int64_t count, thread, threads;
-    float *normed, *queries, *scores;
+    int64_t count, runs, asked, thread, threads;
+    float *queries, *blended, *scores, *tiles;
 } work;
 
 /* numbers */
@@ -95,10 +107,16 @@ ALWAYS vec either(ints which, vec yes, vec no) { return (vec)(((ints)yes & which
 ALWAYS vec larger(vec a, vec b) { return either(a > b, a, b); }
 ALWAYS vec smaller(vec a, vec b) { return either(a < b, a, b); }
 
+#ifdef __clang__
+#define PICKED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICKED(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
+#endif
+
 /* Sums of neighbours: first those of a, then those of b. */
 ALWAYS vec neighbours(vec a, vec b) {
-    vec even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    vec odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    vec even = PICKED(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    vec odd = PICKED(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
     return even + odd;
 }
 
@@ -141,30 +159,44 @@ ALWAYS void fetch(const void *from, int64_t size) {
     for (int64_t at = 0; at < size; at += ALIGNMENT) __builtin_prefetch((const char *)from + at);
 }
 
-ALWAYS vec widened(int kind, const void *weights, int64_t at) {
-    if (kind == BFLOAT16) {
-        words wide = __builtin_convertvector(*(const shorts *)((const uint16_t *)weights + at), words);
-        return (vec)(wide << 16);
-    }
-#ifdef __FLT16_MAX__
-    if (kind == FLOAT16) {
-        typedef _Float16 halves __attribute__((vector_size(32), aligned(2), may_alias));
-        return __builtin_convertvector(*(const halves *)((const _Float16 *)weights + at), vec);
-    }
+/* A vector of halves. */
+ALWAYS vec widened_halves(const void *from) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(from));
+#elif defined(__F16C__)
+    union { __m256 parts[2]; vec whole; } out;
+    for (int part = 0; part < 2; part++) out.parts[part] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from + part));
+    return out.whole;
+#elif defined(__FLT16_MAX__)
+    typedef _Float16 halves __attribute__((vector_size(32), aligned(2), may_alias));
+    return __builtin_convertvector(*(const halves *)from, vec);
+#else
+    (void)from;
+    return all(NAN);
 #endif
-    return load((const float *)weights + at);
 }
 
-/* `rows` rows of x times `wide` vectors of a panel, from the vector `from` on, into tile[rows][PANEL]. */
+/* The vector `k` of a panel's row. */
+ALWAYS vec widened(int kind, const void *row, int k) {
+    if (kind == BFLOAT16) {
+        words both = *(const words *)((const uint16_t *)row + k / 2 * 2 * LANES);
+        return k % 2 ? (vec)(both & 0xffff0000u) : (vec)(both << 16);
+    }
+    if (kind == FLOAT16) return widened_halves((const uint16_t *)row + k * LANES);
+    return load((const float *)row + k * LANES);
+}
+
+/* `rows` rows of x times `wide` vectors of a panel, from the vector `from` on, onto tile[rows][PANEL]. */
 ALWAYS void block(int kind, int rows, int wide, const void *weights, int64_t in, int from, const float *x,
                   int64_t apart, float *tile) {
     vec sums[ROWS][WIDE];
     for (int r = 0; r < rows; r++)
-        for (int k = 0; k < wide; k++) sums[r][k] = all(0);
+        for (int k = 0; k < wide; k++) sums[r][k] = load(tile + r * PANEL + (from + k) * LANES);
     for (int64_t i = 0; i < in; i++) {
         vec column[WIDE];
-        fetch((const char *)weights + i * PANEL * bytes(kind) + AHEAD, wide * LANES * bytes(kind));
-        for (int k = 0; k < wide; k++) column[k] = widened(kind, weights, i * PANEL + (from + k) * LANES);
+        const char *row = (const char *)weights + i * PANEL * bytes(kind);
+        fetch(row + AHEAD, wide * LANES * bytes(kind));
+        for (int k = 0; k < wide; k++) column[k] = widened(kind, row, from + k);
         for (int r = 0; r < rows; r++)
             for (int k = 0; k < wide; k++) sums[r][k] += column[k] * x[r * apart + i];
     }
@@ -190,15 +222,16 @@ ALWAYS void panel_of_kind(int kind, int64_t rows, const void *weights, int64_t i
 #undef CASE
 }
 
-/* Up to ROWS rows of x times one panel. */
-static void times_panel(const matrix *by, int64_t panel, int64_t rows, const float *x, int64_t apart, float *tile) {
-    int64_t at = panel * by->in * PANEL;
+/* Up to ROWS rows of x times `in` inputs of a panel, from the input `from` on, onto the tile. */
+static void times_panel(const matrix *by, int64_t panel, int64_t from, int64_t in, int64_t rows, const float *x,
+                        int64_t apart, float *tile) {
+    int64_t at = (panel * by->in + from) * PANEL;
     if (by->kind == BFLOAT16)
-        panel_of_kind(BFLOAT16, rows, (const uint16_t *)by->weights + at, by->in, x, apart, tile);
+        panel_of_kind(BFLOAT16, rows, (const uint16_t *)by->weights + at, in, x + from, apart, tile);
     else if (by->kind == FLOAT16)
-        panel_of_kind(FLOAT16, rows, (const uint16_t *)by->weights + at, by->in, x, apart, tile);
+        panel_of_kind(FLOAT16, rows, (const uint16_t *)by->weights + at, in, x + from, apart, tile);
     else
-        panel_of_kind(FLOAT32, rows, (const float *)by->weights + at, by->in, x, apart, tile);
+        panel_of_kind(FLOAT32, rows, (const float *)by->weights + at, in, x + from, apart, tile);
 }
 
 ALWAYS int64_t first_of(int64_t count, int64_t thread, int64_t threads) { return count * thread / threads; }
@@ -221,19 +254,22 @@ ALWAYS void finish(enum ending ending, const matrix *by, const float *tile, int6
     }
 }
 
-/* This thread's share of y = x * weights, or onto y, or gated. */
-static void multiply(const work *w, const matrix *by, const float *x, int64_t apart, float *y, int64_t y_apart,
-                     enum ending ending) {
-    float tile[ROWS * PANEL] __attribute__((aligned(ALIGNMENT)));
+/* This thread's share of y = x * weights, or onto y, or gated, for so many rows. */
+static void multiply(const work *w, const matrix *by, int64_t rows, const float *x, int64_t apart, float *y,
+                     int64_t y_apart, enum ending ending) {
     int64_t panels = (by->out + PANEL - 1) / PANEL, width = ending == GATED ? PANEL / 2 : PANEL;
-    int64_t stop = first_of(panels, w->thread + 1, w->threads);
-    for (int64_t panel = first_of(panels, w->thread, w->threads); panel < stop; panel++)
-        for (int64_t start = 0; start < w->count; start += ROWS) {
-            int64_t rows = w->count - start < ROWS ? w->count - start : ROWS;
-            times_panel(by, panel, rows, x + start * apart, apart, tile);
-            for (int64_t r = 0; r < rows; r++)
-                finish(ending, by, tile + r * PANEL, panel * width, y + (start + r) * y_apart);
+    int64_t stop = first_of(panels, w->thread + 1, w->threads), deep = rows > ROWS ? DEEP : by->in;
+    for (int64_t panel = first_of(panels, w->thread, w->threads); panel < stop; panel++) {
+        for (int64_t k = 0; k < rows * PANEL; k += LANES) store(w->tiles + k, all(0));
+        for (int64_t from = 0; from < by->in; from += deep) {
+            int64_t in = by->in - from < deep ? by->in - from : deep;
+            for (int64_t r = 0; r < rows; r += ROWS)
+                times_panel(by, panel, from, in, rows - r < ROWS ? rows - r : ROWS, x + r * apart, apart,
+                            w->tiles + r * PANEL);
         }
+        for (int64_t r = 0; r < rows; r++)
+            finish(ending, by, w->tiles + r * PANEL, panel * width, y + r * y_apart);
+    }
 }
 
 /* norms and turns */
@@ -245,10 +281,11 @@ static void norm_to(const norm *by, const float *x, int64_t size, float *y) {
     for (int64_t i = 0; i < size; i += LANES) store(y + i, load(x + i) * scale * load(by->weight + i));
 }
 
-static const float *normed(const work *w, const norm *by, const float *x) {
-    int64_t hidden = w->d->m.hidden;
-    for (int64_t r = 0; r < w->count; r++) norm_to(by, x + r * hidden, hidden, w->normed + r * hidden);
-    return w->normed;
+/* This thread's share of the rows, normed. */
+static void norm_rows(const work *w, const norm *by) {
+    int64_t hidden = w->d->m.hidden, stop = first_of(w->count, w->thread + 1, w->threads);
+    for (int64_t r = first_of(w->count, w->thread, w->threads); r < stop; r++)
+        norm_to(by, w->d->x + r * hidden, hidden, w->d->normed + r * hidden);
 }
 
 /* Turned by the position; the two halves of a head come out in pairs. */
@@ -270,8 +307,8 @@ static void turn(const work *w, const layer *l, const float *x, int64_t head, in
 
 /* attention */
 
-/* The scores of `count` queries and LANES keys from `at` on. */
-ALWAYS void score(int count, const float *queries, const float *keys, int64_t size, int64_t apart, float *scores) {
+/* The scores of `count` queries and LANES keys. */
+ALWAYS void score(int count, const float *queries, const float *keys, int64_t size, float *scores) {
     fetch(keys + 2 * LANES * size, LANES * size * 4);
     for (int g = 0; g < count; g++) {
         vec sums[LANES];
@@ -282,58 +319,72 @@ ALWAYS void score(int count, const float *queries, const float *keys, int64_t si
         }
         for (int left = LANES / 2; left >= 1; left /= 2)
             for (int t = 0; t < left; t++) sums[t] = neighbours(sums[2 * t], sums[2 * t + 1]);
-        store(scores + g * apart, sums[0]);
+        store(scores + g * KEYS, sums[0]);
     }
 }
 
-/* From scores to weights whose sum is told, not yet made one. */
-static float weigh(float *scores, int64_t length) {
-    ints place = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    vec most = all(-INFINITY), total = all(0);
-    for (int64_t t = 0; t < length; t += LANES) {
-        ints within = place < (int32_t)(length - t);
-        vec these = either(within, load(scores + t), all(-INFINITY));
-        store(scores + t, these);
-        most = larger(these, most);
-    }
+/* What a query has seen so far: its largest score, and the sum of its weights relative to that. */
+typedef struct {
+    float most, total;
+} softmax;
+
+/* From the scores of up to KEYS keys, of which the query sees `length`, to weights. Gives what earlier ones shrink by. */
+static float weigh(float *scores, int64_t length, int64_t end, softmax *so_far) {
+    const ints place = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vec most = all(so_far->most), total = all(0);
+    for (int64_t t = 0; t < end; t += LANES)
+        most = larger(either(place < (int32_t)(length - t), load(scores + t), most), most);
     float peak = largest(most);
-    for (int64_t t = 0; t < length; t += LANES) {
-        ints within = place < (int32_t)(length - t);
-        vec weights = either(within, exponential(load(scores + t) - peak), all(0));
+    for (int64_t t = 0; t < end; t += LANES) {
+        vec weights = either(place < (int32_t)(length - t), exponential(load(scores + t) - peak), all(0));
         store(scores + t, weights);
         total += weights;
     }
-    return sum(total);
+    float shrink = exponential(all(so_far->most - peak))[0];
+    *so_far = (softmax){peak, so_far->total * shrink + sum(total)};
+    return shrink;
 }
 
-ALWAYS void blend(int count, const float *weights, int64_t apart, const float *values, int64_t size, int64_t length,
-                  const float *totals, float *out) {
+/* The values of up to KEYS keys, by weight, onto what was seen before. */
+ALWAYS void blend(int count, const float *weights, const float *values, int64_t size, int64_t end, const float *shrink,
+                  float *out) {
     for (int64_t i = 0; i < size; i += LANES) {
         vec sums[QUERIES];
-        for (int g = 0; g < count; g++) sums[g] = all(0);
-        for (int64_t t = 0; t < length; t++) {
+        for (int g = 0; g < count; g++) sums[g] = load(out + g * size + i) * shrink[g];
+        for (int64_t t = 0; t < end; t++) {
             vec value = load(values + t * size + i);
             __builtin_prefetch(values + (t + 2 * LANES) * size + i);
-            for (int g = 0; g < count; g++) sums[g] += value * weights[g * apart + t];
+            for (int g = 0; g < count; g++) sums[g] += value * weights[g * KEYS + t];
         }
-        for (int g = 0; g < count; g++) store(out + g * size + i, sums[g] / totals[g]);
+        for (int g = 0; g < count; g++) store(out + g * size + i, sums[g]);
     }
 }
 
-ALWAYS void attend_some(int count, const work *w, const float *queries, const float *keys, const float *values,
-                        int64_t length, float *out) {
-    int64_t size = w->d->m.size, apart = w->d->m.context;
-    float totals[QUERIES];
-    for (int64_t t = 0; t < length; t += LANES) score(count, queries, keys + t * size, size, apart, w->scores + t);
-    for (int g = 0; g < count; g++) totals[g] = weigh(w->scores + g * apart, length);
-    blend(count, w->scores, apart, values, size, length, totals, out);
+/* `count` queries, `group` of them for each row; the first row sees `length` keys, each further one sees one more. */
+ALWAYS void attend_some(int count, const work *w, int64_t group, const float *keys, const float *values,
+                        int64_t length) {
+    int64_t size = w->d->m.size, all_keys = length + (count - 1) / group;
+    softmax so_far[QUERIES];
+    float shrink[QUERIES];
+    for (int g = 0; g < count; g++) so_far[g] = (softmax){-INFINITY, 0};
+    for (int64_t i = 0; i < count * size; i += LANES) store(w->blended + i, all(0));
+    for (int64_t from = 0; from < all_keys; from += KEYS) {
+        int64_t end = all_keys - from < KEYS ? all_keys - from : KEYS;
+        for (int64_t t = 0; t < end; t += LANES) score(count, w->queries, keys + (from + t) * size, size, w->scores + t);
+        for (int g = 0; g < count; g++)
+            shrink[g] = weigh(w->scores + g * KEYS, length + g / group - from, end, so_far + g);
+        blend(count, w->scores, values + from * size, size, end, shrink, w->blended);
+    }
+    for (int g = 0; g < count; g++)
+        for (int64_t i = 0; i < size; i += LANES)
+            store(w->blended + g * size + i, load(w->blended + g * size + i) / so_far[g].total);
 }
 
-static void attend(const work *w, int64_t count, const float *queries, const float *keys, const float *values,
-                   int64_t length, float *out) {
+static void attend(const work *w, int64_t count, int64_t group, const float *keys, const float *values,
+                   int64_t length) {
 #define CASE(n) \
     case n: \
-        attend_some(n, w, queries, keys, values, length, out); \
+        attend_some(n, w, group, keys, values, length); \
         break;
     switch (count) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
@@ -341,28 +392,52 @@ static void attend(const work *w, int64_t count, const float *queries, const flo
 #undef CASE
 }
 
-/* One row and one key's heads: its key and value are written, its queries look at all up to itself. */
-static void attend_head(const work *w, const layer *l, int64_t depth, int64_t r, int64_t head) {
+ALWAYS float *keys_of(const work *w, int64_t r, int64_t depth, int64_t head) {
+    return w->rows[r].lane + 2 * depth * w->rows[r].member + head * w->rows[r].head;
+}
+
+ALWAYS const float *mixed_of(const work *w, int64_t r, int64_t head) {
     const model *m = &w->d->m;
-    const row *at = w->rows + r;
-    int64_t size = m->size, group = m->heads / m->shared, position = at->position;
-    const float *mixed = w->d->mixed + r * (m->heads + 2 * m->shared) * size;
-    float *keys = at->lane + 2 * depth * at->member + head * at->head, *values = keys + at->member;
-    turn(w, l, mixed + (m->heads + head) * size, m->heads + head, position, 1.0f, keys + position * size);
-    for (int64_t i = 0; i < size; i++) values[position * size + i] = mixed[(m->heads + m->shared + head) * size + i];
-    for (int64_t start = 0; start < group; start += QUERIES) {
-        int64_t first = head * group + start, count = group - start < QUERIES ? group - start : QUERIES;
-        for (int64_t g = 0; g < count; g++)
-            turn(w, l, mixed + (first + g) * size, first + g, position, m->scale, w->queries + g * size);
-        attend(w, count, w->queries, keys, values, position + 1, w->d->seen + (r * m->heads + first) * size);
+    return w->d->mixed + (r * (m->heads + 2 * m->shared) + head) * m->size;
+}
+
+/* This thread's share of the rows' keys and values, to where they are kept. */
+static void write_rows(const work *w, const layer *l, int64_t depth) {
+    const model *m = &w->d->m;
+    int64_t size = m->size, tasks = w->count * m->shared, stop = first_of(tasks, w->thread + 1, w->threads);
+    for (int64_t task = first_of(tasks, w->thread, w->threads); task < stop; task++) {
+        int64_t r = task / m->shared, head = task % m->shared, position = w->rows[r].position;
+        float *key = keys_of(w, r, depth, head) + position * size, *value = key + w->rows[r].member;
+        const float *new = mixed_of(w, r, m->heads + m->shared + head);
+        turn(w, l, mixed_of(w, r, m->heads + head), m->heads + head, position, 1.0f, key);
+        for (int64_t i = 0; i < size; i++) value[i] = new[i];
     }
 }
 
-static void attend_all(const work *w, const layer *l, int64_t depth) {
-    int64_t shared = w->d->m.shared, tasks = w->count * shared;
+/* The queries of one run's rows that share a key, `count` of each row from `start` on. */
+static void attend_run(const work *w, const layer *l, int64_t depth, const run *at, int64_t head, int64_t start,
+                       int64_t count) {
+    const model *m = &w->d->m;
+    int64_t size = m->size, first = head * (m->heads / m->shared) + start;
+    for (int64_t n = 0; n < at->count; n++)
+        for (int64_t g = 0; g < count; g++)
+            turn(w, l, mixed_of(w, at->first + n, first + g), first + g, w->rows[at->first + n].position, m->scale,
+                 w->queries + (n * count + g) * size);
+    const float *keys = keys_of(w, at->first, depth, head);
+    attend(w, at->count * count, count, keys, keys + w->rows[at->first].member, w->rows[at->first].position + 1);
+    for (int64_t n = 0; n < at->count; n++)
+        for (int64_t i = 0; i < count * size; i++)
+            w->d->seen[((at->first + n) * m->heads + first) * size + i] = w->blended[n * count * size + i];
+}
+
+static void attend_rows(const work *w, const layer *l, int64_t depth) {
+    const model *m = &w->d->m;
+    int64_t group = m->heads / m->shared, tasks = w->runs * m->shared;
     int64_t stop = first_of(tasks, w->thread + 1, w->threads);
     for (int64_t task = first_of(tasks, w->thread, w->threads); task < stop; task++)
-        attend_head(w, l, depth, task / shared, task % shared);
+        for (int64_t start = 0; start < group; start += QUERIES)
+            attend_run(w, l, depth, w->d->runs + task / m->shared, task % m->shared, start,
+                       group - start < QUERIES ? group - start : QUERIES);
 }
 
 /* the pass */
@@ -377,43 +452,78 @@ static void pass(const work *w) {
     const decoder *d = w->d;
     const model *m = &d->m;
     int64_t hidden = m->hidden, mixed = (m->heads + 2 * m->shared) * m->size, seen = m->heads * m->size;
-    if (w->thread == 0)
-        for (int64_t r = 0; r < w->count; r++)
-            for (int64_t i = 0; i < hidden; i++) d->x[r * hidden + i] = m->embedding[w->rows[r].token * hidden + i];
-    TOGETHER
     for (int64_t depth = 0; depth < m->depth; depth++) {
         const layer *l = m->layers + depth;
-        multiply(w, &l->project, normed(w, &l->before, d->x), hidden, d->mixed, mixed, SET);
+        norm_rows(w, &l->before);
         TOGETHER
-        attend_all(w, l, depth);
+        multiply(w, &l->project, w->count, d->normed, hidden, d->mixed, mixed, SET);
         TOGETHER
-        multiply(w, &l->output, d->seen, seen, d->x, hidden, ADD);
+        write_rows(w, l, depth);
         TOGETHER
-        multiply(w, &l->gate_up, normed(w, &l->after, d->x), hidden, d->inner, m->inner, GATED);
+        attend_rows(w, l, depth);
         TOGETHER
-        multiply(w, &l->down, d->inner, m->inner, d->x, hidden, ADD);
+        multiply(w, &l->output, w->count, d->seen, seen, d->x, hidden, ADD);
+        TOGETHER
+        norm_rows(w, &l->after);
+        TOGETHER
+        multiply(w, &l->gate_up, w->count, d->normed, hidden, d->inner, m->inner, GATED);
+        TOGETHER
+        multiply(w, &l->down, w->count, d->inner, m->inner, d->x, hidden, ADD);
         TOGETHER
     }
-    multiply(w, &m->logits, normed(w, &m->norm, d->x), hidden, w->logits, m->logits.out, SET);
 }
 
-static void share(const decoder *d, const row *rows, int64_t count, const float *turns, float *logits, int64_t thread,
-                  int64_t threads) {
-    float *normed = d->own[thread], *queries = normed + d->m.rows * d->m.hidden;
-    work w = {d, rows, turns, logits, count, thread, threads, normed, queries, queries + QUERIES * d->m.size};
+/* The logits of the rows that are asked for, one after the other. */
+static void answer(const work *w) {
+    const decoder *d = w->d;
+    int64_t hidden = d->m.hidden, found = 0;
+    for (int64_t r = 0; r < w->count && w->thread == 0; r++)
+        if (w->rows[r].asked) norm_to(&d->m.norm, d->x + r * hidden, hidden, d->normed + hidden * found++);
+    TOGETHER
+    multiply(w, &d->m.logits, w->asked, d->normed, hidden, w->logits, d->m.logits.out, SET);
+}
+
+/* Which rows are attended for at once. */
+static int64_t divide(const decoder *d, const row *rows, int64_t count) {
+    int64_t group = d->m.heads / d->m.shared, most = group < QUERIES ? QUERIES / group : 1, runs = 0;
+    for (int64_t r = 0; r < count; r++) {
+        run *last = d->runs + runs - 1;
+        if (r && last->count < most && rows[r].lane == rows[r - 1].lane && rows[r].position == rows[r - 1].position + 1)
+            last->count++;
+        else
+            d->runs[runs++] = (run){r, 1};
+    }
+    return runs;
+}
+
+static void share(work w, int64_t thread, int64_t threads) {
+    w.thread = thread, w.threads = threads;
+    w.queries = w.d->own[thread];
+    w.blended = w.queries + QUERIES * w.d->m.size;
+    w.scores = w.blended + QUERIES * w.d->m.size;
+    w.tiles = w.scores + QUERIES * KEYS;
     pass(&w);
+    answer(&w);
 }
 
-/* `count` rows, their logits into [count][outputs]. */
-void palaver_step(const decoder *d, const row *rows, int64_t count, const float *turns, float *logits) {
+/* `count` rows; the logits of those asked for into [asked][outputs]. Rows of one sequence come in their order. */
+void palaver_step(const decoder *d, const row *rows, int64_t count, const float *turns, float *logits,
+                  int64_t threads) {
+    work w = {.d = d, .rows = rows, .turns = turns, .logits = logits, .count = count, .runs = divide(d, rows, count)};
+    int64_t hidden = d->m.hidden;
+    for (int64_t r = 0; r < count; r++) {
+        w.asked += rows[r].asked;
+        for (int64_t i = 0; i < hidden; i++) d->x[r * hidden + i] = d->m.embedding[rows[r].token * hidden + i];
+    }
 #ifdef _OPENMP
-    if (d->m.threads > 1) {
-#pragma omp parallel num_threads((int)d->m.threads)
-        share(d, rows, count, turns, logits, omp_get_thread_num(), omp_get_num_threads());
+    if (threads > 1) {
+#pragma omp parallel num_threads((int)(threads < d->m.threads ? threads : d->m.threads))
+        share(w, omp_get_thread_num(), omp_get_num_threads());
         return;
     }
 #endif
-    share(d, rows, count, turns, logits, 0, 1);
+    (void)threads;
+    share(w, 0, 1);
 }
 
 static float *numbers(int64_t count) {
@@ -424,7 +534,8 @@ static float *numbers(int64_t count) {
 void palaver_free(decoder *d) {
     if (!d) return;
     for (int64_t t = 0; d->own && t < d->m.threads; t++) free(d->own[t]);
-    free(d->own), free(d->x), free(d->mixed), free(d->seen), free(d->inner), free(d);
+    free(d->own), free(d->runs);
+    free(d->x), free(d->normed), free(d->mixed), free(d->seen), free(d->inner), free(d);
 }
 
 /* NULL where there is no memory for it. What the model points to must stay where it is. */
@@ -433,13 +544,15 @@ decoder *palaver_new(const model *m) {
     if (!d) return NULL;
     d->m = *m;
     d->x = numbers(m->rows * m->hidden);
+    d->normed = numbers(m->rows * m->hidden);
+    d->runs = calloc(m->rows, sizeof(run));
     d->mixed = numbers(m->rows * (m->heads + 2 * m->shared) * m->size);
     d->seen = numbers(m->rows * m->heads * m->size);
     d->inner = numbers(m->rows * m->inner);
     d->own = calloc(m->threads, sizeof(float *));
-    int whole = d->x && d->mixed && d->seen && d->inner && d->own;
+    int whole = d->x && d->normed && d->mixed && d->seen && d->inner && d->runs && d->own;
     for (int64_t t = 0; whole && t < m->threads; t++) {
-        d->own[t] = numbers(m->rows * m->hidden + QUERIES * (m->size + m->context));
+        d->own[t] = numbers(QUERIES * (2 * m->size + KEYS) + m->rows * PANEL);
         whole = d->own[t] != NULL;
     }
     if (whole) return d;
@@ -449,7 +562,7 @@ decoder *palaver_new(const model *m) {
 
 /* Whether weights can be kept as halves: not every compiler has them. */
 int palaver_halves(void) {
-#ifdef __FLT16_MAX__
+#if defined(__AVX512F__) || defined(__F16C__) || defined(__FLT16_MAX__)
     return 1;
 #else
     return 0;
