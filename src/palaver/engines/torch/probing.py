@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from palaver.engines.torch.attention import Plan, Run, plan, run_of
-from palaver.engines.torch.compiled.building import load_library
 from palaver.engines.torch.compiled.decoder import CompiledDecoder
 from palaver.engines.torch.cutting import CuttingRunner
 from palaver.engines.torch.fused import FusedDecoder
@@ -44,7 +43,7 @@ def pick_runner(
 
     Raises CantCompile where compiled steps are asked for and can't be had on this machine.
     """
-    library = load_library() if options.compiled else None
+    library = _library() if options.compiled else None
     with quiet():
         probe = Probe(model, size)
         try:
@@ -54,6 +53,12 @@ def pick_runner(
             return CuttingRunner(forward, layout, limit, context, threads, exact), steps
         except Exception as error:  # whatever went wrong, there is a humbler way
             return probe.carrying(limit, why(error)), _OWN if library is None else f"{_OWN}, not compiled: {why(error)}"
+
+
+def _library() -> CDLL:
+    from palaver.engines.torch.compiled.building import load_library  # nobody pays for it who doesn't want it
+
+    return load_library()
 
 
 class Probe:
