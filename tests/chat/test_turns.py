@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from palaver.chat.replay import replay
+from palaver.chat.turns import LEFT
 from palaver.engines.scripted import Fail, Hold, Script, ScriptedEngine
 from palaver.errors import EngineError
 from palaver.events import AnswerDelta, Failed, Finished, Snapshot, fold
@@ -15,7 +16,7 @@ from palaver.generation import Finish
 from palaver.messages import assistant, user
 from palaver.store import DiskFull, NotFound, Status, Store, open_store
 from tests.chat.conformance import ANSWER, THOUGHT
-from tests.chat.killing import run
+from tests.chat.killing import run, written
 from tests.chat.making import CONTROL, OTHER, TOKENIZER, WAVE, entries, reply, serving, staged, until
 
 
@@ -282,6 +283,32 @@ async def test_parking_leaves_replies_that_can_be_continued(tmp_path: Path) -> N
             await stage.chat.go_on(said.reply.id)
             await entries(stage.chat, said.reply.id)
             assert (await stage.chat.message(said.reply.id)).text == ANSWER
+
+
+@pytest.mark.parametrize("resume", [True, False])
+async def test_what_a_server_leaves_at_its_end_is_as_if_it_had_died(tmp_path: Path, resume: bool) -> None:
+    with open_store(tmp_path) as store:
+        async with serving(store, held=True) as stage:
+            talk = await stage.chat.create()
+            said = await stage.chat.say(talk.id, None, user("Wave!"))
+            await until(stage.chat, said.reply.id, 2)
+            reader = asyncio.create_task(entries(stage.chat, said.reply.id))
+            await asyncio.sleep(0)
+            await stage.service.turns.park(leave=True)
+            told = await reader
+            assert isinstance(told[-1].event, Failed)
+            assert told[-1].event.error == LEFT
+        async with serving(store, resume=resume) as stage:
+            await stage.service.recovered.wait()
+            if not resume:
+                found = await stage.chat.message(said.reply.id)
+                assert found.reply is not None
+                assert found.reply.status is Status.INTERRUPTED
+                await stage.chat.go_on(said.reply.id)
+            whole = await entries(stage.chat, said.reply.id)
+            assert fold([entry.event for entry in whole]).message == assistant(ANSWER, THOUGHT)
+            meanings = {entry.number: written(entry) for entry in whole if written(entry)}
+            assert all(meanings[entry.number] == written(entry) for entry in told if written(entry))
 
 
 def test_kill_9_loses_nothing_that_was_told(tmp_path: Path) -> None:

@@ -36,8 +36,15 @@ async def sprout(name: str, told: Told) -> Model:
 class Live:
     """Enter it to have the server, leave it to end it."""
 
-    def __init__(self, folder: Path, settings: ServerSettings | None = None, model: str | None = "sprout") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: ServerSettings | None = None,
+        model: str | None = "sprout",
+        resume: bool = False,
+    ) -> None:
         self._folder = folder
+        self._resume = resume
         self._given = settings or ServerSettings()
         self._model = model
         self._up = threading.Event()
@@ -83,7 +90,7 @@ class Live:
         self.port = listening.getsockname()[1]
         with open_store(self._folder) as store:
             models = Models(sprout, ("sprout",))
-            async with Service(store, models) as self.service:
+            async with Service(store, models, resume=self._resume) as self.service:
                 if self._model is not None:
                     models.load(self._model)
                     await models.ready()

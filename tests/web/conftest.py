@@ -59,8 +59,15 @@ class Served:
 
     def kill(self) -> None:
         """Without a word of warning."""
+        self._signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        """In order."""
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
+            self._process.send_signal(number)
             self._process.wait()
             self._process = None
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import socket
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-
-import uvicorn
 
 from palaver.chat.model import Model
 from palaver.chat.models import Models, Told
@@ -21,6 +20,7 @@ from palaver.engines.scripted import Script, ScriptedEngine
 from palaver.formats.template import Template
 from palaver.formats.templated import TemplateFormat
 from palaver.generation import Output, Prompt, Step
+from palaver.server import serving
 from palaver.server.app import Server
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
@@ -69,10 +69,8 @@ async def serve(asked: argparse.Namespace) -> None:
         async with Service(store, models, resume=True) as service:
             models.load(name)
             server = Server(service, settings)
-            config = uvicorn.Config(
-                server.asgi, host="127.0.0.1", port=asked.port, log_config=None, lifespan="off", ws="none"
-            )
-            await uvicorn.Server(config).serve()
+            listening = socket.create_server(("127.0.0.1", asked.port))
+            await serving.serve(serving.Serving(server, grace=0), listening, server)
 
 
 def main() -> None:

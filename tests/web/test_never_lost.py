@@ -87,6 +87,15 @@ def test_the_server_is_killed_and_started_again_in_the_middle(page: Page, slow: 
     expect(page.get_by_text("The server can’t be reached")).to_have_count(0)
 
 
+def test_the_server_ends_in_order_and_is_started_again_in_the_middle(page: Page, slow: Served) -> None:
+    page.goto(slow.url)
+    ask(page, "Tell me")
+    expect(last_reply(page).locator(".thinking")).to_contain_text("step 12.")
+    slow.end()
+    slow.start()
+    whole(slow, page)
+
+
 def test_fifty_cuts_of_the_network_in_one_reply(page: Page, tmp_path: Path, built: None) -> None:
     script = [{"thought": THOUGHT, "answer": ANSWER}]
     served = Served(tmp_path / "cut", "--rate", "120", script=script)

@@ -34,6 +34,7 @@ class Service:
         self.reading = Reading(store, self.turns, self.requests)
         self.recovered = asyncio.Event()
         """Set when what an earlier process left has been taken care of."""
+        self.resumes = resume
         self._recovery = Recovery(store, self.turns, self.requests, resume)
         self.uploads: set[tuple[str, str]] = set()
         """Blobs that no message names yet, and who put them there."""

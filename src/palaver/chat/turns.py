@@ -30,6 +30,7 @@ from palaver.store.tokens import given
 REMEMBERED = 64
 """Turns whose events stay in memory after their end, for readers that come back soon."""
 PARKED = "The model was put aside: the reply can be continued."
+LEFT = "The server ended: the reply goes on when it is back."
 LOST = "Another process goes on with this reply."
 _STATUS = {
     Finish.END: Status.DONE,
@@ -65,6 +66,8 @@ class Turn:
     clock: Clock
     log: Log = field(default_factory=Log)
     parked: bool = False
+    left: bool = False
+    """Whether it stays open in the store, for the next process to go on with."""
     error: PalaverError | None = None
     """Why it failed, where that is known."""
     task: asyncio.Task[None] | None = None
@@ -172,11 +175,14 @@ class Turns:
         if self.closing:
             raise ShuttingDown
 
-    async def park(self) -> None:
-        """Ends what runs so that it can be continued: for a model that goes, or a program that ends."""
+    async def park(self, leave: bool = False) -> None:
+        """Ends what runs so that it can be continued: for a model that goes, or a program that ends.
+
+        `leave`: nothing is written of an end, as if this process had died, and the next one goes on by itself.
+        """
         running = self.running
         for turn in running:
-            turn.parked = True
+            turn.parked, turn.left = True, leave
             turn.utterance.stop()
         await asyncio.gather(*(turn.task for turn in running if turn.task), return_exceptions=True)
 
@@ -226,8 +232,7 @@ class Turns:
 
     async def _play(self, turn: Turn) -> None:
         ending = await self._heard(turn)
-        held = not (isinstance(ending, Failed) and ending.error == LOST)
-        if held:
+        if not (isinstance(ending, Failed) and ending.error in (LOST, LEFT)):
             ending = await self._finish(turn, ending)
         turn.log.tell(ending)
         if self.heard is not None:
@@ -242,7 +247,9 @@ class Turns:
             async with utterance:
                 async for event in utterance:
                     if isinstance(event, Finished):
-                        return Failed(PARKED, event.tail) if turn.parked and _is_cut(event) else event
+                        if turn.parked and _is_cut(event):
+                            return Failed(LEFT if turn.left else PARKED, event.tail)
+                        return event
                     if isinstance(event, Started):
                         turn.clock.prefilled()
                     turn.log.tell(event)

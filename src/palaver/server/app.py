@@ -52,11 +52,14 @@ class Server:
         self.asgi = Shell(self.routes, settings, callers, self.access, self.state.metrics, _is_open)
 
     async def close(self, grace: float) -> None:
-        """Takes nothing more; what runs is waited for, then cut or put aside, and its readers are told."""
+        """Takes nothing more; what runs is waited for, then cut or put aside, and its readers are told.
+
+        Where the next server would go on with a dead one's replies, these are left to it in the same way.
+        """
         self.state.closing.set()
         turns = self.state.service.turns
         await asyncio.gather(self.state.floor.close(grace), turns.finish(grace))
-        await turns.park()
+        await turns.park(leave=self.state.service.resumes)
         await self.state.sockets.closed()
         await self.state.speakers.close()
 

@@ -336,6 +336,20 @@ class TestRestarting:
             assert cancelled["status"] == "cancelled"
             assert retrieve(http, running) == cancelled, "it does not go on"
 
+    def test_the_next_server_goes_on_with_it_before_anybody_asks(self, tmp_path: Path) -> None:
+        settings = {"input": SUM, "seed": 3, "min_tokens": 100, "max_output_tokens": 120}
+        with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60) as http:
+            uncut = http.post(RESPONSES, json=settings).json()
+            running = http.post(RESPONSES, json={**settings, "background": True}).json()
+            live.within(lambda: live.service.turns.park(leave=True))
+        with Live(tmp_path, resume=True) as live:
+            live.within(live.service.recovered.wait)
+            live.within(lambda: live.service.turns.finish(60))
+            with httpx.Client(base_url=live.url, timeout=60) as http:
+                found = retrieve(http, running)
+        assert found["status"] == uncut["status"]
+        assert [item["content"] for item in found["output"]] == [item["content"] for item in uncut["output"]]
+
     def test_it_goes_on_when_it_is_looked_at(self, tmp_path: Path) -> None:
         with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60) as http:
             running = create(http, background=True, min_tokens=100, max_output_tokens=120)

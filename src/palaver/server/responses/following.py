@@ -116,7 +116,8 @@ def ended(reply: Stored, last: Finished | Failed) -> Ending:
 
 async def _ending(chat: Chat, reply: Stored, last: Finished | Failed) -> Ending:
     latest = await chat.message(reply.id)
-    if isinstance(last, Failed) and latest.reply is not None and latest.reply.status is Status.INTERRUPTED:
+    open_still = latest.reply is not None and latest.reply.status in (Status.INTERRUPTED, Status.RUNNING)
+    if isinstance(last, Failed) and open_still:
         raise PutAside(last.error)
     return ended(latest, last)
 
