@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.web.conftest import PATIENCE, Served, text_of
 from tests.web.proxy import Wire
@@ -24,6 +24,11 @@ def slow(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Serv
     script = [{"thought": THOUGHT, "answer": ANSWER}]
     with Served(tmp_path_factory.mktemp("slow"), "--rate", "250", script=script) as served:
         yield served
+
+
+def away(page: Page) -> Locator:
+    """The banner that says so; a write that fails just then says it once more, in passing."""
+    return page.locator(".banner", has_text="The server can’t be reached")
 
 
 def whole(served: Served, page: Page) -> None:
@@ -81,10 +86,10 @@ def test_the_server_is_killed_and_started_again_in_the_middle(page: Page, slow: 
     ask(page, "Tell me")
     expect(last_reply(page).locator(".thinking")).to_contain_text("step 12.")
     slow.kill()
-    expect(page.get_by_text("The server can’t be reached")).to_be_visible()
+    expect(away(page)).to_be_visible()
     slow.start()
     whole(slow, page)
-    expect(page.get_by_text("The server can’t be reached")).to_have_count(0)
+    expect(away(page)).to_have_count(0)
 
 
 def test_the_server_ends_in_order_and_is_started_again_in_the_middle(page: Page, slow: Served) -> None:
@@ -114,11 +119,11 @@ def test_a_network_that_goes_and_comes_back(page: Page, slow: Served) -> None:
         expect(last_reply(page).locator(".thinking")).to_contain_text("step 2.")
         wire.down = True
         wire.cut()
-        expect(page.get_by_text("The server can’t be reached")).to_be_visible()
+        expect(away(page)).to_be_visible()
         page.get_by_label("Message", exact=True).fill("typed while away")
         wire.down = False
         whole(slow, page)
-        expect(page.get_by_text("The server can’t be reached")).to_have_count(0)
+        expect(away(page)).to_have_count(0)
         expect(page.get_by_label("Message", exact=True)).to_have_value("typed while away")
 
 
