@@ -23,7 +23,7 @@ from palaver.engines.torch.grammars import Grammars
 from palaver.engines.torch.guide import Guide, constraints_of, control_ids
 from palaver.engines.torch.holding import Holding
 from palaver.engines.torch.loading import load_model, pick_device, pick_dtype
-from palaver.engines.torch.memory import cache_bytes, check_fit, fit
+from palaver.engines.torch.memory import cache_bytes, check_fit, fit, give_back_unused
 from palaver.engines.torch.mending import Mending
 from palaver.engines.torch.options import Options
 from palaver.engines.torch.probing import pick_runner
@@ -73,7 +73,12 @@ def load(
     loaded = load_model(checkpoint, place, kind)
     if adapter is not None:
         loaded = with_adapter(loaded, adapter)
-    return TorchEngine(checkpoint.name, loaded, vocabulary, options)
+    big = not _is_small(loaded)
+    engine = TorchEngine(checkpoint.name, loaded, vocabulary, options)
+    del loaded  # an engine may have its weights in a form of its own
+    if big:
+        give_back_unused()
+    return engine
 
 
 class TorchEngine:
