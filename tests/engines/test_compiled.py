@@ -1,9 +1,11 @@
 """Compiled steps give the model's own tokens; their bits depend on the text alone; what can't be had is said."""
 
 import asyncio
+import gc
 import os
 import random
 import stat
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,18 @@ def test_bits_depend_on_the_text_alone(seed: int, model: Any) -> None:
     alone = [logits_by(model, [[]] * i + [[length]], 1)[i] for i, length in enumerate(lengths)]
     together = logits_by(model, [cut_up(rng, length) for length in lengths], rng.choice([1, 2, 3]))
     assert all(torch.equal(row, one) for row, one in zip(together, alone, strict=True))
+
+
+@torch.inference_mode()
+def test_it_holds_no_lanes(model: Any) -> None:
+    layout = Probe(model, tiny.SIZE).layout()
+    decoder = CompiledDecoder(PlainDecoder(model, 512), layout, load_library(), 1)
+    lane = Lanes(layout, 1 << 24).open(TOKENS)[0]
+    bank = weakref.ref(lane.bank)
+    decoder(plan([run_of(lane, 0, text(0))], CPU))
+    del lane
+    gc.collect()
+    assert bank() is None
 
 
 async def test_after_a_restart_the_same_bits(folder_of: Callable[[str], Path]) -> None:

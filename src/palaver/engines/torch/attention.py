@@ -238,7 +238,7 @@ class Numbers:
             self.positions += 1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Plan:
     """One forward pass: the tokens of all its sequences in a row, and the parts they are attended for in."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from typing import Any
 
@@ -54,7 +55,7 @@ class _Rows:
     """The rows of a plan, as step.c reads them: lane, member, head, token, position, asked."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        self._plan = weakref.ref(plan)  # whoever holds a plan holds the memory of its lanes
         self.numbers = np.zeros((plan.ids.shape[0], 6), np.int64)
         end = 0
         for run in plan.runs:
@@ -67,10 +68,13 @@ class _Rows:
         self.order = None if backwards == list(range(len(backwards))) else torch.tensor(backwards)
         """Where the logits of each sequence are, in the order the sequences were given."""
 
-    def advance(self) -> None:
+    def are_of(self, plan: Plan) -> bool:
+        return self._plan() is plan
+
+    def advance(self, plan: Plan) -> None:
         """Takes the tokens and positions the plan has now."""
-        self.numbers[:, 3] = self.plan.ids.numpy()
-        self.numbers[:, 4] = self.plan.positions.numpy()
+        self.numbers[:, 3] = plan.ids.numpy()
+        self.numbers[:, 4] = plan.positions.numpy()
 
 
 class CompiledDecoder:
@@ -102,9 +106,9 @@ class CompiledDecoder:
     def __call__(self, plan: Plan) -> Tensor:
         """The logits after each sequence's last token."""
         rows = self._rows
-        if rows is None or rows.plan is not plan:
+        if rows is None or not rows.are_of(plan):
             rows = self._rows = _Rows(plan)
-        rows.advance()
+        rows.advance(plan)
         turns = self._rotation.all_to(plan.furthest).data_ptr()
         logits, done, threads = torch.empty((len(plan.runs), self._outputs)), 0, torch.get_num_threads()
         for start in range(0, len(rows.numbers), ROWS):
