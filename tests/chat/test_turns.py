@@ -67,6 +67,18 @@ async def test_what_a_dead_process_left_is_resumed_where_that_is_wanted(tmp_path
             assert done.reply.status is Status.DONE
 
 
+async def test_what_a_process_leaves_while_a_server_runs_is_gone_on_with_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("palaver.chat.service.LOOK_AGAIN_S", 0.02)
+    with open_store(tmp_path) as other, open_store(tmp_path) as store:
+        async with serving(other, resume=True) as server:
+            await server.service.recovered.wait()
+            reply_id = await left_running(store)
+            whole = await entries(server.chat, reply_id)
+            assert fold([entry.event for entry in whole]).message == assistant(ANSWER, THOUGHT)
+
+
 async def test_a_turn_of_another_process_is_read_as_it_grows(tmp_path: Path) -> None:
     with open_store(tmp_path) as store, open_store(tmp_path) as other:
         async with serving(store, held=True) as here, serving(other) as there:

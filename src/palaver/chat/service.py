@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, suppress
 
 from palaver.chat.changes import Changes
 from palaver.chat.continuing import Continuing
+from palaver.chat.interface import ModelState
 from palaver.chat.local import LocalChat
 from palaver.chat.models import Models
 from palaver.chat.reading import Reading
@@ -16,8 +17,11 @@ from palaver.chat.requests import Requests
 from palaver.chat.turns import Turns
 from palaver.errors import PalaverError
 from palaver.store import Store
+from palaver.store.leases import SECONDS
 
 _log = logging.getLogger(__name__)
+LOOK_AGAIN_S = SECONDS / 3
+"""How often it is looked for replies that another process left."""
 
 
 class Service:
@@ -56,15 +60,23 @@ class Service:
         return LocalChat(self, owner)
 
     async def _recover(self) -> None:
-        """When the model is there, because only its format can read what was said."""
+        """When the model is there, because only its format can read what was said. Another process may die any time."""
+        try:
+            await self._recover_once()
+        finally:
+            self.recovered.set()
+        while self.resumes:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            if self.models.card().state is ModelState.READY and not self.turns.closing:
+                await self._recover_once()
+
+    async def _recover_once(self) -> None:
         try:
             await self._recovery.run(await self.models.ready())
         except PalaverError as error:
-            _log.warning("what an earlier process left was not recovered: %s", error)
+            _log.warning("what another process left was not recovered: %s", error)
         except Exception:  # a mistake of ours: those replies stay as they are, and all else goes on
-            _log.exception("what an earlier process left was not recovered")
-        finally:
-            self.recovered.set()
+            _log.exception("what another process left was not recovered")
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -153,6 +153,9 @@ class Replies:
 
     def take_over(self, lease: Lease) -> tuple[str, ...]:
         """Every running reply of a dead holder is this lease's now: to be resumed from its tokens."""
+        with self._database.reading() as connection:
+            if not self._leases.dead(connection):
+                return ()
         with self._database.writing() as connection:
             dead, orphans = self._orphans(connection)
             if orphans:
