@@ -14,7 +14,8 @@ from tests.web.proxy import Wire
 from tests.web.screen import answer, ask, conversation, ended, last_reply, message_id, replies, thought
 
 THOUGHT = " ".join(f"step {n}." for n in range(60))
-ANSWER = "\n\n".join(f"Paragraph {n} with **bold** words and `code` in it." for n in range(60))
+PARAGRAPHS = 24
+ANSWER = "\n\n".join(f"Paragraph {n} with **bold** words and `code` in it." for n in range(PARAGRAPHS))
 SHOWN = ANSWER.replace("**", "").replace("`", "")
 
 
@@ -37,7 +38,7 @@ def whole(served: Served, page: Page) -> None:
     kept = httpx.get(f"{served.url}/api/messages/{message_id(reply)}", timeout=PATIENCE).json()
     assert text_of(kept) == ANSWER
     assert text_of(kept, "thinking").strip() == THOUGHT
-    expect(reply.locator(".parts > .markdown .block")).to_have_count(60)
+    expect(reply.locator(".parts > .markdown .block")).to_have_count(PARAGRAPHS)
     assert answer(reply).split() == SHOWN.split()
     reply.get_by_role("button", name="Thought").click()
     assert thought(reply).split() == THOUGHT.split()
