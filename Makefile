@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo ok),$(p))))
 
-.PHONY: chat serve page test test-fast lint install install-dev postgres chromium clean
+.PHONY: chat serve page test test-fast lint install install-dev postgres chromium compiler clean
 
 chat: install
 	@$(VENV)/bin/palaver chat
@@ -42,36 +42,31 @@ lint: install-dev
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-# The store is tested on PostgreSQL too: only the server's programs are needed, the tests start one of their own
+# What the tests want of the system: NAME, whether it is there, its packages, what is not shown without it
 APT := DEBIAN_FRONTEND=noninteractive LC_ALL=C apt-get -qq -o DPkg::Lock::Timeout=120 -o Acquire::http::Timeout=20
-POSTGRES := postgresql --yes --no-install-recommends
-
-postgres:
-	@if command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1; then :; \
+INSTALL := $(APT) install --yes --no-install-recommends
+define debian
+	@if $(2); then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		echo "Installing PostgreSQL for the store's tests (once)..."; mkdir -p $(VENV); \
-		{ $(APT) install $(POSTGRES) || { $(APT) update && $(APT) install $(POSTGRES); }; } >$(VENV)/postgres.log 2>&1 \
-			&& rm $(VENV)/postgres.log \
-			|| { tail -n 5 $(VENV)/postgres.log; echo "!!! PostgreSQL could not be installed: the store is tested on SQLite alone."; }; \
+		echo "Installing $(1) for the tests (once)..."; mkdir -p $(VENV); \
+		{ $(INSTALL) $(3) || { $(APT) update && $(INSTALL) $(3); }; } >$(VENV)/$@.log 2>&1 && rm $(VENV)/$@.log \
+			|| { tail -n 5 $(VENV)/$@.log; echo "!!! $(1) could not be installed: $(4)."; }; \
 	else \
-		echo "!!! No PostgreSQL server here: the store is tested on SQLite alone (Debian: apt install postgresql)."; \
+		echo "!!! No $(1) here: $(4) (Debian: apt install $(3))."; \
 	fi
+endef
 
-# The page is tested in a real browser
-CHROMIUM := chromium fonts-dejavu-core --yes --no-install-recommends
+# Only the server's programs are needed, the tests start one of their own
+postgres:
+	$(call debian,PostgreSQL,command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1,postgresql,the store is tested on SQLite alone)
 
 chromium:
-	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null; then :; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		echo "Installing Chromium for the page's tests (once)..."; mkdir -p $(VENV); \
-		{ $(APT) install $(CHROMIUM) || { $(APT) update && $(APT) install $(CHROMIUM); }; } >$(VENV)/chromium.log 2>&1 \
-			&& rm $(VENV)/chromium.log \
-			|| { tail -n 5 $(VENV)/chromium.log; echo "!!! Chromium could not be installed: the page is not tested in a browser."; }; \
-	else \
-		echo "!!! No Chromium here: the page is not tested in a browser (Debian: apt install chromium)."; \
-	fi
+	$(call debian,Chromium,command -v chromium >/dev/null || command -v chromium-browser >/dev/null,chromium fonts-dejavu-core,the page is not tested in a browser)
 
-test: lint postgres chromium
+compiler:
+	$(call debian,C compiler,command -v cc >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null,gcc libc6-dev,compiled steps are not tested)
+
+test: lint postgres chromium compiler
 	@$(PY) web/build.py || echo "!!! The page could not be built: it is not tested."
 	$(VENV)/bin/pytest -n 2 --durations=25
 

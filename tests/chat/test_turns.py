@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from palaver.chat.interface import Said
+from palaver.chat.log import Entry
 from palaver.chat.replay import replay
 from palaver.chat.turns import LEFT
 from palaver.engines.scripted import Fail, Hold, Script, ScriptedEngine
@@ -17,7 +19,7 @@ from palaver.messages import assistant, user
 from palaver.store import DiskFull, NotFound, Status, Store, open_store
 from tests.chat.conformance import ANSWER, THOUGHT
 from tests.chat.killing import run, written
-from tests.chat.making import CONTROL, OTHER, TOKENIZER, WAVE, entries, reply, serving, staged, until
+from tests.chat.making import CONTROL, OTHER, TOKENIZER, WAVE, Stage, entries, reply, serving, staged, until
 
 
 async def left_running(store: Store) -> str:
@@ -278,14 +280,20 @@ async def test_a_stop_before_the_first_token_keeps_an_empty_reply(tmp_path: Path
         assert (await stage.chat.message(said.reply.id)).text == ANSWER
 
 
+async def read_underway(stage: Stage) -> tuple[Said, asyncio.Task[list[Entry]]]:
+    """A reply that has said something, and somebody who reads it."""
+    talk = await stage.chat.create()
+    said = await stage.chat.say(talk.id, None, user("Wave!"))
+    await until(stage.chat, said.reply.id, 2)
+    reader = asyncio.create_task(entries(stage.chat, said.reply.id))
+    await asyncio.sleep(0)
+    return said, reader
+
+
 async def test_parking_leaves_replies_that_can_be_continued(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         async with serving(store, held=True) as stage:
-            talk = await stage.chat.create()
-            said = await stage.chat.say(talk.id, None, user("Wave!"))
-            await until(stage.chat, said.reply.id, 2)
-            reader = asyncio.create_task(entries(stage.chat, said.reply.id))
-            await asyncio.sleep(0)
+            said, reader = await read_underway(stage)
         assert isinstance((await reader)[-1].event, Failed)
         async with serving(store) as stage:
             found = await stage.chat.message(said.reply.id)
@@ -301,11 +309,7 @@ async def test_parking_leaves_replies_that_can_be_continued(tmp_path: Path) -> N
 async def test_what_a_server_leaves_at_its_end_is_as_if_it_had_died(tmp_path: Path, resume: bool) -> None:
     with open_store(tmp_path) as store:
         async with serving(store, held=True) as stage:
-            talk = await stage.chat.create()
-            said = await stage.chat.say(talk.id, None, user("Wave!"))
-            await until(stage.chat, said.reply.id, 2)
-            reader = asyncio.create_task(entries(stage.chat, said.reply.id))
-            await asyncio.sleep(0)
+            said, reader = await read_underway(stage)
             await stage.service.turns.park(leave=True)
             told = await reader
             assert isinstance(told[-1].event, Failed)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from palaver.chat.model import Model
 from palaver.chat.models import Load, Told
-from palaver.engines.base import Engine
+from palaver.engines.base import COMPILED, Engine
 from palaver.engines.host.hosted import HostedEngine, torch_spec
 from palaver.errors import BadParameter, NoTemplate
 from palaver.formats.base import Format
@@ -100,7 +100,7 @@ def untold(trained: Trained) -> tuple[str, ...]:
 def uncompiled(loading: Loading, engine: Engine) -> tuple[str, ...]:
     """What a person should know who asked for compiled steps and has none."""
     steps = engine.info.steps
-    return (f"The next tokens are computed by {steps}.",) if loading.compiled and steps != "compiled" else ()
+    return (f"The next tokens are computed by {steps}.",) if loading.compiled and steps != COMPILED else ()
 
 
 def _trained_with(trained: Trained) -> str | None:

@@ -44,12 +44,14 @@ def inspect(
 
 
 def _about(info: EngineInfo) -> Iterator[tuple[str, str]]:
+    from palaver.engines.base import COMPILED
+
     yield "model", Path(info.model).name
     yield "runs on", f"{info.device}, {info.dtype}"
     yield "context", f"{info.context_length} tokens"
     yield "vocabulary", f"{info.vocabulary_size} tokens"
     yield "what was computed before is reused", info.reuse
-    yield "the next tokens are computed by", "a compiled step" if info.steps == "compiled" else info.steps
+    yield "the next tokens are computed by", "a compiled step" if info.steps == COMPILED else info.steps
     yield "sampling defaults", _defaults(info.defaults)
 
 

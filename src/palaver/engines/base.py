@@ -10,6 +10,8 @@ from typing import Protocol
 from palaver.generation import Output, Prompt
 from palaver.sampling import Sampling
 
+COMPILED = "compiled"
+
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
@@ -27,7 +29,7 @@ class EngineInfo:
     reuse: str = "none"
     """What is reused of what was computed before: "to the token", "snapshots", or "none" and why."""
     steps: str = "the model's own code"
-    """Whose code computes the next tokens: "the model's own code", "few operations" or "compiled"; and why no more."""
+    """Whose code computes the next tokens: "the model's own code", "few operations" or COMPILED; and why no more."""
 
 
 class Generation(Protocol):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from palaver.engines.base import COMPILED
 from palaver.engines.torch.attention import Plan, Run, plan, run_of
 from palaver.engines.torch.compiled.decoder import CompiledDecoder
 from palaver.engines.torch.cutting import CuttingRunner
@@ -30,7 +31,6 @@ LENGTH = 48
 FIRST = 20
 SECOND = 40
 PROBE_BYTES = 1 << 24
-COMPILED = "compiled"
 
 Forward: TypeAlias = Callable[[Plan], Tensor]
 
@@ -52,7 +52,7 @@ def pick_runner(
             exact = options.exact and steps != COMPILED  # which is exact by itself
             return CuttingRunner(forward, layout, limit, context, threads, exact), steps
         except Exception as error:  # whatever went wrong, there is a humbler way
-            return probe.carrying(limit, why(error)), _OWN if library is None else f"{_OWN}, not compiled: {why(error)}"
+            return probe.carrying(limit, _why(error)), _short_of(library, _OWN, error)
 
 
 def _library() -> CDLL:
@@ -86,14 +86,14 @@ class Probe:
             decoder = FusedDecoder(parts)
             self.check(decoder, layout)
         except Exception as error:  # then its own code does it
-            return self._library(layout), _OWN if library is None else f"{_OWN}, not compiled: {why(error)}"
+            return self._library(layout), _short_of(library, _OWN, error)
         if library is None:
             return decoder, _FEW
         try:
             compiled = CompiledDecoder(parts, layout, library, threads.many)
             self.check(compiled, layout)
         except Exception as error:
-            return decoder, f"{_FEW}, not compiled: {why(error)}"
+            return decoder, _short_of(library, _FEW, error)
         return compiled, COMPILED
 
     def _library(self, layout: Layout) -> LibraryForward:
@@ -175,5 +175,10 @@ _FEW = "few operations"
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
-def why(error: Exception) -> str:
+def _short_of(library: CDLL | None, steps: str, error: Exception) -> str:
+    """Whose code it is, and, where a compiled step was asked for, why it isn't that."""
+    return steps if library is None else f"{steps}, not compiled: {_why(error)}"
+
+
+def _why(error: Exception) -> str:
     return str(error) if isinstance(error, NotUnderstood) else f"its cache isn't understood ({type(error).__name__})"
