@@ -48,7 +48,7 @@ REPLY = 32
 ROUNDS = 6
 BATCHES = (1, 8, 32)
 TURNS = (1, 2, 5, 20)
-CONVERSATIONS = 7
+CONVERSATIONS = 15
 
 
 @contextmanager
@@ -211,41 +211,40 @@ async def speed(bench: Bench) -> None:
         print(f"throughput of batch {batch} over batch 1: {gain:.2f}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Turn:
     """Tokens of the prompt, those computed, and the seconds to the first token, here and with nothing kept."""
 
     prompt: int
     computed: int
     first: float
-    full: float
+    full: float = 0.0
 
 
-async def converse(bench: Bench, kept: TorchEngine, fresh: TorchEngine, number: int) -> dict[int, Turn]:
+async def converse(bench: Bench, engine: TorchEngine, number: int) -> dict[int, Turn]:
+    """All turns of a conversation; those of interest a second time for somebody who has nothing in the cache."""
     history: tuple[int, ...] = ()
     told: dict[int, Turn] = {}
     for turn in range(1, TURNS[-1] + 1):
         history += bench.prompt(100 * number + turn, TURN)
         began = time.perf_counter()
-        times, computed, ids = await consume(kept, Prompt(history), Sampling(temperature=0, max_tokens=REPLY))
-        first = times[0] - began
+        times, computed, ids = await consume(engine, Prompt(history), Sampling(temperature=0, max_tokens=REPLY))
+        told[turn] = Turn(len(history), computed, times[0] - began)
         if turn in TURNS:
             began = time.perf_counter()
-            owner = f"{number} {turn}"
-            cold, _, _ = await consume(fresh, Prompt(history, owner=owner), Sampling(temperature=0, max_tokens=1))
-            told[turn] = Turn(len(history), computed, first, cold[0] - began)
+            stranger = Prompt(history, owner=f"{number} {turn}")
+            cold, _, _ = await consume(engine, stranger, Sampling(temperature=0, max_tokens=1))
+            told[turn].full = cold[0] - began
         history += tuple(ids)
     return told
 
 
 async def turns(bench: Bench) -> None:
     """Time to the first token as a conversation grows, against computing all of it, in medians."""
-    kept, fresh = bench.engine(), bench.engine(cache_bytes=1 << 28)
-    found: dict[int, list[Turn]] = {turn: [] for turn in TURNS}
-    for number in range(CONVERSATIONS + 1):
-        told = await converse(bench, kept, fresh, number)
-        for turn in TURNS if number else ():  # the first one meets a cold machine
-            found[turn].append(told[turn])
+    engine = bench.engine()
+    await converse(bench, engine, 0)  # meets a cold machine
+    conversations = [await converse(bench, engine, number) for number in range(1, CONVERSATIONS + 1)]
+    found = {turn: [conversation[turn] for conversation in conversations] for turn in TURNS}
     print("turn  prompt  computed  first token ms  full prefill ms  ratio")
     firsts = {turn: statistics.median(t.first for t in seen) for turn, seen in found.items()}
     for turn, seen in found.items():
@@ -259,13 +258,12 @@ async def turns(bench: Bench) -> None:
         f"first token of turn 20 over that of turn 2: {firsts[20] / firsts[2]:.2f}"
         f" ({ratios[0]:.2f} to {ratios[-1]:.2f} in single conversations)"
     )
-    cache = kept.statistics.cache
-    print(
-        f"reuse: {cache.hit_tokens / cache.prompt_tokens:.1%} of {cache.prompt_tokens} prompt tokens were in the cache"
-    )
+    prompts = sum(turn.prompt for conversation in conversations for turn in conversation.values())
+    computed = sum(turn.computed for conversation in conversations for turn in conversation.values())
+    print(f"reuse: {1 - computed / prompts:.1%} of the conversations' {prompts} prompt tokens were in the cache")
+    cache = engine.statistics.cache
     print(f"memory: {cache.used_bytes / 1e6:.1f} MB of {cache.limit_bytes / 1e6:.0f} MB, {cache.evictions} evictions")
-    await kept.close()
-    await fresh.close()
+    await engine.close()
 
 
 async def interference(bench: Bench) -> None:

@@ -174,10 +174,10 @@ async def test_more_than_the_cache_holds_fails_alone(folder_of: Callable[[str], 
 async def test_a_failing_forward_fails_its_request_alone(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     run_before = engine._runner.run
 
-    def poisoned(sequences: Any, counts: Any) -> Any:
+    def poisoned(sequences: Any, *rest: Any) -> Any:
         if any(6 in sequence.tokens for sequence in sequences):
             raise RuntimeError("poison")
-        return run_before(sequences, counts)
+        return run_before(sequences, *rest)
 
     monkeypatch.setattr(engine._runner, "run", poisoned)
     sampling = replace(ENDLESS, max_tokens=8, banned_ids=(tiny.END, 6))

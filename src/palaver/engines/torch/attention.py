@@ -6,23 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from palaver.engines.torch.lanes import Bank, Lane
+from palaver.engines.torch.scoring import Head, attend_chunk, attend_singles
 
 Allowed = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query position, key position) -> whether the query may see the key; broadcasts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """How scores are computed, besides queries and keys."""
-
-    scale: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    """For each head a score that takes part in the softmax and stands for no token."""
 
 
 class MaskRule:
@@ -102,7 +92,7 @@ class Chunk(Part):
         values = bank.values[layer][index : index + 1, :, : self.length]
         seen = mask.of(self, queries.dtype, queries.shape[1] // keys.shape[1])
         assert seen is not None, "a chunk has a mask: its queries come one after the other"
-        return _attend_chunk(queries.transpose(0, 1), keys, values, seen, head).transpose(0, 1)
+        return attend_chunk(queries.transpose(0, 1), keys, values, seen, head).transpose(0, 1)
 
 
 @dataclass(eq=False, slots=True)
@@ -119,7 +109,7 @@ class Single(Part):
     def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: Head) -> Tensor:
         keys = self.bank.keys[layer][self.index : self.index + 1, :, : self.length]
         values = self.bank.values[layer][self.index : self.index + 1, :, : self.length]
-        return _attend_singles(queries, keys, values, mask.of(self, queries.dtype), head)
+        return attend_singles(queries, keys, values, mask.of(self, queries.dtype), head)
 
     def advance(self) -> None:
         """The position is the plan's, which has moved it on already."""
@@ -154,7 +144,7 @@ class Singles(Part):
         keys = self.bank.keys[layer][self._span, :, : self.length]
         values = self.bank.values[layer][self._span, :, : self.length]
         rows = queries if self.dense else self._spread(queries)
-        out = _attend_singles(rows, keys, values, mask.of(self, queries.dtype), head)
+        out = attend_singles(rows, keys, values, mask.of(self, queries.dtype), head)
         return out if self.dense else out[self.places]
 
     def advance(self) -> None:
@@ -177,46 +167,6 @@ class Singles(Part):
         rows = queries.new_zeros((self.lanes, *queries.shape[1:]))
         rows[self.places] = queries
         return rows
-
-
-def _attend_singles(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, head: Head) -> Tensor:
-    """One query a sequence: the heads that share a key are taken for so many queries, which saves repeating keys."""
-    count, heads, size = queries.shape
-    shared = keys.shape[1]
-    grouped = queries.view(count, shared, heads // shared, size)
-    if head.sinks is None and head.softcap is None:
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=head.scale)
-    else:
-        sinks = None if head.sinks is None else head.sinks.view(1, shared, heads // shared, 1)
-        out = _attend_plainly(grouped, keys, values, mask, head, sinks)
-    return out.reshape(count, heads, -1)
-
-
-def _attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, head: Head) -> Tensor:
-    """[heads, queries, size]. Heads that share a key are taken for more queries, as above."""
-    heads, count, size = queries.shape
-    shared = keys.shape[1]
-    grouped = queries.reshape(1, shared, -1, size)
-    if head.sinks is None and head.softcap is None:
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=head.scale)
-    else:
-        sinks = None if head.sinks is None else head.sinks.view(1, shared, -1, 1).repeat_interleave(count, 2)
-        out = _attend_plainly(grouped, keys, values, mask, head, sinks)
-    return out.view(heads, count, -1)
-
-
-def _attend_plainly(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, head: Head, sinks: Tensor | None
-) -> Tensor:
-    scores = queries @ keys.transpose(-1, -2) * head.scale
-    if head.softcap is not None:
-        scores = torch.tanh(scores / head.softcap) * head.softcap
-    if mask is not None:
-        scores = scores + mask
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)), -1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
-    return weights[..., : keys.shape[-2]] @ values
 
 
 class Numbers:
@@ -254,6 +204,8 @@ class Plan:
     """The sequences in the order of the rows."""
     order: tuple[int, ...]
     """Where each of them was in the order given."""
+    asked: bool
+    """Whether anybody wants logits, not only what is kept of the tokens."""
 
     @property
     def ids(self) -> Tensor:
@@ -310,7 +262,7 @@ def run_of(lane: Lane, start: int, ids: Sequence[int]) -> Run:
     return Run(lane, lane.bank, lane.index, start, ids)
 
 
-def plan(runs: Sequence[Run], device: torch.device, alone: bool = False) -> Plan:
+def plan(runs: Sequence[Run], device: torch.device, alone: bool = False, asked: bool = True) -> Plan:
     """`alone`: every sequence is attended for in a call of its own, so that no other one can matter at all."""
     order = sorted(range(len(runs)), key=lambda i: (len(runs[i].ids) > 1, id(runs[i].bank), runs[i].index))
     ordered = [runs[i] for i in order]
@@ -336,6 +288,7 @@ def plan(runs: Sequence[Run], device: torch.device, alone: bool = False) -> Plan
         furthest=max(run.start + len(run.ids) for run in runs) - 1,
         runs=ordered,
         order=tuple(order),
+        asked=asked,
     )
 
 

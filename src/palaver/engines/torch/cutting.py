@@ -61,12 +61,12 @@ class CuttingRunner:
         self._lanes[sequence], sequence.computed = self._cache.open(sequence.space, keys, self._room(sequence))
         sequence.cached = sequence.computed
 
-    def run(self, sequences: Many[Sequence], counts: Many[int]) -> Tensor:
+    def run(self, sequences: Many[Sequence], counts: Many[int], asked: bool = True) -> Tensor:
         runs = [self._run(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
         if self._exact:
-            logits = self._exactly(runs)
+            logits = self._exactly(runs, asked)
         else:
-            planned = self._plan(runs)
+            planned = self._plan(runs, asked)
             with self._threads.enough(planned.ids.shape[0] * planned.furthest):
                 logits = self._pass(planned)
         for sequence, count in zip(sequences, counts, strict=True):
@@ -94,12 +94,12 @@ class CuttingRunner:
         self._cache.grow(lane, start + count, start)
         return run_of(lane, start, sequence.tokens[start : start + count])
 
-    def _plan(self, runs: Many[Run]) -> Plan:
+    def _plan(self, runs: Many[Run], asked: bool) -> Plan:
         """The last one moved on, where the same sequences go on."""
-        if self._last is not None and self._last.followed_by(runs):
+        if self._last is not None and self._last.asked == asked and self._last.followed_by(runs):
             self._last.advance(runs)
         else:
-            self._last = plan(runs, self._device)
+            self._last = plan(runs, self._device, asked=asked)
         return self._last
 
     def _pass(self, planned: Plan) -> Tensor:
@@ -111,7 +111,7 @@ class CuttingRunner:
     def _room(self, sequence: Sequence) -> int:
         return min(len(sequence.tokens) + HEADROOM, max(self._context, len(sequence.tokens)))
 
-    def _exactly(self, runs: Many[Run]) -> Tensor:
+    def _exactly(self, runs: Many[Run], asked: bool) -> Tensor:
         """In passes whose arithmetic doesn't depend on how many sequences run."""
         least, most = FEW
         singles = all(len(run.ids) == 1 for run in runs)
@@ -120,5 +120,5 @@ class CuttingRunner:
         for start in range(0, len(runs), size):
             few = list(runs[start : start + size])
             padded = [*few, *few[:1] * (least - len(few))] if singles else few
-            outs.append(self._pass(plan(padded, self._device, alone=True))[: len(few)])
+            outs.append(self._pass(plan(padded, self._device, alone=True, asked=asked))[: len(few)])
         return torch.cat(outs)

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from palaver.engines.torch.attention import Head, MaskRule, Plan
+from palaver.engines.torch.attention import MaskRule, Plan
 from palaver.engines.torch.plain import Layer, PlainDecoder, Turns, in_pairs
+from palaver.engines.torch.scoring import Head
 
 
 class FusedDecoder:
@@ -18,7 +19,7 @@ class FusedDecoder:
         self._head = Head(parts.scale)
 
     def __call__(self, plan: Plan) -> Tensor:
-        """The logits after each sequence's last token."""
+        """The logits after each sequence's last token; none where they are not asked for."""
         parts = self._parts
         x = F.embedding(plan.ids, parts.embedding)
         turns = parts.rotation.at(plan.positions, plan.furthest)
@@ -26,10 +27,14 @@ class FusedDecoder:
         for index, layer in enumerate(parts.layers):
             queries, keys, values = self._projected(layer, x, turns)
             plan.write(index, keys, values)
+            if not plan.asked and index == len(parts.layers) - 1:
+                break  # the rest of this layer would lead to logits and to nothing else
             seen = plan.attend(index, queries, rule, self._head)
             x = layer.output.onto(x, seen.reshape(x.shape[0], -1))
             both = layer.gate_up(layer.after(x))
             x = layer.down.onto(x, F.silu(both[:, : parts.inner]).mul_(both[:, parts.inner :]))
+        if not plan.asked:
+            return x[:0]
         if plan.picks:
             x = x[plan.last]
         return parts.logits(parts.norm(x))

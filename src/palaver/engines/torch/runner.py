@@ -46,10 +46,11 @@ class Runner(Protocol):
         """Makes room and sets how many tokens are computed already: never the last. Raises CacheFull."""
         ...
 
-    def run(self, sequences: Many[Sequence], counts: Many[int]) -> Tensor:
+    def run(self, sequences: Many[Sequence], counts: Many[int], asked: bool = True) -> Tensor:
         """Computes the next `count` tokens of each; a row of logits for each, after the last of them.
 
-        Raises CacheFull before anything is computed where there is no room.
+        Where nobody asks for logits, what leads to nothing else may be left out, and any may come back. Raises
+        CacheFull before anything is computed where there is no room.
         """
         ...
 

@@ -134,7 +134,7 @@ class Scheduler:
         delays_others = len(filling) < len(self._running)
         chunk = self._limits.chunk if delays_others else self._limits.chunk * UNDISTURBED
         chosen = shares(filling, chunk, self._runner.most)
-        self._compute([sequence for sequence, _ in chosen], [count for _, count in chosen])
+        self._compute([sequence for sequence, _ in chosen], [count for _, count in chosen], asked=False)
         for sequence, _ in chosen:
             if sequence.generation in self._running:
                 self._note_filled(sequence)
@@ -161,25 +161,27 @@ class Scheduler:
         if ended is not None:
             self._finish(sequence, ended)
 
-    def _compute(self, sequences: list[Sequence], counts: list[int]) -> list[tuple[list[Sequence], Tensor]]:
+    def _compute(
+        self, sequences: list[Sequence], counts: list[int], asked: bool = True
+    ) -> list[tuple[list[Sequence], Tensor]]:
         """Runs the model. What can't be computed together is tried alone, and who fails then, fails alone."""
         if not sequences:
             return []
         together = self._runner.batches or len(sequences) == 1
         if together:
             try:
-                return [(sequences, self._runner.run(sequences, counts))]
+                return [(sequences, self._runner.run(sequences, counts, asked))]
             except CacheFull as error:
-                return self._compute_with_fewer(sequences, counts, error)
+                return self._compute_with_fewer(sequences, counts, asked, error)
             except Exception as error:
                 if len(sequences) == 1:
                     self._finish(sequences[0], _as_engine_error(error))
                     return []
         pairs = zip(sequences, counts, strict=True)
-        return [part for sequence, count in pairs for part in self._compute([sequence], [count])]
+        return [part for sequence, count in pairs for part in self._compute([sequence], [count], asked)]
 
     def _compute_with_fewer(
-        self, sequences: list[Sequence], counts: list[int], error: CacheFull
+        self, sequences: list[Sequence], counts: list[int], asked: bool, error: CacheFull
     ) -> list[tuple[list[Sequence], Tensor]]:
         """There is no room for all: the youngest goes back to wait, and is computed anew later."""
         youngest = list(self._running.values())[-1]
@@ -191,7 +193,7 @@ class Scheduler:
             youngest.computed = 0
             self._waiting.put_back(youngest)
         kept = [(s, n) for s, n in zip(sequences, counts, strict=True) if s.generation in self._running]
-        return self._compute([s for s, _ in kept], [n for _, n in kept])
+        return self._compute([s for s, _ in kept], [n for _, n in kept], asked)
 
     def _finish(self, sequence: Sequence, arrival: Ended | PalaverError) -> None:
         del self._running[sequence.generation]

@@ -136,7 +136,7 @@ class SnapshotRunner:
         self._prompt_tokens += len(sequence.tokens)
         self._hit_tokens += tokens
 
-    def run(self, sequences: Many[Sequence], counts: Many[int]) -> Tensor:
+    def run(self, sequences: Many[Sequence], counts: Many[int], asked: bool = True) -> Tensor:
         rows = []
         for sequence, count in zip(sequences, counts, strict=True):
             start = sequence.computed

@@ -63,7 +63,7 @@ class _Rows:
             member, lane, head = group.stride()[:3]
             start, end = end, end + len(run.ids)
             self.numbers[start:end, :3] = group.data_ptr() + run.index * lane * group.element_size(), member, head
-            self.numbers[end - 1, 5] = 1
+            self.numbers[end - 1, 5] = plan.asked
         backwards = sorted(range(len(plan.order)), key=plan.order.__getitem__)
         self.order = None if backwards == list(range(len(backwards))) else torch.tensor(backwards)
         """Where the logits of each sequence are, in the order the sequences were given."""
@@ -104,19 +104,20 @@ class CompiledDecoder:
             self._free(self._decoder)
 
     def __call__(self, plan: Plan) -> Tensor:
-        """The logits after each sequence's last token."""
+        """The logits after each sequence's last token; none where they are not asked for."""
         rows = self._rows
         if rows is None or not rows.are_of(plan):
             rows = self._rows = _Rows(plan)
         rows.advance(plan)
         turns = self._rotation.all_to(plan.furthest).data_ptr()
-        logits, done, threads = torch.empty((len(plan.runs), self._outputs)), 0, torch.get_num_threads()
+        logits = torch.empty((len(plan.runs) if plan.asked else 0, self._outputs))
+        done, threads = 0, torch.get_num_threads()
         for start in range(0, len(rows.numbers), ROWS):
             part = rows.numbers[start : start + ROWS]
             out = logits.data_ptr() + done * self._outputs * logits.element_size()
             self._step(self._decoder, part.ctypes.data, len(part), turns, out, threads)
             done += int(part[:, 5].sum()) if len(part) < len(rows.numbers) else 0
-        return logits if rows.order is None else logits[rows.order]
+        return logits if rows.order is None or not plan.asked else logits[rows.order]
 
     def _model(self, parts: PlainDecoder, threads: int) -> _Model:
         layers = (_Layer * len(parts.layers))(*(self._layer(layer, parts) for layer in parts.layers))

@@ -459,6 +459,7 @@ static void pass(const work *w) {
         multiply(w, &l->project, w->count, d->normed, hidden, d->mixed, mixed, SET);
         TOGETHER
         write_rows(w, l, depth);
+        if (!w->asked && depth + 1 == m->depth) return; /* the rest would lead to logits and to nothing else */
         TOGETHER
         attend_rows(w, l, depth);
         TOGETHER
