@@ -195,7 +195,7 @@ class Speed:
         began = time.perf_counter()
         self.engine = TorchEngine(name, model, [b"x"] * self.size, Options(fused=not arguments.library))
         print(f"{name}: {self.weights / 1e9:.2f} G weights to read, {self.engine.info.reuse}", end="")
-        print(f", ready after {time.perf_counter() - began:.1f} s", flush=True)
+        print(f", {self.engine.info.steps}, ready after {time.perf_counter() - began:.1f} s", flush=True)
 
     async def run(self, batch: int, context: int, tokens: int) -> None:
         rng = random.Random(batch)
@@ -243,7 +243,7 @@ async def main() -> int:
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--library", action="store_true", help="the library's model code instead of the fused decoder")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     if arguments.device == "cpu":

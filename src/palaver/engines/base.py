@@ -29,7 +29,8 @@ class EngineInfo:
     reuse: str = "none"
     """What is reused of what was computed before: "to the token", "snapshots", or "none" and why."""
     steps: str = "the model's own code"
-    """Whose code computes the next tokens: "the model's own code", "few operations" or COMPILED; and why no more."""
+    """Whose code computes the next tokens: "the model's own code", "few operations", "few operations, recorded" or
+    COMPILED; and why no more."""
 
 
 class Generation(Protocol):

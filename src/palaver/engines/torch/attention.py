@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -73,6 +73,15 @@ class Part:
         """Moves on by one token, in place."""
         raise NotImplementedError
 
+    def steady(self, length: int) -> Part:
+        """The same for every step in which no more keys than this are seen: only the positions tell how many."""
+        raise NotImplementedError
+
+    @property
+    def own(self) -> tuple[Tensor, ...]:
+        """What it holds beside the numbers of the plan and the memory of lanes."""
+        return ()
+
 
 @dataclass(eq=False, slots=True)
 class Chunk(Part):
@@ -115,6 +124,20 @@ class Single(Part):
         """The position is the plan's, which has moved it on already."""
         self.length += 1
 
+    def steady(self, length: int) -> Part:
+        return Singles(
+            rows=self.rows,
+            length=min(length, self.bank.capacity),
+            even=False,
+            query_positions=self.query_positions,
+            bank=self.bank,
+            first=self.index,
+            lanes=1,
+            places=torch.zeros(1, dtype=torch.long, device=self.query_positions.device),
+            positions=self.query_positions.view(1),
+            dense=True,
+        )
+
 
 @dataclass(eq=False, slots=True)
 class Singles(Part):
@@ -155,6 +178,22 @@ class Singles(Part):
         for rows in self._rows.values():
             rows += 1
 
+    def steady(self, length: int) -> Part:
+        positions = self.positions
+        if not self.dense:
+            positions = positions.new_zeros(self.lanes).index_put_((self.places,), positions)
+        return replace(
+            self,
+            length=min(length, self.bank.capacity),
+            even=False,
+            query_positions=positions[:, None, None, None],
+            _rows={},
+        )
+
+    @property
+    def own(self) -> tuple[Tensor, ...]:
+        return (self.places,)
+
     def _written(self, heads: int) -> Tensor:
         """Where each row's vectors go among those of the bank, [rows, heads]."""
         if heads not in self._rows:
@@ -177,6 +216,10 @@ class Numbers:
         self.ids, self.positions = self._both
         self._plain = self._both.numpy() if device.type == "cpu" else None
         """The same memory as a plain array: to change a few numbers in it takes a tenth of the time."""
+
+    def take(self, others: Numbers) -> None:
+        if others is not self:
+            self._both.copy_(others._both)
 
     def advance(self, ids: Sequence[int]) -> None:
         """These tokens come next in each row."""
@@ -228,6 +271,20 @@ class Plan:
         self.furthest += 1
         for part in self.parts:
             part.advance()
+
+    @property
+    def steps(self) -> bool:
+        """Whether it is the next single token of each sequence, and what comes after it is asked for."""
+        return self.asked and not any(isinstance(part, Chunk) for part in self.parts)
+
+    def steady(self, length: int) -> Plan:
+        """The same for every step in which no sequence is longer than this: only the numbers tell how far they are."""
+        return replace(self, parts=tuple(part.steady(length) for part in self.parts))
+
+    @property
+    def own(self) -> tuple[Tensor, ...]:
+        """What a pass reads beside the numbers and the memory of lanes."""
+        return (self.last, *(tensor for part in self.parts for tensor in part.own))
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         if len(self.parts) == 1:

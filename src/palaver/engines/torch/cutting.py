@@ -95,11 +95,13 @@ class CuttingRunner:
         return run_of(lane, start, sequence.tokens[start : start + count])
 
     def _plan(self, runs: Many[Run], asked: bool) -> Plan:
-        """The last one moved on, where the same sequences go on."""
-        if self._last is not None and self._last.asked == asked and self._last.followed_by(runs):
+        """The last one moved on, where the same sequences go on; chunks of a prompt in between leave it as it is."""
+        if not asked:
+            return plan(runs, self._device, asked=False)
+        if self._last is not None and self._last.followed_by(runs):
             self._last.advance(runs)
         else:
-            self._last = plan(runs, self._device, asked=asked)
+            self._last = plan(runs, self._device)
         return self._last
 
     def _pass(self, planned: Plan) -> Tensor:

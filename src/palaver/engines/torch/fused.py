@@ -39,6 +39,10 @@ class FusedDecoder:
             x = x[plan.last]
         return parts.logits(parts.norm(x))
 
+    def prepare(self, length: int) -> tuple[Tensor, ...]:
+        """Makes all that passes over so many tokens will look up, and gives it."""
+        return self._parts.rotation.tables(min(length - 1, self._parts.most))
+
     def _projected(self, layer: Layer, x: Tensor, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
         heads, turning = self._parts.heads, self._parts.heads + self._parts.shared
         mixed = layer.project(layer.before(x)).view(x.shape[0], -1, self._parts.size)

@@ -91,6 +91,11 @@ class Rotation:
             return self._turns[positions][:, None]
         return self._cos[positions][:, None], self._sin[positions][:, None]
 
+    def tables(self, last: int) -> tuple[Tensor, ...]:
+        """What `at` takes its rows from, up to `last` at least; a longer text may put others in their place."""
+        self.all_to(last)
+        return self._cos, self._sin, self._turns
+
     def turn(self, x: Tensor, turns: Turns) -> Tensor:
         """[rows, heads, size]. The order within a head changes, for queries and keys alike."""
         if isinstance(turns, tuple):

@@ -16,12 +16,13 @@ from palaver.engines.torch.attention import Plan, Run, plan, run_of
 from palaver.engines.torch.compiled.decoder import CompiledDecoder
 from palaver.engines.torch.cutting import CuttingRunner
 from palaver.engines.torch.fused import FusedDecoder
-from palaver.engines.torch.lanes import Lanes, Layout
+from palaver.engines.torch.lanes import Lane, Lanes, Layout
 from palaver.engines.torch.library import LibraryForward, NotUnderstood, layout_of
 from palaver.engines.torch.loading import quiet
 from palaver.engines.torch.options import Options
 from palaver.engines.torch.plain import PlainDecoder
 from palaver.engines.torch.quantisation import quantisation
+from palaver.engines.torch.recorded import CudaRecorder, RecordedDecoder
 from palaver.engines.torch.runner import Runner
 from palaver.engines.torch.snapshots import Abilities, SnapshotRunner
 from palaver.engines.torch.states import NoState, State
@@ -87,14 +88,23 @@ class Probe:
             self.check(decoder, layout)
         except Exception as error:  # then its own code does it
             return self._library(layout), _short_of(library, _OWN, error)
+        best, steps = self._recorded(decoder, layout) if layout.device.type == "cuda" else (decoder, _FEW)
         if library is None:
-            return decoder, _FEW
+            return best, steps
         try:
             compiled = CompiledDecoder(parts, layout, library, threads.many)
             self.check(compiled, layout)
         except Exception as error:
-            return decoder, _short_of(library, _FEW, error)
+            return best, _short_of(library, steps, error)
         return compiled, COMPILED
+
+    def _recorded(self, decoder: FusedDecoder, layout: Layout) -> tuple[Forward, str]:
+        try:
+            recorded = RecordedDecoder(decoder, CudaRecorder(layout.device))
+            self.check(recorded, layout)
+        except Exception:  # then every operation is launched by itself
+            return decoder, _FEW
+        return recorded, _RECORDED
 
     def _library(self, layout: Layout) -> LibraryForward:
         forward = LibraryForward(self._model)
@@ -111,18 +121,27 @@ class Probe:
         lanes = Lanes(layout, PROBE_BYTES)
         longer, shorter = lanes.open(LENGTH)[0], lanes.open(LENGTH)[0]
 
-        def run(*runs: Run) -> None:
-            for row, item in zip(forward(plan(runs, layout.device)), runs, strict=True):
+        def compare(planned: Plan, runs: Sequence[Run]) -> None:
+            for row, item in zip(forward(planned), runs, strict=True):
                 self.compare(row, item.start + len(item.ids))
+
+        def run(*runs: Run) -> None:
+            compare(plan(runs, layout.device), runs)
 
         run(run_of(longer, 0, self.ids[:FIRST]), run_of(shorter, 0, self.ids[:4]))
         run(run_of(longer, FIRST, self.ids[FIRST:SECOND]))
+        steps: Plan | None = None
         for at in range(3):
-            run(
-                run_of(shorter, 4 + at, self.ids[4 + at : 5 + at]),
-                run_of(longer, SECOND + at, self.ids[SECOND + at :][:1]),
-            )
-        run(run_of(longer, SECOND + 3, self.ids[SECOND + 3 : SECOND + 4]))
+            runs = [self._next(shorter, 4 + at), self._next(longer, SECOND + at)]
+            if steps is None:
+                steps = plan(runs, layout.device)
+            else:
+                steps.advance(runs)
+            compare(steps, runs)
+        run(self._next(longer, SECOND + 3))
+
+    def _next(self, lane: Lane, at: int) -> Run:
+        return run_of(lane, at, self.ids[at : at + 1])
 
     def carrying(self, limit: int, why: str) -> Runner:
         """The model's own cache, as far as it can be trusted; at worst none at all."""
@@ -172,6 +191,7 @@ class Probe:
 
 _OWN = "the model's own code"
 _FEW = "few operations"
+_RECORDED = "few operations, recorded"
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 

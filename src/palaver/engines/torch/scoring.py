@@ -42,7 +42,7 @@ def attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, he
     else:
         sinks = None if head.sinks is None else head.sinks.view(1, shared, -1, 1).repeat_interleave(count, 2)
         out = _attend_plainly(grouped, keys, values, mask, head, sinks)
-    return out.view(heads, count, -1)
+    return out.reshape(heads, count, -1)
 
 
 def _attend_plainly(

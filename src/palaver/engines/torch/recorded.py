@@ -1,0 +1,120 @@
+"""The plain decoder on an accelerator: passes for next tokens are recorded, and played where the same lanes come again.
+
+To launch its many small operations one by one takes longer than to compute them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from palaver.engines.torch.attention import Numbers, Plan
+from palaver.engines.torch.fused import FusedDecoder
+from palaver.engines.torch.lanes import Bank
+
+REACH = 256
+"""Tokens. A recording serves until the longest sequence has outgrown the next multiple of this."""
+MOST = 16
+"""Recordings that are kept."""
+
+Pass: TypeAlias = Callable[[], Tensor]
+Recorder: TypeAlias = Callable[[Pass], Pass]
+"""What a pass does to memory, to be done again; its own Python runs only once."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """A pass over certain lanes. It keeps what it points to, but not the lanes: those may go, and it with them."""
+
+    banks: tuple[weakref.ref[Bank], ...]
+    numbers: Numbers
+    own: tuple[Tensor, ...]
+    play: Pass
+
+    def is_over_lanes_of(self, plan: Plan) -> bool:
+        """Told from others in whose place they came."""
+        return all(bank() is run.bank for bank, run in zip(self.banks, plan.runs, strict=True))
+
+
+class RecordedDecoder:
+    """Gives the same bits whether a pass is played or computed: both attend as far as a recording reaches."""
+
+    def __init__(self, decoder: FusedDecoder, record: Recorder) -> None:
+        self._decoder = decoder
+        self._record = record
+        self._recordings: dict[Hashable, Recording] = {}
+        """Those not played for longest first."""
+        self._plan: Callable[[], Plan | None] = lambda: None
+        self._reach = 0
+        self._now: Recording | None = None
+
+    def __call__(self, plan: Plan) -> Tensor:
+        """The logits after each sequence's last token; none where they are not asked for."""
+        if not plan.steps:
+            return self._decoder(plan)
+        new = self._plan() is not plan or plan.furthest >= self._reach
+        if new:
+            self._plan = weakref.ref(plan)
+            self._reach = (plan.furthest // REACH + 1) * REACH
+            self._now = self._known(plan)
+        if self._now is None:
+            if new:  # whoever leaves after a token is not worth recording
+                return self._decoder(plan.steady(self._reach))
+            self._now = self._recorded(plan)
+        self._now.numbers.take(plan.numbers)
+        return self._now.play()
+
+    def _known(self, plan: Plan) -> Recording | None:
+        key = self._key(plan)
+        recording = self._recordings.pop(key, None)
+        if recording is None or not recording.is_over_lanes_of(plan):
+            return None
+        self._recordings[key] = recording
+        return recording
+
+    def _recorded(self, plan: Plan) -> Recording:
+        reach = self._reach
+        own = (*plan.own, *self._decoder.prepare(reach))
+        play = self._record(lambda: self._decoder(plan.steady(reach)))
+        recording = Recording(tuple(weakref.ref(run.bank) for run in plan.runs), plan.numbers, own, play)
+        self._recordings[self._key(plan)] = recording
+        if len(self._recordings) > MOST:
+            del self._recordings[next(iter(self._recordings))]
+        return recording
+
+    def _key(self, plan: Plan) -> Hashable:
+        return (self._reach, plan.order, *((id(run.bank), run.index) for run in plan.runs))
+
+
+class CudaRecorder:
+    """Records into CUDA graphs, which use the same memory: they are played one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._last: torch.cuda.CUDAGraph | None = None
+        """Held until there is another, for the memory goes with the last that uses it."""
+
+    def __call__(self, run: Pass) -> Pass:
+        graph = torch.cuda.CUDAGraph()
+        here = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                out = run()
+            finally:
+                graph.capture_end()
+        here.wait_stream(self._stream)
+        self._last = graph
+
+        def play() -> Tensor:
+            graph.replay()
+            return out
+
+        return play
