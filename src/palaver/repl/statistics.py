@@ -57,6 +57,6 @@ def rate(usage: Usage, first: float | None, before: StoredReply | None, after: S
 
 
 def _counts(usage: Usage) -> str:
-    if not usage.thinking_tokens:
-        return tokens(usage.reply_tokens)
-    return f"{usage.thinking_tokens:,} thinking + {usage.reply_tokens - usage.thinking_tokens:,} answer"
+    """All, and those that were thought; the rest is not all answer, for markers are tokens too."""
+    thought = f" ({usage.thinking_tokens:,} thinking)" if usage.thinking_tokens else ""
+    return tokens(usage.reply_tokens) + thought
