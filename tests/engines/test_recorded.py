@@ -19,6 +19,7 @@ from palaver.engines.torch.fused import FusedDecoder
 from palaver.engines.torch.lanes import Lanes, Layout
 from palaver.engines.torch.library import layout_of
 from palaver.engines.torch.plain import PlainDecoder
+from palaver.engines.torch.probing import Probe
 from palaver.engines.torch.recorded import REACH, Pass, RecordedDecoder
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
@@ -37,8 +38,11 @@ class Tape:
     def __init__(self) -> None:
         self.recorded = 0
         self.played = 0
+        self.room = 1000
 
     def __call__(self, run: Pass) -> Pass:
+        if self.recorded == self.room:
+            raise RuntimeError("out of memory")
         self.recorded += 1
         operations: Callable[[], Tensor] = make_fx(lambda: run())()
 
@@ -81,6 +85,15 @@ async def test_says_what_the_model_says(engine: TorchEngine, family: str, tape: 
         assert all(expected.agrees(out.ids) for out in outs)
 
 
+async def test_what_cannot_be_recorded_is_computed(engine: TorchEngine, family: str, tape: Tape) -> None:
+    tape.room = 1
+    model = tiny.build(family)
+    together = await asyncio.gather(*(run(engine, Prompt(tuple(text)), GREEDY) for text in TEXTS))
+    for text, out in zip(TEXTS, together, strict=True):
+        assert reference(model, Prompt(tuple(text)), GREEDY).agrees(out.ids)
+    assert tape.recorded == 1
+
+
 async def test_a_recording_goes_with_its_lanes(engine: TorchEngine, family: str, tape: Tape) -> None:
     prompt = Prompt(tuple(b"Hi"), conversation="one")
     expected = reference(tiny.build(family), prompt, GREEDY)
@@ -121,6 +134,18 @@ async def test_prompts_in_between_leave_the_recording_alone(engine: TorchEngine,
             pass
         await other
     assert tape.recorded <= 3  # alone, with the other, and whoever is left
+
+
+@torch.inference_mode()
+def test_a_probe_finds_out_whether_it_works(family: str, tape: Tape) -> None:
+    model = tiny.build(family)
+    probe = Probe(model, 256)
+    layout = probe.layout()
+    for room in (0, 1000):
+        tape.room = room
+        recorded = RecordedDecoder(FusedDecoder(PlainDecoder(model, 256)), tape)
+        probe.check(recorded, layout)
+        assert bool(recorded.recordings) == bool(room)
 
 
 @torch.inference_mode()

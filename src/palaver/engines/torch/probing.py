@@ -104,7 +104,7 @@ class Probe:
             self.check(recorded, layout)
         except Exception:  # then every operation is launched by itself
             return decoder, _FEW
-        return recorded, _RECORDED
+        return (recorded, _RECORDED) if recorded.recordings else (decoder, _FEW)
 
     def _library(self, layout: Layout) -> LibraryForward:
         forward = LibraryForward(self._model)

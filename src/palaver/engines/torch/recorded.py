@@ -52,22 +52,27 @@ class RecordedDecoder:
         self._plan: Callable[[], Plan | None] = lambda: None
         self._reach = 0
         self._now: Recording | None = None
+        self._worth_recording = True
 
     def __call__(self, plan: Plan) -> Tensor:
         """The logits after each sequence's last token; none where they are not asked for."""
         if not plan.steps:
             return self._decoder(plan)
-        new = self._plan() is not plan or plan.furthest >= self._reach
-        if new:
+        if self._plan() is not plan or plan.furthest >= self._reach:
             self._plan = weakref.ref(plan)
             self._reach = (plan.furthest // REACH + 1) * REACH
             self._now = self._known(plan)
-        if self._now is None:
-            if new:  # whoever leaves after a token is not worth recording
-                return self._decoder(plan.steady(self._reach))
+            self._worth_recording = True
+        elif self._now is None and self._worth_recording:  # whoever leaves after a token is not
             self._now = self._recorded(plan)
+        if self._now is None:
+            return self._decoder(plan.steady(self._reach))
         self._now.numbers.take(plan.numbers)
         return self._now.play()
+
+    @property
+    def recordings(self) -> int:
+        return len(self._recordings)
 
     def _known(self, plan: Plan) -> Recording | None:
         key = self._key(plan)
@@ -77,10 +82,15 @@ class RecordedDecoder:
         self._recordings[key] = recording
         return recording
 
-    def _recorded(self, plan: Plan) -> Recording:
+    def _recorded(self, plan: Plan) -> Recording | None:
+        """None where it can't be, for want of memory say: then it is tried again when others come or go."""
         reach = self._reach
         own = (*plan.own, *self._decoder.prepare(reach))
-        play = self._record(lambda: self._decoder(plan.steady(reach)))
+        try:
+            play = self._record(lambda: self._decoder(plan.steady(reach)))
+        except RuntimeError:
+            self._worth_recording = False
+            return None
         recording = Recording(tuple(weakref.ref(run.bank) for run in plan.runs), plan.numbers, own, play)
         self._recordings[self._key(plan)] = recording
         if len(self._recordings) > MOST:
