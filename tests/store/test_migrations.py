@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -85,6 +87,22 @@ def test_two_processes_may_begin_at_once(empty: Place) -> None:
     made = database(empty)
     assert current_revision(made) == HEAD
     made.close()
+
+
+def test_a_new_file_that_another_program_is_writing_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite's own patience doesn't cover turning a file to its write-ahead log."""
+    path = tmp_path / "palaver.db"
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("CREATE TABLE begun (x)")
+    other.execute("BEGIN IMMEDIATE")
+    monkeypatch.setattr("palaver.store.database.time.sleep", lambda _: other.execute("ROLLBACK"))
+    made = Database(f"sqlite:///{path}")
+    with made.reading() as connection:
+        assert connection.execute(text("PRAGMA journal_mode")).scalar_one() == "wal"
+    made.close()
+    other.close()
 
 
 def test_a_newer_schema_is_left_alone(place: Place) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
@@ -73,7 +74,7 @@ class Database:
 
     def _sqlite(self) -> Engine:
         engine = create_engine(self.url, connect_args={"timeout": self._wait, "check_same_thread": False})
-        event.listen(engine, "connect", _prepare_sqlite)
+        event.listen(engine, "connect", lambda connection, _: _prepare_sqlite(connection, self._wait))
         event.listen(engine, "begin", _begin)
         return engine
 
@@ -101,12 +102,25 @@ def _checked(url: str | URL) -> URL:
     raise BadParameter("database", shown, "must begin with sqlite:/// or postgresql://")
 
 
-def _prepare_sqlite(connection: sqlite3.Connection, _: object) -> None:
+def _prepare_sqlite(connection: sqlite3.Connection, wait: float) -> None:
     connection.isolation_level = None  # the driver would begin and commit on its own
-    cursor = connection.cursor()
-    for pragma in ("journal_mode = WAL", "foreign_keys = ON", "synchronous = FULL", "cache_size = -16000"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
+    _turn_to_wal(connection, wait)
+    for pragma in ("foreign_keys = ON", "synchronous = FULL", "cache_size = -16000"):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _turn_to_wal(connection: sqlite3.Connection, wait: float) -> None:
+    """SQLite itself doesn't wait where two programs do this to a new file at once, but says that it is locked."""
+    until = time.monotonic() + wait
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL").close()
+            return
+        except sqlite3.OperationalError as error:
+            busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+            if not busy or time.monotonic() >= until:
+                raise
+        time.sleep(0.01)
 
 
 def _begin(connection: Connection) -> None:
