@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from palaver.engines.torch import Limits, Options, load
-from palaver.engines.torch.attention import plan, run_of
 from palaver.engines.torch.checkpoint import open_checkpoint
 from palaver.engines.torch.compiled.building import load_library
 from palaver.engines.torch.compiled.decoder import ROWS, CompiledDecoder
@@ -23,6 +22,7 @@ from palaver.engines.torch.lanes import Lanes
 from palaver.engines.torch.loading import quiet
 from palaver.engines.torch.memory import CPU, fit
 from palaver.engines.torch.plain import PlainDecoder
+from palaver.engines.torch.planning import plan, run_of
 from palaver.engines.torch.probing import Probe
 from palaver.errors import CantCompile
 from palaver.generation import Prompt

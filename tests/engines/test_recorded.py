@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from palaver.engines.torch import Limits, Options, TorchEngine, recorded
-from palaver.engines.torch.attention import Plan, Run, plan, run_of
 from palaver.engines.torch.fused import FusedDecoder
 from palaver.engines.torch.lanes import Lanes, Layout
 from palaver.engines.torch.library import layout_of
 from palaver.engines.torch.plain import PlainDecoder
+from palaver.engines.torch.planning import Plan, Run, plan, run_of
 from palaver.engines.torch.probing import Probe
 from palaver.engines.torch.recorded import REACH, Pass, RecordedDecoder
 from palaver.generation import Prompt

@@ -9,9 +9,9 @@ from collections.abc import Sequence as Many
 import torch
 from torch import Tensor
 
-from palaver.engines.torch.attention import Plan, Run, plan, run_of
 from palaver.engines.torch.cache import Cache, CacheStatistics
 from palaver.engines.torch.lanes import Lane, Layout
+from palaver.engines.torch.planning import Plan, Run, plan, run_of
 from palaver.engines.torch.sequence import Sequence
 from palaver.engines.torch.threads import Threads
 

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from palaver.engines.torch.attention import MaskRule, Plan
+from palaver.engines.torch.attention import MaskRule
 from palaver.engines.torch.plain import Layer, PlainDecoder, Turns, in_pairs
+from palaver.engines.torch.planning import Plan
 from palaver.engines.torch.scoring import Head
 
 

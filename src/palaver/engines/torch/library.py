@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from palaver.engines.torch.attention import MaskRule, Plan
+from palaver.engines.torch.attention import MaskRule
 from palaver.engines.torch.lanes import Layout
 from palaver.engines.torch.loading import quiet
+from palaver.engines.torch.planning import Plan
 from palaver.engines.torch.scoring import Head
 
 

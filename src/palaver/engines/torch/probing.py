@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from palaver.engines.base import COMPILED
-from palaver.engines.torch.attention import Plan, Run, plan, run_of
 from palaver.engines.torch.compiled.decoder import CompiledDecoder
 from palaver.engines.torch.cutting import CuttingRunner
 from palaver.engines.torch.fused import FusedDecoder
@@ -21,6 +20,7 @@ from palaver.engines.torch.library import LibraryForward, NotUnderstood, layout_
 from palaver.engines.torch.loading import quiet
 from palaver.engines.torch.options import Options
 from palaver.engines.torch.plain import PlainDecoder
+from palaver.engines.torch.planning import Plan, Run, plan, run_of
 from palaver.engines.torch.quantisation import quantisation
 from palaver.engines.torch.recorded import CudaRecorder, RecordedDecoder
 from palaver.engines.torch.runner import Runner

@@ -13,9 +13,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from palaver.engines.torch.attention import Numbers, Plan
 from palaver.engines.torch.fused import FusedDecoder
 from palaver.engines.torch.lanes import Bank
+from palaver.engines.torch.planning import Numbers, Plan
 
 REACH = 256
 """Tokens. A recording serves until the longest sequence has outgrown the next multiple of this."""

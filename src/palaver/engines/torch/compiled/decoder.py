@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palaver.engines.torch.attention import Plan
 from palaver.engines.torch.lanes import Layout
 from palaver.engines.torch.library import NotUnderstood
 from palaver.engines.torch.plain import Layer, Matrix, Norm, PlainDecoder
+from palaver.engines.torch.planning import Plan
 
 LANES = 16
 PANEL = 64

@@ -1,0 +1,229 @@
+"""One pass: the tokens of all its sequences in a row, and the parts they are attended for in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from palaver.engines.torch.attention import Chunk, MaskRule, Part, Single, Singles
+from palaver.engines.torch.lanes import Bank, Lane
+from palaver.engines.torch.scoring import Head
+
+
+class Numbers:
+    """The token and the position of each row, in tensors that stay the same while the rows move on together."""
+
+    def __init__(self, ids: Sequence[int], positions: Sequence[int], device: torch.device) -> None:
+        self._both = torch.tensor([ids, positions], device=device)
+        self.ids, self.positions = self._both
+        self._plain = self._both.numpy() if device.type == "cpu" else None
+        """The same memory as a plain array: to change a few numbers in it takes a tenth of the time."""
+
+    def take(self, others: Numbers) -> None:
+        if others is not self:
+            self._both.copy_(others._both)
+
+    def advance(self, ids: Sequence[int]) -> None:
+        """These tokens come next in each row."""
+        if self._plain is not None:
+            self._plain[0] = ids
+            self._plain[1] += 1
+        else:
+            self.ids.copy_(torch.tensor(ids))
+            self.positions += 1
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Plan:
+    """One forward pass: the tokens of all its sequences in a row, and the parts they are attended for in."""
+
+    numbers: Numbers
+    parts: tuple[Part, ...]
+    last: Tensor
+    """The row of each sequence's last token, in the order the sequences were given."""
+    picks: bool
+    """Whether that is anything else than each row in turn."""
+    furthest: int
+    """The largest position."""
+    runs: list[Run]
+    """The sequences in the order of the rows."""
+    order: tuple[int, ...]
+    """Where each of them was in the order given."""
+    asked: bool
+    """Whether anybody wants logits, not only what is kept of the tokens."""
+
+    @property
+    def ids(self) -> Tensor:
+        return self.numbers.ids
+
+    @property
+    def positions(self) -> Tensor:
+        return self.numbers.positions
+
+    def followed_by(self, runs: Sequence[Run]) -> bool:
+        """Whether these are the next single tokens of the same sequences in the same places."""
+        if len(runs) != len(self.runs):
+            return False
+        return all(before.leads_to(runs[i]) for before, i in zip(self.runs, self.order, strict=True))
+
+    def advance(self, runs: Sequence[Run]) -> None:
+        """Becomes the plan for these runs, which follow its own; cheaper than a new one."""
+        self.runs = [runs[i] for i in self.order]
+        self.numbers.advance([run.ids[0] for run in self.runs])
+        self.furthest += 1
+        for part in self.parts:
+            part.advance()
+
+    @property
+    def steps(self) -> bool:
+        """Whether it is the next single token of each sequence, and what comes after it is asked for."""
+        return self.asked and not any(isinstance(part, Chunk) for part in self.parts)
+
+    def steady(self, length: int) -> Plan:
+        """The same for every step in which no sequence is longer than this: only the numbers tell how far they are."""
+        return replace(self, parts=tuple(part.steady(length) for part in self.parts))
+
+    @property
+    def own(self) -> tuple[Tensor, ...]:
+        """What a pass reads beside the numbers and the memory of lanes."""
+        return (self.last, *(tensor for part in self.parts for tensor in part.own))
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        if len(self.parts) == 1:
+            self.parts[0].write(layer, keys, values)
+            return
+        for part in self.parts:
+            part.write(layer, keys[part.rows], values[part.rows])
+
+    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: Head) -> Tensor:
+        if len(self.parts) == 1:
+            return self.parts[0].attend(layer, queries, mask, head)
+        return torch.cat([part.attend(layer, queries[part.rows], mask, head) for part in self.parts])
+
+
+@dataclass(slots=True)
+class Run:
+    """Tokens of one sequence that come next in its lane."""
+
+    lane: Lane
+    bank: Bank
+    index: int
+    """Where the lane is, for it may move."""
+    start: int
+    ids: Sequence[int]
+
+    def leads_to(self, other: Run) -> bool:
+        same = self.bank is other.bank and self.index == other.index
+        return same and len(self.ids) == 1 == len(other.ids) and self.start + 1 == other.start
+
+
+def run_of(lane: Lane, start: int, ids: Sequence[int]) -> Run:
+    return Run(lane, lane.bank, lane.index, start, ids)
+
+
+def plan(runs: Sequence[Run], device: torch.device, alone: bool = False, asked: bool = True) -> Plan:
+    """`alone`: every sequence is attended for in a call of its own, so that no other one can matter at all."""
+    order = sorted(range(len(runs)), key=lambda i: (len(runs[i].ids) > 1, id(runs[i].bank), runs[i].index))
+    ordered = [runs[i] for i in order]
+    groups = [[run] for run in ordered] if alone else _groups(ordered)
+    numbers = Numbers(
+        [token_id for run in ordered for token_id in run.ids],
+        [run.start + i for run in ordered for i in range(len(run.ids))],
+        device,
+    )
+    parts, row, last = [], 0, [0] * len(runs)
+    for group in groups:
+        parts.append(_part(group, row, numbers.positions))
+        row += sum(len(run.ids) for run in group)
+    end = 0
+    for i, run in zip(order, ordered, strict=True):
+        end += len(run.ids)
+        last[i] = end - 1
+    return Plan(
+        numbers=numbers,
+        parts=tuple(parts),
+        last=torch.tensor(last, device=device),
+        picks=last != list(range(end)),
+        furthest=max(run.start + len(run.ids) for run in runs) - 1,
+        runs=ordered,
+        order=tuple(order),
+        asked=asked,
+    )
+
+
+def _groups(runs: Sequence[Run]) -> list[list[Run]]:
+    """Single tokens of one bank go together, unless more lanes would be looked at in vain than in earnest."""
+    groups: list[list[Run]] = []
+    for run in runs:
+        group = groups[-1] if groups else []
+        single = len(run.ids) == 1 and group and len(group[0].ids) == 1
+        if single and group[0].bank is run.bank and _dense_enough([*group, run]):
+            group.append(run)
+        else:
+            groups.append([run])
+    return groups
+
+
+def _dense_enough(group: Sequence[Run]) -> bool:
+    return group[-1].index - group[0].index + 1 <= 2 * len(group)
+
+
+def _part(group: Sequence[Run], row: int, positions: Tensor) -> Part:
+    first = group[0]
+    if len(first.ids) > 1:
+        return _chunk(first, row, positions)
+    if len(group) == 1:
+        return _single(first, row, positions)
+    starts = [run.start for run in group]
+    lanes = group[-1].index - first.index + 1
+    places = [run.index - first.index for run in group]
+    dense = lanes == len(group)
+    rows = slice(row, row + len(group))
+    queries = positions[rows] if dense else _spread_out(starts, places, lanes, positions.device)
+    return Singles(
+        rows=rows,
+        length=max(starts) + 1,
+        even=dense and min(starts) == max(starts),
+        query_positions=queries[:, None, None, None],
+        bank=first.bank,
+        first=first.index,
+        lanes=lanes,
+        places=torch.tensor(places, device=positions.device),
+        positions=positions[rows],
+        dense=dense,
+    )
+
+
+def _spread_out(starts: Sequence[int], places: Sequence[int], lanes: int, device: torch.device) -> Tensor:
+    """A position for each lane; those without a row see their first key."""
+    spread = [0] * lanes
+    for place, start in zip(places, starts, strict=True):
+        spread[place] = start
+    return torch.tensor(spread, device=device)
+
+
+def _single(run: Run, row: int, positions: Tensor) -> Single:
+    rows = slice(row, row + 1)
+    return Single(
+        rows=rows,
+        length=run.start + 1,
+        even=True,
+        query_positions=positions[rows][:, None, None, None],
+        bank=run.bank,
+        index=run.index,
+    )
+
+
+def _chunk(run: Run, row: int, positions: Tensor) -> Chunk:
+    rows = slice(row, row + len(run.ids))
+    return Chunk(
+        rows=rows,
+        length=run.start + len(run.ids),
+        even=False,
+        query_positions=positions[rows][None, None, :, None],
+        lane=run.lane,
+        start=run.start,
+    )
