@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-from playwright.sync_api import BrowserContext, Page, expect
+from playwright.sync_api import BrowserContext, Page, Route, expect
 
 from tests.web.conftest import Served, stored, text_of
 from tests.web.screen import answer, ask, conversation, ended, last_reply, message_id, replies
@@ -211,6 +213,72 @@ def test_a_double_send_is_said_once(page: Page, sprout: Served, api: httpx.Clien
     assert lost
     nodes = api.get(f"/api/conversations/{conversation(page)}/nodes").json()
     assert [node["role"] for node in nodes] == ["user", "assistant"]
+
+
+def hold(page: Page, url: str, method: str) -> Callable[[], None]:
+    """Keeps such requests waiting until the returned function is called."""
+    held: list[Route] = []
+    holding = True
+
+    def handle(route: Route) -> None:
+        if holding and route.request.method == method:
+            held.append(route)
+        else:
+            route.continue_()
+
+    def go_on() -> None:
+        nonlocal holding
+        holding = False
+        for route in held:
+            route.continue_()
+
+    page.route(url, handle)
+    return go_on
+
+
+def test_what_is_sent_while_the_message_before_is_still_being_taken_is_said_next(
+    page: Page, sprout: Served, api: httpx.Client
+) -> None:
+    """A reply may be there before the page has heard all about it: Enter counts all the same."""
+    page.goto(sprout.url)
+    go_on = hold(page, "**/cursor", "PUT")
+    ask(page, "What is 2 + 3?")
+    ended(page)
+    ask(page, "What is 3 + 4?")
+    expect(page.locator("article.user")).to_have_count(1)
+    go_on()
+    expect(page.locator("article.user")).to_have_count(2)
+    ended(page)
+    nodes = api.get(f"/api/conversations/{conversation(page)}/nodes").json()
+    assert [node["role"] for node in nodes] == ["user", "assistant"] * 2
+
+
+def test_what_is_written_while_the_first_message_is_sent_stays(page: Page, sprout: Served) -> None:
+    field = page.get_by_label("Message", exact=True)
+    page.goto(sprout.url)
+    go_on = hold(page, "**/api/conversations", "POST")
+    with page.expect_request("**/api/conversations"):
+        ask(page, "What is 4 + 5?")
+    field.fill("And what then?")
+    go_on()
+    ended(page)
+    expect(field).to_have_value("And what then?")
+    page.reload()
+    ended(page)
+    expect(field).to_have_value("And what then?")
+
+
+def test_a_message_that_could_not_be_sent_comes_back_before_what_was_written_since(page: Page, sprout: Served) -> None:
+    held: list[Route] = []
+    field = page.get_by_label("Message", exact=True)
+    page.goto(sprout.url)
+    page.route("**/say", lambda route: held.append(route))
+    with page.expect_request("**/say"):
+        ask(page, "First")
+    field.fill("Second")
+    refusal = json.dumps({"error": {"type": "storage_full", "message": "The disk is full."}})
+    held[0].fulfill(status=507, content_type="application/json", body=refusal)
+    expect(field).to_have_value("First\nSecond")
 
 
 def test_files_of_text_go_into_the_message_and_pictures_say_why_not(

@@ -62,6 +62,23 @@ def test_axe_finds_nothing_grave(browser: Browser, talk: str, scheme: str) -> No
     context.close()
 
 
+def test_a_dialog_stays_though_the_closing_of_the_one_before_is_told_late(page: Page, talk: str) -> None:
+    """A browser tells of a closing some time after it: here after the next dialog was asked for."""
+    page.goto(talk)
+    ended(page)
+    page.keyboard.press("Alt+m")
+    expect(page.get_by_role("dialog", name="Map of the conversation")).to_be_visible()
+    page.evaluate(
+        """() => new Promise(done => {
+            const map = document.querySelector('dialog')
+            map.addEventListener('close', () => setTimeout(done))
+            map.close()
+            window.dispatchEvent(new KeyboardEvent('keydown', { key: '?' }))
+        })"""
+    )
+    expect(page.get_by_role("dialog", name="Keys")).to_be_visible()
+
+
 def test_everything_can_be_done_with_keys(page: Page, talk: str, sprout: Served, api: httpx.Client) -> None:
     page.goto(sprout.url)
     expect(page.get_by_label("Message", exact=True)).to_be_focused()
