@@ -229,7 +229,7 @@ def test_search_tags_titles_delete_and_restore(page: Page, talk: str, sprout: Se
     page.goto(talk)
     ended(page)
     page.get_by_role("button", name="Settings").click()
-    page.get_by_label("Title").fill("Animals of all kinds")
+    page.get_by_label("Title", exact=True).fill("Animals of all kinds")
     page.get_by_label("Tags, with commas between").fill("zoo, tests")
     page.get_by_role("button", name="Save").click()
     expect(page.get_by_role("heading", name="Animals of all kinds")).to_be_visible()
