@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -25,6 +26,7 @@ import torch
 import transformers
 
 import palaver.models
+from palaver.engines.host.hosted import environment
 from palaver.engines.torch import Limits, Options, TorchEngine, load
 from palaver.engines.torch.loading import quiet
 from palaver.generation import Prefilled, Prompt, Step
@@ -326,4 +328,6 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    if os.environ != environment():  # as the engine's own process is started
+        os.execve(sys.executable, sys.orig_argv, environment())
     sys.exit(asyncio.run(main()))

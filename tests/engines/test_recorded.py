@@ -70,6 +70,7 @@ def engine(family: str, tape: Tape) -> Iterator[TorchEngine]:
     forward = engine._runner._forward
     assert isinstance(forward, FusedDecoder)
     engine._runner._forward = RecordedDecoder(forward, tape)
+    engine._runner.closes = False  # as where steps are recorded
     yield engine
     asyncio.run(engine.close())
 

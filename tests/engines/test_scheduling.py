@@ -144,6 +144,51 @@ async def test_a_long_prompt_is_computed_between_the_tokens_of_others(small: Tor
     assert said >= 20
 
 
+def passes(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """How many tokens of each sequence are computed in each pass from now on."""
+    seen: list[list[int]] = []
+    compute = engine._runner.run
+
+    def noted(sequences: Any, counts: list[int], asked: bool = True) -> Any:
+        seen.append(list(counts))
+        return compute(sequences, counts, asked)
+
+    monkeypatch.setattr(engine._runner, "run", noted)
+    return seen
+
+
+async def test_prompts_that_keep_nobody_waiting_get_their_first_token_in_the_same_pass(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = passes(engine, monkeypatch)
+    said = replace(ENDLESS, max_tokens=3)
+    texts = (b"Alone", b"Alone, and longer", b"Quite another one")
+    alone = await run(engine, Prompt(tuple(texts[0])), said)
+    assert seen == [[5], [1], [1]]
+    assert alone.prefilled == Prefilled(5, 0)
+    seen.clear()
+    outs = await asyncio.gather(*(run(engine, Prompt(tuple(text)), said) for text in texts[1:]))
+    assert sum(map(sum, seen)) == sum(map(len, texts[1:])) - len(texts[0]) + 2 * 2
+    model = tiny.build("qwen3")
+    for text, out in zip(texts, [alone, *outs], strict=True):
+        assert out.ids == reference(model, Prompt(tuple(text)), said).ids
+    seen.clear()
+    async with engine.generate(Prompt((66,)), ENDLESS) as running:
+        await anext(running)
+        await run(engine, Prompt(tuple(b"Beside another")), replace(ENDLESS, max_tokens=1))
+    assert [13] in seen, "the reply that runs is not computed with a prompt"
+
+
+async def test_exactly_computed_tokens_come_in_passes_of_their_own(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(folder_of("llama"), vocabulary=tiny.VOCABULARY, options=Options(exact=True))
+    seen = passes(engine, monkeypatch)
+    await run(engine, Prompt(tuple(b"Alone")), replace(ENDLESS, max_tokens=2))
+    await engine.close()
+    assert seen == [[4], [1], [1]]
+
+
 async def test_choices_of_one_prompt_share_its_computation(engine: TorchEngine) -> None:
     prompt = Prompt(tuple(b"A prompt that several choices of a reply begin with, all at the same time."))
     sampling = Sampling(temperature=1.0, seed=3, max_tokens=4)

@@ -6,6 +6,7 @@ A reply that was running goes on from its token ids in the new process; whoever 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -25,6 +26,14 @@ from palaver.sampling import Sampling
 MAX_DEATHS = 3
 """In a row, with no token in between."""
 _GRACE_S = 10.0
+_SPINS = {"GOMP_SPINCOUNT": "20000"}
+"""For about a millisecond the threads of a pass look out for more work; unless told so they would keep a core from
+everybody else for a long while, and the token that was computed from its readers."""
+
+
+def environment() -> dict[str, str]:
+    """What the process starts with, for libraries read it when they are loaded. A user's own settings go first."""
+    return _SPINS | os.environ
 
 
 def torch_spec(
@@ -246,7 +255,9 @@ class HostedEngine:
             self._told(None, "starting the engine")
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "palaver.engines.host.child", str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment()
+        )
         theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours)
         try:

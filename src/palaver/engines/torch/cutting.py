@@ -33,6 +33,7 @@ class CuttingRunner:
     ) -> None:
         self.reuse = "to the token"
         self.batches = True
+        self.closes = layout.device.type == "cpu" and not exact
         self._forward = forward
         self._device = layout.device
         self._cache = Cache(layout, limit)
@@ -96,13 +97,13 @@ class CuttingRunner:
 
     def _plan(self, runs: Many[Run], asked: bool) -> Plan:
         """The last one moved on, where the same sequences go on; chunks of a prompt in between leave it as it is."""
-        if not asked:
-            return plan(runs, self._device, asked=False)
-        if self._last is not None and self._last.followed_by(runs):
+        if asked and self._last is not None and self._last.followed_by(runs):
             self._last.advance(runs)
-        else:
-            self._last = plan(runs, self._device)
-        return self._last
+            return self._last
+        planned = plan(runs, self._device, asked=asked)
+        if planned.steps:
+            self._last = planned
+        return planned
 
     def _pass(self, planned: Plan) -> Tensor:
         began = time.thread_time()

@@ -28,14 +28,16 @@ class FusedDecoder:
         for index, layer in enumerate(parts.layers):
             queries, keys, values = self._projected(layer, x, turns)
             plan.write(index, keys, values)
-            if not plan.asked and index == len(parts.layers) - 1:
-                break  # the rest of this layer would lead to logits and to nothing else
+            if index == len(parts.layers) - 1:  # from here on all leads to logits, and to nothing else
+                if not plan.asked:
+                    return x[:0]
+                if plan.ends is not None:
+                    rows = plan.last[list(plan.ends.order)]
+                    x, queries, plan = x[rows], queries[rows], plan.ends
             seen = plan.attend(index, queries, rule, self._head)
             x = layer.output.onto(x, seen.reshape(x.shape[0], -1))
             both = layer.gate_up(layer.after(x))
             x = layer.down.onto(x, F.silu(both[:, : parts.inner]).mul_(both[:, parts.inner :]))
-        if not plan.asked:
-            return x[:0]
         if plan.picks:
             x = x[plan.last]
         return parts.logits(parts.norm(x))

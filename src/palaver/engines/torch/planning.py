@@ -54,6 +54,8 @@ class Plan:
     """Where each of them was in the order given."""
     asked: bool
     """Whether anybody wants logits, not only what is kept of the tokens."""
+    ends: Plan | None
+    """Where several tokens of a sequence are computed and logits are asked for: the last of each, as a step."""
 
     @property
     def ids(self) -> Tensor:
@@ -80,7 +82,7 @@ class Plan:
     @property
     def steps(self) -> bool:
         """Whether it is the next single token of each sequence, and what comes after it is asked for."""
-        return self.asked and not any(isinstance(part, Chunk) for part in self.parts)
+        return self.asked and self.ends is None
 
     def steady(self, length: int) -> Plan:
         """The same for every step in which no sequence is longer than this: only the numbers tell how far they are."""
@@ -115,6 +117,11 @@ class Run:
     start: int
     ids: Sequence[int]
 
+    @property
+    def end(self) -> Run:
+        """The last of them alone."""
+        return replace(self, start=self.start + len(self.ids) - 1, ids=self.ids[-1:])
+
     def leads_to(self, other: Run) -> bool:
         same = self.bank is other.bank and self.index == other.index
         return same and len(self.ids) == 1 == len(other.ids) and self.start + 1 == other.start
@@ -126,6 +133,7 @@ def run_of(lane: Lane, start: int, ids: Sequence[int]) -> Run:
 
 def plan(runs: Sequence[Run], device: torch.device, alone: bool = False, asked: bool = True) -> Plan:
     """`alone`: every sequence is attended for in a call of its own, so that no other one can matter at all."""
+    several = asked and any(len(run.ids) > 1 for run in runs)
     order = sorted(range(len(runs)), key=lambda i: (len(runs[i].ids) > 1, id(runs[i].bank), runs[i].index))
     ordered = [runs[i] for i in order]
     groups = [[run] for run in ordered] if alone else _groups(ordered)
@@ -151,6 +159,7 @@ def plan(runs: Sequence[Run], device: torch.device, alone: bool = False, asked: 
         runs=ordered,
         order=tuple(order),
         asked=asked,
+        ends=plan([run.end for run in runs], device, alone) if several else None,
     )
 
 

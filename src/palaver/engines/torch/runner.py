@@ -23,6 +23,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def closes(self) -> bool:
+        """Whether the last token of a prompt may be computed with those before it, where nobody else waits for one."""
+        ...
+
+    @property
     def forward_seconds(self) -> float:
         """The CPU time of this thread that the model itself took, so far."""
         ...

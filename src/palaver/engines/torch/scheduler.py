@@ -89,8 +89,11 @@ class Scheduler:
         """Lets in who fits, computes one chunk of prompts, and the next token of every reply."""
         if self._waiting:
             self._admit()
-        self._prefill()
-        self._decode()
+        filling = [sequence for sequence in self._running.values() if sequence.pending > 1]
+        if filling and self._prefill(filling):
+            return
+        ready = [sequence for sequence in self._running.values() if sequence.pending == 1]
+        self._decode(ready, [1] * len(ready))
 
     def _admit(self) -> None:
         for sequence in self._waiting.sequences:
@@ -127,28 +130,33 @@ class Scheduler:
         common = max(min(sequence.common(other), other.prompt_tokens - 1) for other in filling)
         return common > known and 2 * (common - known) >= len(sequence.tokens) - known
 
-    def _prefill(self) -> None:
-        filling = [sequence for sequence in self._running.values() if sequence.pending > 1]
-        if not filling:
-            return
+    def _prefill(self, filling: list[Sequence]) -> bool:
+        """Whether those were all, and each has got its first token in the same pass."""
         delays_others = len(filling) < len(self._running)
         chunk = self._limits.chunk if delays_others else self._limits.chunk * UNDISTURBED
         chosen = shares(filling, chunk, self._runner.most)
-        self._compute([sequence for sequence, _ in chosen], [count for _, count in chosen], asked=False)
-        for sequence, _ in chosen:
+        sequences, counts = [sequence for sequence, _ in chosen], [count for _, count in chosen]
+        whole = sum(counts) == sum(sequence.pending - 1 for sequence in filling)
+        if whole and not delays_others and self._runner.closes:
+            self._decode(sequences, [count + 1 for count in counts])
+            return True
+        self._compute(sequences, counts, asked=False)
+        for sequence in sequences:
             if sequence.generation in self._running:
                 self._note_filled(sequence)
+        return False
 
     def _note_filled(self, sequence: Sequence) -> None:
-        if sequence.pending == 1 and not sequence.filled:
+        if not sequence.filled and sequence.pending <= 1:
             sequence.filled = True
             self._runner.keep(sequence)
             self._outbox.put(sequence.generation, Prefilled(sequence.prompt_tokens, sequence.cached))
 
-    def _decode(self) -> None:
-        ready = [sequence for sequence in self._running.values() if sequence.pending == 1]
-        for sequences, logits in self._compute(ready, [1] * len(ready)):
+    def _decode(self, ready: list[Sequence], counts: list[int]) -> None:
+        """What comes after the next so many tokens of each, which are all there are."""
+        for sequences, logits in self._compute(ready, counts):
             for sequence, step in zip(sequences, _choose(logits, sequences), strict=True):
+                self._note_filled(sequence)
                 self._say(sequence, step)
 
     def _say(self, sequence: Sequence, step: Step | PalaverError) -> None:

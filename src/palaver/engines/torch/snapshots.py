@@ -96,6 +96,7 @@ class SnapshotRunner:
     def __init__(self, new: Callable[[], State | NoState], limit: int, abilities: Abilities) -> None:
         self.reuse = "snapshots" if abilities.copies else f"none: {abilities.why_not}"
         self.batches = False
+        self.closes = False
         self._new = new
         self._limit = limit
         self._abilities = abilities

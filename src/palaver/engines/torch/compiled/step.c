@@ -430,14 +430,34 @@ static void attend_run(const work *w, const layer *l, int64_t depth, const run *
             w->d->seen[((at->first + n) * m->heads + first) * size + i] = w->blended[n * count * size + i];
 }
 
+static int wanted(const work *w, const run *at) {
+    for (int64_t r = at->first; r < at->first + at->count; r++)
+        if (w->rows[r].asked) return 1;
+    return 0;
+}
+
 static void attend_rows(const work *w, const layer *l, int64_t depth) {
     const model *m = &w->d->m;
     int64_t group = m->heads / m->shared, tasks = w->runs * m->shared;
     int64_t stop = first_of(tasks, w->thread + 1, w->threads);
-    for (int64_t task = first_of(tasks, w->thread, w->threads); task < stop; task++)
+    for (int64_t task = first_of(tasks, w->thread, w->threads); task < stop; task++) {
+        const run *at = w->d->runs + task / m->shared;
+        if (depth + 1 == m->depth && !wanted(w, at)) continue;
         for (int64_t start = 0; start < group; start += QUERIES)
-            attend_run(w, l, depth, w->d->runs + task / m->shared, task % m->shared, start,
-                       group - start < QUERIES ? group - start : QUERIES);
+            attend_run(w, l, depth, at, task % m->shared, start, group - start < QUERIES ? group - start : QUERIES);
+    }
+}
+
+/* Moves the rows that are asked for to the front: nothing comes of the others any more. */
+static void gather(const work *w) {
+    const decoder *d = w->d;
+    int64_t hidden = d->m.hidden, seen = d->m.heads * d->m.size, found = 0;
+    for (int64_t r = 0; r < w->count; r++) {
+        if (!w->rows[r].asked) continue;
+        for (int64_t i = 0; i < hidden; i++) d->x[found * hidden + i] = d->x[r * hidden + i];
+        for (int64_t i = 0; i < seen; i++) d->seen[found * seen + i] = d->seen[r * seen + i];
+        found++;
+    }
 }
 
 /* the pass */
@@ -448,40 +468,38 @@ static void attend_rows(const work *w, const layer *l, int64_t depth) {
 #define TOGETHER
 #endif
 
-static void pass(const work *w) {
-    const decoder *d = w->d;
+static void pass(work w) {
+    const decoder *d = w.d;
     const model *m = &d->m;
     int64_t hidden = m->hidden, mixed = (m->heads + 2 * m->shared) * m->size, seen = m->heads * m->size;
     for (int64_t depth = 0; depth < m->depth; depth++) {
         const layer *l = m->layers + depth;
-        norm_rows(w, &l->before);
+        norm_rows(&w, &l->before);
         TOGETHER
-        multiply(w, &l->project, w->count, d->normed, hidden, d->mixed, mixed, SET);
+        multiply(&w, &l->project, w.count, d->normed, hidden, d->mixed, mixed, SET);
         TOGETHER
-        write_rows(w, l, depth);
-        if (!w->asked && depth + 1 == m->depth) return; /* the rest would lead to logits and to nothing else */
+        write_rows(&w, l, depth);
+        if (!w.asked && depth + 1 == m->depth) return; /* the rest would lead to logits and to nothing else */
         TOGETHER
-        attend_rows(w, l, depth);
+        attend_rows(&w, l, depth);
         TOGETHER
-        multiply(w, &l->output, w->count, d->seen, seen, d->x, hidden, ADD);
+        if (depth + 1 == m->depth && w.asked < w.count) {
+            if (w.thread == 0) gather(&w);
+            w.count = w.asked;
+            TOGETHER
+        }
+        multiply(&w, &l->output, w.count, d->seen, seen, d->x, hidden, ADD);
         TOGETHER
-        norm_rows(w, &l->after);
+        norm_rows(&w, &l->after);
         TOGETHER
-        multiply(w, &l->gate_up, w->count, d->normed, hidden, d->inner, m->inner, GATED);
+        multiply(&w, &l->gate_up, w.count, d->normed, hidden, d->inner, m->inner, GATED);
         TOGETHER
-        multiply(w, &l->down, w->count, d->inner, m->inner, d->x, hidden, ADD);
+        multiply(&w, &l->down, w.count, d->inner, m->inner, d->x, hidden, ADD);
         TOGETHER
     }
-}
-
-/* The logits of the rows that are asked for, one after the other. */
-static void answer(const work *w) {
-    const decoder *d = w->d;
-    int64_t hidden = d->m.hidden, found = 0;
-    for (int64_t r = 0; r < w->count && w->thread == 0; r++)
-        if (w->rows[r].asked) norm_to(&d->m.norm, d->x + r * hidden, hidden, d->normed + hidden * found++);
+    norm_rows(&w, &m->norm);
     TOGETHER
-    multiply(w, &d->m.logits, w->asked, d->normed, hidden, w->logits, d->m.logits.out, SET);
+    multiply(&w, &m->logits, w.count, d->normed, hidden, w.logits, m->logits.out, SET);
 }
 
 /* Which rows are attended for at once. */
@@ -503,8 +521,7 @@ static void share(work w, int64_t thread, int64_t threads) {
     w.blended = w.queries + QUERIES * w.d->m.size;
     w.scores = w.blended + QUERIES * w.d->m.size;
     w.tiles = w.scores + QUERIES * KEYS;
-    pass(&w);
-    answer(&w);
+    pass(w);
 }
 
 /* `count` rows; the logits of those asked for into [asked][outputs]. Rows of one sequence come in their order. */
