@@ -283,7 +283,7 @@ async def interference(bench: Bench) -> None:
         outside = [gap for gap, at in gaps if not began < at < long[0]] or [0.0]
         print(
             f"chunk {chunk}: a 3000-token prompt took {long[0] - began:.2f} s; a token of 4 running streams took"
-            f" {statistics.median(outside) * 1e3:.1f} ms, meanwhile {statistics.median(during) * 1e3:.1f}"
+            f" {statistics.fmean(outside) * 1e3:.1f} ms, meanwhile {statistics.median(during) * 1e3:.1f}"
             f" (at most {max(during) * 1e3:.1f}) ms"
         )
         await engine.close()
