@@ -16,7 +16,7 @@ import pyte
 ENTER, ALT_ENTER, UP, TAB = "\r", "\x1b\r", "\x1b[A", "\t"
 CTRL_C, CTRL_D, CTRL_R, CTRL_T = "\x03", "\x04", "\x12", "\x14"
 MARK = "›"
-PATIENCE = 60.0
+PATIENCE = 180.0
 
 
 def _at_prompt(shown: str) -> bool:

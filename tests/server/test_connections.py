@@ -27,7 +27,7 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 @pytest.fixture
 def line(hasty: Live) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", hasty.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=120) as connection:
         yield connection
 
 
@@ -106,7 +106,7 @@ def test_what_is_no_http_is_a_400(line: socket.socket) -> None:
 
 
 def test_an_answer_may_take_its_time_and_a_line_be_idle_between_requests(hasty: Live) -> None:
-    with httpx.Client(base_url=hasty.url, timeout=30) as http:
+    with httpx.Client(base_url=hasty.url, timeout=120) as http:
         for _ in range(3):
             assert http.get("/api/model/ready", params={"wait": SECONDS * 2}).status_code in (200, 503)
 
@@ -115,7 +115,7 @@ def test_a_body_that_nobody_reads_is_no_head(tmp_path: Path) -> None:
     """It is refused before its body is read; what still comes of that is not taken for another request."""
     settings = ServerSettings(host="0.0.0.0", limits=Limits(head_seconds=5.0))
     with Live(tmp_path, settings, model=None) as live:
-        line = socket.create_connection(("127.0.0.1", live.port), timeout=30)
+        line = socket.create_connection(("127.0.0.1", live.port), timeout=120)
         with line:
             head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 500000\r\n\r\n"
             line.sendall(head + b"x" * 1000)

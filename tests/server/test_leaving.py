@@ -32,11 +32,11 @@ async def test_the_slot_is_free(
     async with staged(tmp_path, [[Hold(hold), *WAVE]]) as stage:
         await stage.chat.ready()
         app = Server(stage.service, ServerSettings())
-        async with listening(app) as url, httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
+        async with listening(app) as url, httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:
             async with http.stream("POST", path, json={**body, "stream": True}) as answer:
                 await anext(answer.aiter_lines())
                 assert len(app.state.floor) == 1
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 while len(app.state.floor):
                     await asyncio.sleep(0.005)
     assert "already running" not in caplog.text

@@ -21,7 +21,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expec
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds for which anything is waited for; what takes its time on a busy machine is no failure."""
 expect.set_options(timeout=PATIENCE * 1000)
 
@@ -51,7 +51,7 @@ class Served:
         command = [sys.executable, "-m", "tests.web.served", str(self._folder), "--port", str(self.port)]
         environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
         self._process = subprocess.Popen([*command, *self._options], cwd=ROOT, env=environment)
-        until = time.monotonic() + 4 * PATIENCE
+        until = time.monotonic() + PATIENCE
         while ready and not self._is_ready():
             assert self._process.poll() is None, "the server ended"
             assert time.monotonic() < until, "the server did not come up"

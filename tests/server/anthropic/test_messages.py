@@ -350,6 +350,6 @@ def test_a_reply_ends_when_its_client_leaves(live: Live, http: httpx.Client) -> 
 
 
 async def _free(live: Live) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while len(live.server.state.floor):
             await asyncio.sleep(0.005)

@@ -48,7 +48,7 @@ async def scripted(
         models.load("scripted")
         async with Service(store, models) as service, served(service, settings) as url:
             await models.ready()
-            async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
+            async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:
                 yield http
 
 

@@ -31,7 +31,7 @@ async def known(tmp_path: Path) -> AsyncIterator[Known]:
     async with (
         staged(tmp_path) as stage,
         served(stage.service) as url,
-        httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http,
+        httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http,
     ):
         it = Known()
         it.stage, it.http, it.talk = stage, http, await stage.chat.create()

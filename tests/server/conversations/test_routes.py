@@ -35,7 +35,7 @@ class Two:
 @asynccontextmanager
 async def calling(url: str, key: str = "") -> AsyncIterator[httpx.AsyncClient]:
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120, trust_env=False) as http:
         yield http
 
 

@@ -64,7 +64,7 @@ async def scene(folder: Path, scripts: list[Script] | None = None, held: bool = 
     async with (
         staged(folder, scripts or (WAVE, OTHER), held=held) as stage,
         served(stage.service) as url,
-        httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http,
+        httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http,
     ):
         await stage.chat.ready()
         yield Scene(stage, http)
@@ -256,7 +256,7 @@ async def test_streams_end_when_the_server_closes(tmp_path: Path) -> None:
     async with staged(tmp_path, held=True) as stage:
         app = Server(stage.service, ServerSettings())
         await stage.chat.ready()
-        async with listening(app) as url, httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
+        async with listening(app) as url, httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:
             here = Scene(stage, http)
             said = await here.said()
             turn = asyncio.create_task(here.read(f"/api/turns/{said.reply.id}/events"))
