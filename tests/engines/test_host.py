@@ -16,7 +16,7 @@ import pytest
 
 from palaver.engines.base import Engine
 from palaver.engines.host import HostedEngine
-from palaver.engines.host.hosted import MAX_DEATHS, torch_spec
+from palaver.engines.host.hosted import MAX_DEATHS, environment, torch_spec
 from palaver.engines.host.wire import pack, pack_error, unpack, unpack_error
 from palaver.engines.torch import load
 from palaver.errors import BadParameter, ContextOverflow, EngineClosed, EngineError, NoWeights
@@ -186,6 +186,13 @@ def test_no_orphan_is_left_when_the_parent_is_killed(model: Path) -> None:
     while alive(child) and time.monotonic() < deadline:
         os.sched_yield()
     assert not alive(child)
+
+
+def test_a_users_own_settings_of_threads_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert environment().keys() - os.environ.keys() == {"GOMP_SPINCOUNT"}
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert environment() == os.environ
 
 
 def test_values_cross_the_wire_unchanged() -> None:
