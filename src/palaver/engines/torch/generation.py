@@ -14,6 +14,8 @@ from palaver.sampling import Sampling
 
 PACE = 0.008
 """Seconds. Tokens that come quicker than this are handed over together: waking a reader costs as much as sampling."""
+SOON = 4
+"""So many tokens of a reply are handed over at once all the same: the first are seldom text that shows."""
 
 Arrival = Output | PalaverError
 
@@ -39,6 +41,8 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         """Set while its owner has nothing left to read."""
         self._over = False
+        self.steps = 0
+        """How many tokens have come of it."""
 
     async def __aenter__(self) -> Generation:
         self.loop = asyncio.get_running_loop()
@@ -130,7 +134,9 @@ class Outbox:
         waiter = generation.arrive(arrival)
         if waiter is not None:
             self._waiters.setdefault(generation.loop, []).append(waiter)
-        if not isinstance(arrival, Step):
+        if isinstance(arrival, Step):
+            generation.steps += 1
+        if not isinstance(arrival, Step) or generation.steps <= SOON:
             self._urgent = True
 
     def send_in_time(self) -> None:
