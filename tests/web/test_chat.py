@@ -281,6 +281,28 @@ def test_a_message_that_could_not_be_sent_comes_back_before_what_was_written_sin
     expect(field).to_have_value("First\nSecond")
 
 
+def test_a_message_that_could_not_be_sent_stays_in_its_conversation(
+    page: Page, sprout: Served, api: httpx.Client
+) -> None:
+    here, there = (api.post("/api/conversations", json={"title": title}).json()["id"] for title in ("Here", "There"))
+    field = page.get_by_label("Message", exact=True)
+    page.goto(f"{sprout.url}/#/c/{here}")
+    expect(page.get_by_role("heading", name="Here", exact=True)).to_be_visible()
+    held: list[Route] = []
+    page.route("**/say", lambda route: held.append(route))
+    with page.expect_request("**/say"):
+        ask(page, "Said here")
+    page.goto(f"{sprout.url}/#/c/{there}")
+    expect(page.get_by_role("heading", name="There", exact=True)).to_be_visible()
+    field.fill("Written there")
+    refusal = json.dumps({"error": {"type": "storage_full", "message": "The disk is full."}})
+    held[0].fulfill(status=507, content_type="application/json", body=refusal)
+    expect(page.get_by_role("alert")).to_contain_text("The disk is full.")
+    expect(field).to_have_value("Written there")
+    page.goto(f"{sprout.url}/#/c/{here}")
+    expect(field).to_have_value("Said here")
+
+
 def test_files_of_text_go_into_the_message_and_pictures_say_why_not(
     page: Page, sprout: Served, api: httpx.Client, tmp_path: Path
 ) -> None:

@@ -20,3 +20,9 @@ export function keepDraft(conversation: string | null, draft: Draft): void {
   const empty = draft.text === '' && draft.files.length === 0
   keep(name(conversation), empty ? null : draft)
 }
+
+/** A message that comes back unsent, before what was written since. */
+export function joined(unsent: Draft, since: Draft): Draft {
+  if (since.text.trim() === '' && since.files.length === 0) return unsent
+  return { text: `${unsent.text}\n${since.text}`, files: [...unsent.files, ...since.files], key: newKey() }
+}
