@@ -29,17 +29,22 @@ def check(lane: Lane, keys: list[int]) -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 300), st.booleans()), min_size=1, max_size=12))
-def test_holds_what_was_computed_within_its_bound(requests: list[tuple[int, int, bool]]) -> None:
-    limit = 2000 * TOKEN
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 300), st.booleans()), min_size=1, max_size=12),
+    st.sampled_from([0, 2000, 6000]),
+)
+def test_holds_what_was_computed_within_its_bound(requests: list[tuple[int, int, bool]], wide: int) -> None:
+    """`wide`: for so many tokens, where banks are widened."""
+    limit = (wide or 2000) * TOKEN
     cache = Cache(LAYOUT, limit)
-    open_lanes: list[Lane] = []
+    cache.widens = wide > 0
+    open_lanes: list[tuple[Lane, list[int]]] = []
     for branch, length, stays in requests:
         keys = [0] * 40 + [branch] * length
         try:
             lane, known = cache.open("", keys[:-1], len(keys))
         except CacheFull:
-            cache.close(open_lanes.pop(), "", [])
+            cache.close(open_lanes.pop()[0], "", [])
             continue
         try:
             check(lane, keys[:known])
@@ -48,12 +53,31 @@ def test_holds_what_was_computed_within_its_bound(requests: list[tuple[int, int,
             fill(lane, known, keys)
             cache.keep(lane, "", keys)
         except CacheFull:
-            pass
+            keys = keys[:known]
         assert cache.statistics.used_bytes <= limit
         if stays:
-            open_lanes.append(lane)
+            open_lanes.append((lane, keys))
         else:
             cache.close(lane, "", [])
+        for other, held in open_lanes:
+            check(other, held)
+
+
+def test_full_banks_become_one_that_is_wider() -> None:
+    cache = Cache(LAYOUT, 1 << 24)
+    cache.widens = True
+    lanes = []
+    for number in range(20):
+        lane, _ = cache.open("", [number] * 20, 100)
+        fill(lane, 0, [number] * 20)
+        lanes.append(lane)
+    assert len({id(lane.bank) for lane in lanes}) == 1
+    assert len({lane.index for lane in lanes}) == len(lanes)
+    for number, lane in enumerate(lanes):
+        check(lane, [number] * 20)
+        cache.close(lane, "", [number] * 20)
+    _, known = cache.open("", [3] * 20, 100)
+    assert known == 20
 
 
 def test_many_conversations_stay_within_the_bound_and_the_latest_is_kept() -> None:

@@ -65,12 +65,13 @@ def tape() -> Tape:
 
 @pytest.fixture
 def engine(family: str, tape: Tape) -> Iterator[TorchEngine]:
-    options = Options(cache_bytes=1 << 24, limits=Limits(running=4, chunk=16))
+    options = Options(cache_bytes=1 << 22, limits=Limits(running=4, chunk=16))
     engine = TorchEngine(family, tiny.build(family), tiny.VOCABULARY, options)
     forward = engine._runner._forward
     assert isinstance(forward, FusedDecoder)
     engine._runner._forward = RecordedDecoder(forward, tape)
     engine._runner.closes = False  # as where steps are recorded
+    engine._runner._cache.widens = True
     yield engine
     asyncio.run(engine.close())
 

@@ -58,9 +58,10 @@ async def test_random_schedules(
 ) -> None:
     rng = random.Random(seed)
     limits = Limits(running=rng.choice([2, 4, 32]), chunk=rng.choice([8, 32, 256]))
-    room = rng.choice([1 << 30, 768 * 600])  # much, or so little that sequences are put back and pages evicted
+    room = rng.choice([1 << 30, 1 << 22, 768 * 600])  # down to where sequences are put back and pages evicted
     options = Options(limits=limits, cache_bytes=room, fused=compiled or rng.random() < 0.7, compiled=compiled)
     engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
+    engine._runner._cache.widens = rng.random() < 0.5  # as on an accelerator
     drawn = cases(rng)
     replies = await asyncio.gather(*(stop_and_go(engine, random.Random(i), case) for i, case in enumerate(drawn)))
     for case, said in zip(drawn, replies, strict=True):

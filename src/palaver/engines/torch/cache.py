@@ -12,7 +12,9 @@ from palaver.engines.torch.pages import PAGE, Key, Pages
 from palaver.errors import CacheFull
 
 BANK_SHARE = 64
-"""A bank of lanes takes at most this part of the memory, unless a single lane takes more."""
+"""A new bank of lanes takes at most this part of the memory, unless a single lane takes more."""
+WIDE_SHARE = 8
+"""The same for a bank that was widened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class Cache:
     def __init__(self, layout: Layout, limit: int) -> None:
         self._layout = layout
         self._lanes = Lanes(layout, limit // BANK_SHARE)
+        self.widens = layout.device.type != "cpu"
+        """Whether moving lanes costs next to nothing, and a call for each bank does not."""
         self._pages = Pages()
         self._limit = limit
         self._prompt_tokens = 0
@@ -77,7 +81,7 @@ class Cache:
         return lane, known
 
     def grow(self, lane: Lane, tokens: int, used: int) -> None:
-        """Makes room for so many tokens in all. Raises CacheFull where there is none."""
+        """Makes room for so many tokens in all; other lanes may move. Raises CacheFull where there is none."""
         if tokens > lane.bank.capacity:
             self._reserve(tokens)
             self._lanes.grow(lane, tokens, used)
@@ -113,6 +117,10 @@ class Cache:
             raise CacheFull(tokens, self._limit // self._layout.token_bytes)
 
     def _reserve(self, tokens: int) -> None:
+        """Lanes in use may move."""
+        wider = self._lanes.wider(tokens) if self.widens else 0
+        if 0 < wider <= self._limit // WIDE_SHARE and self._make_room(wider):
+            self._lanes.widen(tokens)
         needed = self._lanes.needed(tokens)
         if not self._make_room(needed):
             raise CacheFull(tokens, self._limit // self._layout.token_bytes)

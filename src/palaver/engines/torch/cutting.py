@@ -63,6 +63,8 @@ class CuttingRunner:
         sequence.cached = sequence.computed
 
     def run(self, sequences: Many[Sequence], counts: Many[int], asked: bool = True) -> Tensor:
+        for sequence, count in zip(sequences, counts, strict=True):
+            self._cache.grow(self._lanes[sequence], sequence.computed + count, sequence.computed)
         runs = [self._run(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
         if self._exact:
             logits = self._exactly(runs, asked)
@@ -90,10 +92,8 @@ class CuttingRunner:
         self._cache.forget(conversation)
 
     def _run(self, sequence: Sequence, count: int) -> Run:
-        """What comes next in its lane, where there is now room for it."""
-        lane, start = self._lanes[sequence], sequence.computed
-        self._cache.grow(lane, start + count, start)
-        return run_of(lane, start, sequence.tokens[start : start + count])
+        start = sequence.computed
+        return run_of(self._lanes[sequence], start, sequence.tokens[start : start + count])
 
     def _plan(self, runs: Many[Run], asked: bool) -> Plan:
         """The last one moved on, where the same sequences go on; chunks of a prompt in between leave it as it is."""

@@ -15,7 +15,9 @@ from torch import Tensor
 SMALLEST = 128
 """Tokens in the smallest lane."""
 WIDEST = 8
-"""Lanes in a bank."""
+"""Lanes in a new bank."""
+MOST = 32
+"""Lanes in a bank that was widened."""
 
 Shape = tuple[int, int]
 """Heads and size of a head."""
@@ -102,6 +104,7 @@ class Lanes:
         self._layout = layout
         self._bank_bytes = bank_bytes
         self._banks: list[Bank] = []
+        self._open: set[Lane] = set()
         self._left: dict[tuple[Bank, int], Left] = {}
         """What free lanes still hold, those left longest ago first."""
 
@@ -123,7 +126,9 @@ class Lanes:
         """A lane for so many tokens, and how many of these keys it holds from before."""
         capacity = _capacity(tokens)
         place, common = self._warmest(capacity, space, keys)
-        return Lane(*self._take(place or self._coldest(capacity))), common
+        lane = Lane(*self._take(place or self._coldest(capacity)))
+        self._open.add(lane)
+        return lane, common
 
     def grow(self, lane: Lane, tokens: int, used: int) -> None:
         """Moves the lane, with the `used` tokens it holds, to where `tokens` fit."""
@@ -136,7 +141,31 @@ class Lanes:
         """Frees the lane; as long as nobody needs it, it still holds these."""
         if keys:
             self._left[lane.bank, lane.index] = (space, keys, user)
+        self._open.remove(lane)
         _release(lane.bank, lane.index)
+
+    def wider(self, tokens: int) -> int:
+        """The bytes of a bank with twice the lanes for so many tokens, where all of them are taken; otherwise 0."""
+        capacity = _capacity(tokens)
+        lanes = 2 * sum(bank.lanes for bank in self._of(capacity))
+        return 0 if lanes > MOST or self._with_room(capacity) else lanes * self._lane_bytes(capacity)
+
+    def widen(self, tokens: int) -> None:
+        """Moves all lanes for so many tokens, which are taken, to one bank with twice as many: one call attends for
+        a whole bank."""
+        capacity = _capacity(tokens)
+        full = self._of(capacity)
+        wide = Bank(self._layout, capacity, 2 * sum(bank.lanes for bank in full))
+        at = 0
+        for bank in full:
+            for shape, group in bank.groups.items():
+                wide.groups[shape][:, at : at + bank.lanes].copy_(group)
+            for lane in self._open:
+                if lane.bank is bank:
+                    lane.bank, lane.index = wide, lane.index + at
+            at += bank.lanes
+        wide.free = wide.free[:-at]
+        self._banks = [bank for bank in self._banks if bank.capacity != capacity] + [wide]
 
     def forget(self, user: str) -> None:
         """What this one left is not looked for any more; banks that hold nothing else are given back."""
@@ -157,7 +186,7 @@ class Lanes:
 
     def _coldest(self, capacity: int) -> tuple[Bank, int]:
         """A free lane that holds nothing, else the one left longest ago, else one in a new bank."""
-        banks = [bank for bank in self._banks if bank.capacity == capacity]
+        banks = self._of(capacity)
         cold = ((bank, index) for bank in banks for index in reversed(bank.free) if (bank, index) not in self._left)
         left = (place for place in self._left if place[0].capacity == capacity)
         return next(cold, None) or next(left, None) or (self._new_bank(capacity), 0)
@@ -177,7 +206,10 @@ class Lanes:
         return best
 
     def _with_room(self, capacity: int) -> Bank | None:
-        return next((bank for bank in self._banks if bank.capacity == capacity and bank.free), None)
+        return next((bank for bank in self._of(capacity) if bank.free), None)
+
+    def _of(self, capacity: int) -> list[Bank]:
+        return [bank for bank in self._banks if bank.capacity == capacity]
 
     def _width(self, capacity: int) -> int:
         """How many lanes a bank has: as many as one call should attend for, unless they are big."""
