@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from palaver.engines.torch.lanes import Bank, Lane
-from palaver.engines.torch.scoring import Head, attend_chunk, attend_singles
+from palaver.engines.torch.scoring import (
+    Head,
+    attend_chunk,
+    attend_flash,
+    attend_in_room,
+    attend_singles,
+    suits_flash,
+    suits_room,
+)
 
 Allowed = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query position, key position) -> whether the query may see the key; broadcasts."""
@@ -22,6 +30,7 @@ class MaskRule:
         self._allowed = allowed
         """None: everything up to itself."""
         self._masks: dict[tuple[Part, int], Tensor | None] = {}
+        self._among: dict[tuple[Part, int], Tensor] = {}
 
     @property
     def causal(self) -> bool:
@@ -36,6 +45,14 @@ class MaskRule:
             mask = self._build(part, dtype)
             self._masks[part, times] = mask if mask is None or times == 1 else mask.repeat(1, 1, times, 1)
         return self._masks[part, times]
+
+    def among(self, chunk: Chunk, dtype: torch.dtype, times: int) -> Tensor:
+        """The last columns of the same, [queries, queries], where order alone counts: all before them is seen."""
+        if (chunk, times) not in self._among:
+            count = chunk.length - chunk.start
+            later = torch.full((count, count), -torch.inf, dtype=dtype, device=chunk.query_positions.device).triu_(1)
+            self._among[chunk, times] = later.repeat(times, 1)
+        return self._among[chunk, times]
 
     def _build(self, part: Part, dtype: torch.dtype) -> Tensor | None:
         if self.causal and part.even:
@@ -99,9 +116,20 @@ class Chunk(Part):
         bank, index = self.lane.bank, self.lane.index
         keys = bank.keys[layer][index : index + 1, :, : self.length]
         values = bank.values[layer][index : index + 1, :, : self.length]
-        seen = mask.of(self, queries.dtype, queries.shape[1] // keys.shape[1])
+        return self._attended(queries.transpose(0, 1), keys, values, mask, head).transpose(0, 1)
+
+    def _attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: MaskRule, head: Head) -> Tensor:
+        """[heads, queries, size]."""
+        times = queries.shape[0] // keys.shape[1]
+        if mask.causal and suits_flash(queries, head):
+            return attend_flash(queries, keys, values, head)
+        if mask.causal and suits_room(queries, keys, head):
+            out = attend_in_room(queries, keys, values, mask.among(self, queries.dtype, times), head)
+            if out is not None:
+                return out
+        seen = mask.of(self, queries.dtype, times)
         assert seen is not None, "a chunk has a mask: its queries come one after the other"
-        return attend_chunk(queries.transpose(0, 1), keys, values, seen, head).transpose(0, 1)
+        return attend_chunk(queries, keys, values, seen, head)
 
 
 @dataclass(eq=False, slots=True)

@@ -44,6 +44,9 @@ def pick_runner(
 
     Raises CantCompile where compiled steps are asked for and can't be had on this machine.
     """
+    if model.device.type == "cuda":
+        # it makes a plan for every new pair of lengths: 20 ms each, and memory that is never given back
+        torch.backends.cuda.enable_cudnn_sdp(False)
     library = _library() if options.compiled else None
     with quiet():
         probe = Probe(model, size)

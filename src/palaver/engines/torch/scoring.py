@@ -7,6 +7,28 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+LONG = 1024
+"""Keys. Over fewer of them the library's own attention is as quick as any."""
+MOST_SCORES = 1_500_000
+"""Beyond so many they don't stay near the processor until they are needed again."""
+SAFE = (1e-20, 1e20)
+"""Sums of exponentials between these lost nothing: what was too small to hold is nothing beside them."""
+
+
+class Room:
+    """Memory for the scores of a few queries over a long text. To ask for it anew in each layer would take longer
+    than to fill it."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def of(self, *shape: int) -> Tensor:
+        size = torch.Size(shape).numel()
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size)
+        return self._memory[:size].view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +39,11 @@ class Head:
     softcap: float | None = None
     sinks: Tensor | None = None
     """For each head a score that takes part in the softmax and stands for no token."""
+    room: Room | None = None
+
+    @property
+    def plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
 
 
 def attend_singles(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, head: Head) -> Tensor:
@@ -24,9 +51,9 @@ def attend_singles(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
     count, heads, size = queries.shape
     shared = keys.shape[1]
     grouped = queries.view(count, shared, heads // shared, size)
-    if head.sinks is None and head.softcap is None:
+    if head.plain and (mask is None or not queries.is_cuda):
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=head.scale)
-    else:
+    else:  # on CUDA the library's own takes up to four times as long for few queries behind a mask
         sinks = None if head.sinks is None else head.sinks.view(1, shared, heads // shared, 1)
         out = _attend_plainly(grouped, keys, values, mask, head, sinks)
     return out.reshape(count, heads, -1)
@@ -37,7 +64,7 @@ def attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, he
     heads, count, size = queries.shape
     shared = keys.shape[1]
     grouped = queries.reshape(1, shared, -1, size)
-    if head.sinks is None and head.softcap is None:
+    if head.plain:
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=head.scale)
     else:
         sinks = None if head.sinks is None else head.sinks.view(1, shared, -1, 1).repeat_interleave(count, 2)
@@ -45,15 +72,67 @@ def attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, he
     return out.reshape(heads, count, -1)
 
 
+def suits_flash(queries: Tensor, head: Head) -> bool:
+    return head.plain and queries.is_cuda and queries.dtype != torch.float32
+
+
+def attend_flash(queries: Tensor, keys: Tensor, values: Tensor, head: Head) -> Tensor:
+    """[heads, queries, size]: the last so many tokens of a text, each of which sees all up to itself."""
+    order = causal_lower_right(queries.shape[1], keys.shape[2])
+    return F.scaled_dot_product_attention(
+        queries[None], keys, values, attn_mask=order, scale=head.scale, enable_gqa=True
+    )[0]
+
+
+def suits_room(queries: Tensor, keys: Tensor, head: Head) -> bool:
+    """[heads, queries, size]."""
+    length = keys.shape[2]
+    fits = length >= LONG and queries.shape[0] * queries.shape[1] * length <= MOST_SCORES
+    return fits and head.plain and head.room is not None and queries.dtype == torch.float32
+
+
+def attend_in_room(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, head: Head) -> Tensor | None:
+    """A few queries at the end of a long text; `mask` is of its last keys. None where numbers are too big or too small.
+
+    A softmax is mostly the search for the greatest score, which keeps exponentials in bounds. Nearly always they are
+    without it, and the sums that are needed anyway tell.
+    """
+    assert head.room is not None
+    heads, count, size = queries.shape
+    shared, length = keys.shape[1:3]
+    grouped = queries.reshape(shared, -1, size)
+    room = head.room.of(shared, grouped.shape[1], length)
+    scores = torch.baddbmm(room, grouped, keys[0].transpose(1, 2), beta=0, alpha=head.scale, out=room)
+    scores[..., length - mask.shape[-1] :] += mask
+    sums = scores.exp_().sum(-1, keepdim=True)
+    least, most = torch.aminmax(sums)
+    if not (SAFE[0] < least and most < SAFE[1]):
+        return None
+    return torch.bmm(scores, values[0]).div_(sums).view(heads, count, -1)
+
+
 def _attend_plainly(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, head: Head, sinks: Tensor | None
 ) -> Tensor:
-    scores = queries @ keys.transpose(-1, -2) * head.scale
+    scores = _products(queries, keys)
     if head.softcap is not None:
-        scores = torch.tanh(scores / head.softcap) * head.softcap
+        scores = torch.tanh(scores * (head.scale / head.softcap)) * head.softcap
+    elif mask is None:
+        scores = scores * head.scale
     if mask is not None:
-        scores = scores + mask
+        scores = torch.add(mask, scores, alpha=head.scale if head.softcap is None else 1)
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)), -1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
+    weights = scores.softmax(-1).to(values.dtype)
     return weights[..., : keys.shape[-2]] @ values
+
+
+def _products(queries: Tensor, keys: Tensor) -> Tensor:
+    """Of each query with each key, in float32 however narrow they are."""
+    if queries.dtype == torch.float32:
+        return queries @ keys.transpose(-1, -2)
+    if not queries.is_cuda:
+        return (queries @ keys.transpose(-1, -2)).float()
+    count, heads, rows, size = queries.shape
+    flat = keys.flatten(0, 1).transpose(1, 2)
+    return torch.bmm(queries.reshape(-1, rows, size), flat, out_dtype=torch.float32).view(count, heads, rows, -1)
