@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
+import palaver.models
 from palaver.errors import BrokenModel
+from palaver.formats.encoding import Remembered, reads_parts_alone
 from palaver.formats.tokenizer import FastTokenizer
 from tests.tiny import MERGES, THINK, TURNS, byte_level
 
 DEFINITION = byte_level(merges=MERGES)
 TOKENIZER = FastTokenizer(DEFINITION)
 REFERENCE = Backend.from_str(DEFINITION)
+SPROUT = (Path(palaver.models.__file__).parent / "sprout" / "tokenizer.json").read_text(encoding="utf-8")
+PIECES = st.sampled_from([*TURNS, *THINK, " ", "\n", "  a", "b ", "é", "e\u0301", "12", "!?"])
 
 
 @given(st.lists(st.one_of(st.sampled_from([*TURNS, *THINK]), st.text(max_size=8)), max_size=6))
@@ -22,6 +29,50 @@ def test_control_tokens_and_harmless_text_give_the_librarys_ids(parts: list[str]
     runs = [TOKENIZER.control.get(part, part) for part in parts]
     if not any(control in "".join(p for p in parts if p not in TOKENIZER.control) for control in TOKENIZER.control):
         assert TOKENIZER.encode(runs) == REFERENCE.encode(text, add_special_tokens=False).ids
+
+
+@given(st.lists(st.lists(PIECES, max_size=6), max_size=4))
+def test_what_is_remembered_is_what_is_encoded_whole(texts: list[list[str]]) -> None:
+    for definition in (SPROUT, DEFINITION, _with(normalizer={"type": "NFC"})):
+        remembering, forgetful = FastTokenizer(definition), FastTokenizer(definition)
+        forgetful._remembered = None
+        assert remembering._remembered is not None
+        for text in texts:
+            runs = [remembering.control.get(part, part) for part in text]
+            assert remembering.encode(runs) == forgetful.encode(runs)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"normalizer": {"type": "Prepend", "prepend": "x"}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Strip", "strip_left": True}]}},
+        {"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "first", "split": True}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}},
+        {"added_tokens": [{"id": 0, "content": "<s>", "special": True, "lstrip": False, "rstrip": True}]},
+    ],
+)
+def test_what_stands_around_a_text_may_matter(changed: dict[str, object]) -> None:
+    assert reads_parts_alone(json.loads(DEFINITION))
+    assert not reads_parts_alone(json.loads(_with(**changed)))
+
+
+def test_what_is_remembered_has_a_bound() -> None:
+    asked: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        asked.append(text)
+        return [ord(character) for character in text]
+
+    remembered = Remembered(encode, room=10)
+    for text in ("abcd", "efgh", "abcd", "ijkl", "abcd", "efgh", "too long for it", "too long for it"):
+        assert list(remembered(text)) == [ord(character) for character in text]
+        assert remembered.size <= 10
+    assert asked == ["abcd", "efgh", "ijkl", "efgh", "too long for it", "too long for it"]
+
+
+def _with(**changed: object) -> str:
+    return json.dumps({**json.loads(DEFINITION), **changed})
 
 
 @given(st.text())

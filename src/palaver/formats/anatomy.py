@@ -20,10 +20,17 @@ class Anatomy:
         self._facts = facts
         self._control = control
         self._special_ids = special_ids
+        self._known: dict[tuple[Phase, bool, tuple[int, ...], bool], Phases] = {}
 
     def phases(
         self, opens_in: Phase, offers_tools: bool, closing_ids: tuple[int, ...], must_call: bool = False
     ) -> Phases:
+        key = (opens_in, offers_tools, closing_ids, must_call)
+        if key not in self._known:
+            self._known[key] = self._build(*key)
+        return self._known[key]
+
+    def _build(self, opens_in: Phase, offers_tools: bool, closing_ids: tuple[int, ...], must_call: bool) -> Phases:
         headers = find_headers(self._facts)
         if headers is not None:
             return self._typed(headers, opens_in, offers_tools, closing_ids, must_call)

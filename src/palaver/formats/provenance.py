@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _PRIVATE = range(0xE000, 0xF900)
+_HIGH = re.compile("[\ue000-\U0010ffff]")
 _BRACKETS = "<>[]/|｜"
 _ASKED_FOR = frozenset(
     "role content name type function functions tool tools tool_calls tool_call_id id arguments parameters properties "
@@ -32,6 +33,8 @@ class Fence:
         self.ends = {c[size:] for c in longest_first for size in range(1, len(c))}
         self.insides = {c.strip(_BRACKETS) for c in longest_first} - {""}
         self.longest = max(map(len, longest_first), default=0)
+        self.firsts = {c[0] for c in longest_first}
+        self.lasts = {c[-1] for c in longest_first}
 
     def guard(self, values: Mapping[str, Any]) -> Guarded:
         """The values with a mark inside every control string in their texts, and where one begins or ends."""
@@ -67,6 +70,8 @@ class Fence:
     def _guard_start(self, text: str, mark: str) -> str:
         """Where the text begins with the end of a control string, whose beginning may stand before it."""
         at = len(text) - len(text.lstrip())
+        if self.lasts.isdisjoint(text[at : at + self.longest]):
+            return text
         if any(text[at : at + size] in self.ends for size in range(1, self.longest)):
             return text[:at] + mark + text[at:]
         return text
@@ -74,6 +79,8 @@ class Fence:
     def _guard_end(self, text: str, mark: str) -> str:
         """Where the text ends with the beginning of a control string, whose end may come after it."""
         stop = len(text.rstrip())
+        if self.firsts.isdisjoint(text[max(0, stop - self.longest) : stop]):
+            return text
         for at in range(max(0, stop - self.longest), stop):
             if text[at:stop] in self.starts:
                 return text[: at + 1] + mark + text[at + 1 :]
@@ -88,7 +95,7 @@ class Guarded:
 
 def _private_characters(value: Any) -> set[str]:
     if isinstance(value, str):
-        return {character for character in value if character >= "\ue000"}
+        return set() if value.isascii() else set(_HIGH.findall(value))
     if isinstance(value, Mapping):
         return set().union(*(_private_characters(key) | _private_characters(item) for key, item in value.items()))
     if isinstance(value, list | tuple):

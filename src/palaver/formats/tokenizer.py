@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as Backend
 
 from palaver.errors import BrokenModel
+from palaver.formats.encoding import Remembered, reads_parts_alone
 from palaver.formats.vocabulary import token_bytes
 from palaver.phases import Vocabulary
 
@@ -75,6 +76,7 @@ class FastTokenizer:
         self._backend = _backend(_renamed(spec, names))
         self._plain = _backend({**spec, "added_tokens": [], "post_processor": None})
         self._ids = {self._backend.token_to_id(name): token_id for token_id, name in names.items()}
+        self._remembered = Remembered(self._encode_safely) if reads_parts_alone(spec) else None
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -91,7 +93,9 @@ class FastTokenizer:
         return tuple(itertools.takewhile(self.special_ids.__contains__, framed))
 
     def encode(self, runs: Iterable[Run]) -> list[int]:
-        runs = tuple(runs)
+        runs = _joined(runs)
+        if self._remembered is not None:
+            return [i for run in runs for i in ((run,) if isinstance(run, int) else self._remembered(run))]
         if any(_holds_a_name(run) for run in runs if isinstance(run, str)):
             return [token_id for run in runs for token_id in self._encode_alone(run)]
         text = "".join(run if isinstance(run, str) else self._names[run] for run in runs)
@@ -111,13 +115,27 @@ class FastTokenizer:
             if isinstance(run, int):
                 out.append(run)
                 continue
-            alone = self._encode_alone(run)
-            safe = alone if not any(token_id in self._names for token_id in alone) else self._by_character(run)
-            out.extend(safe)
+            out.extend(self._encode_safely(run))
         return out
+
+    def _encode_safely(self, text: str) -> list[int]:
+        alone = self._encode_alone(text)
+        return self._by_character(text) if any(token_id in self._names for token_id in alone) else alone
 
     def _by_character(self, text: str) -> list[int]:
         return [token_id for character in text for token_id in self._encode_alone(character)]
+
+
+def _joined(runs: Iterable[Run]) -> list[Run]:
+    """Texts that follow each other are one."""
+    out: list[Run] = []
+    for run in runs:
+        last = out[-1] if out else 0
+        if isinstance(run, str) and isinstance(last, str):
+            out[-1] = last + run
+        else:
+            out.append(run)
+    return out
 
 
 def _ids(backend: Any, text: str) -> list[int]:
