@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palaver.engines.torch.cache import Cache
-from palaver.engines.torch.lanes import Lane, Layout
+from palaver.engines.torch.lanes import Lane, Lanes, Layout
 from palaver.errors import CacheFull
 
 LAYOUT = Layout(((((2, 4), (2, 4))), ((2, 4), (1, 8))), torch.float32, torch.device("cpu"))
@@ -123,3 +123,15 @@ def test_a_free_lane_that_still_holds_the_beginning_is_taken_again() -> None:
     assert (known, again.bank, again.index) == (60, *place)
     check(again, keys[:60])
     assert (stranger.bank, stranger.index) != place
+
+
+def test_where_a_wider_bank_cant_be_had_there_is_another_narrow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(LAYOUT, 1 << 24)
+    cache.widens = True
+
+    def none(self: Lanes, tokens: int) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Lanes, "widen", none)
+    lanes = [cache.open("", [number] * 20, 100)[0] for number in range(20)]
+    assert len({(id(lane.bank), lane.index) for lane in lanes}) == len(lanes)

@@ -57,6 +57,15 @@ def test_what_stands_around_a_text_may_matter(changed: dict[str, object]) -> Non
     assert not reads_parts_alone(json.loads(_with(**changed)))
 
 
+def test_nothing_is_cut_off() -> None:
+    cutting = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    spaced = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    for definition in (_with(truncation=cutting), _with(truncation=cutting, pre_tokenizer=spaced)):
+        tokenizer = FastTokenizer(definition)
+        ids = tokenizer.encode([tokenizer.control[TURNS[0]], "a text of many tokens, more than four"])
+        assert len(ids) > 10
+
+
 def test_what_is_remembered_has_a_bound() -> None:
     asked: list[str] = []
 

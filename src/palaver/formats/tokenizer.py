@@ -23,6 +23,8 @@ Run = str | int
 
 _NAMES = range(0xF0000, 0xFFFFE)
 _LONG = 1 << 16
+_BARE = {"post_processor": None, "truncation": None, "padding": None}
+"""Nothing is put around a text, and nothing of it is cut off."""
 
 
 class Tokenizer(Protocol):
@@ -74,7 +76,7 @@ class FastTokenizer:
         names = dict(zip((token.id for token in self._added), map(chr, _NAMES), strict=False))
         self._names: Mapping[int, str] = names
         self._backend = _backend(_renamed(spec, names))
-        self._plain = _backend({**spec, "added_tokens": [], "post_processor": None})
+        self._plain = _backend({**spec, **_BARE, "added_tokens": []})
         self._ids = {self._backend.token_to_id(name): token_id for token_id, name in names.items()}
         self._remembered = Remembered(self._encode_safely) if reads_parts_alone(spec) else None
 
@@ -159,7 +161,7 @@ def _parsed(definition: str) -> dict[str, Any]:
 
 def _renamed(spec: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
     added = [{**token, "content": names[token["id"]]} for token in spec.get("added_tokens", ())]
-    return {**spec, "added_tokens": added, "post_processor": None, "truncation": None, "padding": None}
+    return {**spec, **_BARE, "added_tokens": added}
 
 
 def _backend(spec: Mapping[str, Any]) -> Any:

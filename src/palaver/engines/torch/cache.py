@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -120,7 +121,8 @@ class Cache:
         """Lanes in use may move."""
         wider = self._lanes.wider(tokens) if self.widens else 0
         if 0 < wider <= self._limit // WIDE_SHARE and self._make_room(wider):
-            self._lanes.widen(tokens)
+            with suppress(torch.OutOfMemoryError):  # it was only to be quicker
+                self._lanes.widen(tokens)
         needed = self._lanes.needed(tokens)
         if not self._make_room(needed):
             raise CacheFull(tokens, self._limit // self._layout.token_bytes)
