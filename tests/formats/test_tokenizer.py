@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 import palaver.models
 from palaver.errors import BrokenModel
+from palaver.formats import encoding
 from palaver.formats.encoding import Remembered, reads_parts_alone
 from palaver.formats.tokenizer import FastTokenizer
 from tests.tiny import MERGES, THINK, TURNS, byte_level
@@ -20,6 +21,7 @@ DEFINITION = byte_level(merges=MERGES)
 TOKENIZER = FastTokenizer(DEFINITION)
 REFERENCE = Backend.from_str(DEFINITION)
 SPROUT = (Path(palaver.models.__file__).parent / "sprout" / "tokenizer.json").read_text(encoding="utf-8")
+SPACED = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 PIECES = st.sampled_from([*TURNS, *THINK, " ", "\n", "  a", "b ", "é", "e\u0301", "12", "!?"])
 
 
@@ -46,6 +48,8 @@ def test_what_is_remembered_is_what_is_encoded_whole(texts: list[list[str]]) -> 
     "changed",
     [
         {"normalizer": {"type": "Prepend", "prepend": "x"}},
+        {"normalizer": {"prepend": "x"}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"prepend": "x"}]}},
         {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Strip", "strip_left": True}]}},
         {"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "first", "split": True}},
         {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}},
@@ -59,20 +63,20 @@ def test_what_stands_around_a_text_may_matter(changed: dict[str, object]) -> Non
 
 def test_nothing_is_cut_off() -> None:
     cutting = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    spaced = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-    for definition in (_with(truncation=cutting), _with(truncation=cutting, pre_tokenizer=spaced)):
+    for definition in (_with(truncation=cutting), _with(truncation=cutting, pre_tokenizer=SPACED)):
         tokenizer = FastTokenizer(definition)
         ids = tokenizer.encode([tokenizer.control[TURNS[0]], "a text of many tokens, more than four"])
         assert len(ids) > 10
 
 
-def test_what_is_remembered_has_a_bound() -> None:
+def test_what_is_remembered_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def encode(text: str) -> list[int]:
         asked.append(text)
         return [ord(character) for character in text]
 
+    monkeypatch.setattr(encoding, "EACH", 0)
     remembered = Remembered(encode, room=10)
     for text in ("abcd", "efgh", "abcd", "ijkl", "abcd", "efgh", "too long for it", "too long for it"):
         assert list(remembered(text)) == [ord(character) for character in text]
@@ -81,7 +85,61 @@ def test_what_is_remembered_has_a_bound() -> None:
 
 
 def _with(**changed: object) -> str:
-    return json.dumps({**json.loads(DEFINITION), **changed})
+    return _changed(DEFINITION, **changed)
+
+
+def _changed(definition: str, **changed: object) -> str:
+    return json.dumps({**json.loads(definition), **changed})
+
+
+BLANKS = byte_level(added=[*THINK, "  ", "\n\n", "    ", "\u2581\u2581"], merges=[*MERGES, ("Ċ", "Ċ")])
+
+
+@given(st.lists(st.sampled_from([*TURNS, *THINK, " ", "\n", "a", "the", "\u2581"]), max_size=12))
+def test_runs_of_spaces_and_lines_are_text(parts: list[str]) -> None:
+    tokenizer = FastTokenizer(BLANKS)
+    assert set(tokenizer.control) == {*TURNS, *THINK}
+    runs = [tokenizer.control.get(part, part) for part in parts]
+    assert tokenizer.encode(runs) == Backend.from_str(BLANKS).encode("".join(parts), add_special_tokens=False).ids
+
+
+@given(st.text(alphabet=" \nabc<i>", max_size=12))
+def test_runs_of_spaces_that_are_pieces_too(text: str) -> None:
+    """As in vocabularies that came from sentencepiece: spaces are letters, and tags are added tokens."""
+    pieces = [*"\n\u2581abc<i>", "\u2581\u2581", "\n\n", "\u2581a", "<i>"]
+    blank = {"special": False, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
+    added = [{"id": pieces.index(piece), "content": piece, **blank} for piece in ("\u2581\u2581", "\n\n", "<i>")]
+    merges = [["\u2581", "\u2581"], ["\n", "\n"], ["\u2581", "a"]]
+    definition = _with(
+        added_tokens=added,
+        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+        pre_tokenizer=None,
+        model={**json.loads(DEFINITION)["model"], "vocab": {p: i for i, p in enumerate(pieces)}, "merges": merges},
+    )
+    tokenizer = FastTokenizer(definition)
+    assert set(tokenizer.control) == {"<i>"}
+    ids = tokenizer.encode([text])
+    assert tokenizer.control["<i>"] not in ids
+    if "<i>" not in text:
+        assert ids == Backend.from_str(definition).encode(text, add_special_tokens=False).ids
+
+
+def test_a_vocabulary_that_spells_control_tokens() -> None:
+    """Only they are taken apart, with whatever else is in the text."""
+    spelled = _with(added_tokens=[{**_added(DEFINITION)[0], "content": "th", "id": 256}])
+    assert json.loads(spelled)["model"]["vocab"]["th"] == 256
+    for definition in (spelled, _changed(spelled, pre_tokenizer=SPACED)):
+        tokenizer = FastTokenizer(definition)
+        for text in ("in there, in", "in there\U000ffffe", "\U0010ffff th"):
+            ids = tokenizer.encode([text])
+            assert 256 not in ids
+            said = b"".join(tokenizer.vocabulary[i] for i in ids).decode()
+            assert said.replace(" ", "") == text.replace(" ", "")
+        assert len(tokenizer.encode(["inner inner there"])) < len("inner inner there")
+
+
+def _added(definition: str) -> list[dict[str, object]]:
+    return json.loads(definition)["added_tokens"]
 
 
 @given(st.text())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ Run = str | int
 
 _NAMES = range(0xF0000, 0xFFFFE)
 _LONG = 1 << 16
+_BLANKS = " \t\n\r\u2581"
 _BARE = {"post_processor": None, "truncation": None, "padding": None}
 """Nothing is put around a text, and nothing of it is cut off."""
 
@@ -62,6 +64,11 @@ class AddedToken:
     content: str
     special: bool
 
+    @property
+    def blank(self) -> bool:
+        """Some vocabularies have runs of spaces and lines as added tokens: those are text, and found in it."""
+        return not self.special and not self.content.strip(_BLANKS)
+
 
 class FastTokenizer:
     """A tokenizer from a `tokenizer.json`. Its added tokens go by private names, so that only control tokens
@@ -70,14 +77,14 @@ class FastTokenizer:
     def __init__(self, definition: str) -> None:
         self._definition = definition
         spec = _parsed(definition)
-        self._added = tuple(AddedToken(t["id"], t["content"], t["special"]) for t in spec.get("added_tokens", ()))
-        self.control: Mapping[str, int] = {token.content: token.id for token in self._added}
-        self.special_ids = frozenset(token.id for token in self._added if token.special)
-        names = dict(zip((token.id for token in self._added), map(chr, _NAMES), strict=False))
-        self._names: Mapping[int, str] = names
-        self._backend = _backend(_renamed(spec, names))
-        self._plain = _backend({**spec, **_BARE, "added_tokens": []})
-        self._ids = {self._backend.token_to_id(name): token_id for token_id, name in names.items()}
+        added = [AddedToken(t["id"], t["content"], t["special"]) for t in spec.get("added_tokens", ())]
+        control = [token for token in added if not token.blank]
+        blank = {token.id: token.content for token in added if token.blank}
+        self.control: Mapping[str, int] = {token.content: token.id for token in control}
+        self.special_ids = frozenset(token.id for token in control if token.special)
+        self._names = dict(zip((token.id for token in control), map(chr, _NAMES), strict=False))
+        self._whole = _Encoder(spec, {**self._names, **blank})
+        self._plain = _Encoder(spec, blank)
         self._remembered = Remembered(self._encode_safely) if reads_parts_alone(spec) else None
 
     @cached_property
@@ -99,33 +106,32 @@ class FastTokenizer:
         if self._remembered is not None:
             return [i for run in runs for i in ((run,) if isinstance(run, int) else self._remembered(run))]
         if any(_holds_a_name(run) for run in runs if isinstance(run, str)):
-            return [token_id for run in runs for token_id in self._encode_alone(run)]
-        text = "".join(run if isinstance(run, str) else self._names[run] for run in runs)
-        ids = _ids(self._backend, text)
-        return self._without_control([self._ids.get(token_id, token_id) for token_id in ids], runs)
+            return self._encode_alone(runs)
+        ids = self._whole("".join(run if isinstance(run, str) else self._names[run] for run in runs))
+        meant = sum(isinstance(run, int) for run in runs)
+        return ids if sum(token_id in self._names for token_id in ids) == meant else self._encode_alone(runs)
 
-    def _encode_alone(self, run: Run) -> list[int]:
-        return [run] if isinstance(run, int) else _ids(self._plain, run)
-
-    def _without_control(self, ids: list[int], runs: Sequence[Run]) -> list[int]:
-        """A few vocabularies spell control tokens as ordinary pieces; those are taken apart to characters."""
-        meant = [run for run in runs if isinstance(run, int)]
-        if sum(token_id in self._names for token_id in ids) == len(meant):
-            return ids
-        out: list[int] = []
-        for run in runs:
-            if isinstance(run, int):
-                out.append(run)
-                continue
-            out.extend(self._encode_safely(run))
-        return out
+    def _encode_alone(self, runs: Sequence[Run]) -> list[int]:
+        """Each run by itself."""
+        return [i for run in runs for i in ([run] if isinstance(run, int) else self._encode_safely(run))]
 
     def _encode_safely(self, text: str) -> list[int]:
-        alone = self._encode_alone(text)
-        return self._by_character(text) if any(token_id in self._names for token_id in alone) else alone
+        """A few vocabularies spell control tokens as ordinary pieces; those, and no more, are taken apart."""
+        ids = self._plain(text)
+        if self._names.keys().isdisjoint(ids):
+            return ids
+        return [i for part in self._control_pattern.split(text) if part for i in self._taken_apart(part)]
 
-    def _by_character(self, text: str) -> list[int]:
-        return [token_id for character in text for token_id in self._encode_alone(character)]
+    def _taken_apart(self, text: str) -> list[int]:
+        ids = self._plain(text)
+        if self._names.keys().isdisjoint(ids):
+            return ids
+        return [token_id for character in text for token_id in self._plain(character)]
+
+    @cached_property
+    def _control_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self.control, key=lambda text: (-len(text), text))
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
 
 def _joined(runs: Iterable[Run]) -> list[Run]:
@@ -140,13 +146,24 @@ def _joined(runs: Iterable[Run]) -> list[Run]:
     return out
 
 
-def _ids(backend: Any, text: str) -> list[int]:
-    """A long text goes the library's way for many at once: it is quicker, and other threads run meanwhile."""
-    if len(text) < _LONG:
-        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
-    else:
-        ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-    return ids
+class _Encoder:
+    """The library's tokenizer with these of its added tokens alone, each under the name given for it."""
+
+    def __init__(self, spec: Mapping[str, Any], names: Mapping[int, str]) -> None:
+        tokens = [token for token in spec.get("added_tokens", ()) if token["id"] in names]
+        added = [{**token, "content": names[token["id"]]} for token in tokens]
+        self._backend = _backend({**spec, **_BARE, "added_tokens": added})
+        found = {self._backend.token_to_id(name): token_id for token_id, name in names.items()}
+        self._ids = {theirs: ours for theirs, ours in found.items() if theirs != ours}
+        """The library numbers added tokens anew."""
+
+    def __call__(self, text: str) -> list[int]:
+        """A long text goes the library's way for many at once: it is quicker, and other threads run meanwhile."""
+        if len(text) < _LONG:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        else:
+            ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return [self._ids.get(token_id, token_id) for token_id in ids] if self._ids else ids
 
 
 def _parsed(definition: str) -> dict[str, Any]:
@@ -157,11 +174,6 @@ def _parsed(definition: str) -> dict[str, Any]:
     if not isinstance(spec, dict):
         raise BrokenModel("The model's tokenizer.json holds no tokenizer: download the model again.")
     return spec
-
-
-def _renamed(spec: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    added = [{**token, "content": names[token["id"]]} for token in spec.get("added_tokens", ())]
-    return {**spec, **_BARE, "added_tokens": added}
 
 
 def _backend(spec: Mapping[str, Any]) -> Any:
