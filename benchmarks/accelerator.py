@@ -81,6 +81,7 @@ class Identity:
         self.model = tiny.build(family).to(device)
         self.sampling = Sampling(temperature=0, max_tokens=LENGTH, banned_ids=(tiny.END,))
         self.close = 0
+        self.steps = ""
 
     @torch.inference_mode()
     def library(self, prompt: Sequence[int]) -> list[int]:
@@ -121,6 +122,7 @@ class Identity:
         expected = [self.library(prompt) for prompt in prompts]
         options = Options(cache_bytes=1 << 26, limits=Limits(running=6, chunk=24))
         engine = TorchEngine(self.family, tiny.build(self.family).to(self.device), tiny.VOCABULARY, options)
+        self.steps = engine.info.steps
         replies = [await say(engine, Prompt(prompt), self.sampling) for prompt in prompts[:3]]
         replies += await asyncio.gather(*(self._under_load(engine, p, i) for i, p in enumerate(prompts)))
         await engine.close()
@@ -144,7 +146,7 @@ async def identity(device: str) -> int:
         failures += wrong
         print(
             f"{family:12} {compared} replies, {wrong} differ, {test.close} within the margin"
-            f" ({time.perf_counter() - began:.1f} s)",
+            f" ({time.perf_counter() - began:.1f} s); {test.steps}",
             flush=True,
         )
     print("identical" if failures == 0 else f"{failures} replies differ")

@@ -135,3 +135,42 @@ def test_where_a_wider_bank_cant_be_had_there_is_another_narrow_one(monkeypatch:
     monkeypatch.setattr(Lanes, "widen", none)
     lanes = [cache.open("", [number] * 20, 100)[0] for number in range(20)]
     assert len({(id(lane.bank), lane.index) for lane in lanes}) == len(lanes)
+
+
+def test_one_that_stays_does_not_hold_the_lanes_of_all() -> None:
+    """After a crowd of each length has gone but for one, there is room for a long one."""
+    limit = 1 << 17
+    cache = Cache(LAYOUT, limit * TOKEN)
+    cache.widens = True
+    stays = []
+    for capacity in (128, 256, 512, 1024, 2048, 4096):
+        lanes = [cache.open("", [capacity + i], capacity)[0] for i in range(min(32, limit // 8 // capacity))]
+        for lane in lanes[1:]:
+            cache.close(lane, "", [])
+        fill(lanes[0], 0, [capacity] * 5)
+        stays.append((lanes[0], [capacity] * 5))
+    cache.open("", [1], limit // 2)
+    assert cache.statistics.used_bytes <= limit * TOKEN
+    for lane, keys in stays:
+        check(lane, keys)
+
+
+def test_nobody_holds_on_to_lanes_that_have_gone() -> None:
+    cache = Cache(LAYOUT, 3000 * TOKEN)
+    moves = []
+    cache.moved = lambda: moves.append(cache.statistics.used_bytes)
+    lane, _ = cache.open("", [1] * 20, 1000)
+    cache.close(lane, "", [1] * 20)
+    cache.open("", [2] * 20, 2000)  # the first one's lane makes way
+    assert moves
+
+
+def test_less_memory_than_was_promised_is_a_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(LAYOUT, 1 << 24)
+
+    def none(self: Lanes, capacity: int) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Lanes, "_new_bank", none)
+    with pytest.raises(CacheFull):
+        cache.open("", [1] * 20, 100)

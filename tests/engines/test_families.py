@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,18 @@ async def test_a_model_without_any_usable_cache_is_still_right(
     assert reference(tiny.build("qwen3"), prompt, GREEDY).agrees(out.ids)
     assert out.prefilled is not None
     assert out.prefilled.cached_tokens == 0
+    await engine.close()
+
+
+async def test_exact_bits_of_long_prompts_do_not_depend_on_company(folder_of: Callable[[str], Path]) -> None:
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=Options(exact=True))
+    sampling = Sampling(temperature=0, max_tokens=6, banned_ids=(tiny.END,), logprobs=5)
+    long = [Prompt(tuple(range(i, 250)) * 2, owner="alone") for i in range(3)]
+    alone = [await run(engine, prompt, sampling) for prompt in long]
+    company = asyncio.create_task(run(engine, Prompt((1, 2, 3)), replace(sampling, max_tokens=60)))
+    together = await asyncio.gather(*(run(engine, replace(prompt, owner="together"), sampling) for prompt in long))
+    assert [out.steps for out in together] == [out.steps for out in alone]
+    await company
     await engine.close()
 
 

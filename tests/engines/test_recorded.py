@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from palaver.engines.torch import Limits, Options, TorchEngine, recorded
 from palaver.engines.torch.fused import FusedDecoder
 from palaver.engines.torch.lanes import Lanes, Layout
-from palaver.engines.torch.library import layout_of
+from palaver.engines.torch.library import LibraryForward, NotUnderstood, layout_of
 from palaver.engines.torch.plain import PlainDecoder
 from palaver.engines.torch.planning import Plan, Run, plan, run_of
 from palaver.engines.torch.probing import Probe
-from palaver.engines.torch.recorded import REACH, Pass, RecordedDecoder
+from palaver.engines.torch.recorded import REACH, Decoder, Pass, RecordedDecoder
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
@@ -53,7 +54,7 @@ class Tape:
         return play
 
 
-@pytest.fixture(params=["llama", "qwen2", "qwen3"])
+@pytest.fixture(params=["llama", "qwen2", "qwen3", "gemma3", "gpt_oss"])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -68,7 +69,7 @@ def engine(family: str, tape: Tape) -> Iterator[TorchEngine]:
     options = Options(cache_bytes=1 << 22, limits=Limits(running=4, chunk=16))
     engine = TorchEngine(family, tiny.build(family), tiny.VOCABULARY, options)
     forward = engine._runner._forward
-    assert isinstance(forward, FusedDecoder)
+    assert isinstance(forward, FusedDecoder | LibraryForward)
     engine._runner._forward = RecordedDecoder(forward, tape)
     engine._runner.closes = False  # as where steps are recorded
     engine._runner._cache.widens = True
@@ -145,7 +146,7 @@ def test_a_probe_finds_out_whether_it_works(family: str, tape: Tape) -> None:
     layout = probe.layout()
     for room in (0, 1000):
         tape.room = room
-        recorded = RecordedDecoder(FusedDecoder(PlainDecoder(model, 256)), tape)
+        recorded = RecordedDecoder(decoder_of(model), tape)
         probe.check(recorded, layout)
         assert bool(recorded.recordings) == bool(room)
 
@@ -154,12 +155,21 @@ def test_a_probe_finds_out_whether_it_works(family: str, tape: Tape) -> None:
 def test_bits_are_the_same_played_or_computed(family: str, tape: Tape) -> None:
     model = tiny.build(family)
     layout = layout_of(model, torch.tensor([1, 2, 3]))
-    decoder = FusedDecoder(PlainDecoder(model, 256))
+    decoder = decoder_of(model)
     played = steps(RecordedDecoder(decoder, tape), layout)
     computed = steps(decoder, layout, lambda planned: planned.steady(REACH))
     assert tape.played == len(played) - 1
     for one, other in zip(played, computed, strict=True):
         assert torch.equal(one, other)
+
+
+def decoder_of(model: Any) -> Decoder:
+    try:
+        return FusedDecoder(PlainDecoder(model, 256))
+    except NotUnderstood:
+        own = LibraryForward(model)
+        own.attach()
+        return own
 
 
 def steps(

@@ -217,6 +217,24 @@ async def test_more_than_the_cache_holds_fails_alone(folder_of: Callable[[str], 
     await engine.close()
 
 
+async def test_a_request_that_cant_begin_fails_alone(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = engine._runner.begin
+
+    def poisoned(sequence: Any) -> None:
+        if sequence.tokens[0] == 66:
+            raise RuntimeError("no memory")
+        begin(sequence)
+
+    monkeypatch.setattr(engine._runner, "begin", poisoned)
+    sampling = replace(ENDLESS, max_tokens=8)
+    good, bad = await asyncio.gather(
+        *(run(engine, Prompt((token, 1)), sampling) for token in (65, 66)), return_exceptions=True
+    )
+    assert isinstance(bad, EngineError)
+    assert not isinstance(good, BaseException)
+    assert (await run(engine, Prompt((65, 1)), sampling)).ids == good.ids
+
+
 async def test_a_failing_forward_fails_its_request_alone(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     run_before = engine._runner.run
 

@@ -115,3 +115,25 @@ def test_scores_that_are_all_small() -> None:
     keys, values = torch.full((1, 2, LONG, SIZE), -10.0), torch.randn(1, 2, LONG, SIZE)
     mask = torch.zeros(3, 3)
     assert scoring.attend_in_room(queries, keys, values, mask, Head(0.25, room=Room())) is None
+
+
+def test_it_is_not_tried_for_ever() -> None:
+    """A model whose scores are too big for it every time pays for the attempt a few times only."""
+    layout = Layout((((2, SIZE), (2, SIZE)),), torch.float32, torch.device("cpu"))
+    room = Room()
+    for _ in range(scoring.REFUSALS):
+        assert room.pays
+        check(layout, [(LONG + 100, 20)], 4, Head(0.25, room=room), size=300)
+    assert not room.pays
+    check(layout, [(LONG + 100, 20)], 4, Head(0.25, room=room))
+
+
+def test_what_others_set_for_the_process_does_not_matter() -> None:
+    layout = Layout((((2, SIZE), (2, SIZE)),), torch.float32, torch.device("cpu"))
+    room, before = Room(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        room.of(2, 2000)
+    finally:
+        torch.set_default_dtype(before)
+    check(layout, [(LONG + 100, 2)], 4, Head(0.25, room=room))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,10 +36,7 @@ def test_control_tokens_and_harmless_text_give_the_librarys_ids(parts: list[str]
 
 @given(st.lists(st.lists(PIECES, max_size=6), max_size=4))
 def test_what_is_remembered_is_what_is_encoded_whole(texts: list[list[str]]) -> None:
-    for definition in (SPROUT, DEFINITION, _with(normalizer={"type": "NFC"})):
-        remembering, forgetful = FastTokenizer(definition), FastTokenizer(definition)
-        forgetful._remembered = None
-        assert remembering._remembered is not None
+    for remembering, forgetful in _both_ways():
         for text in texts:
             runs = [remembering.control.get(part, part) for part in text]
             assert remembering.encode(runs) == forgetful.encode(runs)
@@ -93,14 +91,15 @@ def _changed(definition: str, **changed: object) -> str:
 
 
 BLANKS = byte_level(added=[*THINK, "  ", "\n\n", "    ", "\u2581\u2581"], merges=[*MERGES, ("Ċ", "Ċ")])
+SPACIOUS = FastTokenizer(BLANKS), Backend.from_str(BLANKS)
 
 
 @given(st.lists(st.sampled_from([*TURNS, *THINK, " ", "\n", "a", "the", "\u2581"]), max_size=12))
 def test_runs_of_spaces_and_lines_are_text(parts: list[str]) -> None:
-    tokenizer = FastTokenizer(BLANKS)
+    tokenizer, library = SPACIOUS
     assert set(tokenizer.control) == {*TURNS, *THINK}
     runs = [tokenizer.control.get(part, part) for part in parts]
-    assert tokenizer.encode(runs) == Backend.from_str(BLANKS).encode("".join(parts), add_special_tokens=False).ids
+    assert tokenizer.encode(runs) == library.encode("".join(parts), add_special_tokens=False).ids
 
 
 @given(st.text(alphabet=" \nabc<i>", max_size=12))
@@ -136,6 +135,18 @@ def test_a_vocabulary_that_spells_control_tokens() -> None:
             said = b"".join(tokenizer.vocabulary[i] for i in ids).decode()
             assert said.replace(" ", "") == text.replace(" ", "")
         assert len(tokenizer.encode(["inner inner there"])) < len("inner inner there")
+
+
+@cache
+def _both_ways() -> list[tuple[FastTokenizer, FastTokenizer]]:
+    """Tokenizers that remember, and the same ones that encode everything whole."""
+    pairs = []
+    for definition in (SPROUT, DEFINITION, _with(normalizer={"type": "NFC"})):
+        remembering, forgetful = FastTokenizer(definition), FastTokenizer(definition)
+        assert remembering._remembered is not None
+        forgetful._remembered = None
+        pairs.append((remembering, forgetful))
+    return pairs
 
 
 def _added(definition: str) -> list[dict[str, object]]:

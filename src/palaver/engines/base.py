@@ -29,7 +29,7 @@ class EngineInfo:
     reuse: str = "none"
     """What is reused of what was computed before: "to the token", "snapshots", or "none" and why."""
     steps: str = "the model's own code"
-    """Whose code computes the next tokens: "the model's own code", "few operations", "few operations, recorded" or
+    """Whose code computes the next tokens: "the model's own code", "few operations", either with ", recorded", or
     COMPILED; and why no more."""
 
 

@@ -121,7 +121,7 @@ class Chunk(Part):
     def _attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: MaskRule, head: Head) -> Tensor:
         """[heads, queries, size]."""
         times = queries.shape[0] // keys.shape[1]
-        if mask.causal and suits_flash(queries, head):
+        if mask.causal and suits_flash(queries, values, head):
             return attend_flash(queries, keys, values, head)
         if mask.causal and suits_room(queries, keys, head):
             out = attend_in_room(queries, keys, values, mask.among(self, queries.dtype, times), head)

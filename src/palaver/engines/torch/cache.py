@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,8 @@ class Cache:
         self._lanes = Lanes(layout, limit // BANK_SHARE)
         self.widens = layout.device.type != "cpu"
         """Whether moving lanes costs next to nothing, and a call for each bank does not."""
+        self.moved: Callable[[], None] = lambda: None
+        """Is called when lanes have moved or gone: who holds on to where they were holds memory that nobody counts."""
         self._pages = Pages()
         self._limit = limit
         self._prompt_tokens = 0
@@ -68,7 +70,8 @@ class Cache:
         """
         assert room >= len(keys), "what is known must fit"
         self._reserve(room)
-        lane, warm = self._lanes.open(room, space, keys)
+        with self._all_there_is(room):
+            lane, warm = self._lanes.open(room, space, keys)
         match = self._pages.match(space, keys)
         for index, page in enumerate(match.pages):
             start = max(index * PAGE, warm)
@@ -85,7 +88,8 @@ class Cache:
         """Makes room for so many tokens in all; other lanes may move. Raises CacheFull where there is none."""
         if tokens > lane.bank.capacity:
             self._reserve(tokens)
-            self._lanes.grow(lane, tokens, used)
+            with self._all_there_is(tokens):
+                self._lanes.grow(lane, tokens, used)
 
     def keep(self, lane: Lane, space: Hashable, keys: Sequence[Key], user: str = "") -> None:
         """Keeps what the lane computed for these keys, as far as there is room beside what runs."""
@@ -97,7 +101,7 @@ class Cache:
             held = self._pages.below(path, part)
             if held is not None:
                 held.users.add(user)
-            if held is not None or not self._make_room(len(part) * self._layout.token_bytes):
+            if held is not None or not self._may_keep(len(part) * self._layout.token_bytes):
                 return
             data = [view.clone(memory_format=torch.contiguous_format) for view in lane.parts(start, start + len(part))]
             if not self._pages.add(space, path, part, data, user):
@@ -120,22 +124,45 @@ class Cache:
     def _reserve(self, tokens: int) -> None:
         """Lanes in use may move."""
         wider = self._lanes.wider(tokens) if self.widens else 0
-        if 0 < wider <= self._limit // WIDE_SHARE and self._make_room(wider):
+        if 0 < wider <= self._limit // WIDE_SHARE and self._excess(wider) <= 0:  # nothing has to go for it
             with suppress(torch.OutOfMemoryError):  # it was only to be quicker
                 self._lanes.widen(tokens)
+                self.moved()
         needed = self._lanes.needed(tokens)
         if not self._make_room(needed):
             raise CacheFull(tokens, self._limit // self._layout.token_bytes)
 
+    @contextmanager
+    def _all_there_is(self, tokens: int) -> Iterator[None]:
+        """The memory may be smaller than it was taken for, where others use it too."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise CacheFull(tokens, self._limit // self._layout.token_bytes) from None
+
+    def _may_keep(self, size: int) -> bool:
+        """Where banks are widened, a part of the memory is left to them."""
+        most = self._limit - self._limit // WIDE_SHARE if self.widens else self._limit
+        while 0 < self._pages.nbytes > most - size:
+            self._pages.evict()
+        return self._make_room(size)
+
     def _make_room(self, needed: int) -> bool:
         """Evicts until so many bytes are free, but nothing when even that would not do."""
         if self._excess(needed) > 0:
-            self._lanes.trim()
+            self._tidy()
         if self._excess(needed) > self._pages.nbytes:
             return False
         while self._excess(needed) > 0:
             self._pages.evict()
         return True
+
+    def _tidy(self) -> None:
+        """Gives back what lanes hold in vain."""
+        self._lanes.trim()
+        self.moved()
+        while self.widens and self._lanes.narrow(-self._excess(0)):
+            pass
 
     def _excess(self, needed: int) -> int:
         return self._lanes.nbytes + self._pages.nbytes + needed - self._limit

@@ -17,6 +17,8 @@ from palaver.engines.torch.threads import Threads
 
 HEADROOM = 32
 """Room for so many tokens beyond the prompt is there from the start."""
+EXACT = 128
+"""Prompt tokens in a pass of the exact mode."""
 FEW = (2, 8)
 """So many rows at once give the same bits on the CPU, whichever they are."""
 
@@ -42,6 +44,7 @@ class CuttingRunner:
         self._exact = exact
         self._lanes: dict[Sequence, Lane] = {}
         self._last: Plan | None = None
+        self._cache.moved = self._forget_plan
         self.forward_seconds = 0.0
 
     @property
@@ -55,7 +58,8 @@ class CuttingRunner:
         return self._cache.known(sequence.space, sequence.tokens[:-1])
 
     def most(self, sequence: Sequence) -> int | None:
-        return None
+        """Where it must not matter who else is there, neither may the size of chunks depend on it."""
+        return EXACT if self._exact else None
 
     def begin(self, sequence: Sequence) -> None:
         keys = sequence.tokens[:-1]
@@ -88,8 +92,12 @@ class CuttingRunner:
             self._cache.close(lane, sequence.space, keys, sequence.conversation)
 
     def forget(self, conversation: str) -> None:
-        self._last = None  # it holds on to the lanes it was made for
+        self._forget_plan()
         self._cache.forget(conversation)
+
+    def _forget_plan(self) -> None:
+        """It holds on to the lanes it was made for."""
+        self._last = None
 
     def _run(self, sequence: Sequence, count: int) -> Run:
         start = sequence.computed

@@ -43,7 +43,7 @@ class FusedDecoder:
         return parts.logits(parts.norm(x))
 
     def prepare(self, length: int) -> tuple[Tensor, ...]:
-        """Makes all that passes over so many tokens will look up, and gives it."""
+        """Makes all that passes over so many tokens will look up, and gives what of it may be replaced later."""
         return self._parts.rotation.tables(min(length - 1, self._parts.most))
 
     def _projected(self, layer: Layer, x: Tensor, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:

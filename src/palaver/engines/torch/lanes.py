@@ -167,6 +167,27 @@ class Lanes:
         wide.free = wide.free[:-at]
         self._banks = [bank for bank in self._banks if bank.capacity != capacity] + [wide]
 
+    def narrow(self, spare: int) -> bool:
+        """Undoes `widen`: moves the few lanes of a wide bank that are in use to one that has no others, where it takes
+        no more than the spare bytes. Whether there was such a bank."""
+        for bank in self._banks:
+            used = [lane for lane in self._open if lane.bank is bank]
+            sparse = bank.lanes > self._width(bank.capacity) and 4 * len(used) <= bank.lanes
+            if sparse and used and len(used) * self._lane_bytes(bank.capacity) <= spare:
+                self._replace(bank, used)
+                return True
+        return False
+
+    def _replace(self, bank: Bank, used: list[Lane]) -> None:
+        small = Bank(self._layout, bank.capacity, len(used))
+        small.free = []
+        for index, lane in enumerate(used):
+            held = lane.parts(0, bank.capacity)
+            lane.bank, lane.index = small, index
+            copy_all(lane.parts(0, bank.capacity), held)
+        self._banks = [other for other in self._banks if other is not bank] + [small]
+        self._left = {place: left for place, left in self._left.items() if place[0] is not bank}
+
     def forget(self, user: str) -> None:
         """What this one left is not looked for any more; banks that hold nothing else are given back."""
         self._left = {place: left for place, left in self._left.items() if left[2] != user}

@@ -49,15 +49,22 @@ class LibraryForward:
     def __call__(self, plan: Plan) -> Tensor:
         """The logits after each sequence's last token."""
         self._plan = plan
-        out = self._model(
-            input_ids=plan.ids[None],
-            position_ids=plan.positions[None],
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=plan.last,
-        )
+        try:
+            out = self._model(
+                input_ids=plan.ids[None],
+                position_ids=plan.positions[None],
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=plan.last,
+            )
+        finally:
+            del self._plan  # it holds on to lanes
         logits: Tensor = out.logits[0]
         return logits if logits.shape[0] == plan.last.shape[0] else logits[plan.last]
+
+    def prepare(self, length: int) -> tuple[Tensor, ...]:
+        """It looks up nothing that is ever replaced."""
+        return ()
 
     def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self._layer = layer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from typing import TypeAlias
@@ -22,7 +23,7 @@ from palaver.engines.torch.options import Options
 from palaver.engines.torch.plain import PlainDecoder
 from palaver.engines.torch.planning import Plan, Run, plan, run_of
 from palaver.engines.torch.quantisation import quantisation
-from palaver.engines.torch.recorded import CudaRecorder, RecordedDecoder
+from palaver.engines.torch.recorded import CudaRecorder, Decoder, RecordedDecoder
 from palaver.engines.torch.runner import Runner
 from palaver.engines.torch.snapshots import Abilities, SnapshotRunner
 from palaver.engines.torch.states import NoState, State
@@ -90,8 +91,9 @@ class Probe:
             decoder = FusedDecoder(parts)
             self.check(decoder, layout)
         except Exception as error:  # then its own code does it
-            return self._library(layout), _short_of(library, _OWN, error)
-        best, steps = self._recorded(decoder, layout) if layout.device.type == "cuda" else (decoder, _FEW)
+            best, steps = self._recorded(self._library(layout), layout, _OWN)
+            return best, _short_of(library, steps, error)
+        best, steps = self._recorded(decoder, layout, _FEW)
         if library is None:
             return best, steps
         try:
@@ -101,13 +103,33 @@ class Probe:
             return best, _short_of(library, steps, error)
         return compiled, COMPILED
 
-    def _recorded(self, decoder: FusedDecoder, layout: Layout) -> tuple[Forward, str]:
+    def _recorded(self, decoder: Decoder, layout: Layout, steps: str) -> tuple[Forward, str]:
+        if layout.device.type != "cuda":
+            return decoder, steps
         try:
+            if self._waits(decoder, layout):
+                return decoder, steps
             recorded = RecordedDecoder(decoder, CudaRecorder(layout.device))
             self.check(recorded, layout)
         except Exception:  # then every operation is launched by itself
-            return decoder, _FEW
-        return (recorded, _RECORDED) if recorded.recordings else (decoder, _FEW)
+            return decoder, steps
+        return (recorded, f"{steps}, recorded") if recorded.recordings else (decoder, steps)
+
+    def _waits(self, decoder: Decoder, layout: Layout) -> bool:
+        """Whether a step waits for the device in its midst, as where experts are picked one by one: that can't be
+        recorded, and memory is harder to come by after a recording that failed."""
+        lanes = Lanes(layout, PROBE_BYTES)
+        step = plan([self._next(lanes.open(LENGTH)[0], 0) for _ in range(2)], layout.device).steady(LENGTH)
+        decoder(step)  # what is made only once is made now
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                decoder(step)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return any("synchronizing" in str(warning.message) for warning in said)
 
     def _library(self, layout: Layout) -> LibraryForward:
         forward = LibraryForward(self._model)
@@ -194,7 +216,6 @@ class Probe:
 
 _OWN = "the model's own code"
 _FEW = "few operations"
-_RECORDED = "few operations, recorded"
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 

@@ -1,4 +1,4 @@
-"""The plain decoder on an accelerator: passes for next tokens are recorded, and played where the same lanes come again.
+"""A model on an accelerator: passes for next tokens are recorded, and played where the same lanes come again.
 
 To launch its many small operations one by one takes longer than to compute them.
 """
@@ -8,12 +8,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from palaver.engines.torch.fused import FusedDecoder
 from palaver.engines.torch.lanes import Bank
 from palaver.engines.torch.planning import Numbers, Plan
 
@@ -25,6 +24,16 @@ MOST = 16
 Pass: TypeAlias = Callable[[], Tensor]
 Recorder: TypeAlias = Callable[[Pass], Pass]
 """What a pass does to memory, to be done again; its own Python runs only once."""
+
+
+class Decoder(Protocol):
+    def __call__(self, plan: Plan) -> Tensor:
+        """The logits after each sequence's last token; none where they are not asked for."""
+        ...
+
+    def prepare(self, length: int) -> tuple[Tensor, ...]:
+        """Makes all that passes over so many tokens will look up, and gives what of it may be replaced later."""
+        ...
 
 
 @dataclass(slots=True)
@@ -44,7 +53,7 @@ class Recording:
 class RecordedDecoder:
     """Gives the same bits whether a pass is played or computed: both attend as far as a recording reaches."""
 
-    def __init__(self, decoder: FusedDecoder, record: Recorder) -> None:
+    def __init__(self, decoder: Decoder, record: Recorder) -> None:
         self._decoder = decoder
         self._record = record
         self._recordings: dict[Hashable, Recording] = {}

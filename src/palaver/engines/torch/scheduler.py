@@ -110,11 +110,12 @@ class Scheduler:
         """False where it must wait for others to leave."""
         try:
             self._runner.begin(sequence)
-        except CacheFull as error:
-            if self._running:
+        except Exception as error:
+            failure = _as_engine_error(error)
+            if isinstance(failure, CacheFull) and self._running:
                 return False
             self._waiting.remove(sequence.generation)
-            self._outbox.put(sequence.generation, error)
+            self._outbox.put(sequence.generation, failure)
             return True
         self._waiting.admit(sequence.generation)
         self._running[sequence.generation] = sequence

@@ -13,6 +13,8 @@ LONG = 1024
 """Keys. Over fewer of them the library's own attention is as quick as any."""
 MOST_SCORES = 1_500_000
 """Beyond so many they don't stay near the processor until they are needed again."""
+REFUSALS = 8
+"""After so many in a row it is not tried again."""
 SAFE = (1e-20, 1e20)
 """Sums of exponentials between these lost nothing: what was too small to hold is nothing beside them."""
 
@@ -22,13 +24,27 @@ class Room:
     than to fill it."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory = _floats(0)
+        self._refusals = 0
 
     def of(self, *shape: int) -> Tensor:
         size = torch.Size(shape).numel()
         if self._memory.numel() < size:
-            self._memory = torch.empty(size)
+            self._memory = _floats(size)
         return self._memory[:size].view(shape)
+
+    @property
+    def pays(self) -> bool:
+        """Whether the model's scores are of a size that can be used here."""
+        return self._refusals < REFUSALS
+
+    def note(self, used: bool) -> None:
+        self._refusals = 0 if used else self._refusals + 1
+
+
+def _floats(size: int) -> Tensor:
+    """Told in full: what torch takes where nothing is said is the whole process's, and loading a model changes it."""
+    return torch.empty(size, dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +88,11 @@ def attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, he
     return out.reshape(heads, count, -1)
 
 
-def suits_flash(queries: Tensor, head: Head) -> bool:
-    return head.plain and queries.is_cuda and queries.dtype != torch.float32
+def suits_flash(queries: Tensor, values: Tensor, head: Head) -> bool:
+    if not head.plain or not queries.is_cuda or queries.dtype == torch.float32:
+        return False
+    size = queries.shape[-1]
+    return size == values.shape[-1] and size <= 256 and torch.cuda.get_device_capability(queries.device) >= (8, 0)
 
 
 def attend_flash(queries: Tensor, keys: Tensor, values: Tensor, head: Head) -> Tensor:
@@ -88,7 +107,7 @@ def suits_room(queries: Tensor, keys: Tensor, head: Head) -> bool:
     """[heads, queries, size]."""
     length = keys.shape[2]
     fits = length >= LONG and queries.shape[0] * queries.shape[1] * length <= MOST_SCORES
-    return fits and head.plain and head.room is not None and queries.dtype == torch.float32
+    return fits and head.plain and queries.dtype == torch.float32 and head.room is not None and head.room.pays
 
 
 def attend_in_room(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, head: Head) -> Tensor | None:
@@ -106,7 +125,9 @@ def attend_in_room(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, 
     scores[..., length - mask.shape[-1] :] += mask
     sums = scores.exp_().sum(-1, keepdim=True)
     least, most = torch.aminmax(sums)
-    if not (SAFE[0] < least and most < SAFE[1]):
+    safe = bool(SAFE[0] < least) and bool(most < SAFE[1])
+    head.room.note(safe)
+    if not safe:
         return None
     return torch.bmm(scores, values[0]).div_(sums).view(heads, count, -1)
 

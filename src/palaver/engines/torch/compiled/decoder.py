@@ -110,7 +110,7 @@ class CompiledDecoder:
             rows = self._rows = _Rows(plan)
         rows.advance(plan)
         turns = self._rotation.all_to(plan.furthest).data_ptr()
-        logits = torch.empty((len(plan.runs) if plan.asked else 0, self._outputs))
+        logits = torch.empty((len(plan.runs) if plan.asked else 0, self._outputs), dtype=torch.float32, device="cpu")
         done, threads = 0, torch.get_num_threads()
         for start in range(0, len(rows.numbers), ROWS):
             part = rows.numbers[start : start + ROWS]
