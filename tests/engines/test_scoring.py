@@ -113,8 +113,17 @@ def test_scores_that_are_all_small() -> None:
     """Where every exponential is next to nothing their sum says nothing."""
     queries = torch.full((2, 3, SIZE), 10.0)
     keys, values = torch.full((1, 2, LONG, SIZE), -10.0), torch.randn(1, 2, LONG, SIZE)
-    mask = torch.zeros(3, 3)
-    assert scoring.attend_in_room(queries, keys, values, mask, Head(0.25, room=Room())) is None
+    seen = torch.ones(3, 3)
+    assert scoring.attend_in_room(queries, keys, values, seen, Head(0.25, room=Room())) is None
+
+
+def test_scores_of_which_most_are_small() -> None:
+    """As where a few tokens take all the attention."""
+    queries, keys, values = torch.ones(2, 3, SIZE), torch.full((1, 2, LONG, SIZE), -6.0), torch.randn(1, 2, LONG, SIZE)
+    keys[:, :, 5] = 0.5
+    out = scoring.attend_in_room(queries, keys, values, torch.ones(3, 3), Head(1.0, room=Room()))
+    assert out is not None
+    assert torch.allclose(out, values[0, :, 5][:, None].expand_as(out))
 
 
 def test_it_is_not_tried_for_ever() -> None:

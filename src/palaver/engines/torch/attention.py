@@ -47,11 +47,11 @@ class MaskRule:
         return self._masks[part, times]
 
     def among(self, chunk: Chunk, dtype: torch.dtype, times: int) -> Tensor:
-        """The last columns of the same, [queries, queries], where order alone counts: all before them is seen."""
+        """1 where a query sees a token of the chunk, otherwise 0, [queries, tokens]; order alone counts."""
         if (chunk, times) not in self._among:
             count = chunk.length - chunk.start
-            later = torch.full((count, count), -torch.inf, dtype=dtype, device=chunk.query_positions.device).triu_(1)
-            self._among[chunk, times] = later.repeat(times, 1)
+            seen = torch.ones((count, count), dtype=dtype, device=chunk.query_positions.device).tril_()
+            self._among[chunk, times] = seen.repeat(times, 1)
         return self._among[chunk, times]
 
     def _build(self, part: Part, dtype: torch.dtype) -> Tensor | None:

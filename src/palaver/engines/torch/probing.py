@@ -75,7 +75,8 @@ class Probe:
         batch = torch.tensor([self.ids], device=model.device)
         options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
         self._expected: Tensor = model(input_ids=batch, **options).logits[0]
-        self._rounding = self._own_rounding() if quantisation(model.config.to_dict()) else 0.0
+        coarse = model.dtype != torch.float32 or bool(quantisation(model.config.to_dict()))
+        self._rounding = self._own_rounding() if coarse else 0.0
 
     def layout(self) -> Layout:
         return layout_of(self._model, torch.tensor(self.ids[:4], device=self._model.device))
@@ -186,7 +187,7 @@ class Probe:
 
     def _own_rounding(self) -> float:
         """How far apart the model's own answers are, taken whole and in pieces: much, where it quantises what it
-        computes as it goes."""
+        computes as it goes, or where rounding decides which experts are asked."""
         state, at, most = State(self._model), 0, 0.0
         try:
             for size in (FIRST, 1, 1, SECOND - FIRST):

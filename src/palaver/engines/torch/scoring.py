@@ -15,8 +15,10 @@ MOST_SCORES = 1_500_000
 """Beyond so many they don't stay near the processor until they are needed again."""
 REFUSALS = 8
 """After so many in a row it is not tried again."""
+LEAST = -80.0
+"""Exponentials of less are next to nothing, and take a hundred times as long."""
 SAFE = (1e-20, 1e20)
-"""Sums of exponentials between these lost nothing: what was too small to hold is nothing beside them."""
+"""Sums of exponentials between these lost nothing: those of less than the least are nothing beside them."""
 
 
 class Room:
@@ -110,8 +112,9 @@ def suits_room(queries: Tensor, keys: Tensor, head: Head) -> bool:
     return fits and head.plain and queries.dtype == torch.float32 and head.room is not None and head.room.pays
 
 
-def attend_in_room(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, head: Head) -> Tensor | None:
-    """A few queries at the end of a long text; `mask` is of its last keys. None where numbers are too big or too small.
+def attend_in_room(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, head: Head) -> Tensor | None:
+    """A few queries at the end of a long text; `seen` is 1 or 0 for its last keys. None where numbers are too big or
+    too small.
 
     A softmax is mostly the search for the greatest score, which keeps exponentials in bounds. Nearly always they are
     without it, and the sums that are needed anyway tell.
@@ -122,8 +125,9 @@ def attend_in_room(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, 
     grouped = queries.reshape(shared, -1, size)
     room = head.room.of(shared, grouped.shape[1], length)
     scores = torch.baddbmm(room, grouped, keys[0].transpose(1, 2), beta=0, alpha=head.scale, out=room)
-    scores[..., length - mask.shape[-1] :] += mask
-    sums = scores.exp_().sum(-1, keepdim=True)
+    scores.clamp_(min=LEAST).exp_()
+    scores[..., length - seen.shape[-1] :] *= seen
+    sums = scores.sum(-1, keepdim=True)
     least, most = torch.aminmax(sums)
     safe = bool(SAFE[0] < least) and bool(most < SAFE[1])
     head.room.note(safe)

@@ -44,7 +44,6 @@ class Worker:
         reason: PalaverError = EngineClosed()
         try:
             self._threads.settle()
-            torch.set_flush_denormal(True)  # numbers next to nothing take a hundred times as long
             with torch.inference_mode():
                 self._work()
         except BaseException as error:
