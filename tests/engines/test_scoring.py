@@ -99,8 +99,8 @@ def test_scores_of_any_size(size: float, monkeypatch: pytest.MonkeyPatch) -> Non
     outs: list[Tensor | None] = []
     attend = scoring.attend_in_room
 
-    def watched(*arguments: object) -> Tensor | None:
-        outs.append(attend(*arguments))  # type: ignore[arg-type]
+    def watched(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, head: Head) -> Tensor | None:
+        outs.append(attend(queries, keys, values, seen, head))
         return outs[-1]
 
     monkeypatch.setattr("palaver.engines.torch.attention.attend_in_room", watched)

@@ -22,6 +22,12 @@ def parts(marker: str, control: Iterable[str] = ()) -> tuple[str, ...]:
     return (*out, *marker[at:].split())
 
 
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Finds each of them, and where one begins with another, the longer."""
+    longest_first = sorted(texts, key=lambda text: (-len(text), text))
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+
 def looks_special(marker: str) -> bool:
     """Whether the marker can't be meant as text by anybody."""
     return bool(_SPECIAL_LOOKING.search(marker))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import overload
 
-from palaver.formats.markers import CONTROL_LIKE, looks_special
+from palaver.formats.markers import CONTROL_LIKE, any_of, looks_special
 from palaver.formats.tokenizer import Run
 
 
@@ -21,8 +21,7 @@ class PieceTokenizer(Sequence[bytes]):
         self.special_ids = frozenset(i for text, i in self.control.items() if looks_special(text))
         self.fingerprint = "pieces"
         self.prefix: tuple[int, ...] = ()
-        longest_first = sorted(self.control, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._pattern = any_of(self.control) if self.control else None
 
     @property
     def vocabulary(self) -> Sequence[bytes]:

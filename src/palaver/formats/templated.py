@@ -21,7 +21,7 @@ from palaver.formats.faithful import faithful
 from palaver.formats.forcing import held
 from palaver.formats.healing import Healer
 from palaver.formats.learning import learn
-from palaver.formats.markers import CONTROL_LIKE, parts
+from palaver.formats.markers import CONTROL_LIKE, any_of, parts
 from palaver.formats.options import Options
 from palaver.formats.overrides import corrected
 from palaver.formats.probes import ANSWER, THOUGHT, Prober, tool_variables
@@ -246,8 +246,7 @@ class TemplateFormat:
 
     @cached_property
     def _control_pattern(self) -> re.Pattern[str]:
-        longest_first = sorted(self._tokenizer.control, key=lambda text: (-len(text), text))
-        return re.compile("|".join(map(re.escape, longest_first)))
+        return any_of(self._tokenizer.control)
 
     def _message(self, message: Message) -> dict[str, Any]:
         out: dict[str, Any] = {"role": str(message.role), "content": _content(message)}

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from palaver.errors import BrokenModel
 from palaver.formats.encoding import Remembered, reads_parts_alone
+from palaver.formats.markers import any_of
 from palaver.formats.vocabulary import token_bytes
 from palaver.phases import Vocabulary
 
@@ -130,8 +131,7 @@ class FastTokenizer:
 
     @cached_property
     def _control_pattern(self) -> re.Pattern[str]:
-        longest_first = sorted(self.control, key=lambda text: (-len(text), text))
-        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        return any_of(self.control)
 
 
 def _joined(runs: Iterable[Run]) -> list[Run]:
