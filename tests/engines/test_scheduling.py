@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from palaver.engines.torch import Limits, Options, TorchEngine, load
 from palaver.errors import CacheFull, EngineError, QueueFull
@@ -253,6 +254,61 @@ async def test_a_failing_forward_fails_its_request_alone(engine: TorchEngine, mo
     assert not isinstance(good, BaseException)
     assert not isinstance(fine, BaseException)
     assert len(good.ids) == len(fine.ids) == 8
+
+
+def exhaust_memory(monkeypatch: pytest.MonkeyPatch, raised: Exception) -> list[int]:
+    """From now on no copy of keys and values can be allocated. Returns the sizes that were tried."""
+    tried: list[int] = []
+    clone = torch.Tensor.clone
+
+    def fail_deeply(tensor: torch.Tensor, memo: Any) -> torch.Tensor:
+        return fail(tensor)
+
+    def fail(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        if tensor.dim() < 3:  # logits
+            return clone(tensor, **options)
+        tried.append(tensor.nbytes)
+        raise raised
+
+    monkeypatch.setattr(torch.Tensor, "clone", fail)
+    monkeypatch.setattr(torch.Tensor, "__deepcopy__", fail_deeply)
+    return tried
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+@pytest.mark.parametrize(
+    "raised", [torch.OutOfMemoryError("no memory"), RuntimeError("can't allocate memory"), MemoryError()]
+)
+async def test_a_full_memory_only_costs_what_would_have_been_kept(
+    family: str, raised: Exception, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(folder_of(family), vocabulary=tiny.VOCABULARY)
+    prompt, sampling = Prompt(tuple(b"Kept where there is room")), replace(ENDLESS, max_tokens=6)
+    expected = reference(tiny.build(family), prompt, sampling).ids
+    with monkeypatch.context() as patch:
+        tried = exhaust_memory(patch, raised)
+        first = await run(engine, prompt, sampling)
+        stopped = await run(engine, Prompt(tuple(b"Another")), ENDLESS, stop_after=2)
+    assert tried, "it was tried"
+    assert (first.ids, first.ended) == (expected, Ended(Finish.LENGTH))
+    assert len(stopped.ids) == 2
+    again = await asyncio.gather(*(run(engine, prompt, sampling) for _ in range(3)))
+    assert [out.ids for out in again] == [expected] * 3
+    assert (engine.statistics.running, engine.statistics.waiting) == (0, 0)
+    await engine.close()
+
+
+async def test_a_lost_device_still_ends_the_thread(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class AcceleratorError(RuntimeError):
+        """As in versions of torch that have it."""
+
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY)
+    exhaust_memory(monkeypatch, AcceleratorError("the device is gone"))
+    with pytest.raises(EngineError, match="thread died"):
+        await run(engine, Prompt((65, 66)), ENDLESS)
+    await engine.close()
 
 
 async def test_the_threads_death_ends_all_and_says_so(

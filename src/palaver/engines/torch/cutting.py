@@ -88,8 +88,10 @@ class CuttingRunner:
         lane = self._lanes.pop(sequence, None)
         if lane is not None:
             keys = sequence.tokens[: sequence.computed]
-            self._cache.keep(lane, sequence.space, keys, sequence.conversation)
-            self._cache.close(lane, sequence.space, keys, sequence.conversation)
+            try:
+                self._cache.keep(lane, sequence.space, keys, sequence.conversation)
+            finally:
+                self._cache.close(lane, sequence.space, keys, sequence.conversation)
 
     def forget(self, conversation: str) -> None:
         self._forget_plan()

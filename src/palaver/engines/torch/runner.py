@@ -60,11 +60,14 @@ class Runner(Protocol):
         ...
 
     def keep(self, sequence: Sequence) -> None:
-        """Keeps for others what is computed so far; the sequence goes on."""
+        """Keeps for others what is computed so far; the sequence goes on.
+
+        May raise where there is no memory for a copy: what was kept before stays as it is.
+        """
         ...
 
     def end(self, sequence: Sequence) -> None:
-        """The sequence leaves; what was computed is kept."""
+        """The sequence leaves; what was computed is kept. What it held is free even where keeping raises."""
         ...
 
     def forget(self, conversation: str) -> None:

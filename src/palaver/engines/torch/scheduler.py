@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from palaver.engines.torch.sampling import choose
 from palaver.engines.torch.sequence import Sequence
 from palaver.errors import CacheFull, EngineError, PalaverError
 from palaver.generation import Ended, Finish, Prefilled, Step
+
+_log = logging.getLogger(__name__)
 
 FATAL = ("AcceleratorError",)
 """Errors after which the device can't be used any more, by name: not every version of torch has them."""
@@ -150,7 +153,7 @@ class Scheduler:
     def _note_filled(self, sequence: Sequence) -> None:
         if not sequence.filled and sequence.pending <= 1:
             sequence.filled = True
-            self._runner.keep(sequence)
+            _try_to_keep(self._runner.keep, sequence)
             self._outbox.put(sequence.generation, Prefilled(sequence.prompt_tokens, sequence.cached))
 
     def _decode(self, ready: list[Sequence], counts: list[int]) -> None:
@@ -198,7 +201,7 @@ class Scheduler:
             self._finish(youngest, error)
         else:
             del self._running[youngest.generation]
-            self._runner.end(youngest)
+            _try_to_keep(self._runner.end, youngest)
             youngest.computed = 0
             self._waiting.put_back(youngest)
         kept = [(s, n) for s, n in zip(sequences, counts, strict=True) if s.generation in self._running]
@@ -208,9 +211,17 @@ class Scheduler:
         del self._running[sequence.generation]
         self._waiting.note_end()
         try:
-            self._runner.end(sequence)
+            _try_to_keep(self._runner.end, sequence)
         finally:
             self._outbox.put(sequence.generation, arrival)
+
+
+def _try_to_keep(keep: Callable[[Sequence], None], sequence: Sequence) -> None:
+    """Keeping is best effort: a copy that can't be allocated costs a later request its cache hit, nothing else."""
+    try:
+        keep(sequence)
+    except Exception as error:
+        _log.warning("Could not keep what was computed: %s", _as_engine_error(error))
 
 
 def _choose(logits: Tensor, sequences: list[Sequence]) -> list[Step | PalaverError]:
