@@ -18,6 +18,7 @@ from palaver.formats.templated import TemplateFormat
 from palaver.formats.tokenizer import FastTokenizer
 from palaver.messages import Tool, user
 from tests.formats import unseen
+from tests.formats.expected_failures import FORCED_CALLS, expected
 from tests.formats.families import FAMILIES, Family
 from tests.formats.forced import PLAIN, Drawn, wrong
 from tests.tiny import MERGES, byte_level
@@ -61,9 +62,16 @@ def test_formats_that_nobody_had_seen_too(name: str, tokens: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PUBLISHED, reason="NOTHING IS SHOWN HERE: the published templates are not at hand")
-@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "text"])
-@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
-def test_published_formats_too(path: Path, tokens: bool) -> None:
+@pytest.mark.parametrize(
+    "published",
+    [
+        expected((path, kind == "tokens"), f"{path.stem}-{kind}", FORCED_CALLS)
+        for path in PUBLISHED
+        for kind in ("tokens", "text")
+    ],
+)
+def test_published_formats_too(published: tuple[Path, bool]) -> None:
+    path, tokens = published
     source = path.read_text(encoding="utf-8")
     format = made(source, control_strings(source) | set(STRINGS.values()) if tokens else set(), STRINGS)
     if format.facts.calls is None:

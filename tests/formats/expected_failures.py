@@ -1,0 +1,31 @@
+"""What of the published templates and recorded cases is known to fail, by name.
+
+Tests mark these strictly: one that passes is reported as a failure, so that its entry is deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+RECORDED_CASES = {
+    "Apriel-1.6-15b-Thinker-fixed": (242,),
+    "Kimi-K3": (208, 209, 210, 211, 212),
+    "LFM2.5-Instruct": (214, 215, 216, 218, 219, 220),
+    "MiniMax-M3": (227, 228, 229, 230, 231, 232, 233, 234, 235, 236),
+    "Reka-Edge": (224, 225),
+    "muse-glimmer": (244, 245),
+}
+"""Lines of `cases.jsonl`, counted from 0 as `palaver formats check` does, whose message is not read as expected."""
+CONTINUATIONS = ("Kimi-K3", "MiniMax-M3", "Reka-Edge", "muse-glimmer")
+"""Templates with continuations that are not byte-exact."""
+FORCED_CALLS = ("Kimi-K3-tokens", "Kimi-K3-text", "MiniMax-M3-tokens", "muse-glimmer-tokens", "muse-glimmer-text")
+"""Formats in which a call that must come does not read back as that call."""
+
+
+def expected(value: Any, name: str, failures: Collection[str]) -> Any:
+    """The test parameter under its name, marked where its failure is expected."""
+    marks = [pytest.mark.xfail(strict=True, reason="listed as an expected failure")] if name in failures else []
+    return pytest.param(value, id=name, marks=marks)
