@@ -112,7 +112,7 @@ _TABLE: dict[type[BaseException], Told] = {
     errors.ModelLoading: Told(503, _SERVER, "model_loading"),
     ShuttingDown: Told(503, _SERVER, "shutting_down"),
     errors.EngineClosed: Told(503, _SERVER, "engine_closed"),
-    errors.EngineError: Told(500, _SERVER, "engine_failed"),
+    errors.EngineError: Told(503, _SERVER, "engine_failed"),
     store.Locked: Told(503, _SERVER, "storage_busy"),
     store.Unreachable: Told(503, _SERVER, "storage_unreachable"),
     store.DiskFull: Told(507, _SERVER, "storage_full"),

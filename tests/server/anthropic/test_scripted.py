@@ -5,51 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from palaver.chat.model import Model
-from palaver.chat.models import Models, Told
-from palaver.chat.service import Service
-from palaver.engines.scripted import Hold, Script, ScriptedEngine
-from palaver.formats.template import Template
-from palaver.formats.templated import TemplateFormat
+from palaver.engines.scripted import Hold, Script
 from palaver.server.anthropic.signatures import signed
 from palaver.server.settings import Limits, ServerSettings
-from palaver.store import open_store
 from palaver.wire.sse import Decoder
-from tests.chat.making import CONTROL, TOKENIZER
-from tests.client.live import served
 from tests.server.anthropic.asking import MESSAGES, SUM
-from tests.tiny import CHATML, PREOPENED, STRINGS
-
-THINK, ANSWER, END = CONTROL["<think>"], CONTROL["</think>"], CONTROL["<|im_end|>"]
-
-
-def say(*said: str | int) -> list[int]:
-    return [id for one in said for id in ([one] if isinstance(one, int) else TOKENIZER.encode([one]))]
-
-
-@asynccontextmanager
-async def scripted(
-    folder: Path, template: str, script: Script, context: int = 4096, settings: ServerSettings | None = None
-) -> AsyncIterator[httpx.AsyncClient]:
-    async def load(name: str, told: Told) -> Model:
-        engine = ScriptedEngine([script], TOKENIZER.vocabulary, context_length=context)
-        format = TemplateFormat(Template(template), TOKENIZER, STRINGS)
-        return Model(engine, format, name, TOKENIZER.fingerprint, TOKENIZER.vocabulary)
-
-    with open_store(folder) as store:
-        models = Models(load, ("scripted",))
-        models.load("scripted")
-        async with Service(store, models) as service, served(service, settings) as url:
-            await models.ready()
-            async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:
-                yield http
+from tests.server.scripted import ANSWER, END, THINK, say, scripted
+from tests.tiny import CHATML, PREOPENED
 
 
 async def told(http: httpx.AsyncClient, **fields: Any) -> AsyncIterator[dict[str, Any]]:

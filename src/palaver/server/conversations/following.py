@@ -83,13 +83,13 @@ async def together(sources: Sequence[Pieces]) -> Pieces:
 
 async def _pour(source: Pieces, queue: asyncio.Queue[bytes | None]) -> None:
     """A failure ends the source with an error for the client to read."""
-    async with aclosing(source):
-        try:
+    try:
+        async with aclosing(source):
             async for piece in source:
                 await queue.put(piece)
-        except Exception as error:
-            note(error)
-            await queue.put(encoded(json.dumps(error_value(error)), event="error"))
+    except Exception as error:
+        note(error)
+        await queue.put(encoded(json.dumps(error_value(error)), event="error"))
     await queue.put(None)
 
 

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from palaver.chat.model import Model
 from palaver.chat.utterance import Utterance
-from palaver.errors import PalaverError
 from palaver.events import Event, Finished, ReadEvent, Started, ThinkingDelta, ToolCallOpened, Waiting
 from palaver.generation import Finish
 from palaver.messages import Message
@@ -148,8 +147,11 @@ class Speaking:
                 yield told
 
 
+_Arrivals = asyncio.Queue[Told | BaseException | None]
+
+
 async def _merged(choices: Sequence[Choice]) -> AsyncGenerator[Told]:
-    arrivals: asyncio.Queue[Told | PalaverError | None] = asyncio.Queue()
+    arrivals: _Arrivals = asyncio.Queue()
     tasks = [asyncio.create_task(_forward(choice, arrivals)) for choice in choices]
     left = len(tasks)
     try:
@@ -157,10 +159,10 @@ async def _merged(choices: Sequence[Choice]) -> AsyncGenerator[Told]:
             arrival = await arrivals.get()
             if arrival is None:
                 left -= 1
-            elif isinstance(arrival, Told):
-                yield arrival
-            else:
+            elif isinstance(arrival, BaseException):
                 raise arrival
+            else:
+                yield arrival
     finally:
         for task in tasks:
             task.cancel()
@@ -168,14 +170,16 @@ async def _merged(choices: Sequence[Choice]) -> AsyncGenerator[Told]:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _forward(choice: Choice, arrivals: asyncio.Queue[Told | PalaverError | None]) -> None:
+async def _forward(choice: Choice, arrivals: _Arrivals) -> None:
+    """Puts the choice's items into the queue, then None, or the error that ended it, whatever its type."""
     try:
         async with aclosing(choice.tell()) as stream:
             async for told in stream:
                 arrivals.put_nowait(told)
-        arrivals.put_nowait(None)
-    except PalaverError as error:
+    except BaseException as error:
         arrivals.put_nowait(error)
+        raise
+    arrivals.put_nowait(None)
 
 
 def _told_at_end(finished: Finished) -> tuple[ReadEvent, ...]:

@@ -56,7 +56,9 @@ async def answered(request: Request, body: ResponseRequest, owner: str, state: S
             await while_there(request, _let_in(state, chat, reply))
         if body.stream:
             return EventStream(_pieces(state, chat, reply), on_leave=leave)
-        return JSONResponse(await while_there(request, _whole(state, chat, reply)))
+        value = await while_there(request, _whole(state, chat, reply))
+        _raise_engine_failure(state, reply)
+        return JSONResponse(value)
     except Left:
         leave()
         raise
@@ -153,6 +155,13 @@ def _parameters(wishes: ChatRequest, body: ResponseRequest, model: Model, state:
     parameters |= {"tools": tools} if tools else {}
     parameters |= {"must_call": called} if called else {}
     return {**parameters, "overflow": "shorten"} if body.truncation == "auto" else parameters
+
+
+def _raise_engine_failure(state: State, reply: Stored) -> None:
+    """A reply that the engine failed at is an error to the request that waited for it, so that its client retries."""
+    turn = state.service.turns.get(reply.id)
+    if turn is not None and isinstance(turn.error, EngineError):
+        raise turn.error
 
 
 def _nothing() -> None:

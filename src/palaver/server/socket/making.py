@@ -60,6 +60,9 @@ class Making:
         try:
             with nullcontext() if self._opening.conversation else self._state.floor.taken(self._end):
                 await self._speak()
+        except asyncio.CancelledError:
+            self._telling.fail(ShuttingDown())
+            raise
         except Exception as error:
             note(error)
             self._telling.fail(error)

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 
-from palaver.errors import PalaverError
+from palaver.errors import EngineError, PalaverError
 from palaver.events import AnswerDelta, ReadEvent
+from palaver.server.errors import note
 from palaver.voice.base import Samples
 from palaver.voice.speech import Speech
 
@@ -44,6 +45,9 @@ class Sounding:
             await self._saying
         except PalaverError as error:
             return error
+        except Exception as error:
+            note(error)
+            return EngineError("The voice failed: the server's log has the details.")
         return None
 
     async def _say(self) -> None:

@@ -80,7 +80,9 @@ class Telling:
             self._sound.append(samples)
 
     def fail(self, error: Exception) -> None:
-        """The last message of a turn that can't go on."""
+        """The last message of a turn that can't go on. A turn that has ended keeps its end."""
+        if self._record.ended:
+            return
         said = str(error) if isinstance(error, PalaverError) else INTERNAL
         self._record.tell({"type": "error", "error": said, "turn_id": self._turn}, last=True)
 

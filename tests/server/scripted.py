@@ -1,0 +1,55 @@
+"""A server over a scripted engine, for what no model does at will."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+
+from palaver.chat.model import Model
+from palaver.chat.models import Models, Told
+from palaver.chat.service import Service
+from palaver.engines.scripted import Script, ScriptedEngine
+from palaver.formats.template import Template
+from palaver.formats.templated import TemplateFormat
+from palaver.server.settings import ServerSettings
+from palaver.store import open_store
+from tests.chat.making import CONTROL, TOKENIZER
+from tests.client.live import served
+from tests.tiny import STRINGS
+
+THINK, ANSWER, END = CONTROL["<think>"], CONTROL["</think>"], CONTROL["<|im_end|>"]
+
+
+def say(*said: str | int) -> list[int]:
+    return [id for one in said for id in ([one] if isinstance(one, int) else TOKENIZER.encode([one]))]
+
+
+@asynccontextmanager
+async def scripted(
+    folder: Path,
+    template: str,
+    *scripts: Script,
+    context: int = 4096,
+    settings: ServerSettings | None = None,
+    engine: type[ScriptedEngine] = ScriptedEngine,
+    made: list[ScriptedEngine] | None = None,
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the server. `made` collects the engine, to look at what it was called with."""
+
+    async def load(name: str, told: Told) -> Model:
+        one = engine(list(scripts), TOKENIZER.vocabulary, context_length=context)
+        if made is not None:
+            made.append(one)
+        format = TemplateFormat(Template(template), TOKENIZER, STRINGS)
+        return Model(one, format, name, TOKENIZER.fingerprint, TOKENIZER.vocabulary)
+
+    with open_store(folder) as store:
+        models = Models(load, ("scripted",))
+        models.load("scripted")
+        async with Service(store, models) as service, served(service, settings) as url:
+            await models.ready()
+            async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:
+                yield http
