@@ -12,11 +12,13 @@ from palaver.chat.service import Service
 from palaver.server.app import Server
 from palaver.server.settings import ServerSettings
 
+TOKEN = "the-token-of-the-data-folder"
+
 
 @asynccontextmanager
 async def served(service: Service, settings: ServerSettings | None = None, port: int = 0) -> AsyncIterator[str]:
     """The server's address. Leaving closes it as `palaver serve` does."""
-    app = Server(service, settings or ServerSettings(any_model=True))
+    app = Server(service, settings or ServerSettings(any_model=True, secret=TOKEN))
     async with listening(app, port) as url:
         yield url
 

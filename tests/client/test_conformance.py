@@ -12,12 +12,12 @@ import pytest
 from palaver.client import HttpChat
 from tests.chat.conformance import *  # noqa: F403
 from tests.chat.making import Stage, staged
-from tests.client.live import served
+from tests.client.live import TOKEN, served
 
 
 @asynccontextmanager
 async def over_http(folder: Path, held: bool) -> AsyncIterator[Stage]:
-    async with staged(folder, held=held) as stage, served(stage.service) as url, HttpChat(url) as chat:
+    async with staged(folder, held=held) as stage, served(stage.service) as url, HttpChat(url, TOKEN) as chat:
         yield replace(stage, chat=chat)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +24,9 @@ from palaver.server.connections import prompt_connections
 from palaver.server.serving import socket_options
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
+
+TOKEN = "the-token-of-the-data-folder"
+ADMIN = {"authorization": f"Bearer {TOKEN}"}
 
 
 async def sprout(name: str, told: Told) -> Model:
@@ -45,7 +49,7 @@ class Live:
     ) -> None:
         self._folder = folder
         self._resume = resume
-        self._given = settings or ServerSettings()
+        self._given = replace(settings or ServerSettings(), secret=TOKEN)
         self._model = model
         self._up = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.asking import post
-from tests.server.live import Live
+from tests.server.live import TOKEN, Live
 
 PAGE = Path(__file__).parents[2] / "docs" / "http-api.md"
 LINES = [
@@ -40,7 +40,7 @@ def test_a_line_runs(live: Live, command: str) -> None:
         pytest.skip("curl is not here: the page's lines were NOT tried")
     if "$RESPONSE" in command:
         command = command.replace("$RESPONSE", response(live))
-    told = command.replace("$URL", live.url) + r" -w '\n%{http_code}'"
+    told = command.replace("$URL", live.url).replace("$TOKEN", TOKEN) + r" -w '\n%{http_code}'"
     ran = subprocess.run(["bash", "-c", told], capture_output=True, text=True, errors="replace", check=True)
     body, _, status = ran.stdout.rpartition("\n")
     assert status == "200", body

@@ -24,7 +24,7 @@ from palaver.server.settings import Limits, ServerSettings
 from palaver.store import Status, open_store
 from palaver.store.errors import DiskFull, Locked
 from tests.server.asking import CHAT, LAMP, SUM, WEATHER, ask, get, post, refused, stream
-from tests.server.live import Live
+from tests.server.live import ADMIN, Live
 
 ROOT = Path(__file__).parents[2]
 
@@ -188,13 +188,13 @@ def test_hostile_12_templates_and_variables_of_a_client(http: httpx.Client) -> N
 
 @pytest.mark.parametrize("name", ["../../etc", "/etc", "~", "sprout/../sprout", "", "a" * 600, "owner/name"])
 def test_hostile_15_names_of_models(http: httpx.Client, name: str) -> None:
-    assert is_400(http.post("/v1/model/load", json={"model": name}))
+    assert is_400(http.post("/v1/model/load", json={"model": name}, headers=ADMIN))
     assert http.get("/health").json()["model"] == "sprout"
 
 
 def test_hostile_15_a_link_out(http: httpx.Client, tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to("/etc")
-    assert is_400(http.post("/v1/model/load", json={"model": str(tmp_path / "out")}))
+    assert is_400(http.post("/v1/model/load", json={"model": str(tmp_path / "out")}, headers=ADMIN))
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_hostile_13_and_14_models_that_want_to_run_something(tmp_path: Path, fil
         assert (health.status_code, health.json()["status"]) == (503, "failed")
         assert why in health.json()["note"]
         live.service.models.names = ("sprout",)
-        loaded = post(live.url + "/v1/model/load", json={"model": "sprout"})
+        loaded = post(live.url + "/v1/model/load", json={"model": "sprout"}, headers=ADMIN)
         assert (loaded.status_code, loaded.json()["status"]) == (200, "ready"), "the process lives"
 
 

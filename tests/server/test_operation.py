@@ -12,7 +12,7 @@ import pytest
 
 from palaver.server.settings import ServerSettings
 from tests.server.asking import CHAT, SUM, ask, chunks, post
-from tests.server.live import Live
+from tests.server.live import ADMIN, Live
 
 
 def test_health_says_which_model_is_ready(http: httpx.Client) -> None:
@@ -60,11 +60,11 @@ def test_embeddings_are_refused_clearly(http: httpx.Client) -> None:
 
 def test_a_model_is_unloaded_and_loaded_with_progress(tmp_path: Path) -> None:
     with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60) as http:
-        assert http.post("/v1/model/unload").json()["status"] == "none"
+        assert http.post("/v1/model/unload", headers=ADMIN).json()["status"] == "none"
         assert http.get("/health").status_code == 503
         without = http.post(CHAT, json={"messages": SUM})
         assert (without.status_code, without.json()["error"]["code"]) == (503, "no_model")
-        events = http.post("/v1/model/load", json={"model": "sprout", "stream": True}).text
+        events = http.post("/v1/model/load", json={"model": "sprout", "stream": True}, headers=ADMIN).text
         assert "event: progress" in events
         assert "event: ready" in events
         assert "42" in ask(http)["choices"][0]["message"]["content"]

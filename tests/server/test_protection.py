@@ -10,7 +10,7 @@ import pytest
 from palaver.server.callers import REMEMBERED_SECONDS
 from palaver.server.settings import Limits, ServerSettings
 from tests.server.asking import CHAT, SUM, get, options, post
-from tests.server.live import Live
+from tests.server.live import ADMIN, TOKEN, Live
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Keyed:
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
     # the settings say that others can reach it, which makes it ask for keys; the test listens on loopback all the same
-    with Live(tmp_path_factory.mktemp("keyed"), ServerSettings(host="0.0.0.0", secret="run's own"), None) as live:
+    with Live(tmp_path_factory.mktemp("keyed"), ServerSettings(host="0.0.0.0"), None) as live:
         store = live.service.store
         ann, bob = (store.users.ensure(name).id for name in ("ann", "bob"))
         made = [store.keys.add(ann)[1], store.keys.add(bob)[1], store.keys.add(ann, admin=True)[1]]
@@ -60,7 +60,7 @@ def test_hostile_19_a_key_in_every_header_has_the_same_rights(keyed: Keyed) -> N
     assert keyed.get("/v1/models", keyed.ann + "x").status_code == 401
     assert keyed.get("/v1/models", keyed.ann[:-1]).status_code == 401
     assert keyed.get("/v1/models", "pal-").status_code == 401
-    assert keyed.get("/v1/models", "run's own").status_code == 200
+    assert keyed.get("/v1/models", TOKEN).status_code == 200
     answer = keyed.get("/v1/models", "nonsense")
     assert answer.json()["error"]["code"] == "invalid_api_key"
     assert answer.headers["www-authenticate"] == "Bearer"
@@ -90,6 +90,84 @@ def test_a_revoked_key_is_shut_out(keyed: Keyed, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("palaver.server.callers.REMEMBERED_SECONDS", 0.0)
     assert keyed.get("/v1/models", text).status_code == 401
     assert REMEMBERED_SECONDS <= 5
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server on loopback, which is also called by a name, as behind a proxy on the same machine."""
+    with Live(tmp_path_factory.mktemp("local"), ServerSettings(hosts=("chat.example",)), None) as live:
+        yield live
+
+
+PATHS = ("/v1/models", "/api/conversations", "/metrics")
+
+
+@pytest.mark.parametrize("header", ["authorization", "x-api-key", "api-key", "cookie"])
+def test_hostile_32_a_key_that_is_not_valid_is_a_401_on_loopback(local: Live, header: str) -> None:
+    store = local.service.store
+    revoked, text = store.keys.add(store.users.ensure("dora").id, admin=True)
+    store.keys.revoke(revoked.id)
+    for key in (text, text + "x", "pal-00000000-unknown", "sk-something"):
+        value = {"authorization": f"Bearer {key}", "cookie": f"palaver_8080={key}"}.get(header, key)
+        for path in PATHS:
+            answer = get(local.url + path, headers={header: value})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key"), (path, key)
+    assert get(f"{local.url}/v1/models", headers={"x-api-key": TOKEN}).status_code == 200
+
+
+@pytest.mark.parametrize("placeholder", ["none", "EMPTY", "sk-no-key-required"])
+def test_a_placeholder_where_a_library_insists_on_a_key_is_no_key(local: Live, keyed: Keyed, placeholder: str) -> None:
+    assert get(f"{local.url}/v1/models", headers={"authorization": f"Bearer {placeholder}"}).status_code == 200
+    assert keyed.get("/v1/models", placeholder).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/model/load", {"model": "x"}), ("/api/model/load", {"name": "x"}), ("/v1/model/unload", None)],
+)
+def test_hostile_32_administration_takes_a_key_or_the_token(
+    local: Live, path: str, body: dict[str, str] | None
+) -> None:
+    store = local.service.store
+    users_key = {"x-api-key": store.keys.add(store.users.ensure("emil").id)[1]}
+    admins_key = {"x-api-key": store.keys.add(store.users.ensure("emil").id, admin=True)[1]}
+    for headers in ({}, users_key):
+        assert post(local.url + path, json=body, headers=headers).status_code == 403
+    for headers in (ADMIN, admins_key):
+        assert post(local.url + path, json=body, headers=headers).status_code in (200, 400)
+
+
+PROXIED = [
+    {"host": "chat.example"},
+    {"x-forwarded-for": "203.0.113.9"},
+    {"x-forwarded-proto": "https"},
+    {"forwarded": "for=203.0.113.9"},
+    {"x-real-ip": "203.0.113.9"},
+    {"via": "1.1 proxy"},
+]
+
+
+@pytest.mark.parametrize("proxied", PROXIED, ids=lambda headers: next(iter(headers)))
+def test_hostile_32_through_a_proxy_nobody_is_the_local_user(local: Live, proxied: dict[str, str]) -> None:
+    for path in PATHS:
+        assert get(local.url + path, headers=proxied).status_code == 401
+    assert post(f"{local.url}/v1/model/unload", headers=proxied).status_code == 401
+    assert get(f"{local.url}/api/conversations", headers={**proxied, **ADMIN}).status_code == 200
+    session = get(f"{local.url}/api/session", headers=proxied).json()
+    assert (session["needs_key"], session["signed_in"]) == (True, False), "the page asks for a key"
+    assert set(get(f"{local.url}/health", headers=proxied).json()) == {"status", "instance"}
+
+
+def test_the_printed_address_makes_the_page_an_administrator(tmp_path: Path) -> None:
+    with Live(tmp_path, ServerSettings(login_code="printed"), None) as live, httpx.Client(base_url=live.url) as page:
+        assert not page.get("/api/session").json()["admin"]
+        wrong = page.get("/", params={"login": "guessed"})
+        assert (wrong.status_code, wrong.headers.get("set-cookie")) == (303, None)
+        right = page.get("/", params={"login": "printed"})
+        assert (right.status_code, right.headers["location"]) == (303, "/")
+        assert {"HttpOnly", "SameSite=strict"} <= set(right.headers["set-cookie"].split("; "))
+        assert page.get("/api/session").json()["admin"]
+        assert page.post("/v1/model/unload").status_code == 200
 
 
 def test_keys_are_kept_as_digests_alone(keyed: Keyed) -> None:

@@ -51,6 +51,9 @@ def scripted(script: Path, rate: float, context: int) -> Model:
     return Model(PacedEngine(scripts, rate, context), format, "scripted", TOKENIZER.fingerprint, TOKENIZER.vocabulary)
 
 
+LOGIN = "as-it-is-printed"
+
+
 async def serve(asked: argparse.Namespace) -> None:
     async def load(name: str, told: Told) -> Model:
         told(0.3, "warming up")
@@ -61,7 +64,12 @@ async def serve(asked: argparse.Namespace) -> None:
         return await sprout(name, told)
 
     settings = ServerSettings(
-        host=asked.host, port=asked.port, prefix=asked.prefix, hosts=("127.0.0.1",) if asked.host != "127.0.0.1" else ()
+        host=asked.host,
+        port=asked.port,
+        prefix=asked.prefix,
+        hosts=("127.0.0.1",) if asked.host != "127.0.0.1" else (),
+        secret="the-token-of-the-data-folder",
+        login_code=LOGIN,
     )
     with open_store(asked.folder) as store:
         name = "scripted" if asked.script else "sprout"

@@ -12,6 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 from palaver.store import open_store
 from tests.web.conftest import PATIENCE, ROOT, Served, stored
 from tests.web.screen import ask, conversation, ended, last_reply, replies
+from tests.web.served import LOGIN
 
 AXE = ROOT / "web" / "node_modules" / "axe-core" / "axe.min.js"
 GRAVE = ("serious", "critical")
@@ -301,7 +302,7 @@ def test_system_prompt_settings_and_presets_are_kept(page: Page, sprout: Served,
 
 def test_the_model_is_shown_while_it_loads_and_can_be_changed(page: Page, tmp_path: Path, built: None) -> None:
     with Served(tmp_path / "models", script=[{"thought": "Hm", "answer": "Here."}]) as served:
-        page.goto(served.url)
+        page.goto(f"{served.url}/?login={LOGIN}")
         page.get_by_role("button", name="Model: scripted").click()
         page.get_by_role("button", name="Unload").click()
         expect(page.get_by_text("No model is loaded.")).to_be_visible()

@@ -22,6 +22,9 @@ from palaver.client.trust import trusting
 PATIENCE_S = 3.0
 """A server that does not answer for so long is not there; where nobody listens that is known at once."""
 
+TOKEN = "token"
+"""The file in the data folder that holds it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
@@ -30,7 +33,7 @@ class Announcement:
     instance: str
     """Says which server answers: another one may have taken over the port. No secret."""
     secret: str = ""
-    """A key that this server takes for the local user's."""
+    """The token in the data folder, which this server takes for an administrator's key of the local user."""
     store: str = ""
     """The database's address without its password, where it is not the folder's own."""
     certificate: str = ""
@@ -54,6 +57,15 @@ def announced(
         yield told
     finally:
         path.unlink(missing_ok=True)
+
+
+def local_token(folder: Path) -> str:
+    """The token that proves to a server of this folder that its client may read it; made where there is none."""
+    path = folder / TOKEN
+    if not path.is_file() or not path.read_text().strip():
+        _write(path, secrets.token_urlsafe(32))
+    path.chmod(0o600)
+    return path.read_text().strip()
 
 
 async def found(folder: Path, store: str = "") -> Announcement | None:

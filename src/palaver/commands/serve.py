@@ -141,7 +141,7 @@ async def _run(
     from palaver.chat.loading import hosted
     from palaver.chat.models import Models
     from palaver.chat.service import Service
-    from palaver.client.discovery import announced
+    from palaver.client.discovery import announced, local_token
     from palaver.client.trust import own_certificate
     from palaver.models.catalog import DEFAULT, embedded
     from palaver.server.app import Server
@@ -151,18 +151,29 @@ async def _run(
     models = Models(hosted(loading), embedded())
     listening = listen(settings)
     url = address(settings, listening, certificate is not None)
-    secret = "" if settings.is_local else secrets.token_urlsafe(32)
+    secret, login = local_token(store.folder), secrets.token_urlsafe(16)
     shows = own_certificate(certificate.chain) if certificate is not None else ""
     with listening, announced(store.folder, url, secret, _shown(database), shows) as told:
         async with Service(store, models, resume=resume) as service:
             models.load(name or DEFAULT)
-            server = Server(service, replace(settings, instance=told.instance, secret=secret))
+            settings = replace(settings, instance=told.instance, secret=secret, login_code=login)
+            server = Server(service, settings)
             print(f"palaver: {name or DEFAULT} at {url} (OpenAI API: {url}/v1)", file=sys.stderr)
+            if sys.stderr.isatty():  # a log is no place for it
+                print(f"palaver: the page with the right to change the model: {url}/?login={login}", file=sys.stderr)
             await serve_until_told(Serving(server, grace, certificate), listening, server)
 
 
 def _keys_where_needed(store: Store, settings: ServerSettings, make_key: bool) -> None:
-    if settings.is_local or store.keys.any():
+    if store.keys.any():
+        return
+    if settings.is_local:
+        if settings.hosts:
+            print(
+                f"palaver: requests to {', '.join(settings.hosts)} need a key, and there is none: "
+                "make one with `palaver keys add NAME`",
+                file=sys.stderr,
+            )
         return
     if not make_key:
         raise BadParameter(

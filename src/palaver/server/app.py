@@ -43,13 +43,13 @@ class Server:
             Metrics(),
             Floor(settings.limits.at_once),
             self.access,
+            Callers(service.store, not settings.is_local, settings.secret, settings.port),
             _sockets(settings),
             speakers=Speakers(settings.voice),
         )
         service.turns.heard = TurnCounts(self.state.metrics).hear
         self.routes = _routes(self.state)
-        callers = Callers(service.store, not settings.is_local, settings.secret, settings.port)
-        self.asgi = Shell(self.routes, settings, callers, self.access, self.state.metrics, _is_open)
+        self.asgi = Shell(self.routes, settings, self.state.callers, self.access, self.state.metrics, _is_open)
 
     async def close(self, grace: float) -> None:
         """Takes nothing more; what runs is waited for, then cut or put aside, and its readers are told.

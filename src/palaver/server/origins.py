@@ -12,6 +12,16 @@ from urllib.parse import urlsplit
 from palaver.server.errors import ForeignCaller
 from palaver.server.settings import ServerSettings, is_loopback
 
+_FORWARDING = frozenset({b"forwarded", b"via", b"x-real-ip"})
+_FORWARDING_PREFIX = b"x-forwarded-"
+
+
+def is_direct(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a program of this machine sent the request for itself: to a loopback name, and not through a proxy."""
+    if any(name in _FORWARDING or name.startswith(_FORWARDING_PREFIX) for name in headers):
+        return False
+    return is_loopback(_name(headers.get(b"host", b"").decode("latin-1").strip().lower()))
+
 
 class Gate:
     def __init__(self, settings: ServerSettings) -> None:

@@ -63,7 +63,9 @@ class ServerSettings:
     instance: str = ""
     """Says which server this is, to whoever found it by its announcement."""
     secret: str = field(default="", repr=False)
-    """A key of this run alone, for programs of the same user on this machine."""
+    """The token in the data folder: makes programs of the same user on this machine administrators."""
+    login_code: str = field(default="", repr=False)
+    """In the page's address (`/?login=CODE`) it is exchanged for the page's cookie. Of this run alone."""
 
     @property
     def is_local(self) -> bool:

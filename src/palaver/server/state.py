@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 
 from palaver.chat.service import Service
 from palaver.server.access import AccessLog
+from palaver.server.callers import Callers
 from palaver.server.floor import Floor
 from palaver.server.metrics import Metrics
 from palaver.server.openai.remembering import Remembered
@@ -27,6 +28,7 @@ class State:
     metrics: Metrics
     floor: Floor
     access: AccessLog
+    callers: Callers
     sockets: Sockets
     remembered: Remembered = field(default_factory=Remembered)
     speakers: Speakers = field(default_factory=Speakers)

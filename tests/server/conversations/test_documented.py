@@ -14,6 +14,7 @@ import pytest
 from palaver.client import HttpChat
 from palaver.messages import user
 from tests.chat.making import entries
+from tests.client.live import TOKEN
 from tests.server.live import Live
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "http-api.md"
@@ -35,7 +36,7 @@ async def prepared(url: str) -> dict[str, str]:
         await entries(chat, cut.id)
         digest = await chat.put_blob(b"GIF89a")
     ids = {"CONVERSATION": talk.id, "MESSAGE": said.message.id, "TURN": said.reply.id, "STOPPED": cut.id}
-    return {"URL": url, **ids, "DIGEST": digest}
+    return {"URL": url, "TOKEN": TOKEN, **ids, "DIGEST": digest}
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 
 from palaver.server.settings import ServerSettings
 from tests.chat.making import Stage, staged
-from tests.client.live import served
+from tests.client.live import TOKEN, served
 
 USER = {"role": "user", "parts": [{"type": "text", "text": "Wave!"}]}
 PICTURE = b"\x89PNG of a tree"
@@ -56,7 +56,7 @@ async def two(tmp_path: Path) -> AsyncIterator[Two]:
 
 @pytest.fixture
 async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with staged(tmp_path) as stage, served(stage.service) as url, calling(url) as http:
+    async with staged(tmp_path) as stage, served(stage.service) as url, calling(url, TOKEN) as http:
         await stage.chat.ready()
         yield http
 
@@ -283,7 +283,7 @@ async def test_texts_come_back_to_the_letter(http: httpx.AsyncClient) -> None:
 
 
 async def test_waiting_for_the_model_has_a_limit(tmp_path: Path) -> None:
-    async with staged(tmp_path) as stage, served(stage.service) as url, calling(url) as http:
+    async with staged(tmp_path) as stage, served(stage.service) as url, calling(url, TOKEN) as http:
         await stage.chat.ready()
         stuck = asyncio.Event()
 

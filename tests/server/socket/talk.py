@@ -16,7 +16,7 @@ from palaver.engines.scripted import Script, ScriptedEngine
 from palaver.server.app import Server
 from palaver.server.settings import Limits, ServerSettings
 from tests.chat.making import WAVE, Stage, staged
-from tests.client.live import listening
+from tests.client.live import TOKEN, listening
 
 SECONDS = 60
 SUM = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -99,7 +99,7 @@ class Scene:
 async def scene(
     folder: Path, scripts: Sequence[Script] = (WAVE,), held: bool = False, context: int = 4096, **limits: Any
 ) -> AsyncIterator[Scene]:
-    settings = ServerSettings(limits=Limits(**limits))
+    settings = ServerSettings(limits=Limits(**limits), secret=TOKEN)
     async with staged(folder, scripts, held=held, context=context) as stage:
         await stage.chat.ready()
         server = Server(stage.service, settings)

@@ -13,6 +13,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from palaver.server.settings import Limits, ServerSettings
+from tests.client.live import TOKEN
 from tests.server.live import Live
 from tests.server.socket.talk import SUM, Talk, scene, talking
 
@@ -207,8 +208,9 @@ async def test_a_socket_that_tells_a_turn_is_not_idle(tmp_path: Path) -> None:
 
 async def test_the_log_has_no_key_and_no_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    async with scene(tmp_path) as it, talking(it.url, subprotocols=["palaver", "palaver.key.secret-key"]) as talk:
+    async with scene(tmp_path) as it, talking(it.url, subprotocols=["palaver", f"palaver.key.{TOKEN}"]) as talk:
         await talk.ask(**said("secret words"))
     logged = "\n".join(record.getMessage() for record in caplog.records if record.name.startswith("palaver"))
     assert "SOCKET /ws/chat 101" in logged
     assert "secret" not in logged
+    assert TOKEN not in logged

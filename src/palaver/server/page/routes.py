@@ -74,10 +74,14 @@ def router() -> APIRouter:
     files = APIRouter(include_in_schema=False)
 
     @files.api_route("/", methods=["GET", "HEAD"])
-    async def page(request: Request, state: StateOf, accept_encoding: Encodings = "") -> Response:
+    async def page(request: Request, state: StateOf, accept_encoding: Encodings = "", login: str = "") -> Response:
         asked: str = request.scope.get("raw_path", b"/").decode("latin-1")
         if state.settings.prefix and asked == state.settings.prefix:  # relative addresses need the slash
             return RedirectResponse(state.settings.prefix + "/", 308)
+        if login:  # the address that `palaver serve` prints
+            answer = RedirectResponse(state.settings.prefix + "/", 303, HEADERS | {"cache-control": "no-store"})
+            session.log_in(login, request, answer, state)
+            return answer
         if not (DIST / "index.html").is_file():
             return Response(UNBUILT, media_type="text/html", headers=HEADERS | {"cache-control": _ALWAYS_ASK})
         return _file("index.html", _ALWAYS_ASK, accept_encoding)

@@ -5,12 +5,11 @@ The page itself and the exchange need no key: whoever has none must be able to s
 
 from __future__ import annotations
 
-import asyncio
+import hmac
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from palaver.server.errors import NoKey
 from palaver.server.page.cookies import cookie_name
 from palaver.server.state import State, StateOf
 
@@ -50,16 +49,21 @@ async def session(request: Request, state: StateOf) -> Session:
 async def sign_in(asked: SignIn, request: Request, response: Response, state: StateOf) -> Session:
     """Takes a key and gives a cookie for it."""
     key = asked.key.strip()
-    found = await asyncio.to_thread(state.service.store.keys.find, key)
-    if found is None:
-        raise NoKey(given=True)
+    caller = await state.callers.by_key(key)
     _set(request, response, state, key, _YEAR)
-    return _session(state, found.user, found.admin)
+    return _session(state, caller.name, caller.admin)
 
 
 @routes.delete("/api/session", status_code=204)
 async def sign_out(request: Request, response: Response, state: StateOf) -> None:
     _set(request, response, state, "", 0)
+
+
+def log_in(code: str, request: Request, response: Response, state: State) -> None:
+    """Sets the cookie of the local administrator where the code is the one that the server printed at its start."""
+    settings = state.settings
+    if settings.login_code and hmac.compare_digest(code.encode("utf-8", "replace"), settings.login_code.encode()):
+        _set(request, response, state, settings.secret, _YEAR)
 
 
 def _set(request: Request, response: Response, state: State, value: str, age: int) -> None:
@@ -70,5 +74,5 @@ def _set(request: Request, response: Response, state: State, value: str, age: in
 
 
 def _session(state: State, name: str | None, admin: bool) -> Session:
-    needed = not state.settings.is_local
+    needed = not state.settings.is_local or name is None
     return Session(needs_key=needed, signed_in=name is not None, name=name or "", admin=admin)
