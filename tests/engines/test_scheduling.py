@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from palaver.engines.torch import Limits, Options, TorchEngine, load
+from palaver.engines.torch.sequence import Sequence
 from palaver.errors import CacheFull, EngineError, QueueFull
 from palaver.generation import Ended, Finish, Prefilled, Prompt, Queued, Step
 from palaver.sampling import Sampling
@@ -87,8 +89,8 @@ def oracle() -> Callable[..., Reference]:
 
 @pytest.fixture
 async def small(folder_of: Callable[[str], Path]) -> AsyncIterator[TorchEngine]:
-    """Two at once, three waiting."""
-    limits = Limits(running=2, waiting=3, chunk=16)
+    """Two at once, and six places to wait in: three for one owner."""
+    limits = Limits(running=2, waiting=6, chunk=16)
     engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=Options(limits=limits))
     yield engine
     await engine.close()
@@ -110,6 +112,50 @@ async def test_a_full_queue_refuses_and_tells_places(small: TorchEngine) -> None
     assert await anext(opened[3]) == Queued(1)
     for generation in opened[1:5]:
         await generation.__aexit__(None, None, None)
+
+
+async def test_one_owner_cant_keep_others_out(small: TorchEngine) -> None:
+    """Who floods the queue takes a part of it, and others are let in between."""
+    async with AsyncExitStack() as opened:
+        flood = [small.generate(Prompt((65 + i,), owner="flood"), ENDLESS) for i in range(6)]
+        for generation in flood[:2]:
+            await opened.enter_async_context(generation)
+            assert isinstance(await anext(generation), Prefilled)
+        for generation in flood[2:]:
+            await opened.enter_async_context(generation)
+        assert [await anext(generation) for generation in flood[2:5]] == [Queued(1), Queued(2), Queued(3)]
+        with pytest.raises(QueueFull):
+            await anext(flood[5])
+        other = await opened.enter_async_context(small.generate(Prompt((80,), owner="other"), ENDLESS))
+        assert await anext(other) == Queued(2)
+        assert [await anext(generation) for generation in flood[3:5]] == [Queued(3), Queued(4)]
+        for generation in flood[:2]:
+            generation.stop()
+        assert isinstance(await anext(other), Prefilled)
+
+
+async def test_those_that_wait_are_compared_once_not_at_every_step(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The long prompt takes 25 steps; 40 others wait for what it computes, in as many comparisons."""
+    limits = Limits(running=2, waiting=1024, chunk=4)
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=Options(limits=limits))
+    compared: list[Sequence] = []
+    common = Sequence.common
+
+    def counted(one: Sequence, other: Sequence) -> int:
+        compared.append(one)
+        return common(one, other)
+
+    monkeypatch.setattr(Sequence, "common", counted)
+    seen = passes(engine, monkeypatch)
+    prompt, sampling = Prompt(tuple(b"A long one. " * 34)), replace(ENDLESS, max_tokens=1)
+    outs = await asyncio.gather(*(run(engine, replace(prompt), sampling) for _ in range(41)))
+    assert len({tuple(out.ids) for out in outs}) == 1
+    assert len(seen) > 25
+    assert sum(map(sum, seen)) < len(prompt) + 2 * 41, "what they share is computed once"
+    assert len(compared) <= 2 * 41
+    await engine.close()
 
 
 async def test_cancelled_while_waiting_in_prefill_and_decoding(small: TorchEngine) -> None:

@@ -24,6 +24,9 @@ FATAL = ("AcceleratorError",)
 UNDISTURBED = 4
 """So many chunks are computed at once where nobody waits for a token meanwhile."""
 
+LOOKAHEAD = 64
+"""How many of those that wait are looked at in a step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -31,6 +34,7 @@ class Limits:
 
     running: int = 32
     waiting: int = 1024
+    """Places in the queue; an owner may take as many as are left free."""
     chunk: int = 128
     """Prompt tokens computed in a step: what a long prompt delays the others by."""
 
@@ -45,6 +49,8 @@ class Scheduler:
         self._limits = limits or Limits()
         self._running: dict[Generation, Sequence] = {}
         self._waiting = Waiting(self._limits.waiting)
+        self._full_at = -1
+        """The version of the queue for which the cache had no room: it is not asked again before something changes."""
 
     @property
     def busy(self) -> bool:
@@ -99,13 +105,18 @@ class Scheduler:
         self._decode(ready, [1] * len(ready))
 
     def _admit(self) -> None:
-        for sequence in self._waiting.sequences:
-            if len(self._running) >= self._limits.running:
-                break
-            if self._shares_with_a_running_prefill(sequence):
-                continue
-            if not self._begin(sequence):
-                break
+        if len(self._running) < self._limits.running and self._waiting.version != self._full_at:
+            filling = [sequence for sequence in self._running.values() if sequence.pending > 1]
+            for sequence in self._waiting.sequences[:LOOKAHEAD]:
+                if len(self._running) >= self._limits.running:
+                    break
+                if self._waits_for_a_prefill(sequence, filling):
+                    continue
+                if not self._begin(sequence):
+                    self._full_at = self._waiting.version
+                    break
+                if sequence.pending > 1 and sequence.generation in self._running:
+                    filling.append(sequence)
         for generation, queued in self._waiting.news():
             self._outbox.put(generation, queued)
 
@@ -125,14 +136,21 @@ class Scheduler:
         self._note_filled(sequence)
         return True
 
-    def _shares_with_a_running_prefill(self, sequence: Sequence) -> bool:
+    def _waits_for_a_prefill(self, sequence: Sequence, filling: list[Sequence]) -> bool:
         """Whether most of what it lacks is being computed for another: what two need is computed once."""
-        filling = [other for other in self._running.values() if other.pending > 1 and other.space == sequence.space]
-        if not filling:
+        awaited = sequence.awaited
+        if awaited is not None and awaited.generation in self._running and awaited.pending > 1:
+            return True
+        sequence.awaited = None
+        shared = [(sequence.common(other), other) for other in filling if other.space == sequence.space]
+        common, best = max(shared, key=lambda pair: pair[0], default=(0, None))
+        if best is None or 2 * common < len(sequence.tokens):
             return False
+        common = min(common, best.prompt_tokens - 1)
         known = self._runner.known(sequence)
-        common = max(min(sequence.common(other), other.prompt_tokens - 1) for other in filling)
-        return common > known and 2 * (common - known) >= len(sequence.tokens) - known
+        if common > known and 2 * (common - known) >= len(sequence.tokens) - known:
+            sequence.awaited = best
+        return sequence.awaited is not None
 
     def _prefill(self, filling: list[Sequence]) -> bool:
         """Whether those were all, and each has got its first token in the same pass."""

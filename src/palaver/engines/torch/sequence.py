@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from functools import cached_property
+
 from palaver.engines.torch.chooser import Chooser
 from palaver.engines.torch.generation import Generation
+
+BLOCK = 64
+"""Prompts are compared by a hash of everything up to each multiple of so many tokens."""
 
 
 class Sequence:
@@ -16,20 +22,37 @@ class Sequence:
         self.tokens = [*generation.prompt.context_ids, *generation.prompt.reply_ids]
         self.computed = 0
         self.cached = 0
+        self.owner = generation.prompt.owner
         self.space = (generation.prompt.owner, generation.prompt.adapter)
         """What is computed for it is shared within this alone."""
         self.conversation = generation.prompt.conversation
         self.filled = False
         """Whether all of the prompt but its last token has been computed, once."""
+        self.awaited: Sequence | None = None
+        """While it waits: the running sequence that computes most of what this one lacks."""
 
     @property
     def pending(self) -> int:
         return len(self.tokens) - self.computed
 
     def common(self, other: Sequence) -> int:
-        """How many tokens both begin with."""
-        pairs = zip(self.tokens, other.tokens, strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.tokens), len(other.tokens)))
+        """How many prompt tokens both begin with. Takes a few steps even for long prompts."""
+        ours, theirs = self._hashes, other._hashes
+        blocks = bisect_left(range(min(len(ours), len(theirs))), True, key=lambda block: ours[block] != theirs[block])
+        start = blocks * BLOCK
+        one = self.tokens[start : min(start + BLOCK, self.prompt_tokens)]
+        two = other.tokens[start : min(start + BLOCK, other.prompt_tokens)]
+        pairs = zip(one, two, strict=False)
+        return start + next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(two)))
+
+    @cached_property
+    def _hashes(self) -> list[int]:
+        """After each whole block of the prompt, of all tokens so far."""
+        hashes: list[int] = []
+        for end in range(BLOCK, self.prompt_tokens + 1, BLOCK):
+            before = hashes[-1] if hashes else 0
+            hashes.append(hash((before, *self.tokens[end - BLOCK : end])))
+        return hashes
 
     def take(self, token_id: int) -> None:
         self.tokens.append(token_id)
