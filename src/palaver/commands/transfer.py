@@ -96,7 +96,7 @@ def _write(store: Store, chosen: Sequence[str], format: As, output: Path | None)
         sys.stdout.buffer.writelines(texts)
         sys.stdout.buffer.flush()
         return
-    with whole_file(output) as out:
+    with whole_file(output, private=False) as out:
         count = sum(bool(out.write(text)) for text in texts)
     print(f"{output}: {count} of {len(chosen)} conversations written", file=sys.stderr)
 

@@ -26,7 +26,7 @@ from sqlalchemy import URL, Connection, Table, delete, func, select, text, updat
 from palaver.store.blobs import Blobs
 from palaver.store.database import Database
 from palaver.store.errors import BadBackup, Damaged, NotEmpty, translated
-from palaver.store.files import sync_folder, whole_file
+from palaver.store.files import private_opener, sync_folder, whole_file
 from palaver.store.indexing import rebuild
 from palaver.store.migrations import current_revision, migrate
 from palaver.store.rows import count_on, dumped, load, reflected
@@ -201,7 +201,7 @@ def _place_file(archive: zipfile.ZipFile, target: Database) -> None:
 
 
 def _extract(archive: zipfile.ZipFile, to: Path) -> None:
-    with archive.open(DATABASE) as source, to.open("xb") as out:
+    with archive.open(DATABASE) as source, open(to, "xb", opener=private_opener) as out:
         while piece := source.read(1 << 20):
             out.write(piece)
         out.flush()

@@ -43,7 +43,8 @@ class Blobs:
             if path.exists() and path.stat().st_size == len(data):
                 os.utime(path)  # somebody is about to name it: sweep() must leave it
                 return digest
-            make_folder(path.parent)
+            for folder in (self.folder, path.parent):
+                make_folder(folder)
             write_whole(path, data)
         return digest
 

@@ -7,11 +7,12 @@ a gate of their own, so that only another process's transaction is ever waited f
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from sqlalchemy.exc import ArgumentError
 
 from palaver.errors import BadParameter
 from palaver.store.errors import Unreachable, translated
+from palaver.store.files import restrict
 
 
 class Durability(Enum):
@@ -74,6 +76,7 @@ class Database:
 
     def _sqlite(self) -> Engine:
         engine = create_engine(self.url, connect_args={"timeout": self._wait, "check_same_thread": False})
+        event.listen(engine, "do_connect", lambda *_: _restrict_sqlite(self.path))
         event.listen(engine, "connect", lambda connection, _: _prepare_sqlite(connection, self._wait))
         event.listen(engine, "begin", _begin)
         return engine
@@ -100,6 +103,14 @@ def _checked(url: str | URL) -> URL:
             raise BadParameter("database", shown, "must name a file")
         return made
     raise BadParameter("database", shown, "must begin with sqlite:/// or postgresql://")
+
+
+def _restrict_sqlite(path: Path) -> None:
+    """SQLite gives its log and index the permissions of the file."""
+    with suppress(OSError):  # SQLite says better what is wrong with the place
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        for suffix in ("", "-wal", "-shm"):
+            restrict(path.with_name(path.name + suffix))
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, wait: float) -> None:

@@ -14,6 +14,7 @@ from typing import IO, Any
 from sqlalchemy import Connection, delete, insert, select, update
 
 from palaver.store.database import Database, Durability
+from palaver.store.files import private_opener
 from palaver.store.identity import new_id, now
 from palaver.store.schema import holders, running
 
@@ -98,8 +99,8 @@ class Leases:
     def _locked(self, id: str) -> IO[bytes] | None:
         if fcntl is None:
             return None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        file = self._path(id).open("wb")
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = open(self._path(id), "wb", opener=private_opener)  # noqa: SIM115
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return file
 

@@ -13,7 +13,7 @@ from palaver.store.conversations import Conversations
 from palaver.store.cursors import Cursors
 from palaver.store.database import Database
 from palaver.store.errors import translated
-from palaver.store.files import make_folder
+from palaver.store.files import make_folder, restrict, restrict_tree
 from palaver.store.keys import Keys
 from palaver.store.leases import Leases
 from palaver.store.messages import Messages
@@ -24,6 +24,9 @@ from palaver.store.search import Search
 from palaver.store.users import Users
 
 DATABASE = "palaver.db"
+_SUBFOLDERS = ("blobs", "holders", "servers")
+_FILES = (f"{DATABASE}*", "token", "history*", "*.zip", "*.backup", "*.log")
+"""What may be in a data folder besides: backups and logs, too."""
 
 
 class Store:
@@ -73,11 +76,22 @@ def open_store(folder: Path | None = None, database: str | URL | None = None, wa
 
 
 def data_folder(folder: Path | None = None) -> Path:
-    """The folder, or the user's own for this program; made where it isn't there."""
+    """The folder, or the user's own for this program; made where it isn't there, and out of reach of other users."""
     place = user_data_path("palaver", appauthor=False) if folder is None else folder
     with translated():
         make_folder(place)
+        _restrict(place)
     return place
+
+
+def _restrict(folder: Path) -> None:
+    """Earlier versions left the permissions to the umask."""
+    restrict(folder)
+    for name in _SUBFOLDERS:
+        restrict_tree(folder / name)
+    for pattern in _FILES:
+        for path in folder.glob(pattern):
+            restrict(path)
 
 
 def database_url(folder: Path, database: str | URL | None = None) -> str | URL:
