@@ -230,6 +230,7 @@ def test_a_place_that_cannot_be_is_told_of(run: Run, tmp_path: Path, data: Path)
     refused(run("conversations", "--database", "nonsense"), "no URL")
     missing = f"postgresql://nobody@/none?host={tmp_path}"
     refused(run("conversations", "--database", missing), "does not answer", status=1)
+    assert str(tmp_path) in run("conversations", "--database", missing).output, "what the driver says of the address"
     (tmp_path / "file").write_text("")
     refused(run("conversations", folder=tmp_path / "file" / "x"), "file", status=1)
 

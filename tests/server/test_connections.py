@@ -123,3 +123,62 @@ def test_a_body_that_nobody_reads_is_no_head(tmp_path: Path) -> None:
             line.sendall(b"x" * 499_000)
             line.sendall(HEAD + b"\r\n")
             assert read_until(line, b"}").startswith(b"HTTP/1.1 503 ")
+
+
+def test_hostile_32_two_host_headers_are_a_400(line: socket.socket) -> None:
+    line.sendall(HEAD + b"host: evil.example\r\nconnection: close\r\n\r\n")
+    answer = all_of(line)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"'host' was sent more than once" in answer
+
+
+@pytest.mark.parametrize("name", ["authorization", "x-api-key", "origin"])
+def test_other_headers_that_decide_who_calls_come_once_too(line: socket.socket, name: str) -> None:
+    once = f"{name}: none\r\n".encode()
+    line.sendall(HEAD + once + once + b"connection: close\r\n\r\n")
+    assert all_of(line).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("count", [9_000, 100_000])
+def test_hostile_32_many_small_headers_are_a_431(line: socket.socket, count: int) -> None:
+    """However the system cuts them into pieces: also where the whole head is there at once."""
+    line.sendall(HEAD + b"".join(b"x-%d: y\r\n" % i for i in range(count)) + b"\r\n")
+    answer = all_of(line)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert b"larger than 65536 bytes" in answer
+
+
+def test_a_long_address_is_a_431(line: socket.socket) -> None:
+    line.sendall(b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+    assert all_of(line).startswith(b"HTTP/1.1 431 ")
+
+
+def test_headers_behind_a_body_are_a_431(line: socket.socket) -> None:
+    trailers = b"".join(b"x-%d: y\r\n" % i for i in range(9_000))
+    head = b"POST /v1/tokenize HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\n"
+    line.sendall(head + b"1\r\n{\r\n0\r\n" + trailers + b"\r\n")
+    assert all_of(line).startswith(b"HTTP/1.1 431 ")
+
+
+def test_headers_within_the_limit_are_served_again_and_again(line: socket.socket) -> None:
+    for _ in range(3):
+        line.sendall(HEAD + b"x-filler: " + b"x" * 60_000 + b"\r\n\r\n")
+        assert read_until(line, b"}").startswith(b"HTTP/1.1 503 ")
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_hostile_32_a_body_beyond_the_limit_is_a_413_that_its_sender_can_read(hasty: Live, chunked: bool) -> None:
+    """It sends all of it before it looks for an answer."""
+    size, piece = 24 << 20, b"x" * 65536
+    head = b"POST /v1/tokenize HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+    head += b"transfer-encoding: chunked\r\n\r\n" if chunked else b"content-length: %d\r\n\r\n" % size
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=120) as line:
+        line.sendall(head)
+        for _ in range(size // len(piece)):
+            line.sendall(b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece)
+        if chunked:
+            line.sendall(b"0\r\n\r\n")
+        answer = all_of(line)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in answer
+    assert answer.endswith(b"}")

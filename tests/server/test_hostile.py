@@ -17,12 +17,13 @@ from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy.exc
 
 from palaver.errors import PalaverError
 from palaver.models.catalog import resolve
 from palaver.server.settings import Limits, ServerSettings
 from palaver.store import Status, open_store
-from palaver.store.errors import DiskFull, Locked
+from palaver.store.errors import DiskFull, Locked, translated
 from tests.server.asking import CHAT, LAMP, SUM, WEATHER, ask, get, post, refused, stream
 from tests.server.live import ADMIN, Live
 
@@ -415,6 +416,25 @@ def test_hostile_25_a_full_disk_or_a_locked_database(
         assert (landed.status_code, landed.json()["error"]["code"]) == (status, code)
     assert http.get(f"/api/conversations/{talk}/nodes").json() == [], "nothing is half written"
     assert say(http, talk).status_code == 201
+
+
+def test_hostile_25_a_database_that_is_away_does_not_tell_its_address(
+    http: httpx.Client, live: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The driver's words are in the log alone."""
+    refused = 'connection to server at "10.1.2.3", port 5432 failed: Connection refused'
+
+    def fail(*_: Any, **__: Any) -> None:
+        with translated():
+            raise sqlalchemy.exc.OperationalError("SELECT 1", {}, Exception(refused))
+
+    monkeypatch.setattr(live.service.store.conversations, "create", fail)
+    for path, body in (("/api/conversations", {}), ("/v1/responses", {"input": "Hi"})):
+        answer = http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_unreachable")
+        assert "10.1.2.3" not in answer.text
+        assert "5432" not in answer.text
+    assert "10.1.2.3" in caplog.text
 
 
 def test_hostile_26_a_stale_tab_and_a_double_send(http: httpx.Client) -> None:

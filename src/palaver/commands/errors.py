@@ -23,7 +23,7 @@ def errors_told() -> Iterator[None]:
         _tell(error)
         raise typer.Exit(USAGE) from None
     except PalaverError as error:
-        _tell(error)
+        _tell(_explained(error))
         raise typer.Exit(FAILED) from None
     except BrokenPipeError:  # whoever read the answer has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -32,6 +32,16 @@ def errors_told() -> Iterator[None]:
         name = error.filename2 or error.filename
         _tell(f"{name}: {error.strerror}" if name else error)
         raise typer.Exit(FAILED) from None
+
+
+def _explained(error: PalaverError) -> str:
+    """Of a database that does not answer also what its driver says, which clients of a server are not shown."""
+    driver = getattr(error.__cause__, "orig", None)
+    from palaver.store.errors import Unreachable
+
+    if not isinstance(error, Unreachable) or driver is None:
+        return str(error)
+    return f"{error} {str(driver).strip().splitlines()[0]}"
 
 
 def _tell(error: object) -> None:

@@ -14,6 +14,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from palaver.server.settings import Limits
 
+LINGER_SECONDS = 2.0
+"""For so long what still comes is discarded after a refusal: closing at once would make the system drop our answer."""
+
+
+class HeadersTooLarge(Exception):
+    """Ends the parsing of a request."""
+
 
 def prompt_connections(limits: Limits) -> type[HttpToolsProtocol]:
     """The protocol of connections under these limits, for uvicorn."""
@@ -23,22 +30,41 @@ def prompt_connections(limits: Limits) -> type[HttpToolsProtocol]:
         _begun = 0
         """Bytes of a head that is not whole yet."""
         _in_body = False
+        _head_size = 0
+        """Bytes of the line and the headers (and trailers) of the request that is being read."""
+        _refused = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._wait()
 
         def data_received(self, data: bytes) -> None:
+            if self._refused:
+                return
             in_body = self._in_body
             super().data_received(data)
+            if self._refused:
+                return
             if not self._is_idle:
                 self._stop_waiting()
                 return
             self._begun += 0 if in_body or self._in_body else len(data)
             if self._begun > limits.head_bytes:
-                self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "The request's headers are too large.")
+                self._refuse_headers()
             else:
                 self._wait()
+
+        def on_message_begin(self) -> None:
+            self._head_size = 0
+            super().on_message_begin()
+
+        def on_url(self, url: bytes) -> None:
+            self._count(len(url))
+            super().on_url(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._count(len(name) + len(value) + len(b": \r\n"))
+            super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
             self._in_body = True
@@ -53,7 +79,20 @@ def prompt_connections(limits: Limits) -> type[HttpToolsProtocol]:
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
-            self._refuse(HTTPStatus.BAD_REQUEST, msg)
+            """Called for whatever the parser can't go on with."""
+            if self._head_size > limits.head_bytes:
+                self._refuse_headers()
+            else:
+                self._refuse(HTTPStatus.BAD_REQUEST, msg)
+
+        def _count(self, size: int) -> None:
+            self._head_size += size
+            if self._head_size > limits.head_bytes:
+                raise HeadersTooLarge
+
+        def _refuse_headers(self) -> None:
+            why = f"The request's headers are larger than {limits.head_bytes} bytes."
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, why)
 
         @property
         def _is_idle(self) -> bool:
@@ -82,10 +121,13 @@ def prompt_connections(limits: Limits) -> type[HttpToolsProtocol]:
 
         def _refuse(self, status: HTTPStatus, why: str) -> None:
             self._stop_waiting()
+            self._refused = True
             error = {"message": why, "type": "invalid_request_error", "param": None, "code": None}
             body = json.dumps({"error": error}).encode()
             head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
             self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
-            self.transport.close()
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self._clock = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     return Connection

@@ -34,6 +34,13 @@ class ForeignCaller(NotAllowed):
     """A Host or an Origin that is none of ours: a page elsewhere that reaches for this server."""
 
 
+class DuplicateHeader(RequestError):
+    """A header that may come once: which of two would count is anybody's guess, a proxy's too."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"The header {name!r} was sent more than once.")
+
+
 class TooLarge(RequestError):
     def __init__(self, limit: int) -> None:
         super().__init__(f"The body is larger than {limit} bytes.")
@@ -147,6 +154,8 @@ def error_headers(error: BaseException) -> dict[str, str]:
 
 
 def note(error: BaseException) -> None:
-    """Writes what nobody foresaw into the log."""
+    """Logs an unexpected error with its traceback, and of a failing database what clients are not shown."""
     if not isinstance(error, PalaverError):
         _log.error("a request failed", exc_info=error)
+    elif isinstance(error, store.Unreachable):
+        _log.error("the database can't be reached: %s", error.__cause__ or error)

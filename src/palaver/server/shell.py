@@ -5,10 +5,12 @@ Plain ASGI, because it stands between the routes and every piece of every stream
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from urllib.parse import unquote
 
@@ -18,7 +20,7 @@ from starlette.websockets import WebSocket
 from palaver.server.access import AccessLog
 from palaver.server.bodies import Left, check_json, given_again, read_body
 from palaver.server.callers import Callers
-from palaver.server.errors import NoKey, note
+from palaver.server.errors import DuplicateHeader, NoKey, note
 from palaver.server.metrics import Metrics
 from palaver.server.origins import Gate
 from palaver.server.rates import Rates
@@ -30,6 +32,10 @@ from palaver.store.identity import new_id
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}")
 _WITH_BODY = ("POST", "PUT", "PATCH", "DELETE")
+_SINGLE = frozenset({b"host", b"origin", b"authorization", b"x-api-key", b"api-key", b"content-length"})
+_DRAIN_SECONDS = 5.0
+"""For so long the rest of a body that is too large is read and discarded: a client that still sends it would not see
+the answer of a connection that is closed at once."""
 _PREFLIGHT = (
     (b"access-control-allow-methods", b"GET, POST, PUT, PATCH, DELETE, OPTIONS"),
     (
@@ -84,7 +90,7 @@ class Shell:
 
     async def admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """Whoever may not come in is refused. Of an open path, whoever is not known comes in as nobody."""
-        self.gate.check(headers)
+        self.check(scope, headers)
         try:
             scope["state"]["caller"] = caller = await self._callers.find(headers)
         except NoKey:
@@ -94,6 +100,13 @@ class Shell:
             self._rates.take((scope.get("client") or ("nobody",))[0])
         else:
             self._rates.take(caller.owner_id)
+
+    def check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        """Raises DuplicateHeader, or ForeignCaller."""
+        names = [name for name, _ in scope["headers"] if name in _SINGLE]
+        if len(names) > len(set(names)):
+            raise DuplicateHeader(next(name for name in names if names.count(name) > 1).decode())
+        self.gate.check(headers)
 
     async def _socket(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, send: Send) -> None:
         """The same checks as for a request. `again` makes them for each turn of a socket that stays open."""
@@ -158,7 +171,7 @@ class _Exchange:
 
     async def _answer(self) -> None:
         if self._scope["method"] == "OPTIONS" and b"access-control-request-method" in self._headers:
-            self._shell.gate.check(self._headers)
+            self._shell.check(self._scope, self._headers)
             await self._preflight()
             return
         await self._shell.admit(self._scope, self._headers)
@@ -198,7 +211,18 @@ class _Exchange:
         if answer.status in (408, 413):  # the rest of the body is not wanted
             raw.append((b"connection", b"close"))
         await self._send({"type": "http.response.start", "status": answer.status, "headers": raw})
-        await self._send({"type": "http.response.body", "body": body})
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        if answer.status == 413:
+            await self._drain()
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _drain(self) -> None:
+        if b"expect" in self._headers:  # the client waits for leave to send it
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                while (message := await self._receive())["type"] == "http.request" and message.get("more_body"):
+                    pass
 
 
 def _request_id(headers: Mapping[bytes, bytes]) -> str:

@@ -62,7 +62,10 @@ class Locked(StoreError):
 
 
 class Unreachable(StoreError):
-    """The database can't be opened or does not answer."""
+    """The database can't be opened or does not answer.
+
+    The driver's own words are in `__cause__` alone: they tell its address, and this text is shown to clients.
+    """
 
 
 class Damaged(StoreError):
@@ -121,7 +124,7 @@ def _of_database(error: SQLAlchemyError) -> PalaverError:
     if isinstance(error, IntegrityError):
         return Conflict(f"The database refused the change: {_first_line(origin)}")
     if state is None or state.startswith(("08", "57P", "28", "3D")):
-        return Unreachable(f"The database does not answer: {_first_line(origin)}")
+        return Unreachable("The database does not answer.")
     return StoreError(f"The database failed: {_first_line(origin)}")
 
 
