@@ -156,7 +156,7 @@ class Hammer:
             body |= {} if self.way == "bare" else {"continue_final_message": True, "add_generation_prompt": False}
         if self.by_ids:
             body["return_token_ids"] = True
-        body["max_tokens"] = max(1, self.most - len(reply.ids)) if not self.by_ids else self.most
+        body["max_tokens"] = max(1, self.most - len(reply.ids))
         count = 0
         async with self.client.stream("POST", "chat/completions", json=body) as answer:
             if answer.status_code != 200:

@@ -30,10 +30,46 @@ def test_a_stream_folds_to_the_whole_reply(http: httpx.Client) -> None:
     assert said(events, "reasoning_content") == message(whole)["reasoning_content"]
     assert {event["id"] for event in events} == {events[0]["id"]}
     assert [e["choices"][0]["finish_reason"] for e in events if e["choices"][0]["finish_reason"]] == ["stop"]
-    assert all("usage" not in event for event in events)
 
 
-def test_usage_comes_last_and_only_when_asked_for(http: httpx.Client) -> None:
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_that_did_not_ask_for_usage_has_it_once(http: httpx.Client, n: int) -> None:
+    """In the chunk that ends the last choice: clients that add up what they get must not count it twice."""
+    events = stream(http, n=n)
+    usage = ask(http, n=n)["usage"]
+    (counted,) = [event for event in events if "usage" in event]
+    assert counted["choices"][0]["finish_reason"] == "stop"
+    assert counted["usage"]["completion_tokens"] == usage["completion_tokens"]
+    assert counted is events[-1]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_usage_so_far_comes_with_every_chunk(http: httpx.Client, path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"messages": SUM} if path == CHAT else {"prompt": "Hello"}
+    limits = {"min_tokens": 20, "max_tokens": 20}
+    answer = http.post(path, json={**asked, **limits, "stream": True, "stream_options": options})
+    events = chunks(answer.text)
+    assert events[-1]["choices"] == []
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == counts[-2] == 20
+    assert all(
+        e["usage"]["total_tokens"] == e["usage"]["prompt_tokens"] + c for e, c in zip(events, counts, strict=True)
+    )
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
+def test_stream_options_mean_nothing_without_a_stream(http: httpx.Client, path: str) -> None:
+    asked: dict[str, Any] = {"messages": SUM} if path == CHAT else {"prompt": "Hello", "max_tokens": 5}
+    options = {"include_usage": True} if path != "/v1/responses" else {"include_obfuscation": False}
+    asked = {"input": "Hello"} if path == "/v1/responses" else asked
+    answer = http.post(path, json={**asked, "stream_options": options})
+    assert answer.status_code == 200
+    assert answer.json()["usage"]
+
+
+def test_usage_comes_last_when_asked_for(http: httpx.Client) -> None:
     events = stream(http, stream_options={"include_usage": True})
     assert events[-1]["choices"] == []
     counted = ask(http)["usage"]
@@ -278,6 +314,77 @@ class TestContinuing:
         rest = message(ask(http, messages=[*SUM, begun], continue_final_message="content"))
         assert "reasoning_content" not in rest
         assert "42" in rest["content"]
+
+    @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+    def test_a_limit_bounds_what_is_added(self, http: httpx.Client, name: str) -> None:
+        """As in vLLM and llama.cpp: a reply cut at 20 and continued with 20 has 40."""
+        whole = ask(http, return_token_ids=True)["choices"][0]["token_ids"]
+        first = ask(http, max_tokens=20, return_token_ids=True)
+        begun = {**message(first), "token_ids": first["choices"][0]["token_ids"]}
+        asked = {"messages": [*SUM, begun], "max_tokens": None, "return_token_ids": True}
+        more = ask(http, **{**asked, name: 20})
+        assert more["choices"][0]["token_ids"] == whole[20:40]
+        assert more["choices"][0]["finish_reason"] == "length"
+        assert more["usage"]["completion_tokens"] == 20
+        by_text = ask(http, **{**asked, "messages": [*SUM, message(first)], "continue_final_message": True, name: 20})
+        assert by_text["usage"]["completion_tokens"] == 20
+        rest = ask(http, **{**asked, name: len(whole) - 20})
+        assert rest["choices"][0]["token_ids"] == whole[20:]
+        assert rest["choices"][0]["finish_reason"] == "stop"
+
+    def test_a_sampled_reply_cut_by_limits_is_the_same(self, http: httpx.Client) -> None:
+        sampled = {"temperature": 1.2, "seed": 9, "return_token_ids": True}
+        whole = ask(http, **sampled)["choices"][0]["token_ids"]
+        ids: list[int] = []
+        while len(ids) < len(whole):
+            begun = [{"role": "assistant", "token_ids": ids}] if ids else []
+            ids += ask(http, messages=[*SUM, *begun], **sampled, max_tokens=13)["choices"][0]["token_ids"]
+        assert ids == whole
+
+    def test_a_least_length_is_of_what_is_added(self, http: httpx.Client) -> None:
+        whole = ask(http, return_token_ids=True)["choices"][0]["token_ids"]
+        begun = {"role": "assistant", "token_ids": whole[:-3]}
+        rest = ask(http, messages=[*SUM, begun], min_tokens=10, max_tokens=30)
+        assert 10 <= rest["usage"]["completion_tokens"] <= 30
+
+    def test_a_limit_in_a_conversation_bounds_what_is_added(self, http: httpx.Client) -> None:
+        home = {"metadata": {"conversation": "new"}}
+        first = ask(http, max_tokens=20, **home)
+        home = {"metadata": {"conversation": first["metadata"]["conversation"]}}
+        more = ask(http, messages=[*SUM, message(first)], max_tokens=20, return_token_ids=True, **home)
+        assert more["usage"]["completion_tokens"] == 20
+        assert more["choices"][0]["finish_reason"] == "length"
+        whole = ask(http, return_token_ids=True)["choices"][0]["token_ids"]
+        assert more["choices"][0]["token_ids"] == whole[20:40]
+
+    def test_a_trailing_assistant_message_is_continued(self, http: httpx.Client) -> None:
+        """An open thought stays open; an answer goes on as an answer."""
+        thought = {"role": "assistant", "content": None, "reasoning_content": "12+30, from the right:"}
+        rest = message(ask(http, messages=[*SUM, thought]))
+        assert rest == message(ask(http, messages=[*SUM, thought], continue_final_message=True))
+        assert rest["reasoning_content"].startswith(" 2 1 and 0 3")
+        begun = {"role": "assistant", "content": "12 + 30 =", "reasoning_content": "12+30 is 42."}
+        asked = {"messages": [*SUM, begun]}
+        assert message(ask(http, **asked)) == message(ask(http, **asked, continue_final_message=True))
+        assert "reasoning_content" not in message(ask(http, **asked))
+
+    def test_an_empty_trailing_message_is_no_beginning(self, http: httpx.Client) -> None:
+        for empty in ("", None, []):
+            assert message(ask(http, messages=[*SUM, {"role": "assistant", "content": empty}])) == message(ask(http))
+
+    def test_a_new_turn_behind_a_reply_is_to_be_asked_for(self, http: httpx.Client) -> None:
+        begun = {"role": "assistant", "content": "12 + 30 =", "reasoning_content": "12+30 is 42."}
+        fresh = ask(http, messages=[*SUM, begun], continue_final_message=False, return_token_ids=True)
+        more = ask(http, messages=[*SUM, begun], return_token_ids=True)
+        assert len(fresh["prompt_token_ids"]) > len(more["prompt_token_ids"])
+
+    def test_a_call_without_its_result_is_refused(self, http: httpx.Client) -> None:
+        call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "'}}
+        asked = {"messages": [*SUM, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": [WEATHER]}
+        status, error = refused(http, **asked)
+        assert (status, error["param"]) == (400, "messages")
+        assert "result must follow" in error["message"]
+        assert ask(http, **asked, continue_final_message=True)["choices"][0]["finish_reason"] == "tool_calls"
 
     def test_what_can_not_go_on_is_refused(self, http: httpx.Client) -> None:
         assert refused(http, continue_final_message=True)[0] == 400

@@ -73,7 +73,7 @@ def rounded(value: Any) -> Any:
     return round(value, 2) if isinstance(value, float) else value
 
 
-SAMPLED = {"temperature": 1.0, "seed": 11, "max_tokens": 60}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11, "max_tokens": 60}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,9 @@ def test_a_begun_reply_goes_on_beside_what_was_there(http: httpx.Client, by: str
     if by == "ids":
         begun["token_ids"] = cut["token_ids"]
     home = "new" if by == "words" else first["metadata"]["conversation"]
-    asked = SAMPLED if by != "the conversation's own tokens" else {**SAMPLED, "seed": None}
+    asked = {**SAMPLED, "max_tokens": SAMPLED["max_tokens"] - kept}
+    if by == "the conversation's own tokens":
+        asked["seed"] = None
     rest = land(http, home, [*SUM, begun], **asked, continue_final_message=True, return_token_ids=True)
     if by != "words":
         assert cut["token_ids"] + rest["choices"][0]["token_ids"] == uncut["token_ids"]

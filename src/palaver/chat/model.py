@@ -14,7 +14,7 @@ from palaver.formats.reader import Reader
 from palaver.generation import Finish, Prompt
 from palaver.messages import Message
 from palaver.phases import Vocabulary
-from palaver.sampling import MAX_SEED, Sampling, checked
+from palaver.sampling import MAX_SEED, MAX_TOKENS, Sampling, checked
 
 
 def draw_seed() -> int:
@@ -25,6 +25,15 @@ def draw_seed() -> int:
 def lengthened(sampling: Sampling, said: int) -> Sampling:
     """The sampling of a reply that was cut for its length and goes on: as much again."""
     return sampling if sampling.max_tokens is None else replace(sampling, max_tokens=said + sampling.max_tokens)
+
+
+def offset_limits(sampling: Sampling, tokens: int) -> Sampling:
+    """The same limits for what comes after the reply's first `tokens` tokens."""
+    if not tokens:
+        return sampling
+    least = min(tokens + sampling.min_tokens, MAX_TOKENS) if sampling.min_tokens else 0
+    most = None if sampling.max_tokens is None else min(tokens + sampling.max_tokens, MAX_TOKENS)
+    return replace(sampling, min_tokens=least, max_tokens=most)
 
 
 @dataclass(frozen=True)
@@ -55,10 +64,16 @@ class Model:
         reply_so_far: Sequence[int] = (),
         begun: Message | None = None,
         keep: Keep | None = None,
+        limit_added: bool = False,
     ) -> Utterance:
-        """A reply to enter; with `reply_so_far`, the token ids of one that goes on; with `begun`, its text alone."""
+        """A reply to enter; with `reply_so_far`, the token ids of one that goes on; with `begun`, its text alone.
+
+        `limit_added`: `min_tokens` and `max_tokens` count what is added to that, not the whole reply.
+        """
         request = self._stopping(request)
         prompt = self.prompt(request, reply_so_far, begun)
+        if limit_added:
+            request = replace(request, sampling=offset_limits(request.sampling, len(prompt.reply_ids)))
         return Utterance(request, prompt, self._reader(request, prompt), self.engine, keep)
 
     def reader(self, request: Request, reply_so_far: Sequence[int]) -> Reader:

@@ -294,6 +294,25 @@ def test_cut_for_its_length(client: openai.OpenAI) -> None:
         assert response.usage.output_tokens == 16
 
 
+def test_the_assistants_last_item_is_continued(client: openai.OpenAI) -> None:
+    """Where nothing is stored; the output holds what is new."""
+    thought_so_far: Any = {"type": "reasoning", "id": "rs_1", "summary": []}
+    thought_so_far["content"] = [{"type": "reasoning_text", "text": "12+30, from the right:"}]
+    asked: dict[str, Any] = {**ASKED, "input": [{"role": "user", "content": SUM}, thought_so_far]}
+    response = client.responses.create(**asked, store=False)
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert thought(response).startswith(" 2 1 and 0 3")
+    part = client.responses.create(**asked, store=False, max_output_tokens=5)
+    assert part.status == "incomplete"
+    assert part.usage is not None
+    assert part.usage.output_tokens == 5
+    with pytest.raises(openai.BadRequestError, match="store false"):
+        client.responses.create(**asked)
+    call: Any = {"type": "function_call", "call_id": "1", "name": "get_weather", "arguments": "{}"}
+    with pytest.raises(openai.BadRequestError, match="result must follow"):
+        client.responses.create(**{**asked, "input": [{"role": "user", "content": SUM}, call]}, store=False)
+
+
 def test_a_thought_as_the_summary(client: openai.OpenAI) -> None:
     content = client.responses.create(**ASKED)
     response = client.responses.create(**ASKED, reasoning={"summary": "auto"})

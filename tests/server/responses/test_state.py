@@ -265,7 +265,6 @@ class TestRefusing:
             ("metadata", {"metadata": {str(n): "x" for n in range(17)}}),
             ("metadata", {"metadata": {"x" * 65: "x"}}),
             ("top_logprobs", {"top_logprobs": 6}),
-            ("stream_options", {"stream_options": {"include_obfuscation": False}}),
             ("context_management", {"context_management": [{"type": "compaction"}]}),
             ("tool_choice", {"tool_choice": {"type": "function", "name": "nope"}}),
             ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "x"}}}),

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from palaver.chat.model import Model, lengthened
+from palaver.chat.model import Model
 from palaver.errors import BadParameter
 from palaver.messages import Role, Thinking, ToolCall
-from palaver.sampling import MAX_TOKENS
 from palaver.server.anthropic.conversing import Turn, turns
 from palaver.server.anthropic.fields import (
     TOLERATED,
@@ -66,13 +65,7 @@ def conversation(request: CountRequest, model: Model, settings: ServerSettings) 
 
 
 def _going_on(what: Asked, begun: Turn, remembered: Remembered) -> Asked:
-    """The reply's length counts what is new alone."""
-    ids = recalled(what, begun, remembered)
-    said = len(ids) or len(what.model.prompt(what.request, (), begun.message).reply_ids)
-    sampling = lengthened(what.request.sampling, said)
-    sampling = replace(sampling, max_tokens=min(sampling.max_tokens or MAX_TOKENS, MAX_TOKENS))
-    request = replace(what.request, sampling=sampling)
-    return replace(what, request=request, begun=begun.message, said=ids)
+    return replace(what, begun=begun.message, said=recalled(what, begun, remembered))
 
 
 def as_chat(request: CountRequest, model: Model, begun: Turn | None = None) -> ChatRequest:

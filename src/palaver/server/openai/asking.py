@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import datetime
+from enum import Enum, auto
 
 from palaver.chat.model import Model, draw_seed
 from palaver.chat.parameters import decide
@@ -14,12 +15,23 @@ from palaver.messages import Message, Tool
 from palaver.phases import Phase
 from palaver.server.errors import OtherModel
 from palaver.server.openai.conversing import Conversing, conversing, tools_of
-from palaver.server.openai.fields import ChatRequest, NamedFunction, NamedTool
+from palaver.server.openai.fields import ChatRequest, NamedFunction, NamedTool, StreamOptions
 from palaver.server.openai.remembering import Remembered
 from palaver.server.openai.unknown import check_all
 from palaver.server.openai.voicing import Recording, recording
 from palaver.server.openai.wishes import chat_parameters
 from palaver.server.settings import ServerSettings
+
+
+class Usage(Enum):
+    """Where a stream's usage goes."""
+
+    FINISH = auto()
+    """Into the chunk with the last finish reason: clients that did not ask for it may still count by it."""
+    LAST = auto()
+    """Into a chunk of its own at the end, without choices."""
+    EVERY = auto()
+    """Into every chunk, and the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +45,7 @@ class Shown:
     logprobs: bool = False
     token_ids: bool = False
     stream: bool = False
-    usage: bool = True
+    usage: Usage = Usage.LAST
     audio: Recording | None = None
     """Where it is spoken: then its text is the transcript."""
 
@@ -50,7 +62,7 @@ class Asked:
     def utterances(self) -> list[Utterance]:
         """One for each choice. May take a while: not for the event loop."""
         requests = [replace(self.request, choice=choice) for choice in range(self.choices)]
-        return [self.model.utterance(request, self.said, self.begun) for request in requests]
+        return [self.model.utterance(request, self.said, self.begun, limit_added=True) for request in requests]
 
 
 def check_model(name: str | None, model: Model, settings: ServerSettings) -> None:
@@ -106,18 +118,21 @@ def choices(n: int | None, settings: ServerSettings) -> int:
 
 
 def shown(request: ChatRequest) -> Shown:
-    options = request.stream_options
-    if options is not None and not request.stream:
-        raise BadParameter("stream_options", "...", "needs stream to be true")
     return Shown(
         thinking=request.include_reasoning is not False,
         legacy=bool(request.functions) and not request.tools,
         logprobs=bool(request.logprobs),
         token_ids=bool(request.return_token_ids),
         stream=bool(request.stream),
-        usage=not request.stream or (options is not None and options.include_usage),
+        usage=usage_of(request.stream_options),
         audio=recording(request),
     )
+
+
+def usage_of(options: StreamOptions | None) -> Usage:
+    if options is None or not options.include_usage:
+        return Usage.FINISH
+    return Usage.EVERY if options.continuous_usage_stats else Usage.LAST
 
 
 def checked_ids(ids: tuple[int, ...], model: Model, request: Request) -> tuple[int, ...]:

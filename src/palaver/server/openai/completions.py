@@ -24,11 +24,11 @@ from palaver.phases import Phase, Phases, State
 from palaver.server.callers import Whoever
 from palaver.server.errors import error_body, note
 from palaver.server.openai.answering import begun, closed_if_failing, held, let_go, while_there
-from palaver.server.openai.asking import Asked, Shown, check_model, choices
+from palaver.server.openai.asking import Asked, Shown, Usage, check_model, choices, usage_of
 from palaver.server.openai.fields import CompletionRequest
 from palaver.server.openai.naming import in_their_words
 from palaver.server.openai.speaking import Speaking, Told
-from palaver.server.openai.telling import DONE, Heading, ending, usage
+from palaver.server.openai.telling import DONE, Heading, ending
 from palaver.server.openai.unknown import check_all
 from palaver.server.openai.wishes import decided_by, sampling_parameters
 from palaver.server.settings import ServerSettings
@@ -76,13 +76,11 @@ def _asked(
     if len(prompts) * n > settings.limits.choices:
         raise BadParameter("n", n, f"prompts times n must be at most {settings.limits.choices}")
     request = Asking((), decided.sampling, owner=owner)
-    options = body.stream_options
-    wanted = not body.stream or (options is not None and options.include_usage)
     shown = Shown(
         logprobs=body.logprobs is not None,
         token_ids=bool(body.return_token_ids),
         stream=bool(body.stream),
-        usage=wanted,
+        usage=usage_of(body.stream_options),
     )
     spoken = [_utterance(model, replace(request, choice=c), prompt) for prompt in prompts for c in range(n)]
     return Asked(model, request, len(spoken), shown), spoken
@@ -93,8 +91,6 @@ def _check_rest(body: CompletionRequest) -> None:
         raise BadParameter("echo", True, "the prompt is not sent back")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise BadParameter("best_of", body.best_of, "must be the same as n, or left out")
-    if body.stream_options is not None and not body.stream:
-        raise BadParameter("stream_options", "...", "needs stream to be true")
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
@@ -149,8 +145,7 @@ class _Texts:
         found = [
             self._choice(index, "".join(pieces), logprobs[index], finished=True) for index, pieces in enumerate(texts)
         ]
-        totals = usage([choice.totals for choice in self.speaking.choices])
-        return {**self.heading.value("text_completion"), "choices": found, "usage": totals}
+        return {**self.heading.value("text_completion"), "choices": found, "usage": self.speaking.usage()}
 
     async def chunks(self, stream: AsyncGenerator[Told], first: asyncio.Future[Told]) -> AsyncGenerator[bytes]:
         shown = self.speaking.asked.shown
@@ -160,18 +155,25 @@ class _Texts:
                 text = _text(told)
                 if text or told.finished or told.logprobs or told.token_ids:
                     choice = self._choice(told.index, text, told.logprobs, told.finished is not None, told.token_ids)
-                    yield self._event({"choices": [choice]})
+                    yield self._event({"choices": [choice], **self._usage(told)})
                 told = await anext(stream)
         except StopAsyncIteration:
-            if shown.usage:
-                totals = usage([choice.totals for choice in self.speaking.choices])
-                yield self._event({"choices": [], "usage": totals})
+            if shown.usage is not Usage.FINISH:
+                yield self._event({"choices": [], "usage": self.speaking.usage()})
             yield DONE
         except Exception as error:
             note(error)
             yield b"data: " + error_body(error) + b"\n\n" + DONE
         finally:
             await let_go(first, stream)
+
+    def _usage(self, told: Told) -> dict[str, Any]:
+        """Of a chunk with a choice in it."""
+        where = self.speaking.asked.shown.usage
+        last = told.finished is not None and self.speaking.finished
+        if where is Usage.EVERY or (where is Usage.FINISH and last):
+            return {"usage": self.speaking.usage()}
+        return {}
 
     def _event(self, value: Mapping[str, Any]) -> bytes:
         whole = {**self.heading.value("text_completion"), **value}

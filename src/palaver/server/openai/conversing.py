@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from palaver.errors import BadParameter, NothingToContinue
-from palaver.messages import Message, Role, Text, Thinking, Tool, ToolCall, ToolResult
+from palaver.messages import Message, Part, Role, Text, Thinking, Tool, ToolCall, ToolResult
 from palaver.server.openai.fields import ChatMessage, ChatRequest, Function, ToolOffered
 from palaver.transcripts.openai import from_openai
 
@@ -30,15 +30,30 @@ def conversing(request: ChatRequest, most: int) -> Conversing:
     ids = [message.token_ids for message in request.messages]
     last = request.messages[-1] if request.messages else None
     wanted = request.continue_final_message
-    if last is not None and last.role == "assistant" and (wanted or (wanted is None and last.token_ids is not None)):
-        begun = _begun(messages[-1], wanted or True)
+    if last is not None and last.role == "assistant" and wanted is not False:
+        before = messages[:-1]
+        if wanted is None and last.token_ids is None:
+            _check_prefill(messages[-1])
+            if not any(map(_is_said, messages[-1].parts)):
+                return Conversing(before, _past(before, ids))
         said = None if last.token_ids is None else tuple(last.token_ids)
-        return Conversing(messages[:-1], _past(messages[:-1], ids), begun, said)
+        return Conversing(before, _past(before, ids), _begun(messages[-1], wanted or True), said)
     if wanted:
         raise NothingToContinue("continue_final_message: the last message is not the assistant's.")
     if request.add_generation_prompt is False:
         raise BadParameter("add_generation_prompt", False, "goes with continue_final_message only")
     return Conversing(messages, _past(messages, ids))
+
+
+def _check_prefill(message: Message) -> None:
+    """A trailing assistant message is continued, unless what must follow it is the result of its call."""
+    if message.tool_calls:
+        why = "the last message calls a tool: its result must follow, or continue_final_message to continue the call"
+        raise BadParameter("messages", "tool_calls", why)
+
+
+def _is_said(part: Part) -> bool:
+    return not isinstance(part, Text | Thinking) or bool(part.text)
 
 
 def messages_of(given: Sequence[ChatMessage]) -> tuple[Message, ...]:

@@ -93,7 +93,10 @@ class ResponseFormat(Fields):
 
 
 class StreamOptions(Fields):
+    """Without `stream` they mean nothing."""
+
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(False, description="With include_usage: every chunk has the usage so far.")
     include_obfuscation: bool | None = Field(None, description="Ignored.")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from palaver.chat.interface import Chat
-from palaver.chat.model import Model, draw_seed
+from palaver.chat.model import Model, draw_seed, offset_limits
 from palaver.chat.parameters import checked
 from palaver.chat.recovery import knows
 from palaver.chat.turns import Beginning
@@ -234,8 +234,10 @@ class _GoingOn:
         elif known is not None:
             ids = await asyncio.to_thread(service.store.replies.token_ids, known.id)
         begun = None if ids else self.begun.message
-        await asyncio.to_thread(self.model.prompt, asked.request, ids, begun)
-        return Beginning(self.conversation.id, None, asked.request, asked.settings, given(ids), begun=begun)
+        prompt = await asyncio.to_thread(self.model.prompt, asked.request, ids, begun)
+        sampling = offset_limits(asked.request.sampling, len(prompt.reply_ids))
+        request, settings = replace(asked.request, sampling=sampling), replace(asked.settings, sampling=sampling)
+        return Beginning(self.conversation.id, None, request, settings, given(ids), begun=begun)
 
     async def _start(self, beginning: Beginning, parent: str, place: int) -> Stored:
         conversation = await self.chat.conversation(self.conversation.id)

@@ -109,11 +109,15 @@ class Choice:
         said = self._answers.take(fresh, self.finish is not None) if self._answers else ()
         return Told(self.index, read, self.finish, ids, said)
 
-    def _count(self) -> None:
+    def count(self) -> Totals:
+        """Brings the totals up to the tokens so far."""
         self.totals.reply = len(self.utterance.steps)
         self.totals.thinking = self.utterance.usage.thinking_tokens - self._thought
         self.totals.prompt = self.totals.prompt or len(self.utterance.prompt)
-        metrics, totals = self.metrics, self.totals
+        return self.totals
+
+    def _count(self) -> None:
+        metrics, totals = self.metrics, self.count()
         metrics.prompt_tokens += totals.prompt
         metrics.cached_tokens += totals.cached
         metrics.reply_tokens += totals.reply
@@ -131,6 +135,7 @@ class Speaking:
             for place, utterance in enumerate(utterances)
         ]
         self._ends = False
+        self._running = len(self.choices)
 
     def stop(self) -> None:
         """The server ends: what runs is cut, and its client told why."""
@@ -138,12 +143,30 @@ class Speaking:
         for choice in self.choices:
             choice.utterance.stop()
 
+    @property
+    def finished(self) -> bool:
+        """Whether the end of every choice was told."""
+        return not self._running
+
+    def usage(self) -> dict[str, Any]:
+        """So far, in OpenAI's words. The prompt counts once, replies all."""
+        totals = [choice.count() for choice in self.choices]
+        prompt, reply = totals[0].prompt, sum(one.reply for one in totals)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": reply,
+            "total_tokens": prompt + reply,
+            "prompt_tokens_details": {"cached_tokens": totals[0].cached},
+            "completion_tokens_details": {"reasoning_tokens": sum(one.thinking for one in totals)},
+        }
+
     async def tell(self) -> AsyncGenerator[Told]:
         stream = self.choices[0].tell() if len(self.choices) == 1 else _merged(self.choices)
         async with aclosing(stream):
             async for told in stream:
                 if self._ends and told.finished is not None and told.finished.finish is Finish.STOPPED:
                     raise ShuttingDown
+                self._running -= told.finished is not None
                 yield told
 
 

@@ -12,9 +12,10 @@ from fastapi.responses import JSONResponse, Response
 
 from palaver.server.errors import error_body, note
 from palaver.server.openai.answering import begun, closed_if_failing, let_go, while_there
+from palaver.server.openai.asking import Usage
 from palaver.server.openai.naming import in_their_words
 from palaver.server.openai.speaking import Speaking, Told
-from palaver.server.openai.telling import DONE, Chunks, Whole, ending, heading, usage
+from palaver.server.openai.telling import DONE, Chunks, Whole, ending, heading
 from palaver.server.streaming import EventStream
 
 
@@ -42,6 +43,8 @@ async def _chunks(
     what = speaking.asked
     chunks = Chunks(heading(what.model), what.shown, about)
     try:
+        if what.shown.usage is Usage.EVERY:
+            chunks.count(speaking.usage())
         yield b"".join(chunks.opening(index) for index in range(what.choices))
         told = await first
         while True:
@@ -49,8 +52,8 @@ async def _chunks(
                 yield piece
             told = await anext(stream)
     except StopAsyncIteration:
-        if what.shown.usage:
-            yield chunks.usage(usage([choice.totals for choice in speaking.choices]))
+        if what.shown.usage is not Usage.FINISH:
+            yield chunks.usage(speaking.usage())
         yield DONE
     except Exception as error:
         note(error)
@@ -60,7 +63,13 @@ async def _chunks(
 
 
 def _piece(chunks: Chunks, speaking: Speaking, told: Told) -> bytes:
-    return chunks.of(told, ending(speaking.choices[told.index]) if told.finished is not None else None)
+    where = speaking.asked.shown.usage
+    if where is Usage.EVERY:
+        chunks.count(speaking.usage())
+    if told.finished is None:
+        return chunks.of(told, None)
+    last = speaking.usage() if where is Usage.FINISH and speaking.finished else None
+    return chunks.of(told, ending(speaking.choices[told.index]), last)
 
 
 async def _whole(speaking: Speaking, stream: AsyncGenerator[Told]) -> dict[str, Any]:
@@ -74,7 +83,7 @@ async def _whole(speaking: Speaking, stream: AsyncGenerator[Told]) -> dict[str, 
         for whole, choice in zip(wholes, speaking.choices, strict=True)
     ]
     value = {**heading(what.model).value("chat.completion"), "choices": choices}
-    return {**value, "usage": usage([choice.totals for choice in speaking.choices])}
+    return {**value, "usage": speaking.usage()}
 
 
 def _prompt_ids(speaking: Speaking) -> dict[str, list[int]]:

@@ -24,8 +24,8 @@ from palaver.events import (
 )
 from palaver.generation import Finish
 from palaver.messages import Message
-from palaver.server.openai.asking import Shown
-from palaver.server.openai.speaking import Choice, Told, Totals
+from palaver.server.openai.asking import Shown, Usage
+from palaver.server.openai.speaking import Choice, Told
 from palaver.store.identity import new_id
 
 DONE = b"data: [DONE]\n\n"
@@ -59,7 +59,11 @@ class Chunks:
         self._shown = shown
         self._first = first
         self._head = "data: " + json.dumps(self._heading, separators=(",", ":"))[:-1] + ',"choices":[{"index":'
-        self._end = "]}\n\n" if not shown.usage else '],"usage":null}\n\n'
+        self._end = "]}\n\n" if shown.usage is Usage.FINISH else '],"usage":null}\n\n'
+
+    def count(self, usage: Mapping[str, Any]) -> None:
+        """Puts the usage into the chunks from here on."""
+        self._end = _counted(usage)
 
     def opening(self, index: int) -> bytes:
         audio = f',"audio":{{"id":"{self._shown.audio.id}"}}' if self._shown.audio else ""
@@ -68,9 +72,11 @@ class Chunks:
             piece = _event({**json.loads(piece[len("data: ") :]), **self._first})
         return piece.encode()
 
-    def of(self, told: Told, ending: tuple[str, str | int | None] | None) -> bytes:
+    def of(
+        self, told: Told, ending: tuple[str, str | int | None] | None, usage: Mapping[str, Any] | None = None
+    ) -> bytes:
         """All that came with the last tokens, in one chunk, so that a client that is cut off has all of it or nothing.
-        `ending` is given with the last, which has a chunk of its own."""
+        `ending` is given with the last, which has a chunk of its own; `usage` goes into that one."""
         extra, delta = self._extra(told), self._delta(told)
         if ending is None:
             return self._chunk(told.index, delta, extra).encode() if delta != "{}" or extra else b""
@@ -82,6 +88,8 @@ class Chunks:
         extra += f',"stop_reason":{json.dumps(stop)}'
         if notices:
             extra += f',"notices":{json.dumps(notices)}'
+        if usage is not None:
+            self.count(usage)
         return (said + self._chunk(told.index, "{}", extra, reason)).encode()
 
     def usage(self, usage: Mapping[str, Any]) -> bytes:
@@ -155,6 +163,11 @@ def _audio(transcript: str, data: str) -> str:
     return f'"audio":{{{",".join(parts)}}}'
 
 
+def _counted(usage: Mapping[str, Any]) -> str:
+    """The end of a chunk that has the usage."""
+    return f'],"usage":{json.dumps(usage, separators=(",", ":"))}}}\n\n'
+
+
 def _event(value: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
@@ -179,18 +192,6 @@ def ending(choice: Choice) -> tuple[str, str | int | None]:
     """How a choice ended: its reason, and what stopped it."""
     reason = finish_reason(choice.finish, choice.shown, choice.calls)
     return reason, stop_reason(choice.finish, choice.utterance)
-
-
-def usage(totals: Sequence[Totals]) -> dict[str, Any]:
-    """The prompt counts once, replies all."""
-    prompt, reply = totals[0].prompt, sum(one.reply for one in totals)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": reply,
-        "total_tokens": prompt + reply,
-        "prompt_tokens_details": {"cached_tokens": totals[0].cached},
-        "completion_tokens_details": {"reasoning_tokens": sum(one.thinking for one in totals)},
-    }
 
 
 @dataclass

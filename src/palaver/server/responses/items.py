@@ -44,9 +44,14 @@ def chat_messages(items: Sequence[InputItem] | str | None) -> list[ChatMessage]:
             found[-1] = _joined(found[-1], message)
         else:
             found.append(message)
-    if found[-1].role == "assistant":
-        raise BadParameter("input", found[-1].role, "the last item is the assistant's: there is nothing to answer")
     return found
+
+
+def check_answerable(messages: Sequence[ChatMessage]) -> None:
+    """BadParameter where the input ends with what the assistant said: a stored response has an output of its own."""
+    if messages[-1].role == "assistant":
+        why = "the last item is the assistant's: it is continued with store false alone"
+        raise BadParameter("input", messages[-1].role, why)
 
 
 async def resolved(chat: Chat, items: Sequence[InputItem] | str | None) -> Sequence[InputItem] | str | None:

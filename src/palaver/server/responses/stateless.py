@@ -13,14 +13,15 @@ from fastapi.responses import JSONResponse, Response
 
 from palaver.chat.model import Model
 from palaver.chat.requests import oldest_to_drop, without_oldest
+from palaver.events import Usage
 from palaver.generation import Finish
-from palaver.messages import Role
+from palaver.messages import Message, Role
 from palaver.server.openai.answering import begun, closed_if_failing, held, kept, while_there
 from palaver.server.openai.asking import Asked, asked_for, check_model
 from palaver.server.openai.conversing import Conversing, conversing
 from palaver.server.openai.fields import ChatRequest
 from palaver.server.openai.naming import in_their_words
-from palaver.server.openai.speaking import Speaking, Told
+from palaver.server.openai.speaking import Choice, Speaking, Told
 from palaver.server.responses.fields import ResponseRequest
 from palaver.server.responses.following import Said
 from palaver.server.responses.heading import decided, heading, shows
@@ -48,7 +49,7 @@ async def answered(request: Request, body: ResponseRequest, owner: str, state: S
     async with closed_if_failing(stream):
         with in_their_words(THEIRS):
             first = await begun(request, stream)
-            source = _said(stream, first)
+            source = _said(speaking.choices[0], stream, first)
             if body.stream:
                 return EventStream(pieces(telling, source))
             return JSONResponse(await while_there(request, whole(telling, source)))
@@ -59,19 +60,21 @@ async def counted(body: ResponseRequest, owner: str, state: State) -> int:
     model = state.service.models.current()
     with in_their_words(THEIRS):
         what, _ = await _asked(body, model, owner, state)
-        return len(await asyncio.to_thread(model.prompt, what.request))
+        return len(await asyncio.to_thread(model.prompt, what.request, what.said, what.begun))
 
 
 async def _asked(body: ResponseRequest, model: Model, owner: str, state: State) -> tuple[Asked, Place]:
     chat = state.service.chat(owner)
     wishes = as_chat(body, chat_messages(await resolved(chat, body.input)))
     check_model(body.model, model, state.settings)
-    messages = conversing(wishes, state.settings.limits.messages).messages
-    place = await placed(chat, body, messages, as_kept(body), state.branches, owner)
-    return await asyncio.to_thread(_whole_request, wishes, place, model, owner, state), place
+    given = conversing(wishes, state.settings.limits.messages)
+    place = await placed(chat, body, given.messages, as_kept(body), state.branches, owner)
+    return await asyncio.to_thread(_whole_request, wishes, place, given.begun, model, owner, state), place
 
 
-def _whole_request(wishes: ChatRequest, place: Place, model: Model, owner: str, state: State) -> Asked:
+def _whole_request(
+    wishes: ChatRequest, place: Place, begun: Message | None, model: Model, owner: str, state: State
+) -> Asked:
     """What was said before is read from the conversation, with its tokens; the rest may be remembered."""
     store, requests = state.service.store, state.service.requests
     said = (*store.messages.full_path(place.path), *place.messages)
@@ -80,7 +83,7 @@ def _whole_request(wishes: ChatRequest, place: Place, model: Model, owner: str, 
     past = requests.past(model, place.path)
     if not place.path:
         past = state.remembered.past(owner, messages, sent)
-    what = asked_for(wishes, Conversing(messages, past), model, state.settings, owner)
+    what = asked_for(wishes, Conversing(messages, past, begun), model, state.settings, owner)
     if place.known.truncation == "disabled":
         return what
     dropped = oldest_to_drop(model, what.request, "shorten")
@@ -94,19 +97,21 @@ def _telling(what: Asked, place: Place) -> Telling:
     return Telling(name, about, shows(place.known))
 
 
-async def _said(stream: AsyncGenerator[Told], first: asyncio.Future[Told]) -> AsyncGenerator[Said]:
+async def _said(choice: Choice, stream: AsyncGenerator[Told], first: asyncio.Future[Told]) -> AsyncGenerator[Said]:
     try:
         async with aclosing(stream):
             told = await first
             while True:
-                yield Said(told.events, told.logprobs, _ending(told))
+                yield Said(told.events, told.logprobs, _ending(told, choice))
                 told = await anext(stream)
     finally:
         first.cancel()
 
 
-def _ending(told: Told) -> Ending | None:
+def _ending(told: Told, choice: Choice) -> Ending | None:
+    """The usage counts what is new of a reply that is continued."""
     if told.finished is None:
         return None
-    status = _STATUS.get(told.finished.finish, "cancelled")
-    return Ending(status, told.finished.usage, None, int(time.time()) if status == "completed" else None)
+    status, totals = _STATUS.get(told.finished.finish, "cancelled"), choice.count()
+    counted = Usage(totals.prompt, totals.cached, totals.reply, totals.thinking)
+    return Ending(status, counted, None, int(time.time()) if status == "completed" else None)

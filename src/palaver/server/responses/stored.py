@@ -30,7 +30,7 @@ from palaver.server.responses.attending import attended
 from palaver.server.responses.fields import LOGPROBS, ResponseRequest
 from palaver.server.responses.following import PutAside, again, ended, followed
 from palaver.server.responses.heading import telling_of
-from palaver.server.responses.items import chat_messages, items_of, resolved
+from palaver.server.responses.items import chat_messages, check_answerable, items_of, resolved
 from palaver.server.responses.kept import found, kept, response_id
 from palaver.server.responses.placing import begin, placed
 from palaver.server.responses.streams import pieces, whole
@@ -128,6 +128,7 @@ async def _mark(state: State, reply: Stored, **marks: bool) -> None:
 
 async def _begun(chat: Chat, model: Model, body: ResponseRequest, owner: str, state: State, key: str | None) -> Stored:
     wishes = as_chat(body, chat_messages(await resolved(chat, body.input)))
+    check_answerable(wishes.messages)
     check_model(body.model, model, state.settings)
     messages = conversing(wishes, state.settings.limits.messages).messages
     place = await placed(chat, body, messages, as_kept(body), state.branches, owner)

@@ -83,8 +83,6 @@ def check(request: ResponseRequest) -> None:
             raise BadParameter(
                 "metadata", name[:MAX_NAME], f"names have up to {MAX_NAME} characters, values {MAX_VALUE}"
             )
-    if request.stream_options is not None and not request.stream:
-        raise BadParameter("stream_options", "...", "needs stream to be true")
     if request.store is False:
         _check_stateless(request)
     elif (request.top_logprobs or 0) > ALTERNATIVES:
