@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from palaver.engines.torch import Limits, Options, load
+from palaver.engines.base import BY_CACHE, BY_COMPANY, BY_TEXT
+from palaver.engines.torch import Limits, Options, TorchEngine, exact, load, probing
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
@@ -113,9 +114,13 @@ async def test_a_model_without_any_usable_cache_is_still_right(
     await engine.close()
 
 
+EXACT = Sampling(temperature=0, max_tokens=12, banned_ids=(tiny.END,), logprobs=5)
+EXPERTS = ("gpt_oss", "qwen3_moe")
+
+
 async def test_exact_bits_of_long_prompts_do_not_depend_on_company(folder_of: Callable[[str], Path]) -> None:
     engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=Options(exact=True))
-    sampling = Sampling(temperature=0, max_tokens=6, banned_ids=(tiny.END,), logprobs=5)
+    sampling = replace(EXACT, max_tokens=6)
     long = [Prompt(tuple(range(i, 250)) * 2, owner="alone") for i in range(3)]
     alone = [await run(engine, prompt, sampling) for prompt in long]
     company = asyncio.create_task(run(engine, Prompt((1, 2, 3)), replace(sampling, max_tokens=60)))
@@ -125,10 +130,41 @@ async def test_exact_bits_of_long_prompts_do_not_depend_on_company(folder_of: Ca
     await engine.close()
 
 
-async def test_exact_bits_do_not_depend_on_company(folder_of: Callable[[str], Path]) -> None:
-    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=Options(exact=True))
-    sampling = Sampling(temperature=0, max_tokens=12, banned_ids=(tiny.END,), logprobs=5)
-    alone = [await run(engine, prompt, sampling) for prompt in prompts()]
-    together = await asyncio.gather(*(run(engine, prompt, sampling) for prompt in prompts() * 2))
+@pytest.mark.parametrize("family", [*CUT, *CARRIED])
+async def test_exact_bits_do_not_depend_on_company(family: str, folder_of: Callable[[str], Path]) -> None:
+    engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=Options(exact=True))
+    assert engine.info.exactness == (BY_CACHE if family in (*CARRIED, *EXPERTS) else BY_TEXT)
+    alone = [await run(engine, prompt, EXACT) for prompt in prompts()]
+    crowd = [replace(prompt, owner=owner) for owner in ("one", "another") for prompt in prompts()]
+    together = await asyncio.gather(*(run(engine, prompt, EXACT) for prompt in crowd))
     assert [out.steps for out in together] == [out.steps for out in alone] * 2
     await engine.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "phi", "gpt2"])
+@pytest.mark.parametrize("packs", [True, False])
+async def test_exact_bits_depend_on_the_text_alone(
+    family: str, packs: bool, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reply that is continued in a fresh engine, where all is computed anew in other pieces, has the same bits."""
+    if not packs:  # as where a row's bits depend on its place
+        monkeypatch.setattr(probing, "probe_exactness", _unpacked)
+    prompt = Prompt(tuple(b"A prompt that is longer than some blocks of positions are."))
+    options = Options(exact=True, limits=Limits(chunk=24))
+    engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=options)
+    whole = await run(engine, prompt, EXACT)
+    await engine.close()
+    for said in (1, 5, 11):
+        fresh = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=options)
+        company = [run(fresh, other, EXACT) for other in prompts()]
+        rest, *_ = await asyncio.gather(run(fresh, continued(prompt, whole.ids[:said]), EXACT), *company)
+        assert rest.steps == whole.steps[said:]
+        await fresh.close()
+
+
+def _unpacked(forward: Any, layout: Any, ids: Any, may_pack: bool) -> Any:
+    return exact.probe_exactness(forward, layout, ids, False)
+
+
+async def test_what_is_not_asked_for_is_not_promised(engine: TorchEngine) -> None:
+    assert engine.info.exactness == BY_COMPANY

@@ -41,6 +41,8 @@ class ModelCard:
     dtype: str = ""
     reuse: str = ""
     """What is reused of what was computed before."""
+    exactness: str = ""
+    """What the bits of a reply depend on."""
     defaults: Sampling = field(default_factory=Sampling)
     thinks: bool = False
     """Whether the format knows thoughts."""

@@ -116,6 +116,7 @@ def _card(model: Model) -> ModelCard:
         device=info.device,
         dtype=info.dtype,
         reuse=info.reuse,
+        exactness=info.exactness,
         defaults=info.defaults,
         thinks=model.format.thinks,
         switches=model.format.switches,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from palaver.commands.errors import errors_told
-from palaver.commands.options import CompileOption
+from palaver.commands.options import CompileOption, ExactOption
 
 if TYPE_CHECKING:
     from palaver.engines.base import EngineInfo
@@ -21,6 +21,7 @@ def inspect(
     model: Annotated[str | None, typer.Argument(help="A folder, a hub id (owner/name), or sprout.")] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 or mps.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")] = None,
+    exact: ExactOption = False,
     compiled: CompileOption = False,
 ) -> None:
     """Say what a model is: whether it fits, its context, its defaults, how it talks, what is reused."""
@@ -34,7 +35,7 @@ def inspect(
         folder = resolve(model or DEFAULT)
         print(describe_fit(folder, device=device, dtype=dtype, compiled=compiled))
         tokenizer = load_tokenizer(folder)
-        options = Options(compiled=compiled)
+        options = Options(exact=exact, compiled=compiled)
         engine = load(folder, vocabulary=tokenizer.vocabulary, device=device, dtype=dtype, options=options)
         info = engine.info
         asyncio.run(engine.close())
@@ -52,6 +53,7 @@ def _about(info: EngineInfo) -> Iterator[tuple[str, str]]:
     yield "vocabulary", f"{info.vocabulary_size} tokens"
     yield "what was computed before is reused", info.reuse
     yield "the next tokens are computed by", "a compiled step" if info.steps == COMPILED else info.steps
+    yield "the bits of a reply", info.exactness
     yield "sampling defaults", _defaults(info.defaults)
 
 

@@ -36,7 +36,8 @@ DeviceOption = Annotated[
     str | None, typer.Option("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 or mps; the best one by default.")
 ]
 ExactOption = Annotated[
-    bool, typer.Option("--exact", help="Replies do not depend on what else the engine does, to the last bit.")
+    bool,
+    typer.Option("--exact", help="Keep the bits of a reply independent of other requests. Slower."),
 ]
 CompileOption = Annotated[
     bool,

@@ -11,6 +11,9 @@ from palaver.generation import Output, Prompt
 from palaver.sampling import Sampling
 
 COMPILED = "compiled"
+BY_TEXT = "depend on the text alone"
+BY_CACHE = "depend on the text and on what was cached of it, not on other requests"
+BY_COMPANY = "may depend on the requests that run beside it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class EngineInfo:
     steps: str = "the model's own code"
     """Whose code computes the next tokens: "the model's own code", "few operations", either with ", recorded", or
     COMPILED; and why no more."""
+    exactness: str = BY_COMPANY
+    """What the bits of a reply do, as a probe found when the model was loaded: BY_TEXT, BY_CACHE or BY_COMPANY."""
 
 
 class Generation(Protocol):

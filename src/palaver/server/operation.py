@@ -175,4 +175,5 @@ def _model(name: str, card: ModelCard) -> dict[str, Any]:
         "takes_tools": card.takes_tools,
         "switches": [asdict(switch) for switch in card.switches],
         "reuse": card.reuse,
+        "exactness": card.exactness,
     }

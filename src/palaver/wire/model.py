@@ -48,6 +48,7 @@ class ModelCard(Told):
     device: str
     dtype: str
     reuse: str
+    exactness: str = ""
     defaults: Sampling
     thinks: bool
     switches: list[Switch]

@@ -220,6 +220,7 @@ export interface ModelCard {
   device: string
   dtype: string
   reuse: string
+  exactness: string
   defaults: Sampling
   thinks: boolean
   switches: (Switch)[]

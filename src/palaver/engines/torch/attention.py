@@ -133,6 +133,50 @@ class Chunk(Part):
 
 
 @dataclass(eq=False, slots=True)
+class Block(Part):
+    """Tokens of one sequence within an aligned block of positions: attended for in a call of the whole block's shape,
+    whichever of its tokens are computed."""
+
+    lane: Lane
+    start: int
+    stop: int
+    size: int
+    """Positions in a block; `length` is where the block ends."""
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        bank, index = self.lane.bank, self.lane.index
+        bank.keys[layer][index, :, self.start : self.stop] = keys.transpose(0, 1)
+        bank.values[layer][index, :, self.start : self.stop] = values.transpose(0, 1)
+
+    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: Head) -> Tensor:
+        bank, index = self.lane.bank, self.lane.index
+        keys = bank.keys[layer][index : index + 1, :, : self.length]
+        values = bank.values[layer][index : index + 1, :, : self.length]
+        heads = queries.shape[1]
+        first = self.length - self.size
+        whole = queries.new_zeros((heads, self.size, queries.shape[2]))
+        whole[:, self.start - first : self.stop - first] = queries.transpose(0, 1)
+        seen = mask.of(self, queries.dtype, heads // keys.shape[1])
+        assert seen is not None, "a block has a mask: its queries come one after the other"
+        out = attend_chunk(whole, keys, values, seen, head)
+        return out[:, self.start - first : self.stop - first].transpose(0, 1)
+
+
+@dataclass(eq=False, slots=True)
+class Padding(Part):
+    """Rows that belong to no sequence: they only give a pass its shape."""
+
+    value_size: Callable[[int], int]
+    """By layer: the size of a value, which is that of what is seen."""
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        pass
+
+    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: Head) -> Tensor:
+        return queries.new_zeros((*queries.shape[:2], self.value_size(layer)))
+
+
+@dataclass(eq=False, slots=True)
 class Single(Part):
     """The next token of one sequence."""
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
-import torch
 from torch import Tensor
 
 from palaver.engines.torch.cache import Cache, CacheStatistics
+from palaver.engines.torch.exact import ExactPasses
 from palaver.engines.torch.lanes import Lane, Layout
 from palaver.engines.torch.planning import Plan, Run, plan, run_of
 from palaver.engines.torch.sequence import Sequence
@@ -18,9 +18,7 @@ from palaver.engines.torch.threads import Threads
 HEADROOM = 32
 """Room for so many tokens beyond the prompt is there from the start."""
 EXACT = 128
-"""Prompt tokens in a pass of the exact mode."""
-FEW = (2, 8)
-"""So many rows at once give the same bits on the CPU, whichever they are."""
+"""Prompt tokens of a sequence computed in a step of the exact mode."""
 
 
 class CuttingRunner:
@@ -31,11 +29,11 @@ class CuttingRunner:
         limit: int,
         context: int,
         threads: Threads,
-        exact: bool = False,
+        exact: ExactPasses | None = None,
     ) -> None:
         self.reuse = "to the token"
         self.batches = True
-        self.closes = layout.device.type == "cpu" and not exact
+        self.closes = layout.device.type == "cpu" and exact is None
         self._forward = forward
         self._device = layout.device
         self._cache = Cache(layout, limit)
@@ -59,7 +57,7 @@ class CuttingRunner:
 
     def most(self, sequence: Sequence) -> int | None:
         """Where it must not matter who else is there, neither may the size of chunks depend on it."""
-        return EXACT if self._exact else None
+        return None if self._exact is None else EXACT
 
     def begin(self, sequence: Sequence) -> None:
         keys = sequence.tokens[:-1]
@@ -70,8 +68,10 @@ class CuttingRunner:
         for sequence, count in zip(sequences, counts, strict=True):
             self._cache.grow(self._lanes[sequence], sequence.computed + count, sequence.computed)
         runs = [self._run(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
-        if self._exact:
-            logits = self._exactly(runs, asked)
+        if self._exact is not None:
+            began = time.thread_time()
+            logits = self._exact.run(runs, asked)
+            self.forward_seconds += time.thread_time() - began
         else:
             planned = self._plan(runs, asked)
             with self._threads.enough(planned.ids.shape[0] * planned.furthest):
@@ -123,15 +123,3 @@ class CuttingRunner:
 
     def _room(self, sequence: Sequence) -> int:
         return min(len(sequence.tokens) + HEADROOM, max(self._context, len(sequence.tokens)))
-
-    def _exactly(self, runs: Many[Run], asked: bool) -> Tensor:
-        """In passes whose arithmetic doesn't depend on how many sequences run."""
-        least, most = FEW
-        singles = all(len(run.ids) == 1 for run in runs)
-        size = most if singles else 1
-        outs = []
-        for start in range(0, len(runs), size):
-            few = list(runs[start : start + size])
-            padded = [*few, *few[:1] * (least - len(few))] if singles else few
-            outs.append(self._pass(plan(padded, self._device, alone=True, asked=asked))[: len(few)])
-        return torch.cat(outs)

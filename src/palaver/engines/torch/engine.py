@@ -97,8 +97,10 @@ class TorchEngine:
             info = replace(info, context_length=min(info.context_length, options.context))
         limit = cache_bytes(model.device) if options.cache_bytes is None else options.cache_bytes
         threads = Threads.picked(options.threads, _is_small(model))
-        self._runner, steps = pick_runner(model, info.vocabulary_size, limit, info.context_length, options, threads)
-        self._info = replace(info, reuse=self._runner.reuse, steps=steps)
+        self._runner, steps, exactness = pick_runner(
+            model, info.vocabulary_size, limit, info.context_length, options, threads
+        )
+        self._info = replace(info, reuse=self._runner.reuse, steps=steps, exactness=exactness)
         outbox = Outbox()
         self._scheduler = Scheduler(self._runner, outbox, self._sequence, options.limits or _limits(model))
         self._worker = Worker(self._scheduler, outbox, threads)

@@ -14,7 +14,7 @@ class Options:
     cache_bytes: int | None = None
     """The bound on the KV cache. None: a share of the free memory."""
     exact: bool = False
-    """Whether a reply's bits may depend on nothing but itself: slower with many at once."""
+    """Whether a reply's bits may depend on nothing but its text: slower. `EngineInfo.exactness` says what holds."""
     fused: bool = True
     """Whether a plain decoder is run by code of ours, where that gives the model's own logits."""
     compiled: bool = False

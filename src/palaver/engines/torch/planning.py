@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from palaver.engines.torch.attention import Chunk, MaskRule, Part, Single, Singles
+from palaver.engines.torch.attention import Block, Chunk, MaskRule, Padding, Part, Single, Singles
 from palaver.engines.torch.lanes import Bank, Lane
 from palaver.engines.torch.scoring import Head
 
@@ -131,12 +131,61 @@ def run_of(lane: Lane, start: int, ids: Sequence[int]) -> Run:
     return Run(lane, lane.bank, lane.index, start, ids)
 
 
-def plan(runs: Sequence[Run], device: torch.device, alone: bool = False, asked: bool = True) -> Plan:
-    """`alone`: every sequence is attended for in a call of its own, so that no other one can matter at all."""
+def plan_block(runs: Sequence[Run], rows: int, before: int, device: torch.device, asked: bool) -> Plan:
+    """A pass of so many rows in all, for tokens of one aligned block of each sequence; logits come for every row.
+
+    `before`: rows of padding in front; the rest is behind. Padding repeats the token that is next to it.
+    """
+    tokens = [(token_id, run.start + i) for run in runs for i, token_id in enumerate(run.ids)]
+    after = rows - before - len(tokens)
+    tokens = [*tokens[:1] * before, *tokens, *tokens[-1:] * after]
+    numbers = Numbers([token_id for token_id, _ in tokens], [at for _, at in tokens], device)
+    parts: list[Part] = []
+    if before:
+        parts.append(_padding(slice(0, before), runs[0], numbers.positions))
+    row = before
+    for run in runs:
+        parts.append(_block(run, row, rows, device))
+        row += len(run.ids)
+    if after:
+        parts.append(_padding(slice(row, rows), runs[0], numbers.positions))
+    return Plan(
+        numbers=numbers,
+        parts=tuple(parts),
+        last=torch.arange(rows, device=device),
+        picks=False,
+        furthest=max(run.start + len(run.ids) for run in runs) - 1,
+        runs=list(runs),
+        order=tuple(range(len(runs))),
+        asked=asked,
+        ends=None,
+    )
+
+
+def _block(run: Run, row: int, size: int, device: torch.device) -> Block:
+    first = run.start - run.start % size
+    return Block(
+        rows=slice(row, row + len(run.ids)),
+        length=first + size,
+        even=False,
+        query_positions=torch.arange(first, first + size, device=device)[None, None, :, None],
+        lane=run.lane,
+        start=run.start,
+        stop=run.start + len(run.ids),
+        size=size,
+    )
+
+
+def _padding(rows: slice, run: Run, positions: Tensor) -> Padding:
+    values = run.bank.values
+    return Padding(rows, 0, True, positions, value_size=lambda layer: values[layer].shape[-1])
+
+
+def plan(runs: Sequence[Run], device: torch.device, asked: bool = True) -> Plan:
     several = asked and any(len(run.ids) > 1 for run in runs)
     order = sorted(range(len(runs)), key=lambda i: (len(runs[i].ids) > 1, id(runs[i].bank), runs[i].index))
     ordered = [runs[i] for i in order]
-    groups = [[run] for run in ordered] if alone else _groups(ordered)
+    groups = _groups(ordered)
     numbers = Numbers(
         [token_id for run in ordered for token_id in run.ids],
         [run.start + i for run in ordered for i in range(len(run.ids))],
@@ -159,7 +208,7 @@ def plan(runs: Sequence[Run], device: torch.device, alone: bool = False, asked: 
         runs=ordered,
         order=tuple(order),
         asked=asked,
-        ends=plan([run.end for run in runs], device, alone) if several else None,
+        ends=plan([run.end for run in runs], device) if several else None,
     )
 
 

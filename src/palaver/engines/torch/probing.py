@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from palaver.engines.base import COMPILED
+from palaver.engines.base import BY_COMPANY, BY_TEXT, COMPILED
 from palaver.engines.torch.compiled.decoder import CompiledDecoder
 from palaver.engines.torch.cutting import CuttingRunner
+from palaver.engines.torch.exact import ExactPasses, probe_exactness
 from palaver.engines.torch.fused import FusedDecoder
 from palaver.engines.torch.lanes import Lane, Lanes, Layout
 from palaver.engines.torch.library import LibraryForward, NotUnderstood, layout_of
@@ -40,8 +41,9 @@ Forward: TypeAlias = Callable[[Plan], Tensor]
 @torch.inference_mode()
 def pick_runner(
     model: PreTrainedModel, size: int, limit: int, context: int, options: Options, threads: Threads
-) -> tuple[Runner, str]:
-    """The best way to run this model that gives what the model itself gives, and whose code its steps are.
+) -> tuple[Runner, str, str]:
+    """The best way to run this model that gives what the model itself gives, whose code its steps are, and what the
+    bits of a reply depend on (`EngineInfo.exactness`).
 
     Raises CantCompile where compiled steps are asked for and can't be had on this machine.
     """
@@ -53,11 +55,12 @@ def pick_runner(
         probe = Probe(model, size)
         try:
             layout = probe.layout()
-            forward, steps = probe.forward(layout, context, options.fused, library, threads)
-            exact = options.exact and steps != COMPILED  # which is exact by itself
-            return CuttingRunner(forward, layout, limit, context, threads, exact), steps
+            forward, steps = probe.forward(layout, context, options, library, threads)
+            passes, exactness = probe.exactness(forward, layout, steps, options.exact, threads)
+            return CuttingRunner(forward, layout, limit, context, threads, passes), steps, exactness
         except Exception as error:  # whatever went wrong, there is a humbler way
-            return probe.carrying(limit, _why(error)), _short_of(library, _OWN, error)
+            runner = probe.carrying(limit, _why(error), options.exact)
+            return runner, _short_of(library, _OWN, error), runner.exactness
 
 
 def _library() -> CDLL:
@@ -82,19 +85,19 @@ class Probe:
         return layout_of(self._model, torch.tensor(self.ids[:4], device=self._model.device))
 
     def forward(
-        self, layout: Layout, context: int, fused: bool, library: CDLL | None, threads: Threads
+        self, layout: Layout, context: int, options: Options, library: CDLL | None, threads: Threads
     ) -> tuple[Forward, str]:
         """What runs a plan, and whose code that is."""
         try:
-            if not fused:
+            if not options.fused:
                 raise NotUnderstood("it is not wanted")
             parts = PlainDecoder(self._model, context)
             decoder = FusedDecoder(parts)
             self.check(decoder, layout)
         except Exception as error:  # then its own code does it
-            best, steps = self._recorded(self._library(layout), layout, _OWN)
+            best, steps = self._recorded(self._library(layout), layout, _OWN, options)
             return best, _short_of(library, steps, error)
-        best, steps = self._recorded(decoder, layout, _FEW)
+        best, steps = self._recorded(decoder, layout, _FEW, options)
         if library is None:
             return best, steps
         try:
@@ -104,8 +107,22 @@ class Probe:
             return best, _short_of(library, steps, error)
         return compiled, COMPILED
 
-    def _recorded(self, decoder: Decoder, layout: Layout, steps: str) -> tuple[Forward, str]:
-        if layout.device.type != "cuda":
+    def exactness(
+        self, forward: Forward, layout: Layout, steps: str, asked: bool, threads: Threads
+    ) -> tuple[ExactPasses | None, str]:
+        """The passes of the exact mode, where that is asked for, and what the bits of a reply depend on."""
+        if steps == COMPILED:
+            return None, BY_TEXT
+        if not asked:
+            return None, BY_COMPANY
+        experts = any("expert" in name for name, _ in self._model.named_modules())
+        quantised = bool(quantisation(self._model.config.to_dict()))
+        with threads.settled():
+            return probe_exactness(forward, layout, self.ids, may_pack=not (experts or quantised))
+
+    def _recorded(self, decoder: Decoder, layout: Layout, steps: str, options: Options) -> tuple[Forward, str]:
+        """The exact mode has passes of its own, which are not recorded."""
+        if layout.device.type != "cuda" or options.exact:
             return decoder, steps
         try:
             if self._waits(decoder, layout):
@@ -169,13 +186,13 @@ class Probe:
     def _next(self, lane: Lane, at: int) -> Run:
         return run_of(lane, at, self.ids[at : at + 1])
 
-    def carrying(self, limit: int, why: str) -> Runner:
+    def carrying(self, limit: int, why: str, exact: bool) -> SnapshotRunner:
         """The model's own cache, as far as it can be trusted; at worst none at all."""
         if not self._right([FIRST, 1, 1, 1]):
-            return SnapshotRunner(lambda: NoState(self._model), limit, Abilities(copies=False, why_not=why))
+            return SnapshotRunner(lambda: NoState(self._model), limit, Abilities(copies=False, why_not=why), exact)
         copies = self._right([FIRST, 1, 1], copying=True)
         abilities = Abilities(chunks=self._right([FIRST, 5, 1, SECOND - FIRST]), copies=copies, why_not=why)
-        return SnapshotRunner(lambda: State(self._model), limit, abilities)
+        return SnapshotRunner(lambda: State(self._model), limit, abilities, exact)
 
     def compare(self, logits: Tensor, tokens: int) -> None:
         """Raises unless these are the logits after so many tokens, up to rounding."""

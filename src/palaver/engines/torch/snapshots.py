@@ -11,11 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from palaver.engines.base import BY_CACHE, BY_COMPANY
 from palaver.engines.torch.cache import CacheStatistics
 from palaver.engines.torch.sequence import Sequence
 from palaver.engines.torch.states import NoState, State
 from palaver.engines.torch.users import Users
 from palaver.errors import CacheFull
+
+EXACT = 128
+"""Prompt tokens of a sequence computed in a step of the exact mode."""
 
 Place = tuple[Hashable, tuple[Hashable, ...]]
 """A space and all keys up to the snapshot."""
@@ -93,13 +97,16 @@ class Snapshots:
 class SnapshotRunner:
     """A state for each sequence, run one after the other."""
 
-    def __init__(self, new: Callable[[], State | NoState], limit: int, abilities: Abilities) -> None:
+    def __init__(
+        self, new: Callable[[], State | NoState], limit: int, abilities: Abilities, exact: bool = False
+    ) -> None:
         self.reuse = "snapshots" if abilities.copies else f"none: {abilities.why_not}"
         self.batches = False
         self.closes = False
         self._new = new
         self._limit = limit
         self._abilities = abilities
+        self._exact = exact
         self._snapshots = Snapshots()
         self._states: dict[Sequence, State | NoState] = {}
         self.forward_seconds = 0.0
@@ -125,7 +132,14 @@ class SnapshotRunner:
 
     def most(self, sequence: Sequence) -> int | None:
         """How many tokens may be computed at once."""
-        return None if self._abilities.chunks else (len(sequence.tokens) if sequence.computed == 0 else 1)
+        if not self._abilities.chunks:
+            return len(sequence.tokens) if sequence.computed == 0 else 1
+        return EXACT if self._exact else None
+
+    @property
+    def exactness(self) -> str:
+        """Sequences never share a pass, but the others decide how a prompt is cut, unless all is cut alike."""
+        return BY_CACHE if self._exact or not self._abilities.chunks else BY_COMPANY
 
     def begin(self, sequence: Sequence) -> None:
         self._make_room()

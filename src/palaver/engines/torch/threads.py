@@ -31,6 +31,16 @@ class Threads:
         torch.set_num_threads(self.few)
 
     @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Few threads meanwhile, as the engine's own thread has them."""
+        before = torch.get_num_threads()
+        self.settle()
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    @contextmanager
     def enough(self, pairs: int) -> Iterator[None]:
         if pairs < CROWDED or self.many == self.few:
             yield

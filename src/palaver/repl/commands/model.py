@@ -64,6 +64,7 @@ async def status(session: Session, arguments: str) -> None:
         "context": f"{card.context_length:,} tokens" if card.context_length else "",
         "device": f"{card.device} {card.dtype}".strip(),
         "reuse": card.reuse,
+        "bits of a reply": card.exactness,
         "thinking": banner.thinking(card) if card.state is ModelState.READY else "",
         "conversation": f"{one_line(conversation.title) or '(no title)'} ({conversation.id})"
         if conversation
