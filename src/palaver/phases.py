@@ -7,6 +7,7 @@ token on whether the model is thinking, answering or calling a tool.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -107,37 +108,46 @@ class Scanner:
     """Finds the leftmost longest of some byte strings in a stream, releasing what can't be part of a match."""
 
     def __init__(self, patterns: Iterable[bytes]) -> None:
-        longest_first = sorted(set(patterns), key=len, reverse=True)
-        self._longest = len(longest_first[0]) if longest_first else 0
-        self._pattern = re.compile(b"|".join(map(re.escape, longest_first))) if longest_first else None
-        self._first = re.compile(b"|".join({re.escape(p[:1]) for p in longest_first}))
-        self._starts = frozenset(p[:size] for p in longest_first for size in range(1, len(p)))
+        self._patterns = sorted(set(patterns))
+        self._longest = max(map(len, self._patterns), default=0)
+        self._first = re.compile(b"|".join({re.escape(p[:1]) for p in self._patterns}))
         self.held = b""
 
     def feed(self, data: bytes) -> tuple[bytes, bytes | None, bytes]:
         """Returns what is released, the pattern that was met (if any) and what came after it."""
-        if self._pattern is None or not (self.held or self._first.search(data)):
+        if not self._patterns or not (self.held or self._first.search(data)):
             return data, None, b""
         text, self.held = self.held + data, b""
         start = self._hold(text)
-        met = self._pattern.search(text)
-        if met is not None and met.start() < start:
-            return text[: met.start()], met[0], text[met.end() :]
+        at, met = self._search(text)
+        if met is not None and at < start:
+            return text[:at], met, text[at + len(met) :]
         self.held = text[start:]
         return text[:start], None, b""
 
     def end(self) -> tuple[bytes, bytes | None, bytes]:
         """As `feed`, now that nothing more comes: what might have grown into a longer match no longer does."""
         text, self.held = self.held, b""
-        met = self._pattern.search(text) if self._pattern else None
-        return (text, None, b"") if met is None else (text[: met.start()], met[0], text[met.end() :])
+        at, met = self._search(text)
+        return (text, None, b"") if met is None else (text[:at], met, text[at + len(met) :])
+
+    def _search(self, text: bytes) -> tuple[int, bytes | None]:
+        """The leftmost pattern, and the longest of those that begin there."""
+        found = [(at, -len(pattern), pattern) for pattern in self._patterns if (at := text.find(pattern)) >= 0]
+        at, _, met = min(found, default=(0, 0, None))
+        return at, met
 
     def _hold(self, text: bytes) -> int:
         """From where on the text may still become a pattern."""
         for begin in self._first.finditer(text, max(0, len(text) - self._longest + 1)):
-            if text[begin.start() :] in self._starts:
+            if self._starts(text[begin.start() :]):
                 return begin.start()
         return len(text)
+
+    def _starts(self, text: bytes) -> bool:
+        """Whether a pattern begins with this and goes on."""
+        at = bisect_right(self._patterns, text)
+        return at < len(self._patterns) and self._patterns[at].startswith(text)
 
 
 class _Quoting:

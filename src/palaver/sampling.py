@@ -11,7 +11,10 @@ from palaver.constraints import Constraint
 from palaver.errors import BadParameter
 
 MAX_STRINGS = 64
+MAX_STRING = 1000
+"""Characters of a stop string or a banned one."""
 MAX_BIASES = 1024
+"""Entries of `logit_bias`, and of each list of token ids."""
 MAX_TOKENS = 1_000_000
 MAX_SEED = 2**63 - 1
 
@@ -126,6 +129,8 @@ def checked_strings(name: str, values: tuple[str, ...]) -> tuple[str, ...]:
         raise BadParameter(name, f"{len(values)} strings", f"at most {MAX_STRINGS} are taken")
     if any(not value for value in values):
         raise BadParameter(name, "", "must not be empty")
+    if (longest := max(map(len, values), default=0)) > MAX_STRING:
+        raise BadParameter(name, f"{longest} characters", f"at most {MAX_STRING} are taken")
     return values
 
 
@@ -135,8 +140,9 @@ def checked(sampling: Sampling) -> Sampling:
         parameter.check(getattr(sampling, name))
     for name in STRINGS:
         checked_strings(name, getattr(sampling, name))
-    if len(sampling.logit_bias) > MAX_BIASES:
-        raise BadParameter("logit_bias", f"{len(sampling.logit_bias)} entries", f"at most {MAX_BIASES} are taken")
+    for name in ("logit_bias", "banned_ids", "stop_ids"):
+        if (count := len(getattr(sampling, name))) > MAX_BIASES:
+            raise BadParameter(name, f"{count} entries", f"at most {MAX_BIASES} are taken")
     return sampling
 
 

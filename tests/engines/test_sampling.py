@@ -1,11 +1,14 @@
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from palaver.engines.reply import Reply
 from palaver.engines.torch.banned import BannedText, Spelling
@@ -15,7 +18,7 @@ from palaver.engines.torch.drawing import _draw_from_afar, draw
 from palaver.engines.torch.sampling import choose
 from palaver.errors import BadParameter, EngineError, RequestError
 from palaver.generation import Prompt, Step
-from palaver.sampling import Sampling
+from palaver.sampling import MAX_BIASES, MAX_STRING, MAX_STRINGS, MAX_TOKENS, Sampling, apply, checked
 from tests.engines import reference
 from tests.engines.tiny import END, SIZE, VOCABULARY
 
@@ -148,6 +151,119 @@ def test_token_ids_out_of_the_vocabulary_are_refused() -> None:
 def test_banned_text_is_never_completed_by_longer_tokens_either() -> None:
     vocabulary = (b"a", b"b", b"abc", b"bc", b"c", b"<x>", b"cab")
     banned = BannedText(["bc"], Spelling(vocabulary), frozenset({5}))
-    assert banned.ids([0]) == [2, 3]
-    assert banned.ids([0, 1]) == [2, 3, 4, 6]
-    assert banned.ids([1, 5]) == [2, 3]
+    assert banned.ids([0]).tolist() == [2, 3]
+    assert banned.ids([0, 1]).tolist() == [2, 3, 4, 6]
+    assert banned.ids([0, 1, 5]).tolist() == [2, 3]
+
+
+pieces = st.text("ab\u00e9", min_size=1, max_size=6).map(str.encode)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.one_of(pieces, st.sampled_from([b"", b"\xff", b"\xc3", b"\xa9", b"aaaaaaaa"])), min_size=1, max_size=20
+    ),
+    st.lists(st.text("ab\u00e9", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.lists(st.integers(0, 19), max_size=12),
+)
+def test_banned_text_against_every_token_tried(vocabulary: list[bytes], strings: list[str], said: list[int]) -> None:
+    said = [token_id % len(vocabulary) for token_id in said]
+    control = frozenset({0})
+    spelling = Spelling(vocabulary)
+    growing = BannedText(strings, spelling, control)
+    for length in range(len(said) + 1):
+        begun = said[:length]
+        since = b"".join(vocabulary[i] for i in begun[length - begun[::-1].index(0) if 0 in begun else 0 :])
+        expected = [
+            token_id
+            for token_id, text in enumerate(vocabulary)
+            if token_id not in control and any(completes(since, text, string.encode()) for string in strings)
+        ]
+        assert growing.ids(begun).tolist() == expected
+        assert BannedText(strings, spelling, control).ids(begun).tolist() == expected
+
+
+def completes(said: bytes, token: bytes, banned: bytes) -> bool:
+    """Whether the token writes the last byte of the banned text somewhere."""
+    whole = said + token
+    return any(whole[: len(said) + size].endswith(banned) for size in range(1, len(token) + 1))
+
+
+class Operations(TorchDispatchMode):
+    """Counts the tensor operations inside of it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_calls(function: Callable[[], object]) -> int:
+    """How many functions are called, of Python and of C, and tensor operations: what it costs on every machine."""
+    called = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal called
+        called += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    with Operations() as operations:
+        function()
+    return called + operations.count
+
+
+GREATEST: dict[str, Sampling] = {
+    "logit_bias": Sampling(logit_bias=tuple((i, 0.5) for i in range(MAX_BIASES))),
+    "banned_ids": Sampling(banned_ids=tuple(range(MAX_BIASES))),
+    "banned_strings": Sampling(
+        banned_strings=tuple(f"{'ab' * (MAX_STRING // 2 - 2)}{i:03}" for i in range(MAX_STRINGS))
+    ),
+    "stop": Sampling(stop=tuple(f"{'ab' * (MAX_STRING // 2 - 2)}{i:03}" for i in range(MAX_STRINGS))),
+    "stop_ids": Sampling(stop_ids=tuple(range(MAX_BIASES)), min_tokens=MAX_TOKENS, end_penalty=2.0),
+    "penalties": Sampling(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5, min_tokens=MAX_TOKENS),
+    "filters": Sampling(top_k=50, top_p=0.9, min_p=0.01, logprobs=20),
+}
+
+
+@pytest.mark.parametrize("name", GREATEST)
+def test_the_greatest_inputs_cost_little_at_each_token(name: str) -> None:
+    """The engine has one thread: what one request asks for must not keep the others waiting."""
+    vocabulary = tuple(f"{i % 50:x}{i:x}".encode() for i in range(5000))
+    sampling = checked(GREATEST[name])
+    prompt = Prompt(tuple(range(4000)))
+    spelling = Spelling(vocabulary)
+    reply = Reply(prompt, sampling, vocabulary, frozenset({1}))
+    banned = BannedText(sampling.banned_strings, spelling, frozenset({1})) if sampling.banned_strings else None
+    one = Chooser(prompt, sampling, 0, reply, len(vocabulary), banned)
+    logits = torch.randn(1, len(vocabulary), generator=torch.Generator().manual_seed(0))
+
+    def say(token_id: int) -> None:
+        choose(logits, [one])
+        one.take(token_id)
+
+    say(4000)
+    counts = [count_calls(lambda: say(token_id)) for token_id in range(2000, 2008)]  # noqa: B023
+    assert max(counts) < 500
+
+
+def test_long_stop_strings_cost_little_to_look_for() -> None:
+    assert count_calls(lambda: Reply(Prompt((1,)), GREATEST["stop"], VOCABULARY)) < 1000
+
+
+@pytest.mark.parametrize("name", ["stop", "banned_strings"])
+def test_strings_are_bounded(name: str) -> None:
+    for strings in (("a" * (MAX_STRING + 1),), ("a",) * (MAX_STRINGS + 1)):
+        with pytest.raises(BadParameter, match=f"{name}.*at most"):
+            apply(Sampling(), {name: strings})
+
+
+@pytest.mark.parametrize("name", ["banned_ids", "stop_ids"])
+def test_lists_of_ids_are_bounded(name: str) -> None:
+    with pytest.raises(BadParameter, match=f"{name}.*at most {MAX_BIASES}"):
+        apply(Sampling(), {name: (1,) * (MAX_BIASES + 1)})

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from palaver.engines.torch import Limits, Options, TorchEngine, load
+from palaver.engines.torch.banned import Spelling
 from palaver.engines.torch.sequence import Sequence
 from palaver.errors import CacheFull, EngineError, QueueFull
 from palaver.generation import Ended, Finish, Prefilled, Prompt, Queued, Step
@@ -156,6 +158,25 @@ async def test_those_that_wait_are_compared_once_not_at_every_step(
     assert sum(map(sum, seen)) < len(prompt) + 2 * 41, "what they share is computed once"
     assert len(compared) <= 2 * 41
     await engine.close()
+
+
+async def test_banned_strings_are_looked_up_off_the_engines_thread(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    look_up = Spelling._holding
+
+    def noted(spelling: Spelling, text: bytes) -> Any:
+        threads.append(threading.current_thread().name)
+        return look_up(spelling, text)
+
+    monkeypatch.setattr(Spelling, "_holding", noted)
+    sampling = replace(ENDLESS, banned_strings=("e", "of the"), max_tokens=8)
+    for _ in range(2):
+        out = await run(engine, Prompt(tuple(b"Say something")), sampling)
+        assert ord("e") not in out.ids
+    assert len(threads) == 2, "each string once"
+    assert "palaver-engine" not in threads
 
 
 async def test_cancelled_while_waiting_in_prefill_and_decoding(small: TorchEngine) -> None:

@@ -44,6 +44,9 @@ class Chooser:
         self._counts: Tensor | None = None
         self._seen: Tensor | None = None
         self._never: Tensor | None = None
+        self._biases: tuple[Tensor, Tensor] | None = None
+        self._closers: dict[int, Tensor] = {}
+        """By the state of the reply."""
         holds = (banned, guide, unspoken)
         self._always = _always_adjusts(sampling) or any(one is not None for one in holds)
 
@@ -86,8 +89,8 @@ class Chooser:
             self._penalise(scores)
         if sampling.end_penalty != 1:
             self._penalise_end(scores)
-        for token_id, bias in sampling.logit_bias:
-            scores[token_id] += bias
+        if sampling.logit_bias:
+            scores.index_add_(0, *self._bias(scores))
         self._forbid(scores)
 
     def _penalise(self, scores: Tensor) -> None:
@@ -110,23 +113,41 @@ class Chooser:
         return self._counts, self._seen
 
     def _penalise_end(self, scores: Tensor) -> None:
-        ends = [token_id for token_id in self.reply.closers if token_id < self._size]
+        ends = self._closing_ids(scores.device)
         scores[ends] = _scaled(scores[ends], self.sampling.end_penalty)
 
     def _forbid(self, scores: Tensor) -> None:
         if self.sampling.banned_ids:
             scores.index_fill_(0, self._banned_ids(scores.device), -torch.inf)
         if self._banned is not None:
-            scores[self._banned.ids(self.reply.ids)] = -torch.inf
+            scores.index_fill_(0, self._banned.ids(self.reply.ids, scores.device), -torch.inf)
         if self._unspoken is not None and not self._mends:
             self._unspoken.forbid(scores, self.reply)
         if len(self.reply.ids) < self.sampling.min_tokens:
-            scores[[token_id for token_id in self.reply.closers if token_id < self._size]] = -torch.inf
+            scores.index_fill_(0, self._closing_ids(scores.device), -torch.inf)
         if self._mending is not None and self._mending.left:
             allowed = torch.tensor(self._mending.allowed(), dtype=torch.long, device=scores.device)
             kept = scores[allowed]
             scores.fill_(-torch.inf)
             scores[allowed] = kept
+
+    def _bias(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids and what is added to their scores."""
+        if self._biases is None:
+            ids, values = zip(*self.sampling.logit_bias, strict=True)
+            self._biases = (
+                torch.tensor(ids, device=scores.device),
+                torch.tensor(values, dtype=scores.dtype, device=scores.device),
+            )
+        return self._biases
+
+    def _closing_ids(self, device: torch.device) -> Tensor:
+        """What would end the reply if it came next."""
+        state = self.reply.state
+        if state not in self._closers:
+            found = [token_id for token_id in self.reply.closers if token_id < self._size]
+            self._closers[state] = torch.tensor(found, dtype=torch.long, device=device)
+        return self._closers[state]
 
     def _banned_ids(self, device: torch.device) -> Tensor:
         if self._never is None:
@@ -148,6 +169,6 @@ def _always_adjusts(sampling: Sampling) -> bool:
 def _check_ids(sampling: Sampling, size: int) -> None:
     named = {"logit_bias": [i for i, _ in sampling.logit_bias], "banned_ids": sampling.banned_ids}
     for name, ids in named.items():
-        for token_id in ids:
+        for token_id in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token_id < size:
                 raise BadParameter(name, token_id, f"token ids here go from 0 to {size - 1}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -89,7 +90,7 @@ class TorchEngine:
     ) -> None:
         options = options or Options()
         self._vocabulary = vocabulary
-        self._spelled: Spelling | None = None
+        self._spelling = Spelling(vocabulary)
         self._unfit: UnfitTokens | None = None
         self._grammars = Grammars(vocabulary)
         info = _info(name, model)
@@ -128,8 +129,11 @@ class TorchEngine:
                 await self._compiled(constraint)
             if sampling.spoken and self._unfit is None:
                 await asyncio.to_thread(self._unfit_tokens)
+            if sampling.banned_strings:
+                await asyncio.to_thread(self._look_up, sampling.banned_strings)
 
-        ready = prepare if constrained or (sampling.spoken and self._unfit is None) else None
+        needed = constrained or sampling.banned_strings or (sampling.spoken and self._unfit is None)
+        ready = prepare if needed else None
         return Generation(prompt, checked(sampling), choice, self._worker.post, ready)
 
     async def forget(self, conversation: str) -> None:
@@ -176,23 +180,28 @@ class TorchEngine:
                 wrong = min(ids) if min(ids) < 0 else max(ids)
                 raise BadParameter("prompt", wrong, f"token ids here go from 0 to {size - 1}")
 
+    def _look_up(self, strings: Iterable[str]) -> None:
+        """What takes long of banned strings, off the engine's thread; the spelling remembers it."""
+        for string in strings:
+            self._spelling.completions(string.encode())
+
     def _banned(self, prompt: Prompt, sampling: Sampling) -> BannedText | None:
         if not sampling.banned_strings:
             return None
         control = control_ids(prompt.phases) | self._info.end_ids
-        return BannedText(sampling.banned_strings, self._spelling(), control)
+        return BannedText(sampling.banned_strings, self._spelling, control)
 
     def _mending(self, prompt: Prompt) -> Mending | None:
         if not prompt.healing:
             return None
-        return Mending(prompt.healing, self._spelling(), control_ids(prompt.phases) | self._info.end_ids)
+        return Mending(prompt.healing, self._spelling, control_ids(prompt.phases) | self._info.end_ids)
 
     def _guide(self, prompt: Prompt, sampling: Sampling) -> Guide | Holding | None:
         if prompt.phases.held is not None:
-            return Holding(prompt.phases, self._grammars, self._spelling())
+            return Holding(prompt.phases, self._grammars, self._spelling)
         if sampling.constraint is None:
             return None
-        return Guide(prompt.phases, sampling.constraint, self._grammars, self._spelling())
+        return Guide(prompt.phases, sampling.constraint, self._grammars, self._spelling)
 
     def _unspoken(self, prompt: Prompt, sampling: Sampling) -> Unspoken | None:
         if not sampling.spoken:
@@ -201,13 +210,8 @@ class TorchEngine:
 
     def _unfit_tokens(self) -> UnfitTokens:
         if self._unfit is None:
-            self._unfit = UnfitTokens(self._spelling())
+            self._unfit = UnfitTokens(self._spelling)
         return self._unfit
-
-    def _spelling(self) -> Spelling:
-        if self._spelled is None:
-            self._spelled = Spelling(self._vocabulary)
-        return self._spelled
 
 
 def _info(name: str, model: PreTrainedModel) -> EngineInfo:

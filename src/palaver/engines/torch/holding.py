@@ -95,7 +95,7 @@ class Holding:
         closing: BannedText = self._closing(marker)
         tail = closing.tail(reply.ids)
         found = set()
-        for token_id in closing.ids(reply.ids):
+        for token_id in closing.ids(reply.ids).tolist():
             said = tail + self._spelling.vocabulary[token_id]
             if not self._fits(said[said.index(marker) + len(marker) :]):
                 found.add(token_id)
