@@ -1,6 +1,6 @@
 """How fast the torch engine is on the CPU, as ratios measured in one run.
 
-    python benchmarks/engine.py [--model FOLDER] [--threads N] [--quick] [--compile]
+    python benchmarks/engine.py [--model FOLDER] [--threads N] [--quick] [--no-compile]
 
 Without a model it takes the embedded one where its weights are there, else random weights of the same shape.
 """
@@ -79,7 +79,7 @@ def copy_endless(source: Path, folder: Path) -> None:
 
 
 class Bench:
-    def __init__(self, folder: Path, threads: int | None, tokens: int, compiled: bool = False) -> None:
+    def __init__(self, folder: Path, threads: int | None, tokens: int, compiled: bool | None = None) -> None:
         self.folder = folder
         self.threads = threads
         self.compiled = compiled
@@ -313,7 +313,7 @@ async def main() -> None:
         "--threads", type=int, help="of all; by default the engine picks its own, and the library has one"
     )
     parser.add_argument("--quick", action="store_true", help="fewer tokens")
-    parser.add_argument("--compile", action="store_true", help="with compiled steps")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="require or avoid compiled steps")
     parser.add_argument("--only", choices=("speed", "turns", "interference", "cancels"))
     arguments = parser.parse_args()
     with model_folder(arguments.model) as folder:

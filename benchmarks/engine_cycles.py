@@ -1,6 +1,6 @@
 """Long runs: stop and continue under load, and many requests in bounded memory.
 
-    python benchmarks/engine_cycles.py [--cycles 1000] [--requests 10000] [--exact] [--compile] [--dtype KIND]
+    python benchmarks/engine_cycles.py [--cycles 1000] [--requests 10000] [--exact] [--no-compile] [--dtype KIND]
 
 Each conversation is run uncut first; then again, stopped at random points and continued, among others that do the same.
 A token that differs counts as a mismatch unless the draw, or the two likeliest tokens, were within the margin.
@@ -133,7 +133,7 @@ async def main() -> int:
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--exact", action="store_true")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="require or avoid compiled steps")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16; by default what the engine picks for the device")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

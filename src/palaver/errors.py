@@ -50,7 +50,7 @@ class CacheFull(RequestError):
     def __init__(self, tokens: int, limit: int) -> None:
         super().__init__(
             f"The request needs {tokens} tokens of cache but there is room for {limit}: "
-            "shorten it, or give the cache more memory."
+            "shorten it, or give the cache more memory with --kv-cache-memory."
         )
         self.tokens = tokens
         self.limit = limit
@@ -115,7 +115,7 @@ class DoesNotFit(ModelError):
 
 class CantCompile(ModelError):
     def __init__(self, why: str) -> None:
-        super().__init__(f"The compiled step can't be had: {why}; or leave out --compile.")
+        super().__init__(f"Compiled steps can't be used: {why}. Leave out --compile to run without them.")
         self.why = why
 
 

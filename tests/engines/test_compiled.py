@@ -5,6 +5,8 @@ import gc
 import os
 import random
 import stat
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,17 +16,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from palaver.engines.torch import Limits, Options, load
+from palaver.engines.torch import Limits, Options, load, memory
 from palaver.engines.torch.checkpoint import open_checkpoint
+from palaver.engines.torch.compiled import building
 from palaver.engines.torch.compiled.building import load_library
 from palaver.engines.torch.compiled.decoder import ROWS, CompiledDecoder
+from palaver.engines.torch.engine import NO_COMPILER_HINT
 from palaver.engines.torch.lanes import Lanes
 from palaver.engines.torch.loading import quiet
 from palaver.engines.torch.memory import CPU, fit
 from palaver.engines.torch.plain import PlainDecoder
 from palaver.engines.torch.planning import plan, run_of
 from palaver.engines.torch.probing import Probe
-from palaver.errors import CantCompile
+from palaver.errors import CantCompile, DoesNotFit
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
@@ -171,56 +175,178 @@ def vars_of(sampling: Sampling, tokens: int) -> dict[str, Any]:
     return {"temperature": sampling.temperature, "banned_ids": sampling.banned_ids, "max_tokens": tokens}
 
 
-@pytest.mark.parametrize(
-    ("family", "why"),
-    [
-        ("gemma3", "the model's own code, not compiled: it has a window of attention"),
-        ("mamba", "the model's own code, not compiled: "),
-        ("gpt2", "the model's own code, not compiled: "),
-    ],
-)
-async def test_another_kind_of_model_runs_as_without_it_and_says_so(
+OTHER_KINDS = [
+    ("gemma3", "it has a window of attention"),
+    ("mamba", ""),
+    ("gpt2", ""),
+]
+
+
+@pytest.mark.parametrize(("family", "why"), OTHER_KINDS)
+async def test_another_kind_of_model_runs_without_it_and_says_why(
     family: str, why: str, folder_of: Callable[[str], Path]
 ) -> None:
-    engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=COMPILED)
+    engine = load(folder_of(family), vocabulary=tiny.VOCABULARY)
     prompt = Prompt(tuple(b"Hello"))
     out = await run(engine, prompt, GREEDY)
     await engine.close()
-    assert engine.info.steps.startswith(why)
+    assert engine.info.steps.startswith(f"the model's own code, not compiled: {why}")
+    assert engine.info.hint == ""
     assert reference(tiny.build(family), prompt, GREEDY).agrees(out.ids)
+
+
+@pytest.mark.parametrize(("family", "why"), OTHER_KINDS)
+def test_required_for_another_kind_of_model_it_is_an_error(
+    family: str, why: str, folder_of: Callable[[str], Path]
+) -> None:
+    with pytest.raises(CantCompile, match=f"can't be used: {why}.*Leave out --compile"):
+        load(folder_of(family), vocabulary=tiny.VOCABULARY, options=COMPILED)
 
 
 async def test_sizes_it_is_not_written_for(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path, hidden_size=72, head_dim=16)
-    engine = load(folder, vocabulary=tiny.VOCABULARY, options=COMPILED)
+    engine = load(folder, vocabulary=tiny.VOCABULARY)
     await engine.close()
     expected = "few operations, not compiled: compiled steps want sizes that are multiples of 16"
     assert engine.info.steps == expected
 
 
-def test_without_a_compiler(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [(Options(), "compiled"), (Options(compiled=False), "few operations"), (Options(exact=True), "compiled")],
+    ids=str,
+)
+async def test_used_by_itself_unless_turned_off(
+    options: Options, expected: str, folder_of: Callable[[str], Path]
+) -> None:
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
+    await engine.close()
+    assert engine.info.steps == expected
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(CantCompile, match="no C compiler here; install gcc or clang; or leave out --compile"):
+
+
+@pytest.mark.usefixtures("no_compiler")
+async def test_without_a_compiler_it_runs_and_says_how_to_get_the_speed(folder_of: Callable[[str], Path]) -> None:
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY)
+    prompt = Prompt(tuple(b"Hello"))
+    out = await run(engine, prompt, GREEDY)
+    await engine.close()
+    assert engine.info.steps == "few operations, not compiled: no C compiler was found; install gcc or clang"
+    assert engine.info.hint == NO_COMPILER_HINT
+    assert reference(tiny.build("qwen3"), prompt, GREEDY).agrees(out.ids)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_required_without_a_compiler_it_is_an_error(folder_of: Callable[[str], Path]) -> None:
+    with pytest.raises(CantCompile, match=r"no C compiler was found; install gcc or clang\. Leave out --compile"):
         load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=COMPILED)
 
 
+async def test_another_type_than_float32(folder_of: Callable[[str], Path]) -> None:
+    folder = folder_of("qwen3")
+    engine = load(folder, vocabulary=tiny.VOCABULARY, dtype="bfloat16")
+    await engine.close()
+    assert engine.info.steps.endswith("not compiled: they are for float32 on the CPU")
+    with pytest.raises(CantCompile, match="they are for float32 on the CPU"):
+        load(folder, vocabulary=tiny.VOCABULARY, dtype="bfloat16", options=COMPILED)
+
+
+async def test_where_memory_is_short_the_weights_stay_in_one_form(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of("llama")
+    once = fit(open_checkpoint(folder), CPU, torch.float32).needed_bytes
+    monkeypatch.setattr(memory, "free_bytes", lambda device: once + once // 2)
+    engine = load(folder, vocabulary=tiny.VOCABULARY, options=Options(cache_bytes=1 << 22))
+    await engine.close()
+    assert engine.info.steps.startswith("few operations, not compiled: loading them needs about ")
+    with pytest.raises(DoesNotFit):
+        load(folder, vocabulary=tiny.VOCABULARY, options=COMPILED)
+
+
 def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "cc"
-    broken.write_text('#!/bin/sh\necho "cc: out of order" >&2\nexit 1\n')
-    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("CC", str(broken))
+    monkeypatch.setenv("CC", script(tmp_path / "cc", 'echo "cc: out of order" >&2\nexit 1'))
     with pytest.raises(CantCompile, match="cc: out of order"):
         load_library()
 
 
-def test_it_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def built_in(cache: Path) -> list[Path]:
+    return list((cache / "palaver" / "compiled").iterdir())
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_it_is_built_once(cache: Path) -> None:
     load_library()
-    (built,) = (tmp_path / "palaver" / "compiled").iterdir()
+    (built,) = built_in(cache)
     os.utime(built, (1, 1))
     load_library()
     assert built.stat().st_mtime == 1
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "another program's", "crashes"])
+def test_a_damaged_library_is_built_anew(damage: str, cache: Path, tmp_path: Path) -> None:
+    """It is tried in another process: loading a file that was cut, or code of another processor, ends a process."""
+    command = "import palaver.engines.torch.compiled.building as b; b.load_library()"
+    subprocess.run([sys.executable, "-c", command], check=True)  # a library of this process is never unloaded
+    (built,) = built_in(cache)
+    whole = built.read_bytes()
+    source = tmp_path / "crash.c"
+    source.write_text("int palaver_check(void) { __builtin_trap(); }")
+    crashing = tmp_path / "crash.so"
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(crashing)], check=True)
+    damaged = {
+        "empty": b"",
+        "cut": whole[: len(whole) // 2],
+        "another program's": b"#!/bin/sh\n",
+        "crashes": crashing.read_bytes(),
+    }
+    built.write_bytes(damaged[damage])
+    load_library()
+    assert built_in(cache) == [built]
+    assert built.stat().st_size > len(whole) // 2
+    assert building.runs(built)
+
+
+def test_a_cache_that_can_not_be_written(cache: Path) -> None:
+    cache.write_text("a file where the folder should be")
+    assert load_library().functions.palaver_check() == 0
+
+
+def test_built_by_many_at_once(cache: Path) -> None:
+    command = "import palaver.engines.torch.compiled.building as b; b.load_library()"
+    running = [subprocess.Popen([sys.executable, "-c", command]) for _ in range(3)]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    assert len(built_in(cache)) == 1
+
+
+def test_another_processor_has_another_library(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    here = load_library().build
+    monkeypatch.setattr(building, "_processor", lambda: "flags: of another machine")
+    assert load_library().build != here
+
+
+def test_the_compiler_may_have_flags(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Such as those of another processor: they make another library."""
+    plain = load_library().build
+    monkeypatch.setenv("CC", "cc -O1")
+    assert load_library().build != plain
+    assert len(built_in(cache)) == 2
 
 
 def test_the_copy_of_the_weights_counts(folder_of: Callable[[str], Path]) -> None:

@@ -45,8 +45,8 @@ async def test_a_retry_and_an_edit_compute_what_differs(engine: TorchEngine) -> 
 @pytest.mark.parametrize(
     "options",
     [
-        Options(),
-        Options(exact=True),
+        Options(compiled=False),
+        Options(exact=True, compiled=False),
         Options(fused=False),
         pytest.param(Options(compiled=True), marks=needs_a_compiler),
         pytest.param(Options(compiled=True, exact=True), marks=needs_a_compiler),

@@ -251,7 +251,7 @@ async def test_prompts_that_keep_nobody_waiting_get_their_first_token_in_the_sam
 async def test_exactly_computed_tokens_come_in_passes_of_their_own(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = load(folder_of("llama"), vocabulary=tiny.VOCABULARY, options=Options(exact=True))
+    engine = load(folder_of("llama"), vocabulary=tiny.VOCABULARY, options=Options(exact=True, compiled=False))
     seen = passes(engine, monkeypatch)
     await run(engine, Prompt(tuple(b"Alone")), replace(ENDLESS, max_tokens=2))
     await engine.close()

@@ -43,6 +43,8 @@ class ModelCard:
     """What is reused of what was computed before."""
     exactness: str = ""
     """What the bits of a reply depend on."""
+    steps: str = ""
+    """Whose code computes the next tokens, and why not compiled code."""
     defaults: Sampling = field(default_factory=Sampling)
     thinks: bool = False
     """Whether the format knows thoughts."""

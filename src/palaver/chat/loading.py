@@ -8,7 +8,7 @@ from pathlib import Path
 
 from palaver.chat.model import Model
 from palaver.chat.models import Load, Told
-from palaver.engines.base import COMPILED, Engine
+from palaver.engines.base import Engine
 from palaver.engines.host.hosted import HostedEngine, torch_spec
 from palaver.errors import BadParameter, NoTemplate
 from palaver.formats.base import Format
@@ -32,7 +32,12 @@ class Loading:
     device: str | None = None
     dtype: str | None = None
     exact: bool = False
-    compiled: bool = False
+    compiled: bool | None = None
+    """Compiled steps: None where they can be used, True required, False never."""
+    cache_bytes: int | None = None
+    """The bound on the KV cache. None: a share of the free memory."""
+    max_running: int | None = None
+    """How many requests are computed at once. None: as many as the engine likes."""
 
     def __post_init__(self) -> None:
         if self.template is not None and not self.template.is_file():
@@ -57,11 +62,13 @@ def hosted(loading: Loading) -> Load:
             trained.adapter,
             trained.context,
             loading.compiled,
+            loading.cache_bytes,
+            loading.max_running,
         )
         engine = HostedEngine(spec, told)
         await engine.start()
-        notices = (*trained.notes, *(() if loading.template else untold(trained)), *uncompiled(loading, engine))
-        return replace(made(name, engine, format, tokenizer), notices=notices)
+        notices = (*trained.notes, *(() if loading.template else untold(trained)), engine.info.hint)
+        return replace(made(name, engine, format, tokenizer), notices=tuple(filter(None, notices)))
 
     return load
 
@@ -95,12 +102,6 @@ def untold(trained: Trained) -> tuple[str, ...]:
     return (
         f"The chat template {trained.name!r} is not at hand here: the model's own is used; --template FILE sets one.",
     )
-
-
-def uncompiled(loading: Loading, engine: Engine) -> tuple[str, ...]:
-    """What a person should know who asked for compiled steps and has none."""
-    steps = engine.info.steps
-    return (f"The next tokens are computed by {steps}.",) if loading.compiled and steps != COMPILED else ()
 
 
 def _trained_with(trained: Trained) -> str | None:

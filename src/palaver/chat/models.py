@@ -117,6 +117,7 @@ def _card(model: Model) -> ModelCard:
         dtype=info.dtype,
         reuse=info.reuse,
         exactness=info.exactness,
+        steps=info.steps,
         defaults=info.defaults,
         thinks=model.format.thinks,
         switches=model.format.switches,

@@ -44,7 +44,7 @@ def ask(
     no_thinking: NoThinkingOption = False,
     device: DeviceOption = None,
     exact: ExactOption = False,
-    compiled: CompileOption = False,
+    compiled: CompileOption = None,
 ) -> None:
     """Ask one question: the answer goes to stdout, thinking to stderr."""
     import asyncio
@@ -70,7 +70,7 @@ def ask(
 @asynccontextmanager
 async def _loaded(name: str | None, loading: Loading) -> AsyncIterator[Model]:
     """In this process: a host would only make one question slower."""
-    from palaver.chat.loading import found, made, talk, uncompiled, untold
+    from palaver.chat.loading import found, made, talk, untold
     from palaver.engines.torch import Options, load
     from palaver.models.catalog import DEFAULT, resolve
 
@@ -87,8 +87,8 @@ async def _loaded(name: str | None, loading: Loading) -> AsyncIterator[Model]:
         options=Options(exact=loading.exact, context=trained.context, compiled=loading.compiled),
         adapter=trained.adapter,
     )
-    for note in uncompiled(loading, engine):
-        print(note, file=sys.stderr)
+    if engine.info.hint:
+        print(engine.info.hint, file=sys.stderr)
     try:
         yield made(name or DEFAULT, engine, format, tokenizer)
     finally:

@@ -12,9 +12,11 @@ import typer
 
 from palaver.commands.errors import FAILED, errors_told
 from palaver.commands.options import (
+    CacheOption,
     CompileOption,
     DeviceOption,
     ExactOption,
+    MaxRunningOption,
     ModelArgument,
     ModelOption,
     NoThinkingOption,
@@ -25,6 +27,7 @@ from palaver.commands.options import (
     ThinkOption,
     not_both,
     one_model,
+    parse_size,
     settings,
 )
 from palaver.commands.places import DatabaseOption, DataOption
@@ -62,7 +65,9 @@ def chat(
     template: TemplateOption = None,
     device: DeviceOption = None,
     exact: ExactOption = False,
-    compiled: CompileOption = False,
+    compiled: CompileOption = None,
+    cache_memory: CacheOption = None,
+    max_running: MaxRunningOption = None,
     server: ServerOption = None,
     key: KeyOption = None,
     local: LocalOption = False,
@@ -81,7 +86,9 @@ def chat(
         name = one_model(model, model_option)
         not_both(resume=resume, conversation=conversation)
         not_both(expand=expand, no_thinking=no_thinking)
-        own_models = {"model": name, "template": template, "device": device, "exact": exact, "compile": compiled}
+        own_models: dict[str, object] = {"model": name, "template": template, "device": device, "exact": exact}
+        own_models |= {"compile": compiled, "no_compile": compiled is False}
+        own_models |= {"kv_cache_memory": cache_memory, "max_num_seqs": max_running}
         for flag, value in {**own_models, "local": local}.items():
             not_both(server=server, **{flag: value})
         parameters: dict[str, Any] = settings(set_)
@@ -90,7 +97,10 @@ def chat(
         thoughts = Thoughts.EXPANDED if expand else Thoughts.HIDDEN if no_thinking else Thoughts.COLLAPSED
         folder = data_folder(data)
         wanted = Settings(folder, conversation, resume, system, parameters, plain, thoughts)
-        loading = Loading(template, device=device, exact=exact, compiled=compiled)
+        cache_bytes = parse_size("--kv-cache-memory", cache_memory)
+        loading = Loading(
+            template, device=device, exact=exact, compiled=compiled, cache_bytes=cache_bytes, max_running=max_running
+        )
         own = local or name is not None or loading != Loading()
 
         async def session() -> bool:

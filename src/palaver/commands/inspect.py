@@ -22,7 +22,7 @@ def inspect(
     device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 or mps.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")] = None,
     exact: ExactOption = False,
-    compiled: CompileOption = False,
+    compiled: CompileOption = None,
 ) -> None:
     """Say what a model is: whether it fits, its context, its defaults, how it talks, what is reused."""
     from palaver.engines.torch import Options, describe_fit, load

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from palaver.errors import BadParameter
+
+MAX_RUNNING = 1024
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
 class Think(StrEnum):
@@ -40,10 +44,43 @@ ExactOption = Annotated[
     typer.Option("--exact", help="Keep the bits of a reply independent of other requests. Slower."),
 ]
 CompileOption = Annotated[
-    bool,
-    typer.Option("--compile", help="Compile the step that makes the next token, on the CPU; needs a C compiler."),
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Require, or never use, the step that is compiled for this CPU; used where it can be by default.",
+        show_default=False,
+    ),
+]
+CacheOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-memory",
+        metavar="SIZE",
+        help="The most memory of the KV cache, such as 512MiB or 8GiB.",
+        show_default=False,
+    ),
+]
+MaxRunningOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-num-seqs", metavar="N", min=1, max=MAX_RUNNING, help="How many requests run at once.", show_default=False
+    ),
 ]
 NoThinkingOption = Annotated[bool, typer.Option("--no-thinking", help="Do not show what the model thinks.")]
+
+
+def parse_size(flag: str, text: str | None) -> int | None:
+    """Bytes, from a number with a unit: 8GiB, 512MiB, 8GB, 2g; without one it is bytes."""
+    if text is None:
+        return None
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise BadParameter(flag, text, "must be a size such as 512MiB or 8GiB")
+    number, prefix, binary = found.groups()
+    size = int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " "))
+    if size <= 0:
+        raise BadParameter(flag, text, "must be more than nothing")
+    return size
 
 
 def one_model(argument: str | None, option: str | None) -> str | None:

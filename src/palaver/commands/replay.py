@@ -21,7 +21,7 @@ def replay(
     model: ModelOption = None,
     device: DeviceOption = None,
     exact: ExactOption = False,
-    compiled: CompileOption = False,
+    compiled: CompileOption = None,
     data: DataOption = None,
     database: DatabaseOption = None,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,22 +11,26 @@ import typer
 
 from palaver.commands.errors import errors_told
 from palaver.commands.options import (
+    CacheOption,
     CompileOption,
     DeviceOption,
     ExactOption,
+    MaxRunningOption,
     ModelArgument,
     ModelOption,
     TemplateOption,
     Think,
     ThinkOption,
     one_model,
+    parse_size,
     settings,
 )
 from palaver.commands.places import DatabaseOption, DataOption
-from palaver.errors import BadParameter
+from palaver.errors import BadParameter, PalaverError
 
 if TYPE_CHECKING:
     from palaver.chat.loading import Loading
+    from palaver.chat.models import Models
     from palaver.server.serving import Certificate
     from palaver.server.settings import ServerSettings
     from palaver.store import Store
@@ -87,7 +92,9 @@ def serve(
     template: TemplateOption = None,
     device: DeviceOption = None,
     exact: ExactOption = False,
-    compiled: CompileOption = False,
+    compiled: CompileOption = None,
+    cache_memory: CacheOption = None,
+    max_running: MaxRunningOption = None,
     data: DataOption = None,
     database: DatabaseOption = None,
 ) -> None:
@@ -116,7 +123,10 @@ def serve(
             voice=voice,
             debug=debug_log,
         )
-        loading = Loading(template, device=device, exact=exact, compiled=compiled)
+        cache_bytes = parse_size("--kv-cache-memory", cache_memory)
+        loading = Loading(
+            template, device=device, exact=exact, compiled=compiled, cache_bytes=cache_bytes, max_running=max_running
+        )
         with open_store(data, database) as store:
             _keys_where_needed(store, chosen, make_key)
             certificate = _certificate(tls_cert, tls_key)
@@ -135,6 +145,7 @@ async def _run(
     grace: float,
     resume: bool,
 ) -> None:
+    import asyncio
     import secrets
     from dataclasses import replace
 
@@ -161,7 +172,16 @@ async def _run(
             print(f"palaver: {name or DEFAULT} at {url} (OpenAI API: {url}/v1)", file=sys.stderr)
             if sys.stderr.isatty():  # a log is no place for it
                 print(f"palaver: the page with the right to change the model: {url}/?login={login}", file=sys.stderr)
+            showing = asyncio.create_task(_show_notices(models))
             await serve_until_told(Serving(server, grace, certificate), listening, server)
+            showing.cancel()
+
+
+async def _show_notices(models: Models) -> None:
+    """Prints what a person should know of the model, once it is loaded."""
+    with suppress(PalaverError):
+        for notice in (await models.ready()).notices:
+            print(f"palaver: {notice}", file=sys.stderr)
 
 
 def _keys_where_needed(store: Store, settings: ServerSettings, make_key: bool) -> None:

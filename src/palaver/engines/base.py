@@ -36,6 +36,8 @@ class EngineInfo:
     COMPILED; and why no more."""
     exactness: str = BY_COMPANY
     """What the bits of a reply do, as a probe found when the model was loaded: BY_TEXT, BY_CACHE or BY_COMPANY."""
+    hint: str = ""
+    """What would make it faster on this machine, in one sentence."""
 
 
 class Generation(Protocol):

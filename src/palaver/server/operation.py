@@ -176,4 +176,5 @@ def _model(name: str, card: ModelCard) -> dict[str, Any]:
         "switches": [asdict(switch) for switch in card.switches],
         "reuse": card.reuse,
         "exactness": card.exactness,
+        "steps": card.steps,
     }

@@ -49,6 +49,8 @@ class ModelCard(Told):
     dtype: str
     reuse: str
     exactness: str = ""
+    steps: str = ""
+    """Whose code computes the next tokens, and why not compiled code."""
     defaults: Sampling
     thinks: bool
     switches: list[Switch]

@@ -220,7 +220,8 @@ export interface ModelCard {
   device: string
   dtype: string
   reuse: string
-  exactness: string
+  exactness?: string
+  steps?: string
   defaults: Sampling
   thinks: boolean
   switches: (Switch)[]

@@ -18,6 +18,8 @@ from palaver.engines.host.wire import frame_bytes, pack, pack_error, read_frame,
 from palaver.errors import EngineError, PalaverError
 
 _PDEATHSIG = 1
+OPTIONS = ("exact", "context", "compiled", "cache_bytes", "max_running")
+"""The engine's options that a specification sets."""
 _TELL_S = 0.2
 """How often the parent is told how far loading is."""
 
@@ -35,7 +37,7 @@ def make_engine(spec: dict[str, Any], progress: Progress) -> Engine:
         vocabulary=vocabulary,
         device=spec["device"],
         dtype=spec["dtype"],
-        options=Options(exact=spec["exact"], context=spec["context"], compiled=spec["compiled"]),
+        options=Options(**{name: spec[name] for name in OPTIONS}),
         adapter=adapter,
     )
 

@@ -44,7 +44,9 @@ def torch_spec(
     exact: bool = False,
     adapter: Path | None = None,
     context: int | None = None,
-    compiled: bool = False,
+    compiled: bool | None = None,
+    cache_bytes: int | None = None,
+    max_running: int | None = None,
 ) -> dict[str, Any]:
     return {
         "model": str(model),
@@ -55,6 +57,8 @@ def torch_spec(
         "adapter": str(adapter) if adapter else None,
         "context": context,
         "compiled": compiled,
+        "cache_bytes": cache_bytes,
+        "max_running": max_running,
     }
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from palaver.constraints import Constraint, Marked
@@ -16,15 +18,16 @@ from palaver.engines.reply import Reply
 from palaver.engines.torch.adapters import with_adapter
 from palaver.engines.torch.banned import BannedText, Spelling
 from palaver.engines.torch.cache import CacheStatistics
-from palaver.engines.torch.checkpoint import open_checkpoint
+from palaver.engines.torch.checkpoint import Checkpoint, open_checkpoint
 from palaver.engines.torch.chooser import Chooser
+from palaver.engines.torch.compiled.building import NO_COMPILER, Library, start_build
 from palaver.engines.torch.defaults import context_length, end_ids, sampling_defaults
 from palaver.engines.torch.generation import Close, Forget, Generation, Outbox
 from palaver.engines.torch.grammars import Grammars
 from palaver.engines.torch.guide import Guide, constraints_of, control_ids
 from palaver.engines.torch.holding import Holding
 from palaver.engines.torch.loading import load_model, pick_device, pick_dtype
-from palaver.engines.torch.memory import cache_bytes, check_fit, fit, give_back_unused
+from palaver.engines.torch.memory import cache_bytes, check_fit, fit, free_bytes, give_back_unused
 from palaver.engines.torch.mending import Mending
 from palaver.engines.torch.options import Options
 from palaver.engines.torch.probing import pick_runner
@@ -33,12 +36,13 @@ from palaver.engines.torch.sequence import Sequence
 from palaver.engines.torch.threads import Threads
 from palaver.engines.torch.unspoken import UnfitTokens, Unspoken
 from palaver.engines.torch.worker import Worker
-from palaver.errors import BadParameter, ContextOverflow
+from palaver.errors import BadParameter, CantCompile, ContextOverflow
 from palaver.generation import Prompt
 from palaver.phases import Vocabulary
 from palaver.sampling import Sampling, checked
 
 COMPILE_SECONDS = 20.0
+NO_COMPILER_HINT = "No C compiler was found: with gcc or clang installed, replies come several times as fast."
 SMALL_MODEL = 256 << 20
 """Bytes of weights up to which a second thread costs more than it brings."""
 
@@ -70,12 +74,15 @@ def load(
     checkpoint = open_checkpoint(model)
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
-    check_fit(checkpoint, place, kind, compiled=options is not None and options.compiled)
+    options = options or Options()
+    check_fit(checkpoint, place, kind, compiled=bool(options.compiled))
+    library = find_library(checkpoint, place, kind, options.compiled if options.fused else False)
     loaded = load_model(checkpoint, place, kind)
     if adapter is not None:
         loaded = with_adapter(loaded, adapter)
+    _check_cache(options, place)
     big = not _is_small(loaded)
-    engine = TorchEngine(checkpoint.name, loaded, vocabulary, options)
+    engine = TorchEngine(checkpoint.name, loaded, vocabulary, options, library)
     del loaded  # an engine may have its weights in a form of its own
     if big:
         give_back_unused()
@@ -86,8 +93,14 @@ class TorchEngine:
     """Token ids in, token ids out, from one model on one device."""
 
     def __init__(
-        self, name: str, model: PreTrainedModel, vocabulary: Vocabulary, options: Options | None = None
+        self,
+        name: str,
+        model: PreTrainedModel,
+        vocabulary: Vocabulary,
+        options: Options | None = None,
+        library: Future[Library] | None = None,
     ) -> None:
+        """`library` is the code of compiled steps; without it there are none."""
         options = options or Options()
         self._vocabulary = vocabulary
         self._spelling = Spelling(vocabulary)
@@ -99,11 +112,12 @@ class TorchEngine:
         limit = cache_bytes(model.device) if options.cache_bytes is None else options.cache_bytes
         threads = Threads.picked(options.threads, _is_small(model))
         self._runner, steps, exactness = pick_runner(
-            model, info.vocabulary_size, limit, info.context_length, options, threads
+            model, info.vocabulary_size, limit, info.context_length, options, threads, library
         )
-        self._info = replace(info, reuse=self._runner.reuse, steps=steps, exactness=exactness)
+        hint = NO_COMPILER_HINT if steps.endswith(NO_COMPILER) else ""
+        self._info = replace(info, reuse=self._runner.reuse, steps=steps, exactness=exactness, hint=hint)
         outbox = Outbox()
-        self._scheduler = Scheduler(self._runner, outbox, self._sequence, options.limits or _limits(model))
+        self._scheduler = Scheduler(self._runner, outbox, self._sequence, _limits(model, options))
         self._worker = Worker(self._scheduler, outbox, threads)
 
     @property
@@ -226,19 +240,53 @@ def _info(name: str, model: PreTrainedModel) -> EngineInfo:
     )
 
 
-def _limits(model: PreTrainedModel) -> Limits:
-    """A chunk of prompt should take a small part of a second."""
-    if model.device.type != "cpu":
-        return Limits(chunk=1024)
-    return Limits(chunk=128 if _is_small(model) else 32)
+def _limits(model: PreTrainedModel, options: Options) -> Limits:
+    """By default a chunk of a prompt takes a small part of a second."""
+    chunk = 1024 if model.device.type != "cpu" else 128 if _is_small(model) else 32
+    limits = options.limits or Limits(chunk=chunk)
+    return limits if options.max_running is None else replace(limits, running=options.max_running)
 
 
 def _is_small(model: PreTrainedModel) -> bool:
     return sum(p.nbytes for p in model.parameters()) <= SMALL_MODEL
 
 
-def describe_fit(model: str | Path, device: str | None = None, dtype: str | None = None, compiled: bool = False) -> str:
-    """One sentence on whether the model would fit, without loading it."""
+def find_library(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, wanted: bool | None
+) -> Future[Library] | None:
+    """Starts to load the code of compiled steps, in a thread of its own. The future raises CantCompile where there is
+    none, which says why. None where compiled steps are not wanted, or the device is not the CPU."""
+    if wanted is False or (device.type != "cpu" and not wanted):
+        return None
+    if device.type != "cpu" or dtype != torch.float32:
+        return _no_library("they are for float32 on the CPU")
+    room = fit(checkpoint, device, dtype, compiled=True)
+    if not room.fits and room.free_bytes is not None:
+        needed, free = room.needed_bytes / 1e9, room.free_bytes / 1e9
+        return _no_library(f"loading them needs about {needed:.1f} GB of memory, and {free:.1f} GB are free")
+    return start_build()
+
+
+def _check_cache(options: Options, device: torch.device) -> None:
+    """Raises BadParameter where the cache may grow beyond what the loaded model leaves free."""
+    free = free_bytes(device)
+    if options.cache_bytes is not None and free is not None and options.cache_bytes > free:
+        size = f"{options.cache_bytes / 1e9:.1f} GB"
+        raise BadParameter("--kv-cache-memory", size, f"beside the model {free / 1e9:.1f} GB are free on {device}")
+
+
+def _no_library(why: str) -> Future[Library]:
+    future: Future[Library] = Future()
+    future.set_exception(CantCompile(why))
+    return future
+
+
+def describe_fit(
+    model: str | Path, device: str | None = None, dtype: str | None = None, compiled: bool | None = None
+) -> str:
+    """One sentence on whether the model would fit, without loading it; with compiled steps where they fit too."""
     checkpoint = open_checkpoint(model)
     place = pick_device(device)
-    return str(fit(checkpoint, place, pick_dtype(dtype, place), compiled))
+    kind = pick_dtype(dtype, place)
+    with_copy = fit(checkpoint, place, kind, compiled=compiled is not False and kind == torch.float32)
+    return str(with_copy if with_copy.fits or compiled else fit(checkpoint, place, kind))

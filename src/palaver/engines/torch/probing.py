@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from ctypes import CDLL
+from concurrent.futures import Future
 from typing import TypeAlias
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from palaver.engines.base import BY_COMPANY, BY_TEXT, COMPILED
+from palaver.engines.torch.compiled.building import Library
 from palaver.engines.torch.compiled.decoder import CompiledDecoder
 from palaver.engines.torch.cutting import CuttingRunner
 from palaver.engines.torch.exact import ExactPasses, probe_exactness
@@ -29,44 +30,56 @@ from palaver.engines.torch.runner import Runner
 from palaver.engines.torch.snapshots import Abilities, SnapshotRunner
 from palaver.engines.torch.states import NoState, State
 from palaver.engines.torch.threads import Threads
+from palaver.errors import CantCompile
 
 LENGTH = 48
 FIRST = 20
 SECOND = 40
 PROBE_BYTES = 1 << 24
+NOT_COMPILED = ", not compiled: "
 
 Forward: TypeAlias = Callable[[Plan], Tensor]
 
 
 @torch.inference_mode()
 def pick_runner(
-    model: PreTrainedModel, size: int, limit: int, context: int, options: Options, threads: Threads
+    model: PreTrainedModel,
+    size: int,
+    limit: int,
+    context: int,
+    options: Options,
+    threads: Threads,
+    library: Future[Library] | None = None,
 ) -> tuple[Runner, str, str]:
     """The best way to run this model that gives what the model itself gives, whose code its steps are, and what the
     bits of a reply depend on (`EngineInfo.exactness`).
 
-    Raises CantCompile where compiled steps are asked for and can't be had on this machine.
+    `library` is the code of compiled steps, or why there is none; it is waited for only where the model is a plain
+    decoder. Raises CantCompile where compiled steps are required and can't be used.
     """
     if model.device.type == "cuda":
         # it makes a plan for every new pair of lengths: 20 ms each, and memory that is never given back
         torch.backends.cuda.enable_cudnn_sdp(False)
-    library = _library() if options.compiled else None
     with quiet():
         probe = Probe(model, size)
         try:
             layout = probe.layout()
             forward, steps = probe.forward(layout, context, options, library, threads)
+            _check_required(options, steps)
             passes, exactness = probe.exactness(forward, layout, steps, options.exact, threads)
             return CuttingRunner(forward, layout, limit, context, threads, passes), steps, exactness
+        except CantCompile:
+            raise
         except Exception as error:  # whatever went wrong, there is a humbler way
+            steps = _short_of(library, _OWN, error)
+            _check_required(options, steps)
             runner = probe.carrying(limit, _why(error), options.exact)
-            return runner, _short_of(library, _OWN, error), runner.exactness
+            return runner, steps, runner.exactness
 
 
-def _library() -> CDLL:
-    from palaver.engines.torch.compiled.building import load_library  # nobody pays for it who doesn't want it
-
-    return load_library()
+def _check_required(options: Options, steps: str) -> None:
+    if options.compiled and steps != COMPILED:
+        raise CantCompile(steps.partition(NOT_COMPILED)[2])
 
 
 class Probe:
@@ -85,7 +98,7 @@ class Probe:
         return layout_of(self._model, torch.tensor(self.ids[:4], device=self._model.device))
 
     def forward(
-        self, layout: Layout, context: int, options: Options, library: CDLL | None, threads: Threads
+        self, layout: Layout, context: int, options: Options, library: Future[Library] | None, threads: Threads
     ) -> tuple[Forward, str]:
         """What runs a plan, and whose code that is."""
         try:
@@ -101,7 +114,7 @@ class Probe:
         if library is None:
             return best, steps
         try:
-            compiled = CompiledDecoder(parts, layout, library, threads.many)
+            compiled = CompiledDecoder(parts, layout, library.result(), threads.many)
             self.check(compiled, layout)
         except Exception as error:
             return best, _short_of(library, steps, error)
@@ -237,10 +250,12 @@ _FEW = "few operations"
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
-def _short_of(library: CDLL | None, steps: str, error: Exception) -> str:
-    """Whose code it is, and, where a compiled step was asked for, why it isn't that."""
-    return steps if library is None else f"{steps}, not compiled: {_why(error)}"
+def _short_of(library: Future[Library] | None, steps: str, error: Exception) -> str:
+    """Whose code it is, and, where compiled steps were wanted, why it isn't that."""
+    return steps if library is None else f"{steps}{NOT_COMPILED}{_why(error)}"
 
 
 def _why(error: Exception) -> str:
+    if isinstance(error, CantCompile):
+        return error.why
     return str(error) if isinstance(error, NotUnderstood) else f"its cache isn't understood ({type(error).__name__})"

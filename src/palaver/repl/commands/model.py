@@ -65,6 +65,7 @@ async def status(session: Session, arguments: str) -> None:
         "device": f"{card.device} {card.dtype}".strip(),
         "reuse": card.reuse,
         "bits of a reply": card.exactness,
+        "steps": card.steps,
         "thinking": banner.thinking(card) if card.state is ModelState.READY else "",
         "conversation": f"{one_line(conversation.title) or '(no title)'} ({conversation.id})"
         if conversation

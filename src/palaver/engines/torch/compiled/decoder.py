@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from palaver.engines.torch.compiled.building import Library
 from palaver.engines.torch.lanes import Layout
 from palaver.engines.torch.library import NotUnderstood
 from palaver.engines.torch.plain import Layer, Matrix, Norm, PlainDecoder
@@ -80,21 +81,22 @@ class _Rows:
 class CompiledDecoder:
     """Raises NotUnderstood for models whose sizes don't go with step.c."""
 
-    def __init__(self, parts: PlainDecoder, layout: Layout, library: ctypes.CDLL, threads: int) -> None:
+    def __init__(self, parts: PlainDecoder, layout: Layout, library: Library, threads: int) -> None:
         _check(parts, layout)
         self._rotation = parts.rotation
         self._outputs = parts.logits.weight.shape[1]
         self._kept: list[Any] = []
         """What the compiled code points to."""
-        self._halves = bool(library.palaver_halves())
-        library.palaver_new.restype = c_void_p
-        library.palaver_free.argtypes = (c_void_p,)
-        self._step = library.palaver_step
+        functions = library.functions
+        self._halves = bool(functions.palaver_halves())
+        functions.palaver_new.restype = c_void_p
+        functions.palaver_free.argtypes = (c_void_p,)
+        self._step = functions.palaver_step
         self._step.restype = None
         self._step.argtypes = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64)
-        self._free = library.palaver_free
+        self._free = functions.palaver_free
         model = self._model(parts, threads)
-        self._decoder = library.palaver_new(ctypes.byref(model))
+        self._decoder = functions.palaver_new(ctypes.byref(model))
         if not self._decoder:
             raise MemoryError("no memory for a compiled step")
         self._rows: _Rows | None = None

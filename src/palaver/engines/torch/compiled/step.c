@@ -586,3 +586,73 @@ int palaver_halves(void) {
     return 0;
 #endif
 }
+
+/* A trial on a model made up here: whether rows computed together, in two threads, give what each gives alone. It uses
+   every kind of weights, so that code for another processor, or a damaged file, ends the trial and not the engine. */
+
+enum { DEPTH = 2, HIDDEN = 32, HEADS = 4, SIZE = 16, INNER = 64, TOKENS = 20, OUTPUTS = PANEL, TRIED = 9 };
+
+static uint32_t next_number(uint32_t *state) { return *state = *state * 1664525u + 1013904223u; }
+
+/* Weights of about -0.5 to 0.5: all of them are numbers that every kind holds. */
+static matrix made_up(int kind, int64_t in, int64_t out, uint32_t *state) {
+    int64_t count = in * ((out + PANEL - 1) / PANEL) * PANEL;
+    void *weights = numbers(count);
+    for (int64_t i = 0; weights && i < count; i++) {
+        uint32_t drawn = next_number(state) >> 16, sign = drawn & 0x8000;
+        if (kind == FLOAT32) ((float *)weights)[i] = ((float)drawn - 32768.0f) / 65536.0f;
+        if (kind == BFLOAT16) ((uint16_t *)weights)[i] = sign | 0x3e00 | (drawn & 0x7f);
+        if (kind == FLOAT16) ((uint16_t *)weights)[i] = sign | 0x3000 | (drawn & 0x3ff);
+    }
+    return (matrix){weights, NULL, in, out, kind};
+}
+
+static int same(const float *a, const float *b, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        if (!(a[i] == b[i])) return 0; /* NaN is no answer either */
+    return 1;
+}
+
+static int check_kind(int kind) {
+    uint32_t state = 1;
+    int64_t mixed = 3 * HEADS * SIZE / 2, lane = 2 * DEPTH * HEADS / 2 * TOKENS * SIZE, right = 0;
+    float *ones = numbers(mixed), *embedding = numbers(TOKENS * HIDDEN), *turns = numbers(TOKENS * SIZE);
+    float *kept = calloc(2 * lane, sizeof(float)), *together = numbers(TRIED * OUTPUTS), *alone = numbers(OUTPUTS);
+    layer layers[DEPTH] = {0};
+    for (int64_t i = 0; ones && i < mixed; i++) ones[i] = 1.0f;
+    for (int64_t i = 0; embedding && i < TOKENS * HIDDEN; i++) embedding[i] = (next_number(&state) >> 24) / 256.0f;
+    for (int64_t i = 0; turns && i < TOKENS * SIZE; i++) turns[i] = i % 2 ? 0.6f : 0.8f;
+    for (int64_t depth = 0; depth < DEPTH; depth++)
+        layers[depth] = (layer){.before = {ones, 1e-6f}, .after = {ones, 1e-6f}, .queries_keys = {ones, 1e-6f},
+                                .project = made_up(kind, HIDDEN, 2 * HEADS * SIZE, &state),
+                                .output = made_up(kind, HEADS * SIZE, HIDDEN, &state),
+                                .gate_up = made_up(kind, HIDDEN, 2 * INNER, &state),
+                                .down = made_up(kind, INNER, HIDDEN, &state)};
+    model m = {layers, embedding, {ones, 1e-6f}, made_up(kind, HIDDEN, OUTPUTS, &state),
+               DEPTH, HIDDEN, HEADS, HEADS / 2, SIZE, INNER, 0.25f, TRIED, 2};
+    decoder *d = palaver_new(&m);
+    if (d && ones && embedding && turns && kept && together && alone) {
+        row rows[TRIED];
+        for (int64_t r = 0; r < TRIED; r++)
+            rows[r] = (row){kept, HEADS / 2 * TOKENS * SIZE, TOKENS * SIZE, r * 7 % TOKENS, r, 1};
+        palaver_step(d, rows, TRIED, turns, together, 2);
+        for (int64_t r = 0; r < TRIED; r++) {
+            rows[r].lane = kept + lane;
+            palaver_step(d, rows + r, 1, turns, alone, 1);
+            right += same(alone, together + r * OUTPUTS, OUTPUTS);
+        }
+    }
+    for (int64_t depth = 0; depth < DEPTH; depth++) {
+        layer *l = layers + depth;
+        free((void *)l->project.weights), free((void *)l->output.weights);
+        free((void *)l->gate_up.weights), free((void *)l->down.weights);
+    }
+    free((void *)m.logits.weights), free(ones), free(embedding), free(turns), free(kept), free(together), free(alone);
+    palaver_free(d);
+    return right == TRIED;
+}
+
+/* 0 where all is well. */
+int palaver_check(void) {
+    return !(check_kind(FLOAT32) && check_kind(BFLOAT16) && (!palaver_halves() || check_kind(FLOAT16)));
+}
