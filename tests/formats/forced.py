@@ -10,9 +10,10 @@ from typing import Any
 import jsonschema_rs
 import torch
 
+from palaver.constraints import Constraint
+from palaver.engines.grammars import CompiledGrammar, GrammarCompiler
 from palaver.engines.reply import Reply
 from palaver.engines.torch.banned import Spelling
-from palaver.engines.torch.grammars import Grammars
 from palaver.engines.torch.holding import Holding
 from palaver.errors import TemplateError
 from palaver.events import fold
@@ -91,7 +92,8 @@ class Drawn:
     def __init__(self, format: TemplateFormat, end: int) -> None:
         vocabulary = format.tokenizer.vocabulary
         self._format = format
-        self._grammars = Grammars(vocabulary)
+        self._compiler = GrammarCompiler(vocabulary)
+        self._grammars: dict[Constraint, CompiledGrammar] = {}
         self._spelling = Spelling(vocabulary)
         self._end = end
         self.tools = TOOLS if self._takes(TOOLS) else PLAIN
@@ -118,6 +120,10 @@ class Drawn:
     def _ids(self, prompt: Prompt, dice: random.Random) -> list[int]:
         vocabulary = self._spelling.vocabulary
         reply = Reply(prompt, Sampling(), vocabulary, frozenset({self._end}))
+        assert prompt.phases.held is not None
+        for constraint in (prompt.phases.held.first, prompt.phases.held.later):
+            if constraint not in self._grammars:
+                self._grammars[constraint] = self._compiler.compile(constraint)
         holding = Holding(prompt.phases, self._grammars, self._spelling)
         spelled: list[int] = []
         while reply.ended is None:

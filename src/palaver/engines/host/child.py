@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from typing import Any
 from palaver.engines.base import Engine, Generation
 from palaver.engines.host.progress import Progress
 from palaver.engines.host.wire import frame_bytes, pack, pack_error, read_frame, unpack
+from palaver.engines.processes import die_with_parent
 from palaver.errors import EngineError, PalaverError
 
-_PDEATHSIG = 1
 OPTIONS = ("exact", "context", "compiled", "cache_bytes", "max_running")
 """The engine's options that a specification sets."""
 _TELL_S = 0.2
@@ -32,7 +32,7 @@ def make_engine(spec: dict[str, Any], progress: Progress) -> Engine:
     progress.begin(Path(spec["model"]))
     vocabulary = unpack(spec["vocabulary"])
     adapter = Path(spec["adapter"]) if spec["adapter"] else None
-    return load(
+    engine = load(
         Path(spec["model"]),
         vocabulary=vocabulary,
         device=spec["device"],
@@ -40,6 +40,8 @@ def make_engine(spec: dict[str, Any], progress: Progress) -> Engine:
         options=Options(**{name: spec[name] for name in OPTIONS}),
         adapter=adapter,
     )
+    threading.Thread(target=engine.warm_grammars, name="palaver-warm", daemon=True).start()
+    return engine
 
 
 class Child:
@@ -162,12 +164,6 @@ class Child:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._engine is not None:
             await self._engine.close()
-
-
-def die_with_parent() -> None:
-    """On Linux the kernel ends us with our parent; elsewhere the closed connection does."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
 
 
 async def serve(descriptor: int) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from palaver.constraints import Constraint, Marked
+from palaver.constraints import Constraint
 from palaver.engines.base import EngineInfo
+from palaver.engines.grammars import CompiledGrammar, GrammarCache
 from palaver.engines.reply import Reply
 from palaver.engines.torch.adapters import with_adapter
 from palaver.engines.torch.banned import BannedText, Spelling
@@ -23,7 +24,6 @@ from palaver.engines.torch.chooser import Chooser
 from palaver.engines.torch.compiled.building import NO_COMPILER, Library, start_build
 from palaver.engines.torch.defaults import context_length, end_ids, sampling_defaults
 from palaver.engines.torch.generation import Close, Forget, Generation, Outbox
-from palaver.engines.torch.grammars import Grammars
 from palaver.engines.torch.guide import Guide, constraints_of, control_ids
 from palaver.engines.torch.holding import Holding
 from palaver.engines.torch.loading import load_model, pick_device, pick_dtype
@@ -41,7 +41,6 @@ from palaver.generation import Prompt
 from palaver.phases import Vocabulary
 from palaver.sampling import Sampling, checked
 
-COMPILE_SECONDS = 20.0
 NO_COMPILER_HINT = "No C compiler was found: with gcc or clang installed, replies come several times as fast."
 SMALL_MODEL = 256 << 20
 """Bytes of weights up to which a second thread costs more than it brings."""
@@ -105,7 +104,7 @@ class TorchEngine:
         self._vocabulary = vocabulary
         self._spelling = Spelling(vocabulary)
         self._unfit: UnfitTokens | None = None
-        self._grammars = Grammars(vocabulary)
+        self._grammars = GrammarCache(vocabulary)
         info = _info(name, model)
         if options.context is not None:
             info = replace(info, context_length=min(info.context_length, options.context))
@@ -137,10 +136,11 @@ class TorchEngine:
 
     def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> Generation:
         constrained = constraints_of(prompt.phases, sampling)
+        grammars: dict[Constraint, CompiledGrammar] = {}
 
         async def prepare() -> None:
             for constraint in constrained:
-                await self._compiled(constraint)
+                grammars[constraint] = await self._grammars.compile(constraint)
             if sampling.spoken and self._unfit is None:
                 await asyncio.to_thread(self._unfit_tokens)
             if sampling.banned_strings:
@@ -148,7 +148,7 @@ class TorchEngine:
 
         needed = constrained or sampling.banned_strings or (sampling.spoken and self._unfit is None)
         ready = prepare if needed else None
-        return Generation(prompt, checked(sampling), choice, self._worker.post, ready)
+        return Generation(prompt, checked(sampling), choice, self._worker.post, ready, grammars)
 
     async def forget(self, conversation: str) -> None:
         forgotten = threading.Event()
@@ -158,14 +158,11 @@ class TorchEngine:
     async def close(self) -> None:
         self._worker.post(Close())
         await asyncio.to_thread(self._worker.join)
+        await asyncio.to_thread(self._grammars.close)
 
-    async def _compiled(self, constraint: Constraint) -> None:
-        compiling = asyncio.to_thread(self._grammars.compile, constraint)
-        try:
-            await asyncio.wait_for(compiling, COMPILE_SECONDS)
-        except TimeoutError:
-            name = constraint.about if isinstance(constraint, Marked) else "constraint"
-            raise BadParameter(name, constraint.grammar.value, "it takes too long to compile") from None
+    def warm_grammars(self) -> None:
+        """Prepares for the first constraint, which may take a second: not for the event loop."""
+        self._grammars.warm()
 
     def _sequence(self, generation: Generation) -> Sequence:
         """The state of a generation, with the reply so far taken again."""
@@ -174,7 +171,7 @@ class TorchEngine:
         reply = Reply(
             replace(prompt, reply_ids=()), sampling, self._vocabulary, self._info.end_ids, self._info.context_length
         )
-        banned, guide = self._banned(prompt, sampling), self._guide(prompt, sampling)
+        banned, guide = self._banned(prompt, sampling), self._guide(generation)
         size = self._info.vocabulary_size
         unspoken = self._unspoken(prompt, sampling)
         chooser = Chooser(prompt, sampling, generation.choice, reply, size, banned, guide, unspoken)
@@ -210,12 +207,13 @@ class TorchEngine:
             return None
         return Mending(prompt.healing, self._spelling, control_ids(prompt.phases) | self._info.end_ids)
 
-    def _guide(self, prompt: Prompt, sampling: Sampling) -> Guide | Holding | None:
-        if prompt.phases.held is not None:
-            return Holding(prompt.phases, self._grammars, self._spelling)
-        if sampling.constraint is None:
+    def _guide(self, generation: Generation) -> Guide | Holding | None:
+        phases, constraint = generation.prompt.phases, generation.sampling.constraint
+        if phases.held is not None:
+            return Holding(phases, generation.grammars, self._spelling)
+        if constraint is None:
             return None
-        return Guide(prompt.phases, sampling.constraint, self._grammars, self._spelling)
+        return Guide(phases, generation.grammars[constraint], self._spelling)
 
     def _unspoken(self, prompt: Prompt, sampling: Sampling) -> Unspoken | None:
         if not sampling.spoken:

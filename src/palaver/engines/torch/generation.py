@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
 
+from palaver.constraints import Constraint
+from palaver.engines.grammars import CompiledGrammar
 from palaver.errors import PalaverError
 from palaver.generation import Ended, Output, Prompt, Step
 from palaver.sampling import Sampling
@@ -30,10 +32,13 @@ class Generation:
         choice: int,
         post: Callable[[Command], None],
         ready: Callable[[], Awaitable[None]] | None = None,
+        grammars: Mapping[Constraint, CompiledGrammar] | None = None,
     ) -> None:
+        """`ready` is awaited before the request is submitted; it fills `grammars`."""
         self.prompt = prompt
         self.sampling = sampling
         self.choice = choice
+        self.grammars = {} if grammars is None else grammars
         self.loop: asyncio.AbstractEventLoop
         self._post = post
         self._ready = ready

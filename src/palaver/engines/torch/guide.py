@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from palaver.constraints import Constraint
+from palaver.engines.grammars import CompiledGrammar, check_matcher
 from palaver.engines.reply import Reply
 from palaver.engines.torch.banned import Spelling
-from palaver.engines.torch.grammars import Grammars
 from palaver.phases import Phase, Phases, Trigger
 from palaver.sampling import Sampling
 
@@ -19,13 +19,12 @@ from palaver.sampling import Sampling
 class Guide:
     """Follows a reply token by token. Thinking and calls are never constrained."""
 
-    def __init__(self, phases: Phases, constraint: Constraint, grammars: Grammars, spelling: Spelling) -> None:
+    def __init__(self, phases: Phases, grammar: CompiledGrammar, spelling: Spelling) -> None:
         self._phases = phases
-        self._constraint = constraint
-        self._grammars = grammars
+        self._grammar = grammar
         self._spelling = spelling
         self._control = control_ids(phases)
-        self._matcher: Any = grammars.matcher(constraint)
+        self._matcher: Any = grammar.matcher()
         self._begun = False
         self._state = phases.start
         self._leaving: bytes | None = None
@@ -45,7 +44,8 @@ class Guide:
             self._follow(token_id, forced)
 
     def forbid(self, scores: Tensor, reply: Reply) -> None:
-        """Leaves only tokens that the constraint, or a way out of it, allows."""
+        """Leaves only tokens that the constraint, or a way out of it, allows. Raises RequestError where the grammar
+        exceeds its limits at this token."""
         if not self._answers(reply.state):
             if self._owes_an_answer(reply.state):
                 scores[[i for i in reply.closers if i < scores.shape[0]]] = -torch.inf
@@ -53,6 +53,7 @@ class Guide:
         allowed = torch.zeros(scores.shape[0], dtype=torch.bool)
         if self._leaving is None:
             self._allow_by_grammar(allowed)
+        check_matcher(self._matcher)
         if self._may_leave():
             ways_out = self._ways_out(reply)
             allowed[[i for i in ways_out if i < scores.shape[0]]] = True
@@ -120,7 +121,7 @@ class Guide:
         said = reply.said_since_entering
         if not self._answers(reply.state) or not said.strip():
             return
-        if self._matcher.try_consume_tokens(self._grammars.tokens(said, self._constraint)) > 0:
+        if self._matcher.try_consume_tokens(self._grammar.tokenize(said)) > 0:
             self._begun = True
 
 

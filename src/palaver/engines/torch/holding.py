@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from palaver.constraints import Marked
+from palaver.constraints import Constraint, Marked
+from palaver.engines.grammars import CompiledGrammar, check_matcher
 from palaver.engines.reply import Reply
 from palaver.engines.torch.banned import BannedText, Spelling
-from palaver.engines.torch.grammars import Grammars
 from palaver.engines.torch.guide import control_ids
 from palaver.phases import Phase, Phases
 
@@ -19,7 +20,7 @@ from palaver.phases import Phase, Phases
 class Holding:
     """Follows a reply token by token. Thoughts are free, but they lead to what must be said and nowhere else."""
 
-    def __init__(self, phases: Phases, grammars: Grammars, spelling: Spelling) -> None:
+    def __init__(self, phases: Phases, grammars: Mapping[Constraint, CompiledGrammar], spelling: Spelling) -> None:
         assert phases.held is not None
         self._phases = phases
         self._held = phases.held
@@ -28,7 +29,7 @@ class Holding:
         self._control = control_ids(phases)
         self._state = phases.start
         self._constraint = self._held.first
-        self._matcher: Any = grammars.matcher(self._constraint)
+        self._matcher: Any = grammars[self._constraint].matcher()
         self._fits = cache(self._fits_behind_a_thought)
         self._closing = cache(lambda marker: BannedText([marker.decode()], spelling, self._control))
 
@@ -39,17 +40,19 @@ class Holding:
             return
         if thought:
             self._begin(self._held.later)
-            self._consume(self._grammars.tokens(reply.said_since_entering, self._constraint))
+            self._consume(self._grammars[self._constraint].tokenize(reply.said_since_entering))
         else:
             self._consume([token_id])
 
     def forbid(self, scores: Tensor, reply: Reply) -> None:
-        """Leaves only tokens that lead on to what must be said; once it is, the turn may end."""
+        """Leaves only tokens that lead on to what must be said; once it is, the turn may end. Raises RequestError
+        where the grammar exceeds its limits at this token."""
         size = scores.shape[0]
         if self._thinks(reply.state):
             scores[[i for i in self._astray(reply) if i < size]] = -torch.inf
             return
         allowed = self._allowed(size)
+        check_matcher(self._matcher)
         if self._matcher.is_accepting():
             allowed[[i for i in reply.closers if i < size]] = True
         if allowed.any():  # else nothing is left to say, and nothing would end it
@@ -65,11 +68,11 @@ class Holding:
         return allowed
 
     def _begin(self, constraint: Marked) -> None:
-        self._constraint, self._matcher = constraint, self._grammars.matcher(constraint)
+        self._constraint, self._matcher = constraint, self._grammars[constraint].matcher()
 
     def _consume(self, ids: list[int]) -> None:
         """What was begun by somebody else and does not fit is let be: what must be said comes behind it."""
-        if self._matcher.try_consume_tokens(ids) < len(ids):
+        if self._matcher.try_consume_tokens(ids) < len(ids) and not self._matcher.is_error():
             self._begin(self._held.later)
 
     def _thinks(self, state: int) -> bool:
@@ -102,5 +105,6 @@ class Holding:
         return found
 
     def _fits_behind_a_thought(self, text: bytes) -> bool:
-        ids = self._grammars.tokens(text, self._held.later)
-        return bool(self._grammars.matcher(self._held.later).try_consume_tokens(ids) == len(ids))
+        later = self._grammars[self._held.later]
+        ids = later.tokenize(text)
+        return bool(later.matcher().try_consume_tokens(ids) == len(ids))

@@ -1,0 +1,113 @@
+"""The sandbox's process: `python -m palaver.engines.grammars.trial FD`.
+
+It imports the library and reads the vocabulary once. Each grammar is then compiled, and its first masks computed, in a
+fork that the kernel ends at its limits on time, memory and stack.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from palaver.constraints import Constraint
+from palaver.engines.grammars.compiler import CompiledGrammar, GrammarCompiler, GrammarError, first_line
+from palaver.engines.grammars.messages import receive, receive_descriptor, send, unpack_constraint
+from palaver.engines.grammars.sandbox import WALL_SECONDS
+from palaver.engines.processes import die_with_parent
+
+CPU_SECONDS = 2
+MEMORY = 512 << 20
+"""Bytes a fork may take beyond what it starts with."""
+STACK = 2 << 20
+"""Bytes; a quarter of what the engine's own threads have, so that what passes here has room to spare there."""
+MASKS = 4
+MASK_SECONDS = 0.25
+"""CPU time of one mask: the engine computes one for every token, and everybody waits for it."""
+_NICE = 5
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are reaped by the kernel
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    vocabulary = [token.encode("latin-1") for token in receive(connection)]
+    compiler = GrammarCompiler(vocabulary)
+    compiler.tokenizer(())
+    gc.freeze()
+    while (descriptor := receive_descriptor(connection)) is not None:
+        compiler.tokenizer(tuple(receive(connection)))
+        if os.fork() == 0:
+            connection.close()
+            _run(socket.socket(fileno=descriptor), compiler)
+        os.close(descriptor)
+
+
+def _run(asked: socket.socket, compiler: GrammarCompiler) -> None:
+    """In the fork. Ends the process, with a verdict or without one."""
+    _limit()
+    send(asked, "started")
+    constraint = unpack_constraint(receive(asked))
+    threading.stack_size(STACK)
+    thread = threading.Thread(target=lambda: send(asked, {"why": why_not(compiler, constraint)}))
+    thread.start()
+    thread.join()
+    os._exit(0)
+
+
+def _limit() -> None:
+    die_with_parent()
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stderr.fileno())  # what a crash prints
+    os.nice(_NICE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    statistics = Path("/proc/self/statm")
+    if statistics.exists():
+        most = int(statistics.read_text().split()[0]) * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)  # the default action of SIGALRM ends the process
+
+
+def why_not(compiler: GrammarCompiler, constraint: Constraint) -> str | None:
+    """Why the grammar is refused, or None."""
+    try:
+        compiled = compiler.compile(constraint)
+        for highest in (False, True):
+            _compute_masks(compiled, highest)
+    except GrammarError as error:
+        return str(error)
+    return None
+
+
+def _compute_masks(compiled: CompiledGrammar, highest: bool) -> None:
+    """Along the allowed tokens of the highest ids, or the lowest."""
+    matcher = compiled.matcher()
+    for _ in range(MASKS):
+        started = time.thread_time()
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        _check(matcher)
+        if time.thread_time() - started > MASK_SECONDS:
+            raise GrammarError("it takes too long to follow for each token")
+        mask &= ~(1 << compiled.end_id)
+        if not mask:
+            return
+        token_id = (mask if highest else mask & -mask).bit_length() - 1
+        matcher.try_consume_tokens([token_id])
+        _check(matcher)
+
+
+def _check(matcher: Any) -> None:
+    if matcher.is_error():
+        raise GrammarError(first_line(matcher.get_error()))
+
+
+if __name__ == "__main__":
+    main()
