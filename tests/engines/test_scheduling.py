@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from palaver.engines.torch import Limits, Options, TorchEngine, load
+from palaver.engines.torch import Limits, Options, TorchEngine, load, scheduler
 from palaver.engines.torch.banned import Spelling
+from palaver.engines.torch.chooser import Chooser
 from palaver.engines.torch.sequence import Sequence
 from palaver.errors import CacheFull, EngineError, QueueFull
 from palaver.generation import Ended, Finish, Prefilled, Prompt, Queued, Step
@@ -177,6 +178,37 @@ async def test_banned_strings_are_looked_up_off_the_engines_thread(
         assert ord("e") not in out.ids
     assert len(threads) == 2, "each string once"
     assert "palaver-engine" not in threads
+
+
+async def test_a_long_reply_is_restored_between_the_tokens_of_others(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, sampling = Prompt((65, 66)), replace(ENDLESS, frequency_penalty=0.3, max_tokens=320)
+    whole = await run(engine, prompt, sampling)
+    monkeypatch.setattr(scheduler, "RESTORED", 16)
+    taken = [0]
+    take, step = Chooser.take, engine._scheduler.step
+
+    def counted(chooser: Chooser, token_id: int) -> None:
+        taken[-1] += 1
+        take(chooser, token_id)
+
+    def noted() -> None:
+        taken.append(0)
+        step()
+
+    monkeypatch.setattr(Chooser, "take", counted)
+    monkeypatch.setattr(engine._scheduler, "step", noted)
+    async with engine.generate(Prompt((67,)), ENDLESS) as running:
+        await anext(running)
+        begun = continued(prompt, whole.ids[:300])
+        rests = await asyncio.gather(*(run(engine, begun, sampling) for _ in range(2)))
+        left = await run(engine, continued(prompt, whole.ids), sampling)
+        await run(engine, begun, sampling, stop_after=0)
+    assert [rest.ids for rest in rests] == [whole.ids[300:]] * 2
+    assert (left.ids, left.ended) == ([], Ended(Finish.LENGTH))
+    assert sum(taken) > 900
+    assert max(taken) <= 3 * 16 + 3, "at submission and in a step, for all of them"
 
 
 async def test_cancelled_while_waiting_in_prefill_and_decoding(small: TorchEngine) -> None:

@@ -165,7 +165,7 @@ class TorchEngine:
         self._grammars.warm()
 
     def _sequence(self, generation: Generation) -> Sequence:
-        """The state of a generation, with the reply so far taken again."""
+        """The state of a generation, before the reply so far is taken again."""
         prompt, sampling = generation.prompt, generation.sampling
         self._check(prompt)
         reply = Reply(
@@ -175,10 +175,7 @@ class TorchEngine:
         size = self._info.vocabulary_size
         unspoken = self._unspoken(prompt, sampling)
         chooser = Chooser(prompt, sampling, generation.choice, reply, size, banned, guide, unspoken)
-        for token_id in prompt.reply_ids:
-            chooser.take(token_id)
-        chooser.mends(self._mending(prompt))
-        return Sequence(generation, chooser)
+        return Sequence(generation, chooser, self._mending(prompt))
 
     def _check(self, prompt: Prompt) -> None:
         size = self._info.vocabulary_size

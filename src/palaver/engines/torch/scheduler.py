@@ -24,6 +24,8 @@ FATAL = ("AcceleratorError",)
 UNDISTURBED = 4
 """So many chunks are computed at once where nobody waits for a token meanwhile."""
 
+RESTORED = 256
+"""So many tokens of replies that go on are taken again in a step: a millisecond or two."""
 LOOKAHEAD = 64
 """How many of those that wait are looked at in a step."""
 
@@ -49,6 +51,8 @@ class Scheduler:
         self._limits = limits or Limits()
         self._running: dict[Generation, Sequence] = {}
         self._waiting = Waiting(self._limits.waiting)
+        self._restoring: list[Sequence] = []
+        """Those of the queue whose replies are not in the state yet in which they go on."""
         self._full_at = -1
         """The version of the queue for which the cache had no room: it is not asked again before something changes."""
 
@@ -64,6 +68,7 @@ class Scheduler:
     def submit(self, generation: Generation) -> None:
         try:
             sequence = self._prepare(generation)
+            sequence.restore(RESTORED)
             ended = sequence.chooser.reply.ended
             if ended is not None:
                 self._outbox.put(generation, ended)
@@ -72,6 +77,9 @@ class Scheduler:
             self._waiting.add(sequence)
         except Exception as error:
             self._outbox.put(generation, _as_engine_error(error))
+            return
+        if not sequence.restored:
+            self._restoring.append(sequence)
 
     def cancel(self, generation: Generation) -> None:
         if generation in self._running:
@@ -92,11 +100,14 @@ class Scheduler:
         left = [*self._running, *self._waiting.generations]
         self._running.clear()
         self._waiting.clear()
+        self._restoring.clear()
         return left
 
     def step(self) -> None:
         """Lets in who fits, computes one chunk of prompts, and the next token of every reply."""
         if self._waiting:
+            if self._restoring:
+                self._restore()
             self._admit()
         filling = [sequence for sequence in self._running.values() if sequence.pending > 1]
         if filling and self._prefill(filling):
@@ -104,13 +115,32 @@ class Scheduler:
         ready = [sequence for sequence in self._running.values() if sequence.pending == 1]
         self._decode(ready, [1] * len(ready))
 
+    def _restore(self) -> None:
+        """Brings long replies that go on to where they were, a bounded number of tokens in a step."""
+        self._restoring = [s for s in self._restoring if self._waiting.find(s.generation) is not None]
+        for sequence in self._restoring:
+            try:
+                sequence.restore(max(1, RESTORED // len(self._restoring)))
+            except Exception as error:
+                self._refuse(sequence, _as_engine_error(error))
+                continue
+            ended = sequence.chooser.reply.ended
+            if ended is not None:
+                self._refuse(sequence, ended)
+        self._restoring = [sequence for sequence in self._restoring if not sequence.restored]
+
+    def _refuse(self, sequence: Sequence, arrival: Ended | PalaverError) -> None:
+        """It leaves the queue without being let in."""
+        self._waiting.remove(sequence.generation)
+        self._outbox.put(sequence.generation, arrival)
+
     def _admit(self) -> None:
         if len(self._running) < self._limits.running and self._waiting.version != self._full_at:
             filling = [sequence for sequence in self._running.values() if sequence.pending > 1]
             for sequence in self._waiting.sequences[:LOOKAHEAD]:
                 if len(self._running) >= self._limits.running:
                     break
-                if self._waits_for_a_prefill(sequence, filling):
+                if not sequence.restored or self._waits_for_a_prefill(sequence, filling):
                     continue
                 if not self._begin(sequence):
                     self._full_at = self._waiting.version
@@ -128,8 +158,7 @@ class Scheduler:
             failure = _as_engine_error(error)
             if isinstance(failure, CacheFull) and self._running:
                 return False
-            self._waiting.remove(sequence.generation)
-            self._outbox.put(sequence.generation, failure)
+            self._refuse(sequence, failure)
             return True
         self._waiting.admit(sequence.generation)
         self._running[sequence.generation] = sequence

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from palaver.engines.torch.chooser import Chooser
 from palaver.engines.torch.generation import Generation
+from palaver.engines.torch.mending import Mending
 
 BLOCK = 64
 """Prompts are compared by a hash of everything up to each multiple of so many tokens."""
@@ -15,9 +16,13 @@ BLOCK = 64
 class Sequence:
     """The tokens of one generation and how many of them the model has computed."""
 
-    def __init__(self, generation: Generation, chooser: Chooser) -> None:
+    def __init__(self, generation: Generation, chooser: Chooser, mending: Mending | None = None) -> None:
         self.generation = generation
         self.chooser = chooser
+        self._mending = mending
+        self._replayed = 0
+        self.restored = False
+        """Whether the reply is in the state after all tokens said before."""
         self.prompt_tokens = len(generation.prompt)
         self.tokens = [*generation.prompt.context_ids, *generation.prompt.reply_ids]
         self.computed = 0
@@ -34,6 +39,16 @@ class Sequence:
     @property
     def pending(self) -> int:
         return len(self.tokens) - self.computed
+
+    def restore(self, most: int) -> None:
+        """Takes up to so many more of the tokens said before."""
+        said = self.generation.prompt.reply_ids[self._replayed : self._replayed + most]
+        for token_id in said:
+            self.chooser.take(token_id)
+        self._replayed += len(said)
+        if self._replayed == len(self.generation.prompt.reply_ids):
+            self.chooser.mends(self._mending)
+            self.restored = True
 
     def common(self, other: Sequence) -> int:
         """How many prompt tokens both begin with. Takes a few steps even for long prompts."""
