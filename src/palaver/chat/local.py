@@ -286,7 +286,10 @@ class LocalChat:
         running = self._turns.get(reply_id)
         if running is not None and not running.log.ended:
             return reply
-        if reply.reply is not None and reply.reply.status is Status.DONE:
+        if (settled := await self._settled(reply)) is not reply and _is_done(settled):
+            return settled  # it was whole: only its end had not been written
+        reply = settled
+        if _is_done(reply):
             raise NothingToContinue("The reply is whole: there is nothing to continue.")
         model = await self._service.models.ready()
         conversation = await self.conversation(reply.conversation_id)
@@ -301,9 +304,9 @@ class LocalChat:
     @asynccontextmanager
     async def events(self, reply_id: str, after: int = 0) -> AsyncIterator[AsyncIterator[Entry]]:
         reply = await self.message(reply_id)
-        if reply.reply is not None and reply.reply.status is Status.RUNNING and self._turns.get(reply_id) is None:
+        if _is_running(reply) and self._turns.get(reply_id) is None:
             await self._service.recovered.wait()  # a dead process left it: it goes on when the model is there
-            reply = await self.message(reply_id)
+            reply = await self._settled(await self.message(reply_id))
         try:
             model: Model | None = self._service.models.current()
         except PalaverError:
@@ -389,9 +392,17 @@ class LocalChat:
         """Nothing can be said to a reply that is still running: its words are not known yet."""
         if parent is None:
             return
-        stored = await self.message(parent)
-        if stored.reply is not None and stored.reply.status is Status.RUNNING:
+        if _is_running(await self._settled(await self.message(parent))):
             raise Conflict("The reply is still running: wait for it, or stop it first.")
+
+    async def _settled(self, reply: Stored) -> Stored:
+        """The reply as it is once its end is written, where this process could not write it before."""
+        turn = self._turns.get(reply.id)
+        stray = turn is None and _is_running(reply)
+        if not stray and not self._turns.is_unsettled(reply.id):
+            return reply
+        await self._turns.settle()
+        return await self.message(reply.id)
 
     async def _an_answer(self, id: str) -> Stored:
         stored = await self.message(id)
@@ -400,15 +411,23 @@ class LocalChat:
         return stored
 
     async def _running(self, reply_id: str) -> Turn | None:
-        reply = await self.message(reply_id)
+        reply = await self._settled(await self.message(reply_id))
         turn = self._turns.get(reply_id)
-        if turn is None and reply.reply is not None and reply.reply.status is Status.RUNNING:
+        if turn is None and _is_running(reply):
             raise Conflict("The reply runs in another process: stop it there.")
         return turn if turn is not None and not turn.log.ended else None
 
 
 async def _thread(function: Callable[P, T], *values: P.args, **named: P.kwargs) -> T:
     return await asyncio.to_thread(function, *values, **named)
+
+
+def _is_running(stored: Stored) -> bool:
+    return stored.reply is not None and stored.reply.status is Status.RUNNING
+
+
+def _is_done(stored: Stored) -> bool:
+    return stored.reply is not None and stored.reply.status is Status.DONE
 
 
 def _checked(parameters: Mapping[str, Any] | None) -> dict[str, Any]:

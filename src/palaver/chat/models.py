@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from palaver.chat.interface import ModelCard, ModelState
 from palaver.chat.model import Model
 from palaver.engines.host.hosted import Told as Told
-from palaver.errors import ModelLoading, NoModel, PalaverError
+from palaver.errors import ModelError, ModelLoading, NoModel, PalaverError
 
+_log = logging.getLogger(__name__)
 Load = Callable[[str, Told], Awaitable[Model]]
 Park = Callable[[], Awaitable[None]]
 
@@ -80,14 +82,17 @@ class Models:
         self._name, self._error = "", None
 
     async def _replace(self, name: str, previous: asyncio.Task[None] | None) -> None:
-        if previous is not None:
-            previous.cancel()
-            await asyncio.wait([previous])
-        await self._let_go()
         try:
+            if previous is not None:
+                previous.cancel()
+                await asyncio.wait([previous])
+            await self._let_go()
             self._model = await self._load(name, self._told)
         except PalaverError as error:
             self._error = error
+        except Exception as error:
+            _log.exception("the model %r could not be loaded", name)
+            self._error = ModelError(f"The model {name!r} could not be loaded ({type(error).__name__}: {error}).")
         finally:
             if self._loading is asyncio.current_task():
                 self._loading = None
@@ -97,10 +102,12 @@ class Models:
         if model is None:
             return
         self._model = None
-        if self.park is not None:
-            await self.park()
-        await model.engine.close()
-        self._leaving = None
+        try:
+            if self.park is not None:
+                await self.park()
+        finally:
+            self._leaving = None
+            await model.engine.close()
 
     def _told(self, progress: float | None, note: str) -> None:
         self._progress, self._note = progress, note

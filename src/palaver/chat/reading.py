@@ -14,9 +14,12 @@ from palaver.events import Failed, Finished, ReadEvent, Snapshot, Usage
 from palaver.formats.reader import Reader
 from palaver.generation import Finish
 from palaver.store import NotFound, Status, Store, Stored
+from palaver.store.leases import SECONDS
 
 POLL_S = 0.1
 """How often a reply that another process writes is looked at: the database has no way to call."""
+PATIENCE_S = SECONDS
+"""After so long without a token it is checked whether the process that writes the reply still lives."""
 INTERRUPTED = "The program that was writing this reply ended: it can be continued."
 _FINISH = {Status.DONE: Finish.END, Status.STOPPED: Finish.STOPPED, Status.LENGTH: Finish.LENGTH}
 
@@ -59,12 +62,19 @@ class Reading:
         self, model: Model, reply: Stored, after: int, reader: Reader, log: Log, read: int
     ) -> AsyncGenerator[Entry]:
         """Follows the tokens in the store, where they are before anybody hears of them; `read` are in the log."""
+        waited = 0.0
         while _runs(reply):
             for entry in log.so_far(after):
                 after = entry.number
                 yield entry
             await asyncio.sleep(POLL_S)
             said = await asyncio.to_thread(self._store.replies.token_ids, reply.id)
+            waited = waited + POLL_S if len(said) == read else 0.0
+            if waited >= PATIENCE_S:  # its process may be dead, and no other one may take it over
+                waited = 0.0
+                if await asyncio.to_thread(self._store.replies.is_abandoned, reply.id):
+                    yield Entry(after, Failed(INTERRUPTED, tuple(reader.close())))
+                    return
             for token_id in said[read:]:
                 for event in reader.feed(token_id):
                     log.tell(event)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from palaver.errors import PalaverError
 from palaver.generation import Step
-from palaver.store import Lease, LeaseLost, Piece, Store
+from palaver.store import Lease, LeaseLost, Piece, Store, StoreError
 from palaver.store.tokens import as_stored
+
+
+class RecorderClosed(StoreError):
+    def __init__(self) -> None:
+        super().__init__("The reply could not be recorded any more: it can be continued.")
 
 
 class Recorder:
@@ -16,13 +21,13 @@ class Recorder:
 
     def __init__(self, store: Store, lease: Lease) -> None:
         self._store = store
-        self._lease = lease
+        self.lease = lease
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._waiting: list[tuple[Piece, asyncio.Future[Step]]] = []
         self._writing: asyncio.Task[None] | None = None
 
     async def keep(self, reply_id: str, place: int, step: Step) -> Step:
-        """Gives the step as it is stored, once it is. Raises what the store raised, LeaseLost among it."""
+        """Gives the step as it is stored, once it is. Raises whatever writing it raised, LeaseLost among it."""
         kept: asyncio.Future[Step] = asyncio.get_running_loop().create_future()
         self._waiting.append((Piece(reply_id, place, (step,)), kept))
         if self._writing is None or self._writing.done():
@@ -35,27 +40,37 @@ class Recorder:
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
         while self._waiting:
-            await asyncio.sleep(0)  # the other turns of the same engine frame put theirs in too
-            batch, self._waiting = self._waiting, []
+            batch: list[tuple[Piece, asyncio.Future[Step]]] = []
             try:
-                kept = await loop.run_in_executor(self._thread, self._commit, [piece for piece, _ in batch])
-            except PalaverError as error:
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(error)
-            else:
-                _answer(batch, kept)
+                await asyncio.sleep(0)  # the other turns of the same engine frame put theirs in too
+                batch, self._waiting = self._waiting, []
+                pieces = [piece for piece, _ in batch]
+                _answer(batch, await loop.run_in_executor(self._thread, self._commit, pieces))
+            except Exception as error:
+                _answer(batch, [error] * len(batch))
+            except BaseException:  # this task was cancelled: nothing is written any more
+                batch += self._waiting
+                self._waiting = []
+                _answer(batch, [RecorderClosed()] * len(batch))
+                raise
 
-    def _commit(self, pieces: list[Piece]) -> list[Step | None]:
-        lost = self._store.replies.append(self._lease, pieces)
-        return [None if piece.reply_id in lost else as_stored(piece.steps[0]) for piece in pieces]
+    def _commit(self, pieces: list[Piece]) -> list[Step | Exception]:
+        try:
+            lost = self._store.replies.append(self.lease, pieces)
+        except StoreError:
+            raise
+        except Exception as error:  # not the database: one reply's tokens must not fail those of the others
+            if len(pieces) == 1:
+                return [error]
+            return [kept for piece in pieces for kept in self._commit([piece])]
+        return [LeaseLost(piece.reply_id) if piece.reply_id in lost else as_stored(piece.steps[0]) for piece in pieces]
 
 
-def _answer(batch: list[tuple[Piece, asyncio.Future[Step]]], kept: list[Step | None]) -> None:
-    for (piece, future), step in zip(batch, kept, strict=True):
+def _answer(batch: list[tuple[Piece, asyncio.Future[Step]]], kept: Sequence[Step | Exception]) -> None:
+    for (_, future), step in zip(batch, kept, strict=True):
         if future.done():  # nobody waits any more
             continue
-        if step is None:
-            future.set_exception(LeaseLost(piece.reply_id))
-        else:
+        if isinstance(step, Step):
             future.set_result(step)
+        else:
+            future.set_exception(step)

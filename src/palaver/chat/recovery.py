@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from palaver.chat.model import Model
 from palaver.chat.requests import Requests
@@ -10,6 +11,8 @@ from palaver.chat.turns import Turns
 from palaver.events import fold
 from palaver.messages import Part
 from palaver.store import Ending, Status, Store, Stored
+
+_log = logging.getLogger(__name__)
 
 
 class Recovery:
@@ -20,18 +23,27 @@ class Recovery:
         self._resume = resume
 
     async def run(self, model: Model) -> None:
+        """Each reply on its own: one that can't be recovered is marked as interrupted and keeps its tokens."""
         for id in await self._turns.orphans(self._resume):
-            reply = await asyncio.to_thread(self._store.messages.get, id)
-            if self._resume:
-                await self._take_over(model, reply)
-            elif knows(model, reply):
-                parts = await asyncio.to_thread(self.folded, model, reply)
-                await asyncio.to_thread(self._store.replies.rewrite, id, parts)
+            try:
+                await self._recover(model, id)
+            except Exception as error:
+                _log.warning("a reply that another process left was not recovered: %s", error)
+                if self._resume:
+                    await self._turns.give_up(id, Ending(Status.INTERRUPTED, None))
+
+    async def _recover(self, model: Model, id: str) -> None:
+        reply = await asyncio.to_thread(self._store.messages.get, id)
+        if self._resume:
+            await self._take_over(model, reply)
+        elif knows(model, reply):
+            parts = await asyncio.to_thread(self.folded, model, reply)
+            await asyncio.to_thread(self._store.replies.rewrite, id, parts)
 
     async def _take_over(self, model: Model, reply: Stored) -> None:
         assert reply.reply is not None
         if not knows(model, reply):
-            await self._turns.give_up(reply.id, Ending(Status.INTERRUPTED, ()))
+            await self._turns.give_up(reply.id, Ending(Status.INTERRUPTED, None))
             return
         conversation = await asyncio.to_thread(self._store.conversations.get, reply.conversation_id)
         request = await asyncio.to_thread(self._requests.of, model, reply, conversation.owner_id)

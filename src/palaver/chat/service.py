@@ -52,8 +52,10 @@ class Service:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._stack.aclose()
-        await self.models.unload()
+        try:
+            await self._stack.aclose()
+        finally:
+            await self.models.unload()
 
     def chat(self, owner: str) -> LocalChat:
         """The interface for one user, by its id."""
@@ -62,21 +64,25 @@ class Service:
     async def _recover(self) -> None:
         """When the model is there, because only its format can read what was said. Another process may die any time."""
         try:
-            await self._recover_once()
+            done = await self._recover_once()
         finally:
             self.recovered.set()
-        while self.resumes:
+        while self.resumes or not done:
             await asyncio.sleep(LOOK_AGAIN_S)
             if self.models.card().state is ModelState.READY and not self.turns.closing:
-                await self._recover_once()
+                done = await self._recover_once()
 
-    async def _recover_once(self) -> None:
+    async def _recover_once(self) -> bool:
+        """Whether it was done. Where not, those replies stay as they are, all else goes on, and it is tried again."""
         try:
             await self._recovery.run(await self.models.ready())
         except PalaverError as error:
             _log.warning("what another process left was not recovered: %s", error)
-        except Exception:  # a mistake of ours: those replies stay as they are, and all else goes on
+            return False
+        except Exception:
             _log.exception("what another process left was not recovered")
+            return False
+        return True
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from palaver.chat.changes import Changes
 from palaver.chat.clock import Clock
@@ -19,7 +20,7 @@ from palaver.chat.model import Model
 from palaver.chat.recorder import Recorder
 from palaver.chat.utterance import Request, Utterance
 from palaver.errors import EngineError, PalaverError, ShuttingDown
-from palaver.events import Event, Failed, Finished, Started
+from palaver.events import Event, Failed, Finished, ReadEvent, Started
 from palaver.generation import Finish, Step
 from palaver.messages import Message
 from palaver.phases import Phase
@@ -29,9 +30,12 @@ from palaver.store.tokens import given
 
 REMEMBERED = 64
 """Turns whose events stay in memory after their end, for readers that come back soon."""
+PARK_SECONDS = 10.0
+"""How long a turn that was told to stop may take before it is cancelled."""
 PARKED = "The model was put aside: the reply can be continued."
 LEFT = "The server ended: the reply goes on when it is back."
-LOST = "Another process goes on with this reply."
+LOST = "Another process has taken over this reply."
+NOT_BEGUN = "The reply was stored but could not be started: it can be continued."
 _STATUS = {
     Finish.END: Status.DONE,
     Finish.STOP_STRING: Status.DONE,
@@ -39,6 +43,7 @@ _STATUS = {
     Finish.STOPPED: Status.STOPPED,
 }
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,8 @@ class Turn:
     parked: bool = False
     left: bool = False
     """Whether it stays open in the store, for the next process to go on with."""
+    lost: bool = False
+    """Whether another process has taken it over, so that nothing of it may be written here."""
     error: PalaverError | None = None
     """Why it failed, where that is known."""
     task: asyncio.Task[None] | None = None
@@ -85,7 +92,12 @@ class Turns:
         self._changes = changes
         self._turns: dict[str, Turn] = {}
         self._unsettled: dict[str, Ending] = {}
+        """Endings that could not be written when they came."""
+        self._recovering: set[str] = set()
+        """Replies of dead processes that this one holds and has not started yet."""
         self._beginning = asyncio.Lock()
+        """Held while a reply is stored but not among the turns yet, and while the lease changes."""
+        self._starts: set[asyncio.Task[Stored]] = set()
         self.closing = False
         """Whether nothing new is begun any more."""
         self.heard: Callable[[Turn, Event], None] | None = None
@@ -101,31 +113,45 @@ class Turns:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        self.closing = True
+        await asyncio.gather(*self._starts, return_exceptions=True)
         await self.park()
         self._renewing.cancel()
         with suppress(asyncio.CancelledError):
             await self._renewing
-        self._recorder.close()
-        with suppress(PalaverError):
-            await self.settle()
+        await asyncio.to_thread(self._recorder.close)
+        await self._write_endings()
+        try:
             await asyncio.to_thread(self._lease.close)
+        except Exception as failure:  # the next process finds it by its file, or by its time
+            _log.warning("the lease could not be closed: %s", failure)
 
     def get(self, reply_id: str) -> Turn | None:
         return self._turns.get(reply_id)
+
+    def is_unsettled(self, reply_id: str) -> bool:
+        """Whether its end could not be written yet, or not for certain."""
+        return reply_id in self._unsettled
 
     @property
     def running(self) -> tuple[Turn, ...]:
         return tuple(turn for turn in self._turns.values() if not turn.log.ended)
 
     async def begin(self, model: Model, beginning: Beginning) -> Stored:
-        """A new reply, running. With a key that was used before: the one that was begun then."""
+        """A new reply, running. With a key that was used before: the one that was begun then.
+
+        A caller that is cancelled meanwhile does not leave a reply that is stored and never runs.
+        """
         self.check_open()
-        said = _ids(beginning.goes_on_from)
-        utterance, reply_id = self._utterance(model, beginning.request, said, beginning.begun)
-        if not said:  # first words that were asked for
+        utterance, reply_id = self._utterance(model, beginning.request, _ids(beginning.goes_on_from), beginning.begun)
+        if not beginning.goes_on_from:  # first words that were asked for
             beginning = replace(beginning, goes_on_from=given(utterance.prompt.reply_ids))
+        return await self._shielded(self._begin(beginning, utterance, reply_id))
+
+    async def _begin(self, beginning: Beginning, utterance: Utterance, reply_id: Callable[[str], None]) -> Stored:
         async with self._beginning:
-            reply, ours = await asyncio.to_thread(self._start, beginning)
+            self.check_open()
+            reply, ours = await self._under_lease(lambda lease: self._start(lease, beginning))
             if ours:
                 reply_id(reply.id)
                 self._run(reply, beginning.request.owner, utterance, Clock())
@@ -135,17 +161,23 @@ class Turns:
         self, model: Model, reply: Stored, request: Request, steps: Sequence[Step], key: str | None = None
     ) -> Stored:
         """The same reply runs on, on top of its tokens. Conflict where it can't: see `Replies.resume`."""
-        assert reply.reply is not None
         self.check_open()
         utterance, reply_id = self._utterance(model, request, _ids(steps))
+        return await self._shielded(self._resume(reply, request.owner, utterance, reply_id, key))
+
+    async def _resume(
+        self, reply: Stored, owner: str, utterance: Utterance, reply_id: Callable[[str], None], key: str | None
+    ) -> Stored:
+        assert reply.reply is not None
         async with self._beginning:
-            await self.settle()
-            resumed = await asyncio.to_thread(self._store.replies.resume, self._lease, reply.id, key)
+            self.check_open()
+            await self._write_ending(reply.id)
+            resumed = await self._under_lease(lambda lease: self._store.replies.resume(lease, reply.id, key))
             reply_id(reply.id)
             previous = self._turns.get(reply.id)
             if previous is not None and previous.utterance.answers_now:
                 utterance.answer_now()
-            self._run(resumed, request.owner, utterance, Clock(reply.reply.timings))
+            self._run(resumed, owner, utterance, Clock(reply.reply.timings))
         return resumed
 
     async def take_over(self, model: Model, reply: Stored, request: Request, steps: Sequence[Step]) -> None:
@@ -153,16 +185,22 @@ class Turns:
         utterance, reply_id = self._utterance(model, request, _ids(steps))
         reply_id(reply.id)
         self._run(reply, request.owner, utterance, Clock(reply.reply.timings if reply.reply else None))
+        self._recovering.discard(reply.id)
 
     async def orphans(self, resume: bool) -> tuple[str, ...]:
         """The running replies of dead processes: held by this one now, or marked as interrupted."""
-        if resume:
-            return await asyncio.to_thread(self._store.replies.take_over, self._lease)
-        return await asyncio.to_thread(self._store.replies.interrupt_orphans)
+        async with self._beginning:
+            if not resume:
+                return await asyncio.to_thread(self._store.replies.interrupt_orphans, self._lease)
+            found = await self._under_lease(self._store.replies.take_over)
+            self._recovering.update(found)
+            return found
 
     async def give_up(self, reply_id: str, ending: Ending) -> None:
         """Ends a reply that this process holds and can't go on with."""
-        await asyncio.to_thread(self._store.replies.finish, self._lease, reply_id, ending)
+        self._unsettled[reply_id] = ending
+        self._recovering.discard(reply_id)
+        await self.settle()
 
     async def finish(self, seconds: float) -> None:
         """Begins nothing more, and waits for what runs, for so long at most."""
@@ -184,14 +222,71 @@ class Turns:
         for turn in running:
             turn.parked, turn.left = True, leave
             turn.utterance.stop()
-        await asyncio.gather(*(turn.task for turn in running if turn.task), return_exceptions=True)
+        tasks = [turn.task for turn in running if turn.task is not None]
+        if tasks:
+            _, hanging = await asyncio.wait(tasks, timeout=PARK_SECONDS)
+            for task in hanging:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def settle(self) -> None:
-        """Writes the endings that could not be written when they came: the disk was full, the database locked."""
-        for id, ending in list(self._unsettled.items()):
-            with suppress(LeaseLost):
-                await asyncio.to_thread(self._store.replies.finish, self._lease, id, ending)
-            self._unsettled.pop(id, None)
+        """Writes the endings that could not be written when they came, and ends replies that this process holds and
+        that no turn of it runs. What still can't be written is tried again later."""
+        async with self._beginning:
+            try:
+                held = await asyncio.to_thread(self._store.replies.held, self._lease)
+            except Exception as error:
+                _log.warning("the replies of this process could not be read: %s", error)
+                held = ()
+            for id in held:
+                if id not in self._turns and id not in self._recovering:
+                    self._unsettled.setdefault(id, Ending(Status.FAILED, None, error=NOT_BEGUN))
+            await self._write_endings()
+
+    async def _write_endings(self) -> None:
+        for id in list(self._unsettled):
+            try:
+                await self._write_ending(id)
+            except Exception as error:
+                _log.warning("the end of a reply could not be written: %s", error)
+
+    async def _write_ending(self, id: str) -> None:
+        ending = self._unsettled.get(id)
+        if ending is None:
+            return
+        with suppress(LeaseLost):  # whoever has taken the reply over writes its end
+            await asyncio.to_thread(self._store.replies.finish, self._lease, id, ending)
+        if self._unsettled.get(id) is ending:
+            del self._unsettled[id]
+        if (turn := self._turns.get(id)) is not None and turn.log.ended:
+            del self._turns[id]  # it told that its end was not written: from now on it is read from the store
+
+    async def _shielded(self, starting: Coroutine[None, None, Stored]) -> Stored:
+        """Not cancelled with its caller: what is stored is also run."""
+        task = asyncio.create_task(starting)
+        self._starts.add(task)
+        task.add_done_callback(self._starts.discard)
+        return await asyncio.shield(task)
+
+    async def _under_lease(self, write: Callable[[Lease], T]) -> T:
+        """Writes under the lease of this process, or under a new one where that was lost. Needs the lock."""
+        lease = self._lease
+        try:
+            return await asyncio.to_thread(write, lease)
+        except LeaseLost:
+            await self._replace_lease(lease)
+            return await asyncio.to_thread(write, self._lease)
+
+    async def _replace_lease(self, lost: Lease) -> None:
+        """Another process took over all that this one held: those turns end here, new ones get a new lease."""
+        if self._lease is not lost:
+            return
+        _log.warning("the lease ran out and was taken over: %d replies go on elsewhere", len(self.running))
+        self._lease = self._recorder.lease = await asyncio.to_thread(self._store.leases.open)
+        lost.let_go()
+        for turn in self.running:
+            turn.lost = True
+            turn.utterance.stop()
 
     def _utterance(
         self, model: Model, request: Request, said: tuple[int, ...], begun: Message | None = None
@@ -207,10 +302,10 @@ class Turns:
         utterance = model.utterance(request, said, begun, keep)
         return utterance, known.append
 
-    def _start(self, beginning: Beginning) -> tuple[Stored, bool]:
+    def _start(self, lease: Lease, beginning: Beginning) -> tuple[Stored, bool]:
         """The reply, and whether it is ours to run: one that the key found runs already or is over."""
         reply = self._store.replies.start(
-            self._lease,
+            lease,
             beginning.conversation_id,
             beginning.parent_id,
             beginning.settings,
@@ -221,7 +316,7 @@ class Turns:
         if beginning.key is None:
             return reply, True
         runs = reply.reply is not None and reply.reply.status is Status.RUNNING and reply.id not in self._turns
-        return reply, runs and reply.id in self._store.replies.held(self._lease)
+        return reply, runs and reply.id in self._store.replies.held(lease)
 
     def _run(self, reply: Stored, owner: str, utterance: Utterance, clock: Clock) -> None:
         turn = Turn(reply, owner, utterance, clock)
@@ -231,14 +326,27 @@ class Turns:
         self._tell(turn, "turn")
 
     async def _play(self, turn: Turn) -> None:
-        ending = await self._heard(turn)
-        if not (isinstance(ending, Failed) and ending.error in (LOST, LEFT)):
-            ending = await self._finish(turn, ending)
-        turn.log.tell(ending)
-        if self.heard is not None:
-            self.heard(turn, ending)
-        self._tell(turn, "ended")
-        self._forget()
+        """Whatever happens, the log gets an end: somebody may be waiting for it."""
+        ending: Finished | Failed = Failed(LEFT)
+        try:
+            ending = await self._heard(turn)
+            if not (isinstance(ending, Failed) and ending.error in (LOST, LEFT)):
+                ending = await self._finish(turn, ending)
+        except asyncio.CancelledError as error:
+            if turn.parked and not turn.left:  # it did not stop when it was told to
+                ending = Failed(PARKED)
+            elif not _is_cancelled():
+                ending = Failed(_internal(error))
+            else:
+                raise
+            self._unsettled[turn.id] = Ending(Status.INTERRUPTED, None, error=ending.error)
+        finally:
+            turn.log.tell(ending)
+            self._hear(turn, ending)
+            if isinstance(ending, Failed) and ending.error == LOST and self._turns.get(turn.id) is turn:
+                del self._turns[turn.id]  # from now on it is read from the store
+            self._tell(turn, "ended")
+            self._forget()
 
     async def _heard(self, turn: Turn) -> Finished | Failed:
         """Runs the reply to its end, telling what it says."""
@@ -247,57 +355,67 @@ class Turns:
             async with utterance:
                 async for event in utterance:
                     if isinstance(event, Finished):
-                        if turn.parked and _is_cut(event):
-                            return Failed(LEFT if turn.left else PARKED, event.tail)
-                        return event
+                        return _cut(turn, event)
                     if isinstance(event, Started):
                         turn.clock.prefilled()
                     turn.log.tell(event)
-                    if self.heard is not None:
-                        self.heard(turn, event)
+                    self._hear(turn, event)
             raise EngineError("The engine ended the reply without a word.")
         except LeaseLost:
             return Failed(LOST)
         except PalaverError as error:
             turn.error = error
-            return Failed(str(error), utterance.tail())
-        except Exception:
-            _log.exception("a turn failed")
-            return Failed("Something went wrong inside of Palaver: the log has the details.", utterance.tail())
+            return Failed(str(error), _tail(utterance))
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
+            return Failed(_internal(error), _tail(utterance))  # something that the turn waited for was cancelled
+        except Exception as error:
+            return Failed(_internal(error), _tail(utterance))
 
     async def _finish(self, turn: Turn, ending: Finished | Failed) -> Finished | Failed:
         """Writes the end. Where that fails it is written later; the tokens are safe already."""
-        folded = turn.log.folded(ending)
-        stored = Ending(
-            _status(turn, ending),
-            folded.message.parts,
-            turn.utterance.usage,
-            turn.clock.timings(),
-            ending.error if isinstance(ending, Failed) else None,
-        )
+        try:
+            stored = _stored(turn, ending)
+        except Exception as error:  # the text can't be folded: the tokens are the record
+            ending = Failed(_internal(error))
+            stored = Ending(Status.FAILED, None, error=ending.error)
         try:
             await asyncio.to_thread(self._store.replies.finish, self._lease, turn.id, stored)
         except LeaseLost:
             return Failed(LOST)
-        except PalaverError as error:
+        except Exception as error:
             self._unsettled[turn.id] = stored
-            return Failed(str(error), ending.tail)
+            return Failed(str(error) if isinstance(error, PalaverError) else _internal(error), ending.tail)
         return ending
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(SECONDS / 3)
             try:
-                await asyncio.to_thread(self._lease.renew)
+                lease = self._lease
+                if not await asyncio.to_thread(lease.renew):
+                    async with self._beginning:
+                        await self._replace_lease(lease)
                 await self.settle()
-            except PalaverError as error:  # a full disk or a locked database: there is another time
+            except Exception as error:  # a full disk or a locked database: there is another time
                 _log.warning("the lease could not be renewed: %s", error)
+
+    def _hear(self, turn: Turn, event: Event) -> None:
+        if self.heard is None:
+            return
+        try:
+            self.heard(turn, event)
+        except Exception:  # whoever counts must not end a reply
+            _log.exception("an event was not counted")
 
     def _tell(self, turn: Turn, what: str) -> None:
         self._changes.tell(turn.owner, Change(turn.reply.conversation_id, what, turn.id))
 
     def _forget(self) -> None:
-        over = [id for id, turn in self._turns.items() if turn.log.ended]
+        over = [
+            id for id, turn in self._turns.items() if turn.log.ended and not turn.left and id not in self._unsettled
+        ]
         for id in over[: max(0, len(over) - REMEMBERED)]:
             del self._turns[id]
 
@@ -306,8 +424,43 @@ def _ids(steps: Sequence[Step]) -> tuple[int, ...]:
     return tuple(step.token_id for step in steps)
 
 
-def _is_cut(event: Finished) -> bool:
-    return event.finish is Finish.STOPPED
+def _cut(turn: Turn, event: Finished) -> Finished | Failed:
+    """A stop that nobody asked for, but that the turn was put aside or taken away by, is told as that."""
+    if event.finish is not Finish.STOPPED or not (turn.lost or turn.parked):
+        return event
+    if turn.lost:
+        return Failed(LOST)
+    return Failed(LEFT if turn.left else PARKED, event.tail)
+
+
+def _is_cancelled() -> bool:
+    """Whether this task was cancelled, and not only something that it waited for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _tail(utterance: Utterance) -> tuple[ReadEvent, ...]:
+    """What the reader held back; nothing where it was the reader that failed."""
+    try:
+        return utterance.tail()
+    except Exception:
+        _log.exception("the end of a reply could not be read")
+        return ()
+
+
+def _internal(error: BaseException) -> str:
+    _log.error("a turn failed", exc_info=error)
+    return f"An internal error ended the reply ({type(error).__name__}): the log has the details. It can be continued."
+
+
+def _stored(turn: Turn, ending: Finished | Failed) -> Ending:
+    return Ending(
+        _status(turn, ending),
+        turn.log.folded(ending).message.parts,
+        turn.utterance.usage,
+        turn.clock.timings(),
+        ending.error if isinstance(ending, Failed) else None,
+    )
 
 
 def _status(turn: Turn, ending: Finished | Failed) -> Status:

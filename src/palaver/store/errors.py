@@ -78,10 +78,11 @@ class NewerSchema(StoreError):
 
 
 class LeaseLost(StoreError):
-    """The reply belongs to somebody else now: stop writing it."""
+    """The reply, or the whole lease where none is named, belongs to somebody else now: stop writing."""
 
-    def __init__(self, reply: str) -> None:
-        super().__init__(f"The reply {reply!r} is no longer held by this process.")
+    def __init__(self, reply: str | None = None) -> None:
+        what = "This process's lease" if reply is None else f"The reply {reply!r}"
+        super().__init__(f"{what} was taken over by another process: nothing was changed.")
         self.reply = reply
 
 

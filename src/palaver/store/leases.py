@@ -14,6 +14,7 @@ from typing import IO, Any
 from sqlalchemy import Connection, delete, insert, select, update
 
 from palaver.store.database import Database, Durability
+from palaver.store.errors import LeaseLost, translated
 from palaver.store.files import private_opener
 from palaver.store.identity import new_id, now
 from palaver.store.schema import holders, running
@@ -66,11 +67,17 @@ class Leases:
 
     def open(self, seconds: float = SECONDS) -> Lease:
         id = new_id()
-        file = self._locked(id)
-        values = {"id": id, "host": _host(), "started_at": now(), "expires_at": _until(seconds)}
-        with self._database.writing() as connection:
-            connection.execute(insert(holders).values(values))
+        with translated():
+            file = self._locked(id)
         lease = Lease(id, self._database, file, seconds)
+        values = {"id": id, "host": _host(), "started_at": now(), "expires_at": _until(seconds)}
+        try:
+            with self._database.writing() as connection:
+                connection.execute(insert(holders).values(values))
+        except BaseException:
+            lease.let_go()
+            self._path(id).unlink(missing_ok=True)
+            raise
         self._opened.append(lease)
         return lease
 
@@ -106,6 +113,13 @@ class Leases:
 
     def _path(self, id: str) -> Path:
         return self._folder / f"{id}.lock"
+
+
+def check_lease(connection: Connection, lease: Lease) -> None:
+    """LeaseLost where another process has taken it over; nobody does so until the transaction ends."""
+    query = select(holders.c.id).where(holders.c.id == lease.id).with_for_update(read=True)
+    if connection.execute(query).first() is None:
+        raise LeaseLost
 
 
 def holding(connection: Connection, holder: str) -> Iterator[str]:

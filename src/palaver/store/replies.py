@@ -22,7 +22,7 @@ from palaver.store.database import Database, Durability
 from palaver.store.errors import Conflict, LeaseLost, NotFound
 from palaver.store.identity import now
 from palaver.store.indexing import reindex
-from palaver.store.leases import Lease, Leases, holding
+from palaver.store.leases import Lease, Leases, check_lease, holding
 from palaver.store.names import checked_name
 from palaver.store.parts import StoredPart, deposited, to_json
 from palaver.store.schema import message_blobs, messages, replies, reply_tokens, running
@@ -50,8 +50,8 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Ending:
     status: Status
-    parts: tuple[Part | Blob, ...]
-    """All that was said in the reply, folded from its tokens."""
+    parts: tuple[Part | Blob, ...] | None
+    """All that was said in the reply, folded from its tokens. None leaves the stored text as it is."""
     usage: Usage | None = None
     timings: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
@@ -76,7 +76,8 @@ class Replies:
     ) -> Stored:
         """A new reply under its parent, running. A retry is a second one under the same parent.
 
-        `goes_on_from`: tokens it begins with, of another reply or of an edited text (`tokens.given`).
+        `goes_on_from`: tokens it begins with, of another reply or of an edited text (`tokens.given`). LeaseLost where
+        another process has taken over this lease.
         """
         head = parent_id if expected_head is None else expected_head
         new = tree.New(conversation_id, parent_id, Role.ASSISTANT, (), key=key, expected_head=head)
@@ -109,12 +110,13 @@ class Replies:
     def finish(self, lease: Lease, reply_id: str, ending: Ending) -> Stored:
         """Ends a running reply, durably: text, status, tokens in one piece. LeaseLost where it isn't ours."""
         assert ending.status is not Status.RUNNING
-        parts = deposited(ending.parts, self._blobs)
+        parts = None if ending.parts is None else deposited(ending.parts, self._blobs)
         with self._database.writing() as connection:
             if reply_id not in _counts(connection, lease):
                 raise LeaseLost(reply_id)
             _pack_tokens(connection, reply_id)
-            _set_parts(connection, reply_id, parts)
+            if parts is not None:
+                _set_parts(connection, reply_id, parts)
             _end(connection, [reply_id], _ended(ending))
             return tree.one(connection, reply_id, deleted=True)
 
@@ -127,8 +129,10 @@ class Replies:
         """A reply that ended before it was whole runs again, under this lease, on top of its tokens.
 
         Conflict where the conversation has gone on below it: then start a sibling that goes on from its tokens.
+        LeaseLost where another process has taken over this lease.
         """
         with self._database.writing() as connection:
+            check_lease(connection, lease)
             reply = tree.one(connection, reply_id)
             _check_resumable(connection, reply)
             connection.execute(_of(reply_id).values(status=Status.RUNNING.value, ended_at=None, error=None))
@@ -151,22 +155,36 @@ class Replies:
         with self._database.reading() as connection:
             return tuple(holding(connection, lease.id))
 
+    def is_abandoned(self, reply_id: str) -> bool:
+        """Whether the reply is running by its record, but its process is dead."""
+        query = select(running.c.holder_id).where(running.c.message_id == reply_id)
+        with self._database.reading() as connection:
+            holder = connection.execute(query).scalar()
+            return holder is not None and holder in self._leases.dead(connection)
+
     def take_over(self, lease: Lease) -> tuple[str, ...]:
-        """Every running reply of a dead holder is this lease's now: to be resumed from its tokens."""
+        """Every running reply of a dead holder is this lease's now: to be resumed from its tokens.
+
+        LeaseLost where another process has taken over this lease.
+        """
         with self._database.reading() as connection:
             if not self._leases.dead(connection):
                 return ()
         with self._database.writing() as connection:
-            dead, orphans = self._orphans(connection)
+            check_lease(connection, lease)
+            dead, orphans = self._orphans(connection, lease)
             if orphans:
                 connection.execute(_held_by(dead).values(holder_id=lease.id))
             self._leases.bury(connection, dead)
         return orphans
 
-    def interrupt_orphans(self) -> tuple[str, ...]:
-        """Every running reply of a dead holder is marked as interrupted; it keeps its tokens and can be continued."""
+    def interrupt_orphans(self, lease: Lease | None = None) -> tuple[str, ...]:
+        """Every running reply of a dead holder is marked as interrupted; it keeps its tokens and can be continued.
+
+        `lease` is the caller's own: it is alive, even where it ran out.
+        """
         with self._database.writing() as connection:
-            dead, orphans = self._orphans(connection)
+            dead, orphans = self._orphans(connection, lease)
             for id in orphans:
                 _pack_tokens(connection, id)
             if orphans:
@@ -195,8 +213,8 @@ class Replies:
             connection.execute(_of(reply_id).values(settings=settings.to_json(noted)))
             return tree.one(connection, reply_id)
 
-    def _orphans(self, connection: Connection) -> tuple[list[str], tuple[str, ...]]:
-        dead = self._leases.dead(connection)
+    def _orphans(self, connection: Connection, lease: Lease | None) -> tuple[list[str], tuple[str, ...]]:
+        dead = [id for id in self._leases.dead(connection) if lease is None or id != lease.id]
         query = select(running.c.message_id).where(running.c.holder_id.in_(dead)).with_for_update()
         return dead, tuple(connection.execute(query).scalars()) if dead else ()
 
@@ -212,6 +230,7 @@ _COUNT = update(running).where(running.c.message_id == bindparam("id")).values(t
 def _started(
     connection: Connection, lease: Lease, new: tree.New, made_by: Settings, goes_on_from: Sequence[Step]
 ) -> Stored:
+    check_lease(connection, lease)
     id = tree.put(connection, new)
     connection.execute(insert(replies).values(_new_reply(id, made_by)))
     if goes_on_from:
