@@ -22,8 +22,9 @@ class Changes:
                 if queue.qsize() >= MAX_BEHIND:
                     while not queue.empty():
                         queue.get_nowait()
-                    change = Change("", "missed")
-                queue.put_nowait(change)
+                    queue.put_nowait(Change("", "missed"))
+                else:
+                    queue.put_nowait(change)
 
     @asynccontextmanager
     async def listen(self, owner: str) -> AsyncIterator[AsyncIterator[Change]]:
