@@ -369,7 +369,8 @@ class TestContinuing:
         assert "reasoning_content" not in message(ask(http, **asked))
 
     def test_an_empty_trailing_message_is_no_beginning(self, http: httpx.Client) -> None:
-        for empty in ("", None, []):
+        empties: list[Any] = ["", None, []]
+        for empty in empties:
             assert message(ask(http, messages=[*SUM, {"role": "assistant", "content": empty}])) == message(ask(http))
 
     def test_a_new_turn_behind_a_reply_is_to_be_asked_for(self, http: httpx.Client) -> None:
@@ -406,7 +407,7 @@ def test_a_response_prefix_is_the_reply_s_own_beginning(http: httpx.Client) -> N
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("chat_template", "x"), ("verbosity", "low"), ("store", True), ("surprise", 1)],
+    [("chat_template", "x"), ("verbosity", "loud"), ("store", "yes"), ("surprise", 1), ("max_token", 5)],
 )
 def test_a_field_that_would_change_the_reply_is_named(http: httpx.Client, field: str, value: Any) -> None:
     status, error = refused(http, **{field: value})

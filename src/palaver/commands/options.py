@@ -96,6 +96,25 @@ def not_both(**given: object) -> None:
         raise BadParameter(flags[0], "given", f"can't be combined with {flags[1]}")
 
 
+def operator_settings(texts: list[str] | None) -> dict[str, Any]:
+    """What an operator sets for requests: sampling parameters, and whether the model thinks."""
+    out: dict[str, Any] = {}
+    others = []
+    for setting in texts or ():
+        name, _, text = setting.partition("=")
+        if name.strip() == "thinking":
+            out["thinking"] = _flag(name.strip(), text.strip())
+        else:
+            others.append(setting)
+    return {**out, **settings(others)}
+
+
+def _flag(name: str, text: str) -> bool:
+    if text.lower() not in ("true", "false", "on", "off"):
+        raise BadParameter(name, text, "must be true or false")
+    return text.lower() in ("true", "on")
+
+
 def settings(texts: list[str] | None) -> dict[str, Any]:
     """What --set says, by name."""
     from palaver.sampling import STRINGS, checked_strings, parse_setting

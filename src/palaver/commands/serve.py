@@ -22,8 +22,8 @@ from palaver.commands.options import (
     Think,
     ThinkOption,
     one_model,
+    operator_settings,
     parse_size,
-    settings,
 )
 from palaver.commands.places import DatabaseOption, DataOption
 from palaver.errors import BadParameter, PalaverError
@@ -115,8 +115,8 @@ def serve(
             hosts=tuple(allow_host or ()),
             origins=tuple(allow_origin or ()),
             limits=Limits(body_bytes=max_body << 20, requests_per_minute=rate, socket_grace_seconds=socket_grace),
-            defaults={**wished, **settings(defaults)},
-            forced=settings(forced),
+            defaults={**wished, **operator_settings(defaults)},
+            forced=operator_settings(forced),
             any_variables=any_variables,
             any_model=any_model,
             aliases=tuple(alias or ()),

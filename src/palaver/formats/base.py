@@ -42,6 +42,11 @@ class Format(Protocol):
         """Whether tools can be offered and calls be read."""
         ...
 
+    @property
+    def call_marker(self) -> int | str | None:
+        """What a tool call opens with, as a token id or as text; None where that could be text of an answer."""
+        ...
+
     def render(
         self,
         messages: Sequence[Message],

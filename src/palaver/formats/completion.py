@@ -18,6 +18,7 @@ class Completion:
     stop_strings: tuple[str, ...] = ()
     thinks = False
     takes_tools = False
+    call_marker: int | str | None = None
     switches: tuple[Switch, ...] = ()
     thinking_switch: Switch | None = None
 

@@ -19,6 +19,7 @@ from palaver.formats.calls.samples import NAME, calls, tools
 from palaver.formats.facts import Confidence, Evidence, Facts, ThinkingFacts
 from palaver.formats.faithful import faithful
 from palaver.formats.forcing import held
+from palaver.formats.headers import find_headers
 from palaver.formats.healing import Healer
 from palaver.formats.learning import learn
 from palaver.formats.markers import CONTROL_LIKE, any_of, parts
@@ -74,6 +75,17 @@ class TemplateFormat:
     @property
     def takes_tools(self) -> bool:
         return self.facts.calls is not None
+
+    @cached_property
+    def call_marker(self) -> int | str | None:
+        if self.facts.calls is None:
+            return None
+        headers = find_headers(self.facts)
+        if headers is not None:
+            return headers.recipient or None
+        control = self._tokenizer.control
+        first = next(iter(parts(syntaxes.opening(self.facts.calls), control)), "")
+        return control.get(first, first if CONTROL_LIKE.fullmatch(first) else None)
 
     def corrected(self, path: Path) -> TemplateFormat:
         """The same format with an operator's corrections."""

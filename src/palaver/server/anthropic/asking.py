@@ -25,7 +25,8 @@ from palaver.server.openai.asking import Asked, asked_for, check_model
 from palaver.server.openai.conversing import Conversing
 from palaver.server.openai.fields import ChatRequest
 from palaver.server.openai.remembering import Remembered
-from palaver.server.openai.unknown import check_all
+from palaver.server.openai.unknown import check_all, ignored_fields
+from palaver.server.openai.wishes import ignores_effort
 from palaver.server.settings import ServerSettings
 
 _SAME = ("stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens", "metadata")
@@ -66,6 +67,14 @@ def conversation(request: CountRequest, model: Model, settings: ServerSettings) 
 
 def _going_on(what: Asked, begun: Turn, remembered: Remembered) -> Asked:
     return replace(what, begun=begun.message, said=recalled(what, begun, remembered))
+
+
+def ignored_of(request: CountRequest, model: Model, settings: ServerSettings) -> list[str]:
+    """The fields without effect."""
+    ignored = ignored_fields(request, TOLERATED)
+    if ignores_effort(as_chat(request, model), settings, model.format):
+        ignored.append("output_config.effort")
+    return ignored
 
 
 def as_chat(request: CountRequest, model: Model, begun: Turn | None = None) -> ChatRequest:

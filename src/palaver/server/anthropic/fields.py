@@ -146,7 +146,7 @@ class CountRequest(Fields):
 
 
 class MessagesRequest(CountRequest):
-    max_tokens: int = Field(description="Of what is new, thinking included.")
+    max_tokens: int = Field(ge=1, description="Of what is new, thinking included.")
     stream: Switched = None
     stop_sequences: list[str] | None = Field(None, description="They count in the answer alone.")
     temperature: Number = None

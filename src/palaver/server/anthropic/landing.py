@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from palaver.errors import BadParameter
 from palaver.events import Finished, Usage
 from palaver.generation import Finish
-from palaver.server.anthropic.asking import as_chat, conversation
+from palaver.server.anthropic.asking import as_chat, conversation, ignored_of
 from palaver.server.anthropic.fields import MessagesRequest
 from palaver.server.anthropic.naming import NAMES
 from palaver.server.anthropic.streams import folded, streamed
@@ -22,6 +22,7 @@ from palaver.server.openai.landing import HEADER, turns_told
 from palaver.server.openai.naming import in_their_words
 from palaver.server.openai.placing import Landed, begin, wanted_of
 from palaver.server.openai.speaking import Told, Totals
+from palaver.server.openai.unknown import ignored_header
 from palaver.server.state import State
 
 
@@ -39,7 +40,7 @@ async def landed(request: Request, body: MessagesRequest, name: str, owner: str,
         speaking = await turns_told(state, chat, model, place, Shown())
     shows = wishes.include_reasoning is not False
     stream = speaking.tell()
-    headers = {HEADER: place.conversation}
+    headers = {HEADER: place.conversation, **ignored_header(ignored_of(body, model, state.settings))}
     events = _events(body, model.name, place, stream, shows)
     if body.stream:
         return streamed(events, request, headers)

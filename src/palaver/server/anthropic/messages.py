@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
 from palaver.errors import BadParameter
-from palaver.server.anthropic.asking import asked
+from palaver.server.anthropic.asking import asked, ignored_of
 from palaver.server.anthropic.fields import CountRequest, MessagesRequest, MessageTold
 from palaver.server.anthropic.landing import landed
 from palaver.server.anthropic.naming import NAMES
@@ -22,6 +22,7 @@ from palaver.server.openai.answering import begun, closed_if_failing, held, kept
 from palaver.server.openai.landing import conversation_of
 from palaver.server.openai.naming import in_their_words
 from palaver.server.openai.speaking import Speaking
+from palaver.server.openai.unknown import ignored_header
 from palaver.server.state import State, StateOf
 
 FIRST_VERSION = "2023-06-01"
@@ -81,10 +82,11 @@ async def answered(request: Request, body: MessagesRequest, owner: str, state: S
         speaking = Speaking(what, await asyncio.to_thread(what.utterances), state.metrics)
     stream = kept(state, speaking, held(state, speaking))
     spoken = Spoken(body, speaking.choices[0])
+    ignored = ignored_header(ignored_of(body, model, state.settings))
     async with closed_if_failing(stream):
         with in_their_words(NAMES):
             first = await begun(request, stream)
             events = spoken.events(stream, first)
             if not body.stream:
-                return JSONResponse(await while_there(request, folded(events)))
-        return streamed(events, request)
+                return JSONResponse(await while_there(request, folded(events)), headers=ignored)
+        return streamed(events, request, ignored)

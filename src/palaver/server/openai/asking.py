@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import Enum, auto
+from typing import Any
 
 from palaver.chat.model import Model, draw_seed
 from palaver.chat.parameters import decide
 from palaver.chat.utterance import Request, Utterance
 from palaver.errors import BadParameter, NothingToContinue
+from palaver.formats.base import Format
 from palaver.generation import Prompt
 from palaver.messages import Message, Tool
 from palaver.phases import Phase
 from palaver.server.errors import OtherModel
 from palaver.server.openai.conversing import Conversing, conversing, tools_of
-from palaver.server.openai.fields import ChatRequest, NamedFunction, NamedTool, StreamOptions
+from palaver.server.openai.fields import AllowedToolsChoice, ChatRequest, NamedFunction, NamedTool, StreamOptions
 from palaver.server.openai.remembering import Remembered
-from palaver.server.openai.unknown import check_all
+from palaver.server.openai.unknown import check_all, ignored_fields
 from palaver.server.openai.voicing import Recording, recording
-from palaver.server.openai.wishes import chat_parameters
+from palaver.server.openai.wishes import chat_parameters, ignores_effort
 from palaver.server.settings import ServerSettings
 
 
@@ -83,31 +86,68 @@ def asked(request: ChatRequest, model: Model, settings: ServerSettings, owner: s
 
 def asked_for(request: ChatRequest, given: Conversing, model: Model, settings: ServerSettings, owner: str) -> Asked:
     """The same where the conversation is known already, however it was sent."""
-    parameters = chat_parameters(request, settings, model.format.switches)
+    parameters = whole_parameters(request, settings, model.format)
     decided = decide(model.engine.info.defaults, parameters, draw_seed(), datetime.now())
-    tools, called = offered(request, settings)
-    options = replace(decided.options, unsplit=request.reasoning_format == "none", must_call=called)
-    whole = Request(given.messages, decided.sampling, tools, options, 0, owner, given.past)
+    options = replace(decided.options, unsplit=request.reasoning_format == "none")
+    whole = Request(given.messages, decided.sampling, decided.tools, options, 0, owner, given.past)
     said = () if given.said is None else checked_ids(given.said, model, whole)
     return Asked(model, whole, choices(request.n, settings), shown(request), given.begun, said)
 
 
-def offered(request: ChatRequest, settings: ServerSettings) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
-    """The tools the model is told of, and the names of those of which it must call one."""
+def whole_parameters(request: ChatRequest, settings: ServerSettings, format: Format) -> dict[str, Any]:
+    """All that a chat request decides but its messages."""
+    parameters = chat_parameters(request, settings, format)
     tools = tools_of(request.tools, request.functions, settings.limits.tools)
+    return {**parameters, **_tool_parameters(request, tools, parameters, format)}
+
+
+def ignored_of(request: ChatRequest, settings: ServerSettings, format: Format) -> list[str]:
+    """The fields without effect."""
+    ignored = ignored_fields(request)
+    if ignores_effort(request, settings, format):
+        ignored.append("reasoning_effort")
+    if request.store is not None:
+        ignored.append("store")
+    if set(request.metadata or ()) - {"conversation"}:
+        ignored.append("metadata")
+    return ignored
+
+
+def _tool_parameters(
+    request: ChatRequest, tools: tuple[Tool, ...], given: Mapping[str, Any], format: Format
+) -> dict[str, Any]:
     names = tuple(tool.name for tool in tools)
     match request.tool_choice or request.function_call:
         case "none":
-            return (), ()
+            return {"tools": tools, "calls": False, **_ban_calls(given, format)} if tools else {}
         case "required":
             wanted = names
         case NamedTool(function=NamedFunction(name=name)) | NamedFunction(name=name):
             wanted = (name,)
+        case AllowedToolsChoice(allowed_tools=allowed):
+            wanted = tuple(tool.function.name for tool in allowed.tools)
+            if allowed.mode == "auto":
+                _check_names(wanted, names)
+                return {"tools": tuple(tool for tool in tools if tool.name in wanted)}
         case _:
-            return tools, ()
-    if not tools or not set(wanted) <= set(names):
+            return {"tools": tools} if tools else {}
+    _check_names(wanted, names)
+    return {"tools": tools, "must_call": wanted}
+
+
+def _check_names(wanted: Sequence[str], names: Sequence[str]) -> None:
+    if not wanted or not set(wanted) <= set(names):
         raise BadParameter("tool_choice", ", ".join(wanted) or "required", "there is no such tool among the tools")
-    return tools, wanted
+
+
+def _ban_calls(given: Mapping[str, Any], format: Format) -> dict[str, Any]:
+    """The tools stay in the prompt, so that the cache hits; what would open a call is never generated."""
+    marker = format.call_marker
+    if isinstance(marker, int):
+        return {"banned_ids": [*(given.get("banned_ids") or ()), marker]}
+    banned = given.get("banned_strings") or ()
+    listed = [banned] if isinstance(banned, str) else list(banned)
+    return {"banned_strings": [*listed, marker]} if marker else {}
 
 
 def choices(n: int | None, settings: ServerSettings) -> int:

@@ -9,13 +9,14 @@ from fastapi.responses import Response
 
 from palaver.server.callers import Whoever
 from palaver.server.openai.answering import held, kept
-from palaver.server.openai.asking import asked
+from palaver.server.openai.asking import asked, ignored_of
 from palaver.server.openai.fields import ChatRequest
 from palaver.server.openai.landing import conversation_of, landed
 from palaver.server.openai.naming import in_their_words
 from palaver.server.openai.sounding import sounding_of
 from palaver.server.openai.speaking import Speaking
 from palaver.server.openai.streams import answer
+from palaver.server.openai.unknown import ignored_header
 from palaver.server.state import State, StateOf
 
 
@@ -43,4 +44,5 @@ async def answered(request: Request, body: ChatRequest, owner: str, state: State
         sounding = await sounding_of(what.shown, owner, state)
     stream = kept(state, speaking, held(state, speaking))
     stream = stream if sounding is None else sounding.of(stream)
-    return await answer(request, speaking, stream)
+    ignored = ignored_header(ignored_of(body, state.settings, model.format))
+    return await answer(request, speaking, stream, headers=ignored)

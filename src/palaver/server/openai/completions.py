@@ -29,8 +29,8 @@ from palaver.server.openai.fields import CompletionRequest
 from palaver.server.openai.naming import in_their_words
 from palaver.server.openai.speaking import Speaking, Told
 from palaver.server.openai.telling import DONE, Heading, ending
-from palaver.server.openai.unknown import check_all
-from palaver.server.openai.wishes import decided_by, sampling_parameters
+from palaver.server.openai.unknown import check_all, ignored_fields, ignored_header
+from palaver.server.openai.wishes import completion_parameters
 from palaver.server.settings import ServerSettings
 from palaver.server.state import StateOf
 from palaver.server.streaming import EventStream
@@ -49,14 +49,14 @@ def router() -> APIRouter:
         with in_their_words():
             what, utterances = await asyncio.to_thread(_asked, body, model, state.settings, caller.owner_id)
         speaking = Speaking(what, utterances, state.metrics)
-        stream = held(state, speaking)
+        stream, ignored = held(state, speaking), ignored_header(ignored_fields(body))
         about = _Texts(Heading(model.name, f"fp_{model.tokenizer}", f"cmpl-{new_id()}"), speaking)
         async with closed_if_failing(stream):
             with in_their_words():
                 if not what.shown.stream:
-                    return JSONResponse(await while_there(request, about.whole(stream)))
+                    return JSONResponse(await while_there(request, about.whole(stream)), headers=ignored)
                 first = await begun(request, stream)
-            return EventStream(about.chunks(stream, first))
+            return EventStream(about.chunks(stream, first), ignored)
 
     return routes
 
@@ -67,10 +67,7 @@ def _asked(
     check_all(body)
     check_model(body.model, model, settings)
     _check_rest(body)
-    parameters = decided_by(settings, {**sampling_parameters(body), "logprobs": body.logprobs})
-    for name in ("thinking", "effort", "budget", "variables", "thinking_budget"):
-        parameters.pop(name, None)
-    decided = decide(model.engine.info.defaults, parameters, draw_seed(), None)
+    decided = decide(model.engine.info.defaults, completion_parameters(body, settings), draw_seed(), None)
     prompts = [_prompt(model, one, owner) for one in _prompts(body.prompt)]
     n = choices(body.n, settings)
     if len(prompts) * n > settings.limits.choices:

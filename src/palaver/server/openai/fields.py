@@ -78,6 +78,26 @@ class NamedTool(Fields):
     function: NamedFunction
 
 
+class AllowedTools(Fields):
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedTool] = Field(description="The model is told of these alone.")
+
+
+class AllowedToolsChoice(Fields):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class StructuredOutputs(Fields):
+    """What the answer must look like, as vLLM's clients say it. One of them."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A schema.")
+    json_object: Switched = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="In Lark's notation, or GBNF.")
+
+
 class JsonSchema(Fields):
     name: str | None = None
     description: str | None = None
@@ -89,7 +109,7 @@ class ResponseFormat(Fields):
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchema | None = None
     regex: str | None = None
-    grammar: str | None = Field(None, description="In Lark's notation.")
+    grammar: str | None = Field(None, description="In Lark's notation, or GBNF.")
 
 
 class StreamOptions(Fields):
@@ -123,26 +143,34 @@ class SamplingFields(Fields):
     top_k: Whole = Field(None, description="0 or -1 is off.")
     min_p: Number = None
     repetition_penalty: Number = None
+    repeat_penalty: Number = Field(None, description="The same, as llama.cpp's clients name it.")
+    repeat_last_n: Whole = Field(None, description="0 switches that penalty off; else it is over everything.")
     presence_penalty: Number = None
     frequency_penalty: Number = None
     end_penalty: Number = Field(None, description="Above 1 makes the end of the reply less likely.")
     logit_bias: dict[str, float] | None = None
-    seed: Whole = None
+    seed: Whole = Field(None, description="-1 is a random one.")
     stop: Stop = Field(None, description="Strings or token ids; they count in the answer alone.")
     stop_token_ids: list[int] | None = None
     min_tokens: Whole = None
-    max_tokens: Whole = None
+    max_tokens: Whole = Field(None, description="Of what is new; -1 is no limit.")
+    n_predict: Whole = Field(None, description="The same, as llama.cpp's clients name it.")
     banned_strings: str | list[str] | None = None
     banned_token_ids: list[int] | None = None
     return_token_ids: Switched = None
     user: str | None = Field(None, description="Ignored.")
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="Short for structured_outputs.")
+    guided_regex: str | None = Field(None, description="Short for structured_outputs.")
+    guided_choice: list[str] | None = Field(None, description="Short for structured_outputs.")
+    guided_grammar: str | None = Field(None, description="Short for structured_outputs.")
 
 
 class ChatRequest(SamplingFields):
     messages: list[ChatMessage]
     max_completion_tokens: Whole = None
     tools: list[ToolOffered] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: Switched = None
     functions: list[Function] | None = None
     function_call: Literal["none", "auto"] | NamedFunction | None = None
@@ -172,6 +200,14 @@ class ChatRequest(SamplingFields):
     modalities: list[Literal["text", "audio"]] | None = Field(None, description="With audio the reply is spoken.")
     audio: AudioWish | None = None
     metadata: dict[str, Any] | None = Field(None, description="`conversation` names one; the rest is ignored.")
+    store: Switched = Field(None, description="Ignored: `metadata.conversation` keeps a reply.")
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Ignored.")
+    service_tier: str | None = Field(None, description="Ignored.")
+    prompt_cache_key: str | None = Field(None, description="Ignored: prompts are cached by their tokens.")
+    prompt_cache_retention: str | None = Field(None, description="Ignored.")
+    safety_identifier: str | None = Field(None, description="Ignored.")
+    prediction: dict[str, Any] | None = Field(None, description="Ignored.")
+    web_search_options: dict[str, Any] | None = Field(None, description="Ignored.")
 
 
 class CompletionRequest(SamplingFields):

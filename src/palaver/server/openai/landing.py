@@ -18,7 +18,7 @@ from palaver.chat.model import Model
 from palaver.errors import BadParameter
 from palaver.messages import Message
 from palaver.server.metrics import Metrics
-from palaver.server.openai.asking import Asked, Shown, check_model, shown
+from palaver.server.openai.asking import Asked, Shown, check_model, ignored_of, shown
 from palaver.server.openai.conversing import conversing
 from palaver.server.openai.fields import ChatRequest
 from palaver.server.openai.following import followed
@@ -27,7 +27,7 @@ from palaver.server.openai.placing import Begun, Landed, begin, wanted_of
 from palaver.server.openai.sounding import sounding_of
 from palaver.server.openai.speaking import Speaking
 from palaver.server.openai.streams import answer
-from palaver.server.openai.unknown import check_all
+from palaver.server.openai.unknown import check_all, ignored_header
 from palaver.server.state import State
 
 HEADER = "x-conversation"
@@ -56,7 +56,8 @@ async def landed(request: Request, body: ChatRequest, name: str, owner: str, sta
         unsplit = body.reasoning_format == "none"
         speaking = await turns_told(state, chat, model, place, how, body.top_logprobs or 0, unsplit, given.begun)
     stream = speaking.tell() if sounding is None else sounding.of(speaking.tell())
-    return await answer(request, speaking, stream, place.value(), {HEADER: place.conversation})
+    ignored = ignored_header(ignored_of(body, state.settings, model.format))
+    return await answer(request, speaking, stream, place.value(), {HEADER: place.conversation, **ignored})
 
 
 async def turns_told(

@@ -14,10 +14,9 @@ from palaver.chat.recovery import knows
 from palaver.chat.turns import Beginning
 from palaver.errors import BadParameter, NoMessages
 from palaver.messages import Message, Role, Text, Thinking, ToolCall
-from palaver.server.openai.asking import checked_ids, choices, offered
+from palaver.server.openai.asking import checked_ids, choices, whole_parameters
 from palaver.server.openai.fields import ChatRequest
 from palaver.server.openai.remembering import spelled
-from palaver.server.openai.wishes import chat_parameters
 from palaver.server.state import State
 from palaver.store import Conflict, Conversation, Status, Stored
 from palaver.store.tokens import given
@@ -83,10 +82,7 @@ async def begin(
 
 def wanted_of(body: ChatRequest, model: Model, state: State) -> list[dict[str, Any]]:
     """The parameters of each choice. The first is begun last, so that the conversation is left there."""
-    tools, called = offered(body, state.settings)
-    parameters = chat_parameters(body, state.settings, model.format.switches)
-    parameters |= {"tools": tools} if tools else {}
-    parameters |= {"must_call": called} if called else {}
+    parameters = whole_parameters(body, state.settings, model.format)
     count = choices(body.n, state.settings)
     if count == 1:
         return [parameters]

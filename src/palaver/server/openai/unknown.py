@@ -11,22 +11,32 @@ from palaver.server.openai.fields import Fields
 
 IGNORED = frozenset(
     (
+        "cache_prompt",
+        "guided_decoding_backend",
+        "id_slot",
+        "litellm_call_id",
+        "max_tool_calls",
+        "moderation",
         "prediction",
+        "priority",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
+        "request_id",
         "safety_identifier",
         "service_tier",
         "timeout",
-        "cache_prompt",
-        "request_id",
-        "litellm_call_id",
+        "user",
+        "verbosity",
+        "web_search_options",
     )
 )
-"""They change no reply: hints for speed or accounting."""
+"""They change no reply: hints for speed, style or accounting, which clients send by themselves."""
+
+HEADER = "x-palaver-ignored"
+"""The response header that names the fields without effect."""
 
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "store": (False,),
-    "verbosity": ("medium",),
     "best_of": (1,),
     "use_beam_search": (False,),
     "skip_special_tokens": (True,),
@@ -38,6 +48,13 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "detokenize": (True,),
     "strict": (None,),
+    "add_special_tokens": (False,),
+    "dry_multiplier": (0, 0.0),
+    "dynatemp_range": (0, 0.0),
+    "mirostat": (0,),
+    "tfs_z": (1, 1.0),
+    "typical_p": (1, 1.0),
+    "xtc_probability": (0, 0.0),
 }
 """These mean nothing when they ask for what is done anyway."""
 
@@ -59,6 +76,16 @@ def check_unknown(fields: Fields, where: str = "", tolerated: Tolerated = OPENAI
         if value is None or name in tolerated.ignored or value in tolerated.harmless.get(name, ()):
             continue
         raise BadParameter(where + name, _short(value), "this field is not supported")
+
+
+def ignored_fields(fields: Fields, tolerated: Tolerated = OPENAI) -> list[str]:
+    """The fields of a request that were sent and have no effect."""
+    sent = {**{name: getattr(fields, name) for name in type(fields).model_fields}, **(fields.model_extra or {})}
+    return [name for name, value in sent.items() if value is not None and name in tolerated.ignored]
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    return {HEADER: ", ".join(names)} if names else {}
 
 
 def check_all(fields: Fields, where: str = "", tolerated: Tolerated = OPENAI) -> None:

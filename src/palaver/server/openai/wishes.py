@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from palaver.chat.model import draw_seed
 from palaver.chat.parameters import merged
 from palaver.errors import BadParameter
-from palaver.formats.switches import Switch
+from palaver.formats.base import Format
 from palaver.server.openai.constrained import constraint_of
 from palaver.server.openai.fields import ChatRequest, CompletionRequest, SamplingFields
+from palaver.server.openai.thinking import follow_effort, operator_parameters
 from palaver.server.openai.voicing import is_spoken
 from palaver.server.settings import ServerSettings
 
@@ -17,13 +19,14 @@ _SAME = (
     "temperature",
     "top_p",
     "min_p",
-    "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
     "end_penalty",
     "seed",
+    "top_k",
     "min_tokens",
 )
+_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
 _BUDGETS = (
     "thinking_budget",
     "thinking_budget_tokens",
@@ -31,43 +34,85 @@ _BUDGETS = (
     "reasoning_budget",
     "max_thinking_tokens",
 )
+_OF_CHATS = ("thinking", "effort", "budget", "variables", "thinking_budget")
 MAX_LISTED = 1024
 
 
 def sampling_parameters(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
     """What both kinds of request share."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
-    given["top_k"] = 0 if request.top_k == -1 else request.top_k
+    given["repetition_penalty"] = _repetition_penalty(request)
     strings, ids = _stops(request)
     given["stop"] = strings or None
     given["stop_ids"] = ids or None
     given["banned_strings"] = request.banned_strings or None
     given["banned_ids"] = _listed("banned_token_ids", request.banned_token_ids) or None
     given["logit_bias"] = _biases(request.logit_bias)
-    given["max_tokens"] = request.max_tokens
+    given["max_tokens"] = _agreed(request, _LIMITS)
     given["constraint"] = constraint_of(request)
-    return given
+    return without_sentinels(given)
 
 
-def chat_parameters(request: ChatRequest, settings: ServerSettings, switches: Iterable[Switch]) -> dict[str, Any]:
+def without_sentinels(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that other servers take for "off", "random" or "no limit", as what they mean."""
+    plain = dict(given)
+    if plain.get("seed") == -1:
+        plain["seed"] = draw_seed()
+    if plain.get("top_k") == -1:
+        plain["top_k"] = 0
+    if plain.get("max_tokens") == -1:
+        plain["max_tokens"] = None
+    if plain.get("top_p") == 0:
+        plain |= {"top_p": None, "temperature": 0}
+    return plain
+
+
+def chat_parameters(request: ChatRequest, settings: ServerSettings, format: Format) -> dict[str, Any]:
     """All that a chat request decides, but for its tools and messages; the operator's word goes before and after."""
     given = sampling_parameters(request)
-    given["max_tokens"] = _agreed(request, ("max_completion_tokens", "max_tokens"))
-    given["thinking_budget"] = _budget(request)
-    given["thinking"], given["effort"] = _thinking(request), _effort(request)
-    given["variables"] = _variables(request, settings, {switch.name for switch in switches})
+    given |= _thinking_parameters(request, settings, format)
     given["response_prefix"] = request.response_prefix or None
     given["healing"] = request.token_healing or None
     given["logprobs"] = _alternatives(request)
     given["one_call"] = _one_call(request) or None
     given["spoken"] = is_spoken(request) or None
-    return decided_by(settings, given)
+    return operator_parameters(settings.defaults, _set(given), settings.forced, format)
 
 
-def decided_by(settings: ServerSettings, given: Mapping[str, Any]) -> dict[str, Any]:
-    return merged(
-        settings.defaults, {name: value for name, value in given.items() if value is not None}, settings.forced
-    )
+def completion_parameters(request: CompletionRequest, settings: ServerSettings) -> dict[str, Any]:
+    """The same for text that is completed: nothing is known of its thoughts."""
+    given = {**sampling_parameters(request), "logprobs": request.logprobs}
+    decided = merged(settings.defaults, _set(given), settings.forced)
+    return {name: value for name, value in decided.items() if name not in _OF_CHATS}
+
+
+def ignores_effort(request: ChatRequest, settings: ServerSettings, format: Format) -> bool:
+    """Whether the request names an effort that the model can't follow."""
+    effort = _effort(request)
+    return effort is not None and not follow_effort(effort, _without_effort(request, settings, format), format)
+
+
+def _set(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _thinking_parameters(request: ChatRequest, settings: ServerSettings, format: Format) -> dict[str, Any]:
+    given, effort = _without_effort(request, settings, format), _effort(request)
+    followed = follow_effort(effort, given, format) if effort is not None else {}
+    return given | {name: value for name, value in followed.items() if given.get(name) is None}
+
+
+def _without_effort(request: ChatRequest, settings: ServerSettings, format: Format) -> dict[str, Any]:
+    return {
+        "thinking": _thinking(request),
+        "thinking_budget": _budget(request),
+        "variables": _variables(request, settings, {switch.name for switch in format.switches}),
+    }
+
+
+def _repetition_penalty(request: SamplingFields) -> float | None:
+    penalty: float | None = _agreed(request, ("repetition_penalty", "repeat_penalty"))
+    return 1.0 if request.repeat_last_n == 0 else penalty
 
 
 def _stops(request: SamplingFields) -> tuple[list[str], list[int]]:
@@ -93,9 +138,9 @@ def _biases(biases: Mapping[str, float] | None) -> dict[int, float] | None:
     return found or None
 
 
-def _agreed(request: ChatRequest, names: Collection[str]) -> Any:
+def _agreed(request: SamplingFields, names: Collection[str]) -> Any:
     """The value of whichever of these names is given; two that differ contradict each other."""
-    said = {name: value for name in names if (value := getattr(request, name)) is not None}
+    said = {name: value for name in names if (value := getattr(request, name, None)) is not None}
     if len(set(said.values())) > 1:
         raise BadParameter(list(said)[1], list(said.values())[1], f"contradicts {next(iter(said))}")
     return next(iter(said.values()), None)

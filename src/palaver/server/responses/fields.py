@@ -82,7 +82,7 @@ class TextFormat(Fields):
 
 class TextWish(Fields):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Ignored.")
 
 
 class ThoughtWish(Fields):

@@ -22,6 +22,7 @@ from palaver.server.openai.conversing import Conversing, conversing
 from palaver.server.openai.fields import ChatRequest
 from palaver.server.openai.naming import in_their_words
 from palaver.server.openai.speaking import Choice, Speaking, Told
+from palaver.server.openai.unknown import ignored_header
 from palaver.server.responses.fields import ResponseRequest
 from palaver.server.responses.following import Said
 from palaver.server.responses.heading import decided, heading, shows
@@ -30,7 +31,7 @@ from palaver.server.responses.kept import response_id
 from palaver.server.responses.placing import Place, placed
 from palaver.server.responses.streams import pieces, whole
 from palaver.server.responses.telling import Ending, Telling
-from palaver.server.responses.wanted import THEIRS, as_chat, as_kept
+from palaver.server.responses.wanted import THEIRS, as_chat, as_kept, ignored_of
 from palaver.server.state import State
 from palaver.server.streaming import EventStream
 from palaver.store import prompt
@@ -50,9 +51,10 @@ async def answered(request: Request, body: ResponseRequest, owner: str, state: S
         with in_their_words(THEIRS):
             first = await begun(request, stream)
             source = _said(speaking.choices[0], stream, first)
+            ignored = ignored_header(ignored_of(body, state.settings, model.format))
             if body.stream:
-                return EventStream(pieces(telling, source))
-            return JSONResponse(await while_there(request, whole(telling, source)))
+                return EventStream(pieces(telling, source), ignored)
+            return JSONResponse(await while_there(request, whole(telling, source)), headers=ignored)
 
 
 async def counted(body: ResponseRequest, owner: str, state: State) -> int:

@@ -21,11 +21,11 @@ from palaver.messages import Role
 from palaver.server.bodies import Left
 from palaver.server.errors import ShuttingDown
 from palaver.server.openai.answering import FIRST_SECONDS, begun, closed_if_failing, let_go, while_there
-from palaver.server.openai.asking import check_model, offered
+from palaver.server.openai.asking import check_model, whole_parameters
 from palaver.server.openai.conversing import conversing
 from palaver.server.openai.fields import ChatRequest
 from palaver.server.openai.naming import in_their_words
-from palaver.server.openai.wishes import chat_parameters
+from palaver.server.openai.unknown import ignored_header
 from palaver.server.responses.attending import attended
 from palaver.server.responses.fields import LOGPROBS, ResponseRequest
 from palaver.server.responses.following import PutAside, again, ended, followed
@@ -35,7 +35,7 @@ from palaver.server.responses.kept import found, kept, response_id
 from palaver.server.responses.placing import begin, placed
 from palaver.server.responses.streams import pieces, whole
 from palaver.server.responses.telling import Ending
-from palaver.server.responses.wanted import THEIRS, as_chat, as_kept
+from palaver.server.responses.wanted import THEIRS, as_chat, as_kept, ignored_of
 from palaver.server.state import State
 from palaver.server.streaming import EventStream
 from palaver.store import Status, Stored
@@ -48,17 +48,18 @@ async def answered(request: Request, body: ResponseRequest, owner: str, state: S
     chat, model = state.service.chat(owner), state.service.models.current()
     with in_their_words(THEIRS):
         reply = await _begun(chat, model, body, owner, state, request.headers.get(_KEY))
+        ignored = ignored_header(ignored_of(body, state.settings, model.format))
     if body.background and not body.stream:
-        return JSONResponse(telling_of(reply).response("queued"))
+        return JSONResponse(telling_of(reply).response("queued"), headers=ignored)
     leave = _nothing if body.background else _stopping(state, reply)
     try:
         with in_their_words(THEIRS):
             await while_there(request, _let_in(state, chat, reply))
         if body.stream:
-            return EventStream(_pieces(state, chat, reply), on_leave=leave)
+            return EventStream(_pieces(state, chat, reply), ignored, on_leave=leave)
         value = await while_there(request, _whole(state, chat, reply))
         _raise_engine_failure(state, reply)
-        return JSONResponse(value)
+        return JSONResponse(value, headers=ignored)
     except Left:
         leave()
         raise
@@ -151,10 +152,7 @@ async def _let_in(state: State, chat: Chat, reply: Stored) -> None:
 
 
 def _parameters(wishes: ChatRequest, body: ResponseRequest, model: Model, state: State) -> dict[str, Any]:
-    tools, called = offered(wishes, state.settings)
-    parameters = chat_parameters(wishes, state.settings, model.format.switches)
-    parameters |= {"tools": tools} if tools else {}
-    parameters |= {"must_call": called} if called else {}
+    parameters = whole_parameters(wishes, state.settings, model.format)
     return {**parameters, "overflow": "shorten"} if body.truncation == "auto" else parameters
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from palaver.errors import BadParameter
+from palaver.formats.base import Format
 from palaver.server.openai.fields import (
     ChatMessage,
     ChatRequest,
@@ -15,7 +16,8 @@ from palaver.server.openai.fields import (
     ResponseFormat,
     ToolOffered,
 )
-from palaver.server.openai.unknown import check_all
+from palaver.server.openai.unknown import check_all, ignored_fields
+from palaver.server.openai.wishes import ignores_effort
 from palaver.server.responses.fields import (
     LOGPROBS,
     MAX_METADATA,
@@ -28,6 +30,7 @@ from palaver.server.responses.fields import (
     ToolName,
 )
 from palaver.server.responses.kept import Kept
+from palaver.server.settings import ServerSettings
 from palaver.store.tokens import ALTERNATIVES
 
 THEIRS = {
@@ -114,6 +117,16 @@ def as_chat(request: ResponseRequest, messages: Sequence[ChatMessage]) -> ChatRe
         top_logprobs=request.top_logprobs if counts else None,
         reasoning_effort=request.reasoning.effort if request.reasoning is not None else None,
     )
+
+
+def ignored_of(request: ResponseRequest, settings: ServerSettings, format: Format) -> list[str]:
+    """The fields without effect."""
+    ignored = ignored_fields(request)
+    if request.text is not None and request.text.verbosity is not None:
+        ignored.append("text.verbosity")
+    if ignores_effort(as_chat(request, ()), settings, format):
+        ignored.append("reasoning.effort")
+    return ignored
 
 
 def wants_logprobs(request: ResponseRequest) -> bool:

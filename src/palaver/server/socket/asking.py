@@ -16,6 +16,7 @@ from palaver.messages import Role
 from palaver.sampling import NUMBERS, STRINGS
 from palaver.server.openai.naming import in_their_words
 from palaver.server.openai.remembering import Remembered
+from palaver.server.openai.wishes import without_sentinels
 from palaver.server.settings import ServerSettings
 from palaver.server.socket.conversing import messages_of
 from palaver.server.socket.fields import Opening
@@ -76,7 +77,7 @@ def _generation(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in _LISTS[1:3]:
         if isinstance(ids := found.get(name), list) and len(ids) > MAX_LISTED:
             raise BadParameter(f"generation.{name}", f"{len(ids)} ids", f"at most {MAX_LISTED} are taken")
-    return _sampled(found)
+    return without_sentinels(_sampled(found))
 
 
 def _sampled(found: dict[str, Any]) -> dict[str, Any]:
