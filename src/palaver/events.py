@@ -26,6 +26,9 @@ class Started:
 
     prompt_tokens: int
     cached_tokens: int
+    notice: str = ""
+    """What the reader should know of how the reply goes on, in one sentence. It has no number, unlike a `Notice`: it
+    follows from the engine, not from the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +131,10 @@ def fold(events: Iterable[Event]) -> Folded:
         match event:
             case Finished() | Failed():
                 ending = event
-            case Waiting() | Started():
+            case Waiting():
                 pass
+            case Started(notice=notice):
+                reply.notices += [notice] if notice else []
             case Snapshot(message):
                 reply = _Reply(message.parts)
             case _:

@@ -96,7 +96,7 @@ class Continuing:
             conversation.id,
             reply.parent_id,
             request,
-            replace(made_by, options=kept),
+            replace(made_by, options=kept).continued_by(model.engine.info.fingerprint, len(steps)),
             steps,
             key=key,
             expected_head=conversation.head_id,

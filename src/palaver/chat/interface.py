@@ -45,6 +45,8 @@ class ModelCard:
     """What the bits of a reply depend on."""
     steps: str = ""
     """Whose code computes the next tokens, and why not compiled code."""
+    fingerprint: str = ""
+    """What computes its replies: stored with each of them."""
     defaults: Sampling = field(default_factory=Sampling)
     thinks: bool = False
     """Whether the format knows thoughts."""

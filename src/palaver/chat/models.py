@@ -125,6 +125,7 @@ def _card(model: Model) -> ModelCard:
         reuse=info.reuse,
         exactness=info.exactness,
         steps=info.steps,
+        fingerprint=info.fingerprint,
         defaults=info.defaults,
         thinks=model.format.thinks,
         switches=model.format.switches,

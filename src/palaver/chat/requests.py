@@ -120,4 +120,5 @@ def _settings(model: Model, request: Request, system: str, dropped: int, note: M
         options["dropped"] = dropped
     if note:
         options["note"] = dict(note)
-    return Settings(model.name, request.sampling, model.tokenizer, options, request.tools, request.choice)
+    made_by = Settings(model.name, request.sampling, model.tokenizer, options, request.tools, request.choice)
+    return made_by.continued_by(model.engine.info.fingerprint, 0)

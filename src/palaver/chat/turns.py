@@ -163,16 +163,25 @@ class Turns:
         """The same reply runs on, on top of its tokens. Conflict where it can't: see `Replies.resume`."""
         self.check_open()
         utterance, reply_id = self._utterance(model, request, _ids(steps))
-        return await self._shielded(self._resume(reply, request.owner, utterance, reply_id, key))
+        fingerprint = model.engine.info.fingerprint
+        return await self._shielded(self._resume(reply, request.owner, utterance, reply_id, key, fingerprint))
 
     async def _resume(
-        self, reply: Stored, owner: str, utterance: Utterance, reply_id: Callable[[str], None], key: str | None
+        self,
+        reply: Stored,
+        owner: str,
+        utterance: Utterance,
+        reply_id: Callable[[str], None],
+        key: str | None,
+        fingerprint: str,
     ) -> Stored:
         assert reply.reply is not None
         async with self._beginning:
             self.check_open()
             await self._write_ending(reply.id)
-            resumed = await self._under_lease(lambda lease: self._store.replies.resume(lease, reply.id, key))
+            resumed = await self._under_lease(
+                lambda lease: self._store.replies.resume(lease, reply.id, key, fingerprint)
+            )
             reply_id(reply.id)
             previous = self._turns.get(reply.id)
             if previous is not None and previous.utterance.answers_now:
@@ -184,6 +193,8 @@ class Turns:
         """Goes on with a reply of a dead process, which this one holds already."""
         utterance, reply_id = self._utterance(model, request, _ids(steps))
         reply_id(reply.id)
+        fingerprint = model.engine.info.fingerprint
+        reply = await asyncio.to_thread(self._store.replies.computed_by, reply.id, fingerprint)
         self._run(reply, request.owner, utterance, Clock(reply.reply.timings if reply.reply else None))
         self._recovering.discard(reply.id)
 
@@ -319,6 +330,8 @@ class Turns:
         return reply, runs and reply.id in self._store.replies.held(lease)
 
     def _run(self, reply: Stored, owner: str, utterance: Utterance, clock: Clock) -> None:
+        if reply.reply is not None:
+            utterance.notice = engine_notice(reply.reply.settings, utterance.said)
         turn = Turn(reply, owner, utterance, clock)
         self._turns.pop(reply.id, None)
         self._turns[reply.id] = turn
@@ -418,6 +431,19 @@ class Turns:
         ]
         for id in over[: max(0, len(over) - REMEMBERED)]:
             del self._turns[id]
+
+
+def engine_notice(made_by: Settings, tokens: int) -> str:
+    """What a reader should know where another engine than before goes on with a reply after so many tokens."""
+    if len(made_by.fingerprints) < 2:
+        return ""
+    (_, before), (start, now) = made_by.fingerprints[-2:]
+    if start != tokens:
+        return ""
+    return (
+        f"The first {tokens} tokens were computed by {before}, which isn't in use; {now} goes on, "
+        "and may round otherwise."
+    )
 
 
 def _ids(steps: Sequence[Step]) -> tuple[int, ...]:

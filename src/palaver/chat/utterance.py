@@ -83,6 +83,8 @@ class Utterance:
         self.answers_now = False
         self._generation: Generation | None = None
         self.steps: list[Step] = []
+        self.notice = ""
+        """What the reader should know of how it goes on, in one sentence."""
         self._told: list[Event] = []
         self._started = Started(len(prompt), 0)
         self._batches = self._run()
@@ -171,7 +173,7 @@ class Utterance:
             case Queued(position, seconds):
                 return [Waiting(position, seconds)]
             case Prefilled(prompt_tokens, cached_tokens):
-                self._started = Started(prompt_tokens, cached_tokens)
+                self._started = Started(prompt_tokens, cached_tokens, self.notice)
                 return [self._started]
             case Step():
                 step = output if self._keep is None else await self._keep(output)

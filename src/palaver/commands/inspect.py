@@ -54,6 +54,7 @@ def _about(info: EngineInfo) -> Iterator[tuple[str, str]]:
     yield "what was computed before is reused", info.reuse
     yield "the next tokens are computed by", "a compiled step" if info.steps == COMPILED else info.steps
     yield "the bits of a reply", info.exactness
+    yield "fingerprint of its replies", info.fingerprint
     yield "sampling defaults", _defaults(info.defaults)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from palaver.chat.loading import Loading
     from palaver.chat.replay import Replayed
     from palaver.store import Store
+
+Recorded: TypeAlias = tuple[tuple[int, str], ...]
+"""The fingerprints of the engines that computed a reply, each with its first token."""
 
 
 def replay(
@@ -32,10 +36,14 @@ def replay(
 
     with opened(data, database) as store:
         reply_id = _reply_id(store, id)
-        made_by = store.messages.get(reply_id).reply
-        name = model or (made_by.settings.model if made_by else None)
-        loading = Loading(device=device, exact=exact, compiled=compiled)
-        replayed = asyncio.run(_replayed(store, reply_id, name, loading))
+        stored = store.messages.get(reply_id).reply
+        made_by = stored.settings if stored else None
+        name = model or (made_by.model if made_by else None)
+        recorded = made_by.fingerprints if made_by else ()
+        loading = _as_recorded(recorded, Loading(device=device, exact=exact, compiled=compiled))
+        replayed, fingerprint = asyncio.run(_replayed(store, reply_id, name, loading))
+        for line in _engines(recorded, fingerprint):
+            print(line)
         if replayed.same:
             print(f"the same: {len(replayed.made)} tokens")
             return
@@ -44,6 +52,34 @@ def replay(
             f"{len(replayed.recorded)} were recorded, {len(replayed.made)} made"
         )
     raise typer.Exit(FAILED)
+
+
+def _as_recorded(recorded: Recorded, asked: Loading) -> Loading:
+    """Loads the model as it was loaded for the reply, as far as this machine can and the flags leave it open."""
+    from dataclasses import replace
+
+    from palaver.engines.fingerprint import BATCHED, COMPILED_RUNNER, Fingerprint
+
+    before = Fingerprint.parse(recorded[0][1]) if recorded else None
+    if before is None:
+        return asked
+    compiled = before.runner == COMPILED_RUNNER
+    return replace(
+        asked,
+        device=asked.device or ("cpu" if before.device == "cpu" else None),
+        dtype=asked.dtype or (before.dtype if before.device == "cpu" else None),
+        exact=asked.exact or (before.exactness != BATCHED and not compiled),
+        compiled=asked.compiled if asked.compiled is not None or compiled else False,
+    )
+
+
+def _engines(recorded: Recorded, fingerprint: str) -> Iterator[str]:
+    if not recorded:
+        yield "computed by an engine that was not recorded"
+    for start, one in recorded:
+        yield f"computed by {one}" + (f", from token {start} on" if start else "")
+    same = len(recorded) == 1 and recorded[0] == (0, fingerprint)
+    yield f"replayed by {'the same' if same else fingerprint}"
 
 
 def _reply_id(store: Store, id: str) -> str:
@@ -58,13 +94,14 @@ def _reply_id(store: Store, id: str) -> str:
         return head
 
 
-async def _replayed(store: Store, reply_id: str, name: str | None, loading: Loading) -> Replayed:
+async def _replayed(store: Store, reply_id: str, name: str | None, loading: Loading) -> tuple[Replayed, str]:
+    """What came of it, and the fingerprint of the engine that made it now."""
     from palaver.chat.loading import hosted
     from palaver.chat.replay import replay as made_again
     from palaver.models.catalog import DEFAULT
 
     model = await hosted(loading)(name or DEFAULT, lambda *_: None)
     try:
-        return await made_again(store, model, reply_id)
+        return await made_again(store, model, reply_id), model.engine.info.fingerprint
     finally:
         await model.engine.close()

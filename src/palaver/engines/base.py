@@ -38,6 +38,8 @@ class EngineInfo:
     """What the bits of a reply do, as a probe found when the model was loaded: BY_TEXT, BY_CACHE or BY_COMPANY."""
     hint: str = ""
     """What would make it faster on this machine, in one sentence."""
+    fingerprint: str = ""
+    """What computes its replies (`engines.fingerprint`): stored with each of them."""
 
 
 class Generation(Protocol):

@@ -83,6 +83,7 @@ class ScriptedEngine:
         context_length: int = 4096,
         end_ids: frozenset[int] = frozenset(),
         defaults: Sampling | None = None,
+        fingerprint: str = "scripted",
     ) -> None:
         self.calls: list[Call] = []
         self.cancelled = 0
@@ -99,6 +100,7 @@ class ScriptedEngine:
             defaults=defaults or Sampling(),
             device="none",
             dtype="none",
+            fingerprint=fingerprint,
         )
 
     @property

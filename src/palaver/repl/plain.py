@@ -45,8 +45,11 @@ class PlainPrinter:
 
     def show(self, event: Event) -> None:
         match event:
-            case Waiting() | Started():
+            case Waiting():
                 pass
+            case Started(notice=notice):
+                if notice:
+                    self._show(Notice(notice))
             case Snapshot(message):
                 self._write(self._thoughts, message.thinking)
                 self._write(self._answers, message.text)
@@ -105,7 +108,7 @@ class PlainView:
     def take(self, entry: Entry) -> None:
         if isinstance(entry.event, Finished | Failed):
             self.ending = entry.event
-        elif entry.number <= self._known:
+        elif entry.number <= self._known and not isinstance(entry.event, Started):
             return
         self._printer.show(entry.event)
 

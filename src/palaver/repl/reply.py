@@ -30,6 +30,7 @@ from palaver.messages import Text as TextPart
 from palaver.phases import Phase
 from palaver.repl.calls import Call
 from palaver.repl.markdown import MarkdownStream
+from palaver.repl.safe import one_line
 from palaver.repl.screen import Screen
 from palaver.repl.settings import Thoughts
 from palaver.repl.thinking import Thought, seconds
@@ -144,16 +145,19 @@ class ReplyView:
             self._screen.update(done)
 
     def _is_known(self, entry: Entry) -> bool:
-        over = isinstance(entry.event, Finished | Failed | Waiting)
-        return self._known > 0 and entry.number <= self._known and not over
+        told = isinstance(entry.event, Finished | Failed | Waiting)
+        told |= isinstance(entry.event, Started) and bool(entry.event.notice)
+        return self._known > 0 and entry.number <= self._known and not told
 
     def _take(self, event: Event) -> None:
         match event:
             case Waiting(position, wait):
                 about = f", about {seconds(wait)}" if wait else ""
                 self._standing = f"waiting: place {position} in the queue{about}"
-            case Started():
+            case Started(notice=notice):
                 self._standing, self._started = "", True
+                if notice:
+                    self._add([Text(one_line(notice), style="note")])
                 if isinstance(self._section, Thought):  # opened by the prompt itself
                     self._section.begin(self._clock())
             case Snapshot(message):

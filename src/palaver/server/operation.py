@@ -177,4 +177,5 @@ def _model(name: str, card: ModelCard) -> dict[str, Any]:
         "reuse": card.reuse,
         "exactness": card.exactness,
         "steps": card.steps,
+        "fingerprint": card.fingerprint,
     }

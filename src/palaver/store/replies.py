@@ -125,9 +125,10 @@ class Replies:
         with self._database.reading() as connection:
             return tree.keyed(connection, tree.New(conversation_id, parent_id, Role.ASSISTANT, (), key=key))
 
-    def resume(self, lease: Lease, reply_id: str, key: str | None = None) -> Stored:
+    def resume(self, lease: Lease, reply_id: str, key: str | None = None, fingerprint: str = "") -> Stored:
         """A reply that ended before it was whole runs again, under this lease, on top of its tokens.
 
+        `fingerprint` is that of the engine that goes on with it.
         Conflict where the conversation has gone on below it: then start a sibling that goes on from its tokens.
         LeaseLost where another process has taken over this lease.
         """
@@ -135,11 +136,22 @@ class Replies:
             check_lease(connection, lease)
             reply = tree.one(connection, reply_id)
             _check_resumable(connection, reply)
-            connection.execute(_of(reply_id).values(status=Status.RUNNING.value, ended_at=None, error=None))
-            if key is not None:
-                connection.execute(_of(reply_id).values(settings=_resumed_with(reply, key)))
-            _hold(connection, reply_id, lease.id, _stored_count(connection, reply_id))
+            tokens = _stored_count(connection, reply_id)
+            made_by = _resumed(reply, key).continued_by(fingerprint, tokens)
+            values = {"status": Status.RUNNING.value, "ended_at": None, "error": None}
+            connection.execute(_of(reply_id).values(**values, settings=settings.to_json(made_by)))
+            _hold(connection, reply_id, lease.id, tokens)
             return tree.one(connection, reply_id)
+
+    def computed_by(self, reply_id: str, fingerprint: str) -> Stored:
+        """Records the engine that goes on with a running reply, such as one of a process that died."""
+        with self._database.writing() as connection:
+            reply = tree.one(connection, reply_id, deleted=True)
+            if reply.reply is None:
+                raise NotFound("reply", reply_id)
+            made_by = reply.reply.settings.continued_by(fingerprint, _stored_count(connection, reply_id))
+            connection.execute(_of(reply_id).values(settings=settings.to_json(made_by)))
+            return tree.one(connection, reply_id, deleted=True)
 
     def tokens(self, reply_id: str) -> tuple[Step, ...]:
         """Everything the model said in this reply so far, token by token."""
@@ -244,12 +256,15 @@ def was_resumed_with(reply: Stored, key: str) -> bool:
     return reply.reply is not None and key in reply.reply.settings.options.get("resumed", ())
 
 
-def _resumed_with(reply: Stored, key: str) -> dict[str, Any]:
+def _resumed(reply: Stored, key: str | None) -> Settings:
+    """The reply's settings, with the key of this wish where it has one."""
     assert reply.reply is not None
-    checked_name("key", key)
     made_by = reply.reply.settings
+    if key is None:
+        return made_by
+    checked_name("key", key)
     keys = [*made_by.options.get("resumed", ()), key][-RESUMED:]
-    return settings.to_json(replace(made_by, options={**made_by.options, "resumed": keys}))
+    return replace(made_by, options={**made_by.options, "resumed": keys})
 
 
 def _new_reply(id: str, made_by: Settings) -> dict[str, Any]:

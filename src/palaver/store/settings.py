@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from palaver.constraints import Constraint, Grammar
@@ -22,6 +22,16 @@ class Settings:
     """The template's options, as JSON can say them."""
     tools: tuple[Tool, ...] = ()
     choice: int = 0
+    fingerprints: tuple[tuple[int, str], ...] = ()
+    """The engines that computed it (`EngineInfo.fingerprint`), each with its first token. Nothing is known of tokens
+    before the first of them, such as those of replies that were stored before fingerprints were."""
+
+    def continued_by(self, fingerprint: str, tokens: int) -> Settings:
+        """The settings of the same reply, computed by this engine from so many tokens on."""
+        before = tuple(part for part in self.fingerprints if part[0] < tokens)
+        if not fingerprint or (before and before[-1][1] == fingerprint):
+            return replace(self, fingerprints=before)
+        return replace(self, fingerprints=(*before, (tokens, fingerprint)))
 
 
 def to_json(settings: Settings) -> dict[str, Any]:
@@ -31,6 +41,7 @@ def to_json(settings: Settings) -> dict[str, Any]:
         "options": dict(settings.options),
         "tools": [asdict(tool) for tool in settings.tools],
         "choice": settings.choice,
+        **({"fingerprints": [list(part) for part in settings.fingerprints]} if settings.fingerprints else {}),
     }
 
 
@@ -42,6 +53,7 @@ def from_json(model: str, tokenizer: str, value: Mapping[str, Any]) -> Settings:
         options=value["options"],
         tools=tuple(Tool(**tool) for tool in value["tools"]),
         choice=value["choice"],
+        fingerprints=tuple((start, made_by) for start, made_by in value.get("fingerprints", ())),
     )
 
 

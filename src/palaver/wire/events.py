@@ -42,6 +42,8 @@ class Started(Told):
     type: Literal["started"]
     prompt_tokens: int
     cached_tokens: int
+    notice: str = ""
+    """What the reader should know of how the reply goes on: another engine than before."""
 
 
 class Snapshot(Told):
@@ -181,8 +183,8 @@ def event_of(event: events.Event) -> AnyEvent:
     match event:
         case events.Waiting(position, seconds):
             return Waiting(type="waiting", position=position, seconds=seconds)
-        case events.Started(prompt_tokens, cached_tokens):
-            return Started(type="started", prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
+        case events.Started(prompt_tokens, cached_tokens, notice):
+            return Started(type="started", prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, notice=notice)
         case events.Snapshot(message):
             return Snapshot(type="snapshot", message=Message.of(message))
         case events.Finished(finish, usage, stop, tail):
@@ -198,7 +200,7 @@ def event_value(event: AnyEvent) -> events.Event:
         case Waiting(position=position, seconds=seconds):
             return events.Waiting(position, seconds)
         case Started():
-            return events.Started(event.prompt_tokens, event.cached_tokens)
+            return events.Started(event.prompt_tokens, event.cached_tokens, event.notice)
         case Snapshot(message=message):
             return events.Snapshot(message.value())
         case Finished(tail=tail):

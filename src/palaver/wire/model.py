@@ -51,6 +51,8 @@ class ModelCard(Told):
     exactness: str = ""
     steps: str = ""
     """Whose code computes the next tokens, and why not compiled code."""
+    fingerprint: str = ""
+    """What computes its replies: stored with each of them."""
     defaults: Sampling
     thinks: bool
     switches: list[Switch]

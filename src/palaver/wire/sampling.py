@@ -68,6 +68,8 @@ class Settings(Told):
     options: dict[str, Any]
     tools: list[Tool]
     choice: int
+    fingerprints: tuple[tuple[int, str], ...] = ()
+    """The engines that computed it, each with its first token."""
 
     @classmethod
     def of(cls, settings: store.Settings) -> Settings:
@@ -78,8 +80,9 @@ class Settings(Told):
             options=dict(settings.options),
             tools=[Tool.of(tool) for tool in settings.tools],
             choice=settings.choice,
+            fingerprints=settings.fingerprints,
         )
 
     def value(self) -> store.Settings:
-        tools = tuple(tool.value() for tool in self.tools)
-        return store.Settings(self.model, self.sampling.value(), self.tokenizer, self.options, tools, self.choice)
+        tools, sampling = tuple(tool.value() for tool in self.tools), self.sampling.value()
+        return store.Settings(self.model, sampling, self.tokenizer, self.options, tools, self.choice, self.fingerprints)

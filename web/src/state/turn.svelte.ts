@@ -81,6 +81,7 @@ export class Turn implements Reader {
       case 'started':
         this.waiting = null
         this.started = { prompt: event.prompt_tokens, cached: event.cached_tokens }
+        if (event.notice && !this.notices.includes(event.notice)) this.notices = [...this.notices, event.notice]
         return true
       case 'snapshot':
         this.#replace(number, event.message.parts)

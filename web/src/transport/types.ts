@@ -222,6 +222,7 @@ export interface ModelCard {
   reuse: string
   exactness?: string
   steps?: string
+  fingerprint?: string
   defaults: Sampling
   thinks: boolean
   switches: (Switch)[]
@@ -342,6 +343,7 @@ export interface Settings {
   options: Record<string, unknown>
   tools: (Tool)[]
   choice: number
+  fingerprints?: ([number, string])[]
 }
 
 /** All that was said up to here, in place of events that can't be told again. */
@@ -355,6 +357,7 @@ export interface Started {
   type: "started"
   prompt_tokens: number
   cached_tokens: number
+  notice?: string
 }
 
 /** Where a reply stands. Every one but RUNNING and DONE can be continued. */

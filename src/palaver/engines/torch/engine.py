@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from palaver.constraints import Constraint
-from palaver.engines.base import EngineInfo
+from palaver.engines.base import COMPILED, EngineInfo
+from palaver.engines.fingerprint import COMPILED_RUNNER, EXACTNESS, Fingerprint
 from palaver.engines.grammars import CompiledGrammar, GrammarCache
 from palaver.engines.reply import Reply
 from palaver.engines.torch.adapters import with_adapter
@@ -30,7 +31,8 @@ from palaver.engines.torch.loading import load_model, pick_device, pick_dtype
 from palaver.engines.torch.memory import cache_bytes, check_fit, fit, free_bytes, give_back_unused
 from palaver.engines.torch.mending import Mending
 from palaver.engines.torch.options import Options
-from palaver.engines.torch.probing import pick_runner
+from palaver.engines.torch.probing import FEW_OPERATIONS, pick_runner
+from palaver.engines.torch.sampling import SAMPLER_VERSION
 from palaver.engines.torch.scheduler import Limits, Scheduler
 from palaver.engines.torch.sequence import Sequence
 from palaver.engines.torch.threads import Threads
@@ -114,7 +116,9 @@ class TorchEngine:
             model, info.vocabulary_size, limit, info.context_length, options, threads, library
         )
         hint = NO_COMPILER_HINT if steps.endswith(NO_COMPILER) else ""
-        self._info = replace(info, reuse=self._runner.reuse, steps=steps, exactness=exactness, hint=hint)
+        build = library.result().build if library is not None and steps == COMPILED else ""
+        info = replace(info, reuse=self._runner.reuse, steps=steps, exactness=exactness, hint=hint)
+        self._info = replace(info, fingerprint=str(_fingerprint(model, info, build)))
         outbox = Outbox()
         self._scheduler = Scheduler(self._runner, outbox, self._sequence, _limits(model, options))
         self._worker = Worker(self._scheduler, outbox, threads)
@@ -233,6 +237,16 @@ def _info(name: str, model: PreTrainedModel) -> EngineInfo:
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
     )
+
+
+def _fingerprint(model: PreTrainedModel, info: EngineInfo, build: str) -> Fingerprint:
+    """`build` is that of compiled steps."""
+    device, exactness, sampler = model.device.type, EXACTNESS[info.exactness], f"sampler-{SAMPLER_VERSION}"
+    if info.steps == COMPILED:
+        return Fingerprint(COMPILED_RUNNER, build, device, info.dtype, exactness, sampler)
+    runner = "fused" if info.steps.startswith(FEW_OPERATIONS) else "library"
+    unit = torch.cuda.get_device_name(model.device) if device == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return Fingerprint(runner, f"torch-{torch.__version__}-{unit}", device, info.dtype, exactness, sampler)
 
 
 def _limits(model: PreTrainedModel, options: Options) -> Limits:

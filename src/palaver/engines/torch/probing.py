@@ -37,6 +37,7 @@ FIRST = 20
 SECOND = 40
 PROBE_BYTES = 1 << 24
 NOT_COMPILED = ", not compiled: "
+FEW_OPERATIONS = "few operations"
 
 Forward: TypeAlias = Callable[[Plan], Tensor]
 
@@ -110,7 +111,7 @@ class Probe:
         except Exception as error:  # then its own code does it
             best, steps = self._recorded(self._library(layout), layout, _OWN, options)
             return best, _short_of(library, steps, error)
-        best, steps = self._recorded(decoder, layout, _FEW, options)
+        best, steps = self._recorded(decoder, layout, FEW_OPERATIONS, options)
         if library is None:
             return best, steps
         try:
@@ -246,7 +247,6 @@ class Probe:
 
 
 _OWN = "the model's own code"
-_FEW = "few operations"
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 

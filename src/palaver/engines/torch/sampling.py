@@ -15,6 +15,9 @@ from palaver.engines.torch.drawing import Array, draw, kept
 from palaver.errors import EngineError, PalaverError, RequestError
 from palaver.generation import Alternative, Step
 
+SAMPLER_VERSION = 1
+"""Raised when the same logits, settings and seed may give another token than before."""
+
 Rows: TypeAlias = Tensor | Array
 
 

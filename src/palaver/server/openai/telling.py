@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,8 @@ class Heading:
 
 
 def heading(model: Model) -> Heading:
-    return Heading(model.name, f"fp_{model.tokenizer or 'none'}")
+    made_by = hashlib.sha256(f"{model.tokenizer}/{model.engine.info.fingerprint}".encode()).hexdigest()
+    return Heading(model.name, f"fp_{made_by[:16]}")
 
 
 class Chunks:
