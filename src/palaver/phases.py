@@ -69,6 +69,8 @@ class Phases:
     """Token ids that end the turn in any state."""
     hidden: frozenset[int] = frozenset()
     """Control token ids that are never text, where they are no trigger."""
+    markers: frozenset[int] = frozenset()
+    """Token ids of the format's markers: text in a tool call's arguments alone, where they are no trigger."""
     held: Held | None = None
 
     @property
@@ -206,7 +208,7 @@ class Tracker:
         if self.ended:
             return []
         if token_id not in self._by_id and token_id not in self._phases.ends:
-            return [] if token_id in self._phases.hidden else self._say(self._bytes(token_id))
+            return [] if self._is_hidden(token_id) else self._say(self._bytes(token_id))
         out = self._release()
         if self.ended:
             return out
@@ -219,6 +221,12 @@ class Tracker:
     def flush(self) -> list[Happening]:
         """What is held back because it might have become a marker or a stop string; the stream ends here."""
         return self._release()
+
+    def _is_hidden(self, token_id: int) -> bool:
+        """Whether the token is not shown where it leads nowhere. Arguments keep what the model wrote."""
+        if token_id in self._phases.hidden:
+            return True
+        return token_id in self._phases.markers and self.phase is not Phase.TOOL_CALL
 
     def _bytes(self, token_id: int) -> bytes:
         return self._vocabulary[token_id] if token_id < len(self._vocabulary) else b""

@@ -21,6 +21,8 @@ RECORDED_CASES = {
 """Lines of `cases.jsonl`, counted from 0 as `palaver formats check` does, whose message is not read as expected."""
 CONTINUATIONS = ("Kimi-K3", "MiniMax-M3", "Reka-Edge", "muse-glimmer")
 """Templates with continuations that are not byte-exact."""
+BEGUN_ANSWERS = ("Kimi-K3", "muse-glimmer")
+"""Formats in which a begun answer is not read back as it was given."""
 FORCED_CALLS = ("Kimi-K3-tokens", "Kimi-K3-text", "MiniMax-M3-tokens", "muse-glimmer-tokens", "muse-glimmer-text")
 """Formats in which a call that must come does not read back as that call."""
 

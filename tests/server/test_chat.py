@@ -387,6 +387,18 @@ class TestContinuing:
         assert "result must follow" in error["message"]
         assert ask(http, **asked, continue_final_message=True)["choices"][0]["finish_reason"] == "tool_calls"
 
+    @pytest.mark.parametrize("wanted", [True, "content"])
+    def test_a_begun_answer_without_a_thought_goes_on_as_an_answer(
+        self, http: httpx.Client, wanted: bool | str
+    ) -> None:
+        begun = {"role": "assistant", "content": "12 + 30 is"}
+        for seed in range(20):
+            asked = {"continue_final_message": wanted, "temperature": 1, "seed": seed, "max_tokens": 60}
+            rest = message(ask(http, messages=[*SUM, begun], **asked))
+            assert "think>" not in rest["content"]
+            assert "from the right" not in rest["content"]
+            assert "reasoning_content" not in rest
+
     def test_what_can_not_go_on_is_refused(self, http: httpx.Client) -> None:
         assert refused(http, continue_final_message=True)[0] == 400
         whole = ask(http, return_token_ids=True)["choices"][0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 from palaver.formats.automaton import Builder
 from palaver.formats.calls import json_calls, syntaxes
@@ -47,7 +48,20 @@ class Anatomy:
         self._add_strays(builder, fresh, answer)
         ids = frozenset(self._control[end] for end in ends if end in self._control)
         start = thinking if opens_in is Phase.THINKING else fresh
-        return builder.build(start, ids, self._special_ids)
+        return builder.build(start, ids, self._special_ids, self._call_marker_ids)
+
+    @cached_property
+    def _call_marker_ids(self) -> frozenset[int]:
+        """The markers of calls that are tokens: no text of a reply that may not call, either."""
+        if self._facts.calls is None:
+            return frozenset()
+        builder = Builder(self._control)
+        answer = builder.state(Phase.ANSWER)
+        if isinstance(self._facts.calls, json_calls.Syntax) and self._facts.calls.bare:
+            json_calls.add_bare(builder, self._facts.calls, answer)
+        else:
+            syntaxes.add_states(builder, self._facts.calls, (answer,), answer)
+        return builder.marker_ids
 
     def _typed(
         self, headers: Headers, opens_in: Phase, offers_tools: bool, closing: tuple[int, ...], must_call: bool
@@ -59,7 +73,7 @@ class Anatomy:
         self._add_ends(builder, ends, tuple(state for state in range(builder.size) if state != own))
         ids = frozenset(self._control[end] for end in ends if end in self._control)
         start = states[Phase.THINKING if opens_in is Phase.THINKING else Phase.CONTROL]
-        return builder.build(start, ids, self._special_ids)
+        return builder.build(start, ids, self._special_ids, self._call_marker_ids)
 
     def _ends(self, offers_tools: bool) -> list[str]:
         """What ends the turn, but for what begins a call."""

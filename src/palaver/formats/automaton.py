@@ -31,6 +31,11 @@ class Builder:
     def size(self) -> int:
         return len(self._drafts)
 
+    @property
+    def marker_ids(self) -> frozenset[int]:
+        """The markers so far that are tokens."""
+        return frozenset(key for draft in self._drafts for key in draft.triggers if isinstance(key, int))
+
     def state(self, phase: Phase, slot: str = "", quotes: bytes = b"") -> int:
         self._drafts.append(_Draft(phase, slot, quotes=quotes))
         return len(self._drafts) - 1
@@ -59,11 +64,13 @@ class Builder:
         key = self._key(text)
         self._drafts[state].triggers.setdefault(key, Trigger(key, to, keep))
 
-    def build(self, start: int, ends: frozenset[int], hidden: frozenset[int]) -> Phases:
+    def build(
+        self, start: int, ends: frozenset[int], hidden: frozenset[int], markers: frozenset[int] = frozenset()
+    ) -> Phases:
         states = tuple(
             State(d.phase, tuple(d.triggers.values()), d.closing, d.other, d.quotes, d.slot) for d in self._drafts
         )
-        return Phases(states, start, ends, hidden)
+        return Phases(states, start, ends, hidden, markers | self.marker_ids)
 
     def _chain(self, state: int, key: int | bytes, back: int) -> int:
         """The state after one part of a longer marker; text that doesn't go on with it leads back."""

@@ -110,12 +110,17 @@ class Prober:
     def lead(self, message: Mapping[str, Any], mark: str, frame: str = "", **variables: Any) -> str:
         """The white space that a reply begins with behind the generation prompt, as the template writes it, or the
         frame of an empty answer."""
+        lead = self.between(message, mark, **variables)
+        return lead if lead is not None and lead.strip() in ("", frame) else ""
+
+    def between(self, message: Mapping[str, Any], mark: str, **variables: Any) -> str | None:
+        """What the template writes between its generation prompt and a mark in the reply; None where the reply does
+        not begin with the generation prompt."""
         prompt = self.write([ask()], True, **variables)
         whole = self.write([ask(), {"role": "assistant", **message}], **variables)
         if prompt is None or whole is None or not whole.startswith(prompt) or mark not in whole[len(prompt) :]:
-            return ""
-        lead = whole[len(prompt) : whole.index(mark, len(prompt))]
-        return lead if lead.strip() in ("", frame) else ""
+            return None
+        return whole[len(prompt) : whole.index(mark, len(prompt))]
 
     def call_reply(self, count: int, as_text: bool, arguments: dict[str, Any] | None = None) -> str | None:
         """What the template writes for tool calls; tried in the ways that templates differ in."""

@@ -90,9 +90,16 @@ class Roundtrip:
         if kind.thinking is not None and self._format.facts.switch is None:
             return None  # the same as without a switch
         written = self._inside(kind) if kind.answer == INSIDE else self._written(kind)
+        if isinstance(written, str) and self._lacks_thought(kind, written):
+            written = _Not(_THINKS_FIRST)
         if isinstance(written, _Not):
             return Trial(self._name, kind.name, self._tokens, 0, 0, written.why, expressed=False)
         return self._compare(kind.name, written, self._tools if kind.calls else (), self._options(kind))
+
+    def _lacks_thought(self, kind: Kind, written: str) -> bool:
+        """Whether the template writes an answer where the model would have thought first."""
+        bare = bool(kind.answer) and not kind.thought and written.lstrip().startswith(kind.answer)
+        return bare and self._format.begins_behind_empty_thought(self._options(kind))
 
     def _options(self, kind: Kind) -> Options:
         return Options(thinking=kind.thinking)
@@ -216,6 +223,7 @@ class _Not:
 
 
 _END_OF_THOUGHT = "END-OF-THOUGHT"
+_THINKS_FIRST = "the model thinks first, so that an answer without a thought is continued behind an empty one"
 
 
 def message_text(kind: Kind) -> str:

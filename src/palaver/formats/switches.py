@@ -64,6 +64,12 @@ class Switch:
     changes: str = ""
     """What it changes, for people."""
 
+    def thinks(self, variables: Mapping[str, Any]) -> bool:
+        """Whether the model thinks with these variables; without this one among them, whether it does by default."""
+        if self.name in variables:
+            return bool(variables[self.name] != self.off)
+        return bool(self.default == self.on)
+
     def check(self, value: Any) -> None:
         """Raises BadParameter for a value that the template can't be meant to get."""
         fits = isinstance(value, TYPES[self.type]) and (self.type != "integer" or not isinstance(value, bool))

@@ -193,6 +193,10 @@ class TemplateFormat:
         text = begun_reply(self.facts, safe, opens_in, self._leads(options))
         return (*self._tokenizer.encode(self._runs(text, guarded.mark)), *prefix)
 
+    def begins_behind_empty_thought(self, options: Options) -> bool:
+        """Whether an answer without a thought is begun behind a closed, empty one."""
+        return bool(self._leads(options).empty_thought)
+
     def _leads(self, options: Options) -> Leads:
         """What the template writes between its own generation prompt and a reply, by what the reply begins with."""
         chosen = {**options.variables, **self.switched(options)}
@@ -212,7 +216,34 @@ class TemplateFormat:
             prober.lead({"content": ANSWER, **thought}, THOUGHT, **given),
             prober.lead({"content": ANSWER}, ANSWER, **given),
             prober.lead(called, anchor, self.facts.empty_answer, tools=tools(), **given),
+            *self._empty_thought(prober, given),
         )
+
+    def _empty_thought(self, prober: Prober, given: Mapping[str, Any]) -> tuple[str, bool]:
+        """What stands between a generation prompt that leaves open whether the model thinks, and an answer without a
+        thought: as the template writes it in a history (then before calls, too), or else as the generation prompt
+        does with thinking off."""
+        thinking = self.facts.thinking
+        if thinking is None or self.facts.answer_opening.strip():
+            return "", False
+        written = prober.between({"content": ANSWER}, ANSWER, **given) or ""
+        if written.rstrip().endswith(thinking.closer):
+            return written, True
+        return self._switched_off(prober, given, thinking), False
+
+    def _switched_off(self, prober: Prober, given: Mapping[str, Any], thinking: ThinkingFacts) -> str:
+        """The closed thought that the generation prompt ends with where thinking is off, if it is on now."""
+        switch = self.facts.switch
+        if switch is None or not switch.thinks(given):
+            return ""
+        off = {**given, switch.name: switch.off}
+        left_open, closed = prober.opening(**given) or "", prober.opening(**off) or ""
+        block = closed[len(left_open) :] if closed.startswith(left_open) else ""
+        if not block.rstrip().endswith(thinking.closer):
+            return ""
+        if "".join(block.split()) != "".join((thinking.opener + thinking.closer).split()):  # it gives a reason
+            return thinking.opening + thinking.closing
+        return block + prober.lead({"content": ANSWER}, ANSWER, **off)
 
     def switched(self, options: Options) -> dict[str, Any]:
         """What the options come to in the template's own variables."""

@@ -19,11 +19,16 @@ class Leads:
     thought: str = ""
     answer: str = ""
     calls: str = ""
+    empty_thought: str = ""
+    """The closed, empty thought before an answer without one, where the model thinks by default."""
+    thought_before_calls: bool = False
+    """Whether the template writes it before calls, too."""
 
 
 def begun_reply(facts: Facts, message: Message, opens_in: Phase, leads: Leads) -> str:
     """The text after the generation prompt. An open thought stays open, a closed one is closed as the model would,
-    the last tool call is left open."""
+    the last tool call is left open. A reply without a thought begins behind an empty one, where the model always
+    thinks first: it would take the begun answer for its thought."""
     out = ""
     thinking = opens_in is Phase.THINKING
     calls: list[ToolCall] = []
@@ -33,8 +38,9 @@ def begun_reply(facts: Facts, message: Message, opens_in: Phase, leads: Leads) -
                 out += _written_calls(facts, calls, False) + _before_thought(facts, thinking, out, leads) + text
                 thinking, calls = True, []
             case Text(text):
+                out += _written_calls(facts, calls, False)
                 lead = _before_answer(facts, thinking, out, leads)
-                out += _written_calls(facts, calls, False) + ("" if _has(text, lead) else lead) + text
+                out += ("" if _has(text, lead) else lead) + text
                 thinking, calls = False, []
             case ToolCall():
                 if not calls:
@@ -62,7 +68,7 @@ def _before_thought(facts: Facts, thinking: bool, written: str, leads: Leads) ->
 def _before_answer(facts: Facts, thinking: bool, written: str, leads: Leads) -> str:
     if thinking and facts.thinking is not None:
         return facts.thinking.closing
-    return "" if written else facts.answer_opening or leads.answer
+    return "" if written else facts.answer_opening or leads.empty_thought or leads.answer
 
 
 def _before_calls(facts: Facts, thinking: bool, in_thought: bool, written: str, leads: Leads) -> str:
@@ -72,7 +78,11 @@ def _before_calls(facts: Facts, thinking: bool, in_thought: bool, written: str, 
         return facts.thinking.closing.rstrip() + facts.space_after_thought
     if in_thought and written:  # there is no answer to close
         return facts.space_before_calls.removeprefix(facts.answer_closing)
-    return facts.space_before_calls if written else leads.calls
+    if written:
+        return facts.space_before_calls
+    if leads.thought_before_calls and not in_thought:
+        return leads.empty_thought.rstrip() + facts.space_after_thought
+    return leads.calls
 
 
 def _written_calls(facts: Facts, calls: list[ToolCall], is_open: bool) -> str:

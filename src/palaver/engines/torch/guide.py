@@ -135,7 +135,7 @@ def constraints_of(phases: Phases, sampling: Sampling) -> list[Constraint]:
 def control_ids(phases: Phases) -> frozenset[int]:
     """Tokens that are no text."""
     markers = {t.marker for state in phases.states for t in state.triggers if isinstance(t.marker, int)}
-    return phases.ends | phases.hidden | markers
+    return phases.ends | phases.hidden | phases.markers | markers
 
 
 def _blanks(phases: Phases, spelling: Spelling) -> frozenset[int]:
