@@ -46,6 +46,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {"rope_scaling": None}),
     "phi": ("PhiConfig", {"num_key_value_heads": 4}),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512}),
+    "longrope": (
+        "Phi3Config",
+        {"original_max_position_embeddings": 96}
+        | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}},
+    ),
+    "dynamic_ntk": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+    ),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "sliding_window": None,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+            | {
+                "original_max_position_embeddings": 128,
+                "llama_4_scaling_beta": 0.5,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            }
+            | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {"num_hidden_layers": 4, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1}
+        | {"attention_chunk_size": 80, "floor_scale": 64, "attn_scale": 0.5, "no_rope_layer_interval": 2},
+    ),
     "qwen3_next": (
         "Qwen3NextConfig",
         {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32, "num_hidden_layers": 4}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Many
 
+import torch
 from torch import Tensor
 
 from palaver.engines.torch.cache import Cache, CacheStatistics
@@ -30,7 +31,9 @@ class CuttingRunner:
         context: int,
         threads: Threads,
         exact: ExactPasses | None = None,
+        original_length: int | None = None,
     ) -> None:
+        """`original_length`: a longer sequence takes other frequencies (`rope.LongRope`)."""
         self.reuse = "to the token"
         self.batches = True
         self.closes = layout.device.type == "cpu" and exact is None
@@ -40,7 +43,10 @@ class CuttingRunner:
         self._context = context
         self._threads = threads
         self._exact = exact
+        self._original_length = original_length
         self._lanes: dict[Sequence, Lane] = {}
+        self._long: set[Sequence] = set()
+        """Those begun with the frequencies for long texts."""
         self._last: Plan | None = None
         self._cache.moved = self._forget_plan
         self.forward_seconds = 0.0
@@ -53,45 +59,48 @@ class CuttingRunner:
         self._cache.check(self._room(sequence))
 
     def known(self, sequence: Sequence) -> int:
-        return self._cache.known(sequence.space, sequence.tokens[:-1])
+        return self._cache.known(self._space(sequence, self._is_long(sequence)), sequence.tokens[:-1])
 
     def most(self, sequence: Sequence) -> int | None:
         """Where it must not matter who else is there, neither may the size of chunks depend on it."""
         return None if self._exact is None else EXACT
 
     def begin(self, sequence: Sequence) -> None:
-        keys = sequence.tokens[:-1]
-        self._lanes[sequence], sequence.computed = self._cache.open(sequence.space, keys, self._room(sequence))
+        long = self._is_long(sequence)
+        space, keys = self._space(sequence, long), sequence.tokens[:-1]
+        self._lanes[sequence], sequence.computed = self._cache.open(space, keys, self._room(sequence))
         sequence.cached = sequence.computed
+        if long:
+            self._long.add(sequence)
+
+    def outgrown(self, sequence: Sequence) -> bool:
+        """As the library's own `generate`, which computes all keys again at the first token beyond the length."""
+        return self._is_long(sequence) and sequence not in self._long
 
     def run(self, sequences: Many[Sequence], counts: Many[int], asked: bool = True) -> Tensor:
         for sequence, count in zip(sequences, counts, strict=True):
             self._cache.grow(self._lanes[sequence], sequence.computed + count, sequence.computed)
         runs = [self._run(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
-        if self._exact is not None:
-            began = time.thread_time()
-            logits = self._exact.run(runs, asked)
-            self.forward_seconds += time.thread_time() - began
-        else:
-            planned = self._plan(runs, asked)
-            with self._threads.enough(planned.ids.shape[0] * planned.furthest):
-                logits = self._pass(planned)
+        logits = self._computed(runs, asked)
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.computed += count
         return logits
 
     def keep(self, sequence: Sequence) -> None:
         keys = sequence.tokens[: sequence.computed]
-        self._cache.keep(self._lanes[sequence], sequence.space, keys, sequence.conversation)
+        space = self._space(sequence, sequence in self._long)
+        self._cache.keep(self._lanes[sequence], space, keys, sequence.conversation)
 
     def end(self, sequence: Sequence) -> None:
         lane = self._lanes.pop(sequence, None)
         if lane is not None:
             keys = sequence.tokens[: sequence.computed]
+            space = self._space(sequence, sequence in self._long)
+            self._long.discard(sequence)
             try:
-                self._cache.keep(lane, sequence.space, keys, sequence.conversation)
+                self._cache.keep(lane, space, keys, sequence.conversation)
             finally:
-                self._cache.close(lane, sequence.space, keys, sequence.conversation)
+                self._cache.close(lane, space, keys, sequence.conversation)
 
     def forget(self, conversation: str) -> None:
         self._forget_plan()
@@ -103,7 +112,34 @@ class CuttingRunner:
 
     def _run(self, sequence: Sequence, count: int) -> Run:
         start = sequence.computed
-        return run_of(self._lanes[sequence], start, sequence.tokens[start : start + count])
+        ids = sequence.tokens[start : start + count]
+        return run_of(self._lanes[sequence], start, ids, sequence in self._long)
+
+    def _is_long(self, sequence: Sequence) -> bool:
+        return self._original_length is not None and len(sequence.tokens) > self._original_length
+
+    def _space(self, sequence: Sequence, long: bool) -> Hashable:
+        """Keys of other frequencies are other keys."""
+        return (sequence.space, "long") if long else sequence.space
+
+    def _computed(self, runs: Many[Run], asked: bool) -> Tensor:
+        """Sequences of different frequencies don't share a pass."""
+        both = [[i for i, run in enumerate(runs) if run.long is long] for long in (False, True)]
+        outs = [self._together([runs[i] for i in places], asked) for places in both if places]
+        if len(outs) == 1:
+            return outs[0]
+        order = torch.tensor([*both[0], *both[1]], device=self._device).argsort()
+        return torch.cat(outs)[order] if asked else outs[0]
+
+    def _together(self, runs: Many[Run], asked: bool) -> Tensor:
+        if self._exact is not None:
+            began = time.thread_time()
+            logits = self._exact.run(runs, asked)
+            self.forward_seconds += time.thread_time() - began
+            return logits
+        planned = self._plan(runs, asked)
+        with self._threads.enough(planned.ids.shape[0] * planned.furthest):
+            return self._pass(planned)
 
     def _plan(self, runs: Many[Run], asked: bool) -> Plan:
         """The last one moved on, where the same sequences go on; chunks of a prompt in between leave it as it is."""

@@ -14,6 +14,7 @@ from palaver.engines.torch.attention import MaskRule
 from palaver.engines.torch.lanes import Layout
 from palaver.engines.torch.loading import quiet
 from palaver.engines.torch.planning import Plan
+from palaver.engines.torch.rope import LongRope
 from palaver.engines.torch.scoring import Head
 
 
@@ -24,15 +25,18 @@ class NotUnderstood(Exception):
 class LibraryForward:
     """Runs a plan through the model. One name in the library's tables leads back here."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, rope: LongRope | None = None) -> None:
         self._model = model
+        self._rope = rope
         self._plan: Plan
-        self._cache = _LaneCache(self._write)
+        self._cache = _LaneCache(self._write, self._seen)
         self._layer = 0
         self._before = model.config._attn_implementation
         self._name = f"palaver_{id(self):x}"
 
     def attach(self) -> None:
+        if self._rope is not None:
+            self._rope.attach()
         AttentionInterface.register(self._name, self._attend)
         AttentionMaskInterface.register(self._name, _mask)
         with quiet():
@@ -41,6 +45,8 @@ class LibraryForward:
             raise NotUnderstood("its attention can't be replaced")
 
     def detach(self) -> None:
+        if self._rope is not None:
+            self._rope.detach()
         with quiet():
             self._model.set_attn_implementation(self._before)
         for table in (AttentionInterface, AttentionMaskInterface):
@@ -49,6 +55,8 @@ class LibraryForward:
     def __call__(self, plan: Plan) -> Tensor:
         """The logits after each sequence's last token."""
         self._plan = plan
+        if self._rope is not None:
+            self._rope.use(plan.long)
         try:
             out = self._model(
                 input_ids=plan.ids[None],
@@ -65,6 +73,11 @@ class LibraryForward:
     def prepare(self, length: int) -> tuple[Tensor, ...]:
         """It looks up nothing that is ever replaced."""
         return ()
+
+    def _seen(self) -> Tensor:
+        """How many tokens come before each row, less the rows before it: added to the rows' numbers it gives the
+        positions, as the length of a cache would where one sequence is computed."""
+        return self._plan.positions - torch.arange(self._plan.positions.shape[0], device=self._plan.positions.device)
 
     def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self._layer = layer
@@ -94,12 +107,31 @@ def _mask(mask_function: Callable[..., Tensor], **_: Any) -> MaskRule:
     return MaskRule(None if mask_function is causal_mask_function else mask_function)
 
 
+class LateCache(DynamicCache):
+    """An empty cache that looks as if so many tokens had been seen, as one does whose window has moved on."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._seen + super().get_seq_length(layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        length = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return super().get_seq_length(layer_idx) + length, self._seen
+
+
 class _LaneCache(Cache):
     """Looks empty to the library: where tokens stand is told by their positions, what they see by our masks."""
 
-    def __init__(self, write: Callable[[int, Tensor, Tensor], None]) -> None:
+    def __init__(self, write: Callable[[int, Tensor, Tensor], None], seen: Callable[[], Tensor]) -> None:
         super().__init__(layers=[])
         self._write = write
+        self._seen = seen
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -107,8 +139,9 @@ class _LaneCache(Cache):
         self._write(layer_idx, key_states, value_states)
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+    def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
+        """A layer that asks for its own length computes positions from it, as Llama 4 does."""
+        return 0 if layer_idx is None else self._seen()
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0

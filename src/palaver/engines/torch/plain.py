@@ -5,6 +5,7 @@ A model is recognised by its parts, not its name.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -67,7 +68,7 @@ class Norm:
 
 
 class Rotation:
-    """Turns queries and keys by their positions."""
+    """Turns queries and keys by their positions, looked up in tables."""
 
     def __init__(self, rotary: Any, like: Tensor, size: int, most: int) -> None:
         self._rotary = rotary
@@ -113,7 +114,9 @@ class Rotation:
         return self._complex
 
     def _extend(self, last: int) -> None:
-        positions = torch.arange(min(self._most, max(2 * last, 1024)) + 1, device=self._like.device)
+        self._fill(torch.arange(min(self._most, max(2 * last, 1024)) + 1, device=self._like.device))
+
+    def _fill(self, positions: Tensor) -> None:
         cos, sin = self._rotary(self._like, positions[None])
         if cos.shape[-1] != self._size:
             raise NotUnderstood("it turns a part of each head only")
@@ -121,6 +124,14 @@ class Rotation:
         if self._complex:
             half = self._size // 2
             self._turns = torch.complex(self._cos[:, :half].contiguous(), self._sin[:, :half].contiguous())
+
+
+class RotationWithoutTables(Rotation):
+    """The same for a few positions anywhere in a long context."""
+
+    def at(self, positions: Tensor, last: int) -> Turns:
+        self._fill(positions)
+        return self._turns[:, None] if self._complex else (self._cos[:, None], self._sin[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +165,13 @@ class PlainDecoder:
         self.layers = [self._layer(layer) for layer in base.layers]
         self.norm = _norm(base.norm)
         self.logits = _side_by_side(model.lm_head, share=model.lm_head.weight is not self.embedding)
+
+    def without_tables(self) -> PlainDecoder:
+        """The same parts, for a few passes at late positions."""
+        other = copy.copy(self)
+        rotation = self.rotation
+        other.rotation = RotationWithoutTables(rotation._rotary, rotation._like, rotation._size, rotation._most)
+        return other
 
     def _layer(self, layer: Any) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -210,6 +228,7 @@ def _check_shape(model: PreTrainedModel) -> None:
     _require(getattr(config, "hidden_act", "") == "silu", "another activation")
     rope = getattr(config, "rope_parameters", None) or {}
     _require(rope.get("rope_type", "default") in STEADY_ROPE, "angles that depend on the length")
+    _require("llama_4_scaling_beta" not in rope, "queries that are scaled by their position")
     base = model.model
     _require(_children(model) == {"model", "lm_head"}, "other parts")
     _require(_children(base) == {"embed_tokens", "layers", "norm", "rotary_emb"}, "other parts")

@@ -56,6 +56,8 @@ class Plan:
     """Whether anybody wants logits, not only what is kept of the tokens."""
     ends: Plan | None
     """Where several tokens of a sequence are computed and logits are asked for: the last of each, as a step."""
+    long: bool
+    """Whether its sequences take the frequencies for long texts (`rope.py`)."""
 
     @property
     def ids(self) -> Tensor:
@@ -116,6 +118,8 @@ class Run:
     """Where the lane is, for it may move."""
     start: int
     ids: Sequence[int]
+    long: bool = False
+    """Whether the sequence takes the frequencies for long texts (`rope.py`)."""
 
     @property
     def end(self) -> Run:
@@ -127,8 +131,8 @@ class Run:
         return same and len(self.ids) == 1 == len(other.ids) and self.start + 1 == other.start
 
 
-def run_of(lane: Lane, start: int, ids: Sequence[int]) -> Run:
-    return Run(lane, lane.bank, lane.index, start, ids)
+def run_of(lane: Lane, start: int, ids: Sequence[int], long: bool = False) -> Run:
+    return Run(lane, lane.bank, lane.index, start, ids, long)
 
 
 def plan_block(runs: Sequence[Run], rows: int, before: int, device: torch.device, asked: bool) -> Plan:
@@ -159,6 +163,7 @@ def plan_block(runs: Sequence[Run], rows: int, before: int, device: torch.device
         order=tuple(range(len(runs))),
         asked=asked,
         ends=None,
+        long=runs[0].long,
     )
 
 
@@ -209,6 +214,7 @@ def plan(runs: Sequence[Run], device: torch.device, asked: bool = True) -> Plan:
         order=tuple(order),
         asked=asked,
         ends=plan([run.end for run in runs], device) if several else None,
+        long=runs[0].long,
     )
 
 

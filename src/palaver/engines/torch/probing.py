@@ -6,11 +6,12 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from palaver.engines.base import BY_COMPANY, BY_TEXT, COMPILED
 from palaver.engines.torch.compiled.building import Library
@@ -19,13 +20,14 @@ from palaver.engines.torch.cutting import CuttingRunner
 from palaver.engines.torch.exact import ExactPasses, probe_exactness
 from palaver.engines.torch.fused import FusedDecoder
 from palaver.engines.torch.lanes import Lane, Lanes, Layout
-from palaver.engines.torch.library import LibraryForward, NotUnderstood, layout_of
+from palaver.engines.torch.library import LateCache, LibraryForward, NotUnderstood, layout_of
 from palaver.engines.torch.loading import quiet
 from palaver.engines.torch.options import Options
 from palaver.engines.torch.plain import PlainDecoder
-from palaver.engines.torch.planning import Plan, Run, plan, run_of
+from palaver.engines.torch.planning import Numbers, Plan, Run, plan, run_of
 from palaver.engines.torch.quantisation import quantisation
 from palaver.engines.torch.recorded import CudaRecorder, Decoder, RecordedDecoder
+from palaver.engines.torch.rope import find_longrope
 from palaver.engines.torch.runner import Runner
 from palaver.engines.torch.snapshots import Abilities, SnapshotRunner
 from palaver.engines.torch.states import NoState, State
@@ -35,6 +37,8 @@ from palaver.errors import CantCompile
 LENGTH = 48
 FIRST = 20
 SECOND = 40
+LATE = 8
+"""Tokens computed at the end of the context. Nothing before them is: they are told to stand there."""
 PROBE_BYTES = 1 << 24
 NOT_COMPILED = ", not compiled: "
 FEW_OPERATIONS = "few operations"
@@ -62,13 +66,14 @@ def pick_runner(
         # it makes a plan for every new pair of lengths: 20 ms each, and memory that is never given back
         torch.backends.cuda.enable_cudnn_sdp(False)
     with quiet():
-        probe = Probe(model, size)
+        probe = Probe(model, size, context)
         try:
             layout = probe.layout()
             forward, steps = probe.forward(layout, context, options, library, threads)
             _check_required(options, steps)
             passes, exactness = probe.exactness(forward, layout, steps, options.exact, threads)
-            return CuttingRunner(forward, layout, limit, context, threads, passes), steps, exactness
+            length = None if probe.rope is None else probe.rope.original_length
+            return CuttingRunner(forward, layout, limit, context, threads, passes, length), steps, exactness
         except CantCompile:
             raise
         except Exception as error:  # whatever went wrong, there is a humbler way
@@ -84,16 +89,21 @@ def _check_required(options: Options, steps: str) -> None:
 
 
 class Probe:
-    """A short text of no meaning, and what the model itself makes of it."""
+    """A short text of no meaning, and what the model itself makes of it at both ends of the context."""
 
-    def __init__(self, model: PreTrainedModel, size: int) -> None:
+    def __init__(self, model: PreTrainedModel, size: int, context: int = 0) -> None:
+        """`context`: 0 where only the beginning matters."""
         self._model = model
+        self.rope = find_longrope(model)
         self.ids = [(i * i * 7 + i * 13 + 5) % size for i in range(LENGTH)]
         batch = torch.tensor([self.ids], device=model.device)
         options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
         self._expected: Tensor = model(input_ids=batch, **options).logits[0]
         coarse = model.dtype != torch.float32 or bool(quantisation(model.config.to_dict()))
         self._rounding = self._own_rounding() if coarse else 0.0
+        self._late_start = context - LATE if context >= LENGTH + LATE else 0
+        """Where the late tokens stand; 0: there is no place that is later than the others."""
+        self._late: Tensor | None = None
 
     def layout(self) -> Layout:
         return layout_of(self._model, torch.tensor(self.ids[:4], device=self._model.device))
@@ -108,6 +118,7 @@ class Probe:
             parts = PlainDecoder(self._model, context)
             decoder = FusedDecoder(parts)
             self.check(decoder, layout)
+            self.check_late(FusedDecoder(parts.without_tables()), layout)
         except Exception as error:  # then its own code does it
             best, steps = self._recorded(self._library(layout), layout, _OWN, options)
             return best, _short_of(library, steps, error)
@@ -164,10 +175,12 @@ class Probe:
         return any("synchronizing" in str(warning.message) for warning in said)
 
     def _library(self, layout: Layout) -> LibraryForward:
-        forward = LibraryForward(self._model)
+        self._expect_late()  # while its attention is its own
+        forward = LibraryForward(self._model, self.rope)
         try:
             forward.attach()
             self.check(forward, layout)
+            self.check_late(forward, layout)
         except BaseException:
             forward.detach()
             raise
@@ -197,12 +210,63 @@ class Probe:
             compare(steps, runs)
         run(self._next(longer, SECOND + 3))
 
+    def check_late(self, forward: Forward, layout: Layout) -> None:
+        """A sequence at the end of the context, and another at its beginning beside it, must give the model's own
+        logits: what depends on the position, or on the length of a pass, is seen only there."""
+        if self._late_start == 0:
+            return
+        expected = self._expect_late()
+        lanes = Lanes(layout, PROBE_BYTES)
+        late, early = lanes.open(LENGTH)[0], lanes.open(LENGTH)[0]
+        half = LATE // 2
+        long = self.rope is not None and self._late_start + LATE > self.rope.original_length
+        self._compare_late(forward, [run_of(late, 0, self.ids[:half], long), run_of(early, 0, self.ids[:3])], expected)
+        self._compare_late(
+            forward, [run_of(late, half, self.ids[half : half + 1], long), self._next(early, 3)], expected
+        )
+
+    def _compare_late(self, forward: Forward, runs: Sequence[Run], expected: Tensor) -> None:
+        """The first of these runs stands late. They share a pass, unless their frequencies differ."""
+        device = expected.device
+        passes = [[run] for run in runs] if runs[0].long else [list(runs)]
+        rows = torch.cat([forward(_moved(plan(some, device), runs[0].lane, self._late_start)) for some in passes])
+        late, early = runs
+        self._compare(rows[0], expected[late.start + len(late.ids) - 1])
+        self.compare(rows[1], early.start + len(early.ids))
+
+    def _expect_late(self) -> Tensor:
+        """What the model itself makes of the text where it stands late."""
+        if self._late is None:
+            ids = torch.tensor([self.ids[:LATE]], device=self._model.device)
+            at = torch.arange(self._late_start, self._late_start + LATE, device=ids.device)[None]
+            cache = LateCache(self._late_start)
+            self._late = self._model(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True).logits[0]
+        return self._late
+
+    def _depends_on_extent(self) -> bool:
+        """Whether what is computed for the first tokens of a pass depends on how far its last ones are."""
+        if self._late_start == 0:
+            return False
+        places = [0, 1, 2, *range(self._late_start, self._late_start + LATE - 3)]
+        ids = torch.tensor([self.ids[:LATE]], device=self._model.device)
+        at = torch.tensor([places], device=ids.device)
+        try:
+            logits = self._model(input_ids=ids, position_ids=at, past_key_values=DynamicCache(), use_cache=True).logits[
+                0
+            ]
+            self.compare(logits[2], 3)
+        except NotUnderstood:
+            return True
+        except Exception:  # it isn't told positions at all
+            return False
+        return False
+
     def _next(self, lane: Lane, at: int) -> Run:
         return run_of(lane, at, self.ids[at : at + 1])
 
     def carrying(self, limit: int, why: str, exact: bool) -> SnapshotRunner:
         """The model's own cache, as far as it can be trusted; at worst none at all."""
-        if not self._right([FIRST, 1, 1, 1]):
+        if self._depends_on_extent() or not self._right([FIRST, 1, 1, 1]):
             return SnapshotRunner(lambda: NoState(self._model), limit, Abilities(copies=False, why_not=why), exact)
         copies = self._right([FIRST, 1, 1], copying=True)
         abilities = Abilities(chunks=self._right([FIRST, 5, 1, SECOND - FIRST]), copies=copies, why_not=why)
@@ -210,10 +274,11 @@ class Probe:
 
     def compare(self, logits: Tensor, tokens: int) -> None:
         """Raises unless these are the logits after so many tokens, up to rounding."""
-        expected = self._expected[tokens - 1].float()
-        allowed = _TOLERANCE[self._model.dtype] * max(1.0, float(expected.abs().max()))
-        allowed = max(allowed, 2 * self._rounding)
-        if not float((logits.float() - expected).abs().max()) <= allowed:
+        self._compare(logits, self._expected[tokens - 1])
+
+    def _compare(self, logits: Tensor, expected: Tensor) -> None:
+        unit = _TOLERANCE[self._model.dtype] * max(1.0, float(expected.abs().max()))
+        if not _apart(logits, expected) <= max(unit, 2 * self._rounding):
             raise NotUnderstood("its cache doesn't give what the model itself gives")
 
     def _own_rounding(self) -> float:
@@ -221,10 +286,9 @@ class Probe:
         computes as it goes, or where rounding decides which experts are asked."""
         state, at, most = State(self._model), 0, 0.0
         try:
-            for size in (FIRST, 1, 1, SECOND - FIRST):
+            for size in (4, FIRST - 4, 1, 1, SECOND - FIRST - 2, 1, 1, 1):
                 at += size
-                logits = state.feed(self.ids[at - size : at])
-                most = max(most, float((logits.float() - self._expected[at - 1].float()).abs().max()))
+                most = max(most, _apart(state.feed(self.ids[at - size : at]), self._expected[at - 1]))
         except Exception:  # then it has no cache to speak of
             return most
         return most
@@ -247,7 +311,20 @@ class Probe:
 
 
 _OWN = "the model's own code"
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Of the greatest logit, whatever the model's own rounding: about one unit in the last place of a narrow type."""
+
+
+def _apart(logits: Tensor, expected: Tensor) -> float:
+    return float((logits.float() - expected.float()).abs().max())
+
+
+def _moved(planned: Plan, lane: Lane, by: int) -> Plan:
+    """The same pass, with the tokens of this lane told to stand so much later; where they are stored doesn't change."""
+    shifts = [by if run.lane is lane else 0 for run in planned.runs for _ in run.ids]
+    positions = [at + shift for at, shift in zip(planned.positions.tolist(), shifts, strict=True)]
+    numbers = Numbers(planned.ids.tolist(), positions, planned.ids.device)
+    return replace(planned, numbers=numbers, furthest=max(positions))
 
 
 def _short_of(library: Future[Library] | None, steps: str, error: Exception) -> str:

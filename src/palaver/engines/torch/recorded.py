@@ -107,7 +107,7 @@ class RecordedDecoder:
         return recording
 
     def _key(self, plan: Plan) -> Hashable:
-        return (self._reach, plan.order, *((id(run.bank), run.index) for run in plan.runs))
+        return (self._reach, plan.long, plan.order, *((id(run.bank), run.index) for run in plan.runs))
 
 
 class CudaRecorder:

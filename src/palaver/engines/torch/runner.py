@@ -59,6 +59,10 @@ class Runner(Protocol):
         """
         ...
 
+    def outgrown(self, sequence: Sequence) -> bool:
+        """Whether all of the sequence must be computed anew, because it has become too long for how it was begun."""
+        ...
+
     def keep(self, sequence: Sequence) -> None:
         """Keeps for others what is computed so far; the sequence goes on.
 

@@ -219,6 +219,8 @@ class Scheduler:
         ended = sequence.chooser.reply.ended
         if ended is not None:
             self._finish(sequence, ended)
+        elif self._runner.outgrown(sequence):
+            self._begin_again(sequence)
 
     def _compute(
         self, sequences: list[Sequence], counts: list[int], asked: bool = True
@@ -247,12 +249,16 @@ class Scheduler:
         if len(self._running) == 1:
             self._finish(youngest, error)
         else:
-            del self._running[youngest.generation]
-            _try_to_keep(self._runner.end, youngest)
-            youngest.computed = 0
-            self._waiting.put_back(youngest)
+            self._begin_again(youngest)
         kept = [(s, n) for s, n in zip(sequences, counts, strict=True) if s.generation in self._running]
         return self._compute([s for s, _ in kept], [n for _, n in kept], asked)
+
+    def _begin_again(self, sequence: Sequence) -> None:
+        """Puts the sequence at the head of the queue; what it computed is kept."""
+        del self._running[sequence.generation]
+        _try_to_keep(self._runner.end, sequence)
+        sequence.computed = 0
+        self._waiting.put_back(sequence)
 
     def _finish(self, sequence: Sequence, arrival: Ended | PalaverError) -> None:
         del self._running[sequence.generation]

@@ -161,6 +161,9 @@ class SnapshotRunner:
             sequence.computed += count
         return torch.stack(rows)
 
+    def outgrown(self, sequence: Sequence) -> bool:
+        return False
+
     def keep(self, sequence: Sequence) -> None:
         keys = sequence.tokens[: sequence.computed]
         if self._abilities.copies and keys and not self._snapshots.holds(sequence.space, keys):
