@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from palaver.engines.base import BY_CACHE, BY_COMPANY, BY_TEXT
-from palaver.engines.torch import Limits, Options, TorchEngine, exact, load, probing
+from palaver.engines.torch import Limits, Options, exact, load, probing
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
@@ -166,5 +166,7 @@ def _unpacked(forward: Any, layout: Any, ids: Any, may_pack: bool) -> Any:
     return exact.probe_exactness(forward, layout, ids, False)
 
 
-async def test_what_is_not_asked_for_is_not_promised(engine: TorchEngine) -> None:
+async def test_what_is_not_asked_for_is_not_promised(folder_of: Callable[[str], Path]) -> None:
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=Options(compiled=False))
     assert engine.info.exactness == BY_COMPANY
+    await engine.close()
