@@ -1,19 +1,19 @@
 """Control text in contents is text: a mark is put inside it before rendering and taken out afterwards.
 
 Templates trim, split and rewrite contents, so the mark travels with the characters it guards. It is one
-private character that occurs nowhere else in the conversation; contents without control text carry none, and
-therefore render exactly as without it.
+private-use character that occurs nowhere else in the conversation, or a run of one that is longer than any such run
+there; contents without control text carry none, and therefore render exactly as without it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_PRIVATE = range(0xE000, 0xF900)
-_HIGH = re.compile("[\ue000-\U0010ffff]")
+_PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))
+_RUN = re.compile(f"{_PRIVATE_USE[0]}+")
 _BRACKETS = "<>[]/|｜"
 _ASKED_FOR = frozenset(
     "role content name type function functions tool tools tool_calls tool_call_id id arguments parameters properties "
@@ -38,8 +38,7 @@ class Fence:
 
     def guard(self, values: Mapping[str, Any]) -> Guarded:
         """The values with a mark inside every control string in their texts, and where one begins or ends."""
-        taken = _private_characters(values)
-        mark = next(chr(code) for code in _PRIVATE if chr(code) not in taken)
+        mark = _free_mark(values)
         return Guarded({name: self._guard(value, mark) for name, value in values.items()}, mark)
 
     def _guard(self, value: Any, mark: str) -> Any:
@@ -93,11 +92,25 @@ class Guarded:
     mark: str
 
 
-def _private_characters(value: Any) -> set[str]:
+def _free_mark(values: Any) -> str:
+    """A mark that no text of the values holds. Takes time in proportion to the texts, whatever they are."""
+    taken = set[str]().union(*map(set, _texts(values)))
+    free = next((character for character in _PRIVATE_USE if character not in taken), None)
+    if free is not None:
+        return free
+    longest = max((len(run[0]) for text in _texts(values) for run in _RUN.finditer(text)), default=0)
+    return _PRIVATE_USE[0] * (longest + 1)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts that are not ASCII alone, keys included."""
     if isinstance(value, str):
-        return set() if value.isascii() else set(_HIGH.findall(value))
-    if isinstance(value, Mapping):
-        return set().union(*(_private_characters(key) | _private_characters(item) for key, item in value.items()))
-    if isinstance(value, list | tuple):
-        return set().union(*(_private_characters(item) for item in value))
-    return set()
+        if not value.isascii():
+            yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer as Backend
 
-from palaver.errors import BrokenModel
+from palaver.errors import BrokenModel, UnsupportedContent
 from palaver.formats.encoding import Remembered, reads_parts_alone
 from palaver.formats.markers import any_of
 from palaver.formats.vocabulary import token_bytes
@@ -159,10 +159,13 @@ class _Encoder:
 
     def __call__(self, text: str) -> list[int]:
         """A long text goes the library's way for many at once: it is quicker, and other threads run meanwhile."""
-        if len(text) < _LONG:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        else:
-            ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        try:
+            if len(text) < _LONG:
+                ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            else:
+                ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except TypeError:  # the library takes what UTF-8 can hold
+            raise UnsupportedContent("A text holds half of a character (a lone surrogate).") from None
         return [self._ids.get(token_id, token_id) for token_id in ids] if self._ids else ids
 
 
