@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from palaver.chat.turns import LEFT
 from palaver.engines.scripted import Fail, Hold, Script, ScriptedEngine
 from palaver.errors import EngineError
 from palaver.events import AnswerDelta, Failed, Finished, Snapshot, fold
+from palaver.formats.template import Template
 from palaver.generation import Finish
 from palaver.messages import assistant, user
 from palaver.store import DiskFull, NotFound, Status, Store, open_store
@@ -332,3 +335,54 @@ def test_kill_9_loses_nothing_that_was_told(tmp_path: Path) -> None:
     assert count.wrong == []
     assert count.messages
     assert count.events
+
+
+async def test_a_reply_renders_its_prompt_once_and_not_in_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renders: list[str] = []
+    render = Template.render
+
+    def counted(self: Template, *values: Any, **named: Any) -> str:
+        renders.append(threading.current_thread().name)
+        return render(self, *values, **named)
+
+    async with staged(tmp_path) as stage:
+        talk = await stage.chat.create()
+        await stage.chat.ready()
+        monkeypatch.setattr(Template, "render", counted)
+        said = await stage.chat.say(talk.id, None, user("Wave!"))
+        await entries(stage.chat, said.reply.id)
+        assert len(renders) == 1
+        said = await stage.chat.say(talk.id, said.reply.id, user("Again!"))
+        await entries(stage.chat, said.reply.id)
+        assert len(renders) == 2
+        again = await stage.chat.reply(talk.id, said.message.id, parameters={"max_tokens": 2})
+        await entries(stage.chat, again.id)
+        assert len(renders) == 3
+        await stage.chat.go_on(again.id)
+        await entries(stage.chat, again.id)
+        assert threading.main_thread().name not in renders
+
+
+async def test_a_reply_stopped_in_prefill_is_no_turn_in_later_prompts(tmp_path: Path) -> None:
+    hold = asyncio.Event()
+    async with staged(tmp_path, [[Hold(hold), *WAVE], OTHER]) as stage:
+        chat = stage.chat
+        talk = await chat.create()
+        first = await chat.say(talk.id, None, user("Wave!"))
+        await chat.stop(first.reply.id)
+        await entries(chat, first.reply.id)
+        second = await chat.say(talk.id, first.reply.id, user("Please!"))
+        await entries(chat, second.reply.id)
+        engine = stage.service.models.current().engine
+        assert isinstance(engine, ScriptedEngine)
+        said = b"".join(TOKENIZER.vocabulary[id] for id in engine.calls[-1].prompt.context_ids).decode()
+        assert said.count("<|im_start|>assistant") == 1
+        assert "Wave!\n\nPlease!" in said
+        hold.set()
+        await replay(stage.service.store, stage.service.models.current(), second.reply.id)
+        assert engine.calls[-1].prompt.context_ids == engine.calls[-2].prompt.context_ids
+        going = await chat.go_on(first.reply.id)  # it can still be continued: beside, as the conversation went on
+        await entries(chat, going.id)
+        assert (await chat.message(going.id)).text == "Another answer."

@@ -258,7 +258,9 @@ class LocalChat:
         stored = await _thread(self._store.messages.append, conversation_id, parent, message, key=key)
         self._changed(conversation, "message", stored.id)
         reply_key = None if key is None else f"{key} reply"
-        beginning = Beginning(conversation_id, stored.id, asked.request, asked.settings, key=reply_key)
+        beginning = Beginning(
+            conversation_id, stored.id, asked.request, asked.settings, key=reply_key, prompt=asked.prompt
+        )
         return Said(stored, await self._turns.begin(model, beginning))
 
     async def reply(
@@ -275,7 +277,13 @@ class LocalChat:
         path = await self._path(parent)
         asked = await _thread(self._service.requests.new, model, conversation, path, (), _checked(parameters))
         beginning = Beginning(
-            conversation_id, parent, asked.request, asked.settings, key=key, expected_head=conversation.head_id
+            conversation_id,
+            parent,
+            asked.request,
+            asked.settings,
+            key=key,
+            expected_head=conversation.head_id,
+            prompt=asked.prompt,
         )
         return await self._turns.begin(model, beginning)
 
@@ -347,7 +355,7 @@ class LocalChat:
             return Gauge(0, limit)
         try:
             asked = await _thread(self._service.requests.new, model, conversation, path, (), _checked(parameters))
-            return Gauge(len(await _thread(model.prompt, asked.request)), limit, cached)
+            return Gauge(len(asked.prompt), limit, cached)
         except ContextOverflow as error:
             return Gauge(error.tokens, limit, cached)
 

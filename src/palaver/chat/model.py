@@ -65,13 +65,17 @@ class Model:
         begun: Message | None = None,
         keep: Keep | None = None,
         limit_added: bool = False,
+        prompt: Prompt | None = None,
     ) -> Utterance:
         """A reply to enter; with `reply_so_far`, the token ids of one that goes on; with `begun`, its text alone.
 
-        `limit_added`: `min_tokens` and `max_tokens` count what is added to that, not the whole reply.
+        `prompt` is all of it, rendered before. `limit_added`: `min_tokens` and `max_tokens` count what is
+        added to that, not the whole reply.
         """
         request = self._stopping(request)
-        prompt = self.prompt(request, reply_so_far, begun)
+        if prompt is None:
+            prompt = self.prompt(request, reply_so_far, begun)
+        prompt = replace(prompt, conversation=request.conversation)
         if limit_added:
             request = replace(request, sampling=offset_limits(request.sampling, len(prompt.reply_ids)))
         return Utterance(request, prompt, self._reader(request, prompt), self.engine, keep)

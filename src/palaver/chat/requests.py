@@ -10,14 +10,17 @@ from palaver.chat.model import Model, draw_seed
 from palaver.chat.parameters import LOGPROBS, Overflow, decide, merged, options_from_json, options_to_json
 from palaver.chat.utterance import Request
 from palaver.errors import ContextOverflow
-from palaver.messages import Message, Role
-from palaver.store import Conversation, Settings, Store, Stored, prompt
+from palaver.generation import Prompt
+from palaver.messages import Message, Role, Text, Thinking
+from palaver.store import Conversation, Settings, Status, Store, Stored, prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     request: Request
     settings: Settings
+    prompt: Prompt
+    """The request, rendered."""
 
 
 class Requests:
@@ -41,6 +44,7 @@ class Requests:
         now = conversation.created_at.replace(tzinfo=None)
         decided = decide(model.engine.info.defaults, merged(conversation.parameters, parameters), draw_seed(), now)
         sampling = replace(decided.sampling, logprobs=max(decided.sampling.logprobs, LOGPROBS))
+        path = spoken(path)
         said = (*self._store.messages.full_path(path), *more)
         system = conversation.system if decided.system is None else decided.system
         request = Request(
@@ -53,15 +57,15 @@ class Requests:
             self.past(model, path),
             conversation.id,
         )
-        dropped = oldest_to_drop(model, request, decided.overflow)
+        dropped, rendered = fit(model, request, decided.overflow)
         request = replace(request, messages=without_oldest(request.messages, dropped))
-        return Asked(request, _settings(model, request, system, dropped, decided.note))
+        return Asked(request, _settings(model, request, system, dropped, decided.note), rendered)
 
     def of(self, model: Model, reply: Stored, owner: str) -> Request:
         """What a reply was decided by, from its record and the branch above it."""
         assert reply.reply is not None
         made_by = reply.reply.settings
-        path = self._store.messages.path(reply.parent_id) if reply.parent_id else ()
+        path = spoken(self._store.messages.path(reply.parent_id)) if reply.parent_id else ()
         whole = prompt(made_by.options.get("system", ""), self._store.messages.full_path(path))
         return Request(
             without_oldest(whole, made_by.options.get("dropped", 0)),
@@ -75,13 +79,24 @@ class Requests:
         )
 
     def past(self, model: Model, path: Sequence[Stored]) -> tuple[tuple[int, ...] | None, ...]:
-        """The ids of the replies on the path, where this model's tokenizer made them."""
+        """The ids of the replies on the path, where this model's tokenizer made them. The path is a `spoken` one."""
         return tuple(self._ids(model, stored) for stored in path if stored.role is Role.ASSISTANT)
 
     def _ids(self, model: Model, stored: Stored) -> tuple[int, ...] | None:
         if stored.reply is None or stored.reply.settings.tokenizer != model.tokenizer:
             return None
         return self._store.replies.token_ids(stored.id)
+
+
+def spoken(path: Sequence[Stored]) -> tuple[Stored, ...]:
+    """The path without replies that were cut before they said anything: to a model they would be empty turns."""
+    return tuple(stored for stored in path if not _is_empty(stored))
+
+
+def _is_empty(stored: Stored) -> bool:
+    if stored.reply is None or stored.reply.status is Status.DONE:
+        return False
+    return all(isinstance(part, Text | Thinking) and not part.text for part in stored.parts)
 
 
 def without_oldest(messages: Sequence[Message], dropped: int) -> tuple[Message, ...]:
@@ -92,17 +107,22 @@ def without_oldest(messages: Sequence[Message], dropped: int) -> tuple[Message, 
 
 def oldest_to_drop(model: Model, request: Request, overflow: Overflow) -> int:
     """How many of the oldest messages have to go, whole exchanges at a time, so that the prompt fits."""
+    return fit(model, request, overflow)[0]
+
+
+def fit(model: Model, request: Request, overflow: Overflow) -> tuple[int, Prompt]:
+    """How many of the oldest messages have to go, and the prompt without them."""
     dropped = 0
     while True:
         try:
-            model.prompt(replace(request, messages=without_oldest(request.messages, dropped)))
+            prompt = model.prompt(replace(request, messages=without_oldest(request.messages, dropped)))
         except ContextOverflow:
             further = _next_exchange(without_oldest(request.messages, dropped))
             if overflow == "refuse" or further is None:
                 raise
             dropped += further
         else:
-            return dropped
+            return dropped, prompt
 
 
 def _next_exchange(messages: Sequence[Message]) -> int | None:

@@ -21,7 +21,7 @@ from palaver.chat.recorder import Recorder
 from palaver.chat.utterance import Request, Utterance
 from palaver.errors import EngineError, PalaverError, ShuttingDown
 from palaver.events import Event, Failed, Finished, ReadEvent, Started
-from palaver.generation import Finish, Step
+from palaver.generation import Finish, Prompt, Step
 from palaver.messages import Message
 from palaver.phases import Phase
 from palaver.store import Ending, Lease, LeaseLost, Settings, Status, Store, Stored
@@ -59,6 +59,8 @@ class Beginning:
     expected_head: str | None = None
     begun: Message | None = None
     """Its first words, where only their text is known."""
+    prompt: Prompt | None = None
+    """All of it, where it is rendered already."""
 
 
 @dataclass(eq=False)
@@ -143,7 +145,14 @@ class Turns:
         A caller that is cancelled meanwhile does not leave a reply that is stored and never runs.
         """
         self.check_open()
-        utterance, reply_id = self._utterance(model, beginning.request, _ids(beginning.goes_on_from), beginning.begun)
+        utterance, reply_id = await asyncio.to_thread(
+            self._utterance,
+            model,
+            beginning.request,
+            _ids(beginning.goes_on_from),
+            beginning.begun,
+            beginning.prompt,
+        )
         if not beginning.goes_on_from:  # first words that were asked for
             beginning = replace(beginning, goes_on_from=given(utterance.prompt.reply_ids))
         return await self._shielded(self._begin(beginning, utterance, reply_id))
@@ -162,7 +171,7 @@ class Turns:
     ) -> Stored:
         """The same reply runs on, on top of its tokens. Conflict where it can't: see `Replies.resume`."""
         self.check_open()
-        utterance, reply_id = self._utterance(model, request, _ids(steps))
+        utterance, reply_id = await asyncio.to_thread(self._utterance, model, request, _ids(steps))
         fingerprint = model.engine.info.fingerprint
         return await self._shielded(self._resume(reply, request.owner, utterance, reply_id, key, fingerprint))
 
@@ -191,7 +200,7 @@ class Turns:
 
     async def take_over(self, model: Model, reply: Stored, request: Request, steps: Sequence[Step]) -> None:
         """Goes on with a reply of a dead process, which this one holds already."""
-        utterance, reply_id = self._utterance(model, request, _ids(steps))
+        utterance, reply_id = await asyncio.to_thread(self._utterance, model, request, _ids(steps))
         reply_id(reply.id)
         fingerprint = model.engine.info.fingerprint
         reply = await asyncio.to_thread(self._store.replies.computed_by, reply.id, fingerprint)
@@ -300,7 +309,12 @@ class Turns:
             turn.utterance.stop()
 
     def _utterance(
-        self, model: Model, request: Request, said: tuple[int, ...], begun: Message | None = None
+        self,
+        model: Model,
+        request: Request,
+        said: tuple[int, ...],
+        begun: Message | None = None,
+        prompt: Prompt | None = None,
     ) -> tuple[Utterance, Callable[[str], None]]:
         """The reply's id is known only once it is in the store: the second value takes it."""
         known: list[str] = []
@@ -310,7 +324,7 @@ class Turns:
             self._turns[known[0]].clock.token(utterance.phase is Phase.THINKING)
             return await self._recorder.keep(known[0], place, step)
 
-        utterance = model.utterance(request, said, begun, keep)
+        utterance = model.utterance(request, said, begun, keep, prompt=prompt)
         return utterance, known.append
 
     def _start(self, lease: Lease, beginning: Beginning) -> tuple[Stored, bool]:

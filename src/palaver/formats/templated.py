@@ -115,7 +115,7 @@ class TemplateFormat:
         guarded = self._fence.guard({**said, **options.variables})
         given = {**self._strings, **guarded.values, **self.switched(options), **self.dates(options)}
         text = self._template.render({**given, "add_generation_prompt": True}, options.now)
-        opens_in = self._opens_in(text, self._closed(given, options.now))
+        opens_in = self._opens_in(text, given, options.now)
         ids = self._context_ids(text, guarded.mark, past)
         phases = self._phases(opens_in, tools, options)
         if reply_so_far or not (options.healing and begun):
@@ -265,11 +265,12 @@ class TemplateFormat:
         except TemplateError:  # some refuse a conversation that doesn't end in a reply
             return ""
 
-    def _opens_in(self, text: str, closed: str) -> Phase:
-        """Only what the template itself wrote as the reply's opening is looked at."""
+    def _opens_in(self, text: str, given: Mapping[str, Any], now: datetime | None) -> Phase:
+        """Only what the template itself wrote as the reply's opening is looked at: the end of the text."""
         thinking = self.facts.thinking
-        if thinking is None:
-            return Phase.ANSWER
+        if thinking is None or text.rfind(thinking.opener) <= text.rfind(thinking.closer):
+            return Phase.ANSWER  # no end of the text has an opener that is not closed
+        closed = self._closed(given, now)
         opening = text[len(closed) :] if closed and text.startswith(closed) else ""
         if not opening:  # a template that always writes the opening
             opening = text[text.rfind(self.facts.header) :] if self.facts.header else ""

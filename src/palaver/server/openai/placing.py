@@ -233,7 +233,7 @@ class _GoingOn:
         prompt = await asyncio.to_thread(self.model.prompt, asked.request, ids, begun)
         sampling = offset_limits(asked.request.sampling, len(prompt.reply_ids))
         request, settings = replace(asked.request, sampling=sampling), replace(asked.settings, sampling=sampling)
-        return Beginning(self.conversation.id, None, request, settings, given(ids), begun=begun)
+        return Beginning(self.conversation.id, None, request, settings, given(ids), begun=begun, prompt=prompt)
 
     async def _start(self, beginning: Beginning, parent: str, place: int) -> Stored:
         conversation = await self.chat.conversation(self.conversation.id)

@@ -66,7 +66,7 @@ async def begin(
     for number, message in enumerate(place.messages):
         at = (await chat.append(conversation.id, at, message, key=_key(key, str(number)))).id
     request = replace(asked.request, conversation=conversation.id)
-    beginning = Beginning(conversation.id, at, request, asked.settings, key=_key(key, "reply"))
+    beginning = Beginning(conversation.id, at, request, asked.settings, key=_key(key, "reply"), prompt=asked.prompt)
     return await service.turns.begin(model, beginning)
 
 

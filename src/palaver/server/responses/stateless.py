@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from palaver.chat.model import Model
-from palaver.chat.requests import oldest_to_drop, without_oldest
+from palaver.chat.requests import oldest_to_drop, spoken, without_oldest
 from palaver.events import Usage
 from palaver.generation import Finish
 from palaver.messages import Message, Role
@@ -79,10 +79,11 @@ def _whole_request(
 ) -> Asked:
     """What was said before is read from the conversation, with its tokens; the rest may be remembered."""
     store, requests = state.service.store, state.service.requests
-    said = (*store.messages.full_path(place.path), *place.messages)
+    path = spoken(place.path)
+    said = (*store.messages.full_path(path), *place.messages)
     messages = prompt(place.system, said)
     sent = [None] * sum(message.role is Role.ASSISTANT for message in messages)
-    past = requests.past(model, place.path)
+    past = requests.past(model, path)
     if not place.path:
         past = state.remembered.past(owner, messages, sent)
     what = asked_for(wishes, Conversing(messages, past, begun), model, state.settings, owner)
