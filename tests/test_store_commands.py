@@ -121,8 +121,8 @@ def test_a_beginning_must_be_the_only_one(run: Run, store: Store) -> None:
 @pytest.mark.parametrize(
     ("format", "lines", "words"),
     [
-        ("jsonl", 1, '"content": "The Rhine."'),
-        ("branches", 2, '"content": "The Danube."'),
+        ("jsonl", 1, '"text": "The Rhine."'),
+        ("branches", 2, '"text": "The Danube."'),
         ("tree", 1, '"tree":'),
         ("sharegpt", 1, '"from": "gpt"'),
     ],

@@ -260,6 +260,25 @@ def test_control_c_at_each_stage(talk: Terminal) -> None:
     assert "stopped" not in last.split("/continue\n")[1]
 
 
+def test_save_leaves_no_turn_out_behind_a_stopped_reply(talk: Terminal, tmp_path: Path) -> None:
+    fresh(talk)
+    saved = tmp_path / "stopped.jsonl"
+    talk.enter("Count from 1 to 200.")
+    talk.until("1, 2, 3")
+    talk.type(CTRL_C)
+    talk.until("stopped: /continue goes on")
+    talk.prompt()
+    talk.do("What is 1234 + 5678?")
+    assert "1 reply was stopped" in talk.do(f"/save {saved}").replace("\n", " ")
+    (line,) = saved.read_text(encoding="utf-8").splitlines()
+    asked, stopped, again, reply = json.loads(line)["messages"]
+    assert asked["content"] == [{"type": "text", "text": "Count from 1 to 200."}]
+    assert stopped["content"][0]["text"].startswith("1, 2, 3")
+    assert (stopped["weight"], "weight" in reply) == (0, False)
+    assert again["content"] == [{"type": "text", "text": "What is 1234 + 5678?"}]
+    assert "6912" in reply["content"][0]["text"]
+
+
 def test_control_c_in_the_prefill(talk: Terminal) -> None:
     fresh(talk)
     talk.do("/max_tokens 8")

@@ -41,15 +41,28 @@ def test_training_lines_hold_everything_a_model_learns_from() -> None:
     transcript = linear([Message(Role.SYSTEM, (Text("be kind"),)), *TALK])
     (line,) = lines(write(transcript, Format.TRAINING))
     first, _, reply, picture, calls, result, *_ = line["messages"]
-    assert first == {"role": "system", "content": "be kind"}
-    assert reply == {"role": "assistant", "content": "Hi", "reasoning_content": "greet"}
+    assert first == {"role": "system", "content": [{"type": "text", "text": "be kind"}]}
+    assert reply == {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "Hi"}],
+        "reasoning_content": "greet",
+    }
     assert [part["type"] for part in picture["content"]] == ["text", "image_url"]
     assert calls["tool_calls"][0]["function"] == {"name": "look", "arguments": CALL.arguments}
-    assert result == {"role": "tool", "tool_call_id": "c1", "content": "tower", "name": "look"}
+    tower = [{"type": "text", "text": "tower"}]
+    assert result == {"role": "tool", "tool_call_id": "c1", "content": tower, "name": "look"}
     assert tuple(messages(write(transcript, Format.TRAINING))) == TALK
 
 
-def test_training_lines_end_with_a_whole_reply_and_join_the_users_messages() -> None:
+def spoken(line: Any) -> list[tuple[str, str, int]]:
+    """Each message's role, text and weight."""
+    return [
+        (one["role"], "".join(part["text"] for part in one["content"]), one.get("weight", 1))
+        for one in line["messages"]
+    ]
+
+
+def test_training_lines_leave_no_turn_out_and_join_the_users_messages() -> None:
     entries = (
         Entry("1", None, user("a")),
         Entry("2", "1", user("b")),
@@ -60,9 +73,33 @@ def test_training_lines_end_with_a_whole_reply_and_join_the_users_messages() -> 
     )
     transcript = Transcript(entries, head="3")
     (line,) = lines(write(transcript, Format.TRAINING))
-    assert line["messages"] == [{"role": "user", "content": "a\n\nb"}, {"role": "assistant", "content": "whole"}]
+    asked = ("user", "a\n\nb", 1)
+    assert spoken(line) == [asked, ("assistant", "whole", 1), ("user", "unanswered", 1)]
     every = lines(write(transcript, Format.BRANCHES))
-    assert [line["messages"][-1]["content"] for line in every] == ["whole", "other"]
+    assert [spoken(line) for line in every] == [
+        [asked, ("assistant", "cut", 0)],
+        [asked, ("assistant", "whole", 1), ("user", "unanswered", 1)],
+        [asked, ("assistant", "other", 1)],
+    ]
+
+
+def test_training_lines_go_on_behind_a_reply_that_was_stopped() -> None:
+    entries = (
+        Entry("1", None, user("a")),
+        Entry("2", "1", assistant("cut"), whole=False),
+        Entry("3", "2", user("b")),
+        Entry("4", "3", Message(Role.ASSISTANT, ()), whole=False),
+        Entry("5", "4", user("c")),
+        Entry("6", "5", assistant("whole")),
+    )
+    (line,) = lines(write(Transcript(entries, head="6"), Format.TRAINING))
+    assert spoken(line) == [("user", "a", 1), ("assistant", "cut", 0), ("user", "b\n\nc", 1), ("assistant", "whole", 1)]
+
+
+def test_sharegpt_names_media_that_it_can_not_hold() -> None:
+    picture = Message(Role.USER, (Text("What is this?"), Image("image/png", b"12345")))
+    (line,) = lines(write(linear([picture, assistant("A dot.")]), Format.SHAREGPT))
+    assert line["conversations"][0]["value"] == "What is this?(image/png, 5 bytes)\n"
 
 
 def test_a_whole_tree_comes_back_as_it_was(store: Store) -> None:

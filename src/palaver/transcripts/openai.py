@@ -19,7 +19,8 @@ _DATA = re.compile(r"data:([\w.+/-]+);base64,(.*)", re.DOTALL)
 
 
 def to_openai(message: Message) -> list[dict[str, Any]]:
-    """Usually one; results of several tools are one each."""
+    """Usually one; results of several tools are one each. Contents are lists of parts, so that a column of them has one
+    type in every line of a file."""
     if message.role is Role.TOOL:
         return [_result(result) for result in message.tool_results]
     value: dict[str, Any] = {"role": message.role.value, "content": _content(message.parts)}
@@ -74,11 +75,8 @@ def from_data_url(url: str) -> Image | Audio | Video:
             return Image(media_type, data)
 
 
-def _content(parts: Sequence[Part]) -> str | list[dict[str, Any]]:
-    shown = [part for part in parts if isinstance(part, Text | Image | Audio | Video)]
-    if all(isinstance(part, Text) for part in shown):
-        return "".join(part.text for part in shown if isinstance(part, Text))
-    return [_to_part(part) for part in shown]
+def _content(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    return [_to_part(part) for part in parts if isinstance(part, Text | Image | Audio | Video)]
 
 
 def _to_part(part: Text | Image | Audio | Video) -> dict[str, Any]:
@@ -132,5 +130,9 @@ def _from_call(call: Mapping[str, Any]) -> ToolCall:
 
 
 def _result(result: ToolResult) -> dict[str, Any]:
-    value = {"role": "tool", "tool_call_id": result.call_id, "content": result.content}
+    value: dict[str, Any] = {
+        "role": "tool",
+        "tool_call_id": result.call_id,
+        "content": [_to_part(Text(result.content))],
+    }
     return {**value, "name": result.name} if result.name else value

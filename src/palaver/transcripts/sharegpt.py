@@ -7,7 +7,21 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from palaver.messages import Message, Role, Text, Thinking, ToolCall, ToolResult, assistant, system, user
+from palaver.messages import (
+    Audio,
+    Image,
+    Message,
+    Part,
+    Role,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolResult,
+    Video,
+    assistant,
+    system,
+    user,
+)
 from palaver.store.prompts import prompt
 from palaver.transcripts.training import json_line
 from palaver.transcripts.transcript import Read, Skipped, Transcript, linear
@@ -45,7 +59,7 @@ def _turns(message: Message) -> Iterator[dict[str, str]]:
         case Role.SYSTEM:
             yield {"from": "system", "value": message.text}
         case Role.USER:
-            yield {"from": "human", "value": message.text}
+            yield {"from": "human", "value": "".join(map(_text, message.parts))}
         case Role.TOOL:
             for result in message.tool_results:
                 yield {"from": "observation", "value": result.content}
@@ -55,6 +69,17 @@ def _turns(message: Message) -> Iterator[dict[str, str]]:
                 yield {"from": "gpt", "value": thought + message.text}
             for call in message.tool_calls:
                 yield {"from": "function_call", "value": _call(call)}
+
+
+def _text(part: Part) -> str:
+    """Media can't be written here; what was there is named."""
+    match part:
+        case Text(text):
+            return text
+        case Image(media_type, data) | Audio(media_type, data) | Video(media_type, data):
+            return f"({media_type}, {len(data)} bytes)\n"
+        case _:
+            return ""
 
 
 def _call(call: ToolCall) -> str:

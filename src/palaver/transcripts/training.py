@@ -6,16 +6,19 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from palaver.messages import Message, Role
 from palaver.store.prompts import prompt
 from palaver.transcripts.openai import from_openai, joined_results, to_openai
 from palaver.transcripts.transcript import Entry, Read, Skipped, Transcript, linear
 
 
 def write(transcript: Transcript, all_branches: bool = False) -> str:
-    """The head's branch, or all; each ends with a whole reply, and consecutive messages of the user are one."""
+    """The head's branch, or all; consecutive messages of the user are one.
+
+    No turn is left out. A reply that was cut off has the weight 0, by which OpenAI's fine-tuning format excludes an
+    assistant's message from the loss.
+    """
     branches = [transcript.branch(leaf) for leaf in transcript.leaves()] if all_branches else [transcript.main()]
-    lines = (_line(transcript.system, _learnable(branch)) for branch in branches)
+    lines = (_line(transcript.system, branch) for branch in branches)
     return "".join(dict.fromkeys(line for line in lines if line))
 
 
@@ -34,23 +37,17 @@ def read_line(value: Mapping[str, Any]) -> Read:
     return Read((linear(joined_results(messages), title=title if isinstance(title, str) else ""),), tuple(skipped))
 
 
-def _learnable(branch: tuple[Entry, ...]) -> tuple[Message, ...]:
-    """Up to the last reply that is whole, if nothing before it was cut."""
-    kept: list[Message] = []
-    end = 0
-    for entry in branch:
-        if not entry.whole:
-            break
-        kept.append(entry.message)
-        if entry.message.role is Role.ASSISTANT:
-            end = len(kept)
-    return tuple(kept[:end])
-
-
-def _line(system: str, messages: tuple[Message, ...]) -> str:
-    if not messages:
+def _line(system: str, branch: tuple[Entry, ...]) -> str:
+    said = [
+        entry for entry in branch if entry.message.parts
+    ]  # a reply that was stopped before its first token is empty
+    if not said:
         return ""
-    values = [value for message in prompt(system, messages) for value in to_openai(message)]
+    cut = {id(entry.message) for entry in said if not entry.whole}
+    values: list[dict[str, Any]] = []
+    for message in prompt(system, (entry.message for entry in said)):
+        weight = {"weight": 0} if id(message) in cut else {}
+        values += [{**value, **weight} for value in to_openai(message)]
     return json_line({"messages": values})
 
 

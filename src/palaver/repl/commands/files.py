@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import json
 import mimetypes
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from palaver.errors import RequestError, UnsupportedContent
 from palaver.messages import Audio, Image, Role
@@ -42,11 +43,20 @@ async def save(session: Session, arguments: str) -> None:
     conversation = await _here(session)
     path = _path(arguments.strip() or f"{_named(conversation)}.jsonl")
     text = await session.chat.export(conversation.id, "jsonl", (await session.place.cursor()).message_id)
-    if not text.strip():
-        raise RequestError("There is no whole reply on this branch yet: nothing to learn from.")
+    replies = [one for line in text.splitlines() for one in json.loads(line)["messages"] if one["role"] == "assistant"]
+    if not replies:
+        raise RequestError("There is no reply on this branch yet: nothing to learn from.")
     with path.open("a", encoding="utf-8") as file:
         file.write(text if text.endswith("\n") else text + "\n")
-    session.screen.note(f"Appended to {path}.")
+    session.screen.note(f"Appended to {path}.{_stopped(replies)}")
+
+
+def _stopped(replies: Iterable[Mapping[str, Any]]) -> str:
+    count = sum(reply.get("weight") == 0 for reply in replies)
+    if not count:
+        return ""
+    stopped = "1 reply was stopped and is" if count == 1 else f"{count} replies were stopped and are"
+    return f' {stopped} saved up to there, with "weight": 0.'
 
 
 async def _forms(session: Session, arguments: str) -> Iterable[Choice]:
