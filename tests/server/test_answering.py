@@ -15,6 +15,7 @@ from palaver.server.floor import Floor
 from palaver.server.openai.answering import begun, while_there
 from palaver.server.openai.seam import Seam
 from palaver.server.rates import Rates
+from palaver.server.settings import Limits
 from palaver.server.streaming import EventStream
 
 
@@ -110,11 +111,11 @@ def test_what_a_client_holds_is_told_once(held: Any, events: list[ReadEvent], ne
 
 
 def test_depth_is_that_of_brackets_outside_of_texts() -> None:
-    check_json(b'{"a": "' + b"[" * 500 + b'\\"' + b"{" * 500 + b'"}', 10)
+    check_json(b'{"a": "' + b"[" * 500 + b'\\"' + b"{" * 500 + b'"}', Limits(depth=10))
     with pytest.raises(NotJson):
-        check_json(b"[" * 11 + b"]" * 11, 10)
-    check_json(b"[" * 10 + b"]" * 10, 10)
-    check_json(b"[" + b"[]," * 1000 + b"[]]", 10)
+        check_json(b"[" * 11 + b"]" * 11, Limits(depth=10))
+    check_json(b"[" * 10 + b"]" * 10, Limits(depth=10))
+    check_json(b"[" + b"[]," * 1000 + b"[]]", Limits(depth=10))
 
 
 async def test_the_floor_is_given_back() -> None:

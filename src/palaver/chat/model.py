@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from palaver.chat.utterance import Keep, Reply, Request, Utterance
 from palaver.engines.base import Engine
@@ -12,7 +14,7 @@ from palaver.errors import ContextOverflow, NothingToContinue
 from palaver.formats.base import Format
 from palaver.formats.reader import Reader
 from palaver.generation import Finish, Prompt
-from palaver.messages import Message
+from palaver.messages import Message, Text, Tool, ToolResult
 from palaver.phases import Vocabulary
 from palaver.sampling import MAX_SEED, MAX_TOKENS, Sampling, checked
 
@@ -49,6 +51,7 @@ class Model:
 
     def prompt(self, request: Request, reply_so_far: Sequence[int] = (), begun: Message | None = None) -> Prompt:
         """What the model reads. ContextOverflow where that leaves no room for a reply."""
+        self.check_size(text_size(request.messages, request.tools))
         rendered = self.format.render(
             request.messages, request.tools, request.options, reply_so_far, begun, request.past
         )
@@ -57,6 +60,20 @@ class Model:
             raise ContextOverflow(len(rendered), limit)
         phases = replace(rendered.phases, ends=rendered.phases.ends | self.engine.info.end_ids)
         return replace(rendered, phases=phases, owner=request.owner, conversation=request.conversation)
+
+    def check_size(self, characters: int) -> None:
+        """ContextOverflow, before anything is tokenized, where a text is far too long for the context.
+
+        Four times what the longest tokens could hold passes: a tokenizer or a template may leave something out.
+        """
+        limit = self.engine.info.context_length
+        if self._longest_token and characters > 4 * limit * self._longest_token:
+            raise ContextOverflow(characters // self._longest_token, limit)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """In bytes; 0 where the tokens are not known."""
+        return max(map(len, self.vocabulary), default=0)
 
     def utterance(
         self,
@@ -111,3 +128,23 @@ class Model:
             async for _ in utterance:
                 pass
             return utterance.reply()
+
+
+def text_size(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+    """Characters that every template shows; thoughts of the past are often left out."""
+    parts = [part for message in messages for part in message.parts]
+    said = sum(len(part.text) for part in parts if isinstance(part, Text))
+    results = sum(len(part.content) for part in parts if isinstance(part, ToolResult))
+    return said + results + sum(len(tool.description) + _size(tool.parameters) for tool in tools)
+
+
+def _size(value: Any) -> int:
+    match value:
+        case str():
+            return len(value)
+        case Mapping():
+            return sum(len(name) + _size(one) for name, one in value.items())
+        case list() | tuple():
+            return sum(map(_size, value))
+        case _:
+            return 0

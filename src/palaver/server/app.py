@@ -49,7 +49,7 @@ class Server:
         )
         service.turns.heard = TurnCounts(self.state.metrics).hear
         self.routes = _routes(self.state)
-        self.asgi = Shell(self.routes, settings, self.state.callers, self.access, self.state.metrics, _is_open)
+        self.asgi = Shell(self.routes, self.state, _is_open)
 
     async def close(self, grace: float) -> None:
         """Takes nothing more; what runs is waited for, then cut or put aside, and its readers are told.
@@ -62,6 +62,7 @@ class Server:
         await turns.park(leave=self.state.service.resumes)
         await self.state.sockets.closed()
         await self.state.speakers.close()
+        await self.state.workers.close()
 
 
 def _sockets(settings: ServerSettings) -> Sockets:

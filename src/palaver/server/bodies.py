@@ -12,7 +12,7 @@ from starlette.types import Message, Receive
 from palaver.server.errors import NotJson, TooLarge, TooSlow
 from palaver.server.settings import Limits
 
-_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
+_TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}:,]', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NOT_NUMBERS = re.compile(rb"\b(?:NaN|Infinity)\b")
 
@@ -48,28 +48,47 @@ async def _read(receive: Receive, limit: int) -> bytes:
             return b"".join(pieces)
 
 
-def check_json(body: bytes, depth: int) -> None:
-    """Refuses what a parser would choke on, or what would be no text afterwards. Other mistakes are the parser's."""
+def check_json(body: bytes, limits: Limits) -> None:
+    """Refuses what costs a parser too much, or what would be no text afterwards. Other mistakes are the parser's."""
     try:
         body.decode()
     except UnicodeDecodeError as error:
         raise NotJson(f"The body is not UTF-8 (byte {error.start}).") from None
-    if body.count(b"[") + body.count(b"{") > depth and _depth(body) > depth:
-        raise NotJson(f"The body is nested deeper than {depth} levels.")
+    if _may_exceed(body, limits):
+        _check_shape(body, limits)
     if _SURROGATE.search(body) or _NOT_NUMBERS.search(body):
         _check_values(body)
 
 
-def _depth(body: bytes) -> int:
-    deepest = now = 0
+def _may_exceed(body: bytes, limits: Limits) -> bool:
+    """A quick look that takes what is inside of texts for structure, too."""
+    containers = body.count(b"[") + body.count(b"{")
+    least = min(limits.depth, limits.json_containers)
+    return containers > least or body.count(b":") > limits.json_names or body.count(b",") > limits.json_values
+
+
+def _check_shape(body: bytes, limits: Limits) -> None:
+    """Depth and counts, before a parser builds millions of values from a few megabytes."""
+    depth = containers = names = values = 0
     for token in _TOKENS.finditer(body):
         first = body[token.start()]
         if first in b"[{":
-            now += 1
-            deepest = max(deepest, now)
+            depth += 1
+            containers += 1
+            if depth > limits.depth:
+                raise NotJson(f"The body is nested deeper than {limits.depth} levels.")
+            if containers > limits.json_containers:
+                raise NotJson(f"The body holds more than {limits.json_containers} objects and arrays.")
         elif first in b"]}":
-            now -= 1
-    return deepest
+            depth -= 1
+        elif first in b":":
+            names += 1
+            if names > limits.json_names:
+                raise NotJson(f"The objects of the body hold more than {limits.json_names} names.")
+        elif first in b",":
+            values += 1
+            if values > limits.json_values:
+                raise NotJson(f"The body holds more than {limits.json_values} values.")
 
 
 def _check_values(body: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -61,5 +62,8 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
 
 
 def _shown(value: Any) -> Any:
-    text = repr(value)
-    return value if len(text) <= 80 else text[:77] + "..."
+    """The value, or the beginning of it where it is long; a large one is never written out as a whole."""
+    if isinstance(value, str):
+        return value if len(value) <= 80 else value[:77] + "..."
+    text = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
+    return value if len(text) <= 80 and "..." not in text else text[:77].rstrip(".") + "..."

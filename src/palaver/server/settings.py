@@ -19,6 +19,16 @@ class Limits:
     """For how long a body may take to arrive as a whole."""
     depth: int = 100
     """How deep JSON may be nested."""
+    json_containers: int = 40_000
+    """Objects and arrays of one body: 10,000 messages with parts."""
+    json_names: int = 100_000
+    """Names in the objects of one body."""
+    json_values: int = 300_000
+    """Values of one body: the token ids of a long context are that many."""
+    tokenize_chars: int = 1 << 20
+    """Of a text that is to be tokenized for its own sake."""
+    imported: int = 10_000
+    """Conversations of one imported file."""
     messages: int = 10_000
     choices: int = 32
     """The largest `n`."""

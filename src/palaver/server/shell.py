@@ -17,22 +17,24 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from palaver.server.access import AccessLog
 from palaver.server.bodies import Left, check_json, given_again, read_body
-from palaver.server.callers import Callers
 from palaver.server.errors import DuplicateHeader, NoKey, note
-from palaver.server.metrics import Metrics
 from palaver.server.origins import Gate
 from palaver.server.rates import Rates
 from palaver.server.refusing import refused
-from palaver.server.settings import ServerSettings
+from palaver.server.settings import Limits
 from palaver.server.socket.denial import deny
 from palaver.server.socket.keys import with_key
+from palaver.server.state import State
 from palaver.store.identity import new_id
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}")
 _WITH_BODY = ("POST", "PUT", "PATCH", "DELETE")
 _SINGLE = frozenset({b"host", b"origin", b"authorization", b"x-api-key", b"api-key", b"content-length"})
+_SMALL_BODY = 64 << 10
+"""Up to so many bytes a body is checked on the spot, which is quicker than a thread."""
+_LARGE_BODY = 1 << 20
+"""Beyond so many bytes the memory that a request took is given back after it."""
 _DRAIN_SECONDS = 5.0
 """For so long the rest of a body that is too large is read and discarded: a client that still sends it would not see
 the answer of a connection that is closed at once."""
@@ -48,22 +50,16 @@ _PREFLIGHT = (
 
 
 class Shell:
-    def __init__(
-        self,
-        app: ASGIApp,
-        settings: ServerSettings,
-        callers: Callers,
-        access: AccessLog,
-        metrics: Metrics,
-        is_open: Callable[[str], bool],
-    ) -> None:
+    def __init__(self, app: ASGIApp, state: State, is_open: Callable[[str], bool]) -> None:
         """`is_open`: which paths, without the prefix, are answered to whoever asks."""
+        settings = state.settings
         self.app = app
         self.settings = settings
-        self.access = access
-        self.metrics = metrics
+        self.access = state.access
+        self.metrics = state.metrics
+        self.workers = state.workers
         self.gate = Gate(settings)
-        self._callers = callers
+        self._callers = state.callers
         self._is_open = is_open
         self._rates = Rates(settings.limits.requests_per_minute)
 
@@ -150,6 +146,7 @@ class _Exchange:
         self._begun = time.monotonic()
         self._status = 0
         self._whole = False
+        self._is_large = False
 
     async def run(self) -> None:
         try:
@@ -168,6 +165,8 @@ class _Exchange:
             path = unquote(self._scope["path"])
             self._shell.access.note(self._id, caller, self._scope["method"], path, self._status, seconds)
             self._shell.metrics.request(self._status)
+            if self._is_large:
+                self._shell.workers.trim()
 
     async def _answer(self) -> None:
         if self._scope["method"] == "OPTIONS" and b"access-control-request-method" in self._headers:
@@ -183,11 +182,18 @@ class _Exchange:
     async def _checked_body(self) -> Receive:
         limits = self._shell.settings.limits
         body = await read_body(self._receive, limits, self._headers.get(b"content-length"))
+        self._is_large = len(body) > _LARGE_BODY
         kind = self._headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if body and (not kind or kind.endswith(b"json")):
-            check_json(body, limits.depth)
+            await self._check(body, limits)
         self._shell.access.note_body(self._id, body)
         return given_again(body, self._receive)
+
+    async def _check(self, body: bytes, limits: Limits) -> None:
+        if len(body) <= _SMALL_BODY:
+            check_json(body, limits)
+        else:
+            await self._shell.workers.run(check_json, body, limits)
 
     async def _preflight(self) -> None:
         await self._send({"type": "http.response.start", "status": 204, "headers": list(_PREFLIGHT)})

@@ -18,6 +18,7 @@ from palaver.server.openai.voicing import Transcripts
 from palaver.server.responses.branches import Branches
 from palaver.server.settings import ServerSettings
 from palaver.server.socket.sockets import Sockets
+from palaver.server.workers import Workers
 from palaver.voice.loading import Speakers
 
 
@@ -32,6 +33,7 @@ class State:
     sockets: Sockets
     remembered: Remembered = field(default_factory=Remembered)
     speakers: Speakers = field(default_factory=Speakers)
+    workers: Workers = field(default_factory=Workers)
     transcripts: Transcripts = field(default_factory=Transcripts)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to shut down: streams without an end of their own are ended."""

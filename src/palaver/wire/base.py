@@ -6,7 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-Parameters = Annotated[dict[str, Any], Field(description="Names and values, see `palaver.chat.parameters`.")]
+MAX_PARAMETERS = 200
+Parameters = Annotated[
+    dict[str, Any], Field(max_length=MAX_PARAMETERS, description="Names and values, see `palaver.chat.parameters`.")
+]
 Count = Annotated[int, Field(strict=True, ge=0, le=2**31)]
 
 

@@ -28,7 +28,7 @@ from palaver.engines.torch.generation import Close, Forget, Generation, Outbox
 from palaver.engines.torch.guide import Guide, constraints_of, control_ids
 from palaver.engines.torch.holding import Holding
 from palaver.engines.torch.loading import load_model, pick_device, pick_dtype
-from palaver.engines.torch.memory import cache_bytes, check_fit, fit, free_bytes, give_back_unused
+from palaver.engines.torch.memory import cache_bytes, check_fit, fit, free_bytes
 from palaver.engines.torch.mending import Mending
 from palaver.engines.torch.options import Options
 from palaver.engines.torch.probing import FEW_OPERATIONS, pick_runner
@@ -40,6 +40,7 @@ from palaver.engines.torch.unspoken import UnfitTokens, Unspoken
 from palaver.engines.torch.worker import Worker
 from palaver.errors import BadParameter, CantCompile, ContextOverflow
 from palaver.generation import Prompt
+from palaver.memory import give_back_unused
 from palaver.phases import Vocabulary
 from palaver.sampling import Sampling, checked
 

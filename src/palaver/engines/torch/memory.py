@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,13 +83,6 @@ def cache_bytes(device: torch.device) -> int:
         return GIB
     share = int(free * CACHE_SHARE.get(device.type, 0.5))
     return share if device.type == "cuda" else min(CACHE_ON_CPU, share)
-
-
-def give_back_unused() -> None:
-    """What loading took and nobody holds any more goes back to the system, where the allocator can be asked to."""
-    gc.collect()
-    with suppress(OSError, AttributeError):  # not every C library has it
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _available() -> int | None:

@@ -10,10 +10,14 @@ from fastapi import APIRouter, Request, Response
 
 from palaver.errors import BadParameter
 from palaver.server.conversations.owned import Mine
+from palaver.server.openai.answering import while_there
+from palaver.server.state import StateOf
 from palaver.transcripts import Format
 from palaver.wire.conversations import Conversation
 
 routes = APIRouter(tags=["files"])
+_OBJECTS_EACH = 20
+"""Messages and their parts in a conversation, as an export of many conversations has on average at the most."""
 _KINDS = {
     Format.TRAINING: ("application/jsonl", "jsonl"),
     Format.BRANCHES: ("application/jsonl", "jsonl"),
@@ -43,13 +47,28 @@ async def export(id: str, chat: Mine, form: Format = Format.TRAINING, leaf: str 
     status_code=201,
     openapi_extra={"requestBody": {"required": True, "content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
-async def take_in(request: Request, chat: Mine) -> list[Conversation]:
-    """Takes the text of a file, whichever of the known forms it has; the same text twice only once."""
+async def take_in(request: Request, chat: Mine, state: StateOf) -> list[Conversation]:
+    """Takes the text of a file, whichever of the known forms it has; the same text twice only once.
+
+    Ends with its client: conversations that are stored by then stay.
+    """
+    body = await request.body()
+    _check_count(body, state.settings.limits.imported)
     try:
-        text = (await request.body()).decode()
+        text = body.decode()
     except UnicodeDecodeError as error:
         raise BadParameter("body", f"byte {error.start}", "the file must be text in UTF-8") from None
-    return [Conversation.of(one) for one in await chat.take_in(text)]
+    taken = await while_there(request, chat.take_in(text), state.closing)
+    return [Conversation.of(one) for one in taken]
+
+
+def _check_count(body: bytes, most: int) -> None:
+    """A conversation is a line that is an object, or an object in an array."""
+    lines = body.count(b"\n{") + 1
+    objects = body.count(b"{")
+    if lines > most or objects > most * _OBJECTS_EACH:
+        count = f"{lines} lines" if lines > most else f"{objects} objects"
+        raise BadParameter("body", count, f"at most {most} conversations are imported at once: divide the file")
 
 
 def attachment(name: str) -> dict[str, str]:

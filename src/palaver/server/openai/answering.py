@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from palaver.server.bodies import Left
+from palaver.server.errors import ShuttingDown
 from palaver.server.openai.speaking import Speaking, Told
 from palaver.server.state import State
 from palaver.server.streaming import gone
@@ -19,19 +20,23 @@ FIRST_SECONDS = 5.0
 """For so long an answer waits for the engine's first word, so that a refusal has a status of its own."""
 
 
-async def while_there(request: Request, work: Awaitable[T]) -> T:
-    """The work's result, unless the client leaves before: then Left, and the work is cancelled."""
+async def while_there(request: Request, work: Awaitable[T], closing: asyncio.Event | None = None) -> T:
+    """The work's result, unless the client leaves before: then Left, and the work is cancelled.
+
+    With `closing`, the work is also cancelled when the server shuts down, with ShuttingDown.
+    """
     working = asyncio.ensure_future(work)
     leaving = asyncio.create_task(gone(request.receive))
+    ending = asyncio.create_task((closing or asyncio.Event()).wait())
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, leaving, ending}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise Left
+        raise Left if leaving.done() else ShuttingDown
     finally:
-        for task in (working, leaving):
+        for task in (working, leaving, ending):
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(working, leaving, ending, return_exceptions=True)
 
 
 async def begun(request: Request, stream: AsyncGenerator[T]) -> asyncio.Future[T]:

@@ -107,6 +107,7 @@ def _prompt(model: Model, given: str | list[int], owner: str) -> Prompt:
     tokenizer = model.format.tokenizer
     size = model.engine.info.vocabulary_size
     if isinstance(given, str):
+        model.check_size(len(given))
         ids = (*tokenizer.prefix, *tokenizer.encode([given]))
     else:
         ids = tuple(given)

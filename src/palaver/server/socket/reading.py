@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from palaver.errors import BadParameter
 from palaver.server.bodies import check_json
 from palaver.server.errors import NotJson
+from palaver.server.settings import Limits
 from palaver.server.socket.fields import Fields, Opening, Resume, Stop
 
 Asked = Opening | Stop | Resume
@@ -20,9 +21,9 @@ UNKNOWN = "there is no such field"
 T = TypeVar("T", bound=Fields)
 
 
-def read(text: str, depth: int) -> Asked:
+def read(text: str, limits: Limits) -> Asked:
     """NotJson or BadParameter for what can't be read."""
-    value = _value(text, depth)
+    value = _value(text, limits)
     if not isinstance(value, dict):
         raise NotJson("A message must be a JSON object.")
     kind = value.get("type")
@@ -39,12 +40,12 @@ def unknown_field(where: str, value: Any) -> BadParameter:
     return BadParameter(where, _shown(value), NO_FILES if any(word in name for word in _ELSEWHERE) else UNKNOWN)
 
 
-def _value(text: str, depth: int) -> Any:
+def _value(text: str, limits: Limits) -> Any:
     try:
         body = text.encode()
     except UnicodeEncodeError:
         raise NotJson("The message holds half of a character (a lone surrogate).") from None
-    check_json(body, depth)
+    check_json(body, limits)
     try:
         return json.loads(text)
     except ValueError as error:

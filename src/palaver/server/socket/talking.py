@@ -94,9 +94,9 @@ class Talking:
 
     async def _read(self, text: str) -> Asked:
         """What is asked. All but a stop counts as a request: the key is looked at again, and how many there were."""
-        depth = self._state.settings.limits.depth
+        limits = self._state.settings.limits
         try:
-            asked = read(text, depth) if len(text) <= SHORT else await asyncio.to_thread(read, text, depth)
+            asked = read(text, limits) if len(text) <= SHORT else await self._state.workers.run(read, text, limits)
         except PalaverError:
             await self._admit()
             raise
