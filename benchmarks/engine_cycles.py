@@ -79,7 +79,7 @@ async def stop_and_go(engine: TorchEngine, number: int, tally: Tally, uncut: lis
         more, computed = await say(engine, here, sampling, rng.randint(1, 8))
         if said:
             tally.cycles += 1
-            tally.recomputed += computed - 1
+            tally.recomputed += max(0, computed - 1)
         said += more
     if said != uncut:
         near = reference(model, prompt, sampling).agrees(said)

@@ -80,3 +80,27 @@ def test_media_is_told_apart_by_its_hash() -> None:
     pages.add("", path, (1, "picture of a cat", 2), [torch.zeros(3)])
     assert pages.match("", [1, "picture of a dog", 2]).tokens == 1
     assert pages.match("", [1, "picture of a cat", 2]).tokens == 3
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(branches, st.booleans()), min_size=1, max_size=10), st.integers(0, 12))
+def test_logits_are_found_after_their_own_keys_alone(kept: list[tuple[list[int], bool]], evictions: int) -> None:
+    """And they count, and go, with the page they belong to."""
+    pages = Pages()
+    ended: set[tuple[int, ...]] = set()
+    for keys, ends in kept:
+        put(pages, "", keys)
+        if ends and keys and pages.ending("", keys) is None:
+            pages.attach("", keys, torch.tensor(keys, dtype=torch.float32))
+            ended.add(tuple(keys))
+    for keys, _ in kept:
+        found = pages.ending("", keys)
+        assert (found is not None) == (tuple(keys) in ended)
+        if found is not None:
+            assert found.logits[(len(keys) - 1) % PAGE].tolist() == keys
+    assert pages.nbytes == sum(page.nbytes for page in pages._recent)
+    for _ in range(evictions):
+        pages.evict()
+    assert pages.nbytes == sum(page.nbytes for page in pages._recent)
+    pages.clear()
+    assert pages.nbytes == 0

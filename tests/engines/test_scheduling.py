@@ -274,7 +274,7 @@ async def test_prompts_that_keep_nobody_waiting_get_their_first_token_in_the_sam
     for text, out in zip(texts, [alone, *outs], strict=True):
         assert out.ids == reference(model, Prompt(tuple(text)), said).ids
     seen.clear()
-    async with engine.generate(Prompt((66,)), ENDLESS) as running:
+    async with engine.generate(Prompt((67,)), ENDLESS) as running:
         await anext(running)
         await run(engine, Prompt(tuple(b"Beside another")), replace(ENDLESS, max_tokens=1))
     assert [13] in seen, "the reply that runs is not computed with a prompt"
@@ -295,7 +295,52 @@ async def test_choices_of_one_prompt_share_its_computation(engine: TorchEngine) 
     sampling = Sampling(temperature=1.0, seed=3, max_tokens=4)
     outs = await asyncio.gather(*(run(engine, prompt, sampling, choice) for choice in range(4)))
     cached = sorted(out.prefilled.cached_tokens for out in outs if out.prefilled)
-    assert cached == [0, *[len(prompt) - 1] * 3]
+    assert cached == [0, *[len(prompt)] * 3]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_next", "mamba"])
+@pytest.mark.parametrize("length", [1, 7, 32, 33, 64])
+async def test_a_retry_begins_without_a_pass(
+    family: str, length: int, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And from the very logits of the first attempt."""
+    engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=Options(compiled=False))
+    seen = passes(engine, monkeypatch)
+    prompt = Prompt(tuple(b"A question that is asked again, until the answer is liked by all."[:length]))
+    sampling = Sampling(temperature=1.0, seed=1, max_tokens=5, logprobs=5, banned_ids=(tiny.END,))
+    first = await run(engine, prompt, sampling)
+    for again in (sampling, replace(sampling, seed=7), replace(sampling, max_tokens=40)):
+        seen.clear()
+        retry = await run(engine, prompt, again)
+        assert retry.prefilled == Prefilled(length, length)
+        assert seen == [[1]] * (len(retry.ids) - 1), "no pass before the first token"
+        assert retry.steps[0].alternatives == first.steps[0].alternatives, "to the last bit"
+        if again.seed == sampling.seed:
+            assert retry.ids[:5] == first.ids
+    one = await run(engine, prompt, replace(sampling, max_tokens=1))
+    assert (one.ids, one.prefilled) == (first.ids[:1], Prefilled(length, length))
+    counted = engine.statistics.cache
+    assert counted.hit_tokens == 4 * length
+    assert counted.used_bytes >= tiny.SIZE * 4
+    await engine.close()
+
+
+async def test_what_is_kept_of_prompts_is_within_the_bound_and_goes_with_its_pages(
+    folder_of: Callable[[str], Path],
+) -> None:
+    room = 768 * 600
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=Options(cache_bytes=room, compiled=False))
+    sampling = replace(ENDLESS, max_tokens=1)
+    prompts = [Prompt(tuple(f"Question {number}".encode() * 4)) for number in range(40)]
+    for prompt in prompts:
+        await run(engine, prompt, sampling)
+        assert engine.statistics.cache.used_bytes <= room
+    latest, oldest = await run(engine, prompts[-1], sampling), await run(engine, prompts[0], sampling)
+    assert latest.prefilled == Prefilled(len(prompts[-1]), len(prompts[-1]))
+    assert oldest.prefilled is not None
+    assert oldest.prefilled.cached_tokens < len(prompts[0])
+    assert engine.statistics.cache.evictions > 0
+    await engine.close()
 
 
 async def test_owners_and_adapters_share_nothing(engine: TorchEngine) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from palaver.engines.torch.lanes import Lane, Lanes, Layout, copy_all
 from palaver.engines.torch.pages import PAGE, Key, Pages
@@ -16,6 +17,9 @@ BANK_SHARE = 64
 """A new bank of lanes takes at most this part of the memory, unless a single lane takes more."""
 WIDE_SHARE = 8
 """The same for a bank that was widened."""
+
+LOGITS_SHARE = 64
+"""Logits after a prompt are kept where they take at most this part of the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,16 @@ class Cache:
         self._hit_tokens += known
         return lane, known
 
+    def recall(self, lane: Lane, space: Hashable, keys: Sequence[Key]) -> Tensor | None:
+        """The logits after all of these keys, where they are kept; the lane, which holds the others, gets the last."""
+        page = self._pages.ending(space, keys)
+        if page is None:
+            return None
+        last, at = len(keys) - 1, (len(keys) - 1) % PAGE
+        copy_all(lane.parts(last, last + 1), [tensor[:, :, at : at + 1] for tensor in page.data])
+        self._hit_tokens += 1
+        return page.logits[at]
+
     def grow(self, lane: Lane, tokens: int, used: int) -> None:
         """Makes room for so many tokens in all; other lanes may move. Raises CacheFull where there is none."""
         if tokens > lane.bank.capacity:
@@ -106,6 +120,12 @@ class Cache:
             data = [view.clone(memory_format=torch.contiguous_format) for view in lane.parts(start, start + len(part))]
             if not self._pages.add(space, path, part, data, user):
                 return
+
+    def keep_logits(self, space: Hashable, keys: Sequence[Key], logits: Tensor) -> None:
+        """Keeps the logits after these keys, as far as their values are kept and there is room."""
+        small = logits.nbytes <= self._limit // LOGITS_SHARE
+        if small and self._pages.ending(space, keys) is None and self._may_keep(logits.nbytes):
+            self._pages.attach(space, keys, logits.clone())
 
     def close(self, lane: Lane, space: Hashable, keys: Sequence[Key], user: str = "") -> None:
         """Frees the lane, which holds these keys' values."""

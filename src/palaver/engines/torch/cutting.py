@@ -68,8 +68,10 @@ class CuttingRunner:
     def begin(self, sequence: Sequence) -> None:
         long = self._is_long(sequence)
         space, keys = self._space(sequence, long), sequence.tokens[:-1]
-        self._lanes[sequence], sequence.computed = self._cache.open(space, keys, self._room(sequence))
-        sequence.cached = sequence.computed
+        lane, known = self._cache.open(space, keys, self._room(sequence))
+        self._lanes[sequence] = lane
+        sequence.logits = self._cache.recall(lane, space, sequence.tokens) if known == len(keys) else None
+        sequence.computed = sequence.cached = known if sequence.logits is None else len(sequence.tokens)
         if long:
             self._long.add(sequence)
 
@@ -86,10 +88,11 @@ class CuttingRunner:
             sequence.computed += count
         return logits
 
-    def keep(self, sequence: Sequence) -> None:
+    def keep(self, sequence: Sequence, logits: Tensor) -> None:
         keys = sequence.tokens[: sequence.computed]
         space = self._space(sequence, sequence in self._long)
         self._cache.keep(self._lanes[sequence], space, keys, sequence.conversation)
+        self._cache.keep_logits(space, keys, logits)
 
     def end(self, sequence: Sequence) -> None:
         lane = self._lanes.pop(sequence, None)

@@ -28,10 +28,12 @@ class Page:
     users: Users = field(default_factory=Users)
     children: dict[Key, list[Page]] = field(default_factory=dict)
     """By their first key."""
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    """Those after some of its keys, by their index: where prompts ended."""
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.data)
+        return sum(tensor.nbytes for tensor in (*self.data, *self.logits.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,20 @@ class Pages:
         self._touch(found)
         return Match(tuple(found), tokens)
 
+    def ending(self, space: Hashable, keys: Sequence[Key]) -> Page | None:
+        """The page that holds the last of these keys and the logits after it. Counts as a use of it."""
+        match = self.match(space, keys)
+        if not match.pages or match.tokens < len(keys):
+            return None
+        *before, last = match.pages
+        size = (len(keys) - 1) % PAGE + 1
+        assert last.parent is not None
+        for page in last.parent.children[last.keys[0]]:
+            if page.keys[:size] == last.keys[:size] and size - 1 in page.logits:
+                self._touch([*before, page])
+                return page
+        return None
+
     def path(self, space: Hashable, keys: Sequence[Key]) -> list[Page]:
         """The root and the whole pages below it that hold the beginning of these keys."""
         pages = self.match(space, keys).pages
@@ -84,11 +100,13 @@ class Pages:
         if parent.parent is not None and parent not in self._recent:
             return False
         users = Users(user)
+        logits: dict[int, Tensor] = {}
         for sibling in list(parent.children.get(keys[0], ())):
             if len(sibling.keys) < len(keys) and keys[: len(sibling.keys)] == sibling.keys:
                 users.join(sibling.users)  # the new page holds all of it
+                logits |= sibling.logits
                 self._forget(sibling)
-        page = Page(keys, data, parent, users)
+        page = Page(keys, data, parent, users, logits=logits)
         self._roots[space] = path[0]
         parent.children.setdefault(keys[0], []).append(page)
         self._recent[page] = space
@@ -96,6 +114,13 @@ class Pages:
         path.append(page)
         self._touch(path[1:])
         return True
+
+    def attach(self, space: Hashable, keys: Sequence[Key], logits: Tensor) -> None:
+        """Keeps the logits after these keys for as long as the page that holds the last of them, if there is one."""
+        match = self.match(space, keys)
+        if match.pages and match.tokens == len(keys):
+            match.pages[-1].logits[(len(keys) - 1) % PAGE] = logits
+            self.nbytes += logits.nbytes
 
     def below(self, path: list[Page], keys: tuple[Key, ...]) -> Page | None:
         """A page below the path that begins with these keys already."""

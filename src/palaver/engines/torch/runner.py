@@ -48,7 +48,10 @@ class Runner(Protocol):
         ...
 
     def begin(self, sequence: Sequence) -> None:
-        """Makes room and sets how many tokens are computed already: never the last. Raises CacheFull."""
+        """Makes room and sets how many tokens are computed already. Raises CacheFull.
+
+        Those are all of them only where the logits after the last were kept too: then they are the sequence's logits.
+        """
         ...
 
     def run(self, sequences: Many[Sequence], counts: Many[int], asked: bool = True) -> Tensor:
@@ -63,8 +66,8 @@ class Runner(Protocol):
         """Whether all of the sequence must be computed anew, because it has become too long for how it was begun."""
         ...
 
-    def keep(self, sequence: Sequence) -> None:
-        """Keeps for others what is computed so far; the sequence goes on.
+    def keep(self, sequence: Sequence, logits: Tensor) -> None:
+        """Keeps for others what is computed so far, and the logits after it; the sequence goes on.
 
         May raise where there is no memory for a copy: what was kept before stays as it is.
         """

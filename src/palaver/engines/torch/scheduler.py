@@ -109,6 +109,9 @@ class Scheduler:
             if self._restoring:
                 self._restore()
             self._admit()
+        for sequence in list(self._running.values()):
+            if sequence.logits is not None:
+                self._say_known(sequence, sequence.logits)
         filling = [sequence for sequence in self._running.values() if sequence.pending > 1]
         if filling and self._prefill(filling):
             return
@@ -200,15 +203,27 @@ class Scheduler:
     def _note_filled(self, sequence: Sequence) -> None:
         if not sequence.filled and sequence.pending <= 1:
             sequence.filled = True
-            _try_to_keep(self._runner.keep, sequence)
             self._outbox.put(sequence.generation, Prefilled(sequence.prompt_tokens, sequence.cached))
 
     def _decode(self, ready: list[Sequence], counts: list[int]) -> None:
         """What comes after the next so many tokens of each, which are all there are."""
         for sequences, logits in self._compute(ready, counts):
-            for sequence, step in zip(sequences, _choose(logits, sequences), strict=True):
-                self._note_filled(sequence)
-                self._say(sequence, step)
+            for row, step in enumerate(_choose(logits, sequences)):
+                self._note_filled(sequences[row])
+                self._keep_prompt(sequences[row], logits[row])
+                self._say(sequences[row], step)
+
+    def _say_known(self, sequence: Sequence, logits: Tensor) -> None:
+        """The first token of a prompt that ended here before: from the very same logits, without a pass."""
+        sequence.logits, sequence.kept = None, True
+        (step,) = _choose(logits[None], [sequence])
+        self._say(sequence, step)
+
+    def _keep_prompt(self, sequence: Sequence, logits: Tensor) -> None:
+        """Once all of the prompt is computed."""
+        if not sequence.kept:
+            sequence.kept = True
+            _try_to_keep(lambda: self._runner.keep(sequence, logits))
 
     def _say(self, sequence: Sequence, step: Step | PalaverError) -> None:
         if not isinstance(step, Step):
@@ -256,7 +271,7 @@ class Scheduler:
     def _begin_again(self, sequence: Sequence) -> None:
         """Puts the sequence at the head of the queue; what it computed is kept."""
         del self._running[sequence.generation]
-        _try_to_keep(self._runner.end, sequence)
+        _try_to_keep(lambda: self._runner.end(sequence))
         sequence.computed = 0
         self._waiting.put_back(sequence)
 
@@ -264,15 +279,15 @@ class Scheduler:
         del self._running[sequence.generation]
         self._waiting.note_end()
         try:
-            _try_to_keep(self._runner.end, sequence)
+            _try_to_keep(lambda: self._runner.end(sequence))
         finally:
             self._outbox.put(sequence.generation, arrival)
 
 
-def _try_to_keep(keep: Callable[[Sequence], None], sequence: Sequence) -> None:
+def _try_to_keep(keep: Callable[[], None]) -> None:
     """Keeping is best effort: a copy that can't be allocated costs a later request its cache hit, nothing else."""
     try:
-        keep(sequence)
+        keep()
     except Exception as error:
         _log.warning("Could not keep what was computed: %s", _as_engine_error(error))
 

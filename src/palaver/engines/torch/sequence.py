@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from functools import cached_property
 
+from torch import Tensor
+
 from palaver.engines.torch.chooser import Chooser
 from palaver.engines.torch.generation import Generation
 from palaver.engines.torch.mending import Mending
@@ -33,6 +35,10 @@ class Sequence:
         self.conversation = generation.prompt.conversation
         self.filled = False
         """Whether all of the prompt but its last token has been computed, once."""
+        self.kept = False
+        """Whether what was computed of its prompt is kept for others."""
+        self.logits: Tensor | None = None
+        """Those after all of its tokens, where they are known without a pass."""
         self.awaited: Sequence | None = None
         """While it waits: the running sequence that computes most of what this one lacks."""
 

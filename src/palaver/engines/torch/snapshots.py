@@ -41,6 +41,8 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Place, tuple[State | NoState, int]] = OrderedDict()
+        self._logits: dict[Place, Tensor] = {}
+        """Those after the keys of a snapshot, where a prompt ended there."""
         self._users: dict[Place, Users] = {}
         self.nbytes = 0
         self.evicted = 0
@@ -62,18 +64,30 @@ class Snapshots:
                 return self._kept[place][0], length
         return None, 0
 
-    def add(self, space: Hashable, keys: Many[Hashable], state: State | NoState, user: str = "") -> None:
+    def logits(self, space: Hashable, keys: Many[Hashable]) -> Tensor | None:
+        """Those after all of these keys, where they and the state are kept."""
+        return self._logits.get((space, tuple(keys)))
+
+    def add(
+        self,
+        space: Hashable,
+        keys: Many[Hashable],
+        state: State | NoState,
+        user: str = "",
+        logits: Tensor | None = None,
+    ) -> None:
         place = (space, tuple(keys))
         users = self._users.get(place, Users(user))
         users.add(user)
+        logits = self._logits.get(place) if logits is None else logits
         self._drop(place)
         size = state.nbytes
+        if logits is not None:
+            self._logits[place] = logits
+            size += logits.nbytes
         self._users[place] = users
         self._kept[place] = (state, size)
         self.nbytes += size
-
-    def holds(self, space: Hashable, keys: Many[Hashable]) -> bool:
-        return (space, tuple(keys)) in self._kept
 
     def forget(self, user: str) -> None:
         """Drops what nobody uses but this one."""
@@ -91,6 +105,7 @@ class Snapshots:
     def _drop(self, place: Place) -> None:
         _, size = self._kept.pop(place, (None, 0))
         self._users.pop(place, None)
+        self._logits.pop(place, None)
         self.nbytes -= size
 
 
@@ -145,7 +160,9 @@ class SnapshotRunner:
         self._make_room()
         if self._states and self._running_bytes() > self._limit:
             raise CacheFull(len(sequence.tokens), 0)
-        state, tokens = self._snapshots.match(sequence.space, sequence.tokens[:-1], sequence.conversation)
+        sequence.logits = self._snapshots.logits(sequence.space, sequence.tokens)
+        keys = sequence.tokens[:-1] if sequence.logits is None else sequence.tokens
+        state, tokens = self._snapshots.match(sequence.space, keys, sequence.conversation)
         self._states[sequence] = self._new() if state is None else state.copy()
         sequence.computed = sequence.cached = tokens
         self._prompt_tokens += len(sequence.tokens)
@@ -164,10 +181,11 @@ class SnapshotRunner:
     def outgrown(self, sequence: Sequence) -> bool:
         return False
 
-    def keep(self, sequence: Sequence) -> None:
+    def keep(self, sequence: Sequence, logits: Tensor) -> None:
         keys = sequence.tokens[: sequence.computed]
-        if self._abilities.copies and keys and not self._snapshots.holds(sequence.space, keys):
-            self._snapshots.add(sequence.space, keys, self._states[sequence].copy(), sequence.conversation)
+        if self._abilities.copies and self._snapshots.logits(sequence.space, keys) is None:
+            state = self._states[sequence].copy()
+            self._snapshots.add(sequence.space, keys, state, sequence.conversation, logits.clone())
             self._make_room()
 
     def end(self, sequence: Sequence) -> None:
