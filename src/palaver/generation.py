@@ -25,6 +25,9 @@ class Prompt:
     healing: bytes = b""
     """The bytes that the next tokens must write first: the end of a begun reply, cut off inside of a token."""
 
+    answer_at: int | None = None
+    """How many tokens the reply has where somebody asked for the answer: from there on an open thought is closed."""
+
     def __len__(self) -> int:
         return len(self.context_ids) + len(self.reply_ids)
 
@@ -75,6 +78,13 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerAsked:
+    """From the reply's token at `position` on an open thought is closed; comes before that token."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The last output of every generation that didn't fail."""
 
@@ -83,4 +93,4 @@ class Ended:
     """The stop string that was met."""
 
 
-Output = Queued | Prefilled | Step | Ended
+Output = Queued | Prefilled | Step | AnswerAsked | Ended

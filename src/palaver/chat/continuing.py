@@ -67,6 +67,8 @@ class Continuing:
             steps = (*steps, *given((instead,)))
         request = await to_thread(self._requests.of, model, reply, conversation.owner_id)
         made_by = reply.reply.settings
+        if request.answer_at is not None and request.answer_at >= tokens:  # asked for later than the fork begins
+            request, made_by = replace(request, answer_at=None), replace(made_by, answer_at=None)
         if instead is None and "seed" not in conversation.parameters:
             sampling = replace(request.sampling, seed=draw_seed())
             request, made_by = replace(request, sampling=sampling), replace(made_by, sampling=sampling)

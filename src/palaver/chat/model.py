@@ -59,7 +59,13 @@ class Model:
         if len(rendered) >= limit:
             raise ContextOverflow(len(rendered), limit)
         phases = replace(rendered.phases, ends=rendered.phases.ends | self.engine.info.end_ids)
-        return replace(rendered, phases=phases, owner=request.owner, conversation=request.conversation)
+        return replace(
+            rendered,
+            phases=phases,
+            owner=request.owner,
+            conversation=request.conversation,
+            answer_at=request.answer_at,
+        )
 
     def check_size(self, characters: int) -> None:
         """ContextOverflow, before anything is tokenized, where a text is far too long for the context.

@@ -76,6 +76,7 @@ class Requests:
             owner,
             self.past(model, path),
             reply.conversation_id,
+            made_by.answer_at,
         )
 
     def past(self, model: Model, path: Sequence[Stored]) -> tuple[tuple[int, ...] | None, ...]:

@@ -324,7 +324,11 @@ class Turns:
             self._turns[known[0]].clock.token(utterance.phase is Phase.THINKING)
             return await self._recorder.keep(known[0], place, step)
 
+        async def keep_answer_at(position: int) -> None:
+            await asyncio.to_thread(self._store.replies.record_answer_at, self._lease, known[0], position)
+
         utterance = model.utterance(request, said, begun, keep, prompt=prompt)
+        utterance.keep_answer_at = keep_answer_at
         return utterance, known.append
 
     def _start(self, lease: Lease, beginning: Beginning) -> tuple[Stored, bool]:

@@ -15,13 +15,15 @@ from palaver.engines.base import Generation
 from palaver.events import Event, Finished, Folded, ReadEvent, Started, Usage, Waiting, fold
 from palaver.formats.options import Options
 from palaver.formats.reader import Reader
-from palaver.generation import Ended, Finish, Prefilled, Prompt, Queued, Step
+from palaver.generation import AnswerAsked, Ended, Finish, Prefilled, Prompt, Queued, Step
 from palaver.messages import Message, Tool
 from palaver.phases import Phase
 from palaver.sampling import Sampling
 
 Keep = Callable[[Step], Awaitable[Step]]
 """Records a token before anybody hears of it, and gives it as it was recorded."""
+KeepAnswerAt = Callable[[int], Awaitable[None]]
+"""Records the position at which the answer was asked for, before the tokens that follow from it."""
 
 
 class Source(Protocol):
@@ -47,6 +49,8 @@ class Request:
     """The token ids of the replies among the messages, in their order, where they are known."""
     conversation: str = ""
     """The id of the conversation it belongs to, where it does."""
+    answer_at: int | None = None
+    """How many tokens the reply had when somebody asked for the answer, where somebody did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,7 @@ class Utterance:
         self._reader = reader
         self._engine = engine
         self._keep = keep
+        self.keep_answer_at: KeepAnswerAt | None = None
         self._stopped = False
         self.answers_now = False
         self._generation: Generation | None = None
@@ -168,7 +173,7 @@ class Utterance:
                     break
         yield [Finished(ended.finish, self.usage, ended.stop, self.tail())]
 
-    async def _read(self, output: Queued | Prefilled | Step) -> list[Event]:
+    async def _read(self, output: Queued | Prefilled | Step | AnswerAsked) -> list[Event]:
         match output:
             case Queued(position, seconds):
                 return [Waiting(position, seconds)]
@@ -179,5 +184,9 @@ class Utterance:
                 step = output if self._keep is None else await self._keep(output)
                 self.steps.append(step)
                 return [*self._reader.feed(step.token_id)]
+            case AnswerAsked(position):
+                if self.keep_answer_at is not None:
+                    await self.keep_answer_at(position)
+                return []
             case _:
                 assert_never(output)

@@ -54,7 +54,7 @@ class Generation(Protocol):
         ...
 
     def answer_now(self) -> None:
-        """Closes an open thought, from the next token on."""
+        """Closes an open thought, from the next token on. `AnswerAsked` tells which one that is."""
         ...
 
 
@@ -65,7 +65,8 @@ class Engine(Protocol):
     def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> AbstractAsyncContextManager[Generation]:
         """Opens one generation. Its owner leaves the context to end it: that cancels it within one step.
 
-        Yields `Queued` (any number), `Prefilled`, `Step`s and at last `Ended`, or raises a PalaverError.
+        Yields `Queued` (any number), `Prefilled`, `Step`s and at last `Ended`, or raises a PalaverError; `AnswerAsked`
+        where `answer_now` was called.
         The tokens depend on the prompt, the sampling and `choice` alone: everything of the reply so far is
         restored from `prompt.reply_ids`. Where those already end the reply, only `Ended` comes.
         """

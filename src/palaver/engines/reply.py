@@ -33,7 +33,7 @@ class Reply:
         self._tracker = Tracker(prompt.phases, vocabulary, sampling.stop)
         self._closers: dict[int, frozenset[int]] = {}
         self._forced: tuple[int, ...] = ()
-        self._asked_to_answer = False
+        self._answer_at = prompt.answer_at
         self._thoughts = 0
         self.said_since_entering = b""
         """What the last token said in the state that it led to."""
@@ -67,10 +67,13 @@ class Reply:
             self._closers[state] = self._stop_ids | _closing_ids(self._phases, state, self._ends)
         return self._closers[state]
 
-    def answer_now(self) -> None:
-        """Closes an open thought, from the next token on."""
-        self._asked_to_answer = True
+    def answer_now(self, position: int | None = None) -> int:
+        """Closes an open thought, from the next token on, or from `position` on. Gives the position that counts: the
+        first that was asked for."""
+        if self._answer_at is None:
+            self._answer_at = len(self.ids) if position is None else position
         self._force()
+        return self._answer_at
 
     def take(self, token_id: int) -> None:
         """The token was said. After the end nothing changes any more."""
@@ -108,10 +111,11 @@ class Reply:
 
     def _force(self) -> None:
         budget = self._sampling.thinking_budget
-        spent = self._asked_to_answer or (budget is not None and self._thoughts >= budget)
+        asked = self._answer_at is not None and len(self.ids) >= self._answer_at
+        spent = asked or (budget is not None and self._thoughts >= budget)
         if spent and not self._forced and self.phase is Phase.THINKING:
             closing = self._phases.states[self._tracker.state].closing
-            self._forced = closing[self._begun(closing) if self._asked_to_answer else 0 :]
+            self._forced = closing[self._begun(closing) if asked else 0 :]
 
     def _begun(self, closing: tuple[int, ...]) -> int:
         """How much of the closing the reply ends with already: it may have been stopped in the midst of one."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from palaver.engines.base import EngineInfo
 from palaver.engines.reply import Reply
 from palaver.errors import ContextOverflow, EngineClosed, EngineError, PalaverError
-from palaver.generation import Ended, Finish, Output, Prefilled, Prompt, Queued, Step
+from palaver.generation import AnswerAsked, Ended, Finish, Output, Prefilled, Prompt, Queued, Step
 from palaver.phases import Vocabulary
 from palaver.sampling import Sampling
 
@@ -45,6 +45,8 @@ class ScriptedGeneration:
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
+        self._next: Output | None = None
+        self._asked: AnswerAsked | None = None
         self.stopped = asyncio.Event()
         self.over = False
 
@@ -52,7 +54,12 @@ class ScriptedGeneration:
         return self
 
     async def __anext__(self) -> Output:
-        output = await anext(self.outputs)
+        if self._next is None:
+            self._next = await anext(self.outputs)
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            return asked
+        output, self._next = self._next, None
         self.over = isinstance(output, Ended)
         return output
 
@@ -60,7 +67,7 @@ class ScriptedGeneration:
         self.stopped.set()
 
     def answer_now(self) -> None:
-        self._reply.answer_now()
+        self._asked = AnswerAsked(self._reply.answer_now())
 
 
 async def _first_of(*events: asyncio.Event) -> None:

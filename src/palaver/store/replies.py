@@ -153,6 +153,16 @@ class Replies:
             connection.execute(_of(reply_id).values(settings=settings.to_json(made_by)))
             return tree.one(connection, reply_id, deleted=True)
 
+    def record_answer_at(self, lease: Lease, reply_id: str, position: int) -> None:
+        """Records how many tokens a running reply had when its answer was asked for. LeaseLost where it isn't ours."""
+        with self._database.writing() as connection:
+            if reply_id not in _counts(connection, lease):
+                raise LeaseLost(reply_id)
+            reply = tree.one(connection, reply_id, deleted=True)
+            assert reply.reply is not None
+            made_by = replace(reply.reply.settings, answer_at=position)
+            connection.execute(_of(reply_id).values(settings=settings.to_json(made_by)))
+
     def tokens(self, reply_id: str) -> tuple[Step, ...]:
         """Everything the model said in this reply so far, token by token."""
         query = select(reply_tokens.c.data).where(reply_tokens.c.message_id == reply_id)

@@ -26,6 +26,9 @@ class Settings:
     """The engines that computed it (`EngineInfo.fingerprint`), each with its first token. Nothing is known of tokens
     before the first of them, such as those of replies that were stored before fingerprints were."""
 
+    answer_at: int | None = None
+    """How many tokens the reply had when somebody asked for the answer: there an open thought was closed."""
+
     def continued_by(self, fingerprint: str, tokens: int) -> Settings:
         """The settings of the same reply, computed by this engine from so many tokens on."""
         before = tuple(part for part in self.fingerprints if part[0] < tokens)
@@ -41,6 +44,7 @@ def to_json(settings: Settings) -> dict[str, Any]:
         "options": dict(settings.options),
         "tools": [asdict(tool) for tool in settings.tools],
         "choice": settings.choice,
+        **({"answer_at": settings.answer_at} if settings.answer_at is not None else {}),
         **({"fingerprints": [list(part) for part in settings.fingerprints]} if settings.fingerprints else {}),
     }
 
@@ -53,6 +57,7 @@ def from_json(model: str, tokenizer: str, value: Mapping[str, Any]) -> Settings:
         options=value["options"],
         tools=tuple(Tool(**tool) for tool in value["tools"]),
         choice=value["choice"],
+        answer_at=value.get("answer_at"),
         fingerprints=tuple((start, made_by) for start, made_by in value.get("fingerprints", ())),
     )
 

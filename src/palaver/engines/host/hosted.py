@@ -19,7 +19,7 @@ from typing import Any
 from palaver.engines.base import EngineInfo
 from palaver.engines.host.wire import frame_bytes, pack, read_frame, unpack, unpack_error
 from palaver.errors import EngineClosed, EngineError, PalaverError
-from palaver.generation import Ended, Finish, Output, Prefilled, Prompt, Step
+from palaver.generation import AnswerAsked, Ended, Finish, Output, Prefilled, Prompt, Step
 from palaver.phases import Vocabulary
 from palaver.sampling import Sampling
 
@@ -88,6 +88,8 @@ class _Request:
     def arrive(self, output: Output) -> None:
         if isinstance(output, Step):
             self.said.append(output.token_id)
+        if isinstance(output, AnswerAsked):
+            self.prompt = replace(self.prompt, answer_at=output.position)
         if isinstance(output, Prefilled):
             if self.prefilled:
                 return
@@ -303,7 +305,7 @@ class HostedEngine:
             request.arrive(Ended(Finish.STOPPED))
             return
         self._send(request.frame(number))
-        if request.answers_now:
+        if request.answers_now and request.prompt.answer_at is None:
             self._send({"do": "answer_now", "number": number})
 
     def _arrive(self, number: int, packed: Any) -> None:

@@ -14,7 +14,7 @@ from palaver.engines.torch.runner import Runner
 from palaver.engines.torch.sampling import choose
 from palaver.engines.torch.sequence import Sequence
 from palaver.errors import CacheFull, EngineError, PalaverError
-from palaver.generation import Ended, Finish, Prefilled, Step
+from palaver.generation import AnswerAsked, Ended, Finish, Prefilled, Step
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +90,8 @@ class Scheduler:
     def answer_now(self, generation: Generation) -> None:
         sequence = self._running.get(generation) or self._waiting.find(generation)
         if sequence is not None:
-            sequence.chooser.reply.answer_now()
+            said = len(sequence.tokens) - len(generation.prompt.context_ids)
+            self._outbox.put(generation, AnswerAsked(sequence.chooser.reply.answer_now(said)))
 
     def forget(self, conversation: str) -> None:
         self._runner.forget(conversation)
