@@ -125,6 +125,18 @@ def test_a_free_lane_that_still_holds_the_beginning_is_taken_again() -> None:
     assert (stranger.bank, stranger.index) != place
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 1), max_size=60), st.integers(0, 60), st.lists(st.integers(0, 1), max_size=60))
+def test_what_a_free_lane_holds_is_counted_to_the_token(held: list[int], cut: int, tail: list[int]) -> None:
+    asked = held[:cut] + tail
+    lanes = Lanes(LAYOUT, 0)
+    lane, _ = lanes.open(60)
+    lanes.close(lane, "", held)
+    _, known = lanes.open(60, "", asked)
+    pairs = zip(held, asked, strict=False)
+    assert known == next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(held), len(asked)))
+
+
 def test_where_a_wider_bank_cant_be_had_there_is_another_narrow_one(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(LAYOUT, 1 << 24)
     cache.widens = True

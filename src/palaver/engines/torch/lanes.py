@@ -241,9 +241,17 @@ class Lanes:
 
 
 def _common(left: Sequence[Hashable], keys: Sequence[Hashable]) -> int:
-    if keys[: len(left)] == left:
-        return len(left)
-    return next((i for i, (a, b) in enumerate(zip(left, keys, strict=False)) if a != b), min(len(left), len(keys)))
+    """How many keys both begin with: halves are compared, not key by key."""
+    start, size = 0, min(len(left), len(keys))
+    if left[:size] == keys[:size]:
+        return size
+    while size > 1:
+        half = size // 2
+        if left[start : start + half] == keys[start : start + half]:
+            start, size = start + half, size - half
+        else:
+            size = half
+    return start
 
 
 def _release(bank: Bank, index: int) -> None:
