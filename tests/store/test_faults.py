@@ -132,6 +132,33 @@ def test_a_locked_database_is_waited_for_then_told_of(place: Place) -> None:
         assert said(store, id, first.id, "2").parent_id == first.id
 
 
+def test_a_lock_is_waited_for_as_long_by_all_writers_of_a_process(tmp_path: Path) -> None:
+    """They queue for one writer's turn: each waits as long as one alone, not for those before it too."""
+    count, wait = 6, 1.0
+    with open_store(tmp_path, wait=wait) as store:
+        id = conversation(store).id
+        first = said(store, id, None, "1")
+        seconds: list[float] = []
+
+        def write(number: int) -> None:
+            begun = time.monotonic()
+            with pytest.raises(Locked):
+                said(store, id, first.id, str(number))
+            seconds.append(time.monotonic() - begun)
+
+        with _locked(store):
+            begun = time.monotonic()
+            writers = [threading.Thread(target=write, args=(number,)) for number in range(count)]
+            for writer in writers:
+                writer.start()
+            for writer in writers:
+                writer.join()
+            assert time.monotonic() - begun < wait * count / 2
+            assert len(seconds) == count
+            assert min(seconds) > 0.9 * wait
+        assert said(store, id, first.id, "2").parent_id == first.id
+
+
 def test_tokens_that_met_a_lock_can_be_sent_again(place: Place) -> None:
     with place.open(wait=0.2) as store:
         lease = store.leases.open()

@@ -2,7 +2,7 @@
 
 The store is synchronous and safe to call from any thread; async layers call it in a thread. Every call takes a
 connection from the pool for one transaction. SQLite has one writer at a time: the writers of this process queue at
-a gate of their own, so that only another process's transaction is ever waited for in the database.
+a lock of their own, so that only another process's transaction is ever waited for in the database.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError
@@ -38,13 +37,41 @@ _SQLITE_LEVEL = {Durability.FULL: "FULL", Durability.NORMAL: "NORMAL"}
 _POSTGRES_LEVEL = {Durability.FULL: "on", Durability.NORMAL: "off"}
 
 
+class _Writers:
+    """SQLite's writers in this process, one at a time.
+
+    While one of them waits for another program's lock, so do all behind it: that time counts for each of them.
+    """
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self._waited = 0.0
+        self._since: float | None = None
+
+    @property
+    def waited(self) -> float:
+        """For how many seconds in all another program was waited for."""
+        since = self._since
+        return self._waited + (0.0 if since is None else time.monotonic() - since)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what may wait for another program; only the writer whose turn it is."""
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            waited, self._since = self.waited, None
+            self._waited = waited
+
+
 class Database:
     def __init__(self, url: str | URL, wait: float = 5.0) -> None:
         """`wait`: for how many seconds another program's lock is waited for."""
         self.url = _checked(url)
         self._wait = wait
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
-        self._gate: AbstractContextManager[Any] = threading.Lock() if self.is_sqlite else nullcontext()
+        self._writers = _Writers()
         self.engine = self._sqlite() if self.is_sqlite else self._postgres()
 
     @property
@@ -62,14 +89,24 @@ class Database:
     @contextmanager
     def writing(self, durability: Durability = Durability.FULL) -> Iterator[Connection]:
         """One transaction: committed as a whole when the block ends, rolled back when it raises."""
-        with translated(), self._gate, self.engine.connect() as connection:
-            if self.is_sqlite:
-                _set_level(connection, durability)
-                connection = connection.execution_options(palaver_begin="BEGIN IMMEDIATE")
+        with self._writing_sqlite(durability) if self.is_sqlite else self._writing_postgres(durability) as connection:
+            yield connection
+
+    @contextmanager
+    def _writing_sqlite(self, durability: Durability) -> Iterator[Connection]:
+        before = self._writers.waited
+        with translated(), self._writers.turn, self.engine.connect() as connection:
+            _set_level(connection, durability)
+            left = max(0.0, self._wait - (self._writers.waited - before))
+            connection = connection.execution_options(palaver_wait=left)
             with connection.begin():
-                if not self.is_sqlite:
-                    connection.execute(text(f"SET LOCAL synchronous_commit = {_POSTGRES_LEVEL[durability]}"))
                 yield connection
+
+    @contextmanager
+    def _writing_postgres(self, durability: Durability) -> Iterator[Connection]:
+        with translated(), self.engine.connect() as connection, connection.begin():
+            connection.execute(text(f"SET LOCAL synchronous_commit = {_POSTGRES_LEVEL[durability]}"))
+            yield connection
 
     def close(self) -> None:
         self.engine.dispose()
@@ -78,8 +115,24 @@ class Database:
         engine = create_engine(self.url, connect_args={"timeout": self._wait, "check_same_thread": False})
         event.listen(engine, "do_connect", lambda *_: _restrict_sqlite(self.path))
         event.listen(engine, "connect", lambda connection, _: _prepare_sqlite(connection, self._wait))
-        event.listen(engine, "begin", _begin)
+        event.listen(engine, "begin", self._begin_sqlite)
         return engine
+
+    def _begin_sqlite(self, connection: Connection) -> None:
+        """A writer waits for another program's lock, for as long as it has not waited for it in the queue."""
+        left = connection.get_execution_options().get("palaver_wait")
+        if left is None:
+            connection.exec_driver_sql("BEGIN")
+            return
+        shorter = left < self._wait - 0.01
+        with self._writers.waiting():
+            if shorter:
+                connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(left * 1000)}")
+            try:
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+            finally:
+                if shorter:
+                    connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(self._wait * 1000)}")
 
     def _postgres(self) -> Engine:
         milliseconds = int(self._wait * 1000)
@@ -132,10 +185,6 @@ def _turn_to_wal(connection: sqlite3.Connection, wait: float) -> None:
             if not busy or time.monotonic() >= until:
                 raise
         time.sleep(0.01)
-
-
-def _begin(connection: Connection) -> None:
-    connection.exec_driver_sql(connection.get_execution_options().get("palaver_begin", "BEGIN"))
 
 
 def _set_level(connection: Connection, durability: Durability) -> None:
