@@ -80,9 +80,11 @@ def test_the_time_of_a_thought_is_without_the_prefill() -> None:
     view, clock = view_on(paper)
     entries = numbered(THINKING, Started(9, 0), ThinkingDelta("hm"), ANSWER, AnswerDelta("yes"), END)
     view.take(entries[0])
+    view.paint()
+    assert paper.shown() == "thinking", "the prompt opens the thought: it is shown before anything was computed"
     clock.now = 10.0
     view.paint()
-    assert paper.shown() == "reading · 10.0 s"
+    assert paper.shown() == "thinking\nreading · 10.0 s"
     view.take(entries[1])
     clock.now = 11.5
     for entry in entries[2:]:

@@ -310,6 +310,16 @@ class TestForcedThinking:
             operator_settings(["thinking=maybe"])
 
 
+def test_a_new_turn_has_the_generation_prompt_whatever_is_asked(http: httpx.Client) -> None:
+    """As with vLLM and llama.cpp the field is taken; what continues a reply has no generation prompt anyway."""
+    begun = {"role": "assistant", "content": None, "reasoning_content": "12+30, from the right:"}
+    for messages, ignored in ((SUM, {"add_generation_prompt"}), ([*SUM, begun], set[str]())):
+        asked = {"messages": messages, "temperature": 0, "add_generation_prompt": False}
+        answer = http.post(CHAT, json=asked)
+        assert message(answer.json()) == message(ask(http, messages=messages))
+        assert named(answer.headers) == ignored
+
+
 def test_unknown_fields_are_named(http: httpx.Client) -> None:
     for name in ("temprature", "structured_output", "guided_jsn", "top_n"):
         status, error = refused(http, **{name: 1})

@@ -170,6 +170,8 @@ class ReplyView:
                 self._read(event)
 
     def _come(self) -> None:
+        if not self._started and isinstance(self._section, Thought):
+            self._section.begin(self._clock())
         self._started = True
         if self.first is None:
             self.first = self._clock() - self._asked
@@ -220,8 +222,12 @@ class ReplyView:
         """The section that is open, or a new one where that is of another kind."""
         if self._section is None or not isinstance(self._section, kind):
             self._close()
-            self._section = Thought(self.thoughts, self._clock(), self._thought) if kind is Thought else kind()
+            self._section = self._new_thought() if kind is Thought else kind()
         return self._section
+
+    def _new_thought(self) -> Thought:
+        """Its time is taken from when the model can think; the prompt may open it before it was read."""
+        return Thought(self.thoughts, self._clock() if self._started else None, self._thought)
 
     def _close(self) -> None:
         if self._section is not None:
@@ -246,8 +252,7 @@ class ReplyView:
 
     def _live(self) -> list[RenderableType]:
         now = self._clock()
-        if self._started:
-            return self._section.live(now) if self._section is not None else []
-        if now - self._asked < _PATIENCE:
-            return []
-        return [Text(f"{self._standing or 'reading'} · {seconds(now - self._asked)}", style="note")]
+        shown = self._section.live(now) if self._section is not None else []
+        if self._started or now - self._asked < _PATIENCE:
+            return shown
+        return [*shown, Text(f"{self._standing or 'reading'} · {seconds(now - self._asked)}", style="note")]

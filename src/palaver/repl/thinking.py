@@ -31,8 +31,9 @@ def tokens(count: int) -> str:
 class Thought:
     """One thought of a reply. `done` and `live` as in every section of a reply."""
 
-    def __init__(self, mode: Thoughts, now: float, before: int = 0) -> None:
-        """`before`: how many tokens of the reply were thought before this thought."""
+    def __init__(self, mode: Thoughts, now: float | None, before: int = 0) -> None:
+        """`now`: None where it is open, but the prompt is still read. `before`: how many tokens of the reply were
+        thought before this thought."""
         self.mode = mode
         self._begun = now
         self._before = before
@@ -76,7 +77,7 @@ class Thought:
         return self._lines(text)
 
     def live(self, now: float) -> list[RenderableType]:
-        head = Text(f"thinking · {self._told(now)}", style="thought")
+        head = Text(f"thinking · {self._told(now)}" if self._begun is not None else "thinking", style="thought")
         match self.mode:
             case Thoughts.COLLAPSED:
                 return [head, Barred(self._open.strip("\n"), SHOWN)]
@@ -94,7 +95,7 @@ class Thought:
 
     def _told(self, now: float) -> str:
         count = self._counted - self._before
-        return seconds(now - self._begun) + (f" · {tokens(count)}" if count else "")
+        return seconds(now - (now if self._begun is None else self._begun)) + (f" · {tokens(count)}" if count else "")
 
     def _lines(self, text: str) -> list[RenderableType]:
         text = text.lstrip("\n") if self._first else text

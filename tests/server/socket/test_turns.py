@@ -187,7 +187,8 @@ async def test_a_second_request_is_refused_and_the_first_goes_on(tmp_path: Path)
     async with scene(tmp_path, held=True) as it, talking(it.url) as talk:
         await talk.send(messages=USER, enable_thinking=True)
         first = await talk.next()
-        await talk.next()
+        assert (await talk.next())["thinking_delta"] == ""
+        assert (await talk.next())["thinking_delta"]
         for second in ({"messages": USER}, {"type": "resume", "turn_id": first["turn_id"], "after": 0}):
             await talk.send(**second)
             error = await talk.next()

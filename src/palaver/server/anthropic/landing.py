@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from palaver.errors import BadParameter
 from palaver.events import Finished, Usage
 from palaver.generation import Finish
+from palaver.phases import Phase
 from palaver.server.anthropic.asking import as_chat, conversation, ignored_of
 from palaver.server.anthropic.fields import MessagesRequest
 from palaver.server.anthropic.naming import NAMES
@@ -41,19 +42,22 @@ async def landed(request: Request, body: MessagesRequest, name: str, owner: str,
     shows = wishes.include_reasoning is not False
     stream = speaking.tell()
     headers = {HEADER: place.conversation, **ignored_header(ignored_of(body, model, state.settings))}
-    events = _events(body, model.name, place, stream, shows)
+    opens_in = speaking.choices[0].utterance.phase
+    events = _events(body, model.name, place, stream, shows, opens_in)
     if body.stream:
         return streamed(events, request, headers)
     return JSONResponse(await while_there(request, folded(events)), headers=headers)
 
 
 async def _events(
-    body: MessagesRequest, model: str, place: Landed, stream: AsyncGenerator[Told], shows: bool
+    body: MessagesRequest, model: str, place: Landed, stream: AsyncGenerator[Told], shows: bool, opens_in: Phase
 ) -> AsyncGenerator[Event]:
     blocks = Blocks(shows_thinking=shows)
     last: Finished | None = None
     async with aclosing(stream):
         yield message_start(model, Totals(), place.value())
+        for event in blocks.open(opens_in):
+            yield event
         yield PING
         async for told in stream:
             for event in blocks.take(told.events):

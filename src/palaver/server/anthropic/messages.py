@@ -18,7 +18,7 @@ from palaver.server.anthropic.naming import NAMES
 from palaver.server.anthropic.speaking import Spoken
 from palaver.server.anthropic.streams import folded, streamed
 from palaver.server.callers import Whoever
-from palaver.server.openai.answering import begun, closed_if_failing, held, kept, while_there
+from palaver.server.openai.answering import begun, closed_if_failing, first_seconds, held, kept, while_there
 from palaver.server.openai.landing import conversation_of
 from palaver.server.openai.naming import in_their_words
 from palaver.server.openai.speaking import Speaking
@@ -85,7 +85,7 @@ async def answered(request: Request, body: MessagesRequest, owner: str, state: S
     ignored = ignored_header(ignored_of(body, model, state.settings))
     async with closed_if_failing(stream):
         with in_their_words(NAMES):
-            first = await begun(request, stream)
+            first = await begun(request, stream, first_seconds(what.request))
             events = spoken.events(stream, first)
             if not body.stream:
                 return JSONResponse(await while_there(request, folded(events)), headers=ignored)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
+from palaver.chat.utterance import Request as Asking
 from palaver.server.bodies import Left
 from palaver.server.errors import ShuttingDown
 from palaver.server.openai.speaking import Speaking, Told
@@ -16,8 +17,16 @@ from palaver.server.state import State
 from palaver.server.streaming import gone
 
 T = TypeVar("T")
-FIRST_SECONDS = 5.0
-"""For so long an answer waits for the engine's first word, so that a refusal has a status of its own."""
+FIRST_SECONDS = 0.5
+"""For so long a stream waits for the engine's first word, so that a refusal has a status of its own."""
+GRAMMAR_SECONDS = 5.0
+"""The same where a grammar is compiled first, which is what engines refuse most."""
+
+
+def first_seconds(request: Asking) -> float:
+    """For how long the answer to a request waits for the first word. A long prompt must not hold back its opening."""
+    constrained = request.sampling.constraint is not None or bool(request.options.must_call)
+    return GRAMMAR_SECONDS if constrained else FIRST_SECONDS
 
 
 async def while_there(request: Request, work: Awaitable[T], closing: asyncio.Event | None = None) -> T:
@@ -39,11 +48,11 @@ async def while_there(request: Request, work: Awaitable[T], closing: asyncio.Eve
         await asyncio.gather(working, leaving, ending, return_exceptions=True)
 
 
-async def begun(request: Request, stream: AsyncGenerator[T]) -> asyncio.Future[T]:
+async def begun(request: Request, stream: AsyncGenerator[T], seconds: float = GRAMMAR_SECONDS) -> asyncio.Future[T]:
     """The stream's first word, or its promise where that takes long. Raises what the stream raised instead."""
     first = asyncio.ensure_future(anext(stream))
     try:
-        await while_there(request, asyncio.wait({first}, timeout=FIRST_SECONDS))
+        await while_there(request, asyncio.wait({first}, timeout=seconds))
         if first.done():
             first.result()
     except BaseException:

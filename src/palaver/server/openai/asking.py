@@ -17,7 +17,7 @@ from palaver.generation import Prompt
 from palaver.messages import Message, Tool
 from palaver.phases import Phase
 from palaver.server.errors import OtherModel
-from palaver.server.openai.conversing import Conversing, conversing, tools_of
+from palaver.server.openai.conversing import Conversing, continues, conversing, tools_of
 from palaver.server.openai.fields import AllowedToolsChoice, ChatRequest, NamedFunction, NamedTool, StreamOptions
 from palaver.server.openai.remembering import Remembered
 from palaver.server.openai.unknown import check_all, ignored_fields
@@ -108,6 +108,8 @@ def ignored_of(request: ChatRequest, settings: ServerSettings, format: Format) -
         ignored.append("reasoning_effort")
     if request.store is not None:
         ignored.append("store")
+    if request.add_generation_prompt is False and not continues(request):
+        ignored.append("add_generation_prompt")
     if set(request.metadata or ()) - {"conversation"}:
         ignored.append("metadata")
     return ignored

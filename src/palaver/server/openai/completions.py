@@ -23,7 +23,7 @@ from palaver.generation import Prompt
 from palaver.phases import Phase, Phases, State
 from palaver.server.callers import Whoever
 from palaver.server.errors import error_body, note
-from palaver.server.openai.answering import begun, closed_if_failing, held, let_go, while_there
+from palaver.server.openai.answering import begun, closed_if_failing, first_seconds, held, let_go, while_there
 from palaver.server.openai.asking import Asked, Shown, Usage, check_model, choices, usage_of
 from palaver.server.openai.fields import CompletionRequest
 from palaver.server.openai.naming import in_their_words
@@ -55,7 +55,7 @@ def router() -> APIRouter:
             with in_their_words():
                 if not what.shown.stream:
                     return JSONResponse(await while_there(request, about.whole(stream)), headers=ignored)
-                first = await begun(request, stream)
+                first = await begun(request, stream, first_seconds(what.request))
             return EventStream(about.chunks(stream, first), ignored)
 
     return routes

@@ -30,7 +30,7 @@ def conversing(request: ChatRequest, most: int) -> Conversing:
     ids = [message.token_ids for message in request.messages]
     last = request.messages[-1] if request.messages else None
     wanted = request.continue_final_message
-    if last is not None and last.role == "assistant" and wanted is not False:
+    if last is not None and continues(request):
         before = messages[:-1]
         if wanted is None and last.token_ids is None:
             _check_prefill(messages[-1])
@@ -40,9 +40,13 @@ def conversing(request: ChatRequest, most: int) -> Conversing:
         return Conversing(before, _past(before, ids), _begun(messages[-1], wanted or True), said)
     if wanted:
         raise NothingToContinue("continue_final_message: the last message is not the assistant's.")
-    if request.add_generation_prompt is False:
-        raise BadParameter("add_generation_prompt", False, "goes with continue_final_message only")
     return Conversing(messages, _past(messages, ids))
+
+
+def continues(request: ChatRequest) -> bool:
+    """Whether the last message is a reply that is to be continued."""
+    last = request.messages[-1] if request.messages else None
+    return last is not None and last.role == "assistant" and request.continue_final_message is not False
 
 
 def _check_prefill(message: Message) -> None:

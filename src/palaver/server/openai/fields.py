@@ -193,7 +193,7 @@ class ChatRequest(SamplingFields):
     max_thinking_tokens: Whole = Field(None, description="The same.")
     chat_template_kwargs: dict[str, Any] | None = None
     template_vars: dict[str, Any] | None = Field(None, description="The same.")
-    add_generation_prompt: Switched = None
+    add_generation_prompt: Switched = Field(None, description="A new turn always has the template's; see the manual.")
     continue_final_message: bool | Literal["reasoning_content", "content"] | None = None
     response_prefix: str | None = None
     token_healing: Switched = None

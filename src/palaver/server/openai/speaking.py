@@ -13,6 +13,7 @@ from palaver.chat.utterance import Utterance
 from palaver.events import Event, Finished, ReadEvent, Started, ThinkingDelta, ToolCallOpened, Waiting
 from palaver.generation import Finish
 from palaver.messages import Message
+from palaver.phases import Phase
 from palaver.server.errors import ShuttingDown
 from palaver.server.metrics import Metrics, Pace
 from palaver.server.openai.asking import Asked, Shown
@@ -66,6 +67,12 @@ class Choice:
         """Tokens whose ids and log-probabilities were told."""
         self._thought = 0
         """Tokens of thought that the reply had before."""
+
+    @property
+    def opens_thinking(self) -> bool:
+        """Whether a thought is open before the first token, and is shown as one."""
+        split = self.shown.thinking and not self.utterance.request.options.unsplit
+        return split and not self.utterance.steps and self.utterance.phase is Phase.THINKING
 
     async def tell(self) -> AsyncGenerator[Told]:
         try:

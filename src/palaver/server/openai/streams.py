@@ -11,7 +11,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from palaver.server.errors import error_body, note
-from palaver.server.openai.answering import begun, closed_if_failing, let_go, while_there
+from palaver.server.openai.answering import begun, closed_if_failing, first_seconds, let_go, while_there
 from palaver.server.openai.asking import Usage
 from palaver.server.openai.naming import in_their_words
 from palaver.server.openai.speaking import Speaking, Told
@@ -33,7 +33,7 @@ async def answer(
             if not speaking.asked.shown.stream:
                 whole = await while_there(request, _whole(speaking, stream))
                 return JSONResponse({**whole, **about}, headers=dict(headers or {}))
-            first = await begun(request, stream)
+            first = await begun(request, stream, first_seconds(speaking.asked.request))
         return EventStream(_chunks(speaking, stream, first, about), headers)
 
 
@@ -45,7 +45,7 @@ async def _chunks(
     try:
         if what.shown.usage is Usage.EVERY:
             chunks.count(speaking.usage())
-        yield b"".join(chunks.opening(index) for index in range(what.choices))
+        yield b"".join(chunks.opening(choice.index, choice.opens_thinking) for choice in speaking.choices)
         told = await first
         while True:
             if piece := _piece(chunks, speaking, told):

@@ -67,9 +67,11 @@ class Chunks:
         """Puts the usage into the chunks from here on."""
         self._end = _counted(usage)
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, thinks: bool = False) -> bytes:
+        """Whose the message is, and whether it opens with a thought: sent before the first token."""
+        thought = ',"reasoning_content":""' if thinks else ""
         audio = f',"audio":{{"id":"{self._shown.audio.id}"}}' if self._shown.audio else ""
-        piece = self._chunk(index, f'{{"role":"assistant","content":null{audio}}}')
+        piece = self._chunk(index, f'{{"role":"assistant","content":null{thought}{audio}}}')
         if self._first and index == 0:
             piece = _event({**json.loads(piece[len("data: ") :]), **self._first})
         return piece.encode()

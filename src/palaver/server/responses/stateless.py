@@ -13,10 +13,11 @@ from fastapi.responses import JSONResponse, Response
 
 from palaver.chat.model import Model
 from palaver.chat.requests import oldest_to_drop, spoken, without_oldest
-from palaver.events import Usage
+from palaver.events import PhaseOpened, Usage
 from palaver.generation import Finish
 from palaver.messages import Message, Role
-from palaver.server.openai.answering import begun, closed_if_failing, held, kept, while_there
+from palaver.phases import Phase
+from palaver.server.openai.answering import begun, closed_if_failing, first_seconds, held, kept, while_there
 from palaver.server.openai.asking import Asked, asked_for, check_model
 from palaver.server.openai.conversing import Conversing, conversing
 from palaver.server.openai.fields import ChatRequest
@@ -49,7 +50,7 @@ async def answered(request: Request, body: ResponseRequest, owner: str, state: S
     telling = _telling(what, place)
     async with closed_if_failing(stream):
         with in_their_words(THEIRS):
-            first = await begun(request, stream)
+            first = await begun(request, stream, first_seconds(what.request))
             source = _said(speaking.choices[0], stream, first)
             ignored = ignored_header(ignored_of(body, state.settings, model.format))
             if body.stream:
@@ -103,6 +104,7 @@ def _telling(what: Asked, place: Place) -> Telling:
 async def _said(choice: Choice, stream: AsyncGenerator[Told], first: asyncio.Future[Told]) -> AsyncGenerator[Said]:
     try:
         async with aclosing(stream):
+            yield Said((PhaseOpened(Phase.THINKING),) if choice.opens_thinking else ())
             told = await first
             while True:
                 yield Said(told.events, told.logprobs, _ending(told, choice))

@@ -20,7 +20,7 @@ from palaver.events import Failed, Finished, ReadEvent, Started, Waiting
 from palaver.messages import Role
 from palaver.server.bodies import Left
 from palaver.server.errors import ShuttingDown
-from palaver.server.openai.answering import FIRST_SECONDS, begun, closed_if_failing, let_go, while_there
+from palaver.server.openai.answering import FIRST_SECONDS, begun, closed_if_failing, first_seconds, let_go, while_there
 from palaver.server.openai.asking import check_model, whole_parameters
 from palaver.server.openai.conversing import conversing
 from palaver.server.openai.fields import ChatRequest
@@ -140,12 +140,13 @@ async def _begun(chat: Chat, model: Model, body: ResponseRequest, owner: str, st
 
 async def _let_in(state: State, chat: Chat, reply: Stored) -> None:
     """Waits for the engine's first word, so that what it refuses has a status of its own, and nothing is left of it."""
+    turn = state.service.turns.get(reply.id)
+    seconds = first_seconds(turn.utterance.request) if turn is not None else FIRST_SECONDS
     with suppress(TimeoutError):
-        async with asyncio.timeout(FIRST_SECONDS), chat.events(reply.id) as entries:
+        async with asyncio.timeout(seconds), chat.events(reply.id) as entries:
             async for entry in entries:
                 if isinstance(entry.event, Waiting | Started | Finished | Failed):
                     break
-    turn = state.service.turns.get(reply.id)
     if turn is not None and isinstance(turn.error, RequestError | ModelError) and not turn.utterance.steps:
         await deleted(state, chat, response_id(reply.id))
         raise turn.error

@@ -23,6 +23,7 @@ from palaver.events import (
     Waiting,
 )
 from palaver.generation import Finish
+from palaver.phases import Phase
 from palaver.server.errors import INTERNAL
 from palaver.server.socket.record import Record
 from palaver.voice.base import Samples, silence
@@ -63,6 +64,8 @@ class Telling:
                 self._piece("text_delta", text, self._text)
             case Notice(text):
                 self._notices.append(text)
+            case PhaseOpened(Phase.THINKING):
+                self._opened_thought()
             case PhaseOpened() | ToolCallOpened() | ToolCallDelta():
                 pass  # without tools all that is said is text, and a delta says whose it is
             case Finished():
@@ -96,6 +99,11 @@ class Telling:
             self._prefilled = True
             counts = {"input_tokens": prompt_tokens, "cached_tokens": cached_tokens}
             self._record.tell({"type": "prefill_done", **counts, **self.place, "turn_id": self._turn})
+
+    def _opened_thought(self) -> None:
+        """A thought that begins is told before its first token, as an empty piece of it."""
+        if self._streaming:
+            self._record.tell({"type": "chunk", "thinking_delta": ""})
 
     def _piece(self, name: str, text: str, whole: list[str]) -> None:
         whole.append(text)
