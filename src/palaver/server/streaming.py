@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 QUIET_SECONDS = 15.0
 """After so long without a word a comment is sent, so that nobody on the way takes the stream for dead."""
 COMMENT = b": still here\n\n"
+MAX_WAITING = 64 << 10
 
 
 class EventStream(Response):
@@ -57,9 +58,43 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send) -> None:
-        async for piece in self._pieces:
-            self._sent = True
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        async with aclosing(joined(self._pieces)) as batches:
+            async for batch in batches:
+                self._sent = True
+                await send({"type": "http.response.body", "body": batch, "more_body": True})
+
+
+async def joined(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """The pieces, joined where several are ready at once, as the tokens of one engine frame are.
+
+    A write costs the server and its reader more than the making of a piece, and a piece never waits for the next one.
+    While the reader is slow no more than `MAX_WAITING` bytes, and one piece, are taken.
+    """
+    waiting: list[bytes] = []
+    ready, taken = asyncio.Event(), asyncio.Event()
+
+    async def read() -> None:
+        async for piece in pieces:
+            waiting.append(piece)
+            ready.set()
+            if sum(map(len, waiting)) > MAX_WAITING:
+                taken.clear()
+                await taken.wait()
+
+    reading = asyncio.create_task(read())
+    reading.add_done_callback(lambda _: ready.set())
+    try:
+        while waiting or not reading.done():
+            await ready.wait()
+            ready.clear()
+            if waiting:
+                batch = b"".join(waiting)
+                waiting.clear()
+                taken.set()
+                yield batch
+        reading.result()
+    finally:
+        await _ended(reading)
 
 
 async def gone(receive: Receive) -> None:
