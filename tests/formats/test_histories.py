@@ -125,3 +125,13 @@ def test_a_thought_is_not_continued_where_there_is_no_thinking(name: str) -> Non
 def test_a_call_is_not_continued_where_there_are_no_calls() -> None:
     with pytest.raises(UnsupportedContent, match="no tool calls"):
         written(FAMILIES["no thinking"], [user("x")], begun=assistant(calls=(ToolCall("i", "f", ""),)))
+
+
+@pytest.mark.timeout(60)
+def test_many_past_replies_that_stand_nowhere_cost_a_bounded_search() -> None:
+    """Without the bound every header was compared with every reply: minutes."""
+    format, pieces = made(FAMILIES["JSON in tags"])
+    turns = [message for number in range(8_000) for message in (user("a"), assistant(f"b{number}"))]
+    past = [[pieces.piece(f"edited {number}"), pieces.piece(" since")] for number in range(8_000)]
+    messages = [*turns, user("c")]
+    assert format.render(messages, past=past).context_ids == format.render(messages).context_ids

@@ -21,14 +21,17 @@ def faithful(
 
     A reply stands behind the header that opens an assistant's turn (no content can spell that: control text in contents
     carries a mark), whole, without the thought it began with, or with a thought that the prompt had opened. Where the
-    text behind no header is what a reply said, it stays text.
+    text behind no header is what a reply said, it stays text. The search is bounded: where too many replies are not
+    what the template writes, the rest stays text.
     """
     size = len(vocabulary)
     replies = [tuple(ids) for ids in past if ids and all(0 <= token_id < size for token_id in ids)]
     at = 0
-    while header and replies and (found := text.find(header, at)) >= 0:
+    budget = _BUDGET
+    while header and replies and budget > 0 and (found := text.find(header, at)) >= 0:
         place = found + len(header)
         matched = _matched(text, place, opening, replies, vocabulary)
+        budget -= sum(map(len, replies if matched is None else replies[: matched[3]]))
         if matched is None:
             yield text[at:place]
             at = place
@@ -66,6 +69,8 @@ def _kept(text: str, begin: int, ids: tuple[int, ...], vocabulary: Vocabulary) -
     return None
 
 
+_BUDGET = 1_000_000
+"""Tokens of replies that may be looked at in vain, in all places together."""
 _PEEK = 16
 """Bytes that are compared before all are: most places differ at once."""
 
