@@ -13,8 +13,9 @@ from palaver.server.errors import NotJson, TooLarge, TooSlow
 from palaver.server.settings import Limits
 
 _TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}:,]', re.DOTALL)
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_NOT_NUMBERS = re.compile(rb"\b(?:NaN|Infinity)\b")
+_SUSPECT = (b"\\ud", b"\\uD", b"NaN", b"Infinity")
+"""What a lone surrogate, or a number that JSON does not have, is written with. Looked for as plain strings: a pattern
+would hold up every other thread for as long as it takes to go through a large body."""
 
 
 class Left(Exception):
@@ -56,7 +57,7 @@ def check_json(body: bytes, limits: Limits) -> None:
         raise NotJson(f"The body is not UTF-8 (byte {error.start}).") from None
     if _may_exceed(body, limits):
         _check_shape(body, limits)
-    if _SURROGATE.search(body) or _NOT_NUMBERS.search(body):
+    if any(part in body for part in _SUSPECT):
         _check_values(body)
 
 

@@ -35,9 +35,6 @@ _SMALL_BODY = 64 << 10
 """Up to so many bytes a body is checked on the spot, which is quicker than a thread."""
 _LARGE_BODY = 1 << 20
 """Beyond so many bytes the memory that a request took is given back after it."""
-_DRAIN_SECONDS = 5.0
-"""For so long the rest of a body that is too large is read and discarded: a client that still sends it would not see
-the answer of a connection that is closed at once."""
 _PREFLIGHT = (
     (b"access-control-allow-methods", b"GET, POST, PUT, PATCH, DELETE, OPTIONS"),
     (
@@ -223,10 +220,14 @@ class _Exchange:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _drain(self) -> None:
+        """Reads the rest of a body that is too large, and discards it.
+
+        A client that is still sending it would not see the answer of a connection that is closed at once.
+        """
         if b"expect" in self._headers:  # the client waits for leave to send it
             return
         with suppress(TimeoutError):
-            async with asyncio.timeout(_DRAIN_SECONDS):
+            async with asyncio.timeout(self._shell.settings.limits.body_seconds):
                 while (message := await self._receive())["type"] == "http.request" and message.get("more_body"):
                     pass
 
