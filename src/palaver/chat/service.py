@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 
 from palaver.chat.changes import Changes
@@ -12,11 +13,11 @@ from palaver.chat.interface import ModelState
 from palaver.chat.local import LocalChat
 from palaver.chat.models import Models
 from palaver.chat.reading import Reading
-from palaver.chat.recovery import Recovery
+from palaver.chat.recovery import Recovery, knows
 from palaver.chat.requests import Requests
 from palaver.chat.turns import Turns
 from palaver.errors import PalaverError
-from palaver.store import Store
+from palaver.store import Store, Stored
 from palaver.store.leases import SECONDS
 
 _log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ class Service:
         self.recovered = asyncio.Event()
         """Set when what an earlier process left has been taken care of."""
         self.resumes = resume
+        self.continues: Callable[[Stored], bool] | None = None
+        """Tells which interrupted replies are continued when the service starts, though nobody asks for it."""
         self._recovery = Recovery(store, self.turns, self.requests, resume)
         self.uploads: set[tuple[str, str]] = set()
         """Blobs that no message names yet, and who put them there."""
@@ -65,12 +68,30 @@ class Service:
         """When the model is there, because only its format can read what was said. Another process may die any time."""
         try:
             done = await self._recover_once()
+            if done and self.resumes and self.continues is not None:
+                await self._continue_interrupted(self.continues)
         finally:
             self.recovered.set()
         while self.resumes or not done:
             await asyncio.sleep(LOOK_AGAIN_S)
             if self.models.card().state is ModelState.READY and not self.turns.closing:
                 done = await self._recover_once()
+
+    async def _continue_interrupted(self, wanted: Callable[[Stored], bool]) -> None:
+        try:
+            model = self.models.current()
+            replies = await asyncio.to_thread(self.store.replies.interrupted)
+        except PalaverError as error:
+            _log.warning("interrupted replies were not continued: %s", error)
+            return
+        for reply in replies:
+            if not wanted(reply) or not knows(model, reply):
+                continue
+            try:
+                conversation = await asyncio.to_thread(self.store.conversations.get, reply.conversation_id)
+                await self.continuing.go_on(model, conversation, reply)
+            except Exception as error:
+                _log.warning("an interrupted reply was not continued: %s", error)
 
     async def _recover_once(self) -> bool:
         """Whether it was done. Where not, those replies stay as they are, all else goes on, and it is tried again."""

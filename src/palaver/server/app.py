@@ -23,6 +23,7 @@ from palaver.server.openai import chat, completions, tokens
 from palaver.server.page import routes as page
 from palaver.server.page import session
 from palaver.server.responses import routes as responses
+from palaver.server.responses.kept import is_background
 from palaver.server.settings import ServerSettings
 from palaver.server.shell import Shell
 from palaver.server.socket import routes as socket
@@ -48,6 +49,7 @@ class Server:
             speakers=Speakers(settings.voice),
         )
         service.turns.heard = TurnCounts(self.state.metrics).hear
+        service.continues = is_background
         self.routes = _routes(self.state)
         self.asgi = Shell(self.routes, self.state, _is_open)
 

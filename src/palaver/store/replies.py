@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, exists, insert, select, update
 
 from palaver.errors import NothingToContinue
 from palaver.events import Usage
@@ -176,6 +176,16 @@ class Replies:
     def held(self, lease: Lease) -> tuple[str, ...]:
         with self._database.reading() as connection:
             return tuple(holding(connection, lease.id))
+
+    def interrupted(self) -> tuple[Stored, ...]:
+        """The interrupted replies below which their conversations have not gone on, the oldest first."""
+        below = messages.alias("below")
+        gone_on = exists().where(
+            below.c.conversation_id == messages.c.conversation_id, below.c.parent_id == messages.c.id
+        )
+        query = tree.visible(tree.stored_query()).where(replies.c.status == Status.INTERRUPTED.value, ~gone_on)
+        with self._database.reading() as connection:
+            return tuple(map(tree.stored, connection.execute(query.order_by(messages.c.seq))))
 
     def is_abandoned(self, reply_id: str) -> bool:
         """Whether the reply is running by its record, but its process is dead."""

@@ -96,7 +96,7 @@ def name_blobs(connection: Connection, id: str, parts: tuple[StoredPart, ...]) -
 
 def one(connection: Connection, id: str, deleted: bool = False) -> Stored:
     """The message, or NotFound; those of a deleted conversation are found only where they are asked for."""
-    query = stored_query() if deleted else _visible(stored_query())
+    query = stored_query() if deleted else visible(stored_query())
     row = connection.execute(query.where(messages.c.id == id)).first()
     if row is None:
         raise NotFound("message", id)
@@ -114,7 +114,7 @@ def path(connection: Connection, leaf: str) -> tuple[Stored, ...]:
     above = above.union_all(
         select(parent.c.id, parent.c.parent_id, above.c.depth + 1).join(above, parent.c.id == above.c.parent_id)
     )
-    query = _visible(stored_query()).join(above, above.c.id == messages.c.id).order_by(above.c.depth.desc())
+    query = visible(stored_query()).join(above, above.c.id == messages.c.id).order_by(above.c.depth.desc())
     found = tuple(map(stored, connection.execute(query)))
     if not found:
         raise NotFound("message", leaf)
@@ -123,7 +123,7 @@ def path(connection: Connection, leaf: str) -> tuple[Stored, ...]:
 
 def children(connection: Connection, conversation: str, parent: str | None) -> tuple[Stored, ...]:
     """The oldest first."""
-    query = _visible(stored_query()).where(messages.c.conversation_id == conversation)
+    query = visible(stored_query()).where(messages.c.conversation_id == conversation)
     query = query.where(messages.c.parent_id.is_not_distinct_from(parent)).order_by(messages.c.seq)
     return tuple(map(stored, connection.execute(query)))
 
@@ -187,7 +187,7 @@ def _reply(row: Any) -> StoredReply:
     )
 
 
-def _visible(query: Select[Any]) -> Select[Any]:
+def visible(query: Select[Any]) -> Select[Any]:
     return query.join(conversations, conversations.c.id == messages.c.conversation_id).where(
         conversations.c.deleted_at.is_(None)
     )

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from palaver.store import Status
 from tests.server.asking import get
 from tests.server.live import Live
 
@@ -348,6 +349,23 @@ class TestRestarting:
                 found = retrieve(http, running)
         assert found["status"] == uncut["status"]
         assert [item["content"] for item in found["output"]] == [item["content"] for item in uncut["output"]]
+
+    def test_in_the_background_it_goes_on_by_itself_when_a_server_starts(self, tmp_path: Path) -> None:
+        """Also where it was interrupted: its model had been put aside. Others wait until they are asked for."""
+        with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60) as http:
+            running = create(http, background=True, min_tokens=100, max_output_tokens=120)
+            cancelled = create(http, background=True, min_tokens=6000)
+            live.within(lambda: live.service.turns.park())
+            http.post(f"{RESPONSES}/{cancelled['id']}/cancel")
+        with Live(tmp_path, resume=True) as live:
+            live.within(live.service.recovered.wait)
+            live.within(lambda: live.service.turns.finish(60))
+            messages = live.service.store.messages
+            found, other = (messages.get(one["id"].removeprefix("resp_")) for one in (running, cancelled))
+            assert found.reply is not None
+            assert found.reply.status in (Status.DONE, Status.LENGTH)
+            assert other.reply is not None
+            assert other.reply.status is Status.INTERRUPTED
 
     def test_it_goes_on_when_it_is_looked_at(self, tmp_path: Path) -> None:
         with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60) as http:

@@ -64,6 +64,12 @@ def kept(reply: Stored) -> Kept:
     return known if known.of == reply.id else known.model_copy(update={"cancelled": False, "deleted": False})
 
 
+def is_background(reply: Stored) -> bool:
+    """Whether it was asked for in the background, and nobody has cancelled or deleted it."""
+    known = kept(reply)
+    return known.asked and known.background and not known.cancelled and not known.deleted
+
+
 def response_id(reply: str) -> str:
     return f"resp_{reply}"
 
