@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from palaver.engines.torch import lanes
 from palaver.engines.torch.cache import Cache
 from palaver.engines.torch.lanes import Lane, Lanes, Layout
 from palaver.errors import CacheFull
@@ -97,6 +98,68 @@ def test_many_conversations_stay_within_the_bound_and_the_latest_is_kept() -> No
     assert cache.statistics.evictions > 0
 
 
+def test_what_fits_can_be_had_in_one_piece_and_grown_into() -> None:
+    """Room for 7,281 tokens, as an 8B model has on the CPU."""
+    limit = 7_281 * TOKEN
+    for length in (4_100, 5_000, 7_168):
+        cache = Cache(LAYOUT, limit)
+        cache.check(length)
+        lane, _ = cache.open("", [1] * 50, length)
+        assert lane.bank.capacity >= length
+        assert cache.statistics.used_bytes <= limit
+    cache = Cache(LAYOUT, limit)
+    keys = [5] * 100
+    lane, _ = cache.open("", keys[:-1], 100)
+    fill(lane, 0, keys)
+    for length in (200, 1_000, 2_000, 4_000, 4_100, 5_000, 6_000, 7_000, 7_168):
+        cache.grow(lane, length, 100)
+        check(lane, keys)
+        assert lane.bank.capacity >= length
+        assert cache.statistics.used_bytes <= limit
+    with pytest.raises(CacheFull, match="needs 7169 tokens of cache but there is room for 7168"):
+        cache.grow(lane, 7_169, 100)
+    check(lane, keys)
+
+
+def test_two_that_fit_run_beside_each_other() -> None:
+    cache = Cache(LAYOUT, 7_281 * TOKEN)
+    first, _ = cache.open("", [1] * 50, 4_000)
+    second, _ = cache.open("", [2] * 50, 3_000)
+    assert first.bank.capacity + second.bank.capacity <= 7_281
+    with pytest.raises(CacheFull):
+        cache.grow(first, 5_000, 50)
+
+
+def test_the_next_turn_of_a_long_conversation_finds_what_no_page_had_room_for() -> None:
+    cache = Cache(LAYOUT, 7_281 * TOKEN)
+    keys = [9] * 60
+    lane, _ = cache.open("", keys[:-1], 4_000)
+    fill(lane, 0, keys)
+    cache.close(lane, "", keys)
+    again, known = cache.open("", [*keys, 1, 2, 3], 4_200)
+    assert known == 60
+    assert again.bank.capacity >= 4_200
+    check(again, keys)
+
+
+def test_a_lane_that_cannot_grow_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(LAYOUT, 1_000 * TOKEN)
+    lane, _ = cache.open("", [1] * 20, 512)
+    fill(lane, 0, [1] * 20)
+    whole = lanes.Bank.__init__
+
+    def too_little(self: lanes.Bank, layout: Layout, capacity: int, count: int) -> None:
+        if capacity > 512:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        whole(self, layout, capacity, count)
+
+    monkeypatch.setattr(lanes.Bank, "__init__", too_little)
+    with pytest.raises(CacheFull):
+        cache.grow(lane, 700, 20)
+    check(lane, [1] * 20)
+    cache.close(lane, "", [1] * 20)
+
+
 def test_more_than_the_cache_holds_is_refused_with_figures() -> None:
     cache = Cache(LAYOUT, 256 * TOKEN)
     with pytest.raises(CacheFull, match="needs 300 tokens of cache but there is room for 256"):
@@ -141,7 +204,7 @@ def test_where_a_wider_bank_cant_be_had_there_is_another_narrow_one(monkeypatch:
     cache = Cache(LAYOUT, 1 << 24)
     cache.widens = True
 
-    def none(self: Lanes, tokens: int) -> None:
+    def none(self: Lanes, capacity: int) -> None:
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(Lanes, "widen", none)

@@ -91,7 +91,7 @@ def logits_by(model: Any, cuts: Sequence[Sequence[int]], threads: int) -> Tensor
     layout = Probe(model, tiny.SIZE).layout()
     decoder = CompiledDecoder(PlainDecoder(model, 512), layout, load_library(), threads)
     lanes = Lanes(layout, 1 << 24)
-    opened = [lanes.open(TOKENS)[0] for _ in cuts]
+    opened = [lanes.open(TOKENS) for _ in cuts]
     at, out = [0] * len(cuts), torch.zeros(len(cuts), tiny.SIZE)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -131,7 +131,7 @@ def test_bits_depend_on_the_text_alone(seed: int, model: Any) -> None:
 def test_it_holds_no_lanes(model: Any) -> None:
     layout = Probe(model, tiny.SIZE).layout()
     decoder = CompiledDecoder(PlainDecoder(model, 512), layout, load_library(), 1)
-    lane = Lanes(layout, 1 << 24).open(TOKENS)[0]
+    lane = Lanes(layout, 1 << 24).open(TOKENS)
     bank = weakref.ref(lane.bank)
     decoder(plan([run_of(lane, 0, text(0))], CPU))
     del lane

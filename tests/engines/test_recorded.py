@@ -177,7 +177,7 @@ def steps(
 ) -> list[Tensor]:
     """The logits of some steps of three sequences, with a lane between them that is not theirs."""
     lanes = Lanes(layout, 1 << 24)
-    places = [lanes.open(64)[0] for _ in range(4)]
+    places = [lanes.open(64) for _ in range(4)]
     texts = [tuple(b"A few words"), tuple(b"left out"), tuple(b"and some more of them"), tuple(b"!")]
     for lane, text in zip(places, texts, strict=True):
         forward(plan([run_of(lane, 0, text)], layout.device, asked=False))

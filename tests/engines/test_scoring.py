@@ -33,7 +33,7 @@ class Text:
         def some(*shape: int) -> Tensor:
             return torch.randn(*shape).to(layout.device, layout.dtype)
 
-        self.lane = lanes.open(length)[0]
+        self.lane = lanes.open(length)
         self.length, self.count = length, count
         self.queries = some(count, heads, SIZE) * size
         self.keys, self.values = some(2, length, SIZE), some(2, length, SIZE)

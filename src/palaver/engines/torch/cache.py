@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from palaver.engines.torch.lanes import Lane, Lanes, Layout, copy_all
+from palaver.engines.torch.lanes import SMALLEST, Lane, Lanes, Layout, Place, capacities_of, capacity_of, copy_all
+from palaver.engines.torch.memory import CPU, free_bytes, is_out_of_memory
 from palaver.engines.torch.pages import PAGE, Key, Pages
 from palaver.errors import CacheFull
 
@@ -73,10 +74,14 @@ class Cache:
         Raises CacheFull when running sequences leave no room for it.
         """
         assert room >= len(keys), "what is known must fit"
-        self._reserve(room)
-        with self._all_there_is(room):
-            lane, warm = self._lanes.open(room, space, keys)
         match = self._pages.match(space, keys)
+        place, warm = self._lanes.warmest(space, keys, capacity_of(room))
+        if place is not None and (place[0].capacity >= room or warm > match.tokens):
+            lane = self._reopen(place, room, warm)
+            match = self._pages.match(space, keys)  # some may have gone to make room
+        else:
+            lane, warm = self._new(room), 0
+            match = self._pages.match(space, keys)
         for index, page in enumerate(match.pages):
             start = max(index * PAGE, warm)
             stop = min(match.tokens, index * PAGE + len(page.keys))
@@ -100,10 +105,15 @@ class Cache:
 
     def grow(self, lane: Lane, tokens: int, used: int) -> None:
         """Makes room for so many tokens in all; other lanes may move. Raises CacheFull where there is none."""
-        if tokens > lane.bank.capacity:
-            self._reserve(tokens)
-            with self._all_there_is(tokens):
-                self._lanes.grow(lane, tokens, used)
+        if tokens <= lane.bank.capacity:
+            return
+        try:
+            capacity = self._reserve(tokens)
+        except CacheFull:
+            self._replace(lane, tokens, used)
+            return
+        with self._all_there_is(tokens):
+            self._lanes.grow(lane, capacity, used)
 
     def keep(self, lane: Lane, space: Hashable, keys: Sequence[Key], user: str = "") -> None:
         """Keeps what the lane computed for these keys, as far as there is room beside what runs."""
@@ -138,27 +148,64 @@ class Cache:
 
     def check(self, tokens: int) -> None:
         """Raises CacheFull where so many tokens don't fit even alone."""
-        if self._lanes.least(tokens) > self._limit:
-            raise CacheFull(tokens, self._limit // self._layout.token_bytes)
+        if tokens > self.most_tokens:
+            raise CacheFull(tokens, self.most_tokens)
 
-    def _reserve(self, tokens: int) -> None:
-        """Lanes in use may move."""
-        wider = self._lanes.wider(tokens) if self.widens else 0
+    @property
+    def most_tokens(self) -> int:
+        """The longest sequence that there is room for, if it is the only one."""
+        return self._limit // self._layout.token_bytes // SMALLEST * SMALLEST
+
+    def _new(self, room: int) -> Lane:
+        capacity = self._reserve(room)
+        with self._all_there_is(room):
+            return self._lanes.open_cold(capacity)
+
+    def _reopen(self, place: Place, room: int, used: int) -> Lane:
+        """A lane that was left, with the `used` tokens it holds of what is needed."""
+        lane, left = self._lanes.open_warm(place)
+        try:
+            self.grow(lane, room, used)
+        except CacheFull:
+            self._lanes.close(lane, *left)
+            raise
+        return lane
+
+    def _reserve(self, tokens: int) -> int:
+        """Makes room for a lane; returns the capacity that there is room for. Lanes in use may move."""
+        usual = capacity_of(tokens)
+        wider = self._lanes.wider(usual) if self.widens else 0
         if 0 < wider <= self._limit // WIDE_SHARE and self._excess(wider) <= 0:  # nothing has to go for it
             with suppress(torch.OutOfMemoryError):  # it was only to be quicker
-                self._lanes.widen(tokens)
+                self._lanes.widen(usual)
                 self.moved()
-        needed = self._lanes.needed(tokens)
-        if not self._make_room(needed):
-            raise CacheFull(tokens, self._limit // self._layout.token_bytes)
+        for capacity in capacities_of(tokens):
+            if self._make_room(self._lanes.needed(capacity)):
+                return capacity
+        raise CacheFull(tokens, self.most_tokens)
+
+    def _replace(self, lane: Lane, tokens: int, used: int) -> None:
+        """Grows a lane where there is no room for the old one and the new one at once."""
+        held = used * self._layout.token_bytes
+        spare = free_bytes(CPU)
+        freed = self._lanes.bank_bytes(lane)
+        for capacity in capacities_of(tokens) if freed and (spare is None or held < spare) else ():
+            if self._make_room(capacity * self._layout.token_bytes - freed):
+                self.moved()
+                with self._all_there_is(tokens):
+                    self._lanes.replace(lane, capacity, used)
+                return
+        raise CacheFull(tokens, self.most_tokens)
 
     @contextmanager
     def _all_there_is(self, tokens: int) -> Iterator[None]:
         """The memory may be smaller than it was taken for, where others use it too."""
         try:
             yield
-        except torch.OutOfMemoryError:
-            raise CacheFull(tokens, self._limit // self._layout.token_bytes) from None
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CacheFull(tokens, self.most_tokens) from None
 
     def _may_keep(self, size: int) -> bool:
         """Where banks are widened, a part of the memory is left to them."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from collections.abc import Sequence as Many
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,20 +14,36 @@ from torch import Tensor
 from palaver.engines.torch.cache import Cache, CacheStatistics
 from palaver.engines.torch.exact import ExactPasses
 from palaver.engines.torch.lanes import Lane, Layout
+from palaver.engines.torch.memory import is_out_of_memory
 from palaver.engines.torch.planning import Plan, Run, plan, run_of
 from palaver.engines.torch.sequence import Sequence
 from palaver.engines.torch.threads import Threads
+from palaver.memory import give_back_unused
 
 HEADROOM = 32
 """Room for so many tokens beyond the prompt is there from the start."""
 EXACT = 128
 """Prompt tokens of a sequence computed in a step of the exact mode."""
+SCORE_BYTES = {"cpu": 256 << 20}
+"""What the scores of a pass may take, by device."""
+MOST_SCORE_BYTES = 1 << 30
+
+
+class Forward(Protocol):
+    """Runs a plan: the logits after each sequence's last token."""
+
+    def __call__(self, plan: Plan) -> Tensor: ...
+
+    @property
+    def pair_bytes(self) -> int:
+        """What attention takes for each pair of a query and a key, where several tokens of a sequence are computed."""
+        ...
 
 
 class CuttingRunner:
     def __init__(
         self,
-        forward: Callable[[Plan], Tensor],
+        forward: Forward,
         layout: Layout,
         limit: int,
         context: int,
@@ -48,6 +66,8 @@ class CuttingRunner:
         self._long: set[Sequence] = set()
         """Those begun with the frequencies for long texts."""
         self._last: Plan | None = None
+        self._most_pairs = SCORE_BYTES.get(layout.device.type, MOST_SCORE_BYTES) // max(1, forward.pair_bytes)
+        """Pairs of a query and a key in a pass that computes several tokens of a sequence."""
         self._cache.moved = self._forget_plan
         self.forward_seconds = 0.0
 
@@ -56,7 +76,7 @@ class CuttingRunner:
         return self._cache.statistics
 
     def check(self, sequence: Sequence) -> None:
-        self._cache.check(self._room(sequence))
+        self._cache.check(len(sequence.tokens))
 
     def known(self, sequence: Sequence) -> int:
         return self._cache.known(self._space(sequence, self._is_long(sequence)), sequence.tokens[:-1])
@@ -140,9 +160,29 @@ class CuttingRunner:
             logits = self._exact.run(runs, asked)
             self.forward_seconds += time.thread_time() - began
             return logits
-        planned = self._plan(runs, asked)
-        with self._threads.enough(planned.ids.shape[0] * planned.furthest):
-            return self._pass(planned)
+        several = any(len(run.ids) > 1 for run in runs)
+        if several and _pairs(runs) > self._most_pairs:
+            return self._halved(runs, asked)
+        try:
+            planned = self._plan(runs, asked)
+            with self._threads.enough(planned.ids.shape[0] * planned.furthest):
+                return self._pass(planned)
+        except (RuntimeError, MemoryError) as error:
+            if not several or not is_out_of_memory(error):
+                raise
+        self._most_pairs = _pairs(runs) // 2
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        give_back_unused()
+        return self._halved(runs, asked)
+
+    def _halved(self, runs: Many[Run], asked: bool) -> Tensor:
+        """First the first halves of all that are several tokens, then the rest."""
+        halves = [len(run.ids) // 2 for run in runs]
+        firsts = [replace(run, ids=run.ids[:half]) for run, half in zip(runs, halves, strict=True) if half]
+        self._together(firsts, False)
+        rests = zip(runs, halves, strict=True)
+        return self._together([replace(run, start=run.start + half, ids=run.ids[half:]) for run, half in rests], asked)
 
     def _plan(self, runs: Many[Run], asked: bool) -> Plan:
         """The last one moved on, where the same sequences go on; chunks of a prompt in between leave it as it is."""
@@ -161,4 +201,9 @@ class CuttingRunner:
         return logits
 
     def _room(self, sequence: Sequence) -> int:
-        return min(len(sequence.tokens) + HEADROOM, max(self._context, len(sequence.tokens)))
+        most = min(self._context, self._cache.most_tokens)
+        return min(len(sequence.tokens) + HEADROOM, max(most, len(sequence.tokens)))
+
+
+def _pairs(runs: Many[Run]) -> int:
+    return sum(len(run.ids) * (run.start + len(run.ids)) for run in runs)

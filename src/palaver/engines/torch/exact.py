@@ -110,7 +110,7 @@ class _Trial:
 
     def _filled(self, sizes: Sequence[int]) -> tuple[Lane, int]:
         """A lane with the beginning of the text, computed in pieces of these sizes."""
-        lane, at = self._lanes.open(len(self._ids))[0], 0
+        lane, at = self._lanes.open(len(self._ids)), 0
         for size in sizes:
             self._passes.run([run_of(lane, at, self._ids[at : at + size])], False)
             at += size

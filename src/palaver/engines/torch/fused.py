@@ -9,7 +9,7 @@ from torch import Tensor
 from palaver.engines.torch.attention import MaskRule
 from palaver.engines.torch.plain import Layer, PlainDecoder, Turns, in_pairs
 from palaver.engines.torch.planning import Plan
-from palaver.engines.torch.scoring import Head, Room
+from palaver.engines.torch.scoring import Head, Room, pair_bytes
 
 
 class FusedDecoder:
@@ -18,6 +18,8 @@ class FusedDecoder:
     def __init__(self, parts: PlainDecoder) -> None:
         self._parts = parts
         self._head = Head(parts.scale, room=Room() if parts.embedding.device.type == "cpu" else None)
+        kind = parts.embedding.dtype, parts.embedding.device
+        self.pair_bytes = pair_bytes(parts.heads, parts.shared, *kind, self._head)
 
     def __call__(self, plan: Plan) -> Tensor:
         """The logits after each sequence's last token; none where they are not asked for."""

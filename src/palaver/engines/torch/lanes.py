@@ -1,7 +1,7 @@
 """Keys and values of running sequences: each has a lane, contiguous in memory, beside others of its capacity.
 
-A lane that is full moves to a bank of twice the capacity, so sequences in one bank differ in length by little and one
-padded call attends for all of them.
+Capacities are powers of two as long as there is memory, so sequences in one bank differ in length by little and one
+padded call attends for all of them. Where memory is short a lane is as long as it must be, in steps of SMALLEST.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 SMALLEST = 128
-"""Tokens in the smallest lane."""
+"""Tokens in the smallest lane; every capacity is a multiple of it."""
 WIDEST = 8
 """Lanes in a new bank."""
 MOST = 32
@@ -83,6 +83,9 @@ def _views(layout: Layout, groups: dict[Shape, Tensor]) -> tuple[list[Tensor], l
     return views
 
 
+Place = tuple[Bank, int]
+
+
 class Lane:
     """A place in a bank. It may move; whoever holds it sees where it is."""
 
@@ -105,37 +108,68 @@ class Lanes:
         self._bank_bytes = bank_bytes
         self._banks: list[Bank] = []
         self._open: set[Lane] = set()
-        self._left: dict[tuple[Bank, int], Left] = {}
+        self._left: dict[Place, Left] = {}
         """What free lanes still hold, those left longest ago first."""
 
     @property
     def nbytes(self) -> int:
         return sum(bank.nbytes for bank in self._banks)
 
-    def needed(self, tokens: int) -> int:
-        """The bytes that opening a lane for so many tokens would allocate."""
-        capacity = _capacity(tokens)
+    def needed(self, capacity: int) -> int:
+        """The bytes that opening a lane of this capacity would allocate."""
         return 0 if self._with_room(capacity) else self._width(capacity) * self._lane_bytes(capacity)
 
-    def least(self, tokens: int) -> int:
-        """The bytes a lane for so many tokens takes when it is the only one."""
-        capacity = _capacity(tokens)
-        return self._width(capacity) * self._lane_bytes(capacity)
+    def open(self, tokens: int) -> Lane:
+        """A lane for so many tokens, whatever the memory; what it holds is nobody's."""
+        return self.open_cold(capacity_of(tokens))
 
-    def open(self, tokens: int, space: Hashable = None, keys: Sequence[Hashable] = ()) -> tuple[Lane, int]:
-        """A lane for so many tokens, and how many of these keys it holds from before."""
-        capacity = _capacity(tokens)
-        place, common = self._warmest(capacity, space, keys)
-        lane = Lane(*self._take(place or self._coldest(capacity)))
-        self._open.add(lane)
-        return lane, common
+    def open_cold(self, capacity: int) -> Lane:
+        return self._opened(self._coldest(capacity))
 
-    def grow(self, lane: Lane, tokens: int, used: int) -> None:
-        """Moves the lane, with the `used` tokens it holds, to where `tokens` fit."""
+    def warmest(self, space: Hashable, keys: Sequence[Hashable], most: int) -> tuple[Place | None, int]:
+        """The free lane of no more than this capacity that holds most of these keys, if there is one, and how many."""
+        best: tuple[Place | None, int] = (None, 0)
+        for place, (owner, left, _) in self._left.items():
+            common = _common(left, keys) if owner == space and place[0].capacity <= most else 0
+            if common > best[1]:
+                best = (place, common)
+        return best
+
+    def open_warm(self, place: Place) -> tuple[Lane, Left]:
+        """The free lane there, and what it was left with."""
+        left = self._left[place]
+        return self._opened(place), left
+
+    def grow(self, lane: Lane, capacity: int, used: int) -> None:
+        """Moves the lane, with the `used` tokens it holds, to one of this capacity."""
         bank, index, held = lane.bank, lane.index, lane.parts(0, used)
-        lane.bank, lane.index = self._take(self._coldest(_capacity(tokens)))
+        lane.bank, lane.index = self._take(self._coldest(capacity))
         copy_all(lane.parts(0, used), held)
         _release(bank, index)
+
+    def bank_bytes(self, lane: Lane) -> int:
+        """The bytes that are free once this lane is, before it is anywhere else: 0 where others share its bank."""
+        return lane.bank.nbytes if len(lane.bank.free) == lane.bank.lanes - 1 else 0
+
+    def replace(self, lane: Lane, capacity: int, used: int) -> None:
+        """As `grow`, but its bank, which no other lane uses, is given back before there is a new one. What it holds
+        waits in the host's memory."""
+        old = lane.bank
+        held = [part.to("cpu", copy=True) for part in lane.parts(0, used)]
+        self._banks.remove(old)
+        self._left = {place: left for place, left in self._left.items() if place[0] is not old}
+        before = old.capacity
+        del old  # its memory is needed
+        lane.bank = Bank(self._layout, 0, 1)
+        try:
+            bank = Bank(self._layout, capacity, 1)
+        except BaseException:
+            bank = Bank(self._layout, before, 1)
+            raise
+        finally:
+            self._banks.append(bank)
+            lane.bank, lane.index = self._take((bank, 0))
+            copy_all(lane.parts(0, used), held)
 
     def close(self, lane: Lane, space: Hashable = None, keys: Sequence[Hashable] = (), user: str = "") -> None:
         """Frees the lane; as long as nobody needs it, it still holds these."""
@@ -144,16 +178,14 @@ class Lanes:
         self._open.remove(lane)
         _release(lane.bank, lane.index)
 
-    def wider(self, tokens: int) -> int:
-        """The bytes of a bank with twice the lanes for so many tokens, where all of them are taken; otherwise 0."""
-        capacity = _capacity(tokens)
+    def wider(self, capacity: int) -> int:
+        """The bytes of a bank with twice the lanes of this capacity, where all of them are taken; otherwise 0."""
         lanes = 2 * sum(bank.lanes for bank in self._of(capacity))
         return 0 if lanes > MOST or self._with_room(capacity) else lanes * self._lane_bytes(capacity)
 
-    def widen(self, tokens: int) -> None:
-        """Moves all lanes for so many tokens, which are taken, to one bank with twice as many: one call attends for
-        a whole bank."""
-        capacity = _capacity(tokens)
+    def widen(self, capacity: int) -> None:
+        """Moves all lanes of this capacity, which are taken, to one bank with twice as many: one call attends for a
+        whole bank."""
         full = self._of(capacity)
         wide = Bank(self._layout, capacity, 2 * sum(bank.lanes for bank in full))
         at = 0
@@ -199,13 +231,18 @@ class Lanes:
         self._banks = [bank for bank in self._banks if not bank.empty]
         self._left = {place: left for place, left in self._left.items() if not place[0].empty}
 
-    def _take(self, place: tuple[Bank, int]) -> tuple[Bank, int]:
+    def _opened(self, place: Place) -> Lane:
+        lane = Lane(*self._take(place))
+        self._open.add(lane)
+        return lane
+
+    def _take(self, place: Place) -> Place:
         bank, index = place
         self._left.pop(place, None)
         bank.free.remove(index)
         return bank, index
 
-    def _coldest(self, capacity: int) -> tuple[Bank, int]:
+    def _coldest(self, capacity: int) -> Place:
         """A free lane that holds nothing, else the one left longest ago, else one in a new bank."""
         banks = self._of(capacity)
         cold = ((bank, index) for bank in banks for index in reversed(bank.free) if (bank, index) not in self._left)
@@ -216,15 +253,6 @@ class Lanes:
         bank = Bank(self._layout, capacity, self._width(capacity))
         self._banks.append(bank)
         return bank
-
-    def _warmest(self, capacity: int, space: Hashable, keys: Sequence[Hashable]) -> tuple[tuple[Bank, int] | None, int]:
-        """The free lane that holds most of these keys already, where there is one."""
-        best: tuple[tuple[Bank, int] | None, int] = (None, 0)
-        for place, (owner, left, _) in self._left.items():
-            common = _common(left, keys) if owner == space and place[0].capacity == capacity else 0
-            if common > best[1]:
-                best = (place, common)
-        return best
 
     def _with_room(self, capacity: int) -> Bank | None:
         return next((bank for bank in self._of(capacity) if bank.free), None)
@@ -259,11 +287,19 @@ def _release(bank: Bank, index: int) -> None:
     bank.free.sort(reverse=True)  # the lowest is taken next, so that lanes in use lie close together
 
 
-def _capacity(tokens: int) -> int:
+def capacity_of(tokens: int) -> int:
+    """The usual capacity of a lane for so many tokens."""
     capacity = SMALLEST
     while capacity < tokens:
         capacity *= 2
     return capacity
+
+
+def capacities_of(tokens: int) -> list[int]:
+    """Capacities of a lane for so many tokens, the best first: the usual one, one with some room, the smallest."""
+    usual = capacity_of(tokens)
+    roomy, least = (-(-size // SMALLEST) * SMALLEST for size in (tokens + tokens // 8, max(tokens, 1)))
+    return sorted({usual, min(roomy, usual), least}, reverse=True)
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

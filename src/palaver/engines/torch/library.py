@@ -15,7 +15,7 @@ from palaver.engines.torch.lanes import Layout
 from palaver.engines.torch.loading import quiet
 from palaver.engines.torch.planning import Plan
 from palaver.engines.torch.rope import LongRope
-from palaver.engines.torch.scoring import Head
+from palaver.engines.torch.scoring import Head, pair_bytes
 
 
 class NotUnderstood(Exception):
@@ -31,6 +31,8 @@ class LibraryForward:
         self._plan: Plan
         self._cache = _LaneCache(self._write, self._seen)
         self._layer = 0
+        self.pair_bytes = 0
+        """What attention takes for each pair of a query and a key, as seen so far."""
         self._before = model.config._attn_implementation
         self._name = f"palaver_{id(self):x}"
 
@@ -100,6 +102,8 @@ class LibraryForward:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         rule = MaskRule() if attention_mask is None else attention_mask
         head = Head(scale, softcap, s_aux)
+        needed = pair_bytes(query.shape[1], key.shape[1], query.dtype, query.device, head)
+        self.pair_bytes = max(self.pair_bytes, needed)
         return self._plan.attend(self._layer, query[0].transpose(0, 1), rule, head)[None], None
 
 

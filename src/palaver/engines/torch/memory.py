@@ -85,6 +85,11 @@ def cache_bytes(device: torch.device) -> int:
     return share if device.type == "cuda" else min(CACHE_ON_CPU, share)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is what torch raises where memory is short, on any device."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def _available() -> int | None:
     """Memory that can be had without swapping."""
     try:

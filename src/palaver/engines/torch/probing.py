@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from palaver.engines.base import BY_COMPANY, BY_TEXT, COMPILED
 from palaver.engines.torch.compiled.building import Library
 from palaver.engines.torch.compiled.decoder import CompiledDecoder
-from palaver.engines.torch.cutting import CuttingRunner
+from palaver.engines.torch.cutting import CuttingRunner, Forward
 from palaver.engines.torch.exact import ExactPasses, probe_exactness
 from palaver.engines.torch.fused import FusedDecoder
 from palaver.engines.torch.lanes import Lane, Lanes, Layout
@@ -42,8 +41,6 @@ LATE = 8
 PROBE_BYTES = 1 << 24
 NOT_COMPILED = ", not compiled: "
 FEW_OPERATIONS = "few operations"
-
-Forward: TypeAlias = Callable[[Plan], Tensor]
 
 
 @torch.inference_mode()
@@ -162,7 +159,7 @@ class Probe:
         """Whether a step waits for the device in its midst, as where experts are picked one by one: that can't be
         recorded, and memory is harder to come by after a recording that failed."""
         lanes = Lanes(layout, PROBE_BYTES)
-        step = plan([self._next(lanes.open(LENGTH)[0], 0) for _ in range(2)], layout.device).steady(LENGTH)
+        step = plan([self._next(lanes.open(LENGTH), 0) for _ in range(2)], layout.device).steady(LENGTH)
         decoder(step)  # what is made only once is made now
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("warn")
@@ -189,7 +186,7 @@ class Probe:
     def check(self, forward: Callable[[Plan], Tensor], layout: Layout) -> None:
         """Two sequences of different lengths, in chunks and token by token, must give the model's own logits."""
         lanes = Lanes(layout, PROBE_BYTES)
-        longer, shorter = lanes.open(LENGTH)[0], lanes.open(LENGTH)[0]
+        longer, shorter = lanes.open(LENGTH), lanes.open(LENGTH)
 
         def compare(planned: Plan, runs: Sequence[Run]) -> None:
             for row, item in zip(forward(planned), runs, strict=True):
@@ -217,7 +214,7 @@ class Probe:
             return
         expected = self._expect_late()
         lanes = Lanes(layout, PROBE_BYTES)
-        late, early = lanes.open(LENGTH)[0], lanes.open(LENGTH)[0]
+        late, early = lanes.open(LENGTH), lanes.open(LENGTH)
         half = LATE // 2
         long = self.rope is not None and self._late_start + LATE > self.rope.original_length
         self._compare_late(forward, [run_of(late, 0, self.ids[:half], long), run_of(early, 0, self.ids[:3])], expected)

@@ -31,6 +31,11 @@ class Decoder(Protocol):
         """The logits after each sequence's last token; none where they are not asked for."""
         ...
 
+    @property
+    def pair_bytes(self) -> int:
+        """What attention takes for each pair of a query and a key, where several tokens of a sequence are computed."""
+        ...
+
     def prepare(self, length: int) -> tuple[Tensor, ...]:
         """Makes all that passes over so many tokens will look up, and gives what of it may be replaced later."""
         ...
@@ -78,6 +83,10 @@ class RecordedDecoder:
             return self._decoder(plan.steady(self._reach))
         self._now.numbers.take(plan.numbers)
         return self._now.play()
+
+    @property
+    def pair_bytes(self) -> int:
+        return self._decoder.pair_bytes
 
     @property
     def recordings(self) -> int:

@@ -64,6 +64,14 @@ class Head:
         return self.softcap is None and self.sinks is None
 
 
+def pair_bytes(heads: int, shared: int, dtype: torch.dtype, device: torch.device, head: Head) -> int:
+    """What attention for several queries takes beside keys and values, for each pair of a query and a key."""
+    if not head.plain:  # scores with and without the mask, and their softmax, in float32
+        return 3 * heads * 4 + heads // shared * dtype.itemsize
+    masked = device.type != "cuda" or dtype == torch.float32
+    return heads // shared * dtype.itemsize if masked else 0
+
+
 def attend_singles(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, head: Head) -> Tensor:
     """One query a sequence: the heads that share a key are taken for so many queries, which saves repeating keys."""
     count, heads, size = queries.shape

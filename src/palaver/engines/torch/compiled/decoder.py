@@ -81,6 +81,9 @@ class _Rows:
 class CompiledDecoder:
     """Raises NotUnderstood for models whose sizes don't go with step.c."""
 
+    pair_bytes = 0
+    """Attention builds no matrix of scores."""
+
     def __init__(self, parts: PlainDecoder, layout: Layout, library: Library, threads: int) -> None:
         _check(parts, layout)
         self._rotation = parts.rotation
