@@ -354,7 +354,7 @@ async def test_owners_and_adapters_share_nothing(engine: TorchEngine) -> None:
 async def test_more_than_the_cache_holds_fails_alone(folder_of: Callable[[str], Path]) -> None:
     options = Options(cache_bytes=768 * 300)
     engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
-    with pytest.raises(CacheFull, match="there is room for 300"):
+    with pytest.raises(CacheFull, match="there is room for 256"):
         await run(engine, Prompt((65,) * 400), ENDLESS)
     with pytest.raises(CacheFull):
         await run(engine, Prompt((65,) * 20), ENDLESS)

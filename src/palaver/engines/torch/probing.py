@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -93,9 +94,9 @@ class Probe:
         self._model = model
         self.rope = find_longrope(model)
         self.ids = [(i * i * 7 + i * 13 + 5) % size for i in range(LENGTH)]
-        batch = torch.tensor([self.ids], device=model.device)
+        self._batch = torch.tensor([self.ids], device=model.device)
         options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-        self._expected: Tensor = model(input_ids=batch, **options).logits[0]
+        self._expected: Tensor = model(input_ids=self._batch, **options).logits[0]
         coarse = model.dtype != torch.float32 or bool(quantisation(model.config.to_dict()))
         self._rounding = self._own_rounding() if coarse else 0.0
         self._late_start = context - LATE if context >= LENGTH + LATE else 0
@@ -279,16 +280,32 @@ class Probe:
             raise NotUnderstood("its cache doesn't give what the model itself gives")
 
     def _own_rounding(self) -> float:
-        """How far apart the model's own answers are, taken whole and in pieces: much, where it quantises what it
-        computes as it goes, or where rounding decides which experts are asked."""
-        state, at, most = State(self._model), 0, 0.0
+        """How far apart the model's own answers are where only rounding differs: taken in pieces, or with another
+        implementation of its attention; where those change nothing, after a change of its input in the last place.
+        Much, where it quantises what it computes as it goes, or where rounding decides which experts are asked."""
+        return max(*_until_it_raises(self._in_pieces()), *_until_it_raises(self._with_eager_attention())) or max(
+            _until_it_raises(self._after_a_nudge())
+        )
+
+    def _in_pieces(self) -> Iterator[float]:
+        state, at = State(self._model), 0
+        for size in (4, FIRST - 4, 1, 1, SECOND - FIRST - 2, 1, 1, 1):
+            at += size
+            yield _apart(state.feed(self.ids[at - size : at]), self._expected[at - 1])
+
+    def _with_eager_attention(self) -> Iterator[float]:
+        before = self._model.config._attn_implementation
+        self._model.set_attn_implementation("eager")
         try:
-            for size in (4, FIRST - 4, 1, 1, SECOND - FIRST - 2, 1, 1, 1):
-                at += size
-                most = max(most, _apart(state.feed(self.ids[at - size : at]), self._expected[at - 1]))
-        except Exception:  # then it has no cache to speak of
-            return most
-        return most
+            yield _apart(self._model(input_ids=self._batch).logits[0], self._expected)
+        finally:
+            self._model.set_attn_implementation(before)
+
+    def _after_a_nudge(self) -> Iterator[float]:
+        embedded = self._model.get_input_embeddings()(self._batch)
+        signs = (torch.arange(embedded.numel(), device=embedded.device) * 7919 // 64 % 2).view_as(embedded) * 2 - 1
+        nudged = embedded + embedded * signs * torch.finfo(embedded.dtype).eps
+        yield _apart(self._model(inputs_embeds=nudged.to(embedded.dtype)).logits[0], self._expected)
 
     def _right(self, sizes: Sequence[int], copying: bool = False) -> bool:
         try:
@@ -310,6 +327,13 @@ class Probe:
 _OWN = "the model's own code"
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Of the greatest logit, whatever the model's own rounding: about one unit in the last place of a narrow type."""
+
+
+def _until_it_raises(trial: Iterator[float]) -> Iterator[float]:
+    """What a trial gives, and 0; a model that can't be tried this way is one of which less is known."""
+    yield 0.0
+    with suppress(Exception):
+        yield from trial
 
 
 def _apart(logits: Tensor, expected: Tensor) -> float:
