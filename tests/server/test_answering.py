@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from palaver.errors import QueueFull
 from palaver.events import AnswerDelta, ReadEvent, ThinkingDelta, ToolCallDelta
 from palaver.server.bodies import Left, check_json
 from palaver.server.errors import NotJson
@@ -120,10 +122,25 @@ def test_depth_is_that_of_brackets_outside_of_texts() -> None:
 
 async def test_the_floor_is_given_back() -> None:
     floor = Floor(2)
-    with floor.taken(lambda: None, 2):
+    with floor.taken("ann", lambda: None, 2):
         assert len(floor) == 2
     assert len(floor) == 0
     await floor.close(0)
+
+
+def test_one_owner_cannot_lock_out_others() -> None:
+    floor = Floor(16)
+    with ExitStack() as running:
+        for _ in range(14):
+            running.enter_context(floor.taken("ann", lambda: None))
+        with pytest.raises(QueueFull):
+            running.enter_context(floor.taken("ann", lambda: None))
+        running.enter_context(floor.taken("bob", lambda: None))
+        running.enter_context(floor.taken("eve", lambda: None))
+        with pytest.raises(QueueFull):
+            running.enter_context(floor.taken("joe", lambda: None))
+    running.enter_context(floor.taken("ann", lambda: None, 16))
+    running.close()
 
 
 def test_no_limit_is_no_limit() -> None:

@@ -4,6 +4,7 @@ server."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,11 +13,16 @@ from palaver.server.errors import ShuttingDown
 
 
 class Floor:
-    """A stateless reply belongs to its request, so it can't be put aside: it is waited for, then stopped."""
+    """A stateless reply belongs to its request, so it can't be put aside: it is waited for, then stopped.
+
+    The last eighth of the places is reserved for owners who have no reply running: one owner can't lock out others.
+    """
 
     def __init__(self, at_once: int) -> None:
         self._at_once = at_once
+        self._reserved = at_once // 8
         self._running: dict[int, Callable[[], None]] = {}
+        self._owners: Counter[str] = Counter()
         self._count = 0
         self._empty = asyncio.Event()
         self._empty.set()
@@ -26,21 +32,26 @@ class Floor:
         return len(self._running)
 
     @contextmanager
-    def taken(self, stop: Callable[[], None], replies: int = 1) -> Iterator[None]:
+    def taken(self, owner: str, stop: Callable[[], None], replies: int = 1) -> Iterator[None]:
         """While the block runs, `stop` may be called to end it. Raises QueueFull where too many run already."""
         if self.closing:
             raise ShuttingDown
-        if len(self._running) + replies > self._at_once:
+        limit = self._at_once - (self._reserved if self._owners[owner] else 0)
+        if len(self._running) + replies > limit:
             raise QueueFull(len(self._running))
         numbers = range(self._count, self._count + replies)
         self._count += replies
         self._running.update(dict.fromkeys(numbers, stop))
+        self._owners[owner] += replies
         self._empty.clear()
         try:
             yield
         finally:
             for number in numbers:
                 del self._running[number]
+            self._owners[owner] -= replies
+            if not self._owners[owner]:
+                del self._owners[owner]
             if not self._running:
                 self._empty.set()
 

@@ -61,7 +61,7 @@ def router() -> APIRouter:
         said = Speech(speaker, Voice(named(body.voice), body.speed))
         said.feed(body.input)
         said.end()
-        return await _answered(request, body, wanted, _sounds(state, said))
+        return await _answered(request, body, wanted, _sounds(state, caller.owner_id, said))
 
     @routes.get("/v1/audio/voices")
     async def voices(caller: Whoever, state: StateOf) -> dict[str, str | list[str]]:
@@ -92,9 +92,9 @@ def _check(body: SpeechRequest, speaker: Speaker) -> None:
         raise BadParameter("input", body.input[:80], "there is nothing to say")
 
 
-async def _sounds(state: State, speech: Speech) -> AsyncGenerator[Samples]:
+async def _sounds(state: State, owner: str, speech: Speech) -> AsyncGenerator[Samples]:
     try:
-        with state.floor.taken(speech.stop):
+        with state.floor.taken(owner, speech.stop):
             async with aclosing(aiter(speech)) as pieces:
                 async for piece in pieces:
                     yield piece.samples

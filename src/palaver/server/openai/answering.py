@@ -81,7 +81,7 @@ async def closed_if_failing(stream: AsyncGenerator[Any]) -> AsyncIterator[None]:
 
 async def held(state: State, speaking: Speaking) -> AsyncGenerator[Told]:
     """The stream, while it has the floor."""
-    with state.floor.taken(speaking.stop, len(speaking.choices)):
+    with state.floor.taken(speaking.asked.request.owner, speaking.stop, len(speaking.choices)):
         async with aclosing(speaking.tell()) as stream:
             async for told in stream:
                 yield told

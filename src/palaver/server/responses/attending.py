@@ -15,7 +15,7 @@ from palaver.store import Status, Stored
 async def attended(state: State, chat: Chat, owner: str, begin: Callable[[], Awaitable[Stored]]) -> Stored:
     """The reply, begun. QueueFull or ShuttingDown, and nothing begun, where there is no room for it."""
     with ExitStack() as floor:
-        floor.enter_context(state.floor.taken(_put_aside))
+        floor.enter_context(state.floor.taken(owner, _put_aside))
         reply = await begin()
         if reply.id in state.attending or reply.reply is None or reply.reply.status is not Status.RUNNING:
             return reply  # it was asked for before, under the same key

@@ -58,7 +58,7 @@ class Making:
     async def run(self) -> None:
         """To its last message, which tells of an error where there was one."""
         try:
-            with nullcontext() if self._opening.conversation else self._state.floor.taken(self._end):
+            with nullcontext() if self._opening.conversation else self._state.floor.taken(self._owner, self._end):
                 await self._speak()
         except asyncio.CancelledError:
             self._telling.fail(ShuttingDown())
