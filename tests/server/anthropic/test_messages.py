@@ -233,7 +233,7 @@ class TestRefusing:
             ({"container": "c"}, "container"),
             ({"stop_sequences": [""]}, "stop_sequences"),
             ({"temperature": 9}, "temperature"),
-            ({"output_config": {"effort": "high"}}, "output_config.effort"),
+            ({"output_config": {"effort": "banana"}}, "output_config.effort"),
             ({"thinking": {"type": "enabled", "budget_tokens": -4}}, "thinking.budget_tokens"),
             ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
             ({"tools": [{**WEATHER, "input_examples": [{}]}]}, "tools[0].input_examples"),
