@@ -280,12 +280,12 @@ class Probe:
             raise NotUnderstood("its cache doesn't give what the model itself gives")
 
     def _own_rounding(self) -> float:
-        """How far apart the model's own answers are where only rounding differs: taken in pieces, or with another
-        implementation of its attention; where those change nothing, after a change of its input in the last place.
-        Much, where it quantises what it computes as it goes, or where rounding decides which experts are asked."""
-        return max(*_until_it_raises(self._in_pieces()), *_until_it_raises(self._with_eager_attention())) or max(
-            _until_it_raises(self._after_a_nudge())
-        )
+        """How far apart the model's own answers are where only rounding differs: taken in pieces, and with another
+        implementation of its attention or, where it has but one, after a change of its input in the last place. Much,
+        where it quantises what it computes as it goes, or where rounding decides which experts are asked."""
+        eager = self._model.config._attn_implementation == "eager"
+        other = self._after_a_nudge() if eager else self._with_eager_attention()
+        return max(*_until_it_raises(self._in_pieces()), *_until_it_raises(other))
 
     def _in_pieces(self) -> Iterator[float]:
         state, at = State(self._model), 0
