@@ -20,7 +20,7 @@ from palaver.chat.models import Models, Told
 from palaver.chat.recorder import RecorderClosed
 from palaver.chat.service import Service
 from palaver.chat.turns import LOST, NOT_BEGUN
-from palaver.engines.scripted import Hold, ScriptedEngine
+from palaver.engines.scripted import Hold
 from palaver.errors import BadParameter, ModelError, PalaverError
 from palaver.events import Failed, Finished, fold
 from palaver.messages import assistant, user
@@ -452,7 +452,3 @@ async def test_a_listener_that_is_behind_misses_something_and_the_others_do_not(
             changes.tell("me", Change(str(number), "message"))
             assert await anext(quick) == Change(str(number), "message")
         assert await anext(slow) == Change("", "missed")
-
-
-def test_the_scripted_engine_is_what_these_tests_think() -> None:
-    assert isinstance(model([SHORT]).engine, ScriptedEngine)
