@@ -13,6 +13,7 @@ from palaver.server.errors import NotJson, TooLarge, TooSlow
 from palaver.server.settings import Limits
 
 _TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}:,]', re.DOTALL)
+_MANY_QUOTES = 200_000
 _SUSPECT = (b"\\ud", b"\\uD", b"NaN", b"Infinity")
 """What a lone surrogate, or a number that JSON does not have, is written with. Looked for as plain strings: a pattern
 would hold up every other thread for as long as it takes to go through a large body."""
@@ -71,8 +72,9 @@ def _may_exceed(body: bytes, limits: Limits) -> bool:
 def _check_shape(body: bytes, limits: Limits) -> None:
     """Depth and counts, before a parser builds millions of values from a few megabytes."""
     depth = containers = names = values = 0
-    for token in _TOKENS.finditer(body):
-        first = body[token.start()]
+    shape = _without_texts(body) if body.count(b'"') < _MANY_QUOTES else body
+    for token in _TOKENS.finditer(shape):
+        first = shape[token.start()]
         if first in b"[{":
             depth += 1
             containers += 1
@@ -90,6 +92,11 @@ def _check_shape(body: bytes, limits: Limits) -> None:
             values += 1
             if values > limits.json_values:
                 raise NotJson(f"The body holds more than {limits.json_values} values.")
+
+
+def _without_texts(body: bytes) -> bytes:
+    """What stands between the texts. Much quicker for long ones than a pattern, which holds up every other thread."""
+    return b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
 
 
 def _check_values(body: bytes) -> None:
