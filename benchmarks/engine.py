@@ -26,7 +26,7 @@ import torch
 import transformers
 
 import palaver.models
-from palaver.engines.host.hosted import environment
+from palaver.engines.host.process import environment
 from palaver.engines.torch import Limits, Options, TorchEngine, load
 from palaver.engines.torch.loading import quiet
 from palaver.generation import Prefilled, Prompt, Step

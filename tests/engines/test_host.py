@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from palaver.engines.base import Engine
+from palaver.engines.base import Engine, EngineState
 from palaver.engines.host import HostedEngine
-from palaver.engines.host.hosted import MAX_DEATHS, environment, torch_spec
+from palaver.engines.host.hosted import MAX_DEATHS, torch_spec
+from palaver.engines.host.process import environment
 from palaver.engines.host.wire import pack, pack_error, unpack, unpack_error
 from palaver.engines.torch import load
 from palaver.errors import BadParameter, ContextOverflow, EngineClosed, EngineError, NoWeights
@@ -48,6 +49,11 @@ def prompt(number: int = 0) -> Prompt:
 async def said(engine: Engine, number: int = 0, sampling: Sampling = SAMPLED, asked: Prompt | None = None) -> list[int]:
     async with engine.generate(asked or prompt(number), sampling) as outputs:
         return [output.token_id async for output in outputs if isinstance(output, Step)]
+
+
+async def until_ready(engine: HostedEngine) -> None:
+    while engine.status.state is not EngineState.READY:
+        await asyncio.sleep(0.05)
 
 
 async def test_the_same_replies_as_in_process(engine: HostedEngine, model: Path) -> None:
@@ -99,6 +105,9 @@ async def test_a_process_that_only_dies_is_given_up_and_the_next_request_is_serv
     with pytest.raises(EngineError, match=f"died {MAX_DEATHS} times"):
         await said(engine)
     task.cancel()
+    with pytest.raises(EngineError, match=f"died {MAX_DEATHS} times"):
+        await said(engine)
+    await until_ready(engine)
     assert await said(engine)
 
 
@@ -153,6 +162,25 @@ def alive(process: int) -> bool:
     except OSError:
         return False
     return state not in ("Z", "X")
+
+
+async def test_a_start_that_fails_says_why(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(model / "no such python"))
+    with pytest.raises(EngineError, match="couldn't be started"):
+        await HostedEngine(torch_spec(model, tiny.VOCABULARY)).start()
+
+
+async def test_a_load_that_is_cancelled_ends_its_process_at_once(model: Path) -> None:
+    engine = HostedEngine(torch_spec(model, tiny.VOCABULARY))
+    loading = asyncio.create_task(engine.start())
+    while engine.process_id is None:
+        await asyncio.sleep(0)
+    process = engine.process_id
+    loading.cancel()
+    async with asyncio.timeout(5):  # a process that ends by itself gets twice as long
+        await asyncio.wait([loading])
+    assert loading.cancelled()
+    assert not alive(process)
 
 
 PARENT = """

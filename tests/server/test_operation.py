@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from palaver.engines.torch import TorchEngine
 from palaver.server.settings import ServerSettings
 from tests.server.asking import CHAT, SUM, ask, chunks, post
 from tests.server.live import ADMIN, Live
@@ -20,6 +21,39 @@ def test_health_says_which_model_is_ready(http: httpx.Client) -> None:
     assert answer.status_code == 200
     assert answer.json()["status"] == "ready"
     assert answer.json()["model"] == "sprout"
+
+
+def ready(http: httpx.Client) -> tuple[int, str, float]:
+    """The status of /health, what it says, and the metric."""
+    answer = http.get("/health")
+    metric = re.search(r"^palaver_model_ready (\S+)$", http.get("/metrics").text, re.MULTILINE)
+    assert metric is not None
+    return answer.status_code, answer.json()["status"], float(metric[1])
+
+
+def test_health_is_of_the_engine(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60) as http:
+        assert ready(http) == (200, "ready", 1)
+        engine = live.service.models.current().engine
+        assert isinstance(engine, TorchEngine)
+        engine._scheduler.step = fail  # type: ignore[method-assign]
+        assert http.post(CHAT, json={"messages": SUM}).status_code == 503
+        assert ready(http) == (503, "failed", 0)
+        assert "the device is gone" in http.get("/health").json()["note"]
+
+
+def test_health_is_of_the_database(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    with Live(folder) as live, httpx.Client(base_url=live.url, timeout=60) as http:
+        assert ready(http) == (200, "ready", 1)
+        live.service.store.database.engine.dispose()
+        folder.rename(tmp_path / "away")
+        assert ready(http) == (503, "failed", 0)
+        (tmp_path / "away").rename(folder)
+        assert ready(http) == (200, "ready", 1)
 
 
 def test_models_are_listed(http: httpx.Client) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from palaver.chat.interface import ModelCard, ModelState
 from palaver.chat.model import Model
+from palaver.engines.base import EngineState, EngineStatus
 from palaver.engines.host.hosted import Told as Told
 from palaver.errors import ModelError, ModelLoading, NoModel, PalaverError
 
@@ -41,7 +43,7 @@ class Models:
 
     def card(self) -> ModelCard:
         if self._model is not None:
-            return _card(self._model)
+            return _with_status(_card(self._model), self._model.engine.status)
         if self._error is not None:
             return ModelCard(self._name, ModelState.FAILED, note=str(self._error))
         state = ModelState.LOADING if self._loading is not None else ModelState.NONE
@@ -111,6 +113,17 @@ class Models:
 
     def _told(self, progress: float | None, note: str) -> None:
         self._progress, self._note = progress, note
+
+
+def _with_status(card: ModelCard, status: EngineStatus) -> ModelCard:
+    """A loaded model is ready only while its engine can make a reply."""
+    match status.state:
+        case EngineState.READY:
+            return card
+        case EngineState.STARTING:
+            return replace(card, state=ModelState.LOADING, progress=None, note=status.reason)
+        case EngineState.FAILED:
+            return replace(card, state=ModelState.FAILED, progress=None, note=status.reason)
 
 
 def _card(model: Model) -> ModelCard:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from palaver.generation import Output, Prompt
@@ -42,6 +43,22 @@ class EngineInfo:
     """What computes its replies (`engines.fingerprint`): stored with each of them."""
 
 
+class EngineState(StrEnum):
+    READY = "ready"
+    STARTING = "starting"
+    """For the first time, or again: requests wait."""
+    FAILED = "failed"
+    """Requests are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Whether a reply can be made now, and why not."""
+
+    state: EngineState
+    reason: str = ""
+
+
 class Generation(Protocol):
     """The outputs of one generation, and what may be asked of it while it runs."""
 
@@ -61,6 +78,11 @@ class Generation(Protocol):
 class Engine(Protocol):
     @property
     def info(self) -> EngineInfo: ...
+
+    @property
+    def status(self) -> EngineStatus:
+        """Whether a reply can be made now."""
+        ...
 
     def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> AbstractAsyncContextManager[Generation]:
         """Opens one generation. Its owner leaves the context to end it: that cancels it within one step.

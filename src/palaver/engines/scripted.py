@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from palaver.engines.base import EngineInfo
+from palaver.engines.base import EngineInfo, EngineState, EngineStatus
 from palaver.engines.reply import Reply
 from palaver.errors import ContextOverflow, EngineClosed, EngineError, PalaverError
 from palaver.generation import AnswerAsked, Ended, Finish, Output, Prefilled, Prompt, Queued, Step
@@ -113,6 +113,11 @@ class ScriptedEngine:
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @property
+    def status(self) -> EngineStatus:
+        state = EngineState.FAILED if self._closed else EngineState.READY
+        return EngineStatus(state, "The engine has been closed." if self._closed else "")
 
     @asynccontextmanager
     async def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> AsyncIterator[ScriptedGeneration]:

@@ -92,7 +92,7 @@ class Metrics:
             ("replies_running", "gauge", "Replies of requests in the making or waiting.", now.replies),
             ("turns_running", "gauge", "Turns of conversations in the making or waiting.", now.turns),
             ("replies_waiting", "gauge", "All that wait in the queue.", waiting),
-            ("model_ready", "gauge", "Whether a model can be talked to.", int(now.ready)),
+            ("model_ready", "gauge", "Whether a reply can be made now.", int(now.ready)),
         ):
             yield from _single(name, kind, meaning, value)
 

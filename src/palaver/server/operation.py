@@ -31,7 +31,10 @@ _FIGURES_SECONDS = 1.0
 
 
 class Health(BaseModel):
-    status: str = Field(description="ready, loading, failed, or none where no model is loaded")
+    status: str = Field(
+        description="ready: a reply can be made now; loading: a model loads or its engine starts again; failed: `note` "
+        "says why; none: no model is loaded"
+    )
     model: str
     progress: float | None = Field(None, description="from 0 to 1 while a model loads, where that is known")
     note: str = ""
@@ -55,10 +58,10 @@ def router() -> APIRouter:
 
     @routes.get("/health", response_model=Health)
     async def health(request: Request, state: StateOf) -> Response:
-        """Whether a model can be talked to: 200, or 503 with how far its loading is. Without a key, that alone."""
-        card = state.service.models.card()
-        status = 200 if card.state is ModelState.READY else 503
-        told = {**_health(card).model_dump(), "instance": state.settings.instance}
+        """Whether a reply can be made now: 200, or 503 and why not. Without a key, the status alone."""
+        now = await _current_health(state)
+        status = 200 if now.status == ModelState.READY else 503
+        told = {**now.model_dump(), "instance": state.settings.instance}
         if request.state.caller is None:
             told = {"status": told["status"], "instance": told["instance"]}
         return JSONResponse(told, status)
@@ -143,12 +146,20 @@ def _event(name: str, value: dict[str, Any]) -> bytes:
     return f"event: {name}\ndata: {json.dumps(value)}\n\n".encode()
 
 
+async def _current_health(state: State) -> Health:
+    """Of the engine and of the database: without either, no reply can be made."""
+    now = _health(state.service.models.card())
+    if now.status != ModelState.READY or not (failure := await state.database.failure(state.service.store)):
+        return now
+    return now.model_copy(update={"status": ModelState.FAILED.value, "progress": None, "note": failure})
+
+
 def _health(card: ModelCard) -> Health:
     return Health(status=card.state.value, model=card.name, progress=card.progress, note=card.note)
 
 
 async def _metrics(state: State) -> str:
-    ready = state.service.models.card().state is ModelState.READY
+    ready = (await _current_health(state)).status == ModelState.READY
     replies, turns = len(state.floor), len(state.service.turns.running)
     return state.metrics.text(Standing(replies, turns, ready, await _engine_figures(state)))
 

@@ -11,6 +11,7 @@ from fastapi import Depends, Request
 from palaver.chat.service import Service
 from palaver.server.access import AccessLog
 from palaver.server.callers import Callers
+from palaver.server.database_probe import DatabaseProbe
 from palaver.server.floor import Floor
 from palaver.server.metrics import Metrics
 from palaver.server.openai.remembering import Remembered
@@ -37,6 +38,7 @@ class State:
     transcripts: Transcripts = field(default_factory=Transcripts)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to shut down: streams without an end of their own are ended."""
+    database: DatabaseProbe = field(default_factory=DatabaseProbe)
     branches: Branches = field(default_factory=Branches)
     attending: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """By the ids of their replies: what watches over responses that run."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 
 from platformdirs import user_data_path
-from sqlalchemy import URL
+from sqlalchemy import URL, text
 
 from palaver.store.blobs import Blobs
 from palaver.store.conversations import Conversations
@@ -59,6 +59,11 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def check(self) -> None:
+        """Raises StoreError where the database can't be read."""
+        with self.database.reading() as connection:
+            connection.execute(text("SELECT 1 FROM alembic_version"))
 
     def close(self) -> None:
         """Replies that still run under a lease of this store can be taken over from now on."""

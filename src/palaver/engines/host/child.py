@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from palaver.engines.base import Engine, Generation
 from palaver.engines.host.progress import Progress
 from palaver.engines.host.wire import frame_bytes, pack, pack_error, read_frame, unpack
 from palaver.engines.processes import die_with_parent
-from palaver.errors import EngineError, PalaverError
+from palaver.errors import BrokenModel, EngineError, PalaverError
 
 OPTIONS = ("exact", "context", "compiled", "cache_bytes", "max_running")
 """The engine's options that a specification sets."""
@@ -39,9 +41,23 @@ def make_engine(spec: dict[str, Any], progress: Progress) -> Engine:
         dtype=spec["dtype"],
         options=Options(**{name: spec[name] for name in OPTIONS}),
         adapter=adapter,
+        on_failure=die,
     )
     threading.Thread(target=engine.warm_grammars, name="palaver-warm", daemon=True).start()
     return engine
+
+
+def die(error: BaseException) -> None:
+    """Ends the process at once, from any thread: the parent starts another one, in which requests go on."""
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(os.EX_SOFTWARE)
+
+
+def _as_model_error(error: Exception) -> PalaverError:
+    if isinstance(error, PalaverError):
+        return error
+    return BrokenModel(f"The model couldn't be loaded ({type(error).__name__}: {error}).")
 
 
 class Child:
@@ -79,8 +95,9 @@ class Child:
         telling = asyncio.create_task(self._tell(progress))
         try:
             self._engine = await asyncio.to_thread(make_engine, frame["spec"], progress)
-        except PalaverError as error:
-            self._send({"failed": pack_error(error)})
+        except Exception as error:
+            traceback.print_exception(error)
+            self._send({"failed": pack_error(_as_model_error(error))})
             return
         finally:
             telling.cancel()
@@ -88,15 +105,20 @@ class Child:
 
     async def _tell(self, progress: Progress) -> None:
         while True:
-            self._send({"progress": [progress.share, progress.note]})
+            self._send({"loading": [progress.share, progress.note]})
             await asyncio.sleep(_TELL_S)
 
     def _answer(self, frame: dict[str, Any], found: Awaitable[dict[str, float]]) -> None:
         """A question that is no generation: one answer, under its number."""
 
         async def answer() -> None:
-            self._send({"answer": await found, "number": number})
-            self._tasks.pop(number, None)
+            try:
+                self._send({"answer": await found, "number": number})
+            except Exception as error:  # who asked gets no figures, and requests say what is wrong
+                self._send({"answer": {}, "number": number})
+                print(f"A question failed ({type(error).__name__}: {error}).", file=sys.stderr)
+            finally:
+                self._tasks.pop(number, None)
 
         number = frame["number"]
         self._tasks[number] = asyncio.create_task(answer())
@@ -116,9 +138,11 @@ class Child:
 
     async def _run(self, number: int, frame: dict[str, Any]) -> None:
         assert self._engine is not None
+        self._send({"request": number, "progress": "PREPARING"})
         try:
             prompt, sampling = unpack(frame["prompt"]), unpack(frame["sampling"])
             async with self._engine.generate(prompt, sampling, frame["choice"]) as outputs:
+                self._send({"request": number, "progress": "BEGUN"})
                 self._running[number] = outputs
                 async for output in outputs:
                     self._put([number, pack(output)])
@@ -176,6 +200,7 @@ async def serve(descriptor: int) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the front-end
     die_with_parent()
+    faulthandler.enable(all_threads=False)
     asyncio.run(serve(int(sys.argv[1])))
     os._exit(0)  # the engine is closed; nothing of torch's own threads is worth waiting for
 

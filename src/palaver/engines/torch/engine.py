@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from palaver.constraints import Constraint
-from palaver.engines.base import COMPILED, EngineInfo
+from palaver.engines.base import COMPILED, EngineInfo, EngineState, EngineStatus
 from palaver.engines.fingerprint import COMPILED_RUNNER, EXACTNESS, Fingerprint
 from palaver.engines.grammars import CompiledGrammar, GrammarCache
 from palaver.engines.reply import Reply
@@ -67,11 +67,12 @@ def load(
     dtype: str | None = None,
     options: Options | None = None,
     adapter: Path | None = None,
+    on_failure: Callable[[BaseException], None] | None = None,
 ) -> TorchEngine:
     """Loads a model from a folder or a hub id and starts its thread. Raises a ModelError where it can't.
 
     `vocabulary` holds the bytes of each token id: stop strings, banned strings and text markers are bytes. `adapter` is
-    the folder of a LoRA adapter that is merged into the weights.
+    the folder of a LoRA adapter that is merged into the weights. `on_failure` is called when the engine's thread dies.
     """
     checkpoint = open_checkpoint(model)
     place = pick_device(device)
@@ -84,7 +85,7 @@ def load(
         loaded = with_adapter(loaded, adapter)
     _check_cache(options, place)
     big = not _is_small(loaded)
-    engine = TorchEngine(checkpoint.name, loaded, vocabulary, options, library)
+    engine = TorchEngine(checkpoint.name, loaded, vocabulary, options, library, on_failure)
     del loaded  # an engine may have its weights in a form of its own
     if big:
         give_back_unused()
@@ -101,8 +102,10 @@ class TorchEngine:
         vocabulary: Vocabulary,
         options: Options | None = None,
         library: Future[Library] | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """`library` is the code of compiled steps; without it there are none."""
+        """`library` is the code of compiled steps; without it there are none. `on_failure` is called in the engine's
+        thread when an error ends that."""
         options = options or Options()
         self._vocabulary = vocabulary
         self._spelling = Spelling(vocabulary)
@@ -122,11 +125,16 @@ class TorchEngine:
         self._info = replace(info, fingerprint=str(_fingerprint(model, info, build)))
         outbox = Outbox()
         self._scheduler = Scheduler(self._runner, outbox, self._sequence, _limits(model, options))
-        self._worker = Worker(self._scheduler, outbox, threads)
+        self._worker = Worker(self._scheduler, outbox, threads, on_failure)
 
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @property
+    def status(self) -> EngineStatus:
+        over = self._worker.over
+        return EngineStatus(EngineState.READY) if over is None else EngineStatus(EngineState.FAILED, str(over))
 
     @property
     def statistics(self) -> EngineStatistics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -15,12 +16,21 @@ from palaver.errors import EngineClosed, EngineError, PalaverError
 
 
 class Worker:
-    def __init__(self, scheduler: Scheduler, outbox: Outbox, threads: Threads) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        outbox: Outbox,
+        threads: Threads,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """`on_failure` is called in the worker's thread when an error ends it, before requests are failed."""
         self._scheduler = scheduler
         self._outbox = outbox
         self._threads = threads
+        self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._over: PalaverError | None = None
+        """Why the thread has ended."""
         self._lock = threading.Lock()
         self.seconds = 0.0
         """The CPU time the thread has taken so far."""
@@ -37,6 +47,10 @@ class Worker:
             elif isinstance(command, Forget):
                 command.done()
 
+    @property
+    def over(self) -> PalaverError | None:
+        return self._over
+
     def join(self) -> None:
         self._thread.join()
 
@@ -47,6 +61,8 @@ class Worker:
             with torch.inference_mode():
                 self._work()
         except BaseException as error:
+            if self._on_failure is not None:
+                self._on_failure(error)
             reason = EngineError(f"The engine's thread died ({type(error).__name__}: {error}): start the engine again.")
         self._end(reason)
 
