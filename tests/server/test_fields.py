@@ -296,6 +296,15 @@ class TestForcedThinking:
             blocks = http.post("/v1/messages", json=asked).json()["content"]
             assert [block["type"] for block in blocks] == (["thinking", "text"] if forced else ["text"])
             assert http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 3}).status_code == 200
+            parameters = {"thinking": not forced, "temperature": 0}
+            conversation = http.post("/api/conversations", json={"parameters": parameters}).json()["id"]
+            said = {
+                "parent": None,
+                "message": {"role": "user", "parts": [{"type": "text", "text": "What is 12 + 30?"}]},
+            }
+            reply = http.post(f"/api/conversations/{conversation}/say", json=said).json()["reply"]["id"]
+            events = http.get(f"/api/turns/{reply}/events").text
+            assert ("thinking_delta" in events) is forced
 
     def test_a_default_gives_way(self, tmp_path: Path) -> None:
         settings = ServerSettings(defaults=operator_settings(["thinking=true"]))

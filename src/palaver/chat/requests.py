@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from palaver.chat.model import Model, draw_seed
 from palaver.chat.parameters import LOGPROBS, Overflow, decide, merged, options_from_json, options_to_json
 from palaver.chat.utterance import Request
 from palaver.errors import ContextOverflow
+from palaver.formats.base import Format
 from palaver.generation import Prompt
 from palaver.messages import Message, Role, Text, Thinking
 from palaver.store import Conversation, Settings, Status, Store, Stored, prompt
@@ -23,11 +24,16 @@ class Asked:
     """The request, rendered."""
 
 
+Adjust = Callable[[Mapping[str, Any], Format], Mapping[str, Any]]
+
+
 class Requests:
     """Reads the store; may be used from any thread."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.adjust: Adjust | None = None
+        """Applies an operator's own parameters to those of a turn."""
 
     def new(
         self,
@@ -42,7 +48,10 @@ class Requests:
         Raises whatever makes it impossible, such as ContextOverflow where shortening is not wanted.
         """
         now = conversation.created_at.replace(tzinfo=None)
-        decided = decide(model.engine.info.defaults, merged(conversation.parameters, parameters), draw_seed(), now)
+        parameters = merged(conversation.parameters, parameters)
+        if self.adjust is not None:
+            parameters = self.adjust(parameters, model.format)
+        decided = decide(model.engine.info.defaults, parameters, draw_seed(), now)
         sampling = replace(decided.sampling, logprobs=max(decided.sampling.logprobs, LOGPROBS))
         path = spoken(path)
         said = (*self._store.messages.full_path(path), *more)

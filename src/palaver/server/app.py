@@ -20,6 +20,7 @@ from palaver.server.failing import answer_errors
 from palaver.server.floor import Floor
 from palaver.server.metrics import Metrics
 from palaver.server.openai import chat, completions, tokens
+from palaver.server.openai.thinking import operator_parameters
 from palaver.server.page import routes as page
 from palaver.server.page import session
 from palaver.server.responses import routes as responses
@@ -50,6 +51,8 @@ class Server:
         )
         service.turns.heard = TurnCounts(self.state.metrics).hear
         service.continues = is_background
+        if settings.forced:
+            service.requests.adjust = lambda given, format: operator_parameters({}, given, settings.forced, format)
         self.routes = _routes(self.state)
         self.asgi = Shell(self.routes, self.state, _is_open)
 

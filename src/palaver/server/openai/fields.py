@@ -78,14 +78,14 @@ class NamedTool(Fields):
     function: NamedFunction
 
 
-class AllowedTools(Fields):
+class AllowedChatTools(Fields):
     mode: Literal["auto", "required"] = "auto"
     tools: list[NamedTool] = Field(description="The model is told of these alone.")
 
 
 class AllowedToolsChoice(Fields):
     type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
+    allowed_tools: AllowedChatTools
 
 
 class StructuredOutputs(Fields):
