@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
-from platformdirs import user_cache_path
 
 from palaver.errors import CantCompile
 
@@ -61,6 +60,8 @@ def load_library() -> Library:
     A library is loaded into this process only after it ran in another one: a file that is damaged, or built for
     another processor, would end the process that uses it. Such a file is built anew.
     """
+    from platformdirs import user_cache_path  # only where something is built
+
     compiler = _find_compiler()
     build = _build_key(compiler)
     path = user_cache_path("palaver") / "compiled" / f"step-{build}.so"
