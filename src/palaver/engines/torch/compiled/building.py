@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
-
 from palaver.errors import CantCompile
 
 SOURCE = Path(__file__).with_name("step.c")
