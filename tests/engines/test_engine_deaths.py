@@ -23,10 +23,11 @@ from tests.engines import tiny
 pytestmark = pytest.mark.slow  # each process imports torch
 
 KILLER, RAISER = 201, 202
-"""Tokens: while a prompt with one of them runs, the process ends or its worker's thread raises."""
+"""Tokens. While a prompt with the first one runs, each process ends; with the second, one worker's thread raises."""
 FAULTS = f"""
 import builtins, os, signal, sys
 
+once = os.path.join(os.path.dirname(__file__), "once")
 original = builtins.__import__
 
 def patched(name, *rest, **named):
@@ -39,7 +40,8 @@ def patched(name, *rest, **named):
                 said = len(generation.prompt.reply_ids) + generation.steps
                 if {KILLER} in generation.prompt.context_ids and said >= 5:
                     os.kill(os.getpid(), signal.SIGSEGV)
-                if {RAISER} in generation.prompt.context_ids and not generation.prompt.reply_ids and said >= 5:
+                if {RAISER} in generation.prompt.context_ids and os.path.exists(once):
+                    os.remove(once)
                     raise RuntimeError("the device is gone")
             step(self)
         scheduler.Scheduler.step = scheduler.Scheduler.faulty = faulty
@@ -60,6 +62,7 @@ async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     """One whose process has faults put into it."""
     (tmp_path / "faults").mkdir()
     (tmp_path / "faults" / "sitecustomize.py").write_text(FAULTS)
+    (tmp_path / "faults" / "once").touch()
     path = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "faults"), *([path] if path else [])]))
     async with HostedEngine(torch_spec(tiny.make("qwen3", tmp_path / "model"), tiny.VOCABULARY)) as hosted:
