@@ -273,7 +273,7 @@ def test_hostile_22_a_full_queue(tmp_path: Path) -> None:
             ask(client, max_tokens=2)
 
 
-def until_free(live: Live, seconds: float = 20.0) -> float:
+def until_free(live: Live, seconds: float = 60.0) -> float:
     started = time.monotonic()
     while len(live.server.state.floor) or live.service.models.current().engine.statistics.running:  # type: ignore[attr-defined]
         assert time.monotonic() - started < seconds

@@ -127,14 +127,14 @@ def test_a_locked_database_is_waited_for_then_told_of(place: Place) -> None:
             begun = time.monotonic()
             with pytest.raises(Locked, match="Another program"):
                 said(store, id, first.id, "2")
-            assert 0.15 < time.monotonic() - begun < 3
+            assert time.monotonic() - begun > 0.15
             assert len(store.messages.path(first.id)) == 1, "reading goes on meanwhile"
         assert said(store, id, first.id, "2").parent_id == first.id
 
 
 def test_a_lock_is_waited_for_as_long_by_all_writers_of_a_process(tmp_path: Path) -> None:
     """They queue for one writer's turn: each waits as long as one alone, not for those before it too."""
-    count, wait = 6, 1.0
+    count, wait = 16, 1.0
     with open_store(tmp_path, wait=wait) as store:
         id = conversation(store).id
         first = said(store, id, None, "1")

@@ -5,6 +5,7 @@ To launch its many small operations one by one takes longer than to compute them
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -133,11 +134,7 @@ class CudaRecorder:
         here = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                out = run()
-            finally:
-                graph.capture_end()
+            out = self._capture(graph, run)
         here.wait_stream(self._stream)
         self._last = graph
 
@@ -146,3 +143,16 @@ class CudaRecorder:
             return out
 
         return play
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, run: Pass) -> Tensor:
+        collects = gc.isenabled()
+        gc.disable()  # freeing an old graph while another is captured would spoil it
+        try:
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                return run()
+            finally:
+                graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
