@@ -46,7 +46,7 @@ from palaver.engines.host import HostedEngine
 from palaver.engines.host.hosted import torch_spec
 from palaver.engines.torch import Options, load
 from palaver.events import AnswerDelta, ThinkingDelta
-from palaver.formats.loading import load_format
+from palaver.formats.loader import load_format
 from palaver.formats.tokenizer import load_tokenizer
 from palaver.generation import Step
 from palaver.messages import assistant, user

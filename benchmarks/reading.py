@@ -10,7 +10,7 @@ import time
 from itertools import pairwise
 
 from palaver.events import fold
-from palaver.formats.templated import TemplateFormat
+from palaver.formats.format import TemplateFormat
 from palaver.messages import user
 from tests.formats.families import FAMILIES, TOOLS, Kind, made
 

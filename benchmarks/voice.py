@@ -24,7 +24,7 @@ from palaver.chat.model import Model
 from palaver.chat.utterance import Request
 from palaver.engines.torch import load
 from palaver.events import AnswerDelta, Finished
-from palaver.formats.loading import load_format
+from palaver.formats.loader import load_format
 from palaver.formats.tokenizer import load_tokenizer
 from palaver.messages import user
 from palaver.sampling import Sampling

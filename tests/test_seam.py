@@ -10,7 +10,7 @@ import pytest
 from palaver.chat.model import Model
 from palaver.chat.utterance import Reply, Request
 from palaver.engines.torch import load
-from palaver.formats.loading import load_format
+from palaver.formats.loader import load_format
 from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
 from palaver.messages import user
 from palaver.sampling import Sampling

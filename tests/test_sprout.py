@@ -19,8 +19,8 @@ import pytest
 from palaver.chat.model import Model
 from palaver.chat.utterance import Request
 from palaver.engines.torch import load
-from palaver.formats.loading import load_format
-from palaver.formats.options import Options
+from palaver.formats.base import RenderOptions
+from palaver.formats.loader import load_format
 from palaver.formats.tokenizer import load_tokenizer
 from palaver.generation import Finish
 from palaver.messages import Message, Tool, system, tool, user
@@ -110,7 +110,7 @@ async def reply_to(chat: Model, conversation: Conversation) -> Message:
 
 
 async def _reply(chat: Model, conversation: Conversation, messages: Sequence[Message]) -> Message:
-    options = Options(thinking=conversation.thinking)
+    options = RenderOptions(thinking=conversation.thinking)
     reply = await chat.reply(Request(tuple(messages), GREEDY, conversation.tools, options))
     assert reply.finish is Finish.END, conversation.name
     return reply.message

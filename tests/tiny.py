@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from palaver.formats.vocabulary import _BYTES
+from palaver.formats.tokenizer import _BYTES
 
 TURNS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 THINK = ("<think>", "</think>")

@@ -15,8 +15,8 @@ from palaver.chat.models import Models, Told
 from palaver.chat.service import Service
 from palaver.engines.scripted import Hold, Script, ScriptedEngine
 from palaver.errors import UnknownModel
+from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
-from palaver.formats.templated import TemplateFormat
 from palaver.formats.tokenizer import FastTokenizer
 from palaver.store import Store, open_store
 from tests.tiny import CHATML, MERGES, STRINGS, byte_level

@@ -14,7 +14,7 @@ from palaver.chat.model import Model
 from palaver.chat.models import Models
 from palaver.chat.utterance import Request
 from palaver.errors import BadParameter, NoTemplate, UnknownModel
-from palaver.formats.options import Options
+from palaver.formats.base import RenderOptions
 from palaver.messages import user
 from palaver.models.axolotl import Trained
 from palaver.models.templates import TEMPLATES
@@ -63,7 +63,7 @@ def bare(model: Path, folder: Path) -> Path:
 def opening(folder: Path, trained: Trained) -> str:
     """What the model would read of a greeting."""
     tokenizer, format = talk(folder, Loading(), trained)
-    ids = format.render((user("Hi"),), (), Options(), ()).context_ids
+    ids = format.render((user("Hi"),), (), RenderOptions(), ()).context_ids
     return b"".join(tokenizer.vocabulary[id] for id in ids).decode()
 
 

@@ -12,8 +12,8 @@ from palaver.chat.utterance import Reply, Request
 from palaver.engines.scripted import Fail, Hold, Script, ScriptedEngine
 from palaver.errors import BadParameter, ContextOverflow, EngineError, NothingToContinue
 from palaver.events import AnswerDelta, Event, Finished, PhaseOpened, Started, ThinkingDelta
+from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
-from palaver.formats.templated import TemplateFormat
 from palaver.formats.tokenizer import FastTokenizer
 from palaver.generation import Finish
 from palaver.messages import user

@@ -10,8 +10,8 @@ import pytest
 from palaver.engines.torch import load
 from palaver.engines.torch.banned import Spelling
 from palaver.engines.torch.mending import Mending
-from palaver.formats.loading import load_format
-from palaver.formats.options import Options
+from palaver.formats.base import RenderOptions
+from palaver.formats.loader import load_format
 from palaver.formats.tokenizer import load_tokenizer
 from palaver.generation import Prompt, Step
 from palaver.messages import assistant, user
@@ -45,7 +45,7 @@ async def test_a_reply_begun_as_text_goes_on_through_its_seam(sampling: Sampling
 
     try:
         begun = assistant("Use /cont", thinking="Going on is /continue.")
-        prompt = format.render(question, options=Options(healing=True), begun=begun)
+        prompt = format.render(question, options=RenderOptions(healing=True), begun=begun)
         assert prompt.healing
         plain = format.render(question, begun=begun)
         whole = b"".join(tokenizer.vocabulary[i] for i in plain.reply_ids)

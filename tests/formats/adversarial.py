@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from palaver.formats.templated import TemplateFormat
+from palaver.formats.format import TemplateFormat
 from palaver.messages import Message, Role, Text, Thinking, Tool, ToolCall, ToolResult
 
 _GLUE = (

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from palaver.formats.pieces import PieceTokenizer
+from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer
+from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
-from palaver.formats.templated import TemplateFormat
 from palaver.messages import Tool
 
 STRINGS = {"bos_token": "<|bos|>", "eos_token": "<|done|>"}

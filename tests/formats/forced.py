@@ -17,8 +17,8 @@ from palaver.engines.torch.banned import Spelling
 from palaver.engines.torch.holding import Holding
 from palaver.errors import TemplateError
 from palaver.events import fold
-from palaver.formats.options import Options
-from palaver.formats.templated import TemplateFormat
+from palaver.formats.base import RenderOptions
+from palaver.formats.format import TemplateFormat
 from palaver.generation import Prompt
 from palaver.messages import Message, Tool, ToolCall, user
 from palaver.sampling import Sampling
@@ -110,7 +110,7 @@ class Drawn:
 
     def message(self, called: Sequence[Tool], seed: int) -> tuple[Message, str]:
         """What the reply reads as, and its text."""
-        options = Options(must_call=tuple(tool.name for tool in called))
+        options = RenderOptions(must_call=tuple(tool.name for tool in called))
         prompt = self._format.render((user("Hi"),), self.tools, options)
         ids = self._ids(prompt, random.Random(seed))
         reader = self._format.reader(prompt, (), self.tools, options)

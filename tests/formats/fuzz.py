@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer
 from palaver.events import AnswerDelta, Notice, ReadEvent, ThinkingDelta, ToolCallDelta, ToolCallOpened, fold
-from palaver.formats.options import Options
-from palaver.formats.pieces import PieceTokenizer
-from palaver.formats.templated import TemplateFormat
+from palaver.formats.base import RenderOptions
+from palaver.formats.format import TemplateFormat
 from palaver.generation import Prompt
 from palaver.messages import user
 from tests.formats.families import FAMILIES, TOOLS, Family, Kind, made
@@ -37,7 +37,7 @@ class Subject:
     prompts: dict[tuple[bool | None, bool], Prompt]
 
     def read(self, tokens: list[int], thinks: bool | None, calls: bool, stops: tuple[str, ...] = ()) -> list[ReadEvent]:
-        options = Options(thinking=thinks, calls=calls)
+        options = RenderOptions(thinking=thinks, calls=calls)
         reader = self.format.reader(self.prompts[thinks, calls], stops, TOOLS, options)
         events = reader.open()
         for token in tokens:
@@ -49,7 +49,7 @@ def subject(family: Family, kind: Kind) -> Subject:
     format, pieces = made(family, kind)
     tools = TOOLS if family.calls else ()
     prompts = {
-        (thinks, calls): format.render([user("q")], tools, Options(thinking=thinks, calls=calls))
+        (thinks, calls): format.render([user("q")], tools, RenderOptions(thinking=thinks, calls=calls))
         for thinks in ((None, True, False) if format.facts.switch else (None,))
         for calls in (True, False)
     }

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from palaver.commands.format_trials.cases import STRINGS
+from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer, control_strings
 from palaver.events import fold
-from palaver.formats.loading import load_format
-from palaver.formats.options import Options
-from palaver.formats.pieces import PieceTokenizer, control_strings
-from palaver.formats.recorded import STRINGS
+from palaver.formats.base import RenderOptions
+from palaver.formats.format import TemplateFormat
+from palaver.formats.loader import load_format
 from palaver.formats.template import Template
-from palaver.formats.templated import TemplateFormat
 from palaver.generation import Prompt
 from palaver.messages import Message, Role, Text, Thinking, Tool, ToolCall, user
 from palaver.models.catalog import resolve
@@ -28,7 +28,9 @@ PUBLISHED = sorted((Path(__file__).parents[3] / "shared" / "formats" / "template
 
 
 def begun(format: TemplateFormat, message: Message, thinking: bool | None = None) -> str:
-    prompt = format.render([user("Why?")], TOOLS if message is CALL else (), Options(thinking=thinking), begun=message)
+    prompt = format.render(
+        [user("Why?")], TOOLS if message is CALL else (), RenderOptions(thinking=thinking), begun=message
+    )
     return b"".join(format.tokenizer.vocabulary[i] for i in prompt.reply_ids).decode()
 
 
@@ -70,7 +72,7 @@ def test_a_marker_that_leads_nowhere_is_shown_where_it_is_spelled_by_letters_alo
     family = FAMILIES["JSON in tags"]
     tokenizer = PieceTokenizer((*family.turns, *family.markers))
     format = TemplateFormat(Template(family.source, family.name), tokenizer, family.strings)
-    prompt = format.render([user("Why?")], (), Options(thinking=False))
+    prompt = format.render([user("Why?")], (), RenderOptions(thinking=False))
     for marker in ("</think>", "<tool_call>", "</tool_call>"):
         spelled = [tokenizer.piece(marker[:4]), tokenizer.piece(marker[4:])]
         between = spelled if letters else [tokenizer.control[marker]]
@@ -82,7 +84,7 @@ def test_arguments_of_a_call_keep_the_marker_tokens_that_the_model_wrote() -> No
     family = FAMILIES["JSON in tags"]
     tokenizer = PieceTokenizer((*family.turns, *family.markers))
     format = TemplateFormat(Template(family.source, family.name), tokenizer, family.strings)
-    prompt = format.render([user("Why?")], TOOLS, Options(thinking=False))
+    prompt = format.render([user("Why?")], TOOLS, RenderOptions(thinking=False))
     text = '<tool_call>\n{"name": "f", "arguments": {"a": "x</think>y"}}\n</tool_call>'
     ids = tokenizer.encode(tokenizer.runs(text))
     reader = format.reader(prompt, tools=TOOLS)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer
+from palaver.commands.format_trials.roundtrip import run_roundtrips
 from palaver.events import Notice, PhaseOpened, ReadEvent, fold
-from palaver.formats.calls import syntaxes
-from palaver.formats.options import Options
-from palaver.formats.pieces import PieceTokenizer
-from palaver.formats.roundtrip import run
-from palaver.formats.templated import TemplateFormat
+from palaver.formats.base import RenderOptions
+from palaver.formats.format import TemplateFormat
+from palaver.formats.tool_calls import syntaxes
 from palaver.messages import Message, user
 from palaver.phases import Phase
 from tests.formats.adversarial import contents, control_ids
@@ -38,7 +38,7 @@ def cut(pieces: PieceTokenizer, text: str, rng: random.Random | None) -> Iterato
             data = data[size:]
 
 
-def read(format: TemplateFormat, tokens: list[int], family: Family, options: Options) -> list[ReadEvent]:
+def read(format: TemplateFormat, tokens: list[int], family: Family, options: RenderOptions) -> list[ReadEvent]:
     tools = TOOLS if family.calls else ()
     reader = format.reader(format.render([user("q")], tools, options), (), tools, options)
     return [*reader.open(), *(event for token in tokens for event in reader.feed(token)), *reader.close()]
@@ -56,7 +56,7 @@ def replies(family: Family, kind: Kind) -> list[Said]:
 @pytest.mark.parametrize(("family", "kind"), ALL)
 def test_what_is_learned(family: Family, kind: Kind) -> None:
     facts = made(family, kind)[0].facts
-    assert (syntaxes.family(facts.calls) if facts.calls else None) == family.calls
+    assert (syntaxes.syntax_name(facts.calls) if facts.calls else None) == family.calls
     assert (facts.switch.name if facts.switch else None) == family.switch
     assert facts.reasoning_field == family.reasoning
     if family.thinking:
@@ -71,7 +71,7 @@ def test_what_is_learned(family: Family, kind: Kind) -> None:
 def test_replies_are_read_however_they_are_cut(family: Family, kind: Kind) -> None:
     format, pieces = made(family, kind)
     for said in replies(family, kind):
-        options = Options(thinking=said.thinks)
+        options = RenderOptions(thinking=said.thinks)
         for rng in (None, *map(random.Random, range(4))):
             tokens = list(cut(pieces, said.text, rng))
             assert meaning(fold(read(format, tokens, family, options)).message) == (
@@ -89,7 +89,7 @@ def test_what_has_been_told_at_any_token_is_a_beginning_of_the_whole(family: Fam
     format, pieces = made(family, kind)
     tools = TOOLS if family.calls else ()
     for said in replies(family, kind):
-        options = Options(thinking=said.thinks)
+        options = RenderOptions(thinking=said.thinks)
         reader = format.reader(format.render([user("q")], tools, options), (), tools, options)
         events = reader.open()
         for token in cut(pieces, said.text, random.Random(1)):
@@ -104,7 +104,7 @@ def test_what_has_been_told_at_any_token_is_a_beginning_of_the_whole(family: Fam
 def test_without_leave_to_call_the_markup_of_calls_is_text(family: Family) -> None:
     format, pieces = made(family, Kind.TEXT)
     called = next(said for said in reversed(family.replies) if said.calls)
-    options = Options(calls=False, thinking=called.thinks)
+    options = RenderOptions(calls=False, thinking=called.thinks)
     folded = fold(read(format, ids(pieces, called.text), family, options))
     assert not folded.message.tool_calls
     shown = folded.message.thinking + folded.message.text + " ".join(folded.notices)
@@ -136,7 +136,7 @@ def test_no_content_of_a_thousand_changes_the_control_tokens(family: Family) -> 
 def test_continuations_are_byte_exact(tmp_path: Path) -> None:
     for name, family in FAMILIES.items():
         (tmp_path / f"{name}.jinja").write_text(family.source, encoding="utf-8")
-    trials = list(run(tmp_path))
+    trials = list(run_roundtrips(tmp_path))
     assert [trial for trial in trials if trial.exact < trial.count] == []
     assert sum(trial.count for trial in trials) > 9000
     assert {trial.template for trial in trials if trial.count} == set(FAMILIES)
@@ -145,7 +145,7 @@ def test_continuations_are_byte_exact(tmp_path: Path) -> None:
 def test_a_phase_that_the_prompt_opens_is_announced_before_the_first_token() -> None:
     format, _ = made(FAMILIES["tags, opened by the prompt"], Kind.ADDED)
     assert format.reader(format.render([user("q")])).open() == [PhaseOpened(Phase.THINKING)]
-    off = Options(thinking=False)
+    off = RenderOptions(thinking=False)
     assert format.reader(format.render([user("q")], options=off), options=off).open() == []
 
 
@@ -153,7 +153,7 @@ def test_what_looks_like_a_call_and_is_none_is_text_with_a_notice() -> None:
     family = FAMILIES["JSON in tags"]
     for kind in Kind:
         format, pieces = made(family, kind)
-        events = read(format, ids(pieces, "<tool_call>\nno JSON at all\n</tool_call>\nafter"), family, Options())
+        events = read(format, ids(pieces, "<tool_call>\nno JSON at all\n</tool_call>\nafter"), family, RenderOptions())
         folded = fold(events)
         assert folded.message.text.split() == "<tool_call> no JSON at all </tool_call> after".split()
         assert len(folded.notices) == 1
@@ -165,7 +165,7 @@ def test_a_call_inside_a_thought_leads_back_into_it() -> None:
     said = family.replies[-1]
     for kind in Kind:
         format, pieces = made(family, kind)
-        message = fold(read(format, ids(pieces, said.text), family, Options())).message
+        message = fold(read(format, ids(pieces, said.text), family, RenderOptions())).message
         assert [type(part).__name__ for part in message.parts] == [
             "Thinking",
             "ToolCall",
@@ -179,7 +179,7 @@ def test_a_call_inside_a_thought_leads_back_into_it() -> None:
 def test_positional_arguments_go_by_the_names_that_the_tool_has() -> None:
     family = FAMILIES["Python calls"]
     format, pieces = made(family, Kind.ADDED)
-    events = read(format, ids(pieces, '<|calls|>[look_up("tree", 2, 3)]<|/calls|>'), family, Options())
+    events = read(format, ids(pieces, '<|calls|>[look_up("tree", 2, 3)]<|/calls|>'), family, RenderOptions())
     (call,) = fold(events).message.tool_calls
     assert json.loads(call.arguments) == {"word": "tree", "times": 2, "argument_3": 3}
 
@@ -188,6 +188,6 @@ def test_words_among_calls_are_told_and_not_lost() -> None:
     family = FAMILIES["name, separator, JSON"]
     format, pieces = made(family, Kind.SPECIAL)
     text = "<|section|><|call|>now<|args|>{}<|/call|> and by the way <|/section|>"
-    folded = fold(read(format, ids(pieces, text), family, Options()))
+    folded = fold(read(format, ids(pieces, text), family, RenderOptions()))
     assert [call.name for call in folded.message.tool_calls] == ["now"]
     assert "and by the way" in folded.notices[0]

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from palaver.commands.format_trials.cases import STRINGS
+from palaver.commands.format_trials.piece_tokenizer import control_strings
 from palaver.errors import BadParameter, TemplateError
+from palaver.formats.base import RenderOptions
+from palaver.formats.format import TemplateFormat
 from palaver.formats.markers import looks_special
-from palaver.formats.options import Options
-from palaver.formats.pieces import control_strings
-from palaver.formats.recorded import STRINGS
 from palaver.formats.template import Template
-from palaver.formats.templated import TemplateFormat
 from palaver.formats.tokenizer import FastTokenizer
 from palaver.messages import Tool, user
 from tests.formats import unseen
@@ -76,7 +76,7 @@ def test_published_formats_too(published: tuple[Path, bool]) -> None:
     format = made(source, control_strings(source) | set(STRINGS.values()) if tokens else set(), STRINGS)
     if format.facts.calls is None:
         with pytest.raises((BadParameter, TemplateError), match=r"knows no tool calls|failed"):
-            format.render((user("Hi"),), PLAIN, Options(must_call=("now",)))
+            format.render((user("Hi"),), PLAIN, RenderOptions(must_call=("now",)))
         return
     show(format, 1)
 
@@ -84,7 +84,7 @@ def test_published_formats_too(published: tuple[Path, bool]) -> None:
 def forced(family: str, schema: dict[str, Any], name: str = "f") -> None:
     tool = Tool(name, "", {"type": "object", **schema})
     format = made(FAMILIES[family].source, set(), FAMILIES[family].strings)
-    format.render((user("Hi"),), (tool,), Options(must_call=(name,)))
+    format.render((user("Hi"),), (tool,), RenderOptions(must_call=(name,)))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,10 @@ def test_a_name_that_no_call_can_hold_is_refused() -> None:
 
 def test_a_tool_that_is_not_offered_can_not_be_called() -> None:
     format = made(FAMILIES["JSON in tags"].source, set(), FAMILIES["JSON in tags"].strings)
-    for tools, options in ((), Options(must_call=("f",))), (PLAIN, Options(must_call=("now",), calls=False)):
+    for tools, options in (
+        ((), RenderOptions(must_call=("f",))),
+        (PLAIN, RenderOptions(must_call=("now",), calls=False)),
+    ):
         with pytest.raises(BadParameter, match="no such tool"):
             format.render((user("Hi"),), tools, options)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaver.formats.healing import Healer
-from palaver.formats.options import Options
+from palaver.formats.base import RenderOptions
+from palaver.formats.format import TemplateFormat
+from palaver.formats.prefill import Healer
 from palaver.formats.template import Template
-from palaver.formats.templated import TemplateFormat
 from palaver.formats.tokenizer import FastTokenizer
 from palaver.messages import assistant, user
 from tests.tiny import CHATML, MERGES, STRINGS, byte_level
@@ -23,7 +23,7 @@ def data(ids: tuple[int, ...]) -> bytes:
 
 
 def test_the_longest_end_that_a_token_goes_beyond_is_cut_off() -> None:
-    prompt = FORMAT.render([user("x")], options=Options(healing=True), begun=assistant("I say th"))
+    prompt = FORMAT.render([user("x")], options=RenderOptions(healing=True), begun=assistant("I say th"))
     assert prompt.healing == b"th"  # `thi` and `think` are tokens
     assert data(prompt.reply_ids) == b"I say "
     whole = FORMAT.render([user("x")], begun=assistant("I say th"))

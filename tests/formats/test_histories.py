@@ -9,19 +9,22 @@ import pytest
 
 from palaver.errors import UnsupportedContent
 from palaver.events import PhaseOpened, fold
-from palaver.formats.options import Options
+from palaver.formats.base import RenderOptions
+from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
-from palaver.formats.templated import TemplateFormat
 from palaver.formats.tokenizer import FastTokenizer
 from palaver.messages import Message, Role, Text, Thinking, ToolCall, assistant, tool, user
 from palaver.phases import Phase
 from tests.formats.families import FAMILIES, STRINGS, TOOLS, TURNS, Family, Kind, framed, made
 from tests.tiny import byte_level
 
+PLAIN = RenderOptions()
 PAST = [user("a"), assistant("b", thinking="HIDDEN"), user("c")]
 
 
-def written(family: Family, messages: list[Message], options: Options = Options(), begun: Message | None = None) -> str:  # noqa: B008
+def written(
+    family: Family, messages: list[Message], options: RenderOptions = PLAIN, begun: Message | None = None
+) -> str:
     format, pieces = made(family)
     prompt = format.render(messages, TOOLS if family.calls else (), options, begun=begun)
     return pieces.text((*prompt.context_ids, *prompt.reply_ids))
@@ -35,7 +38,7 @@ def test_past_thinking_is_dropped_or_kept_as_the_template_says(name: str) -> Non
     assert facts.keeping
     assert facts.keeping.name == "keep_thinking"
     assert "HIDDEN" not in written(family, PAST)
-    assert "HIDDEN" in written(family, PAST, Options(variables={"keep_thinking": True}))
+    assert "HIDDEN" in written(family, PAST, RenderOptions(variables={"keep_thinking": True}))
     always = Family("keeps", family.source.replace("keep_thinking", "true"), family.markers, ())
     assert made(always)[0].facts.keeps_thinking
     assert "<think>\nHIDDEN\n</think>\n\nb" in written(always, PAST)
@@ -45,7 +48,7 @@ def test_past_thinking_is_dropped_or_kept_as_the_template_says(name: str) -> Non
 def test_a_fresh_thought_is_opened_behind_any_history(thinks: bool | None, end: str) -> None:
     family = FAMILIES["tags, opened by the prompt"]
     for history in ([user("a")], PAST, [user("a"), assistant("b"), user("c")]):
-        options = Options(thinking=thinks)
+        options = RenderOptions(thinking=thinks)
         assert written(family, history, options).endswith(f"<|bot|>{end}" if thinks is not False else end)
         opens = made(family)[0].render(history, options=options).phases.opens_in
         assert opens is (Phase.ANSWER if thinks is False else Phase.THINKING)
@@ -88,7 +91,7 @@ def test_arguments_become_objects_and_what_can_not_be_parsed_stays_text() -> Non
 def test_the_day_is_fixed_and_may_be_given() -> None:
     family = Family("dated", "{{ strftime_now('%Y-%m-%d') }}" + framed(), (), ())
     assert written(family, [user("x")]) == written(family, [user("x")])
-    assert "2031-02-03" in written(family, [user("x")], Options(now=datetime(2031, 2, 3)))
+    assert "2031-02-03" in written(family, [user("x")], RenderOptions(now=datetime(2031, 2, 3)))
 
 
 def test_generation_blocks_render_as_their_content() -> None:
@@ -99,7 +102,7 @@ def test_generation_blocks_render_as_their_content() -> None:
 @pytest.mark.parametrize("kind", Kind)
 def test_the_markers_of_the_first_words_count(kind: Kind) -> None:
     format, pieces = made(FAMILIES["tags, self-opened"], kind)
-    options = Options(response_prefix="<think>\nI see")
+    options = RenderOptions(response_prefix="<think>\nI see")
     prompt = format.render([user("x")], options=options)
     reader = format.reader(prompt, options=options)
     events = reader.open()

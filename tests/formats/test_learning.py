@@ -11,18 +11,17 @@ from typing import Any
 
 import pytest
 
+from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer
 from palaver.errors import BadParameter, TemplateError
 from palaver.events import AnswerDelta
-from palaver.formats import cache as cache_module
-from palaver.formats.calls import parameters
+from palaver.formats import facts_store as cache_module
+from palaver.formats.base import RenderOptions
 from palaver.formats.facts import Confidence, Facts
-from palaver.formats.learning import learn
-from palaver.formats.options import Options
-from palaver.formats.overrides import corrected
-from palaver.formats.pieces import PieceTokenizer
-from palaver.formats.serial import from_values, to_values
+from palaver.formats.facts_store import apply_overrides, facts_from_json, facts_to_json
+from palaver.formats.format import TemplateFormat
+from palaver.formats.learn.learner import learn
 from palaver.formats.template import MAX_STEPS, Template
-from palaver.formats.templated import TemplateFormat
+from palaver.formats.tool_calls import parameters
 from palaver.messages import assistant, user
 from tests.formats.families import FAMILIES, STRINGS, TOOLS, Family, Kind, framed, made
 from tests.formats.unseen import NAMES
@@ -56,7 +55,7 @@ def learned(family: Family, kind: Kind = Kind.ADDED) -> Facts:
 
 @ALL
 def test_learning_twice_gives_the_same_facts_in_the_same_order(family: Family) -> None:
-    assert json.dumps(to_values(learned(family))) == json.dumps(to_values(learned(family)))
+    assert json.dumps(facts_to_json(learned(family))) == json.dumps(facts_to_json(learned(family)))
 
 
 def test_every_process_learns_and_renders_the_same(tmp_path: Path) -> None:
@@ -76,7 +75,7 @@ def test_every_process_learns_and_renders_the_same(tmp_path: Path) -> None:
 @ALL
 def test_facts_are_the_same_after_writing_and_reading_them(family: Family) -> None:
     facts = learned(family)
-    assert from_values(json.loads(json.dumps(to_values(facts)))) == facts
+    assert facts_from_json(json.loads(json.dumps(facts_to_json(facts)))) == facts
 
 
 def test_what_was_learned_is_kept_between_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,28 +86,28 @@ def test_what_was_learned_is_kept_between_runs(tmp_path: Path, monkeypatch: pyte
         calls.append(1)
         return learned(FAMILIES["JSON in tags"])
 
-    first = cache_module.remembered("source", STRINGS, {"<x>": 1}, learner)
-    assert cache_module.remembered("source", STRINGS, {"<x>": 1}, learner) == first
+    first = cache_module.cached_facts("source", STRINGS, {"<x>": 1}, learner)
+    assert cache_module.cached_facts("source", STRINGS, {"<x>": 1}, learner) == first
     assert len(calls) == 1
-    cache_module.remembered("another source", STRINGS, {"<x>": 1}, learner)
-    cache_module.remembered("source", STRINGS, {"<y>": 1}, learner)
+    cache_module.cached_facts("another source", STRINGS, {"<x>": 1}, learner)
+    cache_module.cached_facts("source", STRINGS, {"<y>": 1}, learner)
     assert len(calls) == 3
     for path in (tmp_path / "formats").iterdir():
         path.write_text("not JSON", encoding="utf-8")
-    assert cache_module.remembered("source", STRINGS, {"<x>": 1}, learner) == first
+    assert cache_module.cached_facts("source", STRINGS, {"<x>": 1}, learner) == first
     assert len(calls) == 4
 
 
 def test_a_cache_that_can_not_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setattr(cache_module, "user_cache_path", lambda _: tmp_path / "file")
-    assert cache_module.remembered("s", {}, {}, Facts) == Facts()
+    assert cache_module.cached_facts("s", {}, {}, Facts) == Facts()
 
 
 def correct(tmp_path: Path, text: str, facts: Facts) -> Facts:
     path = tmp_path / "palaver-format.toml"
     path.write_text(text, encoding="utf-8")
-    return corrected(facts, path)
+    return apply_overrides(facts, path)
 
 
 def test_an_operator_corrects_a_fact(tmp_path: Path) -> None:
@@ -246,7 +245,7 @@ def test_tools_may_be_offered_and_the_reader_not_told() -> None:
     """A state of calls that is entered where the reader knows no tools is read all the same."""
     for family in (f for f in FAMILIES.values() if f.calls):
         format, pieces = made(family)
-        reader = format.reader(format.render([user("q")], TOOLS), (), (), Options())
+        reader = format.reader(format.render([user("q")], TOOLS), (), (), RenderOptions())
         said = family.replies[0]
         events = [*reader.open(), *(e for run in pieces.runs(said.text) for e in reader.feed(
             run if isinstance(run, int) else pieces.piece(run)))]  # fmt: skip

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from palaver.events import ReadEvent, ToolCallOpened, fold
-from palaver.formats.options import Options
+from palaver.formats.base import RenderOptions
 from palaver.messages import user
 from tests.formats.families import FAMILIES, TOOLS, Family, Kind
 from tests.formats.test_families import cut, made, meaning, replies
@@ -24,7 +24,7 @@ CALLING = [
 def test_nothing_is_told_from_the_second_call_on(family: Family, kind: Kind) -> None:
     format, pieces = made(family, kind)
     for said in (said for said in replies(family, kind) if len(said.calls) > 1):
-        options = Options(thinking=said.thinks, one_call=True)
+        options = RenderOptions(thinking=said.thinks, one_call=True)
         prompt = format.render([user("q")], TOOLS, options)
         for rng in (None, random.Random(1)):
             reader = format.reader(prompt, (), TOOLS, options)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from palaver.errors import UnsupportedContent
-from palaver.formats.loading import load_format
-from palaver.formats.templated import TemplateFormat
+from palaver.formats.format import TemplateFormat
+from palaver.formats.loader import load_format
 from palaver.messages import Message, Role, Text, user
 from palaver.models.catalog import resolve
 

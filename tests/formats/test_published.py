@@ -13,15 +13,15 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 from transformers import logging as transformers_logging
 
+from palaver.commands.format_trials.cases import STRINGS
+from palaver.commands.format_trials.piece_tokenizer import control_strings
 from palaver.errors import TemplateError
+from palaver.formats.base import RenderOptions
+from palaver.formats.format import TemplateFormat, _schemas
+from palaver.formats.learn.probes import tool_variables
 from palaver.formats.markers import looks_special
-from palaver.formats.options import Options
-from palaver.formats.pieces import control_strings
-from palaver.formats.probes import tool_variables
-from palaver.formats.recorded import STRINGS
 from palaver.formats.switches import SwitchKind
 from palaver.formats.template import Template
-from palaver.formats.templated import TemplateFormat, _schemas
 from palaver.formats.tokenizer import FastTokenizer
 from palaver.messages import Message, Tool, ToolCall, assistant, system, tool, user
 from tests.formats.adversarial import contents, control_ids
@@ -67,7 +67,7 @@ def made(path: Path) -> TemplateFormat:
 def library_ids(path: Path, messages: list[Message], tools: list[Tool]) -> list[int] | str:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(definition(path)), **STRINGS)
     format = made(path)
-    given: dict[str, Any] = {**tool_variables(format.facts, _schemas(tools)), **format.dates(Options(now=NOW))}
+    given: dict[str, Any] = {**tool_variables(format.facts, _schemas(tools)), **format.dates(RenderOptions(now=NOW))}
     try:
         ids = tokenizer.apply_chat_template(
             [format._message(m) for m in messages],
@@ -95,7 +95,7 @@ def test_harmless_contents_give_the_ids_of_apply_chat_template(path: Path) -> No
         if isinstance(theirs, str) and IMMUTABLE in theirs:
             continue
         try:
-            ours: list[int] | None = list(made(path).render(messages, tools, Options(now=NOW)).context_ids)
+            ours: list[int] | None = list(made(path).render(messages, tools, RenderOptions(now=NOW)).context_ids)
         except TemplateError:
             ours = None
         assert ours == (None if isinstance(theirs, str) else theirs), (name, theirs)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palaver.events import AnswerDelta, PhaseOpened, ReadEvent, ThinkingDelta, fold
-from palaver.formats.reader import Reader
+from palaver.formats.reader import ReplyReader
 from palaver.generation import Prompt
 from palaver.messages import Message
 from palaver.phases import Phase, Phases, State, Trigger
@@ -42,7 +42,7 @@ class Feeder:
 
     def read(self, pieces: list[bytes]) -> list[ReadEvent]:
         vocabulary = Pieces([text.encode() for text in CONTROL])
-        reader = Reader(Prompt((), (), phases(self.as_tokens, self.thinking)), vocabulary)
+        reader = ReplyReader(Prompt((), (), phases(self.as_tokens, self.thinking)), vocabulary)
         ids = [CONTROL[p.decode()] if self.is_marker(p) else vocabulary.add(p) for p in pieces]
         return [*reader.open(), *(event for i in ids for event in reader.feed(i)), *reader.close()]
 
@@ -123,13 +123,13 @@ def test_the_same_letters_spelled_by_ordinary_tokens_are_text() -> None:
 
 
 def test_a_thought_that_the_prompt_opened_is_announced_before_the_first_token() -> None:
-    reader = Reader(Prompt((), (), phases(True, True)), [])
+    reader = ReplyReader(Prompt((), (), phases(True, True)), [])
     assert reader.open() == [PhaseOpened(Phase.THINKING)]
 
 
 def test_a_reply_that_goes_on_is_read_from_its_start() -> None:
     vocabulary = [text.encode() for text in CONTROL] + [b"I see", b"yes"]
-    reader = Reader(Prompt((), (OPENER, 3, CLOSER), phases(True, False)), vocabulary)
+    reader = ReplyReader(Prompt((), (OPENER, 3, CLOSER), phases(True, False)), vocabulary)
     events = [*reader.open(), *reader.feed(4), *reader.close()]
     assert fold(events).message.thinking == "I see"
     assert fold(events).message.text == "yes"

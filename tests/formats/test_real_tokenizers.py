@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from palaver.events import fold
-from palaver.formats.reader import Reader
+from palaver.formats.format import TemplateFormat
+from palaver.formats.reader import ReplyReader
 from palaver.formats.template import Template
-from palaver.formats.templated import TemplateFormat
 from palaver.formats.tokenizer import FastTokenizer
 from palaver.generation import Prompt
 from palaver.messages import Message, assistant, user
@@ -127,7 +127,7 @@ def test_a_conversation_holds_the_template_s_control_tokens_alone(real: Real) ->
 
 def test_no_character_is_shown_in_halves(real: Real) -> None:
     for text in TEXTS:
-        reader = Reader(Prompt((), ()), real.ours.vocabulary)
+        reader = ReplyReader(Prompt((), ()), real.ours.vocabulary)
         events = [event for token_id in real.ours.encode([text]) for event in reader.feed(token_id)]
         message = fold([*events, *reader.close()]).message
         assert message.text.encode().removeprefix(real.lead) == text.encode()

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from palaver.formats.recorded import Replay, load_cases
-from palaver.formats.roundtrip import Roundtrip
+from palaver.commands.format_trials.cases import CaseReplay, load_cases
+from palaver.commands.format_trials.roundtrip import Roundtrip
 from tests.formats.expected_failures import CONTINUATIONS, RECORDED_CASES, expected
 
 FOLDER = Path(__file__).parents[3] / "shared" / "formats"
 TEMPLATES = sorted((FOLDER / "templates").glob("*.jinja"))
 CASES = load_cases(FOLDER / "cases.jsonl") if TEMPLATES else []
 FAILING = {f"{template}-{number}" for template, numbers in RECORDED_CASES.items() for number in numbers}
-REPLAY = Replay(FOLDER / "templates")
+REPLAY = CaseReplay(FOLDER / "templates")
 
 pytestmark = pytest.mark.skipif(not TEMPLATES, reason="NOTHING IS SHOWN HERE: the published templates are not at hand")
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from palaver.errors import BadParameter
-from palaver.formats import efforts
-from palaver.formats.inputs import Input, inputs
-from palaver.formats.options import Options
-from palaver.formats.overrides import corrected
-from palaver.formats.switches import Switch, SwitchKind
+from palaver.formats.base import RenderOptions
+from palaver.formats.facts_store import apply_overrides
+from palaver.formats.learn.template_variables import TemplateVariable, template_variables
+from palaver.formats.switches import Switch, SwitchKind, match_effort, order_efforts
 from palaver.formats.template import Template
 from palaver.messages import user
 from palaver.phases import Phase
@@ -21,12 +20,12 @@ from tests.formats.unseen import made
 
 
 def told(name: str, **options: Any) -> dict[str, Any]:
-    return made(name)[0].switched(Options(**options))
+    return made(name)[0].switched(RenderOptions(**options))
 
 
 def prompt(name: str, **options: Any) -> str:
     format, pieces = made(name)
-    return pieces.text(format.render([user("q")], (), Options(**options)).context_ids)
+    return pieces.text(format.render([user("q")], (), RenderOptions(**options)).context_ids)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_wishes_reach_the_prompt() -> None:
 
 def test_the_reply_opens_as_it_was_switched() -> None:
     def opens(name: str, **options: Any) -> Phase:
-        return made(name)[0].render([user("q")], (), Options(**options)).phases.opens_in
+        return made(name)[0].render([user("q")], (), RenderOptions(**options)).phases.opens_in
 
     assert opens("heath") is Phase.THINKING
     assert opens("heath", effort="none") is Phase.ANSWER
@@ -120,7 +119,7 @@ def test_a_day_is_written_as_the_template_writes_it() -> None:
 def correct(tmp_path: Path, name: str, text: str) -> dict[str, Switch]:
     path = tmp_path / "palaver-format.toml"
     path.write_text(text, encoding="utf-8")
-    return {switch.name: switch for switch in corrected(made(name)[0].facts, path).switches}
+    return {switch.name: switch for switch in apply_overrides(made(name)[0].facts, path).switches}
 
 
 def test_an_operator_corrects_a_switch_or_gives_a_new_one(tmp_path: Path) -> None:
@@ -149,8 +148,8 @@ def test_a_correction_of_a_switch_that_is_none_is_refused(tmp_path: Path, text: 
     assert named in str(error.value)
 
 
-def asked(source: str) -> dict[str, Input]:
-    return {given.name: given for given in inputs(Template(source).tree, {"messages"})}
+def asked(source: str) -> dict[str, TemplateVariable]:
+    return {given.name: given for given in template_variables(Template(source).tree, {"messages"})}
 
 
 @pytest.mark.parametrize(
@@ -190,9 +189,9 @@ def test_the_syntax_tells_values_and_defaults(source: str, values: tuple[Any, ..
 
 
 def test_words_of_effort_have_an_order() -> None:
-    assert efforts.ordered(["max", "none", "low", "high", "medium", "minimal"]) == (
+    assert order_efforts(["max", "none", "low", "high", "medium", "minimal"]) == (
         "none", "minimal", "low", "medium", "high", "max",
     )  # fmt: skip
-    assert efforts.ordered(["gentle", "low"]) == ("gentle", "low")
-    assert efforts.found("low", ["brief", "deep"]) == "brief"
-    assert efforts.found("low", ["brief", "short"]) is None
+    assert order_efforts(["gentle", "low"]) == ("gentle", "low")
+    assert match_effort("low", ["brief", "deep"]) == "brief"
+    assert match_effort("low", ["brief", "short"]) is None

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers import logging as transformers_logging
 
 from palaver.errors import BadParameter, EmptyMessage, NoMessages, UnsupportedContent
-from palaver.formats.options import Options
+from palaver.formats.base import RenderOptions
+from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
-from palaver.formats.templated import TemplateFormat
 from palaver.formats.tokenizer import FastTokenizer
 from palaver.messages import Image, Message, Role, assistant, system, user
 from palaver.phases import Phase
@@ -60,7 +60,7 @@ def test_harmless_contents_give_the_ids_of_apply_chat_template(name: str, messag
 @pytest.mark.parametrize("thinking", [True, False])
 def test_the_switch_renders_as_the_library_would(thinking: bool) -> None:
     messages = [user("Hi")]
-    prompt = FORMATS["chatml"].render(messages, options=Options(thinking=thinking))
+    prompt = FORMATS["chatml"].render(messages, options=RenderOptions(thinking=thinking))
     assert list(prompt.context_ids) == library_ids(CHATML, messages, enable_thinking=thinking)
 
 
@@ -114,7 +114,7 @@ def test_the_text_of_control_tokens_reaches_the_model_unchanged() -> None:
 )
 def test_the_phase_the_reply_opens_in_is_known(name: str, thinking: bool | None, phase: Phase) -> None:
     for text in ("Hi", "<think>", "</think>", "<think>\n"):
-        assert FORMATS[name].render([user(text)], options=Options(thinking=thinking)).phases.opens_in is phase
+        assert FORMATS[name].render([user(text)], options=RenderOptions(thinking=thinking)).phases.opens_in is phase
 
 
 def test_what_is_learned() -> None:
@@ -141,7 +141,7 @@ def test_thinking_goes_under_the_templates_own_name() -> None:
 @pytest.mark.parametrize("name", ["splitting", "plain"])
 def test_a_switch_the_template_does_not_have_is_refused(name: str) -> None:
     with pytest.raises(BadParameter, match="no switch"):
-        FORMATS[name].render([user("Hi")], options=Options(thinking=False))
+        FORMATS[name].render([user("Hi")], options=RenderOptions(thinking=False))
 
 
 def test_what_can_not_be_rendered_is_refused() -> None:

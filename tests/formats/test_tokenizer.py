@@ -13,9 +13,8 @@ from tokenizers import Tokenizer as Backend
 
 import palaver.models
 from palaver.errors import BrokenModel
-from palaver.formats import encoding
-from palaver.formats.encoding import Remembered, reads_parts_alone
-from palaver.formats.tokenizer import FastTokenizer
+from palaver.formats import tokenizer
+from palaver.formats.tokenizer import EncodingCache, FastTokenizer, reads_parts_alone
 from tests.tiny import MERGES, THINK, TURNS, byte_level
 
 DEFINITION = byte_level(merges=MERGES)
@@ -74,8 +73,8 @@ def test_what_is_remembered_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
         asked.append(text)
         return [ord(character) for character in text]
 
-    monkeypatch.setattr(encoding, "EACH", 0)
-    remembered = Remembered(encode, room=10)
+    monkeypatch.setattr(tokenizer, "EACH", 0)
+    remembered = EncodingCache(encode, room=10)
     for text in ("abcd", "efgh", "abcd", "ijkl", "abcd", "efgh", "too long for it", "too long for it"):
         assert list(remembered(text)) == [ord(character) for character in text]
         assert remembered.size <= 10

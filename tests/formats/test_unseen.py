@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from palaver.commands.format_trials.roundtrip import Roundtrip
 from palaver.events import fold
+from palaver.formats.base import RenderOptions
 from palaver.formats.facts import Confidence, Facts
-from palaver.formats.options import Options
-from palaver.formats.roundtrip import Roundtrip
-from palaver.formats.serial import from_values, to_values
+from palaver.formats.facts_store import facts_from_json, facts_to_json
 from palaver.messages import user
 from tests.formats.families import FAMILIES, TOOLS
 from tests.formats.families import made as made_family
@@ -37,7 +37,7 @@ def test_every_variable_is_learned(name: str, tokens: bool) -> None:
 def test_replies_are_read_in_every_cut(name: str, tokens: bool) -> None:
     format, pieces = made(name, tokens)
     for case in cases(name):
-        options = Options(**case["options"])
+        options = RenderOptions(**case["options"])
         expected = case["expect"]
         for rng in (None, random.Random(1), random.Random(2)):
             reader = format.reader(format.render([user("q")], TOOLS, options), (), TOOLS, options)
@@ -71,7 +71,7 @@ def test_all_continuations_are_byte_exact(name: str, tokens: bool) -> None:
 @EACH
 def test_switches_are_the_same_after_writing_and_reading_them(name: str) -> None:
     facts = made(name)[0].facts
-    assert from_values(json.loads(json.dumps(to_values(facts)))) == facts
+    assert facts_from_json(json.loads(json.dumps(facts_to_json(facts)))) == facts
 
 
 def unproved(facts: Facts) -> list[str]:

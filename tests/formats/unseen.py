@@ -10,10 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from palaver.formats.pieces import PieceTokenizer, control_strings
-from palaver.formats.recorded import STRINGS
+from palaver.commands.format_trials.cases import STRINGS
+from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer, control_strings
+from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
-from palaver.formats.templated import TemplateFormat
 
 FOLDER = Path(__file__).parent / "templates"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))

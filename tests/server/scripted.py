@@ -12,8 +12,8 @@ from palaver.chat.model import Model
 from palaver.chat.models import Models, Told
 from palaver.chat.service import Service
 from palaver.engines.scripted import Script, ScriptedEngine
+from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
-from palaver.formats.templated import TemplateFormat
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
 from tests.chat.making import CONTROL, TOKENIZER

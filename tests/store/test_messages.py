@@ -5,19 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from palaver.errors import BadParameter, EmptyMessage
-from palaver.messages import (
-    Audio,
-    Image,
-    Message,
-    Role,
-    Text,
-    Thinking,
-    ToolCall,
-    ToolResult,
-    Video,
-    assistant,
-    user,
-)
+from palaver.messages import Audio, Image, Message, Role, Text, Thinking, ToolCall, ToolResult, Video, assistant, user
 from palaver.store import Conflict, NotFound, Store, merged, prompt
 from tests.store.conftest import Place
 from tests.store.making import conversation, said

@@ -17,8 +17,8 @@ from palaver.chat.models import Models, Told
 from palaver.chat.service import Service
 from palaver.engines.reply import Reply
 from palaver.engines.scripted import Script, ScriptedEngine
+from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
-from palaver.formats.templated import TemplateFormat
 from palaver.generation import Output, Prompt, Step
 from palaver.server import serving
 from palaver.server.app import Server

@@ -12,9 +12,9 @@ from palaver.engines.base import Engine
 from palaver.engines.host.hosted import HostedEngine, torch_spec
 from palaver.errors import BadParameter, NoTemplate
 from palaver.formats.base import Format
-from palaver.formats.loading import load_completion, load_format, named_strings, template_text
+from palaver.formats.format import TemplateFormat
+from palaver.formats.loader import load_completion, load_format, named_tokens, template_text
 from palaver.formats.template import Template
-from palaver.formats.templated import TemplateFormat
 from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
 from palaver.models.axolotl import Trained, is_configuration, read
 from palaver.models.catalog import resolve
@@ -113,7 +113,7 @@ def _trained_with(trained: Trained) -> str | None:
 
 
 def _talking(template: str, folder: Path, tokenizer: FastTokenizer) -> TemplateFormat:
-    return TemplateFormat(Template(template, f"chat template for {folder.name}"), tokenizer, named_strings(folder))
+    return TemplateFormat(Template(template, f"chat template for {folder.name}"), tokenizer, named_tokens(folder))
 
 
 def made(name: str, engine: Engine, format: Format, tokenizer: FastTokenizer) -> Model:

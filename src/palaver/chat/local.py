@@ -17,18 +17,7 @@ from palaver.chat.turns import Beginning, Turn
 from palaver.errors import BadParameter, ContextOverflow, NothingToContinue, PalaverError
 from palaver.generation import Step
 from palaver.messages import Message, Part, Role
-from palaver.store import (
-    Blob,
-    Conflict,
-    Conversation,
-    Cursor,
-    Hit,
-    Node,
-    NotFound,
-    Preset,
-    Status,
-    Stored,
-)
+from palaver.store import Blob, Conflict, Conversation, Cursor, Hit, Node, NotFound, Preset, Status, Stored
 from palaver.transcripts import Format, keep, read, take, write
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from palaver.chat.utterance import Keep, Reply, Request, Utterance
 from palaver.engines.base import Engine
 from palaver.errors import ContextOverflow, NothingToContinue
 from palaver.formats.base import Format
-from palaver.formats.reader import Reader
+from palaver.formats.reader import ReplyReader
 from palaver.generation import Finish, Prompt
 from palaver.messages import Message, Text, Tool, ToolResult
 from palaver.phases import Vocabulary
@@ -103,12 +103,12 @@ class Model:
             request = replace(request, sampling=offset_limits(request.sampling, len(prompt.reply_ids)))
         return Utterance(request, prompt, self._reader(request, prompt), self.engine, keep)
 
-    def reader(self, request: Request, reply_so_far: Sequence[int]) -> Reader:
+    def reader(self, request: Request, reply_so_far: Sequence[int]) -> ReplyReader:
         """Reads a reply that somebody else generates, or that is over."""
         request = self._stopping(request)
         return self._reader(request, self.prompt(request, reply_so_far))
 
-    def _reader(self, request: Request, prompt: Prompt) -> Reader:
+    def _reader(self, request: Request, prompt: Prompt) -> ReplyReader:
         return self.format.reader(prompt, request.sampling.stop, request.tools, request.options)
 
     def _stopping(self, request: Request) -> Request:

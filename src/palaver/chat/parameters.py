@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from palaver.constraints import Constraint, Grammar
 from palaver.errors import BadParameter
-from palaver.formats.options import Options
+from palaver.formats.base import RenderOptions
 from palaver.messages import Tool
 from palaver.sampling import NUMBERS, STRINGS, Sampling, apply, checked_strings
 
@@ -26,7 +26,7 @@ MAX_ID = 2**31 - 1
 @dataclass(frozen=True, slots=True)
 class Decided:
     sampling: Sampling
-    options: Options
+    options: RenderOptions
     tools: tuple[Tool, ...]
     choice: int = 0
     overflow: Overflow = "refuse"
@@ -59,7 +59,7 @@ def decide(defaults: Sampling, parameters: Mapping[str, Any], seed: int, now: da
     others = _read(_OTHERS, parameters)
     return Decided(
         sampling,
-        Options(now=now, **_read(_OPTIONS, parameters)),
+        RenderOptions(now=now, **_read(_OPTIONS, parameters)),
         others.get("tools", ()),
         others.get("choice", 0),
         others.get("overflow", "refuse"),
@@ -72,20 +72,20 @@ def _read(readers: Mapping[str, Reading], parameters: Mapping[str, Any]) -> dict
     return {name: read(name, parameters[name]) for name, read in readers.items() if name in parameters}
 
 
-def options_to_json(options: Options) -> dict[str, Any]:
+def options_to_json(options: RenderOptions) -> dict[str, Any]:
     """Only what differs from the plainest options, so that a new one changes no old record."""
-    plain = Options()
-    values = {one.name: getattr(options, one.name) for one in fields(Options)}
+    plain = RenderOptions()
+    values = {one.name: getattr(options, one.name) for one in fields(RenderOptions)}
     found = {name: value for name, value in values.items() if value != getattr(plain, name)}
     return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in found.items()}
 
 
-def options_from_json(value: Mapping[str, Any]) -> Options:
-    known = {one.name for one in fields(Options)}
+def options_from_json(value: Mapping[str, Any]) -> RenderOptions:
+    known = {one.name for one in fields(RenderOptions)}
     found = {name: one for name, one in value.items() if name in known}
     if "now" in found:
         found["now"] = datetime.fromisoformat(found["now"])
-    return Options(**found)
+    return RenderOptions(**found)
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from palaver.chat.recovery import knows
 from palaver.chat.requests import Requests
 from palaver.chat.turns import Turns
 from palaver.events import Failed, Finished, ReadEvent, Snapshot, Usage
-from palaver.formats.reader import Reader
+from palaver.formats.reader import ReplyReader
 from palaver.generation import Finish
 from palaver.store import NotFound, Status, Store, Stored
 from palaver.store.leases import SECONDS
@@ -54,12 +54,12 @@ class Reading:
         events, tail = reader.open(), tuple(reader.close())
         return Log((*events, ending(reply, tail, reader.stop)))
 
-    def _reader(self, model: Model, reply: Stored, said: tuple[int, ...]) -> Reader:
+    def _reader(self, model: Model, reply: Stored, said: tuple[int, ...]) -> ReplyReader:
         owner = self._store.conversations.get(reply.conversation_id).owner_id
         return model.reader(self._requests.of(model, reply, owner), said)
 
     async def _elsewhere(
-        self, model: Model, reply: Stored, after: int, reader: Reader, log: Log, read: int
+        self, model: Model, reply: Stored, after: int, reader: ReplyReader, log: Log, read: int
     ) -> AsyncGenerator[Entry]:
         """Follows the tokens in the store, where they are before anybody hears of them; `read` are in the log."""
         waited = 0.0

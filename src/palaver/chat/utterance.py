@@ -13,8 +13,8 @@ from typing import Protocol, assert_never
 
 from palaver.engines.base import Generation
 from palaver.events import Event, Finished, Folded, ReadEvent, Started, Usage, Waiting, fold
-from palaver.formats.options import Options
-from palaver.formats.reader import Reader
+from palaver.formats.base import RenderOptions
+from palaver.formats.reader import ReplyReader
 from palaver.generation import AnswerAsked, Ended, Finish, Prefilled, Prompt, Queued, Step
 from palaver.messages import Message, Tool
 from palaver.phases import Phase
@@ -41,7 +41,7 @@ class Request:
     messages: tuple[Message, ...]
     sampling: Sampling
     tools: tuple[Tool, ...] = ()
-    options: Options = field(default_factory=Options)
+    options: RenderOptions = field(default_factory=RenderOptions)
     choice: int = 0
     owner: str = ""
     """Whose request it is: what was computed for one user is never reused for another."""
@@ -76,7 +76,7 @@ class Utterance:
     """An async context whose owner iterates over its events once and leaves it."""
 
     def __init__(
-        self, request: Request, prompt: Prompt, reader: Reader, engine: Source, keep: Keep | None = None
+        self, request: Request, prompt: Prompt, reader: ReplyReader, engine: Source, keep: Keep | None = None
     ) -> None:
         self.request = request
         self.prompt = prompt

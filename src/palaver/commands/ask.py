@@ -100,14 +100,14 @@ def _request(model: Model, text: str, system: str | None, think: Think, override
 
     from palaver.chat.model import draw_seed
     from palaver.chat.utterance import Request
-    from palaver.formats.options import Options
+    from palaver.formats.base import RenderOptions
     from palaver.messages import system as system_message
     from palaver.messages import user
     from palaver.sampling import apply
 
     sampling = apply(model.engine.info.defaults, {"seed": draw_seed(), **overrides})
     before = (system_message(system),) if system else ()
-    return Request((*before, user(text)), sampling, options=Options(thinking=think.wanted, now=datetime.now()))
+    return Request((*before, user(text)), sampling, options=RenderOptions(thinking=think.wanted, now=datetime.now()))
 
 
 def _question(question: str | None) -> str:

@@ -30,18 +30,18 @@ def show(
         if as_json:
             import json
 
-            from palaver.formats.serial import to_values
+            from palaver.formats.facts_store import facts_to_json
 
-            print(json.dumps(to_values(facts), ensure_ascii=False, indent=2))
+            print(json.dumps(facts_to_json(facts), ensure_ascii=False, indent=2))
         else:
             _print_page(what, facts)
 
 
 def _facts(what: str) -> Facts:
-    from palaver.formats.learning import learn
-    from palaver.formats.loading import load_format
-    from palaver.formats.pieces import PieceTokenizer, control_strings
-    from palaver.formats.recorded import STRINGS
+    from palaver.commands.format_trials.cases import STRINGS
+    from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer, control_strings
+    from palaver.formats.learn.learner import learn
+    from palaver.formats.loader import load_format
     from palaver.formats.template import Template
     from palaver.models.catalog import resolve
 
@@ -56,27 +56,33 @@ def _print_page(what: str, facts: Facts) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from palaver.formats.page import continues, example, lines, unlearned, variables
+    from palaver.commands.format_trials.report import (
+        describe_continuation,
+        describe_facts,
+        describe_unlearned,
+        describe_variables,
+        example_turn,
+    )
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(f"How {what} talks", "bold"))
     turn = Text()
-    for span in example(facts):
+    for span in example_turn(facts):
         turn.append(span.text, _COLOURS[span.kind])
     console.print(Text("\nA turn, by its phases:"), Text(", ".join(_COLOURS), "dim"))
     console.print(turn)
     for title, rows in (
-        ("What is known", lines(facts)),
+        ("What is known", describe_facts(facts)),
         (
             "Variables that the template takes",
-            variables(facts) if facts.switches else [("none", "it asks for nothing")],
+            describe_variables(facts) if facts.switches else [("none", "it asks for nothing")],
         ),
-        ("A stopped reply goes on from its text", continues(facts)),
+        ("A stopped reply goes on from its text", describe_continuation(facts)),
     ):
         console.print(Text(f"\n{title}", "bold"))
         for name, value in rows:
             console.print(Text(f"  {name}: "), Text(value, "cyan"), sep="", end="\n")
-    missing = unlearned(facts)
+    missing = describe_unlearned(facts)
     console.print(Text("\nWhat could not be learned", "bold"))
     for line in missing or ["Nothing is missing."]:
         console.print(Text(f"  {line}"))
@@ -95,13 +101,13 @@ def check(
     cases: Annotated[Path, typer.Argument(metavar="CASES_JSONL")],
 ) -> None:
     """Replay recorded cases whole, by character and in random cuts, with control strings as tokens and as text."""
-    from palaver.formats.recorded import Replay, load_cases
+    from palaver.commands.format_trials.cases import CaseReplay, load_cases
 
     with errors_told():
         _need_folder(templates)
         if not cases.is_file():
             raise BadParameter("CASES_JSONL", str(cases), "there is no such file")
-        replay = Replay(templates)
+        replay = CaseReplay(templates)
         good, total = defaultdict[str, int](int), defaultdict[str, int](int)
         for number, case in enumerate(load_cases(cases)):
             failed = [outcome for outcome in replay.outcomes(case, number) if outcome.why]
@@ -124,14 +130,14 @@ def roundtrip(
     cases: Annotated[Path | None, typer.Option("--cases", help="Recorded cases to try as well.")] = None,
 ) -> None:
     """Cut replies at every event, continue them from their text, and compare with the uncut bytes."""
-    from palaver.formats.recorded import load_cases
-    from palaver.formats.roundtrip import run
+    from palaver.commands.format_trials.cases import load_cases
+    from palaver.commands.format_trials.roundtrip import run_roundtrips
 
     with errors_told():
         _need_folder(templates)
         exact, count, tried = 0, 0, set()
         reasons: dict[str, set[str]] = defaultdict(set)
-        for trial in run(templates, load_cases(cases) if cases else ()):
+        for trial in run_roundtrips(templates, load_cases(cases) if cases else ()):
             if not trial.expressed:
                 reasons[f"{trial.template}: {trial.why}"].add(trial.kind)
                 continue

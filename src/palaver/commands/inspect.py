@@ -25,9 +25,9 @@ def inspect(
     compiled: CompileOption = None,
 ) -> None:
     """Say what a model is: whether it fits, its context, its defaults, how it talks, what is reused."""
+    from palaver.commands.format_trials.report import describe_facts, describe_variables
     from palaver.engines.torch import Options, describe_fit, load
-    from palaver.formats.loading import load_format
-    from palaver.formats.page import lines, variables
+    from palaver.formats.loader import load_format
     from palaver.formats.tokenizer import load_tokenizer
     from palaver.models.catalog import DEFAULT, resolve
 
@@ -40,7 +40,7 @@ def inspect(
         info = engine.info
         asyncio.run(engine.close())
         facts = load_format(folder, tokenizer).facts
-        for name, value in (*_about(info), *lines(facts), *variables(facts)):
+        for name, value in (*_about(info), *describe_facts(facts), *describe_variables(facts)):
             print(f"{name}: {value}")
 
 

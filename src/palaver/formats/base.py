@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Protocol
 
-from palaver.formats.options import Options
-from palaver.formats.reader import Reader
+from palaver.formats.reader import ReplyReader
 from palaver.formats.switches import Switch
 from palaver.formats.tokenizer import Tokenizer
 from palaver.generation import Prompt
 from palaver.messages import Message, Tool
+
+
+@dataclass(frozen=True, slots=True)
+class RenderOptions:
+    thinking: bool | None = None
+    """None leaves it to the template."""
+    effort: str | None = None
+    """How hard to think, in a word that the template knows; one such as "none" switches thinking off."""
+    budget: int | None = None
+    """For how many tokens to think, where the template tells the model; 0 switches thinking off."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template by their own names. One that it never asks for is refused."""
+    now: datetime | None = None
+    """The time a template that asks for it is told; fixed for a conversation, so that caches hit."""
+    calls: bool = True
+    """Whether tools may be called; without, markup of calls is text."""
+    must_call: Collection[str] = ()
+    """The tools of which one must be called before anything is answered."""
+    one_call: bool = False
+    """Whether the reply ends where it would begin a second call."""
+    response_prefix: str = ""
+    """The reply's own first words, markers and all."""
+    unsplit: bool = False
+    """Thinking stays in the answer, as the model wrote it."""
+    healing: bool = False
+    """Whether a begun reply may be cut back to where a token begins; for engines that take `Prompt.healing`."""
+    json_answer: bool = False
+    """The answer is to be JSON: a code fence around it is no part of it."""
 
 
 class Format(Protocol):
@@ -51,7 +80,7 @@ class Format(Protocol):
         self,
         messages: Sequence[Message],
         tools: Sequence[Tool] = (),
-        options: Options = ...,
+        options: RenderOptions = ...,
         reply_so_far: Sequence[int] = (),
         begun: Message | None = None,
         past: Sequence[Sequence[int] | None] = (),
@@ -63,5 +92,5 @@ class Format(Protocol):
         ...
 
     def reader(
-        self, prompt: Prompt, stops: Sequence[str] = (), tools: Sequence[Tool] = (), options: Options = ...
-    ) -> Reader: ...
+        self, prompt: Prompt, stops: Sequence[str] = (), tools: Sequence[Tool] = (), options: RenderOptions = ...
+    ) -> ReplyReader: ...

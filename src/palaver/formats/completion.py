@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from palaver.errors import BadParameter, EmptyMessage, NoMessages
-from palaver.formats.options import Options
-from palaver.formats.reader import Reader, Reading
+from palaver.formats.base import RenderOptions
+from palaver.formats.reader import ReaderOptions, ReplyReader
 from palaver.formats.switches import Switch
 from palaver.formats.tokenizer import Tokenizer
 from palaver.generation import Prompt
@@ -14,7 +14,7 @@ from palaver.messages import Message, Role, Tool
 from palaver.phases import Phase, Phases, State
 
 
-class Completion:
+class CompletionFormat:
     stop_strings: tuple[str, ...] = ()
     thinks = False
     takes_tools = False
@@ -29,7 +29,7 @@ class Completion:
         self,
         messages: Sequence[Message],
         tools: Sequence[Tool] = (),
-        options: Options = Options(),  # noqa: B008 - frozen
+        options: RenderOptions = RenderOptions(),  # noqa: B008 - frozen
         reply_so_far: Sequence[int] = (),
         begun: Message | None = None,
         past: Sequence[Sequence[int] | None] = (),
@@ -54,6 +54,6 @@ class Completion:
         prompt: Prompt,
         stops: Sequence[str] = (),
         tools: Sequence[Tool] = (),
-        options: Options = Options(),  # noqa: B008 - frozen
-    ) -> Reader:
-        return Reader(prompt, self._tokenizer.vocabulary, Reading(stops))
+        options: RenderOptions = RenderOptions(),  # noqa: B008 - frozen
+    ) -> ReplyReader:
+        return ReplyReader(prompt, self._tokenizer.vocabulary, ReaderOptions(stops))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from palaver.formats.calls.syntaxes import CallSyntax
-from palaver.formats.markers import CONTROL_LIKE, parts
-from palaver.formats.switches import Switch, SwitchKind, of_kind, thinking_switch
+from palaver.formats.markers import CONTROL_LIKE, split_marker
+from palaver.formats.switches import Switch, SwitchKind, switch_of_kind, thinking_switch
+from palaver.formats.tool_calls.syntaxes import CallSyntax
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class ThinkingFacts:
     @property
     def closer(self) -> str:
         """The marker alone: what comes behind it in the closing opens the answer."""
-        found = parts(self.closing)
+        found = split_marker(self.closing)
         first = next((place for place, part in enumerate(found) if CONTROL_LIKE.fullmatch(part)), None)
         return self.closing.strip() if first is None else " ".join(found[: first + 1])
 
@@ -95,4 +95,4 @@ class Facts:
     @property
     def keeping(self) -> Switch | None:
         """What decides whether the thinking of earlier turns is kept."""
-        return of_kind(self.switches, SwitchKind.KEEPING)
+        return switch_of_kind(self.switches, SwitchKind.KEEPING)

@@ -10,7 +10,7 @@ CONTROL_LIKE = re.compile(r"<[^<>\s]*>|\[/?[A-Z][A-Z_]+\]")
 _SPECIAL_LOOKING = re.compile(r"[|｜]|^\[")
 
 
-def parts(marker: str, control: Iterable[str] = ()) -> tuple[str, ...]:
+def split_marker(marker: str, control: Iterable[str] = ()) -> tuple[str, ...]:
     """The pieces of a marker in their order, white space left out: tokens of the tokenizer, tags, words."""
     known = sorted((re.escape(text) for text in control if text.strip()), key=len, reverse=True)
     pattern = re.compile("|".join([*known, CONTROL_LIKE.pattern]))
@@ -22,7 +22,7 @@ def parts(marker: str, control: Iterable[str] = ()) -> tuple[str, ...]:
     return (*out, *marker[at:].split())
 
 
-def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+def match_any(texts: Iterable[str]) -> re.Pattern[str]:
     """Finds each of them, and where one begins with another, the longer."""
     longest_first = sorted(texts, key=lambda text: (-len(text), text))
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
@@ -33,7 +33,7 @@ def looks_special(marker: str) -> bool:
     return bool(_SPECIAL_LOOKING.search(marker))
 
 
-def visible(text: str) -> str:
+def visible_text(text: str) -> str:
     """The words of a text on one line, without control strings that nobody means as text."""
     words = (word for word in text.split() if not (CONTROL_LIKE.fullmatch(word) and looks_special(word)))
     return " ".join(words)

@@ -3,23 +3,62 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from palaver.events import AnswerDelta, Notice, PhaseOpened, ReadEvent, ThinkingDelta, ToolCallOpened
-from palaver.formats.calls.opened import CallReader, OpenedCalls
-from palaver.formats.fences import Unfenced
-from palaver.formats.headers import ELSEWHERE, HEADER
-from palaver.formats.markers import CONTROL_LIKE, looks_special, visible
+from palaver.formats.markers import CONTROL_LIKE, looks_special, visible_text
+from palaver.formats.reply_states import ELSEWHERE, HEADER
+from palaver.formats.tool_calls.call_reader import CallReader, CallRegistry
 from palaver.generation import Prompt
 from palaver.messages import Tool
 from palaver.phases import Entered, Happening, Phase, Said, State, Stopped, Tracker, Vocabulary
 
-Calls = Callable[[OpenedCalls], CallReader]
+_START = re.compile(r"\s*```[a-zA-Z]*[ \t]*\n")
+_MAY_START = re.compile(r"\s*(`{0,3}|```[a-zA-Z]*[ \t]*)\Z")
+_END = re.compile(r"\s*(`{1,3}\s*)?\Z")
+
+
+class CodeFenceFilter:
+    """Lets text through but for a fence around all of it."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._decided = False
+        self._fenced = False
+
+    def feed(self, text: str) -> str:
+        self._text += text
+        if not self._decided and not self._decide():
+            return ""
+        if not self._fenced:
+            out, self._text = self._text, ""
+            return out
+        match = _END.search(self._text)
+        at = match.start() if match else len(self._text)
+        out, self._text = self._text[:at], self._text[at:]
+        return out
+
+    def end(self) -> str:
+        """What was held back and is no fence."""
+        rest, self._text = self._text, ""
+        return "" if self._fenced and re.fullmatch(r"\s*```\s*", rest) else rest
+
+    def _decide(self) -> bool:
+        if match := _START.match(self._text):
+            self._fenced, self._text = True, self._text[match.end() :]
+        elif _MAY_START.match(self._text):
+            return False
+        self._decided = True
+        return True
+
+
+Calls = Callable[[CallRegistry], CallReader]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReaderOptions:
     """How a reply is to be read."""
 
     stops: Sequence[str] = ()
@@ -36,15 +75,15 @@ class Reading:
     """The reply is whole where it would begin a second call."""
 
 
-class Reader:
+class ReplyReader:
     """Reads one reply. The events depend on the tokens alone, not on how they arrive."""
 
-    def __init__(self, prompt: Prompt, vocabulary: Vocabulary, reading: Reading = Reading()) -> None:  # noqa: B008
+    def __init__(self, prompt: Prompt, vocabulary: Vocabulary, reading: ReaderOptions = ReaderOptions()) -> None:  # noqa: B008
         self._prompt = prompt
         self._reading = reading
         self._states = prompt.phases.states
         self._tracker = Tracker(prompt.phases, vocabulary, reading.stops)
-        self._opened = OpenedCalls(prompt.context_ids, reading.tools)
+        self._opened = CallRegistry(prompt.context_ids, reading.tools)
         self._thought = False
         self._block = self._new_block(prompt.phases.opens_in)
         self._region: _Region | None = None
@@ -207,13 +246,13 @@ class Reader:
         if self._reading.unsplit:
             phase = Phase.ANSWER
         trims = phase is Phase.THINKING or self._thought or self._reading.trims
-        return _Block(phase, trims, Unfenced() if self._reading.unfenced and phase is Phase.ANSWER else None)
+        return _Block(phase, trims, CodeFenceFilter() if self._reading.unfenced and phase is Phase.ANSWER else None)
 
 
 class _Region:
     """A stretch of the reply in which tools are called."""
 
-    def __init__(self, calls: CallReader, opened: OpenedCalls) -> None:
+    def __init__(self, calls: CallReader, opened: CallRegistry) -> None:
         self._calls = calls
         self._opened = opened
         self._before = opened.count
@@ -276,14 +315,14 @@ class _Strays:
 
     def told(self) -> list[ReadEvent]:
         said, self._said = b"".join(self._said).decode("utf-8", "replace"), []
-        text = visible(said)
+        text = visible_text(said)
         return [Notice(f"The model wrote what is meant for nobody here: {text}")] if text else []
 
 
 class _Block:
     """The text of one phase: whole characters, and white space held back until something follows it."""
 
-    def __init__(self, phase: Phase, trims: bool, unfenced: Unfenced | None = None) -> None:
+    def __init__(self, phase: Phase, trims: bool, unfenced: CodeFenceFilter | None = None) -> None:
         self.phase = phase
         self._trims = trims
         self._unfenced = unfenced

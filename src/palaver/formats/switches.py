@@ -1,7 +1,6 @@
 """The variables by which a template can be told what to do, and how a wish is said with them.
 
-A wish is neutral (think, or not; how hard; how long); the template's own names and values are its format's matter.
-"""
+A wish is neutral (think, or not; how hard; how long); the template's own names and values are its format's matter."""
 
 from __future__ import annotations
 
@@ -11,10 +10,62 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from palaver.errors import BadParameter
-from palaver.formats import efforts
 
 if TYPE_CHECKING:
-    from palaver.formats.options import Options
+    from palaver.formats.base import RenderOptions
+
+CONVENTIONAL = ("low", "medium", "high")
+"""What is offered where a template writes the word as it is given and shows no other."""
+
+_SCALE = (
+    "none off no never disabled disable no_think nothink no_thinking zero without silent quiet",
+    "minimal min minimum tiny least lowest",
+    "low light lite brief briefly short shallow quick fast small little",
+    "medium mid normal moderate standard balanced middle default regular",
+    "high heavy deep long large thorough hard strong much",
+    "max maximum xhigh extra_high very_high highest ultra most extreme",
+)
+_RANKS = {word: rank for rank, words in enumerate(_SCALE) for word in words.split()}
+_AUTOMATIC = {"auto", "automatic", "adaptive", "dynamic"}
+_SWITCHES = {*_SCALE[0].split(), *_AUTOMATIC, "on", "yes", "enabled", "enable", "true", "false"}
+
+
+def effort_rank(word: Any) -> int | None:
+    """Where a word stands from nothing (0) up; None for one that is not of the scale."""
+    return _RANKS.get(str(word).casefold().replace("-", "_").replace(" ", "_"))
+
+
+def is_effort_off(word: Any) -> bool:
+    return effort_rank(word) == 0
+
+
+def is_effort_automatic(word: Any) -> bool:
+    """Whether the word leaves it to the model."""
+    return str(word).casefold() in _AUTOMATIC
+
+
+def are_only_switches(words: Iterable[Any]) -> bool:
+    """Whether the words say on, off or automatic, and nothing about how much."""
+    return all(str(word).casefold() in _SWITCHES for word in words)
+
+
+def order_efforts(words: Iterable[Any]) -> tuple[Any, ...]:
+    """Weakest first, where all have a place; else as they came."""
+    given = list(words)
+    if all(isinstance(word, int) for word in given):
+        return tuple(sorted(given))
+    if any(effort_rank(word) is None for word in given):
+        return tuple(given)
+    return tuple(sorted(given, key=lambda word: effort_rank(word) or 0))
+
+
+def match_effort(asked: str, words: Iterable[Any]) -> Any:
+    """The word that was asked for: by its letters, or as the only one of the same strength; else None."""
+    given = list(words)
+    same = [word for word in given if str(word).casefold() == asked.casefold()]
+    place = effort_rank(asked)
+    alike = [word for word in given if place is not None and effort_rank(word) == place]
+    return same[0] if same else alike[0] if len(alike) == 1 else None
 
 
 class SwitchKind(StrEnum):
@@ -76,14 +127,14 @@ class Switch:
         if not fits:
             raise BadParameter(self.name, value, f"must be {_A[self.type]} for this model's chat template")
         if not self.others and not any(value == known and type(value) is type(known) for known in self.values):
-            raise BadParameter(self.name, value, f"this model's chat template takes {listed(self.values)}")
+            raise BadParameter(self.name, value, f"this model's chat template takes {list_values(self.values)}")
 
 
 _A = {"boolean": "true or false", "text": "a text", "integer": "a whole number", "list": "a list",
       "object": "an object", "any": "something"}  # fmt: skip
 
 
-def listed(values: Iterable[Any]) -> str:
+def list_values(values: Iterable[Any]) -> str:
     return ", ".join(str(value) for value in values)
 
 
@@ -97,18 +148,18 @@ def thinking_switch(switches: Iterable[Switch]) -> Switch | None:
     return None
 
 
-def of_kind(switches: Iterable[Switch], kind: SwitchKind) -> Switch | None:
+def switch_of_kind(switches: Iterable[Switch], kind: SwitchKind) -> Switch | None:
     return next((switch for switch in switches if switch.kind is kind), None)
 
 
-class Wishes:
+class SwitchResolver:
     """Says wishes with one template's switches."""
 
     def __init__(self, switches: tuple[Switch, ...], known: Iterable[str]) -> None:
         self._switches = {switch.name: switch for switch in switches}
         self._known = {*self._switches, *known}
 
-    def variables(self, options: Options) -> dict[str, Any]:
+    def variables(self, options: RenderOptions) -> dict[str, Any]:
         """The variables that the options come to. What the template can't be told is a BadParameter."""
         thinking = _settled(options)
         told = {**self._effort(options, thinking), **self._budget(options)}
@@ -124,7 +175,7 @@ class Wishes:
         if name in self._switches:
             self._switches[name].check(value)
         elif name not in self._known:
-            has = listed(self._switches) or "none"
+            has = list_values(self._switches) or "none"
             raise BadParameter(name, value, f"this model's chat template asks for no such variable; it has {has}")
 
     def _thinking(self, thinking: bool, told: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,24 +189,24 @@ class Wishes:
         value = switch.on if thinking else switch.off
         return {} if value is None else {switch.name: value}
 
-    def _effort(self, options: Options, thinking: bool | None) -> dict[str, Any]:
-        if options.effort is None or (thinking is False and efforts.is_off(options.effort)):
+    def _effort(self, options: RenderOptions, thinking: bool | None) -> dict[str, Any]:
+        if options.effort is None or (thinking is False and is_effort_off(options.effort)):
             return {}
-        switch = of_kind(self._switches.values(), SwitchKind.EFFORT)
+        switch = switch_of_kind(self._switches.values(), SwitchKind.EFFORT)
         if switch is None:
             raise BadParameter("effort", options.effort, f"this model's chat template knows no effort{self._has()}")
-        value = efforts.found(options.effort, [value for value in switch.values if value != switch.off])
+        value = match_effort(options.effort, [value for value in switch.values if value != switch.off])
         if value is None and switch.type == "integer" and switch.others and options.effort.isdecimal():
             value = int(options.effort)
         if value is None:
-            takes = listed(switch.values) or "a whole number"
+            takes = list_values(switch.values) or "a whole number"
             raise BadParameter("effort", options.effort, f"this model's chat template takes {takes}")
         return {switch.name: value}
 
-    def _budget(self, options: Options) -> dict[str, Any]:
+    def _budget(self, options: RenderOptions) -> dict[str, Any]:
         if not options.budget:
             return {}
-        switch = of_kind(self._switches.values(), SwitchKind.BUDGET)
+        switch = switch_of_kind(self._switches.values(), SwitchKind.BUDGET)
         if switch is None:
             raise BadParameter("budget", options.budget, f"this model's chat template knows no budget{self._has()}")
         switch.check(options.budget)
@@ -167,13 +218,13 @@ class Wishes:
         return f"; it has {', '.join(has)}" if has else " and no other switch for thinking"
 
 
-def _settled(options: Options) -> bool | None:
+def _settled(options: RenderOptions) -> bool | None:
     """Whether thinking is wanted: said outright, or by an effort or a budget, which must not contradict it."""
     said: list[tuple[str, Any, bool]] = []
     if options.thinking is not None:
         said.append(("think", "on" if options.thinking else "off", options.thinking))
     if options.effort is not None:
-        said.append(("effort", options.effort, not efforts.is_off(options.effort)))
+        said.append(("effort", options.effort, not is_effort_off(options.effort)))
     if options.budget is not None:
         said.append(("budget", options.budget, options.budget != 0))
     for name, value, wish in said[1:]:

@@ -6,7 +6,10 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +18,147 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as Backend
 
 from palaver.errors import BrokenModel, UnsupportedContent
-from palaver.formats.encoding import Remembered, reads_parts_alone
-from palaver.formats.markers import any_of
-from palaver.formats.vocabulary import token_bytes
+from palaver.formats.markers import match_any
 from palaver.phases import Vocabulary
+
+ROOM = 2_000_000
+"""Characters of the texts that are remembered."""
+EACH = 100
+"""What a text counts beside its characters."""
+
+_PLAIN_NORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
+_PLAIN_SPLITS = frozenset({"Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"})
+
+
+def reads_parts_alone(spec: Mapping[str, Any]) -> bool:
+    """Told by its definition. Some put a space before the first word of all, or take spaces into a control token."""
+    norms = all(part.get("type") in _PLAIN_NORMS for part in _steps(spec.get("normalizer"), "normalizers"))
+    splits = all(map(_splits_alone, _steps(spec.get("pre_tokenizer"), "pretokenizers")))
+    added = spec.get("added_tokens") or ()
+    strict = not any(token.get(flag) for token in added for flag in ("lstrip", "rstrip", "single_word"))
+    return norms and splits and strict
+
+
+def _steps(step: Mapping[str, Any] | None, name: str) -> Sequence[Mapping[str, Any]]:
+    if step is None:
+        return ()
+    if step.get("type") == "Sequence":
+        return [inner for part in step[name] for inner in _steps(part, name)]
+    return (step,)
+
+
+def _splits_alone(part: Mapping[str, Any]) -> bool:
+    kind = part.get("type")  # the library reads some without
+    return kind in _PLAIN_SPLITS or (kind == "ByteLevel" and not part.get("add_prefix_space", True))
+
+
+class EncodingCache:
+    """The ids of texts, those used longest ago forgotten first. Any thread may ask."""
+
+    def __init__(self, encode: Callable[[str], Sequence[int]], room: int = ROOM) -> None:
+        self._encode = encode
+        self._room = room
+        self._held: OrderedDict[str, array[int]] = OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, text: str) -> Sequence[int]:
+        with self._lock:
+            ids = self._held.get(text)
+            if ids is not None:
+                self._held.move_to_end(text)
+                return ids
+        ids = array("I", self._encode(text))
+        with self._lock:
+            self._hold(text, ids)
+        return ids
+
+    @property
+    def size(self) -> int:
+        """Characters that are held, and what each text costs beside them."""
+        return self._size
+
+    def _hold(self, text: str, ids: array[int]) -> None:
+        if text in self._held or len(text) + EACH > self._room:
+            return
+        self._held[text] = ids
+        self._size += len(text) + EACH
+        while self._size > self._room:
+            oldest, _ = self._held.popitem(last=False)
+            self._size -= len(oldest) + EACH
+
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def token_bytes(spec: Mapping[str, Any]) -> tuple[bytes, ...]:
+    """By token id; ids without a token stand for nothing."""
+    pieces = _pieces(spec["model"])
+    added = {token["id"]: token["content"].encode() for token in spec.get("added_tokens", ())}
+    convert = _converter(spec.get("decoder") or {})
+    size = max((*pieces.values(), *added), default=-1) + 1
+    out = [b""] * size
+    for piece, token_id in pieces.items():
+        out[token_id] = convert(piece)
+    for token_id, data in added.items():
+        out[token_id] = data
+    return tuple(out)
+
+
+def _pieces(model: Mapping[str, Any]) -> dict[str, int]:
+    vocabulary = model.get("vocab") or {}
+    if isinstance(vocabulary, list):  # unigram models list pieces with their scores
+        return {piece: token_id for token_id, (piece, _) in enumerate(vocabulary)}
+    return dict(vocabulary)
+
+
+def _converter(decoder: Mapping[str, Any]) -> Callable[[str], bytes]:
+    kinds = list(_decoder_steps(decoder))
+    if any(step["type"] == "ByteLevel" for step in kinds):
+        return _byte_level
+    marks = [_replacement(step) for step in kinds if step["type"] in ("Metaspace", "Replace")]
+    return lambda piece: _spaced(piece, [mark for mark in marks if mark])
+
+
+def _decoder_steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if decoder.get("type") == "Sequence":
+        for step in decoder["decoders"]:
+            yield from _decoder_steps(step)
+    elif decoder:
+        yield decoder
+
+
+def _replacement(step: Mapping[str, Any]) -> tuple[str, str] | None:
+    if step["type"] == "Metaspace":
+        return step.get("replacement", "▁"), " "
+    pattern = step.get("pattern", {}).get("String")
+    return (pattern, step["content"]) if pattern else None
+
+
+def _spaced(piece: str, marks: list[tuple[str, str]]) -> bytes:
+    if match := _BYTE_PIECE.fullmatch(piece):
+        return bytes([int(match[1], 16)])
+    for mark, text in marks:
+        piece = piece.replace(mark, text)
+    return piece.encode("utf-8", "surrogatepass")
+
+
+def _byte_level(piece: str) -> bytes:
+    try:
+        return bytes(_BYTES[character] for character in piece)
+    except KeyError:
+        return piece.encode("utf-8", "surrogatepass")
+
+
+def _byte_table() -> dict[str, int]:
+    """The printable stand-ins that byte-level vocabularies write their bytes with."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in shown}
+    hidden = [byte for byte in range(256) if byte not in set(shown)]
+    return table | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
+
+
+_BYTES = _byte_table()
 
 Run = str | int
 """Ordinary text, whatever it spells, or the id of a control token."""
@@ -86,7 +226,7 @@ class FastTokenizer:
         self._names = dict(zip((token.id for token in control), map(chr, _NAMES), strict=False))
         self._whole = _Encoder(spec, {**self._names, **blank})
         self._plain = _Encoder(spec, blank)
-        self._remembered = Remembered(self._encode_safely) if reads_parts_alone(spec) else None
+        self._remembered = EncodingCache(self._encode_safely) if reads_parts_alone(spec) else None
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -131,7 +271,7 @@ class FastTokenizer:
 
     @cached_property
     def _control_pattern(self) -> re.Pattern[str]:
-        return any_of(self.control)
+        return match_any(self.control)
 
 
 def _joined(runs: Iterable[Run]) -> list[Run]:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from palaver import __version__
 from palaver.chat.interface import ModelCard, ModelState
-from palaver.formats.switches import Switch, SwitchKind, listed, of_kind, thinking_switch
+from palaver.formats.switches import Switch, SwitchKind, list_values, switch_of_kind, thinking_switch
 from palaver.repl.safe import one_line
 from palaver.repl.thinking import seconds
 
@@ -40,12 +40,12 @@ def thinking(card: ModelCard) -> str:
 def relevant(card: ModelCard) -> list[Switch]:
     """The switches that have to do with thinking, each once."""
     kinds = (SwitchKind.EFFORT, SwitchKind.BUDGET)
-    found = [thinking_switch(card.switches), *(of_kind(card.switches, kind) for kind in kinds)]
+    found = [thinking_switch(card.switches), *(switch_of_kind(card.switches, kind) for kind in kinds)]
     return list({one.name: one for one in found if one is not None}.values())
 
 
 def _switch(switch: Switch) -> str:
-    values = listed(switch.values)
+    values = list_values(switch.values)
     return f"{switch.name}: {values}" if values else switch.name
 
 

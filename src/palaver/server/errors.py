@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from palaver import errors
-from palaver.errors import PalaverError, RequestError
-from palaver.errors import ShuttingDown as ShuttingDown
+from palaver.errors import PalaverError, RequestError, ShuttingDown
 from palaver.store import errors as store
 from palaver.wire.errors import named
 

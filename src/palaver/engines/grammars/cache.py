@@ -11,13 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from palaver.constraints import Constraint
-from palaver.engines.grammars.compiler import (
-    CompiledGrammar,
-    GrammarCompiler,
-    GrammarError,
-    bad_constraint,
-    named_ids,
-)
+from palaver.engines.grammars.compiler import CompiledGrammar, GrammarCompiler, GrammarError, bad_constraint, named_ids
 from palaver.engines.grammars.sandbox import GrammarSandbox
 from palaver.errors import EngineClosed, PalaverError, QueueFull
 from palaver.phases import Vocabulary

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from palaver.chat.interface import ModelCard
 from palaver.errors import BadParameter, RequestError
-from palaver.formats.switches import SwitchKind, listed, of_kind, thinking_switch
+from palaver.formats.switches import SwitchKind, list_values, switch_of_kind, thinking_switch
 from palaver.messages import Role, Thinking
 from palaver.repl import banner
 from palaver.repl.completion import words
@@ -26,7 +26,7 @@ commands = Theme("Thinking")
 async def _choices(session: Session, arguments: str) -> Iterable[Choice]:
     card = await session.chat.model()
     if arguments.startswith("effort "):
-        effort = of_kind(card.switches, SwitchKind.EFFORT)
+        effort = switch_of_kind(card.switches, SwitchKind.EFFORT)
         return [Choice(str(value)) for value in effort.values] if effort else []
     return [Choice(one) for one in ("on", "off", "default", "budget", "effort")] if " " not in arguments else []
 
@@ -80,11 +80,11 @@ def _check_switch(card: ModelCard, wanted: str) -> None:
 
 
 def _check_effort(card: ModelCard, effort: str) -> None:
-    switch = of_kind(card.switches, SwitchKind.EFFORT)
+    switch = switch_of_kind(card.switches, SwitchKind.EFFORT)
     if switch is None:
         raise RequestError("This model's chat template knows no effort.")
     if not switch.others and effort not in map(str, switch.values):
-        raise BadParameter("effort", effort, f"this model's chat template takes {listed(switch.values)}")
+        raise BadParameter("effort", effort, f"this model's chat template takes {list_values(switch.values)}")
 
 
 @commands.command("expand", "the thought of the last reply in full, or of message N on this branch", "[N]")

@@ -18,7 +18,7 @@ from palaver.chat.utterance import Request as Asking
 from palaver.chat.utterance import Utterance
 from palaver.errors import BadParameter, ContextOverflow, EmptyMessage
 from palaver.events import AnswerDelta
-from palaver.formats.completion import Completion
+from palaver.formats.completion import CompletionFormat
 from palaver.generation import Prompt
 from palaver.phases import Phase, Phases, State
 from palaver.server.callers import Whoever
@@ -122,7 +122,7 @@ def _prompt(model: Model, given: str | list[int], owner: str) -> Prompt:
 
 
 def _utterance(model: Model, request: Asking, prompt: Prompt) -> Utterance:
-    reader = Completion(model.format.tokenizer).reader(prompt, request.sampling.stop)
+    reader = CompletionFormat(model.format.tokenizer).reader(prompt, request.sampling.stop)
     return Utterance(request, prompt, reader, model.engine)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from palaver.formats import efforts
 from palaver.formats.base import Format
-from palaver.formats.switches import Switch, SwitchKind, of_kind
+from palaver.formats.switches import Switch, SwitchKind, effort_rank, is_effort_off, match_effort, switch_of_kind
 
 _WISHES = ("thinking", "effort", "budget")
 
@@ -17,14 +16,14 @@ def follow_effort(level: str, given: Mapping[str, Any], format: Format) -> dict[
 
     A word that is no level is passed on, to be refused with what the template takes.
     """
-    if efforts.is_off(level):
+    if is_effort_off(level):
         return _without_thinking(given, format)
     if given.get("thinking") is False or _switched_off(given, format):
         return {}
-    effort = of_kind(format.switches, SwitchKind.EFFORT)
+    effort = switch_of_kind(format.switches, SwitchKind.EFFORT)
     if effort is not None and effort.name in (given.get("variables") or {}):
         return {}
-    if efforts.rank(level) is None:
+    if effort_rank(level) is None:
         return {"effort": level}
     if effort is not None:
         return _nearest(level, effort)
@@ -53,10 +52,10 @@ def _switched_off(given: Mapping[str, Any], format: Format) -> bool:
 
 
 def _nearest(level: str, switch: Switch) -> dict[str, Any]:
-    if efforts.found(level, [value for value in switch.values if value != switch.off]) is not None:
+    if match_effort(level, [value for value in switch.values if value != switch.off]) is not None:
         return {"effort": level}
-    wanted = efforts.rank(level) or 0
-    ranked = [(abs(rank - wanted), rank, value) for value in switch.values if (rank := efforts.rank(value))]
+    wanted = effort_rank(level) or 0
+    ranked = [(abs(rank - wanted), rank, value) for value in switch.values if (rank := effort_rank(value))]
     return {"effort": str(min(ranked)[2])} if ranked else {}
 
 
@@ -78,7 +77,7 @@ def _give_way(given: Mapping[str, Any], thinking: bool, format: Format) -> dict[
     """Without what contradicts the operator's word."""
     switch, effort = format.thinking_switch, given.get("effort")
     left = {name: value for name, value in given.items() if name != "thinking"}
-    if effort is not None and (not thinking or efforts.is_off(effort)):
+    if effort is not None and (not thinking or is_effort_off(effort)):
         del left["effort"]
     if thinking and left.get("thinking_budget") == 0:
         del left["thinking_budget"]

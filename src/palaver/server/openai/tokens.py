@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from palaver.chat.model import Model, text_size
 from palaver.errors import BadParameter
-from palaver.formats.options import Options
+from palaver.formats.base import RenderOptions
 from palaver.generation import Prompt
 from palaver.server.openai.answering import while_there
 from palaver.server.openai.asking import check_model
@@ -95,7 +95,7 @@ def _prompt(body: TokenizeRequest | RenderRequest, model: Model, settings: Serve
         if name not in known and not settings.any_variables:
             raise BadParameter(f"chat_template_kwargs.{name}", value, "is no switch of this model's template")
     effort = body.reasoning_effort if isinstance(body, RenderRequest) else None
-    options = Options(thinking=body.enable_thinking, effort=effort, variables=variables, now=datetime.now())
+    options = RenderOptions(thinking=body.enable_thinking, effort=effort, variables=variables, now=datetime.now())
     messages, tools = messages_of(body.messages or []), tools_of(body.tools, None, settings.limits.tools)
     model.check_size(text_size(messages, tools))
     with in_their_words():

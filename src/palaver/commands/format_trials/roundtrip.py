@@ -1,0 +1,243 @@
+"""Continues replies from their text, cut at every event, and compares with the uncut bytes.
+
+The replies are written by the template itself, as it renders them in a history: our own writing is what is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palaver.commands.format_trials.cases import STRINGS, read_tool, switches_by_truth
+from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer, control_strings
+from palaver.errors import PalaverError
+from palaver.events import ReadEvent, fold
+from palaver.formats.base import RenderOptions
+from palaver.formats.format import TemplateFormat
+from palaver.formats.learn.probes import QUESTION, tool_variables
+from palaver.formats.template import Template
+from palaver.formats.tool_calls.samples import OTHER_NAME, TEXT_KEY, sample_calls, sample_tools
+from palaver.messages import Message, Tool, user
+from palaver.phases import Phase
+
+THOUGHT = "Let me see: 2 + 2.\n\nThat is *four*, I think. Élan 👋🏽"
+ANSWER = "It is **4**.\n\n- one\n- two `x < y`\n\n    indented"
+
+
+INSIDE = "INSIDE"
+
+
+@dataclass(frozen=True)
+class ReplyKind:
+    """One kind of reply: what the message holds, and how thinking is switched for it."""
+
+    name: str
+    thought: str = ""
+    answer: str = ""
+    calls: int = 0
+    thinking: bool | None = None
+
+
+KINDS = tuple(
+    ReplyKind(f"{name}{suffix}", thought, answer, count, thinking)
+    for thinking, suffix in ((None, ""), (True, ", thinking on"), (False, ", thinking off"))
+    for name, thought, answer, count in (
+        ("thinking only", THOUGHT, "", 0),
+        ("thinking and answer", THOUGHT, ANSWER, 0),
+        ("answer only", "", ANSWER, 0),
+        ("tool call", "", "", 1),
+        ("two calls", "", "", 2),
+        ("answer and call", "", ANSWER, 1),
+        ("thinking and call", THOUGHT, "", 1),
+        ("call inside thought", THOUGHT, INSIDE, 1),
+    )
+)
+
+
+@dataclass(frozen=True)
+class RoundtripResult:
+    template: str
+    kind: str
+    tokens: bool
+    exact: int
+    """How many continuations were byte-exact."""
+    count: int
+    why: str = ""
+    """What differed first, or why the template can't express it."""
+    expressed: bool = True
+
+
+class Roundtrip:
+    """All trials of one template."""
+
+    def __init__(self, path: Path, tokens: bool) -> None:
+        source = path.read_text(encoding="utf-8")
+        self._name = path.stem
+        self._tokens = tokens
+        self._tokenizer = PieceTokenizer(control_strings(source) | set(STRINGS.values()) if tokens else ())
+        self._template = Template(source, path.stem)
+        self._format = TemplateFormat(self._template, self._tokenizer, STRINGS)
+        self._tools = tuple(read_tool(tool) for tool in sample_tools())
+
+    def trials(self) -> Iterator[RoundtripResult]:
+        for kind in KINDS:
+            if (trial := self._trial(kind)) is not None:
+                yield trial
+
+    def _trial(self, kind: ReplyKind) -> RoundtripResult | None:
+        if kind.thinking is not None and self._format.facts.switch is None:
+            return None  # the same as without a switch
+        written = self._inside(kind) if kind.answer == INSIDE else self._written(kind)
+        if isinstance(written, str) and self._lacks_thought(kind, written):
+            written = _Not(_THINKS_FIRST)
+        if isinstance(written, _Not):
+            return RoundtripResult(self._name, kind.name, self._tokens, 0, 0, written.why, expressed=False)
+        return self._compare(kind.name, written, self._tools if kind.calls else (), self._options(kind))
+
+    def _lacks_thought(self, kind: ReplyKind, written: str) -> bool:
+        """Whether the template writes an answer where the model would have thought first."""
+        bare = bool(kind.answer) and not kind.thought and written.lstrip().startswith(kind.answer)
+        return bare and self._format.begins_behind_empty_thought(self._options(kind))
+
+    def _options(self, kind: ReplyKind) -> RenderOptions:
+        return RenderOptions(thinking=kind.thinking)
+
+    def _written(self, kind: ReplyKind) -> str | _Not:
+        """The reply as the template writes it behind its own generation prompt."""
+        facts = self._format.facts
+        opened = self._format.render([user(QUESTION)], (), self._options(kind)).phases.opens_in is Phase.THINKING
+        if kind.name.startswith("thinking only") and facts.reasoning_field is None and opened:
+            return THOUGHT  # the generation prompt opened it, so it is all that the model writes
+        if kind.thought and (facts.thinking is None or facts.reasoning_field is None):
+            return _Not("it renders no thinking")
+        if kind.calls and facts.calls is None:
+            return _Not("it renders no tool calls")
+        message: dict[str, Any] = {"role": "assistant", "content": kind.answer or _END_OF_THOUGHT * bool(kind.thought)}
+        if kind.calls:
+            message |= {"content": kind.answer, "tool_calls": sample_calls(kind.calls, facts.arguments_as_text)}
+        if kind.thought and facts.reasoning_field == "content":
+            text = [{"type": "text", "text": message["content"]}] if message["content"] else []
+            message["content"] = [{"type": "thinking", "thinking": kind.thought}, *text]
+        elif kind.thought:
+            message[str(facts.reasoning_field)] = kind.thought
+        return self._cut_out(kind, message)
+
+    def _inside(self, kind: ReplyKind) -> str | _Not:
+        """A call in the midst of a thought: the template's own open thought and its own call, put together."""
+        thought = self._written(ReplyKind("thinking only", THOUGHT, thinking=kind.thinking))
+        called = self._written(ReplyKind("answer and call", "", ANSWER, 1, kind.thinking))
+        if isinstance(thought, _Not):
+            return thought
+        if isinstance(called, _Not):
+            return called
+        behind = called[called.rindex(ANSWER) + len(ANSWER) :]
+        return thought + behind.removeprefix(self._format.facts.answer_closing)
+
+    def _cut_out(self, kind: ReplyKind, message: dict[str, Any]) -> str | _Not:
+        given = tool_variables(self._format.facts, sample_tools() if kind.calls else [])
+        variables = {
+            **STRINGS,
+            **given,
+            **self._format.switched(self._options(kind)),
+            **self._format.dates(RenderOptions()),
+        }
+        asked = {"role": "user", "content": QUESTION}
+        try:
+            prompt = self._template.render({**variables, "messages": [asked], "add_generation_prompt": True})
+            whole = self._template.render({**variables, "messages": [asked, message], "add_generation_prompt": False})
+        except PalaverError as error:
+            return _Not(f"it refuses: {error}")
+        last = message_text(kind)
+        if (last and last not in whole) or kind.thought not in whole:
+            return _Not("it does not render this reply as it is")
+        if not whole.startswith(prompt):
+            return _Not("its history does not begin with its own generation prompt")
+        return self._without_end(whole[len(prompt) :], kind)
+
+    def _without_end(self, text: str, kind: ReplyKind) -> str | _Not:
+        if kind.name.startswith("thinking only"):
+            at = text.find(THOUGHT)
+            return text[: at + len(THOUGHT)] if at >= 0 else _Not("it does not render this reply as it is")
+        ends = [at for end in self._format.facts.turn_ends if (at := text.rfind(end)) >= 0]
+        return text[: min(ends)].rstrip("\n") if ends else text.rstrip("\n")
+
+    def recorded(self, cases: Sequence[Mapping[str, Any]]) -> Iterator[RoundtripResult]:
+        """What models were recorded to say, for thinking that the template itself does not render."""
+        if self._format.facts.reasoning_field is not None or self._format.facts.thinking is None:
+            return
+        for number, case in enumerate(cases):
+            if case["continue"] or case["is_partial"] or case["reasoning_format"] == "none" or case["json_schema"]:
+                continue
+            given = tuple(read_tool(tool) for tool in case["tools"] or ())
+            options = RenderOptions(thinking=case["enable_thinking"] if switches_by_truth(self._format) else None)
+            yield self._compare(f"recorded {number}", case["input"], given, options)
+
+    def _compare(self, kind: str, written: str, given: Sequence[Tool], options: RenderOptions) -> RoundtripResult:
+        """Reads the reply token by token; whatever has been folded so far must write a beginning of it."""
+        prompt = self._format.render([user(QUESTION)], given, options)
+        reader = self._format.reader(prompt, (), given, options)
+        events: list[ReadEvent] = reader.open()
+        exact, count, why = 0, 0, ""
+        for token_id in self._pieces(written):
+            fresh = reader.feed(token_id)
+            events += fresh
+            if not fresh:
+                continue
+            count += 1
+            difference = self._difference(fold(events).message, options, prompt.phases.opens_in, written)
+            exact += not difference
+            why = why or difference
+        if written and not count:
+            return RoundtripResult(self._name, kind, self._tokens, 0, 1, "nothing was read")
+        return RoundtripResult(self._name, kind, self._tokens, exact, count, why)
+
+    def _pieces(self, text: str) -> Iterator[int]:
+        for run in self._tokenizer.runs(text):
+            if isinstance(run, int):
+                yield run
+            else:
+                yield from (self._tokenizer.piece(character) for character in run)
+
+    def _difference(self, message: Message, options: RenderOptions, opens_in: Phase, written: str) -> str:
+        if not message.parts:
+            return ""
+        try:
+            ids = self._format.begun_ids(message, options, opens_in)
+        except PalaverError as error:
+            return str(error)
+        text = self._tokenizer.text(ids)
+        same_ids = self._tokenizer.encode(self._tokenizer.runs(written))[: len(ids)]
+        if written.startswith(text) and tuple(same_ids) == ids:
+            return ""
+        at = next((i for i, (a, b) in enumerate(zip(text, written, strict=False)) if a != b), len(written))
+        return f"wrote {text[max(0, at - 30) : at + 30]!r} for {written[max(0, at - 30) : at + 30]!r}"
+
+
+@dataclass(frozen=True)
+class _Not:
+    """What a template can't express."""
+
+    why: str
+
+
+_END_OF_THOUGHT = "END-OF-THOUGHT"
+_THINKS_FIRST = "the model thinks first, so that an answer without a thought is continued behind an empty one"
+
+
+def message_text(kind: ReplyKind) -> str:
+    if kind.answer:
+        return kind.answer
+    if kind.calls == 2:
+        return OTHER_NAME
+    return TEXT_KEY if kind.calls else kind.thought
+
+
+def run_roundtrips(folder: Path, cases: Sequence[Mapping[str, Any]] = ()) -> Iterator[RoundtripResult]:
+    """Every template of the folder, with its control strings as tokens and as plain text."""
+    for path in sorted(folder.glob("*.jinja")):
+        own = [case for case in cases if case["template"] == path.stem]
+        for tokens in (True, False):
+            trip = Roundtrip(path, tokens)
+            yield from trip.trials()
+            yield from trip.recorded(own)

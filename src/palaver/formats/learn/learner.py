@@ -1,0 +1,276 @@
+"""Learns how a model talks from its chat template: probes are rendered and compared.
+
+Nothing here knows a model or a template by name. What no probe shows is not a fact."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import nodes
+
+from palaver.formats.facts import Confidence, Evidence, Facts, ThinkingFacts
+from palaver.formats.learn.probes import ANSWER, THOUGHT, Prober, probe_messages, thinking_message
+from palaver.formats.learn.switches import SwitchLearner
+from palaver.formats.learn.thinking import ThinkingLearner
+from palaver.formats.markers import CONTROL_LIKE, common_start, paired, split_marker
+from palaver.formats.template import Template
+from palaver.formats.tool_calls import syntaxes
+from palaver.formats.tool_calls.instructions import learn_from_instructions
+from palaver.formats.tool_calls.samples import NAME, CallSamples, sample_calls, sample_tools
+
+CONVENTION = ThinkingFacts("<think>\n", "\n</think>\n\n", by_convention=True)
+
+
+def learn(template: Template, strings: Mapping[str, str], control: Mapping[str, int]) -> Facts:
+    """`strings` are the tokenizer's named tokens (bos_token, ...), `control` its tokens by their text."""
+    return Learner(Prober(template, strings), strings, control).learn()
+
+
+class Learner:
+    def __init__(self, prober: Prober, strings: Mapping[str, str], control: Mapping[str, int]) -> None:
+        self._prober = prober
+        self._strings = strings
+        self._control = control
+        self._evidence: list[Evidence] = []
+        self._around = "", ""
+
+    def learn(self) -> Facts:
+        field, thinking = ThinkingLearner(self._prober, self._note).learn()
+        header = self._header(thinking)
+        ends = self._turn_ends()
+        self._around = self._answer(header, thinking, ends)
+        as_text, samples = self._samples(header, thinking, ends)
+        call_syntax, call_ends = self._call_syntax(samples, ends)
+        ends = (*ends, *call_ends)
+        opening, closing = self._around = self._answer(header, thinking, ends)
+        self._note_answer()
+        return Facts(
+            header=header,
+            reasoning_field=field,
+            thinking=thinking,
+            switches=SwitchLearner(self._prober, self._note, thinking, field).learn(),
+            keeps_thinking=self._keeps(field),
+            answer_opening=opening,
+            answer_closing=closing,
+            turn_ends=ends,
+            calls=call_syntax,
+            stop_strings=self._declared("stop_strings", "stop"),
+            space_before_calls=self._space_before_calls(call_syntax, as_text),
+            space_after_thought=self._space_after_thought(call_syntax, field, thinking, as_text),
+            no_tools=self._no_tools(),
+            asks_for=self._asks_for(),
+            arguments_as_text=as_text,
+            evidence=tuple(self._evidence),
+        )
+
+    def _note(self, about: str, fact: str, seen: str, confidence: Confidence = Confidence.SEEN) -> None:
+        self._evidence.append(Evidence(fact, seen, confidence, about))
+
+    # -- turns ---------------------------------------------------------------------------------------------------
+
+    def _header(self, thinking: ThinkingFacts | None) -> str:
+        header = self._prober.opening() or ""
+        if thinking:
+            for marker in (thinking.opener, thinking.closer):
+                at = header.find(marker) if marker else -1
+                if at >= 0:
+                    header = header[:at]
+        for message in ({"content": ANSWER}, {"content": ANSWER, "reasoning_content": THOUGHT}):
+            written = self._prober.reply(message)
+            if written and not written.startswith(header) and common_start(header, written).strip():
+                header = common_start(header, written)
+        if header:
+            self._note("header", "what opens the assistant's turn", header)
+        return header
+
+    def _turn_ends(self) -> tuple[str, ...]:
+        """What follows an answer ends the turn, and so does the tokenizer's own end."""
+        ends = [self._strings["eos_token"]] if self._strings.get("eos_token") else []
+        if ends:
+            self._note("turn_ends", "the tokenizer names its end", ends[0], Confidence.CONVENTION)
+        for written in (self._prober.reply({"content": ANSWER}), self._prober.followed()):
+            if written and ANSWER in written:
+                after = written.split(ANSWER, 1)[1]
+                if after.strip():
+                    self._note("turn_ends", "what follows an answer", after[:200])
+                before = CONTROL_LIKE.findall(
+                    _without_prefix(written.split(ANSWER, 1)[0], self._prober.opening() or "")
+                )
+                found = [part for part in split_marker(after, self._control) if self._is_control(part)]
+                while found and any(paired(tag, found[0]) for tag in before):
+                    found = found[1:]
+                ends += found[:1]
+        return tuple(dict.fromkeys(ends))
+
+    def _is_control(self, part: str) -> bool:
+        return (
+            part in self._control
+            or bool(CONTROL_LIKE.fullmatch(part))
+            or bool(re.fullmatch(r"[\[\]~\w]*~[\[\]~\w]*", part))
+        )
+
+    def _answer(self, header: str, thinking: ThinkingFacts | None, ends: tuple[str, ...]) -> tuple[str, str]:
+        """What the model writes right before and behind an answer that follows no thought."""
+        written = self._prober.reply({"content": ANSWER})
+        if not written or ANSWER not in written:
+            return "", ""
+        before, after = written.split(ANSWER, 1)
+        opening = _without_prefix(before, header)
+        if thinking:
+            for marker in (thinking.opener, thinking.closer):
+                opening = opening.split(marker)[-1] if marker and marker in opening else opening
+        cut = min((at for end in ends if (at := after.find(end)) >= 0), default=len(after))
+        return (opening if opening.strip() else ""), (after[:cut] if after[:cut].strip() else "")
+
+    def _note_answer(self) -> None:
+        for about, text in zip(("answer_opening", "answer_closing"), self._around, strict=True):
+            if text:
+                written = self._prober.reply({"content": ANSWER})
+                self._note(about, "what stands beside an answer", written or "")
+
+    def _declared(self, *names: str) -> tuple[str, ...]:
+        """Texts that the template sets under one of these names at its top."""
+        for node in self._prober.template.tree.body:
+            if isinstance(node, nodes.Assign) and getattr(node.target, "name", "") in names:
+                try:
+                    value = node.node.as_const() if isinstance(node.node, nodes.Expr) else None
+                except nodes.Impossible:
+                    continue
+                found = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
+                self._note("stop_strings", "the template declares what stops an answer", repr(found))
+                return tuple(text for text in found if isinstance(text, str) and text)
+        return ()
+
+    # -- what is handed over ---------------------------------------------------------------------------------------
+
+    def _keeps(self, field: str | None) -> bool:
+        """Whether the thinking of an earlier turn is kept."""
+        if field is None:
+            return False
+        whole = self._prober.write([probe_messages(), thinking_message(field), probe_messages()], True)
+        kept = whole is not None and THOUGHT in whole
+        self._note(
+            "keeps_thinking", f"thinking of earlier turns is {'kept' if kept else 'dropped'}", whole or "refused"
+        )
+        return kept
+
+    def _no_tools(self) -> str:
+        how = self._prober.no_tools
+        told = {"null": "none at all", "empty": "an empty list", "absent": "the name left out"}
+        self._note(
+            "no_tools", f"takes for no tools {told[how]}", self._prober.write([probe_messages()], True) or "refused"
+        )
+        return how
+
+    def _asks_for(self) -> tuple[str, ...]:
+        names = tuple(self._prober.variables())
+        if names:
+            self._note("asks_for", "names that the syntax tree leaves open", ", ".join(names))
+        return names
+
+    # -- tool calls ----------------------------------------------------------------------------------------------
+
+    def _call_syntax(
+        self, samples: CallSamples | None, ends: tuple[str, ...]
+    ) -> tuple[syntaxes.CallSyntax | None, tuple[str, ...]]:
+        """How calls are written, and what ends a turn of calls beside what ends any turn."""
+        syntax = (syntaxes.learn(samples) if samples else None) or self._calls_from_instructions()
+        if samples is None or syntax is None:
+            return syntax, ()
+        self._note("calls", f"tool calls are {syntaxes.syntax_name(syntax)}", samples.one)
+        return syntax, self._call_ends(samples, syntax, ends)
+
+    def _samples(
+        self, header: str, thinking: ThinkingFacts | None, ends: tuple[str, ...]
+    ) -> tuple[bool, CallSamples | None]:
+        for as_text in (False, True):
+            one = self._prober.call_reply(1, as_text)
+            if one is None or "first_key_q" not in one:
+                continue
+            two = self._prober.call_reply(2, as_text)
+            none = self._prober.call_reply(1, as_text, {})
+            if as_text:
+                self._note("arguments_as_text", "arguments are shown only where they come as text", one)
+            trim = [self._body(text, header, thinking) if text else None for text in (one, two, none)]
+            return as_text, CallSamples(trim[0] or "", trim[1], trim[2], ends)
+        return False, None
+
+    def _body(self, written: str, header: str, thinking: ThinkingFacts | None) -> str:
+        """The reply without its header, without an empty thought and without an empty answer."""
+        body = _without_prefix(written, header)
+        if thinking and (at := body.find(thinking.closer)) >= 0 and at < body.find(NAME):
+            body = body[at + len(thinking.closer) :]
+        opening, closing = (text.strip() for text in self._around)
+        return body.lstrip().removeprefix(opening + closing) if closing else body
+
+    def _space_before_calls(self, syntax: syntaxes.CallSyntax | None, as_text: bool) -> str:
+        space = self._space(syntax, {"content": ANSWER}, ANSWER, as_text)
+        if space:
+            self._note("space_before_calls", "what stands between an answer and a call", f"{ANSWER}{space}")
+        return space
+
+    def _space(self, syntax: syntaxes.CallSyntax | None, message: dict[str, Any], mark: str, as_text: bool) -> str:
+        """What stands between something said and the calls behind it."""
+        written = self._prober.reply({**message, "tool_calls": sample_calls(1, as_text)}, tools=sample_tools())
+        first = next(iter(split_marker(syntaxes.opening(syntax))), NAME) if syntax else ""
+        if not written or mark not in written or not first:
+            return ""
+        place = written.rfind(mark, 0, max(written.find(NAME), 0))
+        behind = written[place + len(mark) :] if place >= 0 else ""
+        at = behind.find(first)
+        glue = behind[:at].strip() in ("", self._around[1].strip())
+        return behind[:at] if at >= 0 and (first == NAME or glue) else ""
+
+    def _space_after_thought(
+        self, syntax: syntaxes.CallSyntax | None, field: str | None, thinking: ThinkingFacts | None, as_text: bool
+    ) -> str:
+        if thinking is None:
+            return ""
+        given = {"content": "", field: THOUGHT} if field and field != "content" else {"content": ""}
+        for message in (given, {"content": ""}):
+            marks = (thinking.closing.rstrip(), thinking.closer)
+            if space := next(filter(None, (self._space(syntax, message, mark, as_text) for mark in marks)), ""):
+                self._note(
+                    "space_after_thought", "what stands between a thought and a call", f"{thinking.closer}{space}"
+                )
+                return space
+        if space := _trailing_space(thinking.closing):
+            seen = f"{thinking.closing}{ANSWER}"
+            self._note("space_after_thought", "it is as before an answer", seen, Confidence.INFERRED)
+        return space
+
+    def _call_ends(self, samples: CallSamples, syntax: syntaxes.CallSyntax, ends: tuple[str, ...]) -> tuple[str, ...]:
+        """The marker behind calls, where it is none of the syntax and not what ends an answer."""
+        tail = samples.one[samples.one.rfind("47113") + 5 :]
+        known = repr(syntax)
+        for part in split_marker(tail):
+            if part in ends:
+                return ()
+            if CONTROL_LIKE.fullmatch(part) and part not in known:
+                self._note("turn_ends", "what follows calls", tail)
+                return (part,)
+        return ()
+
+    def _calls_from_instructions(self) -> syntaxes.CallSyntax | None:
+        """A template that tells of tools but not of calls may describe in its own words how to call."""
+        told = self._prober.write([probe_messages()], True, tools=sample_tools())
+        plain = self._prober.write([probe_messages()], True) or ""
+        if told is None or "first_key_q" not in told:
+            return None
+        syntax = learn_from_instructions(told, plain, list(self._prober.texts()))
+        if syntax is not None:
+            self._note("calls", "the tools' description says how to call", told[:400], Confidence.INFERRED)
+        return syntax
+
+
+def _without_prefix(written: str, header: str) -> str:
+    """The text without the header, or without that end of it that it begins with."""
+    starts = [0, *(tag.start() for tag in CONTROL_LIKE.finditer(header))]
+    shown = next((header[at:] for at in starts if header[at:] and written.startswith(header[at:])), "")
+    return written[len(shown) :]
+
+
+def _trailing_space(text: str) -> str:
+    return text[len(text.rstrip()) :]

@@ -1,0 +1,83 @@
+"""From a model's folder to its format: the tokenizer, the chat template and the named tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from palaver.errors import BrokenModel, NoTemplate
+from palaver.formats.completion import CompletionFormat
+from palaver.formats.facts_store import FILE_NAME
+from palaver.formats.format import TemplateFormat
+from palaver.formats.template import Template
+from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def load_format(
+    folder: Path,
+    tokenizer: FastTokenizer | None = None,
+    template: Path | None = None,
+    corrections: Path | None = None,
+) -> TemplateFormat:
+    """Raises NoTemplate where the model brings none and none is given. `corrections` is a TOML file of facts;
+    one beside the model is taken by itself."""
+    config = _config(folder)
+    source = template.read_text(encoding="utf-8") if template else template_text(folder, config)
+    if source is None:
+        raise NoTemplate(folder.name)
+    name = template.name if template else f"chat template of {folder.name}"
+    format = TemplateFormat(Template(source, name), tokenizer or load_tokenizer(folder), named_tokens(folder, config))
+    beside = corrections or folder / FILE_NAME
+    return format.corrected(beside) if corrections or beside.is_file() else format
+
+
+def load_completion(folder: Path, tokenizer: FastTokenizer | None = None) -> CompletionFormat:
+    return CompletionFormat(tokenizer or load_tokenizer(folder))
+
+
+def named_tokens(folder: Path, config: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """The tokens that templates know by name, such as bos_token."""
+    found = {**_json(folder / "special_tokens_map.json"), **(_config(folder) if config is None else config)}
+    return {name: text for name in _NAMED if (text := _text(found.get(name))) is not None}
+
+
+def template_text(folder: Path, config: Mapping[str, Any] | None = None) -> str | None:
+    """The chat template that lies in a folder, where one does."""
+    config = _config(folder) if config is None else config
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    beside = _json(folder / "chat_template.json").get("chat_template")
+    return _choose(beside if beside is not None else config.get("chat_template"))
+
+
+def _choose(source: Any) -> str | None:
+    """Some models bring several templates by name; the default one is meant for chat."""
+    if isinstance(source, list):
+        named = {entry["name"]: entry["template"] for entry in source}
+        source = named.get("default") or next(iter(named.values()), None)
+    return source if isinstance(source, str) else None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return _json(folder / "tokenizer_config.json")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BrokenModel(f"The model's {path.name} is not JSON ({error}): download the model again.") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _text(token: Any) -> str | None:
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

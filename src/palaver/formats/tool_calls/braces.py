@@ -1,0 +1,262 @@
+"""Calls with bare keys in braces and texts between quotation marks of the model's own.
+
+<|tool_call>call:f{a:<|"|>x<|"|>,b:1}<tool_call|>"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from palaver.events import ReadEvent
+from palaver.formats.state_machine import StateMachineBuilder
+from palaver.formats.tool_calls.call_reader import CallRegistry
+from palaver.formats.tool_calls.frame import CallFrame, learn_frame
+from palaver.formats.tool_calls.lark import LarkBuilder, join_expressions, one_of
+from palaver.formats.tool_calls.samples import NAME, NUMBER_KEY, NUMBER_VALUE, TEXT_KEY, TEXT_VALUE, CallSamples
+from palaver.formats.tool_calls.schemas import (
+    arguments_schema,
+    check_argument_name,
+    check_schema,
+    check_tool_name,
+    object_members,
+    other_keys,
+    resolve_pointer,
+    text_patterns,
+    unsupported_schema,
+)
+from palaver.messages import Tool, ToolCall
+from palaver.phases import Phase
+
+NAME_SLOT, BRACES_SLOT, TEXT_SLOT, GLUE = "name", "braces", "text", "glue"
+
+
+@dataclass(frozen=True, slots=True)
+class Syntax:
+    frame: CallFrame
+    quote: str
+
+
+def learn(samples: CallSamples) -> Syntax | None:
+    pattern = rf"{NAME}\{{{TEXT_KEY}:(?P<quote>\S+?){re.escape(TEXT_VALUE)}(?P=quote),\s*{NUMBER_KEY}:{NUMBER_VALUE}\}}"
+    found = re.search(pattern, samples.one)
+    if found is None:
+        return None
+    return Syntax(learn_frame(samples, found.start(), found.end()), found["quote"])
+
+
+def add_states(builder: StateMachineBuilder, syntax: Syntax, froms: tuple[int, ...], back: int) -> None:
+    glue = builder.state(Phase.TOOL_CALL, GLUE)
+    name = builder.state(Phase.TOOL_CALL, NAME_SLOT)
+    braces = builder.state(Phase.TOOL_CALL, BRACES_SLOT)
+    text = builder.state(Phase.TOOL_CALL, TEXT_SLOT)
+    syntax.frame.add_openings(builder, froms, glue, name)
+    builder.on_text(name, "{", braces, keep=True)
+    builder.on(braces, syntax.quote, text)
+    builder.on(text, syntax.quote, braces)
+    syntax.frame.add_closings(builder, braces, glue, name, back)
+
+
+def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> str:
+    out = [syntax.frame.section_open]
+    for place, call in enumerate(calls):
+        out += [syntax.frame.between(place), call.name]
+        is_open = last_is_open and place == len(calls) - 1
+        out.append(_braces(call.arguments, syntax.quote))
+        if is_open:
+            return "".join(out)
+        out.append(syntax.frame.call_close)
+    return "".join([*out, syntax.frame.section_close])
+
+
+def _braces(text: str, quote: str) -> str:
+    """The JSON text with its own notation: bare keys, texts between the model's quotation marks."""
+    out = re.sub(r'"(\w+)":\s*', r"\1:", text)
+    out = re.sub(r'"((?:[^"\\]|\\.)*)("|\Z)', lambda m: _quoted(m[1], quote, bool(m[2])), out)
+    return re.sub(r",\s+", ",", out)
+
+
+def _quoted(text: str, quote: str, closed: bool) -> str:
+    try:
+        plain = json.loads(f'"{text}"')
+    except ValueError:
+        plain = text
+    return f"{quote}{plain}{quote if closed else ''}"
+
+
+_KEY = re.compile(r"[\w.$/@-]+")
+_NUMBERS = frozenset(("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+_ARRAYS = frozenset(("type", "items", "minItems", "maxItems"))
+_KINDS = ("null", "boolean", "number", "string", "array", "object")
+
+
+def grammar(syntax: Syntax, tools: Sequence[Tool], lark: LarkBuilder) -> str:
+    held = (_Held(syntax, tool, lark) for tool in tools)
+    return syntax.frame.around(lark, [one.call() for one in held])
+
+
+class _Held:
+    """The grammar of one tool's calls: its schema in this notation."""
+
+    def __init__(self, syntax: Syntax, tool: Tool, lark: LarkBuilder) -> None:
+        self._quote = syntax.quote
+        self._tool = tool
+        self._lark = lark
+        self._root = arguments_schema(tool)
+        self._known: dict[str, str] = {}
+        """Rules by what refers to them."""
+
+    def call(self) -> str:
+        return self._lark.rule(
+            join_expressions(self._lark.literal(check_tool_name(self._tool)), self._object(self._root))
+        )
+
+    def _value(self, schema: Any) -> str:
+        if schema is True or schema == {}:
+            return self._referred("", {"type": list(_KINDS)})
+        if not isinstance(schema, Mapping):
+            raise unsupported_schema(self._tool, "there is a value that can't be")
+        if "$ref" in schema:
+            return self._referred(schema["$ref"], None)
+        ways = schema.get("anyOf", schema.get("oneOf"))
+        if ways is not None:
+            check_schema(self._tool, schema, frozenset(("anyOf", "oneOf")))
+            return one_of([self._value(way) for way in ways])
+        if "enum" in schema or "const" in schema:
+            return one_of([self._constant(value) for value in schema.get("enum", [schema.get("const")])])
+        kinds = schema["type"] if "type" in schema else self._guessed(schema)
+        return one_of([self._of(kind, schema) for kind in ([kinds] if isinstance(kinds, str) else kinds)])
+
+    def _referred(self, place: str, schema: Any) -> str:
+        """A rule of its own for what may hold itself."""
+        if place not in self._known:
+            self._known[place] = name = self._lark.pending()
+            self._lark.fill(
+                name, self._value(resolve_pointer(self._tool, self._root, place) if schema is None else schema)
+            )
+        return self._known[place]
+
+    def _guessed(self, schema: Mapping[str, Any]) -> str:
+        for keyword, kind in (("properties", "object"), ("items", "array"), ("pattern", "string")):
+            if keyword in schema:
+                return kind
+        raise unsupported_schema(self._tool, f"the type of a value is missing beside {', '.join(schema)}")
+
+    def _of(self, kind: str, schema: Mapping[str, Any]) -> str:
+        match kind:
+            case "string":
+                stated = {key: value for key, value in schema.items() if schema.get("type") == kind or key != "type"}
+                return self._text(*text_patterns(self._tool, stated))
+            case "object":
+                return self._object(schema)
+            case "array":
+                return self._array(schema)
+            case "null" | "boolean" | "integer" | "number":
+                alone = schema.get("type") == kind
+                if alone:
+                    check_schema(self._tool, schema, _NUMBERS)
+                bounds = {key: value for key, value in schema.items() if key in _NUMBERS} if alone else {}
+                return self._lark.json({**bounds, "type": kind})
+        raise unsupported_schema(self._tool, f"there is no type {kind!r}")
+
+    def _text(self, *patterns: str) -> str:
+        return join_expressions(self._lark.literal(self._quote), self._lark.until(self._quote, *patterns))
+
+    def _constant(self, value: Any) -> str:
+        lark = self._lark
+        if isinstance(value, str):
+            return lark.literal(f"{self._quote}{value}{self._quote}")
+        if isinstance(value, Mapping | list):
+            raise unsupported_schema(self._tool, "only plain values can be listed")
+        return lark.literal(json.dumps(value))
+
+    def _array(self, schema: Mapping[str, Any]) -> str:
+        lark = self._lark
+        if schema.get("type") == "array":
+            check_schema(self._tool, schema, _ARRAYS)
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        item = lark.rule(self._value(schema.get("items", {})))
+        further = "" if most is None else max(most - 1, 0)
+        more = f"({join_expressions(lark.literal(','), item)}){{{max(least - 1, 0)},{further}}}"
+        items = "" if most == 0 else join_expressions(item, more)
+        inside = items if least or not items else f"({items})?"
+        return join_expressions(lark.literal("["), inside, lark.literal("]"))
+
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        lark = self._lark
+        found = object_members(self._tool, schema if schema.get("type") == "object" else {"type": "object"}, self._root)
+        items = []
+        for one in found.listed:
+            key = lark.literal(f"{check_argument_name(self._tool, one.key, _KEY)}:")
+            items.append((join_expressions(key, self._value(one.schema)), one.required))
+        more = ""
+        if found.others is not False:
+            more = join_expressions(other_keys(lark, found), lark.literal(":"), self._value(found.others))
+        return join_expressions(lark.literal("{"), lark.series(items, ",", more), lark.literal("}"))
+
+
+class Calls:
+    def __init__(self, syntax: Syntax, opened: CallRegistry) -> None:
+        self._opened = opened
+        self._frame = syntax.frame
+        self._name = ""
+        self._word = ""
+        self._last = ""
+        self._depth = 0
+        self._began = False
+
+    def enter(self, slot: str) -> list[ReadEvent]:
+        previous, self._last = self._last, slot
+        if slot == NAME_SLOT:
+            events = self.leave()
+            self._name, self._began, self._depth = "", False, 0
+            return events
+        if slot == BRACES_SLOT and not self._began:
+            self._began = True
+            return [self._opened.open(self._frame.without_prefix(self._name.strip()).removeprefix("call:"))]
+        if slot == TEXT_SLOT or (slot == BRACES_SLOT and previous == TEXT_SLOT):
+            return [*self._flush(), *self._opened.arguments('"')]
+        return []
+
+    def cut(self) -> list[ReadEvent]:
+        return self.leave()
+
+    def say(self, slot: str, text: str) -> list[ReadEvent]:
+        if slot == NAME_SLOT:
+            self._name += text
+            return []
+        if slot == TEXT_SLOT:
+            return self._opened.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+        if slot == BRACES_SLOT:
+            return self._opened.arguments("".join(map(self._step, text)))
+        self._opened.ignore(text)
+        return []
+
+    def leave(self) -> list[ReadEvent]:
+        self._ignore_unopened()
+        return self._flush()
+
+    def _ignore_unopened(self) -> None:
+        if not self._began:
+            self._opened.ignore(f" {self._name} ")
+
+    def _step(self, character: str) -> str:
+        """Words are keys where a colon follows, else values."""
+        if self._began and not self._depth and character != "{":
+            self._opened.ignore(character)
+            return ""
+        if character not in "{}[],:":
+            self._word += character
+            return ""
+        self._depth += (character in "{[") - (character in "}]")
+        word, self._word = self._word.strip(), ""
+        if character == ":" and word:
+            return json.dumps(word, ensure_ascii=False) + ": "
+        space = ", " if character == "," else character
+        return word + space
+
+    def _flush(self) -> list[ReadEvent]:
+        word, self._word = self._word.strip(), ""
+        return self._opened.arguments(word)

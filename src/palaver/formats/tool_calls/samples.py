@@ -1,0 +1,57 @@
+"""What a template made of known tool calls: the samples that syntaxes are learned from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+NAME, OTHER_NAME = "probe_alpha_q", "probe_beta_q"
+TEXT_KEY, TEXT_VALUE = "first_key_q", "text value q"
+NUMBER_KEY, NUMBER_VALUE = "second_key_q", 47113
+IDS = ("probeid01", "probeid02")
+ARGUMENTS: dict[str, Any] = {TEXT_KEY: TEXT_VALUE, NUMBER_KEY: NUMBER_VALUE}
+
+
+@dataclass(frozen=True, slots=True)
+class CallSamples:
+    """What the assistant's turn holds, from where the reply begins to the end of the turn."""
+
+    one: str
+    """One call with two arguments."""
+    two: str | None
+    """The same call twice, by two names; None where the template takes one only."""
+    none: str | None
+    """One call without arguments."""
+    ends: tuple[str, ...]
+    """What is known to end a turn."""
+
+
+def sample_tools() -> list[dict[str, Any]]:
+    properties = {
+        TEXT_KEY: {"type": "string", "description": "a text"},
+        NUMBER_KEY: {"type": "integer", "description": "a number"},
+    }
+    schema = {"type": "object", "properties": properties, "required": [TEXT_KEY]}
+    return [
+        {"type": "function", "function": {"name": name, "description": "a probe", "parameters": schema}}
+        for name in (NAME, OTHER_NAME)
+    ]
+
+
+def sample_calls(count: int, as_text: bool, arguments: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    given = ARGUMENTS if arguments is None else arguments
+    return [
+        {
+            "id": call_id,
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(given) if as_text else dict(given)},
+        }
+        for name, call_id in list(zip((NAME, OTHER_NAME), IDS, strict=True))[:count]
+    ]
+
+
+def strip_turn_end(text: str, ends: tuple[str, ...]) -> str:
+    """The text up to the first thing that ends a turn."""
+    cuts = [at for end in ends if end and (at := text.find(end)) >= 0]
+    return text[: min(cuts)] if cuts else text
