@@ -22,8 +22,8 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from palaver.engines.torch import Limits, Options, TorchEngine
-from palaver.engines.torch.loading import quiet
+from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine
+from palaver.engines.torch.loader import quiet
 from palaver.generation import Prompt, Step
 from palaver.sampling import Sampling
 from tests.engines import tiny
@@ -120,7 +120,7 @@ class Identity:
         rng = random.Random(1)
         prompts = [tuple(rng.randrange(256) for _ in range(rng.randint(1, 70))) for _ in range(8)]
         expected = [self.library(prompt) for prompt in prompts]
-        options = Options(cache_bytes=1 << 26, limits=Limits(running=6, chunk=24))
+        options = EngineOptions(cache_bytes=1 << 26, limits=SchedulerLimits(running=6, chunk=24))
         engine = TorchEngine(self.family, tiny.build(self.family).to(self.device), tiny.VOCABULARY, options)
         self.steps = engine.info.steps
         replies = [await say(engine, Prompt(prompt), self.sampling) for prompt in prompts[:3]]
@@ -195,7 +195,7 @@ class Speed:
         self.weights = sum(p.numel() for p in model.parameters()) - embedding
         self.token_bytes = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
         began = time.perf_counter()
-        self.engine = TorchEngine(name, model, [b"x"] * self.size, Options(fused=not arguments.library))
+        self.engine = TorchEngine(name, model, [b"x"] * self.size, EngineOptions(fused=not arguments.library))
         print(f"{name}: {self.weights / 1e9:.2f} G weights to read, {self.engine.info.reuse}", end="")
         print(f", {self.engine.info.steps}, ready after {time.perf_counter() - began:.1f} s", flush=True)
 

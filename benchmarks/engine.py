@@ -27,8 +27,8 @@ import transformers
 
 import palaver.models
 from palaver.engines.host.process import environment
-from palaver.engines.torch import Limits, Options, TorchEngine, load
-from palaver.engines.torch.loading import quiet
+from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine, load
+from palaver.engines.torch.loader import quiet
 from palaver.generation import Prefilled, Prompt, Step
 from palaver.sampling import Sampling
 
@@ -94,8 +94,8 @@ class Bench:
         vocabulary = [str(i).encode() for i in range(self.size)]
         return load(self.folder, vocabulary=vocabulary, options=self._options(**options))
 
-    def _options(self, **options: Any) -> Options:
-        return Options(threads=self.threads, compiled=self.compiled, **options)
+    def _options(self, **options: Any) -> EngineOptions:
+        return EngineOptions(threads=self.threads, compiled=self.compiled, **options)
 
     def prompt(self, seed: int, length: int = CONTEXT) -> tuple[int, ...]:
         generator = torch.Generator().manual_seed(seed)
@@ -271,7 +271,7 @@ async def turns(bench: Bench) -> None:
 async def interference(bench: Bench) -> None:
     """How long running streams wait for a token while a long prompt is computed."""
     for chunk in (64, 256):
-        engine = bench.engine(limits=Limits(chunk=chunk))
+        engine = bench.engine(limits=SchedulerLimits(chunk=chunk))
         sampling = Sampling(temperature=0, max_tokens=200)
         streams = [asyncio.create_task(consume(engine, Prompt(bench.prompt(i)), sampling)) for i in range(4)]
         await asyncio.sleep(0.15)

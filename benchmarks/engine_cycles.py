@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from palaver.engines.torch import Limits, Options, TorchEngine, load
+from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine, load
 from palaver.generation import Prefilled, Prompt, Step
 from palaver.sampling import Sampling
 from tests.engines import tiny
@@ -99,7 +99,11 @@ async def cycles(engine: TorchEngine, count: int, model: Any) -> Tally:
 
 async def requests(folder: Path, count: int) -> None:
     """Short requests, most of them new, some cancelled: neither the cache nor the process may grow."""
-    engine = load(folder, vocabulary=tiny.VOCABULARY, options=Options(cache_bytes=1 << 22, limits=Limits(running=8)))
+    engine = load(
+        folder,
+        vocabulary=tiny.VOCABULARY,
+        options=EngineOptions(cache_bytes=1 << 22, limits=SchedulerLimits(running=8)),
+    )
     rng = random.Random(5)
     highest, marks = 0, []
 
@@ -139,7 +143,7 @@ async def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = tiny.make("qwen3", Path(name))
-        options = Options(exact=arguments.exact, compiled=arguments.compile, threads=1)
+        options = EngineOptions(exact=arguments.exact, compiled=arguments.compile, threads=1)
         engine = load(folder, vocabulary=tiny.VOCABULARY, options=options, dtype=arguments.dtype)
         began = time.perf_counter()
         tally = await cycles(engine, arguments.cycles, tiny.build("qwen3"))

@@ -43,8 +43,8 @@ from safetensors.torch import load_file, save_file
 import palaver.models
 from palaver.engines.base import Engine
 from palaver.engines.host import HostedEngine
-from palaver.engines.host.hosted import torch_spec
-from palaver.engines.torch import Options, load
+from palaver.engines.host.supervisor import torch_spec
+from palaver.engines.torch import EngineOptions, load
 from palaver.events import AnswerDelta, ThinkingDelta
 from palaver.formats.loader import load_format
 from palaver.formats.tokenizer import load_tokenizer
@@ -294,7 +294,7 @@ def free_port() -> int:
 
 
 async def start_engine(stack: AsyncExitStack, folder: Path, _: str) -> Peer:
-    options = Options(threads=torch.get_num_threads())
+    options = EngineOptions(threads=torch.get_num_threads())
     engine = load(folder, vocabulary=load_tokenizer(folder).vocabulary, options=options)
     stack.push_async_callback(engine.close)
     return EnginePeer("engine", engine, folder)

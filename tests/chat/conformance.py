@@ -8,7 +8,6 @@ import asyncio
 import pytest
 
 from palaver.chat.interface import ModelState
-from palaver.engines.scripted import ScriptedEngine
 from palaver.errors import BadParameter, ContextOverflow, EmptyMessage, NothingToContinue, UnknownModel
 from palaver.events import Finished, PhaseOpened, fold
 from palaver.generation import Finish
@@ -16,6 +15,7 @@ from palaver.messages import Role, Text, Thinking, assistant, tool, user
 from palaver.phases import Phase
 from palaver.store import Conflict, NotFound, Status
 from tests.chat.making import OTHER, WAVE, Stage, entries, until
+from tests.scripted_engine import ScriptedEngine
 
 THOUGHT, ANSWER = "think 👋", "Wave: 👋🏽 <think"
 

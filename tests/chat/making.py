@@ -13,12 +13,12 @@ from palaver.chat.log import Entry
 from palaver.chat.model import Model
 from palaver.chat.models import Models, Told
 from palaver.chat.service import Service
-from palaver.engines.scripted import Hold, Script, ScriptedEngine
 from palaver.errors import UnknownModel
 from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import FastTokenizer
 from palaver.store import Store, open_store
+from tests.scripted_engine import HoldScript, Script, ScriptedEngine
 from tests.tiny import CHATML, MERGES, STRINGS, byte_level
 
 TOKENIZER = FastTokenizer(byte_level(merges=MERGES))
@@ -78,7 +78,7 @@ async def serving(
 ) -> AsyncIterator[Stage]:
     hold = asyncio.Event()
     if held:
-        scripts = [[*script[:4], Hold(hold), *script[4:]] for script in scripts]
+        scripts = [[*script[:4], HoldScript(hold), *script[4:]] for script in scripts]
 
     async def load(name: str, told: Told) -> Model:
         told(0.5, "halfway")

@@ -12,7 +12,7 @@ from palaver.chat.loading import Loading, hosted
 from palaver.chat.models import Models
 from palaver.chat.replay import replay
 from palaver.chat.service import Service
-from palaver.engines.reply import Reply
+from palaver.engines.core.reply_state import ReplyState
 from palaver.events import ThinkingDelta
 from palaver.generation import Prompt
 from palaver.messages import user
@@ -77,13 +77,13 @@ async def test_a_reply_that_was_left_goes_on_to_its_answer(tmp_path: Path) -> No
 
 def test_an_engines_reply_closes_the_thought_where_it_was_asked() -> None:
     phases = model().format.render([user("Wave!")]).phases
-    live = Reply(Prompt((), (), phases), Sampling(), TOKENIZER.vocabulary)
+    live = ReplyState(Prompt((), (), phases), Sampling(), TOKENIZER.vocabulary)
     for token in WAVE[:4]:
         live.take(token)
     assert live.answer_now() == 4
     while live.forced is not None:
         live.take(live.forced)
-    again = Reply(Prompt((), (), phases, answer_at=4), Sampling(), TOKENIZER.vocabulary)
+    again = ReplyState(Prompt((), (), phases, answer_at=4), Sampling(), TOKENIZER.vocabulary)
     for token in WAVE[:4]:
         assert again.forced is None
         again.take(token)
@@ -92,7 +92,7 @@ def test_an_engines_reply_closes_the_thought_where_it_was_asked() -> None:
         again.take(token)
     assert again.forced is None
     for end in range(len(live.ids) + 1):
-        restored = Reply(Prompt((), tuple(live.ids[:end]), phases, answer_at=4), Sampling(), TOKENIZER.vocabulary)
+        restored = ReplyState(Prompt((), tuple(live.ids[:end]), phases, answer_at=4), Sampling(), TOKENIZER.vocabulary)
         assert restored.forced == (live.ids[end] if 4 <= end < len(live.ids) else None)
 
 

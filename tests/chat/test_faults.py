@@ -20,7 +20,6 @@ from palaver.chat.models import Models, Told
 from palaver.chat.recorder import RecorderClosed
 from palaver.chat.service import Service
 from palaver.chat.turns import LOST, NOT_BEGUN
-from palaver.engines.scripted import Hold
 from palaver.errors import BadParameter, ModelError, PalaverError
 from palaver.events import Failed, Finished, fold
 from palaver.messages import assistant, user
@@ -29,6 +28,7 @@ from palaver.store import Status, Store, open_store
 from tests.chat.faults import KINDS, Faults, throw_at_awaits
 from tests.chat.killing import written
 from tests.chat.making import Stage, entries, model, reply, serving, staged, until
+from tests.scripted_engine import HoldScript
 
 SHORT = reply("hm", "Yes!")
 SECONDS = 60
@@ -246,7 +246,7 @@ async def _never(name: str, told: Told) -> Model:
 async def test_one_replys_fault_does_not_fail_the_others(tmp_path: Path) -> None:
     """Tokens of several replies are one transaction; what can't be written of one is not the others'."""
     hold = asyncio.Event()
-    async with staged(tmp_path, [[*SHORT[:2], Hold(hold), *SHORT[2:]]]) as stage:
+    async with staged(tmp_path, [[*SHORT[:2], HoldScript(hold), *SHORT[2:]]]) as stage:
         talks = [await stage.chat.create() for _ in range(3)]
         said = [await stage.chat.say(talk.id, None, user("Well?")) for talk in talks]
         for one in said:

@@ -15,8 +15,8 @@ from palaver.chat.model import Model
 from palaver.chat.models import Models, Told
 from palaver.chat.service import Service
 from palaver.cli import app
-from palaver.engines.fingerprint import Fingerprint
-from palaver.engines.torch import Options, load
+from palaver.engines.base import Fingerprint
+from palaver.engines.torch import EngineOptions, load
 from palaver.events import Started, fold
 from palaver.messages import user
 from palaver.sampling import Sampling
@@ -25,12 +25,12 @@ from palaver.store.settings import Settings, from_json, to_json
 from tests.chat.making import Stage, entries
 
 SHORT = {"max_tokens": 6, "seed": 1, "temperature": 1.0}
-OWN_CODE = Options(compiled=False, fused=False)
-FUSED = Options(compiled=False)
+OWN_CODE = EngineOptions(compiled=False, fused=False)
+FUSED = EngineOptions(compiled=False)
 
 
 @asynccontextmanager
-async def serving(store: Store, folder: Path, options: Options, resume: bool = False) -> AsyncIterator[Stage]:
+async def serving(store: Store, folder: Path, options: EngineOptions, resume: bool = False) -> AsyncIterator[Stage]:
     """A service on the real engine."""
 
     async def load_model(name: str, told: Told) -> Model:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from palaver.chat.model import Model
 from palaver.chat.utterance import Request
-from palaver.engines.scripted import ScriptedEngine
 from palaver.formats.base import RenderOptions
 from palaver.generation import Finish
 from palaver.messages import user
 from palaver.sampling import Sampling
 from tests.formats.families import FAMILIES, TOOLS, ids, made
+from tests.scripted_engine import ScriptedEngine
 
 
 async def test_the_reply_is_whole_with_its_first_call() -> None:

@@ -13,7 +13,6 @@ from palaver.chat.interface import Said
 from palaver.chat.log import Entry
 from palaver.chat.replay import replay
 from palaver.chat.turns import LEFT
-from palaver.engines.scripted import Fail, Hold, Script, ScriptedEngine
 from palaver.errors import EngineError
 from palaver.events import AnswerDelta, Failed, Finished, Snapshot, fold
 from palaver.formats.template import Template
@@ -23,6 +22,7 @@ from palaver.store import DiskFull, NotFound, Status, Store, open_store
 from tests.chat.conformance import ANSWER, THOUGHT
 from tests.chat.killing import run, written
 from tests.chat.making import CONTROL, OTHER, TOKENIZER, WAVE, Stage, entries, reply, serving, staged, until
+from tests.scripted_engine import FailScript, HoldScript, Script, ScriptedEngine
 
 
 async def left_running(store: Store) -> str:
@@ -100,7 +100,7 @@ async def test_a_turn_of_another_process_is_read_as_it_grows(tmp_path: Path) -> 
 
 
 async def test_a_failing_engine_ends_the_turn_and_keeps_what_was_said(tmp_path: Path) -> None:
-    script: Script = [*WAVE[:6], Fail(), *WAVE[6:]]
+    script: Script = [*WAVE[:6], FailScript(), *WAVE[6:]]
     async with staged(tmp_path, [script]) as stage:
         talk = await stage.chat.create()
         said = await stage.chat.say(talk.id, None, user("Wave!"))
@@ -270,7 +270,7 @@ async def test_slow_readers_do_not_slow_the_turn(tmp_path: Path) -> None:
 
 async def test_a_stop_before_the_first_token_keeps_an_empty_reply(tmp_path: Path) -> None:
     hold = asyncio.Event()
-    async with staged(tmp_path, [[Hold(hold), *WAVE]]) as stage:
+    async with staged(tmp_path, [[HoldScript(hold), *WAVE]]) as stage:
         talk = await stage.chat.create()
         said = await stage.chat.say(talk.id, None, user("Wave!"))
         await stage.chat.stop(said.reply.id)
@@ -367,7 +367,7 @@ async def test_a_reply_renders_its_prompt_once_and_not_in_the_event_loop(
 
 async def test_a_reply_stopped_in_prefill_is_no_turn_in_later_prompts(tmp_path: Path) -> None:
     hold = asyncio.Event()
-    async with staged(tmp_path, [[Hold(hold), *WAVE], OTHER]) as stage:
+    async with staged(tmp_path, [[HoldScript(hold), *WAVE], OTHER]) as stage:
         chat = stage.chat
         talk = await chat.create()
         first = await chat.say(talk.id, None, user("Wave!"))

@@ -9,7 +9,6 @@ import pytest
 
 from palaver.chat.model import Model
 from palaver.chat.utterance import Reply, Request
-from palaver.engines.scripted import Fail, Hold, Script, ScriptedEngine
 from palaver.errors import BadParameter, ContextOverflow, EngineError, NothingToContinue
 from palaver.events import AnswerDelta, Event, Finished, PhaseOpened, Started, ThinkingDelta
 from palaver.formats.format import TemplateFormat
@@ -19,6 +18,7 @@ from palaver.generation import Finish
 from palaver.messages import user
 from palaver.phases import Phase
 from palaver.sampling import Sampling
+from tests.scripted_engine import FailScript, HoldScript, Script, ScriptedEngine
 from tests.tiny import CHATML, MERGES, PREOPENED, STRINGS, byte_level
 
 TOKENIZER = FastTokenizer(byte_level(merges=MERGES))
@@ -67,7 +67,7 @@ async def test_a_thought_the_template_opens_is_announced_first() -> None:
 
 async def stopped_after(count: int) -> Reply:
     """The reply of an engine that falls silent after so many tokens, stopped then."""
-    async with chat(*REPLY[:count], Hold(asyncio.Event())).utterance(request()) as turn:
+    async with chat(*REPLY[:count], HoldScript(asyncio.Event())).utterance(request()) as turn:
 
         async def stop() -> None:
             while len(turn.token_ids) < count:
@@ -118,7 +118,7 @@ async def test_a_whole_reply_is_not_continued() -> None:
 
 async def test_stop_ends_a_turn_that_is_waiting() -> None:
     never = asyncio.Event()
-    talk = chat(REPLY[0], Hold(never), *REPLY[1:])
+    talk = chat(REPLY[0], HoldScript(never), *REPLY[1:])
     async with talk.utterance(request()) as turn:
         events = []
         async for event in turn:
@@ -158,7 +158,7 @@ async def test_a_stop_string_that_the_template_declares_ends_the_answer() -> Non
 
 async def test_a_failing_engine_is_an_error() -> None:
     with pytest.raises(EngineError):
-        await chat(REPLY[0], Fail()).reply(request())
+        await chat(REPLY[0], FailScript()).reply(request())
 
 
 async def test_what_can_not_be_done_is_refused_before_the_engine_is_asked() -> None:

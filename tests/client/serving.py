@@ -12,17 +12,17 @@ from pathlib import Path
 from palaver.chat.model import Model
 from palaver.chat.models import Models, Told
 from palaver.chat.service import Service
-from palaver.engines.scripted import Hold
 from palaver.store import open_store
 from tests.chat.making import WAVE, model
 from tests.client.live import served
+from tests.scripted_engine import HoldScript
 
 
 async def main(folder: Path, port: int, held: bool, slow: bool) -> None:
     async def load(name: str, told: Told) -> Model:
         if slow:
             await _line()
-        return model([[*WAVE[:4], Hold(asyncio.Event()), *WAVE[4:]]] if held else [WAVE], name)
+        return model([[*WAVE[:4], HoldScript(asyncio.Event()), *WAVE[4:]]] if held else [WAVE], name)
 
     with open_store(folder) as store:
         models = Models(load, ("scripted",))

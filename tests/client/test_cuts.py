@@ -15,13 +15,13 @@ from palaver.chat.interface import Change, Chat
 from palaver.chat.log import Entry
 from palaver.client import HttpChat, NoServer, ServerFailed, ServerRefused
 from palaver.client.streams import MISSED
-from palaver.engines.scripted import Script
 from palaver.events import Finished, fold
 from palaver.messages import user
 from palaver.store import NotFound
 from tests.chat.making import OTHER, WAVE, Stage, entries, reply, staged, until
 from tests.client.live import served
 from tests.client.proxy import Line, line_to
+from tests.scripted_engine import Script
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from palaver.engines.torch import Options, TorchEngine, load
+from palaver.engines.torch import EngineOptions, TorchEngine, load
 from tests.engines import tiny
 
 torch.set_num_threads(1)
@@ -37,6 +37,6 @@ def qwen3() -> Any:
 @pytest.fixture
 async def engine(folder_of: Callable[[str], Path]) -> AsyncIterator[TorchEngine]:
     """Not compiled: that is tried in test_compiled.py, and by all tests of the commands and the server."""
-    opened = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=Options(compiled=False))
+    opened = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=EngineOptions(compiled=False))
     yield opened
     await opened.close()

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from palaver.engines.reply import Reply
-from palaver.engines.torch.dice import uniform
+from palaver.engines.core.reply_state import ReplyState
+from palaver.engines.core.rng import uniform
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines.tiny import VOCABULARY
@@ -41,7 +41,7 @@ def reference(model: Any, prompt: Prompt, sampling: Sampling, choice: int = 0) -
     """The whole reply from the beginning, one full forward pass for each token."""
     limit = model.config.get_text_config().max_position_embeddings
     ends = frozenset({model.config.get_text_config().eos_token_id} - {None})
-    reply = Reply(Prompt(prompt.context_ids, phases=prompt.phases), sampling, VOCABULARY, ends, limit)
+    reply = ReplyState(Prompt(prompt.context_ids, phases=prompt.phases), sampling, VOCABULARY, ends, limit)
     out = Reference()
     while reply.ended is None:
         logits = _logits(model, [*prompt.context_ids, *reply.ids])
@@ -64,7 +64,7 @@ def _logits(model: Any, ids: Sequence[int]) -> list[float]:
     return [float(x) for x in logits]
 
 
-def _adjust(logits: Sequence[float], context: list[int], reply: Reply, sampling: Sampling) -> list[float]:
+def _adjust(logits: Sequence[float], context: list[int], reply: ReplyState, sampling: Sampling) -> list[float]:
     scores = list(logits)
     for i in {*context, *reply.ids}:
         scores[i] = _scale(scores[i], sampling.repetition_penalty)

@@ -3,16 +3,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaver.engines.torch import lanes
-from palaver.engines.torch.cache import Cache
-from palaver.engines.torch.lanes import Lane, Lanes, Layout
+from palaver.engines.torch import kv_cache
+from palaver.engines.torch.kv_cache import KVLayout, Slot, SlotAllocator
+from palaver.engines.torch.prefix_cache import PrefixCache
 from palaver.errors import CacheFull
 
-LAYOUT = Layout(((((2, 4), (2, 4))), ((2, 4), (1, 8))), torch.float32, torch.device("cpu"))
+LAYOUT = KVLayout(((((2, 4), (2, 4))), ((2, 4), (1, 8))), torch.float32, torch.device("cpu"))
 TOKEN = LAYOUT.token_bytes
 
 
-def fill(lane: Lane, start: int, keys: list[int]) -> None:
+def fill(lane: Slot, start: int, keys: list[int]) -> None:
     """Stands for the model: what is stored depends on all keys so far."""
     for at in range(start, len(keys)):
         for part in lane.parts(at, at + 1):
@@ -23,7 +23,7 @@ def fingerprint(keys: list[int]) -> float:
     return float(hash(tuple(keys)) % 10_007)
 
 
-def check(lane: Lane, keys: list[int]) -> None:
+def check(lane: Slot, keys: list[int]) -> None:
     for at in range(len(keys)):
         for part in lane.parts(at, at + 1):
             assert bool((part == fingerprint(keys[: at + 1])).all())
@@ -37,9 +37,9 @@ def check(lane: Lane, keys: list[int]) -> None:
 def test_holds_what_was_computed_within_its_bound(requests: list[tuple[int, int, bool]], wide: int) -> None:
     """`wide`: for so many tokens, where banks are widened."""
     limit = (wide or 2000) * TOKEN
-    cache = Cache(LAYOUT, limit)
+    cache = PrefixCache(LAYOUT, limit)
     cache.widens = wide > 0
-    open_lanes: list[tuple[Lane, list[int]]] = []
+    open_lanes: list[tuple[Slot, list[int]]] = []
     for branch, length, stays in requests:
         keys = [0] * 40 + [branch] * length
         try:
@@ -65,7 +65,7 @@ def test_holds_what_was_computed_within_its_bound(requests: list[tuple[int, int,
 
 
 def test_full_banks_become_one_that_is_wider() -> None:
-    cache = Cache(LAYOUT, 1 << 24)
+    cache = PrefixCache(LAYOUT, 1 << 24)
     cache.widens = True
     lanes = []
     for number in range(20):
@@ -83,7 +83,7 @@ def test_full_banks_become_one_that_is_wider() -> None:
 
 def test_many_conversations_stay_within_the_bound_and_the_latest_is_kept() -> None:
     limit = 3000 * TOKEN
-    cache = Cache(LAYOUT, limit)
+    cache = PrefixCache(LAYOUT, limit)
     for conversation in range(50):
         keys = [conversation] * 500
         lane, _ = cache.open("", keys[:-1], len(keys))
@@ -102,12 +102,12 @@ def test_what_fits_can_be_had_in_one_piece_and_grown_into() -> None:
     """Room for 7,281 tokens, as an 8B model has on the CPU."""
     limit = 7_281 * TOKEN
     for length in (4_100, 5_000, 7_168):
-        cache = Cache(LAYOUT, limit)
+        cache = PrefixCache(LAYOUT, limit)
         cache.check(length)
         lane, _ = cache.open("", [1] * 50, length)
         assert lane.bank.capacity >= length
         assert cache.statistics.used_bytes <= limit
-    cache = Cache(LAYOUT, limit)
+    cache = PrefixCache(LAYOUT, limit)
     keys = [5] * 100
     lane, _ = cache.open("", keys[:-1], 100)
     fill(lane, 0, keys)
@@ -122,7 +122,7 @@ def test_what_fits_can_be_had_in_one_piece_and_grown_into() -> None:
 
 
 def test_two_that_fit_run_beside_each_other() -> None:
-    cache = Cache(LAYOUT, 7_281 * TOKEN)
+    cache = PrefixCache(LAYOUT, 7_281 * TOKEN)
     first, _ = cache.open("", [1] * 50, 4_000)
     second, _ = cache.open("", [2] * 50, 3_000)
     assert first.bank.capacity + second.bank.capacity <= 7_281
@@ -131,7 +131,7 @@ def test_two_that_fit_run_beside_each_other() -> None:
 
 
 def test_the_next_turn_of_a_long_conversation_finds_what_no_page_had_room_for() -> None:
-    cache = Cache(LAYOUT, 7_281 * TOKEN)
+    cache = PrefixCache(LAYOUT, 7_281 * TOKEN)
     keys = [9] * 60
     lane, _ = cache.open("", keys[:-1], 4_000)
     fill(lane, 0, keys)
@@ -143,17 +143,17 @@ def test_the_next_turn_of_a_long_conversation_finds_what_no_page_had_room_for() 
 
 
 def test_a_lane_that_cannot_grow_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Cache(LAYOUT, 1_000 * TOKEN)
+    cache = PrefixCache(LAYOUT, 1_000 * TOKEN)
     lane, _ = cache.open("", [1] * 20, 512)
     fill(lane, 0, [1] * 20)
-    whole = lanes.Bank.__init__
+    whole = kv_cache.SlotPool.__init__
 
-    def too_little(self: lanes.Bank, layout: Layout, capacity: int, count: int) -> None:
+    def too_little(self: kv_cache.SlotPool, layout: KVLayout, capacity: int, count: int) -> None:
         if capacity > 512:
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
         whole(self, layout, capacity, count)
 
-    monkeypatch.setattr(lanes.Bank, "__init__", too_little)
+    monkeypatch.setattr(kv_cache.SlotPool, "__init__", too_little)
     with pytest.raises(CacheFull):
         cache.grow(lane, 700, 20)
     check(lane, [1] * 20)
@@ -161,7 +161,7 @@ def test_a_lane_that_cannot_grow_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_more_than_the_cache_holds_is_refused_with_figures() -> None:
-    cache = Cache(LAYOUT, 256 * TOKEN)
+    cache = PrefixCache(LAYOUT, 256 * TOKEN)
     with pytest.raises(CacheFull, match="needs 300 tokens of cache but there is room for 256"):
         cache.check(300)
     first, _ = cache.open("", [1], 200)
@@ -172,7 +172,7 @@ def test_more_than_the_cache_holds_is_refused_with_figures() -> None:
 
 
 def test_a_free_lane_that_still_holds_the_beginning_is_taken_again() -> None:
-    cache = Cache(LAYOUT, 3000 * TOKEN)
+    cache = PrefixCache(LAYOUT, 3000 * TOKEN)
     keys = list(range(100))
     lane, _ = cache.open("", [], 100)
     other, _ = cache.open("", [], 100)
@@ -192,7 +192,7 @@ def test_a_free_lane_that_still_holds_the_beginning_is_taken_again() -> None:
 @given(st.lists(st.integers(0, 1), max_size=60), st.integers(0, 60), st.lists(st.integers(0, 1), max_size=60))
 def test_what_a_free_lane_holds_is_counted_to_the_token(held: list[int], cut: int, tail: list[int]) -> None:
     asked = held[:cut] + tail
-    lanes = Lanes(LAYOUT, 0)
+    lanes = SlotAllocator(LAYOUT, 0)
     lanes.close(lanes.open(60), "", held)
     _, known = lanes.warmest("", asked, 128)
     pairs = zip(held, asked, strict=False)
@@ -200,13 +200,13 @@ def test_what_a_free_lane_holds_is_counted_to_the_token(held: list[int], cut: in
 
 
 def test_where_a_wider_bank_cant_be_had_there_is_another_narrow_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Cache(LAYOUT, 1 << 24)
+    cache = PrefixCache(LAYOUT, 1 << 24)
     cache.widens = True
 
-    def none(self: Lanes, capacity: int) -> None:
+    def none(self: SlotAllocator, capacity: int) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(Lanes, "widen", none)
+    monkeypatch.setattr(SlotAllocator, "widen", none)
     lanes = [cache.open("", [number] * 20, 100)[0] for number in range(20)]
     assert len({(id(lane.bank), lane.index) for lane in lanes}) == len(lanes)
 
@@ -214,7 +214,7 @@ def test_where_a_wider_bank_cant_be_had_there_is_another_narrow_one(monkeypatch:
 def test_one_that_stays_does_not_hold_the_lanes_of_all() -> None:
     """After a crowd of each length has gone but for one, there is room for a long one."""
     limit = 1 << 17
-    cache = Cache(LAYOUT, limit * TOKEN)
+    cache = PrefixCache(LAYOUT, limit * TOKEN)
     cache.widens = True
     stays = []
     for capacity in (128, 256, 512, 1024, 2048, 4096):
@@ -230,7 +230,7 @@ def test_one_that_stays_does_not_hold_the_lanes_of_all() -> None:
 
 
 def test_nobody_holds_on_to_lanes_that_have_gone() -> None:
-    cache = Cache(LAYOUT, 3000 * TOKEN)
+    cache = PrefixCache(LAYOUT, 3000 * TOKEN)
     moves = []
     cache.moved = lambda: moves.append(cache.statistics.used_bytes)
     lane, _ = cache.open("", [1] * 20, 1000)
@@ -240,11 +240,11 @@ def test_nobody_holds_on_to_lanes_that_have_gone() -> None:
 
 
 def test_less_memory_than_was_promised_is_a_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Cache(LAYOUT, 1 << 24)
+    cache = PrefixCache(LAYOUT, 1 << 24)
 
-    def none(self: Lanes, capacity: int) -> None:
+    def none(self: SlotAllocator, capacity: int) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(Lanes, "_new_bank", none)
+    monkeypatch.setattr(SlotAllocator, "_new_bank", none)
     with pytest.raises(CacheFull):
         cache.open("", [1] * 20, 100)

@@ -16,18 +16,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from palaver.engines.torch import Limits, Options, load, memory
+from palaver.engines.compiled import build
+from palaver.engines.compiled.build import load_compiled_library
+from palaver.engines.compiled.decoder import ROWS, CompiledDecoder
+from palaver.engines.torch import EngineOptions, SchedulerLimits, load, memory
+from palaver.engines.torch.batch import build_batch, sequence_chunk
 from palaver.engines.torch.checkpoint import open_checkpoint
-from palaver.engines.torch.compiled import building
-from palaver.engines.torch.compiled.building import load_library
-from palaver.engines.torch.compiled.decoder import ROWS, CompiledDecoder
+from palaver.engines.torch.decoders.plain import PlainDecoder
 from palaver.engines.torch.engine import NO_COMPILER_HINT
-from palaver.engines.torch.lanes import Lanes
-from palaver.engines.torch.loading import quiet
+from palaver.engines.torch.kv_cache import SlotAllocator
+from palaver.engines.torch.loader import quiet
 from palaver.engines.torch.memory import CPU, fit
-from palaver.engines.torch.plain import PlainDecoder
-from palaver.engines.torch.planning import plan, run_of
-from palaver.engines.torch.probing import Probe
+from palaver.engines.torch.probe import ModelProbe
 from palaver.errors import CantCompile, DoesNotFit
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
@@ -50,7 +50,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "biases everywhere": ("llama", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 72}),
     "longer turns": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
 }
-COMPILED = Options(compiled=True)
+COMPILED = EngineOptions(compiled=True)
 TOKENS = 300
 
 
@@ -88,17 +88,17 @@ def model(request: pytest.FixtureRequest) -> Any:
 @torch.inference_mode()
 def logits_by(model: Any, cuts: Sequence[Sequence[int]], threads: int) -> Tensor:
     """The logits at the end of several texts, each computed in pieces of these sizes, all texts side by side."""
-    layout = Probe(model, tiny.SIZE).layout()
-    decoder = CompiledDecoder(PlainDecoder(model, 512), layout, load_library(), threads)
-    lanes = Lanes(layout, 1 << 24)
+    layout = ModelProbe(model, tiny.SIZE).layout()
+    decoder = CompiledDecoder(PlainDecoder(model, 512), layout, load_compiled_library(), threads)
+    lanes = SlotAllocator(layout, 1 << 24)
     opened = [lanes.open(TOKENS) for _ in cuts]
     at, out = [0] * len(cuts), torch.zeros(len(cuts), tiny.SIZE)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     for piece in range(max(map(len, cuts))):
         here = [i for i, sizes in enumerate(cuts) if piece < len(sizes)]
-        runs = [run_of(opened[i], at[i], text(i)[at[i] : at[i] + cuts[i][piece]]) for i in here]
-        for i, row in zip(here, decoder(plan(runs, CPU)), strict=True):
+        runs = [sequence_chunk(opened[i], at[i], text(i)[at[i] : at[i] + cuts[i][piece]]) for i in here]
+        for i, row in zip(here, decoder(build_batch(runs, CPU)), strict=True):
             at[i] += cuts[i][piece]
             out[i] = row
     torch.set_num_threads(before)
@@ -129,11 +129,11 @@ def test_bits_depend_on_the_text_alone(seed: int, model: Any) -> None:
 
 @torch.inference_mode()
 def test_it_holds_no_lanes(model: Any) -> None:
-    layout = Probe(model, tiny.SIZE).layout()
-    decoder = CompiledDecoder(PlainDecoder(model, 512), layout, load_library(), 1)
-    lane = Lanes(layout, 1 << 24).open(TOKENS)
+    layout = ModelProbe(model, tiny.SIZE).layout()
+    decoder = CompiledDecoder(PlainDecoder(model, 512), layout, load_compiled_library(), 1)
+    lane = SlotAllocator(layout, 1 << 24).open(TOKENS)
     bank = weakref.ref(lane.bank)
-    decoder(plan([run_of(lane, 0, text(0))], CPU))
+    decoder(build_batch([sequence_chunk(lane, 0, text(0))], CPU))
     del lane
     gc.collect()
     assert bank() is None
@@ -153,7 +153,7 @@ async def test_after_a_restart_the_same_bits(folder_of: Callable[[str], Path]) -
 
 async def test_many_at_once(folder_of: Callable[[str], Path]) -> None:
     model = tiny.build("qwen3")
-    options = Options(compiled=True, limits=Limits(running=ROWS + 8))
+    options = EngineOptions(compiled=True, limits=SchedulerLimits(running=ROWS + 8))
     engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
     prompts = [Prompt(tuple(b"number " + str(number).encode())) for number in range(ROWS + 3)]
     short = Sampling(temperature=0, max_tokens=4, banned_ids=(tiny.END,))
@@ -163,7 +163,7 @@ async def test_many_at_once(folder_of: Callable[[str], Path]) -> None:
 
 
 async def test_to_the_end_of_the_context(folder_of: Callable[[str], Path]) -> None:
-    engine = load(folder_of("llama"), vocabulary=tiny.VOCABULARY, options=Options(compiled=True, context=100))
+    engine = load(folder_of("llama"), vocabulary=tiny.VOCABULARY, options=EngineOptions(compiled=True, context=100))
     said = Sampling(temperature=0, max_tokens=500, banned_ids=(tiny.END,))
     out = await run(engine, Prompt(tuple(b"a" * 70)), said)
     await engine.close()
@@ -213,11 +213,15 @@ async def test_sizes_it_is_not_written_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [(Options(), "compiled"), (Options(compiled=False), "few operations"), (Options(exact=True), "compiled")],
+    [
+        (EngineOptions(), "compiled"),
+        (EngineOptions(compiled=False), "few operations"),
+        (EngineOptions(exact=True), "compiled"),
+    ],
     ids=str,
 )
 async def test_used_by_itself_unless_turned_off(
-    options: Options, expected: str, folder_of: Callable[[str], Path]
+    options: EngineOptions, expected: str, folder_of: Callable[[str], Path]
 ) -> None:
     engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
     await engine.close()
@@ -262,7 +266,7 @@ async def test_where_memory_is_short_the_weights_stay_in_one_form(
     folder = folder_of("llama")
     once = fit(open_checkpoint(folder), CPU, torch.float32).needed_bytes
     monkeypatch.setattr(memory, "free_bytes", lambda device: once + once // 2)
-    engine = load(folder, vocabulary=tiny.VOCABULARY, options=Options(cache_bytes=1 << 22))
+    engine = load(folder, vocabulary=tiny.VOCABULARY, options=EngineOptions(cache_bytes=1 << 22))
     await engine.close()
     assert engine.info.steps.startswith("few operations, not compiled: loading them needs about ")
     with pytest.raises(DoesNotFit):
@@ -272,7 +276,7 @@ async def test_where_memory_is_short_the_weights_stay_in_one_form(
 def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CC", script(tmp_path / "cc", 'echo "cc: out of order" >&2\nexit 1'))
     with pytest.raises(CantCompile, match="cc: out of order"):
-        load_library()
+        load_compiled_library()
 
 
 def script(path: Path, text: str) -> str:
@@ -292,17 +296,17 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_it_is_built_once(cache: Path) -> None:
-    load_library()
+    load_compiled_library()
     (built,) = built_in(cache)
     os.utime(built, (1, 1))
-    load_library()
+    load_compiled_library()
     assert built.stat().st_mtime == 1
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "another program's", "crashes"])
 def test_a_damaged_library_is_built_anew(damage: str, cache: Path, tmp_path: Path) -> None:
     """It is tried in another process: loading a file that was cut, or code of another processor, ends a process."""
-    command = "import palaver.engines.torch.compiled.building as b; b.load_library()"
+    command = "import palaver.engines.compiled.build as b; b.load_library()"
     subprocess.run([sys.executable, "-c", command], check=True)  # a library of this process is never unloaded
     (built,) = built_in(cache)
     whole = built.read_bytes()
@@ -317,35 +321,35 @@ def test_a_damaged_library_is_built_anew(damage: str, cache: Path, tmp_path: Pat
         "crashes": crashing.read_bytes(),
     }
     built.write_bytes(damaged[damage])
-    load_library()
+    load_compiled_library()
     assert built_in(cache) == [built]
     assert built.stat().st_size > len(whole) // 2
-    assert building.runs(built)
+    assert build.runs(built)
 
 
 def test_a_cache_that_can_not_be_written(cache: Path) -> None:
     cache.write_text("a file where the folder should be")
-    assert load_library().functions.palaver_check() == 0
+    assert load_compiled_library().functions.palaver_check() == 0
 
 
 def test_built_by_many_at_once(cache: Path) -> None:
-    command = "import palaver.engines.torch.compiled.building as b; b.load_library()"
+    command = "import palaver.engines.compiled.build as b; b.load_library()"
     running = [subprocess.Popen([sys.executable, "-c", command]) for _ in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
     assert len(built_in(cache)) == 1
 
 
 def test_another_processor_has_another_library(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    here = load_library().build
-    monkeypatch.setattr(building, "_processor", lambda: "flags: of another machine")
-    assert load_library().build != here
+    here = load_compiled_library().build
+    monkeypatch.setattr(build, "_processor", lambda: "flags: of another machine")
+    assert load_compiled_library().build != here
 
 
 def test_the_compiler_may_have_flags(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Such as those of another processor: they make another library."""
-    plain = load_library().build
+    plain = load_compiled_library().build
     monkeypatch.setenv("CC", "cc -O1")
-    assert load_library().build != plain
+    assert load_compiled_library().build != plain
     assert len(built_in(cache)) == 2
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from palaver.engines.torch import Options, TorchEngine, load
+from palaver.engines.torch import EngineOptions, TorchEngine, load
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
@@ -45,16 +45,16 @@ async def test_a_retry_and_an_edit_compute_what_differs(engine: TorchEngine) -> 
 @pytest.mark.parametrize(
     "options",
     [
-        Options(compiled=False),
-        Options(exact=True, compiled=False),
-        Options(fused=False),
-        pytest.param(Options(compiled=True), marks=needs_a_compiler),
-        pytest.param(Options(compiled=True, exact=True), marks=needs_a_compiler),
+        EngineOptions(compiled=False),
+        EngineOptions(exact=True, compiled=False),
+        EngineOptions(fused=False),
+        pytest.param(EngineOptions(compiled=True), marks=needs_a_compiler),
+        pytest.param(EngineOptions(compiled=True, exact=True), marks=needs_a_compiler),
     ],
     ids=["", "exact", "own code", "compiled", "compiled and exact"],
 )
 async def test_stop_and_continue_cycles_compute_one_token_each(
-    options: Options, folder_of: Callable[[str], Path]
+    options: EngineOptions, folder_of: Callable[[str], Path]
 ) -> None:
     engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
     rng = random.Random(1)
@@ -83,7 +83,7 @@ async def test_statistics_tell_the_hits(engine: TorchEngine) -> None:
 
 async def test_memory_is_flat_over_many_requests(folder_of: Callable[[str], Path]) -> None:
     room = 768 * 2000
-    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=Options(cache_bytes=room))
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=EngineOptions(cache_bytes=room))
     rng = random.Random(2)
     for _ in range(120):
         prompt = Prompt(tuple(rng.randrange(256) for _ in range(rng.randint(1, 120))))

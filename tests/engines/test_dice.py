@@ -1,6 +1,6 @@
 import itertools
 
-from palaver.engines.torch.dice import uniform
+from palaver.engines.core.rng import uniform
 
 
 def test_numbers_depend_on_all_three_arguments_alone() -> None:

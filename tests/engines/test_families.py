@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from palaver.engines.base import BY_CACHE, BY_COMPANY, BY_TEXT
-from palaver.engines.torch import Limits, Options, exact, load, probing
+from palaver.engines.torch import EngineOptions, SchedulerLimits, exact, load, probe
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
@@ -43,7 +43,7 @@ async def test_says_what_the_library_says_alone_and_with_seven_others(
     family: str, folder_of: Callable[[str], Path]
 ) -> None:
     model = tiny.build(family)
-    engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=Options(compiled=False))
+    engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=EngineOptions(compiled=False))
     try:
         assert engine.info.reuse == ("to the token" if family in CUT else "snapshots")
         together = await asyncio.gather(*(run(engine, prompt, GREEDY) for prompt in prompts()))
@@ -59,7 +59,7 @@ async def test_says_what_the_library_says_alone_and_with_seven_others(
 async def test_the_models_own_code_and_ours_agree(family: str, folder_of: Callable[[str], Path]) -> None:
     model = tiny.build(family)
     for fused in (True, False):
-        engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=Options(fused=fused, compiled=False))
+        engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=EngineOptions(fused=fused, compiled=False))
         for prompt in prompts():
             assert reference(model, prompt, GREEDY).agrees((await run(engine, prompt, GREEDY)).ids)
         await engine.close()
@@ -67,7 +67,7 @@ async def test_the_models_own_code_and_ours_agree(family: str, folder_of: Callab
 
 @pytest.mark.parametrize("family", ["mistral", "gpt_oss", "qwen3"])
 async def test_a_long_prompt_in_chunks_is_the_same_prompt(family: str, folder_of: Callable[[str], Path]) -> None:
-    options = Options(limits=Limits(chunk=16), compiled=False)
+    options = EngineOptions(limits=SchedulerLimits(chunk=16), compiled=False)
     engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=options)
     prompt = Prompt(tuple(b"A prompt that is longer than three chunks and more than two windows of attention. " * 2))
     out = await run(engine, prompt, GREEDY)
@@ -77,7 +77,7 @@ async def test_a_long_prompt_in_chunks_is_the_same_prompt(family: str, folder_of
 
 @pytest.mark.parametrize("family", [*CARRIED, "gemma3", "gpt_oss"])
 async def test_continue_retry_and_the_next_turn_are_hits(family: str, folder_of: Callable[[str], Path]) -> None:
-    engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=Options(compiled=False))
+    engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=EngineOptions(compiled=False))
     prompt = Prompt(tuple(b"A first question of some length?"))
     first = await run(engine, prompt, GREEDY)
     retry = await run(engine, prompt, GREEDY)
@@ -102,9 +102,9 @@ async def test_a_model_without_any_usable_cache_is_still_right(
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("no cache of this kind")
 
-    monkeypatch.setattr("palaver.engines.torch.probing.layout_of", refuse)
-    monkeypatch.setattr("palaver.engines.torch.states.State.feed", refuse)
-    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=Options(compiled=False))
+    monkeypatch.setattr("palaver.engines.torch.probe.layout_of", refuse)
+    monkeypatch.setattr("palaver.engines.torch.snapshot_runner.State.feed", refuse)
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=EngineOptions(compiled=False))
     assert engine.info.reuse == "none: its cache isn't understood (RuntimeError)"
     prompt = Prompt(tuple(b"Hello"))
     out = await run(engine, prompt, GREEDY)
@@ -119,7 +119,7 @@ EXPERTS = ("gpt_oss", "qwen3_moe")
 
 
 async def test_exact_bits_of_long_prompts_do_not_depend_on_company(folder_of: Callable[[str], Path]) -> None:
-    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=Options(exact=True, compiled=False))
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=EngineOptions(exact=True, compiled=False))
     sampling = replace(EXACT, max_tokens=6)
     long = [Prompt(tuple(range(i, 250)) * 2, owner="alone") for i in range(3)]
     alone = [await run(engine, prompt, sampling) for prompt in long]
@@ -132,7 +132,7 @@ async def test_exact_bits_of_long_prompts_do_not_depend_on_company(folder_of: Ca
 
 @pytest.mark.parametrize("family", [*CUT, *CARRIED])
 async def test_exact_bits_do_not_depend_on_company(family: str, folder_of: Callable[[str], Path]) -> None:
-    engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=Options(exact=True, compiled=False))
+    engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=EngineOptions(exact=True, compiled=False))
     assert engine.info.exactness == (BY_CACHE if family in (*CARRIED, *EXPERTS) else BY_TEXT)
     alone = [await run(engine, prompt, EXACT) for prompt in prompts()]
     crowd = [replace(prompt, owner=owner) for owner in ("one", "another") for prompt in prompts()]
@@ -148,9 +148,9 @@ async def test_exact_bits_depend_on_the_text_alone(
 ) -> None:
     """A reply that is continued in a fresh engine, where all is computed anew in other pieces, has the same bits."""
     if not packs:  # as where a row's bits depend on its place
-        monkeypatch.setattr(probing, "probe_exactness", _unpacked)
+        monkeypatch.setattr(probe, "probe_exactness", _unpacked)
     prompt = Prompt(tuple(b"A prompt that is longer than some blocks of positions are."))
-    options = Options(exact=True, compiled=False, limits=Limits(chunk=24))
+    options = EngineOptions(exact=True, compiled=False, limits=SchedulerLimits(chunk=24))
     engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=options)
     whole = await run(engine, prompt, EXACT)
     await engine.close()
@@ -167,6 +167,6 @@ def _unpacked(forward: Any, layout: Any, ids: Any, may_pack: bool) -> Any:
 
 
 async def test_what_is_not_asked_for_is_not_promised(folder_of: Callable[[str], Path]) -> None:
-    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=Options(compiled=False))
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=EngineOptions(compiled=False))
     assert engine.info.exactness == BY_COMPANY
     await engine.close()

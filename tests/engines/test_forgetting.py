@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palaver.engines.torch import TorchEngine, load
-from palaver.engines.torch.pages import PAGE, Pages
-from palaver.engines.torch.users import COMMON, Users
+from palaver.engines.torch.prefix_cache import COMMON, PAGE, PageTree, PageUsers
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
@@ -108,11 +107,11 @@ async def test_a_closed_engine_has_nothing_to_forget(folder_of: Callable[[str], 
 
 
 def test_what_very_many_use_is_everybodys() -> None:
-    users = Users("0")
+    users = PageUsers("0")
     for name in range(COMMON + 1):
         users.add(str(name))
     assert not any(users.leave(str(name)) for name in range(COMMON + 1))
-    few = Users("0")
+    few = PageUsers("0")
     few.add("1")
     assert [few.leave(name) for name in ("2", "0", "0", "1")] == [False, False, False, True]
 
@@ -120,7 +119,7 @@ def test_what_very_many_use_is_everybodys() -> None:
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from("abc"), branches), min_size=1, max_size=8))
 def test_the_index_keeps_exactly_what_the_others_put_there(kept: list[tuple[str, list[int]]]) -> None:
-    pages = Pages()
+    pages = PageTree()
     for user, keys in kept:
         put(pages, "", keys, user)
     pages.forget("a")

@@ -17,7 +17,7 @@ from palaver.engines.grammars import GrammarCache, check_matcher
 from palaver.engines.grammars.compiler import GrammarCompiler, GrammarError
 from palaver.engines.grammars.trial import why_not
 from palaver.engines.host import HostedEngine
-from palaver.engines.host.hosted import torch_spec
+from palaver.engines.host.supervisor import torch_spec
 from palaver.engines.torch import TorchEngine
 from palaver.errors import BadParameter, EngineClosed, RequestError
 from palaver.generation import Ended, Finish, Prompt, Step

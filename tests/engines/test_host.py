@@ -16,9 +16,9 @@ import pytest
 
 from palaver.engines.base import Engine, EngineState
 from palaver.engines.host import HostedEngine
-from palaver.engines.host.hosted import MAX_DEATHS, torch_spec
+from palaver.engines.host.frames import pack, pack_error, unpack, unpack_error
 from palaver.engines.host.process import environment
-from palaver.engines.host.wire import pack, pack_error, unpack, unpack_error
+from palaver.engines.host.supervisor import MAX_DEATHS, torch_spec
 from palaver.engines.torch import load
 from palaver.errors import BadParameter, ContextOverflow, EngineClosed, EngineError, NoWeights
 from palaver.generation import Ended, Finish, Prefilled, Prompt, Step

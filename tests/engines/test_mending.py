@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from palaver.engines.core.logits_processors import TokenHealing, VocabularyIndex
 from palaver.engines.torch import load
-from palaver.engines.torch.banned import Spelling
-from palaver.engines.torch.mending import Mending
 from palaver.formats.base import RenderOptions
 from palaver.formats.loader import load_format
 from palaver.formats.tokenizer import load_tokenizer
@@ -22,11 +21,11 @@ VOCABULARY = [b"c", b"co", b"cont", b"<co>", b"d", b""]
 
 
 def test_only_tokens_that_write_the_bytes_are_allowed() -> None:
-    mending = Mending(b"co", Spelling(VOCABULARY), frozenset({3}))
+    mending = TokenHealing(b"co", VocabularyIndex(VOCABULARY), frozenset({3}))
     assert mending.allowed() == [0, 1, 2]
     mending.take(0)
     assert mending.left == b"o"
-    mending = Mending(b"co", Spelling(VOCABULARY), frozenset())
+    mending = TokenHealing(b"co", VocabularyIndex(VOCABULARY), frozenset())
     mending.take(2)
     assert mending.left == b""
 

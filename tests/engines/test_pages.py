@@ -4,10 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaver.engines.torch.pages import PAGE, Pages
+from palaver.engines.torch.prefix_cache import PAGE, PageTree
 
 
-def put(pages: Pages, space: str, keys: list[int], user: str = "") -> None:
+def put(pages: PageTree, space: str, keys: list[int], user: str = "") -> None:
     """As the cache does it: whole pages, then what is left."""
     path = pages.path(space, keys)
     for page in path[1:]:
@@ -36,7 +36,7 @@ branches = st.builds(
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from("ab"), branches), min_size=1, max_size=8), branches)
 def test_finds_the_longest_common_beginning_to_the_token(kept: list[tuple[str, list[int]]], asked: list[int]) -> None:
-    pages = Pages()
+    pages = PageTree()
     for space, keys in kept:
         put(pages, space, keys)
     for space in "ab":
@@ -50,7 +50,7 @@ def test_finds_the_longest_common_beginning_to_the_token(kept: list[tuple[str, l
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(branches, min_size=1, max_size=8), st.integers(1, 20))
 def test_evicts_the_least_recently_used_tails_first(kept: list[list[int]], evictions: int) -> None:
-    pages = Pages()
+    pages = PageTree()
     for keys in kept:
         put(pages, "", keys)
     latest = kept[-1]
@@ -69,13 +69,13 @@ def test_evicts_the_least_recently_used_tails_first(kept: list[list[int]], evict
 
 
 def test_owners_share_nothing() -> None:
-    pages = Pages()
+    pages = PageTree()
     put(pages, "one", [1, 2, 3])
     assert pages.match("two", [1, 2, 3]).tokens == 0
 
 
 def test_media_is_told_apart_by_its_hash() -> None:
-    pages = Pages()
+    pages = PageTree()
     path = pages.path("", [1, "picture of a cat", 2])
     pages.add("", path, (1, "picture of a cat", 2), [torch.zeros(3)])
     assert pages.match("", [1, "picture of a dog", 2]).tokens == 1
@@ -86,7 +86,7 @@ def test_media_is_told_apart_by_its_hash() -> None:
 @given(st.lists(st.tuples(branches, st.booleans()), min_size=1, max_size=10), st.integers(0, 12))
 def test_logits_are_found_after_their_own_keys_alone(kept: list[tuple[list[int], bool]], evictions: int) -> None:
     """And they count, and go, with the page they belong to."""
-    pages = Pages()
+    pages = PageTree()
     ended: set[tuple[int, ...]] = set()
     for keys, ends in kept:
         put(pages, "", keys)

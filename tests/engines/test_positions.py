@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from palaver.engines.torch import Limits, Options, TorchEngine, load, plain
-from palaver.engines.torch.fused import FusedDecoder
-from palaver.engines.torch.library import NotUnderstood
-from palaver.engines.torch.plain import PlainDecoder
-from palaver.engines.torch.probing import Probe
+from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine, load
+from palaver.engines.torch.decoders import plain
+from palaver.engines.torch.decoders.library import UnsupportedModel
+from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder
+from palaver.engines.torch.probe import ModelProbe
 from palaver.errors import ContextOverflow
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
@@ -58,7 +58,9 @@ async def test_says_what_generate_says_at_every_length_alone_and_together(
     family: str, chunk: int, folder_of: Callable[[str], Path]
 ) -> None:
     model = tiny.build(family)
-    engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=Options(limits=Limits(chunk=chunk)))
+    engine = load(
+        folder_of(family), vocabulary=tiny.VOCABULARY, options=EngineOptions(limits=SchedulerLimits(chunk=chunk))
+    )
     assert engine.info.reuse == "to the token"
     prompts = [prompt_of(length) for length in LENGTHS]
     alone = [await run(engine, replace(prompt, owner="alone"), GREEDY) for prompt in prompts]
@@ -71,7 +73,9 @@ async def test_says_what_generate_says_at_every_length_alone_and_together(
 async def test_a_reply_that_outgrows_the_original_length_goes_on_as_if_uncut(folder_of: Callable[[str], Path]) -> None:
     prompt = prompt_of(88)
     model = tiny.build("longrope")
-    engine = load(folder_of("longrope"), vocabulary=tiny.VOCABULARY, options=Options(limits=Limits(chunk=16)))
+    engine = load(
+        folder_of("longrope"), vocabulary=tiny.VOCABULARY, options=EngineOptions(limits=SchedulerLimits(chunk=16))
+    )
     company = asyncio.create_task(run(engine, prompt_of(10), replace(GREEDY, max_tokens=60)))
     whole = await run(engine, prompt, GREEDY)
     assert agrees(model, prompt, whole.ids)
@@ -97,17 +101,17 @@ def test_the_probe_sees_queries_that_are_scaled_at_late_positions_only(monkeypat
     monkeypatch.setattr(plain, "_check_shape", lambda model: None)
     model = tiny.build("ministral3")
     with torch.inference_mode():
-        probe = Probe(model, tiny.SIZE, 512)
+        probe = ModelProbe(model, tiny.SIZE, 512)
         layout = probe.layout()
         parts = PlainDecoder(model, 512)
         probe.check(FusedDecoder(parts), layout)
-        with pytest.raises(NotUnderstood):
+        with pytest.raises(UnsupportedModel):
             probe.check_late(FusedDecoder(parts.without_tables()), layout)
 
 
 async def test_frequencies_by_the_length_of_a_pass_that_nothing_is_known_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then everything is computed anew at each token, which is right and slow."""
-    monkeypatch.setattr("palaver.engines.torch.probing.find_longrope", lambda model: None)
+    monkeypatch.setattr("palaver.engines.torch.probe.find_longrope", lambda model: None)
     model = tiny.build("longrope")
     engine = TorchEngine("longrope", model, tiny.VOCABULARY)
     assert engine.info.reuse.startswith("none")
@@ -121,8 +125,8 @@ async def test_frequencies_by_the_length_of_a_pass_that_nothing_is_known_of(monk
 def test_in_bfloat16_no_more_than_twice_its_own_rounding_passes(family: str) -> None:
     model = tiny.build(family).to(torch.bfloat16)
     with torch.inference_mode():
-        probe = Probe(model, tiny.SIZE, 512)
+        probe = ModelProbe(model, tiny.SIZE, 512)
         logits = probe._expected[20].float()
         probe.compare(logits, 21)
-        with pytest.raises(NotUnderstood):
+        with pytest.raises(UnsupportedModel):
             probe.compare(logits + 0.1 * logits.abs().max(), 21)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from palaver.engines.torch import load
 from palaver.engines.torch.checkpoint import open_checkpoint
-from palaver.engines.torch.loading import load_model, quiet
+from palaver.engines.torch.loader import load_model, quiet
 from palaver.engines.torch.memory import weights_bytes
 from palaver.errors import BrokenModel
 from tests.engines import tiny

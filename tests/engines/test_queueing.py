@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaver.engines.reply import Reply
-from palaver.engines.torch.chooser import Chooser
-from palaver.engines.torch.generation import Generation
-from palaver.engines.torch.queueing import TOLD_AT_ONCE, Waiting
-from palaver.engines.torch.sequence import BLOCK, Sequence
+from palaver.engines.core.generation import TorchGeneration
+from palaver.engines.core.queue import TOLD_AT_ONCE, RequestQueue
+from palaver.engines.core.reply_state import ReplyState
+from palaver.engines.core.request import BLOCK, LogitsProcessor, SequenceState
 from palaver.errors import QueueFull
 from palaver.generation import Prompt, Queued
 from palaver.sampling import Sampling
@@ -20,30 +19,32 @@ from tests.engines.tiny import SIZE, VOCABULARY
 SAMPLING = Sampling()
 
 
-def sequence(owner: str = "", tokens: tuple[int, ...] = (1,)) -> Sequence:
+def sequence(owner: str = "", tokens: tuple[int, ...] = (1,)) -> SequenceState:
     prompt = Prompt(tokens, owner=owner)
-    reply = Reply(prompt, SAMPLING, VOCABULARY)
-    return Sequence(Generation(prompt, SAMPLING, 0, lambda command: None), Chooser(prompt, SAMPLING, 0, reply, SIZE))
+    reply = ReplyState(prompt, SAMPLING, VOCABULARY)
+    return SequenceState(
+        TorchGeneration(prompt, SAMPLING, 0, lambda command: None), LogitsProcessor(prompt, SAMPLING, 0, reply, SIZE)
+    )
 
 
-def add(waiting: Waiting, owner: str) -> Sequence:
+def add(waiting: RequestQueue, owner: str) -> SequenceState:
     added = sequence(owner)
     waiting.add(added)
     return added
 
 
-def admit(waiting: Waiting) -> Sequence:
+def admit(waiting: RequestQueue) -> SequenceState:
     first = waiting.sequences[0]
     waiting.admit(first.generation)
     return first
 
 
-def positions(waiting: Waiting) -> dict[Sequence, int]:
+def positions(waiting: RequestQueue) -> dict[SequenceState, int]:
     return {queued: position for position, queued in enumerate(waiting.sequences, 1)}
 
 
 def test_owners_are_served_in_turn() -> None:
-    waiting = Waiting(100)
+    waiting = RequestQueue(100)
     greedy = [add(waiting, "greedy") for _ in range(5)]
     modest = [add(waiting, "modest") for _ in range(2)]
     late = add(waiting, "late")
@@ -55,7 +56,7 @@ def test_owners_are_served_in_turn() -> None:
 
 
 def test_one_owner_leaves_places_for_others() -> None:
-    waiting = Waiting(16)
+    waiting = RequestQueue(16)
     push(waiting, repeat("greedy"))
     assert len(waiting) == 8
     push(waiting, repeat("as greedy"))
@@ -81,10 +82,10 @@ actions = st.lists(
 @given(actions)
 def test_order_and_positions(steps: list[Action]) -> None:
     """Per owner first come, first served; a position only grows when somebody else joins, and then by one."""
-    waiting = Waiting(1000)
-    running: list[Sequence] = []
-    preempted: set[Sequence] = set()
-    arrivals: dict[Sequence, int] = {}
+    waiting = RequestQueue(1000)
+    running: list[SequenceState] = []
+    preempted: set[SequenceState] = set()
+    arrivals: dict[SequenceState, int] = {}
     numbers = count()
     for kind, which in steps:
         before = positions(waiting)
@@ -120,7 +121,7 @@ def test_order_and_positions(steps: list[Action]) -> None:
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.integers(1, 5), st.integers(8, 40))
 def test_nobody_starves(before: list[int], nth: int, places: int) -> None:
     """However many new owners push in, the nth request of an owner is let in within n rounds of the whole queue."""
-    waiting = Waiting(2 * places)
+    waiting = RequestQueue(2 * places)
     names = (f"pushing {number}" for number in count())
     for owner in before[: places - nth]:
         add(waiting, f"owner {owner}")
@@ -133,7 +134,7 @@ def test_nobody_starves(before: list[int], nth: int, places: int) -> None:
     pytest.fail("it still waits")
 
 
-def push(waiting: Waiting, names: Iterator[str]) -> None:
+def push(waiting: RequestQueue, names: Iterator[str]) -> None:
     """Requests of these owners take every place they can."""
     while True:
         try:
@@ -145,7 +146,7 @@ def push(waiting: Waiting, names: Iterator[str]) -> None:
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=6))
 def test_owners_who_always_wait_are_let_in_equally_often(depths: list[int]) -> None:
-    waiting = Waiting(1000)
+    waiting = RequestQueue(1000)
     owners = [f"owner {number}" for number in range(len(depths))]
     for owner, depth in zip(owners, depths, strict=True):
         for _ in range(depth):
@@ -159,9 +160,9 @@ def test_owners_who_always_wait_are_let_in_equally_often(depths: list[int]) -> N
 
 
 def test_positions_are_told_when_they_change_and_few_at_a_time() -> None:
-    waiting = Waiting(1000)
+    waiting = RequestQueue(1000)
     queued = [add(waiting, f"owner {number}") for number in range(3 * TOLD_AT_ONCE)]
-    told: dict[Generation, Queued] = {}
+    told: dict[TorchGeneration, Queued] = {}
     for _ in range(3):
         news = dict(waiting.news())
         assert len(news) == TOLD_AT_ONCE
@@ -175,7 +176,7 @@ def test_positions_are_told_when_they_change_and_few_at_a_time() -> None:
 
 def test_estimates_are_of_the_queue_as_it_moves_now() -> None:
     now = 0.0
-    waiting = Waiting(100, clock=lambda: now)
+    waiting = RequestQueue(100, clock=lambda: now)
 
     def end_one_each(seconds: float) -> None:
         nonlocal now

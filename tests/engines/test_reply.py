@@ -1,6 +1,6 @@
 import pytest
 
-from palaver.engines.reply import Reply
+from palaver.engines.core.reply_state import ReplyState
 from palaver.generation import Ended, Finish, Prompt
 from palaver.phases import Phase, Phases, State, Trigger
 from palaver.sampling import Sampling
@@ -18,12 +18,12 @@ THINKING = Phases(
 
 def reply(
     said: bytes | tuple[int, ...] = b"", phases: Phases = THINKING, limit: int = 100, **sampling: object
-) -> Reply:
+) -> ReplyState:
     prompt = Prompt((1, 2), tuple(said), phases)
-    return Reply(prompt, Sampling(**sampling), VOCABULARY, frozenset({END}), limit)  # type: ignore[arg-type]
+    return ReplyState(prompt, Sampling(**sampling), VOCABULARY, frozenset({END}), limit)  # type: ignore[arg-type]
 
 
-def finish(it: Reply) -> Finish | None:
+def finish(it: ReplyState) -> Finish | None:
     return it.ended.finish if it.ended else None
 
 

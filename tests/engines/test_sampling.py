@@ -10,32 +10,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from palaver.engines.reply import Reply
-from palaver.engines.torch.banned import BannedText, Spelling
-from palaver.engines.torch.chooser import Chooser
-from palaver.engines.torch.dice import uniform
-from palaver.engines.torch.drawing import _draw_from_afar, draw
-from palaver.engines.torch.sampling import choose
+from palaver.engines.core.logits_processors import BannedStrings, VocabularyIndex
+from palaver.engines.core.reply_state import ReplyState
+from palaver.engines.core.request import LogitsProcessor
+from palaver.engines.core.rng import uniform
+from palaver.engines.core.sampler import _draw_from_afar, draw_tokens, sample
 from palaver.errors import BadParameter, EngineError, RequestError
 from palaver.generation import Prompt, Step
 from palaver.sampling import MAX_BIASES, MAX_STRING, MAX_STRINGS, MAX_TOKENS, Sampling, apply, checked
 from tests.engines import reference
 from tests.engines.tiny import END, SIZE, VOCABULARY
 
-SPELLING = Spelling(VOCABULARY)
+SPELLING = VocabularyIndex(VOCABULARY)
 
 
 def chooser(
     sampling: Sampling, context: Sequence[int] = (1, 2, 3), said: Sequence[int] = (), choice: int = 0
-) -> Chooser:
+) -> LogitsProcessor:
     prompt = Prompt(tuple(context), tuple(said))
-    reply = Reply(prompt, sampling, VOCABULARY, frozenset({END}), 4096)
-    banned = BannedText(sampling.banned_strings, SPELLING, frozenset({END})) if sampling.banned_strings else None
-    return Chooser(prompt, sampling, choice, reply, SIZE, banned)
+    reply = ReplyState(prompt, sampling, VOCABULARY, frozenset({END}), 4096)
+    banned = BannedStrings(sampling.banned_strings, SPELLING, frozenset({END})) if sampling.banned_strings else None
+    return LogitsProcessor(prompt, sampling, choice, reply, SIZE, banned)
 
 
 def step(logits: torch.Tensor, sampling: Sampling, context: Sequence[int] = (1, 2, 3)) -> Step:
-    (out,) = choose(logits[None], [chooser(sampling, context)])
+    (out,) = sample(logits[None], [chooser(sampling, context)])
     assert isinstance(out, Step)
     return out
 
@@ -64,7 +63,7 @@ def test_a_batch_of_anything_agrees_with_the_oracle(rows: list[tuple[Sampling, l
     torch.manual_seed(len(rows))
     logits = torch.randn(len(rows), SIZE) * 3
     choosers = [chooser(sampling, said=said) for sampling, said in rows]
-    for row, (out, (sampling, said)) in enumerate(zip(choose(logits, choosers), rows, strict=True)):
+    for row, (out, (sampling, said)) in enumerate(zip(sample(logits, choosers), rows, strict=True)):
         scores = reference._adjust(logits[row].tolist(), [1, 2, 3], choosers[row].reply, sampling)
         expected, close = reference._choose(scores, sampling, uniform(sampling.seed, 0, len(said)))
         assert isinstance(out, Step)
@@ -85,8 +84,8 @@ def test_top_p_beyond_the_shortlist_looks_at_everything() -> None:
     logits = torch.zeros(size)
     prompt = Prompt((1,))
     sampling = Sampling(top_p=0.9, seed=3)
-    wide = Chooser(prompt, sampling, 0, Reply(prompt, sampling, VOCABULARY), size)
-    (out,) = choose(logits[None], [wide])
+    wide = LogitsProcessor(prompt, sampling, 0, ReplyState(prompt, sampling, VOCABULARY), size)
+    (out,) = sample(logits[None], [wide])
     assert isinstance(out, Step)
     assert out.token_id == int(uniform(3, 0, 0) * size)
 
@@ -119,7 +118,7 @@ def test_not_a_number_fails_its_row_alone(sampling: Sampling) -> None:
     logits = torch.randn(3, SIZE)
     logits[1, 5] = math.nan
     options = [Sampling(), sampling, Sampling(temperature=0)]
-    good, bad, greedy = choose(logits, [chooser(sampling) for sampling in options])
+    good, bad, greedy = sample(logits, [chooser(sampling) for sampling in options])
     assert isinstance(bad, EngineError)
     assert isinstance(good, Step)
     assert isinstance(greedy, Step)
@@ -128,7 +127,7 @@ def test_not_a_number_fails_its_row_alone(sampling: Sampling) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nothing_left_to_choose_is_an_error_of_the_request(temperature: float) -> None:
     sampling = Sampling(temperature=temperature, banned_ids=tuple(range(SIZE)))
-    (out,) = choose(torch.randn(1, SIZE), [chooser(sampling)])
+    (out,) = sample(torch.randn(1, SIZE), [chooser(sampling)])
     assert isinstance(out, RequestError)
 
 
@@ -139,7 +138,7 @@ def test_the_likeliest_alone_give_the_same_draw(sampling: Sampling, seed: int) -
     sampling = replace(sampling, temperature=sampling.temperature or 1.0)
     logits = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
     uniforms = [uniform(seed, row, 0) for row in range(3)]
-    assert _draw_from_afar(logits, [sampling] * 3, uniforms) == draw(logits, [sampling] * 3, uniforms)
+    assert _draw_from_afar(logits, [sampling] * 3, uniforms) == draw_tokens(logits, [sampling] * 3, uniforms)
 
 
 def test_token_ids_out_of_the_vocabulary_are_refused() -> None:
@@ -150,7 +149,7 @@ def test_token_ids_out_of_the_vocabulary_are_refused() -> None:
 
 def test_banned_text_is_never_completed_by_longer_tokens_either() -> None:
     vocabulary = (b"a", b"b", b"abc", b"bc", b"c", b"<x>", b"cab")
-    banned = BannedText(["bc"], Spelling(vocabulary), frozenset({5}))
+    banned = BannedStrings(["bc"], VocabularyIndex(vocabulary), frozenset({5}))
     assert banned.ids([0]).tolist() == [2, 3]
     assert banned.ids([0, 1]).tolist() == [2, 3, 4, 6]
     assert banned.ids([0, 1, 5]).tolist() == [2, 3]
@@ -170,8 +169,8 @@ pieces = st.text("ab\u00e9", min_size=1, max_size=6).map(str.encode)
 def test_banned_text_against_every_token_tried(vocabulary: list[bytes], strings: list[str], said: list[int]) -> None:
     said = [token_id % len(vocabulary) for token_id in said]
     control = frozenset({0})
-    spelling = Spelling(vocabulary)
-    growing = BannedText(strings, spelling, control)
+    spelling = VocabularyIndex(vocabulary)
+    growing = BannedStrings(strings, spelling, control)
     for length in range(len(said) + 1):
         begun = said[:length]
         since = b"".join(vocabulary[i] for i in begun[length - begun[::-1].index(0) if 0 in begun else 0 :])
@@ -181,7 +180,7 @@ def test_banned_text_against_every_token_tried(vocabulary: list[bytes], strings:
             if token_id not in control and any(completes(since, text, string.encode()) for string in strings)
         ]
         assert growing.ids(begun).tolist() == expected
-        assert BannedText(strings, spelling, control).ids(begun).tolist() == expected
+        assert BannedStrings(strings, spelling, control).ids(begun).tolist() == expected
 
 
 def completes(said: bytes, token: bytes, banned: bytes) -> bool:
@@ -237,14 +236,14 @@ def test_the_greatest_inputs_cost_little_at_each_token(name: str) -> None:
     vocabulary = tuple(f"{i % 50:x}{i:x}".encode() for i in range(5000))
     sampling = checked(GREATEST[name])
     prompt = Prompt(tuple(range(4000)))
-    spelling = Spelling(vocabulary)
-    reply = Reply(prompt, sampling, vocabulary, frozenset({1}))
-    banned = BannedText(sampling.banned_strings, spelling, frozenset({1})) if sampling.banned_strings else None
-    one = Chooser(prompt, sampling, 0, reply, len(vocabulary), banned)
+    spelling = VocabularyIndex(vocabulary)
+    reply = ReplyState(prompt, sampling, vocabulary, frozenset({1}))
+    banned = BannedStrings(sampling.banned_strings, spelling, frozenset({1})) if sampling.banned_strings else None
+    one = LogitsProcessor(prompt, sampling, 0, reply, len(vocabulary), banned)
     logits = torch.randn(1, len(vocabulary), generator=torch.Generator().manual_seed(0))
 
     def say(token_id: int) -> None:
-        choose(logits, [one])
+        sample(logits, [one])
         one.take(token_id)
 
     say(4000)
@@ -253,7 +252,7 @@ def test_the_greatest_inputs_cost_little_at_each_token(name: str) -> None:
 
 
 def test_long_stop_strings_cost_little_to_look_for() -> None:
-    assert count_calls(lambda: Reply(Prompt((1,)), GREATEST["stop"], VOCABULARY)) < 1000
+    assert count_calls(lambda: ReplyState(Prompt((1,)), GREATEST["stop"], VOCABULARY)) < 1000
 
 
 @pytest.mark.parametrize("name", ["stop", "banned_strings"])

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from palaver.engines.torch import Limits, Options, TorchEngine, load, scheduler
-from palaver.engines.torch.banned import Spelling
-from palaver.engines.torch.chooser import Chooser
-from palaver.engines.torch.sequence import Sequence
+from palaver.engines.core import scheduler
+from palaver.engines.core.logits_processors import VocabularyIndex
+from palaver.engines.core.request import LogitsProcessor, SequenceState
+from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine, load
 from palaver.errors import CacheFull, EngineError, QueueFull
 from palaver.generation import Ended, Finish, Prefilled, Prompt, Queued, Step
 from palaver.sampling import Sampling
@@ -63,9 +63,9 @@ async def test_random_schedules(
     seed: int, compiled: bool, folder_of: Callable[[str], Path], oracle: Callable[..., Reference]
 ) -> None:
     rng = random.Random(seed)
-    limits = Limits(running=rng.choice([2, 4, 32]), chunk=rng.choice([8, 32, 256]))
+    limits = SchedulerLimits(running=rng.choice([2, 4, 32]), chunk=rng.choice([8, 32, 256]))
     room = rng.choice([1 << 30, 1 << 22, 768 * 600])  # down to where sequences are put back and pages evicted
-    options = Options(limits=limits, cache_bytes=room, fused=compiled or rng.random() < 0.7, compiled=compiled)
+    options = EngineOptions(limits=limits, cache_bytes=room, fused=compiled or rng.random() < 0.7, compiled=compiled)
     engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
     engine._runner._cache.widens = rng.random() < 0.5  # as on an accelerator
     drawn = cases(rng)
@@ -93,8 +93,8 @@ def oracle() -> Callable[..., Reference]:
 @pytest.fixture
 async def small(folder_of: Callable[[str], Path]) -> AsyncIterator[TorchEngine]:
     """Two at once, and six places to wait in: three for one owner."""
-    limits = Limits(running=2, waiting=6, chunk=16)
-    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=Options(limits=limits))
+    limits = SchedulerLimits(running=2, waiting=6, chunk=16)
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=EngineOptions(limits=limits))
     yield engine
     await engine.close()
 
@@ -141,16 +141,16 @@ async def test_those_that_wait_are_compared_once_not_at_every_step(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The long prompt takes 25 steps; 40 others wait for what it computes, in as many comparisons."""
-    limits = Limits(running=2, waiting=1024, chunk=4)
-    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=Options(limits=limits))
-    compared: list[Sequence] = []
-    common = Sequence.common
+    limits = SchedulerLimits(running=2, waiting=1024, chunk=4)
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=EngineOptions(limits=limits))
+    compared: list[SequenceState] = []
+    common = SequenceState.common
 
-    def counted(one: Sequence, other: Sequence) -> int:
+    def counted(one: SequenceState, other: SequenceState) -> int:
         compared.append(one)
         return common(one, other)
 
-    monkeypatch.setattr(Sequence, "common", counted)
+    monkeypatch.setattr(SequenceState, "common", counted)
     seen = passes(engine, monkeypatch)
     prompt, sampling = Prompt(tuple(b"A long one. " * 34)), replace(ENDLESS, max_tokens=1)
     outs = await asyncio.gather(*(run(engine, replace(prompt), sampling) for _ in range(41)))
@@ -165,13 +165,13 @@ async def test_banned_strings_are_looked_up_off_the_engines_thread(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
-    look_up = Spelling._holding
+    look_up = VocabularyIndex._holding
 
-    def noted(spelling: Spelling, text: bytes) -> Any:
+    def noted(spelling: VocabularyIndex, text: bytes) -> Any:
         threads.append(threading.current_thread().name)
         return look_up(spelling, text)
 
-    monkeypatch.setattr(Spelling, "_holding", noted)
+    monkeypatch.setattr(VocabularyIndex, "_holding", noted)
     sampling = replace(ENDLESS, banned_strings=("e", "of the"), max_tokens=8)
     for _ in range(2):
         out = await run(engine, Prompt(tuple(b"Say something")), sampling)
@@ -187,9 +187,9 @@ async def test_a_long_reply_is_restored_between_the_tokens_of_others(
     whole = await run(engine, prompt, sampling)
     monkeypatch.setattr(scheduler, "RESTORED", 16)
     taken = [0]
-    take, step = Chooser.take, engine._scheduler.step
+    take, step = LogitsProcessor.take, engine._scheduler.step
 
-    def counted(chooser: Chooser, token_id: int) -> None:
+    def counted(chooser: LogitsProcessor, token_id: int) -> None:
         taken[-1] += 1
         take(chooser, token_id)
 
@@ -197,7 +197,7 @@ async def test_a_long_reply_is_restored_between_the_tokens_of_others(
         taken.append(0)
         step()
 
-    monkeypatch.setattr(Chooser, "take", counted)
+    monkeypatch.setattr(LogitsProcessor, "take", counted)
     monkeypatch.setattr(engine._scheduler, "step", noted)
     async with engine.generate(Prompt((67,)), ENDLESS) as running:
         await anext(running)
@@ -283,7 +283,7 @@ async def test_prompts_that_keep_nobody_waiting_get_their_first_token_in_the_sam
 async def test_exactly_computed_tokens_come_in_passes_of_their_own(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = load(folder_of("llama"), vocabulary=tiny.VOCABULARY, options=Options(exact=True, compiled=False))
+    engine = load(folder_of("llama"), vocabulary=tiny.VOCABULARY, options=EngineOptions(exact=True, compiled=False))
     seen = passes(engine, monkeypatch)
     await run(engine, Prompt(tuple(b"Alone")), replace(ENDLESS, max_tokens=2))
     await engine.close()
@@ -304,7 +304,7 @@ async def test_a_retry_begins_without_a_pass(
     family: str, length: int, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And from the very logits of the first attempt."""
-    engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=Options(compiled=False))
+    engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=EngineOptions(compiled=False))
     seen = passes(engine, monkeypatch)
     prompt = Prompt(tuple(b"A question that is asked again, until the answer is liked by all."[:length]))
     sampling = Sampling(temperature=1.0, seed=1, max_tokens=5, logprobs=5, banned_ids=(tiny.END,))
@@ -329,7 +329,9 @@ async def test_what_is_kept_of_prompts_is_within_the_bound_and_goes_with_its_pag
     folder_of: Callable[[str], Path],
 ) -> None:
     room = 768 * 600
-    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=Options(cache_bytes=room, compiled=False))
+    engine = load(
+        folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=EngineOptions(cache_bytes=room, compiled=False)
+    )
     sampling = replace(ENDLESS, max_tokens=1)
     prompts = [Prompt(tuple(f"Question {number}".encode() * 4)) for number in range(40)]
     for prompt in prompts:
@@ -352,7 +354,7 @@ async def test_owners_and_adapters_share_nothing(engine: TorchEngine) -> None:
 
 
 async def test_more_than_the_cache_holds_fails_alone(folder_of: Callable[[str], Path]) -> None:
-    options = Options(cache_bytes=768 * 300)
+    options = EngineOptions(cache_bytes=768 * 300)
     engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
     with pytest.raises(CacheFull, match="there is room for 256"):
         await run(engine, Prompt((65,) * 400), ENDLESS)

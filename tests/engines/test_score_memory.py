@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from palaver.engines.torch import Limits, Options, TorchEngine, cutting, load
-from palaver.engines.torch.cutting import CuttingRunner, Forward
-from palaver.engines.torch.planning import Plan
+from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine, load
+from palaver.engines.torch.batch import ForwardBatch
+from palaver.engines.torch.model_runner import SCORE_BYTES, Forward, TorchRunner
 from palaver.errors import EngineError
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
@@ -33,7 +33,7 @@ class Watched:
         self._text = text
         self.passes: list[int] = []
 
-    def __call__(self, plan: Plan) -> Tensor:
+    def __call__(self, plan: ForwardBatch) -> Tensor:
         pairs = sum(len(run.ids) * (run.start + len(run.ids)) for run in plan.runs)
         self.passes.append(pairs)
         if pairs > self._memory:
@@ -47,14 +47,14 @@ class Watched:
 
 def watch(engine: TorchEngine, memory: int, error: type[Exception] = RuntimeError, text: str = "") -> Watched:
     runner = engine._runner
-    assert isinstance(runner, CuttingRunner)
+    assert isinstance(runner, TorchRunner)
     watched = Watched(runner._forward, memory, error, text)
     runner._forward = watched
     return watched
 
 
 def loaded(family: str, folder_of: Callable[[str], Path]) -> TorchEngine:
-    options = Options(limits=Limits(chunk=512), compiled=False)
+    options = EngineOptions(limits=SchedulerLimits(chunk=512), compiled=False)
     return load(folder_of(family), vocabulary=tiny.VOCABULARY, options=options)
 
 
@@ -62,7 +62,7 @@ def loaded(family: str, folder_of: Callable[[str], Path]) -> TorchEngine:
 async def test_chunks_are_bounded_by_the_memory_of_their_scores(
     family: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(cutting.SCORE_BYTES, "cpu", 200_000)
+    monkeypatch.setitem(SCORE_BYTES, "cpu", 200_000)
     engine = loaded(family, folder_of)
     watched = watch(engine, memory=1 << 40)
     out = await run(engine, PROMPT, GREEDY)
@@ -101,7 +101,7 @@ async def test_a_reply_grows_to_all_the_cache_there_is(folder_of: Callable[[str]
     """Room for 400 tokens, of which a lane of the next power of two would take more than all."""
     layers, heads, size = 3, 2, 16
     room = 400 * layers * 2 * heads * size * 4
-    options = Options(cache_bytes=room, compiled=False)
+    options = EngineOptions(cache_bytes=room, compiled=False)
     engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
     model = tiny.build("qwen3")
     for length, said in ((300, 40), (100, 270)):

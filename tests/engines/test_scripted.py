@@ -2,12 +2,12 @@ import asyncio
 
 import pytest
 
-from palaver.engines.scripted import Fail, Hold, ScriptedEngine
 from palaver.errors import ContextOverflow, EngineClosed, EngineError
 from palaver.generation import Ended, Finish, Prompt
 from palaver.sampling import Sampling
 from tests.engines.running import continued, run
 from tests.engines.tiny import END, VOCABULARY
+from tests.scripted_engine import FailScript, HoldScript, ScriptedEngine
 
 PROMPT = Prompt(tuple(b"hi"))
 
@@ -47,7 +47,7 @@ async def test_honours_lengths_and_stop_strings() -> None:
 
 async def test_holds_until_the_event_and_fails_on_command() -> None:
     gate = asyncio.Event()
-    engine = scripted((65, Hold(gate), 66, Fail()))
+    engine = scripted((65, HoldScript(gate), 66, FailScript()))
     async with engine.generate(PROMPT, Sampling()) as outputs:
         first = [await anext(outputs), await anext(outputs)]
         assert len(first) == 2

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from palaver.engines.torch.threads import CROWDED, Threads
+from palaver.engines.torch.memory import CROWDED, ThreadCounts
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def as_before() -> Iterator[None]:
 
 
 def test_much_to_do_has_more_threads_and_gives_them_back() -> None:
-    threads = Threads(1, 2)
+    threads = ThreadCounts(1, 2)
     threads.settle()
     with threads.enough(CROWDED):
         assert torch.get_num_threads() == 2
@@ -26,14 +26,14 @@ def test_much_to_do_has_more_threads_and_gives_them_back() -> None:
 
 
 def test_little_to_do_stays_with_few() -> None:
-    threads = Threads(1, 2)
+    threads = ThreadCounts(1, 2)
     threads.settle()
     with threads.enough(CROWDED - 1):
         assert torch.get_num_threads() == 1
 
 
 def test_a_pass_that_fails_gives_them_back_too() -> None:
-    threads = Threads(1, 2)
+    threads = ThreadCounts(1, 2)
     with pytest.raises(RuntimeError, match="no"), threads.enough(CROWDED):
         raise RuntimeError("no")
     assert torch.get_num_threads() == 1
@@ -41,10 +41,10 @@ def test_a_pass_that_fails_gives_them_back_too() -> None:
 
 @pytest.mark.parametrize("small", [True, False])
 def test_a_number_that_was_named_holds_for_all(small: bool) -> None:
-    assert Threads.picked(3, small) == Threads(3, 3)
+    assert ThreadCounts.picked(3, small) == ThreadCounts(3, 3)
 
 
 def test_a_small_model_leaves_cores_alone() -> None:
-    small, big = Threads.picked(None, True), Threads.picked(None, False)
+    small, big = ThreadCounts.picked(None, True), ThreadCounts.picked(None, False)
     assert small.many == big.many == big.few
     assert small.few == max(1, big.few // 2)

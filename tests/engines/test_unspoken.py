@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from palaver.engines.core.logits_processors import (
+    ExitMarkers,
+    UnspeakableTokens,
+    VocabularyIndex,
+    unspeakable_characters,
+)
 from palaver.engines.torch import TorchEngine
-from palaver.engines.torch.banned import Spelling
-from palaver.engines.torch.unspoken import Markers, UnfitTokens
 from palaver.generation import Prompt
 from palaver.phases import Phase, Phases, Said, State, Tracker, Trigger
 from palaver.sampling import Sampling
-from palaver.spoken import unfit_characters
 from tests.engines.running import continued, run
 from tests.engines.tiny import CALL, CALL_END, END, THINK, THINK_END, VOCABULARY
 
@@ -45,12 +48,12 @@ def said(ids: tuple[int, ...] | list[int], how: Phases, phase: Phase) -> str:
 
 
 def unfit(text: str) -> set[str]:
-    return set(text) & unfit_characters()
+    return set(text) & unspeakable_characters()
 
 
 def test_the_list_holds_what_the_reference_misses() -> None:
-    assert set("*#`[]()/\\{}<>|“”「」＊＃（）［］／＜＞｛｝＿～＂﹡⁽") <= unfit_characters()
-    assert not unfit_characters() & set("abcÄ你, .!?:;'’-—%$€0123456789，。！？…\n")
+    assert set("*#`[]()/\\{}<>|“”「」＊＃（）［］／＜＞｛｝＿～＂﹡⁽") <= unspeakable_characters()
+    assert not unspeakable_characters() & set("abcÄ你, .!?:;'’-—%$€0123456789，。！？…\n")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -107,11 +110,11 @@ async def test_a_spoken_reply_goes_on_as_if_it_had_not_been_stopped(engine: Torc
 
 def test_tokens_that_begin_a_marker_may_come() -> None:
     vocabulary = (b"<", b"\n<to", b"<tool> {", b"a < b", b"*", b"x<to", b"fine", b"<|end|>", b"(<to")
-    tokens = UnfitTokens(Spelling(vocabulary))
-    anywhere = Markers((b"<tool>",), (b"<tool>",))
-    at_first = Markers((b"<tool>",), ())
+    tokens = UnspeakableTokens(VocabularyIndex(vocabulary))
+    anywhere = ExitMarkers((b"<tool>",), (b"<tool>",))
+    at_first = ExitMarkers((b"<tool>",), ())
     ends = frozenset({7})
     assert tokens.banned(anywhere, ends, 9).tolist() == [3, 4, 8]
     assert tokens.banned(at_first, ends, 9).tolist() == [3, 4, 5, 8]
-    assert tokens.banned(Markers((), ()), ends, 9).tolist() == [0, 1, 2, 3, 4, 5, 8]
-    assert tokens.banned(Markers((), ()), ends, 4).tolist() == [0, 1, 2, 3]
+    assert tokens.banned(ExitMarkers((), ()), ends, 9).tolist() == [0, 1, 2, 3, 4, 5, 8]
+    assert tokens.banned(ExitMarkers((), ()), ends, 4).tolist() == [0, 1, 2, 3]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from palaver.engines.torch.loading import quiet
+from palaver.engines.torch.loader import quiet
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<end>", "<start>")
 VOCABULARY: tuple[bytes, ...] = (*(bytes([byte]) for byte in range(256)), *(marker.encode() for marker in MARKERS))

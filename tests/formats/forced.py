@@ -11,10 +11,10 @@ import jsonschema_rs
 import torch
 
 from palaver.constraints import Constraint
+from palaver.engines.core.grammar import ReplyGrammar
+from palaver.engines.core.logits_processors import VocabularyIndex
+from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.grammars import CompiledGrammar, GrammarCompiler
-from palaver.engines.reply import Reply
-from palaver.engines.torch.banned import Spelling
-from palaver.engines.torch.holding import Holding
 from palaver.errors import TemplateError
 from palaver.events import fold
 from palaver.formats.base import RenderOptions
@@ -94,7 +94,7 @@ class Drawn:
         self._format = format
         self._compiler = GrammarCompiler(vocabulary)
         self._grammars: dict[Constraint, CompiledGrammar] = {}
-        self._spelling = Spelling(vocabulary)
+        self._spelling = VocabularyIndex(vocabulary)
         self._end = end
         self.tools = TOOLS if self._takes(TOOLS) else PLAIN
         self._enders = torch.zeros(len(vocabulary), dtype=torch.bool)
@@ -119,12 +119,12 @@ class Drawn:
 
     def _ids(self, prompt: Prompt, dice: random.Random) -> list[int]:
         vocabulary = self._spelling.vocabulary
-        reply = Reply(prompt, Sampling(), vocabulary, frozenset({self._end}))
+        reply = ReplyState(prompt, Sampling(), vocabulary, frozenset({self._end}))
         assert prompt.phases.held is not None
         for constraint in (prompt.phases.held.first, prompt.phases.held.later):
             if constraint not in self._grammars:
                 self._grammars[constraint] = self._compiler.compile(constraint)
-        holding = Holding(prompt.phases, self._grammars, self._spelling)
+        holding = ReplyGrammar(prompt.phases, self._grammars, self._spelling)
         spelled: list[int] = []
         while reply.ended is None:
             assert len(reply.ids) < MOST, f"no end: {self._said(reply)[-300:]!r}"
@@ -140,7 +140,7 @@ class Drawn:
             holding.take(token_id, reply, False)
         return reply.ids
 
-    def _marker(self, prompt: Prompt, reply: Reply, dice: random.Random) -> list[int]:
+    def _marker(self, prompt: Prompt, reply: ReplyState, dice: random.Random) -> list[int]:
         """A way out of the state, spelled letter by letter where it is text: by chance that would hardly come."""
         triggers = prompt.phases.states[reply.state].triggers
         if not triggers:
@@ -154,7 +154,7 @@ class Drawn:
             allowed = likely
         return int(dice.choice(torch.nonzero(allowed).flatten().tolist()))
 
-    def _said(self, reply: Reply) -> bytes:
+    def _said(self, reply: ReplyState) -> bytes:
         return b"".join(self._spelling.vocabulary[i] for i in reply.ids)
 
 

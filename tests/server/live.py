@@ -17,7 +17,7 @@ from palaver.chat.loading import Loading, made, talk
 from palaver.chat.model import Model
 from palaver.chat.models import Models, Told
 from palaver.chat.service import Service
-from palaver.engines.torch import Options, load
+from palaver.engines.torch import EngineOptions, load
 from palaver.models.catalog import resolve
 from palaver.server.app import Server
 from palaver.server.connections import prompt_connections
@@ -33,7 +33,7 @@ async def sprout(name: str, told: Told) -> Model:
     """Loads as the server does, but without a process for the engine."""
     folder = resolve(name)
     tokenizer, format = talk(folder, Loading())
-    engine = await asyncio.to_thread(load, folder, vocabulary=tokenizer.vocabulary, options=Options(threads=1))
+    engine = await asyncio.to_thread(load, folder, vocabulary=tokenizer.vocabulary, options=EngineOptions(threads=1))
     return made(name, engine, format, tokenizer)
 
 

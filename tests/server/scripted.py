@@ -11,13 +11,13 @@ import httpx
 from palaver.chat.model import Model
 from palaver.chat.models import Models, Told
 from palaver.chat.service import Service
-from palaver.engines.scripted import Script, ScriptedEngine
 from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
 from tests.chat.making import CONTROL, TOKENIZER
 from tests.client.live import served
+from tests.scripted_engine import Script, ScriptedEngine
 from tests.tiny import STRINGS
 
 THINK, ANSWER, END = CONTROL["<think>"], CONTROL["</think>"], CONTROL["<|im_end|>"]

@@ -11,17 +11,17 @@ import anthropic
 import openai
 import pytest
 
-from palaver.engines.scripted import Fail, Hold, Script
 from palaver.errors import EngineError
 from palaver.server.anthropic.refusals import OVERLOADED
+from tests.scripted_engine import FailScript, HoldScript, Script
 from tests.server.asking import CHAT, SUM, chunks
 from tests.server.scripted import END, say, scripted
 from tests.tiny import CHATML
 
 BROKEN: Any = RuntimeError("a tensor has the wrong shape")
 DIED = EngineError("The engine died: continue the reply later.")
-FAILS: Script = [Fail(DIED)]
-FAILS_LATE: Script = [*say("One"), Fail(DIED)]
+FAILS: Script = [FailScript(DIED)]
+FAILS_LATE: Script = [*say("One"), FailScript(DIED)]
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 ASKED: dict[str, dict[str, Any]] = {
     CHAT: {"messages": SUM},
@@ -34,7 +34,7 @@ ASKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_of_several_choices_fails_with_an_ordinary_error(tmp_path: Path, stream: bool) -> None:
     """The other choice is never heard of again: the request must not wait for both."""
-    scripts: list[Script] = [[Hold(asyncio.Event())], [*say("One"), Fail(BROKEN)]]
+    scripts: list[Script] = [[HoldScript(asyncio.Event())], [*say("One"), FailScript(BROKEN)]]
     async with asyncio.timeout(60), scripted(tmp_path, CHATML, *scripts) as http:
         answer = await http.post(CHAT, json={"messages": SUM, "n": 2, "stream": stream})
         if stream:

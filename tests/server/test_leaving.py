@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from palaver.engines.scripted import Hold
 from palaver.server.app import Server
 from palaver.server.openai import answering
 from palaver.server.settings import ServerSettings
 from tests.chat.making import WAVE, staged
 from tests.client.live import listening
+from tests.scripted_engine import HoldScript
 
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Wave!"}]}),
@@ -29,7 +29,7 @@ async def test_the_slot_is_free(
     """The engine says nothing at all, so that the stream begins before the first word is there."""
     monkeypatch.setattr(answering, "FIRST_SECONDS", 0.01)
     hold = asyncio.Event()
-    async with staged(tmp_path, [[Hold(hold), *WAVE]]) as stage:
+    async with staged(tmp_path, [[HoldScript(hold), *WAVE]]) as stage:
         await stage.chat.ready()
         app = Server(stage.service, ServerSettings())
         async with listening(app) as url, httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from websockets.asyncio.client import connect
 
-from palaver.engines.reply import Reply
-from palaver.engines.scripted import ScriptedEngine
+from palaver.engines.core.reply_state import ReplyState
 from palaver.generation import Output, Prompt
+from tests.scripted_engine import ScriptedEngine
 from tests.server.asking import CHAT, SUM
 from tests.server.scripted import ANSWER, END, say, scripted
 from tests.tiny import PREOPENED
@@ -27,7 +27,7 @@ class Reading(ScriptedEngine):
 
     read: asyncio.Event
 
-    async def _outputs(self, prompt: Prompt, reply: Reply, stopped: asyncio.Event) -> AsyncGenerator[Output]:
+    async def _outputs(self, prompt: Prompt, reply: ReplyState, stopped: asyncio.Event) -> AsyncGenerator[Output]:
         await self.read.wait()
         async for output in super()._outputs(prompt, reply, stopped):
             yield output

@@ -14,7 +14,7 @@ import numpy as np
 import openai
 import pytest
 
-from palaver.spoken import unfit_characters
+from palaver.engines.core.logits_processors import unspeakable_characters
 from tests.server.asking import SUM, WEATHER, ask, refused, said, stream
 from tests.server.live import Live
 
@@ -117,7 +117,7 @@ def test_a_spoken_reply(http: httpx.Client) -> None:
     samples, _ = heard(base64.b64decode(audio["data"]))
     assert is_speech(samples)
     assert len(samples) < 10 * 24_000, "its thinking is not spoken"
-    assert not set(audio["transcript"]) & unfit_characters()
+    assert not set(audio["transcript"]) & unspeakable_characters()
 
 
 def test_a_spoken_reply_as_a_stream(http: httpx.Client) -> None:

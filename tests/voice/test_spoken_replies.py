@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from palaver.chat.utterance import Request
+from palaver.engines.core.logits_processors import unspeakable_characters
 from palaver.messages import Message, user
 from palaver.sampling import Sampling
-from palaver.spoken import unfit_characters
 from tests.test_sprout import WEATHER, talking
 
 ASKED = (
@@ -36,7 +36,7 @@ async def replies(count: int, spoken: bool) -> list[Message]:
 
 
 def unfit(messages: list[Message]) -> set[str]:
-    return {character for message in messages for character in message.text} & unfit_characters()
+    return {character for message in messages for character in message.text} & unspeakable_characters()
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ async def test_200_replies_hold_none_of_the_forbidden_characters() -> None:
     assert unfit(said) == set()
     assert sum(bool(message.text.strip()) for message in said) >= 195
     thoughts = {character for message in said for character in message.thinking}
-    assert thoughts & unfit_characters(), "thinking is free"
+    assert thoughts & unspeakable_characters(), "thinking is free"
 
 
 async def test_without_voice_markdown_is_free() -> None:

@@ -15,8 +15,7 @@ from pathlib import Path
 from palaver.chat.model import Model
 from palaver.chat.models import Models, Told
 from palaver.chat.service import Service
-from palaver.engines.reply import Reply
-from palaver.engines.scripted import Script, ScriptedEngine
+from palaver.engines.core.reply_state import ReplyState
 from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
 from palaver.generation import Output, Prompt, Step
@@ -25,6 +24,7 @@ from palaver.server.app import Server
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
 from tests.chat.making import TOKENIZER, reply
+from tests.scripted_engine import Script, ScriptedEngine
 from tests.tiny import CHATML, STRINGS
 
 
@@ -35,7 +35,7 @@ class PacedEngine(ScriptedEngine):
         super().__init__(scripts, TOKENIZER.vocabulary, context_length=context)
         self._rate = rate
 
-    async def _outputs(self, prompt: Prompt, reply: Reply, stopped: asyncio.Event) -> AsyncGenerator[Output]:
+    async def _outputs(self, prompt: Prompt, reply: ReplyState, stopped: asyncio.Event) -> AsyncGenerator[Output]:
         loop = asyncio.get_running_loop()
         begun, said = loop.time(), 0
         async for output in super()._outputs(prompt, reply, stopped):

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from palaver.spoken import unfit_characters
+from palaver.engines.core.logits_processors import unspeakable_characters
 from tests.web.conftest import Served, stored, text_of
 from tests.web.screen import ask, conversation, ended, last_reply, message_id
 
@@ -67,7 +67,7 @@ def test_with_the_voice_on_replies_are_spoken_as_they_come(page: Page, sprout: S
     plays(last_reply(page))
     kept = stored(api, conversation(page))[-1]
     assert kept["reply"]["settings"]["sampling"]["spoken"] is True
-    assert not set(text_of(kept)) & unfit_characters()
+    assert not set(text_of(kept)) & unspeakable_characters()
     ended(page)
     switch.click()
     expect(switch).to_have_attribute("aria-pressed", "false")

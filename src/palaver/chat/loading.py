@@ -9,7 +9,7 @@ from pathlib import Path
 from palaver.chat.model import Model
 from palaver.chat.models import Load, Told
 from palaver.engines.base import Engine
-from palaver.engines.host.hosted import HostedEngine, torch_spec
+from palaver.engines.host.supervisor import HostedEngine, torch_spec
 from palaver.errors import BadParameter, NoTemplate
 from palaver.formats.base import Format
 from palaver.formats.format import TemplateFormat

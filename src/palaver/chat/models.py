@@ -10,7 +10,7 @@ from dataclasses import replace
 from palaver.chat.interface import ModelCard, ModelState
 from palaver.chat.model import Model
 from palaver.engines.base import EngineState, EngineStatus
-from palaver.engines.host.hosted import Told
+from palaver.engines.host.supervisor import Told
 from palaver.errors import ModelError, ModelLoading, NoModel, PalaverError
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, assert_never
 
-from palaver.engines.base import Generation
+from palaver.engines.base import EngineGeneration
 from palaver.events import Event, Finished, Folded, ReadEvent, Started, Usage, Waiting, fold
 from palaver.formats.base import RenderOptions
 from palaver.formats.reader import ReplyReader
@@ -31,7 +31,7 @@ class Source(Protocol):
 
     def generate(
         self, prompt: Prompt, sampling: Sampling, choice: int = 0
-    ) -> AbstractAsyncContextManager[Generation]: ...
+    ) -> AbstractAsyncContextManager[EngineGeneration]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Utterance:
         self.keep_answer_at: KeepAnswerAt | None = None
         self._stopped = False
         self.answers_now = False
-        self._generation: Generation | None = None
+        self._generation: EngineGeneration | None = None
         self.steps: list[Step] = []
         self.notice = ""
         """What the reader should know of how it goes on, in one sentence."""

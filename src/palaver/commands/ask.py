@@ -71,7 +71,7 @@ def ask(
 async def _loaded(name: str | None, loading: Loading) -> AsyncIterator[Model]:
     """In this process: a host would only make one question slower."""
     from palaver.chat.loading import found, made, talk, untold
-    from palaver.engines.torch import Options, load
+    from palaver.engines.torch import EngineOptions, load
     from palaver.models.catalog import DEFAULT, resolve
 
     trained = found(name or DEFAULT)
@@ -84,7 +84,7 @@ async def _loaded(name: str | None, loading: Loading) -> AsyncIterator[Model]:
         vocabulary=tokenizer.vocabulary,
         device=loading.device,
         dtype=loading.dtype,
-        options=Options(exact=loading.exact, context=trained.context, compiled=loading.compiled),
+        options=EngineOptions(exact=loading.exact, context=trained.context, compiled=loading.compiled),
         adapter=trained.adapter,
     )
     if engine.info.hint:

@@ -26,7 +26,7 @@ def inspect(
 ) -> None:
     """Say what a model is: whether it fits, its context, its defaults, how it talks, what is reused."""
     from palaver.commands.format_trials.report import describe_facts, describe_variables
-    from palaver.engines.torch import Options, describe_fit, load
+    from palaver.engines.torch import EngineOptions, describe_fit, load
     from palaver.formats.loader import load_format
     from palaver.formats.tokenizer import load_tokenizer
     from palaver.models.catalog import DEFAULT, resolve
@@ -35,7 +35,7 @@ def inspect(
         folder = resolve(model or DEFAULT)
         print(describe_fit(folder, device=device, dtype=dtype, compiled=compiled))
         tokenizer = load_tokenizer(folder)
-        options = Options(exact=exact, compiled=compiled)
+        options = EngineOptions(exact=exact, compiled=compiled)
         engine = load(folder, vocabulary=tokenizer.vocabulary, device=device, dtype=dtype, options=options)
         info = engine.info
         asyncio.run(engine.close())

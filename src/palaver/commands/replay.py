@@ -58,7 +58,7 @@ def _as_recorded(recorded: Recorded, asked: Loading) -> Loading:
     """Loads the model as it was loaded for the reply, as far as this machine can and the flags leave it open."""
     from dataclasses import replace
 
-    from palaver.engines.fingerprint import BATCHED, COMPILED_RUNNER, Fingerprint
+    from palaver.engines.base import BATCHED, COMPILED_RUNNER, Fingerprint
 
     before = Fingerprint.parse(recorded[0][1]) if recorded else None
     if before is None:

@@ -59,7 +59,7 @@ class EngineStatus:
     reason: str = ""
 
 
-class Generation(Protocol):
+class EngineGeneration(Protocol):
     """The outputs of one generation, and what may be asked of it while it runs."""
 
     def __aiter__(self) -> AsyncIterator[Output]: ...
@@ -84,7 +84,9 @@ class Engine(Protocol):
         """Whether a reply can be made now."""
         ...
 
-    def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> AbstractAsyncContextManager[Generation]:
+    def generate(
+        self, prompt: Prompt, sampling: Sampling, choice: int = 0
+    ) -> AbstractAsyncContextManager[EngineGeneration]:
         """Opens one generation. Its owner leaves the context to end it: that cancels it within one step.
 
         Yields `Queued` (any number), `Prefilled`, `Step`s and at last `Ended`, or raises a PalaverError; `AnswerAsked`
@@ -105,3 +107,35 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Ends every generation and frees the model. May be called twice."""
         ...
+
+
+BATCHED = "batched"
+EXACTNESS = {BY_TEXT: "exact", BY_CACHE: "exact-with-cache", BY_COMPANY: BATCHED}
+"""`EngineInfo.exactness` in a word."""
+COMPILED_RUNNER = "compiled"
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Written as its six fields with slashes between, such as compiled/1f0c…/cpu/float32/exact/sampler-1."""
+
+    runner: str
+    """Whose code runs the model: compiled, fused or library."""
+    build: str
+    """The build of that code: a hash, or the library's version and what it uses of the processor."""
+    device: str
+    dtype: str
+    exactness: str
+    """One of EXACTNESS: what the bits of a reply depend on."""
+    sampler: str
+    """The version of the rules by which a token is drawn."""
+
+    def __str__(self) -> str:
+        fields = (self.runner, self.build, self.device, self.dtype, self.exactness, self.sampler)
+        return "/".join(field.replace("/", "-").replace(" ", "-") for field in fields)
+
+    @classmethod
+    def parse(cls, text: str) -> Fingerprint | None:
+        """None for a text of another form, such as that of an engine that is none of these."""
+        fields = text.split("/")
+        return cls(*fields) if len(fields) == 6 else None

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from palaver.engines.scripted import Hold, Script
 from palaver.server.anthropic.signatures import signed
 from palaver.server.settings import Limits, ServerSettings
 from palaver.wire.sse import Decoder
+from tests.scripted_engine import HoldScript, Script
 from tests.server.anthropic.asking import MESSAGES, SUM
 from tests.server.scripted import ANSWER, END, THINK, say, scripted
 from tests.tiny import CHATML, PREOPENED
@@ -30,7 +30,7 @@ async def told(http: httpx.AsyncClient, **fields: Any) -> AsyncIterator[dict[str
 
 async def test_the_thought_is_open_before_the_first_token(tmp_path: Path) -> None:
     hold = asyncio.Event()
-    script: Script = [Hold(hold), *say("so\n", ANSWER, "\n\nyes", END)]
+    script: Script = [HoldScript(hold), *say("so\n", ANSWER, "\n\nyes", END)]
     async with scripted(tmp_path, PREOPENED, script) as http:
         events = []
         async for event in told(http):

@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from palaver.chat.interface import Said
-from palaver.engines.scripted import Hold, Script
 from palaver.events import Finished, fold
 from palaver.messages import assistant, user
 from palaver.server.app import Server
@@ -23,6 +22,7 @@ from palaver.wire.events import Entry
 from palaver.wire.sse import Decoder, Sent
 from tests.chat.making import OTHER, WAVE, Stage, reply, staged
 from tests.client.live import listening, served
+from tests.scripted_engine import HoldScript, Script
 
 THOUGHT, ANSWER = "think 👋", "Wave: 👋🏽 <think"
 
@@ -107,7 +107,7 @@ async def test_an_ended_turn_is_told_again_from_every_number(shown: Scene) -> No
 
 async def test_a_running_turn_is_cut_and_resumed_at_every_event(tmp_path: Path) -> None:
     gates = [asyncio.Event() for _ in WAVE]
-    script = [item for token, gate in zip(WAVE, gates, strict=True) for item in (token, Hold(gate))]
+    script = [item for token, gate in zip(WAVE, gates, strict=True) for item in (token, HoldScript(gate))]
     async with scene(tmp_path, [script]) as running:
         said = await running.said()
         path = f"/api/turns/{said.reply.id}/events"

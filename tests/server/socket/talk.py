@@ -12,11 +12,11 @@ from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
 
-from palaver.engines.scripted import Script, ScriptedEngine
 from palaver.server.app import Server
 from palaver.server.settings import Limits, ServerSettings
 from tests.chat.making import WAVE, Stage, staged
 from tests.client.live import TOKEN, listening
+from tests.scripted_engine import Script, ScriptedEngine
 
 SECONDS = 60
 SUM = [{"role": "user", "content": "What is 12 + 30?"}]

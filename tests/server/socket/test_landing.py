@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from palaver.engines.scripted import Hold
 from palaver.messages import Role
 from palaver.store import Status
 from tests.chat.making import WAVE, reply
+from tests.scripted_engine import HoldScript
 from tests.server.socket.talk import Scene, scene, talking, texts
 
 USER = [{"role": "user", "content": "Wave!"}]
@@ -47,7 +47,7 @@ async def test_a_history_that_is_sent_again_stays_on_its_branch(tmp_path: Path) 
 
 async def test_it_goes_on_when_its_reader_says_goodbye(tmp_path: Path) -> None:
     gate = asyncio.Event()
-    async with scene(tmp_path, [[*WAVE[:4], Hold(gate), *WAVE[4:]]]) as it:
+    async with scene(tmp_path, [[*WAVE[:4], HoldScript(gate), *WAVE[4:]]]) as it:
         async with talking(it.url) as talk:
             await talk.send(messages=USER, enable_thinking=True, conversation="new")
             begun = await talk.next()
@@ -63,7 +63,7 @@ async def test_it_goes_on_when_its_reader_says_goodbye(tmp_path: Path) -> None:
 
 
 async def test_a_stop_stops_the_turn_and_keeps_what_was_said(tmp_path: Path) -> None:
-    async with scene(tmp_path, [[*WAVE[:4], Hold(asyncio.Event()), *WAVE[4:]]]) as it, talking(it.url) as talk:
+    async with scene(tmp_path, [[*WAVE[:4], HoldScript(asyncio.Event()), *WAVE[4:]]]) as it, talking(it.url) as talk:
         await talk.send(messages=USER, enable_thinking=True, conversation="new")
         begun = await talk.next()
         await talk.send(type="stop")

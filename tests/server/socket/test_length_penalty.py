@@ -10,7 +10,7 @@ import pytest
 from palaver.chat.loading import Loading, made, talk
 from palaver.chat.model import Model
 from palaver.chat.utterance import Request
-from palaver.engines.torch import Options, load
+from palaver.engines.torch import EngineOptions, load
 from palaver.messages import user
 from palaver.models.catalog import resolve
 from palaver.sampling import Sampling
@@ -22,7 +22,7 @@ PENALTIES = (0.3, 1.0, 1.1, 1.6, 5.0)
 async def model() -> AsyncIterator[Model]:
     folder = resolve("sprout")
     tokenizer, format = talk(folder, Loading())
-    engine = await asyncio.to_thread(load, folder, vocabulary=tokenizer.vocabulary, options=Options(exact=True))
+    engine = await asyncio.to_thread(load, folder, vocabulary=tokenizer.vocabulary, options=EngineOptions(exact=True))
     yield made("sprout", engine, format, tokenizer)
     await engine.close()
 

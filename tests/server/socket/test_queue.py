@@ -11,8 +11,8 @@ from palaver.chat.loading import Loading, made, talk
 from palaver.chat.model import Model
 from palaver.chat.models import Models, Told
 from palaver.chat.service import Service
-from palaver.engines.torch import Options, load
-from palaver.engines.torch.scheduler import Limits
+from palaver.engines.core.scheduler import SchedulerLimits
+from palaver.engines.torch import EngineOptions, load
 from palaver.models.catalog import resolve
 from palaver.server.app import Server
 from palaver.server.settings import ServerSettings
@@ -26,7 +26,7 @@ LONG = {"min_tokens": 7000, "max_new_tokens": 7000, "do_sample": False}
 async def _one_at_a_time(name: str, told: Told) -> Model:
     folder = resolve(name)
     tokenizer, format = talk(folder, Loading())
-    options = Options(threads=1, limits=Limits(running=1, waiting=1))
+    options = EngineOptions(threads=1, limits=SchedulerLimits(running=1, waiting=1))
     engine = await asyncio.to_thread(load, folder, vocabulary=tokenizer.vocabulary, options=options)
     return made(name, engine, format, tokenizer)
 

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from palaver.engines.scripted import Hold, Script
+from palaver.engines.core.logits_processors import unspeakable_characters
 from palaver.errors import BadParameter
 from palaver.server.socket.recordings import recorded
-from palaver.spoken import unfit_characters
 from palaver.voice import loading
 from palaver.voice.base import RATE, Samples, Stopped, Voice
 from palaver.voice.errors import VoiceFailed
 from palaver.voice.espeak import Espeak
 from palaver.voice.speech import spoken
 from tests.chat.making import CONTROL, TOKENIZER
+from tests.scripted_engine import HoldScript, Script
 from tests.server.live import Live
 from tests.server.socket.talk import SUM, scene, talking, texts
 from tests.server.socket.test_reference import RECORDED, as_the_page_does, check
@@ -51,7 +51,7 @@ async def said(text: str) -> Samples:
     return np.concatenate([piece.samples async for piece in spoken(text, Espeak())])
 
 
-def answering(*clauses: Sequence[int | Hold]) -> Script:
+def answering(*clauses: Sequence[int | HoldScript]) -> Script:
     return [item for clause in clauses for item in clause] + [CONTROL["<|im_end|>"]]
 
 
@@ -91,7 +91,7 @@ async def test_thinking_is_never_spoken(live: Live) -> None:
 
 async def test_the_first_clause_sounds_while_the_text_goes_on(tmp_path: Path) -> None:
     gate = asyncio.Event()
-    script = answering(clause("One is said. Two"), [Hold(gate)], clause(" comes later."))
+    script = answering(clause("One is said. Two"), [HoldScript(gate)], clause(" comes later."))
     async with scene(tmp_path, [script]) as it, talking(it.url) as talk:
         await talk.send(messages=USER, tts={"enabled": True})
         told = [await talk.next()]
@@ -104,7 +104,7 @@ async def test_the_first_clause_sounds_while_the_text_goes_on(tmp_path: Path) ->
 
 
 async def test_a_stop_stops_the_sound(tmp_path: Path) -> None:
-    script = answering(clause("One is said. Two"), [Hold(asyncio.Event())], clause(" comes never."))
+    script = answering(clause("One is said. Two"), [HoldScript(asyncio.Event())], clause(" comes never."))
     async with scene(tmp_path, [script]) as it, talking(it.url) as talk:
         await talk.send(messages=USER, tts={"enabled": True})
         while "audio_data" not in await talk.next():
@@ -131,7 +131,7 @@ async def test_what_is_unfit_for_speech_is_not_said(live: Live) -> None:
             wishes = {"seed": seed, "temperature": 1.5, "max_new_tokens": 60}
             for asked in ({"tts": {"enabled": True}}, {"use_tts_template": True}):
                 done = (await talk.ask(messages=question, generation=wishes, streaming=False, **asked))[-1]
-                assert unfit_characters().isdisjoint(done["text"]), done["text"]
+                assert unspeakable_characters().isdisjoint(done["text"]), done["text"]
 
 
 async def test_a_grammar_does_not_go_with_a_voice(live: Live) -> None:

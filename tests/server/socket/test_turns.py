@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from websockets.frames import Opcode
 
-from palaver.engines.scripted import Fail, Hold, Script
 from palaver.generation import Queued
 from palaver.server.socket import sockets
 from tests.chat.making import OTHER, TOKENIZER, WAVE, reply
+from tests.scripted_engine import FailScript, HoldScript, Script
 from tests.server.socket.talk import Scene, Talk, scene, talking, texts
 
 USER = [{"role": "user", "content": "Wave!"}]
@@ -36,7 +36,7 @@ async def test_fifty_cuts_with_resume_lose_and_double_nothing(tmp_path: Path) ->
     part = len(said) // (CUTS + 1)
     script: list[Any] = []
     for place, gate in enumerate(gates):
-        script += [*said[place * part : (place + 1) * part], Hold(gate)]
+        script += [*said[place * part : (place + 1) * part], HoldScript(gate)]
     script += said[CUTS * part :]
     read: list[dict[str, Any]] = []
     cuts, turn = 0, ""
@@ -110,7 +110,7 @@ async def test_a_stop_ends_within_a_step(tmp_path: Path) -> None:
 
 async def test_how_a_turn_waits_is_told_beside_the_numbers(tmp_path: Path) -> None:
     gate = asyncio.Event()
-    put_back: Script = [Queued(2, 1.5), Hold(gate), *WAVE]
+    put_back: Script = [Queued(2, 1.5), HoldScript(gate), *WAVE]
     async with scene(tmp_path, [put_back], socket_grace_seconds=FOREVER) as it:
         async with talking(it.url) as talk:
             await talk.send(messages=USER)
@@ -201,7 +201,7 @@ async def test_a_second_request_is_refused_and_the_first_goes_on(tmp_path: Path)
 
 
 async def test_an_engine_that_fails_ends_the_turn_with_an_error(tmp_path: Path) -> None:
-    fails: Script = [*WAVE[:6], Fail()]
+    fails: Script = [*WAVE[:6], FailScript()]
     async with scene(tmp_path, [fails, OTHER]) as it, talking(it.url) as talk:
         told = await talk.ask(messages=USER, enable_thinking=True)
         assert (told[-1]["type"], told[-1]["error"]) == ("error", "The script says to fail here.")

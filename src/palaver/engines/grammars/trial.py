@@ -19,8 +19,7 @@ from typing import Any
 
 from palaver.constraints import Constraint
 from palaver.engines.grammars.compiler import CompiledGrammar, GrammarCompiler, GrammarError, first_line
-from palaver.engines.grammars.messages import receive, receive_descriptor, send, unpack_constraint
-from palaver.engines.grammars.sandbox import WALL_SECONDS
+from palaver.engines.grammars.sandbox import WALL_SECONDS, receive, receive_descriptor, send, unpack_constraint
 from palaver.engines.processes import die_with_parent
 
 CPU_SECONDS = 2

@@ -14,9 +14,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from palaver.engines.base import Engine, Generation
-from palaver.engines.host.progress import Progress
-from palaver.engines.host.wire import frame_bytes, pack, pack_error, read_frame, unpack
+from palaver.engines.base import Engine, EngineGeneration
+from palaver.engines.host.frames import LoadProgress, encode_frame, pack, pack_error, read_frame, unpack
 from palaver.engines.processes import die_with_parent
 from palaver.errors import BrokenModel, EngineError, PalaverError
 
@@ -26,10 +25,10 @@ _TELL_S = 0.2
 """How often the parent is told how far loading is."""
 
 
-def make_engine(spec: dict[str, Any], progress: Progress) -> Engine:
+def make_engine(spec: dict[str, Any], progress: LoadProgress) -> Engine:
     """The engine a specification asks for."""
     progress.note = "importing the libraries"
-    from palaver.engines.torch import Options, load
+    from palaver.engines.torch import EngineOptions, load
 
     progress.begin(Path(spec["model"]))
     vocabulary = unpack(spec["vocabulary"])
@@ -39,7 +38,7 @@ def make_engine(spec: dict[str, Any], progress: Progress) -> Engine:
         vocabulary=vocabulary,
         device=spec["device"],
         dtype=spec["dtype"],
-        options=Options(**{name: spec[name] for name in OPTIONS}),
+        options=EngineOptions(**{name: spec[name] for name in OPTIONS}),
         adapter=adapter,
         on_failure=die,
     )
@@ -60,14 +59,14 @@ def _as_model_error(error: Exception) -> PalaverError:
     return BrokenModel(f"The model couldn't be loaded ({type(error).__name__}: {error}).")
 
 
-class Child:
+class EngineHost:
     """One connection to the parent. Everything ends with it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
         self._engine: Engine | None = None
-        self._running: dict[int, Generation] = {}
+        self._running: dict[int, EngineGeneration] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._outputs: list[Any] = []
         self._flushing = False
@@ -91,7 +90,7 @@ class Child:
         await self._end()
 
     async def _load(self, frame: dict[str, Any]) -> None:
-        progress = Progress()
+        progress = LoadProgress()
         telling = asyncio.create_task(self._tell(progress))
         try:
             self._engine = await asyncio.to_thread(make_engine, frame["spec"], progress)
@@ -103,7 +102,7 @@ class Child:
             telling.cancel()
         self._send({"ready": pack(self._engine.info)})
 
-    async def _tell(self, progress: Progress) -> None:
+    async def _tell(self, progress: LoadProgress) -> None:
         while True:
             self._send({"loading": [progress.share, progress.note]})
             await asyncio.sleep(_TELL_S)
@@ -179,7 +178,7 @@ class Child:
             getattr(running, what)()
 
     def _send(self, frame: dict[str, Any]) -> None:
-        self._writer.write(frame_bytes(frame))
+        self._writer.write(encode_frame(frame))
 
     async def _end(self) -> None:
         tasks = list(self._tasks.values())
@@ -193,7 +192,7 @@ class Child:
 async def serve(descriptor: int) -> None:
     connection = socket.socket(fileno=descriptor)
     reader, writer = await asyncio.open_connection(sock=connection)
-    await Child(reader, writer).run()
+    await EngineHost(reader, writer).run()
     writer.close()
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from palaver.engines.host.wire import frame_bytes, read_frame, unpack_error
+from palaver.engines.host.frames import encode_frame, read_frame, unpack_error
 from palaver.errors import PalaverError
 
 _SPINS = {"GOMP_SPINCOUNT": "20000"}
@@ -85,7 +85,7 @@ class EngineProcess:
         """Until the process is gone, or says what makes no sense: then returns what was wrong with it."""
         reader, writer = await asyncio.open_connection(sock=connection)
         try:
-            writer.write(frame_bytes({"do": "load", "spec": self._spec}))
+            writer.write(encode_frame({"do": "load", "spec": self._spec}))
             while (frame := await read_frame(reader)) is not None:
                 if "failed" in frame:
                     self.failure = unpack_error(frame["failed"])

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from palaver.engines.torch.lanes import Bank, Lane
-from palaver.engines.torch.scoring import (
-    Head,
+from palaver.engines.torch.attention_kernels import (
+    AttentionHead,
     attend_chunk,
     attend_flash,
-    attend_in_room,
+    attend_in_workspace,
     attend_singles,
     suits_flash,
-    suits_room,
+    suits_workspace,
 )
+from palaver.engines.torch.kv_cache import Slot, SlotPool
 
 Allowed = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query position, key position) -> whether the query may see the key; broadcasts."""
@@ -29,14 +29,14 @@ class MaskRule:
     def __init__(self, allowed: Allowed | None = None) -> None:
         self._allowed = allowed
         """None: everything up to itself."""
-        self._masks: dict[tuple[Part, int], Tensor | None] = {}
-        self._among: dict[tuple[Part, int], Tensor] = {}
+        self._masks: dict[tuple[AttentionSpan, int], Tensor | None] = {}
+        self._among: dict[tuple[AttentionSpan, int], Tensor] = {}
 
     @property
     def causal(self) -> bool:
         return self._allowed is None
 
-    def of(self, part: Part, dtype: torch.dtype, times: int = 1) -> Tensor | None:
+    def of(self, part: AttentionSpan, dtype: torch.dtype, times: int = 1) -> Tensor | None:
         """To be added to scores [sequences, heads, queries, keys]; None where every key is seen.
 
         `times`: for so many heads one after the other, each with all the queries.
@@ -46,7 +46,7 @@ class MaskRule:
             self._masks[part, times] = mask if mask is None or times == 1 else mask.repeat(1, 1, times, 1)
         return self._masks[part, times]
 
-    def among(self, chunk: Chunk, dtype: torch.dtype, times: int) -> Tensor:
+    def among(self, chunk: PrefillSpan, dtype: torch.dtype, times: int) -> Tensor:
         """1 where a query sees a token of the chunk, otherwise 0, [queries, tokens]; order alone counts."""
         if (chunk, times) not in self._among:
             count = chunk.length - chunk.start
@@ -54,7 +54,7 @@ class MaskRule:
             self._among[chunk, times] = seen.repeat(times, 1)
         return self._among[chunk, times]
 
-    def _build(self, part: Part, dtype: torch.dtype) -> Tensor | None:
+    def _build(self, part: AttentionSpan, dtype: torch.dtype) -> Tensor | None:
         if self.causal and part.even:
             return None
         queries = part.query_positions
@@ -67,7 +67,7 @@ class MaskRule:
 
 
 @dataclass(eq=False, slots=True)
-class Part:
+class AttentionSpan:
     """Rows that are attended for in one call."""
 
     rows: slice
@@ -82,7 +82,7 @@ class Part:
         """Stores the rows' own keys and values, [rows, heads, size]."""
         raise NotImplementedError
 
-    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: Head) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: AttentionHead) -> Tensor:
         """[rows, heads, size] to the same shape, of the values' size."""
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ class Part:
         """Moves on by one token, in place."""
         raise NotImplementedError
 
-    def steady(self, length: int) -> Part:
+    def steady(self, length: int) -> AttentionSpan:
         """The same for every step in which no more keys than this are seen: only the positions tell how many."""
         raise NotImplementedError
 
@@ -101,10 +101,10 @@ class Part:
 
 
 @dataclass(eq=False, slots=True)
-class Chunk(Part):
+class PrefillSpan(AttentionSpan):
     """Several tokens of one sequence."""
 
-    lane: Lane
+    lane: Slot
     start: int
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -112,19 +112,19 @@ class Chunk(Part):
         bank.keys[layer][index, :, self.start : self.length] = keys.transpose(0, 1)
         bank.values[layer][index, :, self.start : self.length] = values.transpose(0, 1)
 
-    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: Head) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: AttentionHead) -> Tensor:
         bank, index = self.lane.bank, self.lane.index
         keys = bank.keys[layer][index : index + 1, :, : self.length]
         values = bank.values[layer][index : index + 1, :, : self.length]
         return self._attended(queries.transpose(0, 1), keys, values, mask, head).transpose(0, 1)
 
-    def _attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: MaskRule, head: Head) -> Tensor:
+    def _attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: MaskRule, head: AttentionHead) -> Tensor:
         """[heads, queries, size]."""
         times = queries.shape[0] // keys.shape[1]
         if mask.causal and suits_flash(queries, values, head):
             return attend_flash(queries, keys, values, head)
-        if mask.causal and suits_room(queries, keys, head):
-            out = attend_in_room(queries, keys, values, mask.among(self, queries.dtype, times), head)
+        if mask.causal and suits_workspace(queries, keys, head):
+            out = attend_in_workspace(queries, keys, values, mask.among(self, queries.dtype, times), head)
             if out is not None:
                 return out
         seen = mask.of(self, queries.dtype, times)
@@ -133,11 +133,11 @@ class Chunk(Part):
 
 
 @dataclass(eq=False, slots=True)
-class Block(Part):
+class Block(AttentionSpan):
     """Tokens of one sequence within an aligned block of positions: attended for in a call of the whole block's shape,
     whichever of its tokens are computed."""
 
-    lane: Lane
+    lane: Slot
     start: int
     stop: int
     size: int
@@ -148,7 +148,7 @@ class Block(Part):
         bank.keys[layer][index, :, self.start : self.stop] = keys.transpose(0, 1)
         bank.values[layer][index, :, self.start : self.stop] = values.transpose(0, 1)
 
-    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: Head) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: AttentionHead) -> Tensor:
         bank, index = self.lane.bank, self.lane.index
         keys = bank.keys[layer][index : index + 1, :, : self.length]
         values = bank.values[layer][index : index + 1, :, : self.length]
@@ -163,7 +163,7 @@ class Block(Part):
 
 
 @dataclass(eq=False, slots=True)
-class Padding(Part):
+class Padding(AttentionSpan):
     """Rows that belong to no sequence: they only give a pass its shape."""
 
     value_size: Callable[[int], int]
@@ -172,22 +172,22 @@ class Padding(Part):
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         pass
 
-    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: Head) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: AttentionHead) -> Tensor:
         return queries.new_zeros((*queries.shape[:2], self.value_size(layer)))
 
 
 @dataclass(eq=False, slots=True)
-class Single(Part):
+class SingleDecodeSpan(AttentionSpan):
     """The next token of one sequence."""
 
-    bank: Bank
+    bank: SlotPool
     index: int
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self.bank.keys[layer][self.index, :, self.length - 1] = keys[0]
         self.bank.values[layer][self.index, :, self.length - 1] = values[0]
 
-    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: Head) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: AttentionHead) -> Tensor:
         keys = self.bank.keys[layer][self.index : self.index + 1, :, : self.length]
         values = self.bank.values[layer][self.index : self.index + 1, :, : self.length]
         return attend_singles(queries, keys, values, mask.of(self, queries.dtype), head)
@@ -196,8 +196,8 @@ class Single(Part):
         """The position is the plan's, which has moved it on already."""
         self.length += 1
 
-    def steady(self, length: int) -> Part:
-        return Singles(
+    def steady(self, length: int) -> AttentionSpan:
+        return BatchDecodeSpan(
             rows=self.rows,
             length=min(length, self.bank.capacity),
             even=False,
@@ -212,10 +212,10 @@ class Single(Part):
 
 
 @dataclass(eq=False, slots=True)
-class Singles(Part):
+class BatchDecodeSpan(AttentionSpan):
     """The next token of several sequences, all in one bank, in the order of their lanes."""
 
-    bank: Bank
+    bank: SlotPool
     first: int
     """The first lane."""
     lanes: int
@@ -235,7 +235,7 @@ class Singles(Part):
         self.bank.key_rows[layer].index_put_((self._written(keys.shape[1]),), keys)
         self.bank.value_rows[layer].index_put_((self._written(values.shape[1]),), values)
 
-    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: Head) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: AttentionHead) -> Tensor:
         keys = self.bank.keys[layer][self._span, :, : self.length]
         values = self.bank.values[layer][self._span, :, : self.length]
         rows = queries if self.dense else self._spread(queries)
@@ -250,7 +250,7 @@ class Singles(Part):
         for rows in self._rows.values():
             rows += 1
 
-    def steady(self, length: int) -> Part:
+    def steady(self, length: int) -> AttentionSpan:
         positions = self.positions
         if not self.dense:
             positions = positions.new_zeros(self.lanes).index_put_((self.places,), positions)

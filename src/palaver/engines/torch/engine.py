@@ -13,31 +13,45 @@ import torch
 from transformers import PreTrainedModel
 
 from palaver.constraints import Constraint
-from palaver.engines.base import COMPILED, EngineInfo, EngineState, EngineStatus
-from palaver.engines.fingerprint import COMPILED_RUNNER, EXACTNESS, Fingerprint
+from palaver.engines.base import (
+    COMPILED,
+    COMPILED_RUNNER,
+    EXACTNESS,
+    EngineInfo,
+    EngineState,
+    EngineStatus,
+    Fingerprint,
+)
+from palaver.engines.compiled.build import NO_COMPILER, Library, start_build
+from palaver.engines.core.generation import CloseCommand, ForgetCommand, Outbox, TorchGeneration
+from palaver.engines.core.grammar import AnswerGrammar, ReplyGrammar, constraints_of, control_ids
+from palaver.engines.core.logits_processors import (
+    BannedStrings,
+    SpokenText,
+    TokenHealing,
+    UnspeakableTokens,
+    VocabularyIndex,
+)
+from palaver.engines.core.options import EngineOptions
+from palaver.engines.core.reply_state import ReplyState
+from palaver.engines.core.request import LogitsProcessor, SequenceState
+from palaver.engines.core.sampler import SAMPLER_VERSION
+from palaver.engines.core.scheduler import Scheduler, SchedulerLimits
+from palaver.engines.core.worker import Worker
 from palaver.engines.grammars import CompiledGrammar, GrammarCache
-from palaver.engines.reply import Reply
-from palaver.engines.torch.adapters import with_adapter
-from palaver.engines.torch.banned import BannedText, Spelling
-from palaver.engines.torch.cache import CacheStatistics
 from palaver.engines.torch.checkpoint import Checkpoint, open_checkpoint
-from palaver.engines.torch.chooser import Chooser
-from palaver.engines.torch.compiled.building import NO_COMPILER, Library, start_build
-from palaver.engines.torch.defaults import context_length, end_ids, sampling_defaults
-from palaver.engines.torch.generation import Close, Forget, Generation, Outbox
-from palaver.engines.torch.guide import Guide, constraints_of, control_ids
-from palaver.engines.torch.holding import Holding
-from palaver.engines.torch.loading import load_model, pick_device, pick_dtype
-from palaver.engines.torch.memory import cache_bytes, check_fit, fit, free_bytes
-from palaver.engines.torch.mending import Mending
-from palaver.engines.torch.options import Options
-from palaver.engines.torch.probing import FEW_OPERATIONS, pick_runner
-from palaver.engines.torch.sampling import SAMPLER_VERSION
-from palaver.engines.torch.scheduler import Limits, Scheduler
-from palaver.engines.torch.sequence import Sequence
-from palaver.engines.torch.threads import Threads
-from palaver.engines.torch.unspoken import UnfitTokens, Unspoken
-from palaver.engines.torch.worker import Worker
+from palaver.engines.torch.loader import (
+    context_length,
+    end_ids,
+    load_model,
+    merge_adapter,
+    pick_device,
+    pick_dtype,
+    sampling_defaults,
+)
+from palaver.engines.torch.memory import ThreadCounts, cache_bytes, check_fit, fit, free_bytes
+from palaver.engines.torch.prefix_cache import CacheStatistics
+from palaver.engines.torch.probe import FEW_OPERATIONS, pick_runner
 from palaver.errors import BadParameter, CantCompile, ContextOverflow
 from palaver.generation import Prompt
 from palaver.memory import give_back_unused
@@ -65,7 +79,7 @@ def load(
     vocabulary: Vocabulary,
     device: str | None = None,
     dtype: str | None = None,
-    options: Options | None = None,
+    options: EngineOptions | None = None,
     adapter: Path | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> TorchEngine:
@@ -77,12 +91,12 @@ def load(
     checkpoint = open_checkpoint(model)
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
-    options = options or Options()
+    options = options or EngineOptions()
     check_fit(checkpoint, place, kind, compiled=bool(options.compiled))
     library = find_library(checkpoint, place, kind, options.compiled if options.fused else False)
     loaded = load_model(checkpoint, place, kind)
     if adapter is not None:
-        loaded = with_adapter(loaded, adapter)
+        loaded = merge_adapter(loaded, adapter)
     _check_cache(options, place)
     big = not _is_small(loaded)
     engine = TorchEngine(checkpoint.name, loaded, vocabulary, options, library, on_failure)
@@ -100,22 +114,22 @@ class TorchEngine:
         name: str,
         model: PreTrainedModel,
         vocabulary: Vocabulary,
-        options: Options | None = None,
+        options: EngineOptions | None = None,
         library: Future[Library] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         """`library` is the code of compiled steps; without it there are none. `on_failure` is called in the engine's
         thread when an error ends that."""
-        options = options or Options()
+        options = options or EngineOptions()
         self._vocabulary = vocabulary
-        self._spelling = Spelling(vocabulary)
-        self._unfit: UnfitTokens | None = None
+        self._spelling = VocabularyIndex(vocabulary)
+        self._unfit: UnspeakableTokens | None = None
         self._grammars = GrammarCache(vocabulary)
         info = _info(name, model)
         if options.context is not None:
             info = replace(info, context_length=min(info.context_length, options.context))
         limit = cache_bytes(model.device) if options.cache_bytes is None else options.cache_bytes
-        threads = Threads.picked(options.threads, _is_small(model))
+        threads = ThreadCounts.picked(options.threads, _is_small(model))
         self._runner, steps, exactness = pick_runner(
             model, info.vocabulary_size, limit, info.context_length, options, threads, library
         )
@@ -147,7 +161,7 @@ class TorchEngine:
         now = self.statistics
         return {"running": now.running, "waiting": now.waiting, **asdict(now.cache)}
 
-    def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> Generation:
+    def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> TorchGeneration:
         constrained = constraints_of(prompt.phases, sampling)
         grammars: dict[Constraint, CompiledGrammar] = {}
 
@@ -161,15 +175,15 @@ class TorchEngine:
 
         needed = constrained or sampling.banned_strings or (sampling.spoken and self._unfit is None)
         ready = prepare if needed else None
-        return Generation(prompt, checked(sampling), choice, self._worker.post, ready, grammars)
+        return TorchGeneration(prompt, checked(sampling), choice, self._worker.post, ready, grammars)
 
     async def forget(self, conversation: str) -> None:
         forgotten = threading.Event()
-        self._worker.post(Forget(conversation, forgotten.set))
+        self._worker.post(ForgetCommand(conversation, forgotten.set))
         await asyncio.to_thread(forgotten.wait)
 
     async def close(self) -> None:
-        self._worker.post(Close())
+        self._worker.post(CloseCommand())
         await asyncio.to_thread(self._worker.join)
         await asyncio.to_thread(self._grammars.close)
 
@@ -177,18 +191,18 @@ class TorchEngine:
         """Prepares for the first constraint, which may take a second: not for the event loop."""
         self._grammars.warm()
 
-    def _sequence(self, generation: Generation) -> Sequence:
+    def _sequence(self, generation: TorchGeneration) -> SequenceState:
         """The state of a generation, before the reply so far is taken again."""
         prompt, sampling = generation.prompt, generation.sampling
         self._check(prompt)
-        reply = Reply(
+        reply = ReplyState(
             replace(prompt, reply_ids=()), sampling, self._vocabulary, self._info.end_ids, self._info.context_length
         )
         banned, guide = self._banned(prompt, sampling), self._guide(generation)
         size = self._info.vocabulary_size
         unspoken = self._unspoken(prompt, sampling)
-        chooser = Chooser(prompt, sampling, generation.choice, reply, size, banned, guide, unspoken)
-        return Sequence(generation, chooser, self._mending(prompt))
+        chooser = LogitsProcessor(prompt, sampling, generation.choice, reply, size, banned, guide, unspoken)
+        return SequenceState(generation, chooser, self._mending(prompt))
 
     def _check(self, prompt: Prompt) -> None:
         size = self._info.vocabulary_size
@@ -206,33 +220,33 @@ class TorchEngine:
         for string in strings:
             self._spelling.completions(string.encode())
 
-    def _banned(self, prompt: Prompt, sampling: Sampling) -> BannedText | None:
+    def _banned(self, prompt: Prompt, sampling: Sampling) -> BannedStrings | None:
         if not sampling.banned_strings:
             return None
         control = control_ids(prompt.phases) | self._info.end_ids
-        return BannedText(sampling.banned_strings, self._spelling, control)
+        return BannedStrings(sampling.banned_strings, self._spelling, control)
 
-    def _mending(self, prompt: Prompt) -> Mending | None:
+    def _mending(self, prompt: Prompt) -> TokenHealing | None:
         if not prompt.healing:
             return None
-        return Mending(prompt.healing, self._spelling, control_ids(prompt.phases) | self._info.end_ids)
+        return TokenHealing(prompt.healing, self._spelling, control_ids(prompt.phases) | self._info.end_ids)
 
-    def _guide(self, generation: Generation) -> Guide | Holding | None:
+    def _guide(self, generation: TorchGeneration) -> AnswerGrammar | ReplyGrammar | None:
         phases, constraint = generation.prompt.phases, generation.sampling.constraint
         if phases.held is not None:
-            return Holding(phases, generation.grammars, self._spelling)
+            return ReplyGrammar(phases, generation.grammars, self._spelling)
         if constraint is None:
             return None
-        return Guide(phases, generation.grammars[constraint], self._spelling)
+        return AnswerGrammar(phases, generation.grammars[constraint], self._spelling)
 
-    def _unspoken(self, prompt: Prompt, sampling: Sampling) -> Unspoken | None:
+    def _unspoken(self, prompt: Prompt, sampling: Sampling) -> SpokenText | None:
         if not sampling.spoken:
             return None
-        return Unspoken(prompt.phases, control_ids(prompt.phases) | self._info.end_ids, self._unfit_tokens())
+        return SpokenText(prompt.phases, control_ids(prompt.phases) | self._info.end_ids, self._unfit_tokens())
 
-    def _unfit_tokens(self) -> UnfitTokens:
+    def _unfit_tokens(self) -> UnspeakableTokens:
         if self._unfit is None:
-            self._unfit = UnfitTokens(self._spelling)
+            self._unfit = UnspeakableTokens(self._spelling)
         return self._unfit
 
 
@@ -258,10 +272,10 @@ def _fingerprint(model: PreTrainedModel, info: EngineInfo, build: str) -> Finger
     return Fingerprint(runner, f"torch-{torch.__version__}-{unit}", device, info.dtype, exactness, sampler)
 
 
-def _limits(model: PreTrainedModel, options: Options) -> Limits:
+def _limits(model: PreTrainedModel, options: EngineOptions) -> SchedulerLimits:
     """By default a chunk of a prompt takes a small part of a second."""
     chunk = 1024 if model.device.type != "cpu" else 128 if _is_small(model) else 32
-    limits = options.limits or Limits(chunk=chunk)
+    limits = options.limits or SchedulerLimits(chunk=chunk)
     return limits if options.max_running is None else replace(limits, running=options.max_running)
 
 
@@ -285,7 +299,7 @@ def find_library(
     return start_build()
 
 
-def _check_cache(options: Options, device: torch.device) -> None:
+def _check_cache(options: EngineOptions, device: torch.device) -> None:
     """Raises BadParameter where the cache may grow beyond what the loaded model leaves free."""
     free = free_bytes(device)
     if options.cache_bytes is not None and free is not None and options.cache_bytes > free:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from palaver.engines.base import BY_CACHE, BY_COMPANY, BY_TEXT
-from palaver.engines.torch.lanes import Lane, Lanes, Layout
-from palaver.engines.torch.planning import Plan, Run, plan_block, run_of
+from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, plan_block, sequence_chunk
+from palaver.engines.torch.kv_cache import KVLayout, Slot, SlotAllocator
 
 ROWS = {"cpu": 16}
 """Rows of every pass, by device. Elsewhere more rows cost next to nothing."""
@@ -34,19 +34,19 @@ class ExactPasses:
     Otherwise each sequence has a pass of its own, in which a token's row is decided by its position.
     """
 
-    def __init__(self, forward: Callable[[Plan], Tensor], device: torch.device, packs: bool) -> None:
+    def __init__(self, forward: Callable[[ForwardBatch], Tensor], device: torch.device, packs: bool) -> None:
         self._forward = forward
         self._device = device
         self.packs = packs
         self.rows = ROWS.get(device.type, MOST_ROWS)
 
-    def run(self, runs: Sequence[Run], asked: bool) -> Tensor:
+    def run(self, runs: Sequence[SequenceChunk], asked: bool) -> Tensor:
         """The logits after the last token of each sequence; anything where they are not asked for."""
         singles = all(len(run.ids) == 1 for run in runs)
         size = self.rows if self.packs and singles else 1
         return torch.cat([self._together(runs[i : i + size], asked) for i in range(0, len(runs), size)])
 
-    def _together(self, runs: Sequence[Run], asked: bool) -> Tensor:
+    def _together(self, runs: Sequence[SequenceChunk], asked: bool) -> Tensor:
         if len(runs) > 1:
             return self._pass(runs, asked)
         blocks = list(_blocks(runs[0], self.rows))
@@ -54,7 +54,7 @@ class ExactPasses:
             self._pass([block], False)
         return self._pass(blocks[-1:], asked)
 
-    def _pass(self, runs: Sequence[Run], asked: bool) -> Tensor:
+    def _pass(self, runs: Sequence[SequenceChunk], asked: bool) -> Tensor:
         before = 0 if self.packs else runs[0].start % self.rows
         logits = self._forward(plan_block(runs, self.rows, before, self._device, asked))
         if not asked:
@@ -63,7 +63,7 @@ class ExactPasses:
         return logits[before:end] if len(runs) > 1 else logits[end - 1 : end]
 
 
-def _blocks(run: Run, size: int) -> list[Run]:
+def _blocks(run: SequenceChunk, size: int) -> list[SequenceChunk]:
     """The same tokens, cut at multiples of the size."""
     stop = run.start + len(run.ids)
     starts = [run.start, *range(run.start - run.start % size + size, stop, size)]
@@ -75,7 +75,7 @@ def _blocks(run: Run, size: int) -> list[Run]:
 
 
 def probe_exactness(
-    forward: Callable[[Plan], Tensor], layout: Layout, ids: Sequence[int], may_pack: bool
+    forward: Callable[[ForwardBatch], Tensor], layout: KVLayout, ids: Sequence[int], may_pack: bool
 ) -> tuple[ExactPasses, str]:
     """The quickest passes that keep the most, and what the bits of a reply depend on with them.
 
@@ -92,9 +92,9 @@ def probe_exactness(
 class _Trial:
     """One text, computed alone and in one piece, then in pieces and among others."""
 
-    def __init__(self, passes: ExactPasses, layout: Layout, ids: Sequence[int]) -> None:
+    def __init__(self, passes: ExactPasses, layout: KVLayout, ids: Sequence[int]) -> None:
         self._passes = passes
-        self._lanes = Lanes(layout, PROBE_BYTES)
+        self._lanes = SlotAllocator(layout, PROBE_BYTES)
         self._ids = ids
         self._alone = self._step([self._filled([PROMPT])])[0]
 
@@ -108,13 +108,13 @@ class _Trial:
         again = self._filled([PROMPT])
         return torch.equal(self._step([others[0], again, others[1]])[1], self._alone)
 
-    def _filled(self, sizes: Sequence[int]) -> tuple[Lane, int]:
+    def _filled(self, sizes: Sequence[int]) -> tuple[Slot, int]:
         """A lane with the beginning of the text, computed in pieces of these sizes."""
         lane, at = self._lanes.open(len(self._ids)), 0
         for size in sizes:
-            self._passes.run([run_of(lane, at, self._ids[at : at + size])], False)
+            self._passes.run([sequence_chunk(lane, at, self._ids[at : at + size])], False)
             at += size
         return lane, at
 
-    def _step(self, sequences: Sequence[tuple[Lane, int]]) -> Tensor:
-        return self._passes.run([run_of(lane, at, self._ids[at : at + 1]) for lane, at in sequences], True)
+    def _step(self, sequences: Sequence[tuple[Slot, int]]) -> Tensor:
+        return self._passes.run([sequence_chunk(lane, at, self._ids[at : at + 1]) for lane, at in sequences], True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from palaver.engines.torch.checkpoint import Checkpoint
-from palaver.engines.torch.quantisation import UNPACKED, is_unpacked, method
+from palaver.engines.torch.loader import UNPACKED, is_dequantized, quantisation_method
 from palaver.errors import DoesNotFit
 
 GIB = 1 << 30
@@ -58,8 +60,8 @@ def check_fit(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, 
 
 def weights_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device = CPU) -> int:
     """What the weights take once loaded: floats are converted, unless the checkpoint is quantised and stays so."""
-    form = method(checkpoint.config)
-    unpacked = is_unpacked(checkpoint.config, device)
+    form = quantisation_method(checkpoint.config)
+    unpacked = is_dequantized(checkpoint.config, device)
     total = 0
     for kind, elements in checkpoint.tensors.values():
         if unpacked and kind not in SIZES:
@@ -99,3 +101,46 @@ def _available() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     except (OSError, ValueError, AttributeError):
         return None
+
+
+CROWDED = 40_000
+"""From so many pairs of a new token and a token it looks at on, more threads help more than they wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadCounts:
+    few: int
+    many: int
+
+    @classmethod
+    def picked(cls, wanted: int | None, small: bool) -> ThreadCounts:
+        """All cores for a big model; half of them for a small one, which waits for memory and for the other threads."""
+        if wanted is not None:
+            return cls(wanted, wanted)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cls(max(1, cores // 2) if small else cores, cores)
+
+    def settle(self) -> None:
+        """Counts for the thread that says it."""
+        torch.set_num_threads(self.few)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Few threads meanwhile, as the engine's own thread has them."""
+        before = torch.get_num_threads()
+        self.settle()
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    @contextmanager
+    def enough(self, pairs: int) -> Iterator[None]:
+        if pairs < CROWDED or self.many == self.few:
+            yield
+            return
+        torch.set_num_threads(self.many)
+        try:
+            yield
+        finally:
+            self.settle()

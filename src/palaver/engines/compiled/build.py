@@ -1,0 +1,143 @@
+"""From step.c to a library in the user's cache, built once for each machine and compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+from palaver.errors import CantCompile
+
+SOURCE = Path(__file__).with_name("step.c")
+BUILD_SECONDS = 120
+CHECK_SECONDS = 60
+BASE = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC")
+TRIES = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
+"""The best first: not every compiler knows its machine by the same name, and not every one has threads."""
+NO_COMPILER = "no C compiler was found; install gcc or clang"
+_CHECK = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).palaver_check())"
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The compiled code."""
+
+    functions: ctypes.CDLL
+    build: str
+    """The hash of everything the code depends on: source, compiler, flags and processor."""
+
+
+def start_build() -> Future[Library]:
+    """Runs `load_library` in a thread of its own, while the model's weights are loaded."""
+    future: Future[Library] = Future()
+
+    def build() -> None:
+        try:
+            future.set_result(load_compiled_library())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=build, name="compile", daemon=True).start()
+    return future
+
+
+def load_compiled_library() -> Library:
+    """Loads the library from the cache, or builds it. Raises CantCompile, which says what is missing.
+
+    A library is loaded into this process only after it ran in another one: a file that is damaged, or built for
+    another processor, would end the process that uses it. Such a file is built anew.
+    """
+    from platformdirs import user_cache_path  # only where something is built
+
+    compiler = _find_compiler()
+    build = _build_key(compiler)
+    path = user_cache_path("palaver") / "compiled" / f"step-{build}.so"
+    if not runs(path):
+        with _workspace(path.parent) as folder:
+            built = folder / path.name
+            _compile(compiler, built)
+            if not runs(built):
+                raise CantCompile("what was compiled doesn't run on this machine")
+            if folder.parent != path.parent:  # the cache can't be written to: the code stays loaded, the file goes
+                return Library(ctypes.CDLL(str(built)), build)
+            built.replace(path)  # atomic: others may build and load it at the same time
+    return Library(ctypes.CDLL(str(path)), build)
+
+
+def _find_compiler() -> tuple[str, ...]:
+    """The compiler and its own flags, as in CC="gcc -march=haswell"."""
+    wanted = shlex.split(os.environ.get("CC", ""))
+    for name, *flags in ([wanted] if wanted else []) + [["cc"], ["gcc"], ["clang"]]:
+        found = shutil.which(name)
+        if found:
+            return (found, *flags)
+    raise CantCompile(NO_COMPILER)
+
+
+def _build_key(compiler: tuple[str, ...]) -> str:
+    """Names everything the result depends on."""
+    command = [compiler[0], "--version"]
+    try:
+        version = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CantCompile(str(error)) from error
+    parts = (SOURCE.read_text("utf-8"), *compiler, version, platform.machine(), _processor(), repr((BASE, TRIES)))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _processor() -> str:
+    """The processor's features: a cache folder may be shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+@contextmanager
+def _workspace(cache: Path) -> Iterator[Path]:
+    """A folder to build in: inside the cache, or elsewhere where that can't be written to."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=cache)
+    except OSError:
+        folder = tempfile.TemporaryDirectory(prefix="palaver-")
+    with folder as name:
+        yield Path(name)
+
+
+def _compile(compiler: tuple[str, ...], out: Path) -> None:
+    message = ""
+    for flags in TRIES:
+        command = [compiler[0], *BASE, *flags, *compiler[1:], str(SOURCE), "-o", str(out), "-lm"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CantCompile(str(error)) from error
+        if done.returncode == 0:
+            return
+        message = message or done.stderr
+    raise CantCompile(f"{Path(compiler[0]).name} can't compile it: {message.strip()[-400:]}")
+
+
+def runs(library: Path) -> bool:
+    """Whether the code runs here and computes what it should, found out in a process that may crash."""
+    if not library.exists():
+        return False
+    command = [sys.executable, "-I", "-S", "-c", _CHECK, str(library)]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=CHECK_SECONDS).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False

@@ -1,0 +1,204 @@
+"""From files to a model on a device, with whatever the libraries would print kept quiet."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils import logging as library_logging
+
+from palaver.engines.torch.checkpoint import Checkpoint
+from palaver.errors import BadParameter, BrokenModel, UnsafeWeights
+from palaver.sampling import NUMBERS, Sampling
+
+UNPACKED = {"fp8": 1, "mxfp8": 1, "mxfp4": 2}
+"""Forms that become floats again where there is no accelerator for them, and how many numbers lie in a byte."""
+
+
+def quantization_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a model's configuration says of it; None where its weights are plain."""
+    found = config.get("quantization_config")
+    return dict(found) if isinstance(found, Mapping) else None
+
+
+def quantisation_method(config: Mapping[str, Any]) -> str | None:
+    """The name of the form, as the transformers library knows it."""
+    found = quantization_config(config)
+    return None if found is None else str(found.get("quant_method", "unknown"))
+
+
+def is_dequantized(config: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether its weights will be floats again, which take more memory than their files."""
+    return quantisation_method(config) in UNPACKED and device.type != "cuda"
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The named device, or the best there is."""
+    if name is not None:
+        return _named_device(name)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if torch.backends.mps.is_available():
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+def _named_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise BadParameter("device", name, "there is no such device here; try cpu") from error
+    return device
+
+
+def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """float32 on the CPU, where it is exact and no slower; else bfloat16, or float16 where that is missing."""
+    if name is not None:
+        if name not in DTYPES:
+            raise BadParameter("dtype", name, f"must be one of {', '.join(DTYPES)}")
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        return torch.float16
+    return torch.bfloat16
+
+
+def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The whole model, ready to run. A tensor that is missing or of another shape is an error, never a guess."""
+    try:
+        with quiet():
+            model, report = _from_pretrained(checkpoint, device, dtype)
+    except Exception as error:
+        name = f"{checkpoint.name!r}{_form(checkpoint)}"
+        raise BrokenModel(f"The model {name} couldn't be loaded: {_why(error)}") from error
+    missing = sorted(report.get("missing_keys", ()))
+    if missing:
+        raise BrokenModel(f"The weights of {checkpoint.name!r} lack {len(missing)} tensors, the first is {missing[0]}.")
+    return model.eval().requires_grad_(False)
+
+
+def _from_pretrained(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    settings = quantization_config(checkpoint.config)
+    unpacked = is_dequantized(checkpoint.config, device)
+    moves = settings is None or unpacked
+    options: dict[str, Any] = {}
+    if unpacked and settings is not None:
+        config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
+        config.quantization_config = settings | {"dequantize": True}
+        options["config"] = config
+    elif settings is not None and device.type != "cpu":
+        options["device_map"] = {"": str(device)}  # many of them can't be moved afterwards
+    model, report = AutoModelForCausalLM.from_pretrained(
+        checkpoint.folder,
+        dtype=dtype,
+        trust_remote_code=False,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+        **options,
+    )
+    if unpacked:
+        for parameter in model.parameters():  # some come out in a type of their own
+            parameter.data = parameter.data.to(dtype)
+    return model.to(device) if moves else model, report
+
+
+def _form(checkpoint: Checkpoint) -> str:
+    form = quantisation_method(checkpoint.config)
+    return "" if form is None else f" (its weights are quantised, {form})"
+
+
+def _why(error: Exception) -> str:
+    """The first line of the cause: what the library raises last often says only that something went wrong."""
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"it takes the Python package {error.name}, which isn't installed."
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Nothing of the libraries' own on stdout or stderr: what a user must know comes as an error of ours."""
+    verbosity, bars = library_logging.get_verbosity(), library_logging.is_progress_bar_enabled()
+    library_logging.set_verbosity(logging.CRITICAL)
+    library_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        library_logging.set_verbosity(verbosity)
+        if bars:
+            library_logging.enable_progress_bar()
+
+
+def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The model as it was trained on. Raises where the adapter is none, or belongs to another model."""
+    if not (folder / "adapter_model.safetensors").is_file():
+        if (folder / "adapter_model.bin").is_file():
+            raise UnsafeWeights(str(folder), "adapter_model.bin")
+        raise BrokenModel(f"The folder {str(folder)!r} holds no adapter (adapter_model.safetensors).")
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise BrokenModel("An adapter takes the Python package peft, which isn't installed.") from None
+    try:
+        with quiet():
+            adapted: Any = PeftModel.from_pretrained(model, str(folder), is_trainable=False, local_files_only=True)
+            merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
+    except Exception as error:
+        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+        raise BrokenModel(f"The adapter in {str(folder)!r} does not fit the model: {why}") from error
+    return merged.eval().requires_grad_(False)
+
+
+NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+UNBOUNDED = 1_000_000
+
+
+def sampling_defaults(config: GenerationConfig | None) -> Sampling:
+    """The model's own; a value that makes no sense is as good as none."""
+    if config is None:
+        return Sampling()
+    settings = {name: value for name in NAMES if (value := _valid(name, getattr(config, name, None))) is not None}
+    do_sample = getattr(config, "do_sample", None)
+    if do_sample is False or (do_sample is None and "temperature" not in settings):
+        settings["temperature"] = 0.0
+    return Sampling(**settings)
+
+
+def _valid(name: str, value: Any) -> Any:
+    try:
+        return NUMBERS[name].check(value)
+    except BadParameter:
+        return None
+
+
+def end_ids(model: PreTrainedModel) -> frozenset[int]:
+    """All that the model's files name as an end, be it one id or several."""
+    found: set[int] = set()
+    for source in (model.generation_config, model.config, model.config.get_text_config()):
+        ids = getattr(source, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or ())
+    return frozenset(found)
+
+
+def context_length(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"):
+        length = getattr(config, name, None)
+        if isinstance(length, int) and length > 0:
+            return length
+    return UNBOUNDED

@@ -1,0 +1,202 @@
+"""An engine that says what it is told to: deterministic, for tests of everything above engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from palaver.engines.base import EngineInfo, EngineState, EngineStatus
+from palaver.engines.core.reply_state import ReplyState
+from palaver.errors import ContextOverflow, EngineClosed, EngineError, PalaverError
+from palaver.generation import AnswerAsked, Ended, Finish, Output, Prefilled, Prompt, Queued, Step
+from palaver.phases import Vocabulary
+from palaver.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class HoldScript:
+    """Says nothing more until the event is set."""
+
+    event: asyncio.Event
+
+
+@dataclass(frozen=True, slots=True)
+class FailScript:
+    error: PalaverError = field(default_factory=lambda: EngineError("The script says to fail here."))
+
+
+Script = Sequence[int | Step | Queued | HoldScript | FailScript]
+"""What one reply is: tokens, and what happens between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedCall:
+    prompt: Prompt
+    sampling: Sampling
+    choice: int
+
+
+class ScriptedGeneration:
+    """The outputs of one scripted reply."""
+
+    outputs: AsyncGenerator[Output]
+
+    def __init__(self, reply: ReplyState) -> None:
+        self._reply = reply
+        self._next: Output | None = None
+        self._asked: AnswerAsked | None = None
+        self.stopped = asyncio.Event()
+        self.over = False
+
+    def __aiter__(self) -> ScriptedGeneration:
+        return self
+
+    async def __anext__(self) -> Output:
+        if self._next is None:
+            self._next = await anext(self.outputs)
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            return asked
+        output, self._next = self._next, None
+        self.over = isinstance(output, Ended)
+        return output
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def answer_now(self) -> None:
+        self._asked = AnswerAsked(self._reply.answer_now())
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+class ScriptedEngine:
+    """Replies with its scripts in turn. A prompt that continues a reply gets the rest of that reply's script."""
+
+    def __init__(
+        self,
+        scripts: Sequence[Script],
+        vocabulary: Vocabulary,
+        *,
+        context_length: int = 4096,
+        end_ids: frozenset[int] = frozenset(),
+        defaults: Sampling | None = None,
+        fingerprint: str = "scripted",
+    ) -> None:
+        self.calls: list[ScriptedCall] = []
+        self.cancelled = 0
+        self.forgotten: list[str] = []
+        self._scripts = list(scripts)
+        self._next = 0
+        self._closed = False
+        self._vocabulary = vocabulary
+        self._info = EngineInfo(
+            model="scripted",
+            context_length=context_length,
+            vocabulary_size=len(vocabulary),
+            end_ids=end_ids,
+            defaults=defaults or Sampling(),
+            device="none",
+            dtype="none",
+            fingerprint=fingerprint,
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def status(self) -> EngineStatus:
+        state = EngineState.FAILED if self._closed else EngineState.READY
+        return EngineStatus(state, "The engine has been closed." if self._closed else "")
+
+    @asynccontextmanager
+    async def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> AsyncIterator[ScriptedGeneration]:
+        if self._closed:
+            raise EngineClosed
+        if len(prompt) > self._info.context_length:
+            raise ContextOverflow(len(prompt), self._info.context_length)
+        self.calls.append(ScriptedCall(prompt, sampling, choice))
+        reply = ReplyState(prompt, sampling, self._vocabulary, self._info.end_ids, self._info.context_length)
+        generation = ScriptedGeneration(reply)
+        generation.outputs = self._outputs(prompt, reply, generation.stopped)
+        try:
+            yield generation
+        finally:
+            self.cancelled += not generation.over
+            await generation.outputs.aclose()
+
+    async def counted(self) -> dict[str, float]:
+        return {}
+
+    async def forget(self, conversation: str) -> None:
+        self.forgotten.append(conversation)
+
+    async def close(self) -> None:
+        self._closed = True
+
+    async def _outputs(self, prompt: Prompt, reply: ReplyState, stopped: asyncio.Event) -> AsyncGenerator[Output]:
+        if reply.ended is not None:
+            yield reply.ended
+            return
+        yield Prefilled(len(prompt), len(prompt.reply_ids))
+        for item in _rest(self._script_for(prompt), len(prompt.reply_ids)):
+            match item:
+                case HoldScript(event):
+                    await _first_of(event, stopped)
+                case FailScript(error):
+                    raise error
+                case Queued():
+                    yield item
+                case _ if not stopped.is_set():
+                    async for output in _take(reply, item):
+                        yield output
+            if self._closed:
+                raise EngineClosed
+            if reply.ended is not None or stopped.is_set():
+                yield reply.ended or Ended(Finish.STOPPED)
+                return
+        yield Ended(Finish.END)
+
+    def _script_for(self, prompt: Prompt) -> Script:
+        said = list(prompt.reply_ids)
+        if said:
+            matching = [script for script in self._scripts if _tokens(script)[: len(said)] == said]
+            return matching[-1] if matching else self._scripts[max(0, self._next - 1) % len(self._scripts)]
+        script = self._scripts[self._next % len(self._scripts)]
+        self._next += 1
+        return script
+
+
+async def _take(reply: ReplyState, item: int | Step) -> AsyncIterator[Output]:
+    """The token, after those that are forced before it."""
+    while reply.forced is not None and reply.ended is None:
+        forced = reply.forced
+        reply.take(forced)
+        yield Step(forced, 0.0)
+    if reply.ended is None:
+        step = item if isinstance(item, Step) else Step(item, 0.0)
+        reply.take(step.token_id)
+        yield step
+
+
+def _tokens(script: Script) -> list[int]:
+    return [item.token_id if isinstance(item, Step) else item for item in script if isinstance(item, int | Step)]
+
+
+def _rest(script: Script, said: int) -> Script:
+    """The script from the token on that comes after the first `said` ones."""
+    for index, item in enumerate(script):
+        if said == 0:
+            return script[index:]
+        said -= isinstance(item, int | Step)
+    return ()
