@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from palaver.messages import assistant, user
-from palaver.store import Piece, Store, open_store
-from palaver.store.messages import Arrival
+from palaver.store import Store, TokenFrame, open_store
+from palaver.store.messages import NewMessage
 from tests.store.killing import killed_writer, lost, moments
 from tests.store.making import SETTINGS, steps
 
@@ -105,10 +105,10 @@ def fill_others(store: Store, chance: random.Random) -> str:
     return owner
 
 
-def talk(count: int, chance: random.Random) -> Iterable[Arrival]:
+def talk(count: int, chance: random.Random) -> Iterable[NewMessage]:
     for place in range(count):
         said = user(text(chance)) if place % 2 == 0 else assistant(text(chance), thinking=text(chance))
-        yield Arrival(str(place), str(place - 1) if place else None, said)
+        yield NewMessage(str(place), str(place - 1) if place else None, said)
 
 
 def text(chance: random.Random) -> str:
@@ -133,7 +133,7 @@ def frames(store: Store, id: str, streams: int) -> list[float]:
     replies = [store.replies.start(lease, id, None, SETTINGS) for _ in range(streams)]
     times = []
     for place in range(100):
-        pieces = [Piece(reply.id, place, steps(place)) for reply in replies]
+        pieces = [TokenFrame(reply.id, place, steps(place)) for reply in replies]
         begun = time.perf_counter()
         store.replies.append(lease, pieces)
         times.append((time.perf_counter() - begun) * 1000)

@@ -28,10 +28,9 @@ from palaver.formats.loader import load_format
 from palaver.formats.tokenizer import load_tokenizer
 from palaver.messages import user
 from palaver.sampling import Sampling
-from palaver.voice.base import RATE, Samples, Voice
+from palaver.voice.base import RATE, Samples, VoiceSettings
 from palaver.voice.espeak import Espeak
-from palaver.voice.narration import Narration
-from palaver.voice.speech import Speech, Spoken, spoken
+from palaver.voice.speech import Narration, Speech, SpokenAudio, synthesize
 
 SPROUT = Path(__file__).parents[1] / "src" / "palaver" / "models" / "sprout"
 QUESTIONS = ("Who are you?", "What is 12 + 30?", "Write a haiku about rain.", "Spell sprout backwards.")
@@ -64,8 +63,8 @@ async def first_sounds(replies: int) -> None:
     finally:
         await engine.close()
     clause = "This is a clause of quite an ordinary length,"
-    taken = [_timed(lambda: speaker.say(clause, "en", Voice(), lambda: False)) for _ in range(50)]
-    length = len(speaker.say(clause, "en", Voice(), lambda: False)) / RATE
+    taken = [_timed(lambda: speaker.say(clause, "en", VoiceSettings(), lambda: False)) for _ in range(50)]
+    length = len(speaker.say(clause, "en", VoiceSettings(), lambda: False)) / RATE
     print(
         f"espeak, a clause of {length:.1f} s:",
         _ms(taken),
@@ -88,7 +87,7 @@ async def _first_sound(model: Model, speaker: Espeak, question: str, seed: int, 
     return heard - next(at for length, at in said if length >= end)
 
 
-async def _first(speech: Speech) -> tuple[float, Spoken]:
+async def _first(speech: Speech) -> tuple[float, SpokenAudio]:
     async for piece in speech:
         if len(piece.samples):
             at = time.perf_counter()
@@ -125,7 +124,7 @@ async def round_trip() -> None:
     the same text in one go, and with its rendering of the other texts."""
     speaker = Espeak()
     ours = [await _joined(text, speaker) for text in TEXTS]
-    theirs = [speaker.say(_words(text), "en", Voice(), lambda: False) for text in TEXTS]
+    theirs = [speaker.say(_words(text), "en", VoiceSettings(), lambda: False) for text in TEXTS]
     for place, (sound, own) in enumerate(zip(ours, theirs, strict=True)):
         ratio = len(sound) / len(own)
         level = 20 * np.log10(_level(sound) / _level(own))
@@ -140,7 +139,7 @@ async def round_trip() -> None:
 
 
 async def _joined(text: str, speaker: Espeak) -> Samples:
-    return np.concatenate([piece.samples async for piece in spoken(text, speaker)])
+    return np.concatenate([piece.samples async for piece in synthesize(text, speaker)])
 
 
 def _words(text: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 from jinja2 import Environment
 
 from palaver.errors import BrokenModel
-from palaver.models.axolotl import Trained, is_configuration, read
+from palaver.models.axolotl import TrainedModel, is_configuration, read_configuration
 from palaver.models.templates import TEMPLATES
 
 
@@ -33,22 +33,22 @@ def test_an_adapter_with_its_output_folder(tmp_path: Path) -> None:
         "learning_rate: 0.0002\nmicro_batch_size: 2\ndatasets:\n  - path: data.jsonl\n    type: chat_template\n",
     )
     assert is_configuration(str(path))
-    assert read(path) == Trained("owner/name", out, out, context=2048)
+    assert read_configuration(path) == TrainedModel("owner/name", out, out, context=2048)
 
 
 def test_a_model_that_was_trained_whole(tmp_path: Path) -> None:
     path = config(tmp_path, "base_model: owner/name\noutput_dir: out\n")
-    before = read(path)
+    before = read_configuration(path)
     assert before.model == "owner/name"
     assert "no trained model yet" in before.notes[0]
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
-    assert read(path) == Trained(str(tmp_path / "out"), saved=tmp_path / "out")
+    assert read_configuration(path) == TrainedModel(str(tmp_path / "out"), saved=tmp_path / "out")
 
 
 def test_a_base_model_in_a_folder_beside_it(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
-    assert read(config(tmp_path, "base_model: ./base\n")).model == str(tmp_path / "base")
+    assert read_configuration(config(tmp_path, "base_model: ./base\n")).model == str(tmp_path / "base")
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_a_base_model_in_a_folder_beside_it(tmp_path: Path) -> None:
 )
 def test_the_template(tmp_path: Path, text: str, expected: dict[str, str]) -> None:
     (tmp_path / "own.jinja").write_text("{% own %}")
-    found = read(config(tmp_path, f"base_model: owner/name\n{text}\n"))
-    assert replace(found, notes=()) == Trained("owner/name", **expected)  # type: ignore[arg-type]
+    found = read_configuration(config(tmp_path, f"base_model: owner/name\n{text}\n"))
+    assert replace(found, notes=()) == TrainedModel("owner/name", **expected)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_template(tmp_path: Path, text: str, expected: dict[str, str]) -> No
 )
 def test_what_is_wrong_is_told_in_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(BrokenModel, match=sentence) as error:
-        read(config(tmp_path, text))
+        read_configuration(config(tmp_path, text))
     assert "\n" not in str(error.value)
 
 

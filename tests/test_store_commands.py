@@ -13,7 +13,7 @@ from palaver.cli import app
 from palaver.commands.transfer import As
 from palaver.messages import Image, Message, Role, Text, assistant
 from palaver.store import Store, open_store
-from palaver.transcripts import Format, take
+from palaver.transcripts import TranscriptFormat, read_conversation
 from tests.store.making import answered, conversation, said
 
 Run = Callable[..., Result]
@@ -74,7 +74,7 @@ def test_the_help_names_every_command_and_the_formats_are_the_stores() -> None:
     help = ok(CliRunner().invoke(app, ["--help"]))
     for name in ("conversations", "delete", "undelete", "export", "import", "backup", "restore"):
         assert name in help
-    assert [one.value for one in As] == [one.value for one in Format]
+    assert [one.value for one in As] == [one.value for one in TranscriptFormat]
 
 
 def test_conversations_are_listed_the_newest_first(run: Run, rivers: str, mountains: str) -> None:
@@ -183,7 +183,7 @@ def test_what_was_exported_is_imported_once(run: Run, store: Store, rivers: str,
     assert "0 imported, 1 there already" in ok(run("import", "-", input=tree, folder=elsewhere))
     with open_store(elsewhere) as other:
         (id,) = other.conversations.ids(other.users.ensure().id)
-        old, new = take(store, rivers), take(other, id)
+        old, new = read_conversation(store, rivers), read_conversation(other, id)
         assert [entry.message for entry in new.entries] == [entry.message for entry in old.entries]
         assert (new.title, new.system, new.tags) == (old.title, old.system, old.tags)
     ok(run("delete", id, folder=elsewhere))
@@ -211,7 +211,7 @@ def test_a_backup_is_restored_into_an_empty_place(run: Run, store: Store, rivers
     ok(run("conversations", folder=elsewhere))  # an empty store is no hindrance
     assert "1 conversation and 1 media files restored" in ok(run("restore", file, folder=elsewhere))
     with open_store(elsewhere) as other:
-        assert take(other, rivers) == take(store, rivers)
+        assert read_conversation(other, rivers) == read_conversation(store, rivers)
     refused(run("restore", file, folder=elsewhere), "already")
     refused(run("restore", tmp_path / "missing.zip", folder=tmp_path / "third"), "missing.zip")
 

@@ -13,7 +13,7 @@ from palaver.events import Finished, PhaseOpened, fold
 from palaver.generation import Finish
 from palaver.messages import Role, Text, Thinking, assistant, tool, user
 from palaver.phases import Phase
-from palaver.store import Conflict, NotFound, Status
+from palaver.store import Conflict, NotFound, ReplyStatus
 from tests.chat.making import OTHER, WAVE, Stage, entries, until
 from tests.scripted_engine import ScriptedEngine
 
@@ -33,7 +33,7 @@ async def test_a_message_is_answered_and_all_of_it_is_kept(stage: Stage) -> None
     assert question.text == "Wave!"
     assert (answer.thinking, answer.text) == (THOUGHT, ANSWER)
     assert answer.reply is not None
-    assert answer.reply.status is Status.DONE
+    assert answer.reply.status is ReplyStatus.DONE
     assert answer.reply.usage == ending.usage
     assert answer.reply.settings.model == "scripted"
     assert answer.reply.timings["seconds"] > 0
@@ -84,7 +84,7 @@ async def test_stop_keeps_and_go_on_leaves_no_seam(held: Stage) -> None:
     assert ending.finish is Finish.STOPPED
     stopped = await chat.message(said.reply.id)
     assert stopped.reply is not None
-    assert stopped.reply.status is Status.STOPPED
+    assert stopped.reply.status is ReplyStatus.STOPPED
     await chat.stop(said.reply.id)  # a turn that is over stays so
     held.hold.set()
     going = await chat.go_on(said.reply.id)
@@ -333,7 +333,7 @@ async def test_the_model_is_told_and_another_one_takes_its_place(held: Stage) ->
     assert (await chat.ready()).name == "test/other"
     parked = await chat.message(said.reply.id)
     assert parked.reply is not None
-    assert parked.reply.status is Status.INTERRUPTED
+    assert parked.reply.status is ReplyStatus.INTERRUPTED
     held.hold.set()
     await chat.go_on(said.reply.id)
     await entries(chat, said.reply.id)

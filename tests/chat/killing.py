@@ -28,7 +28,7 @@ from palaver.chat.replay import replay
 from palaver.chat.service import Service
 from palaver.events import Failed, Finished, Snapshot, Started, Waiting
 from palaver.messages import user
-from palaver.store import NotFound, Status, Store, open_store
+from palaver.store import NotFound, ReplyStatus, Store, open_store
 from palaver.store.store import DATABASE
 from tests.chat.making import reply, serving
 
@@ -159,15 +159,15 @@ async def _check_reply(
     count.events += len(seen)
     stored = await chat.message(reply_id)
     assert stored.reply is not None
-    if stored.reply.status is not Status.DONE:
+    if stored.reply.status is not ReplyStatus.DONE:
         count.interrupted += 1
-        if stored.reply.status is not Status.RUNNING:
+        if stored.reply.status is not ReplyStatus.RUNNING:
             await _compare(chat, reply_id, seen, "after the kill", count)
             await chat.go_on(reply_id)
         count.continued += 1
     await _compare(chat, reply_id, seen, "at the end", count)
     ended = await chat.message(reply_id)
-    if ended.reply is None or ended.reply.status is not Status.DONE:
+    if ended.reply is None or ended.reply.status is not ReplyStatus.DONE:
         count.wrong.append(f"reply {reply_id} did not come to its end")
     if not await _is_uncut(service, chat, reply_id, kind):
         count.wrong.append(f"reply {reply_id} is not the uncut one")

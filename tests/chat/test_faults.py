@@ -24,7 +24,7 @@ from palaver.errors import BadParameter, ModelError, PalaverError
 from palaver.events import Failed, Finished, fold
 from palaver.messages import assistant, user
 from palaver.models.catalog import resolve
-from palaver.store import Status, Store, open_store
+from palaver.store import ReplyStatus, Store, open_store
 from tests.chat.faults import KINDS, Faults, throw_at_awaits
 from tests.chat.killing import written
 from tests.chat.making import Stage, entries, model, reply, serving, staged, until
@@ -89,7 +89,7 @@ async def check_afterwards(stage: Stage, conversation: str, tried: Tried, fault:
     assert fold([one.event for one in await entries(chat, said.reply.id)]).message == assistant("Yes!", "hm"), where
     ended = await chat.message(said.reply.id)
     assert ended.reply is not None
-    assert ended.reply.status is Status.DONE, where
+    assert ended.reply.status is ReplyStatus.DONE, where
 
 
 async def try_every_place(stage: Stage, faults: Faults, kinds: tuple[Callable[[], BaseException], ...]) -> int:
@@ -344,7 +344,7 @@ async def test_a_lost_lease_is_noticed_when_it_is_renewed(tmp_path: Path, monkey
             assert isinstance(last.event, Failed)
             found = await here.chat.message(said.reply.id)
             assert found.reply is not None
-            assert found.reply.status is Status.INTERRUPTED
+            assert found.reply.status is ReplyStatus.INTERRUPTED
 
 
 async def test_one_reply_that_cant_be_recovered_does_not_keep_the_others_from_it(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ async def test_one_reply_that_cant_be_recovered_does_not_keep_the_others_from_it
                 await stage.chat.undelete(talks[0].id)
                 first = await stage.chat.message(said[0].reply.id)
                 assert first.reply is not None
-                assert first.reply.status is Status.INTERRUPTED
+                assert first.reply.status is ReplyStatus.INTERRUPTED
 
 
 async def test_what_a_dead_process_left_is_recovered_when_a_later_model_is_there(
@@ -395,7 +395,7 @@ async def test_what_a_dead_process_left_is_recovered_when_a_later_model_is_there
                 assert isinstance((await entries(chat, said.reply.id))[-1].event, Failed)
             found = await chat.message(said.reply.id)
             assert found.reply is not None
-            assert found.reply.status is Status.INTERRUPTED
+            assert found.reply.status is ReplyStatus.INTERRUPTED
 
 
 async def test_an_engine_that_does_not_stop_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,7 +413,7 @@ async def test_an_engine_that_does_not_stop_is_left_behind(tmp_path: Path, monke
         await stage.service.turns.settle()
         found = await stage.chat.message(said.reply.id)
         assert found.reply is not None
-        assert found.reply.status is Status.INTERRUPTED
+        assert found.reply.status is ReplyStatus.INTERRUPTED
 
 
 async def test_a_model_that_cant_be_loaded_says_why(tmp_path: Path) -> None:

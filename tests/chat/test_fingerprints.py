@@ -20,8 +20,8 @@ from palaver.engines.torch import EngineOptions, load
 from palaver.events import Started, fold
 from palaver.messages import user
 from palaver.sampling import Sampling
-from palaver.store import Store, Stored, open_store
-from palaver.store.settings import Settings, from_json, to_json
+from palaver.store import Store, StoredMessage, open_store
+from palaver.store.json_values import ReplySettings, settings_from_json, settings_to_json
 from tests.chat.making import Stage, entries
 
 SHORT = {"max_tokens": 6, "seed": 1, "temperature": 1.0}
@@ -47,19 +47,19 @@ async def serving(store: Store, folder: Path, options: EngineOptions, resume: bo
         await models.unload()
 
 
-async def cut_short(stage: Stage) -> Stored:
+async def cut_short(stage: Stage) -> StoredMessage:
     conversation = await stage.chat.create()
     said = await stage.chat.say(conversation.id, None, user("Hi"), parameters=SHORT)
     await entries(stage.chat, said.reply.id)
     return await stage.chat.message(said.reply.id)
 
 
-def fingerprints(reply: Stored) -> tuple[tuple[int, str], ...]:
+def fingerprints(reply: StoredMessage) -> tuple[tuple[int, str], ...]:
     assert reply.reply is not None
     return reply.reply.settings.fingerprints
 
 
-async def continued(stage: Stage, reply: Stored) -> tuple[Stored, str]:
+async def continued(stage: Stage, reply: StoredMessage) -> tuple[StoredMessage, str]:
     """The reply after it went on, and the notice its readers were shown."""
     await stage.chat.go_on(reply.id)
     told = [entry.event for entry in await entries(stage.chat, reply.id)]
@@ -174,6 +174,6 @@ def test_fingerprints_are_written_and_read() -> None:
 def test_which_engine_computed_which_tokens(
     before: tuple[tuple[int, str], ...], tokens: int, after: tuple[tuple[int, str], ...]
 ) -> None:
-    settings = Settings("model", Sampling(), fingerprints=before).continued_by("new", tokens)
+    settings = ReplySettings("model", Sampling(), fingerprints=before).continued_by("new", tokens)
     assert settings.fingerprints == after
-    assert from_json("model", "", to_json(settings)) == settings
+    assert settings_from_json("model", "", settings_to_json(settings)) == settings

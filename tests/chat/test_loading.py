@@ -16,7 +16,7 @@ from palaver.chat.utterance import Request
 from palaver.errors import BadParameter, NoTemplate, UnknownModel
 from palaver.formats.base import RenderOptions
 from palaver.messages import user
-from palaver.models.axolotl import Trained
+from palaver.models.axolotl import TrainedModel
 from palaver.models.templates import TEMPLATES
 from palaver.sampling import Sampling
 from tests.tiny import PREOPENED
@@ -60,7 +60,7 @@ def bare(model: Path, folder: Path) -> Path:
     return folder
 
 
-def opening(folder: Path, trained: Trained) -> str:
+def opening(folder: Path, trained: TrainedModel) -> str:
     """What the model would read of a greeting."""
     tokenizer, format = talk(folder, Loading(), trained)
     ids = format.render((user("Hi"),), (), RenderOptions(), ()).context_ids
@@ -71,11 +71,11 @@ def test_which_template_a_training_configuration_means(tiny_model: Path, tmp_pat
     base = bare(tiny_model, tmp_path / "base")
     saved = tmp_path / "saved"
     saved.mkdir()
-    named = Trained(str(base), saved=saved, name="mistral_v3_tekken")
+    named = TrainedModel(str(base), saved=saved, name="mistral_v3_tekken")
     assert opening(base, named).endswith("[INST]Hi[/INST]")
-    assert opening(base, Trained(str(base), fallback="phi_35")).endswith("<|user|>\nHi<|end|>\n<|assistant|>\n")
-    own = opening(tiny_model, Trained(str(tiny_model), fallback="phi_35"))
-    assert own == opening(tiny_model, Trained(str(tiny_model)))
+    assert opening(base, TrainedModel(str(base), fallback="phi_35")).endswith("<|user|>\nHi<|end|>\n<|assistant|>\n")
+    own = opening(tiny_model, TrainedModel(str(tiny_model), fallback="phi_35"))
+    assert own == opening(tiny_model, TrainedModel(str(tiny_model)))
     (saved / "chat_template.jinja").write_text(TEMPLATES["alpaca"])
     assert opening(base, named).endswith("### Instruction:\nHi\n\n### Response:\n"), (
         "what it was trained with comes first"
@@ -84,8 +84,8 @@ def test_which_template_a_training_configuration_means(tiny_model: Path, tmp_pat
 
 
 def test_a_template_that_is_not_at_hand_is_told(tiny_model: Path, tmp_path: Path) -> None:
-    trained = Trained(str(tiny_model), name="made-up")
-    assert opening(tiny_model, trained) == opening(tiny_model, Trained(str(tiny_model)))
+    trained = TrainedModel(str(tiny_model), name="made-up")
+    assert opening(tiny_model, trained) == opening(tiny_model, TrainedModel(str(tiny_model)))
     (told,) = untold(trained)
     assert "'made-up' is not at hand" in told
     assert untold(replace(trained, name="llama3")) == ()

@@ -18,7 +18,7 @@ from palaver.events import AnswerDelta, Failed, Finished, Snapshot, fold
 from palaver.formats.template import Template
 from palaver.generation import Finish
 from palaver.messages import assistant, user
-from palaver.store import DiskFull, NotFound, Status, Store, open_store
+from palaver.store import DiskFull, NotFound, ReplyStatus, Store, open_store
 from tests.chat.conformance import ANSWER, THOUGHT
 from tests.chat.killing import run, written
 from tests.chat.making import CONTROL, OTHER, TOKENIZER, WAVE, Stage, entries, reply, serving, staged, until
@@ -48,7 +48,7 @@ async def test_what_a_dead_process_left_is_interrupted_and_goes_on_exactly(tmp_p
             await stage.service.recovered.wait()
             found = await stage.chat.message(reply_id)
             assert found.reply is not None
-            assert found.reply.status is Status.INTERRUPTED
+            assert found.reply.status is ReplyStatus.INTERRUPTED
             assert found.thinking == "think "[: len(found.thinking)]
             assert found.thinking
             told = await entries(stage.chat, reply_id)
@@ -69,7 +69,7 @@ async def test_what_a_dead_process_left_is_resumed_where_that_is_wanted(tmp_path
             assert fold([entry.event for entry in whole]).message == assistant(ANSWER, THOUGHT)
             done = await stage.chat.message(reply_id)
             assert done.reply is not None
-            assert done.reply.status is Status.DONE
+            assert done.reply.status is ReplyStatus.DONE
 
 
 async def test_what_a_process_leaves_while_a_server_runs_is_gone_on_with_there(
@@ -108,7 +108,7 @@ async def test_a_failing_engine_ends_the_turn_and_keeps_what_was_said(tmp_path: 
         assert isinstance(told[-1].event, Failed)
         failed = await stage.chat.message(said.reply.id)
         assert failed.reply is not None
-        assert failed.reply.status is Status.FAILED
+        assert failed.reply.status is ReplyStatus.FAILED
         assert failed.reply.error == str(EngineError("The script says to fail here."))
         assert failed.thinking.startswith("think")
         assert len(await stage.chat.tokens(said.reply.id)) == 6
@@ -301,7 +301,7 @@ async def test_parking_leaves_replies_that_can_be_continued(tmp_path: Path) -> N
         async with serving(store) as stage:
             found = await stage.chat.message(said.reply.id)
             assert found.reply is not None
-            assert found.reply.status is Status.INTERRUPTED
+            assert found.reply.status is ReplyStatus.INTERRUPTED
             assert found.thinking
             await stage.chat.go_on(said.reply.id)
             await entries(stage.chat, said.reply.id)
@@ -322,7 +322,7 @@ async def test_what_a_server_leaves_at_its_end_is_as_if_it_had_died(tmp_path: Pa
             if not resume:
                 found = await stage.chat.message(said.reply.id)
                 assert found.reply is not None
-                assert found.reply.status is Status.INTERRUPTED
+                assert found.reply.status is ReplyStatus.INTERRUPTED
                 await stage.chat.go_on(said.reply.id)
             whole = await entries(stage.chat, said.reply.id)
             assert fold([entry.event for entry in whole]).message == assistant(ANSWER, THOUGHT)

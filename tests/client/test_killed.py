@@ -18,7 +18,7 @@ from palaver.client.streams import MISSED
 from palaver.events import Finished, fold
 from palaver.generation import Finish
 from palaver.messages import assistant, user
-from palaver.store import Status
+from palaver.store import ReplyStatus
 from tests.chat.conformance import ANSWER, THOUGHT
 from tests.chat.making import WAVE, entries
 
@@ -73,7 +73,7 @@ async def test_a_killed_server_comes_back_and_the_reply_goes_on(tmp_path: Path, 
     numbers = [entry.number for entry in told if entry in whole and entry.number]
     assert numbers == sorted(numbers)
     assert done.reply is not None
-    assert done.reply.status is Status.DONE
+    assert done.reply.status is ReplyStatus.DONE
     assert [token.token_id for token in tokens] == WAVE
 
 

@@ -74,7 +74,7 @@ SAMPLING = st.builds(
     constraint=maybe(st.builds(Constraint, text=TEXT)),
 )
 SETTINGS = st.builds(
-    store.Settings,
+    store.ReplySettings,
     model=TEXT,
     sampling=SAMPLING,
     tokenizer=TEXT,
@@ -85,7 +85,7 @@ SETTINGS = st.builds(
 USAGE = st.builds(events.Usage, COUNT, COUNT, COUNT, COUNT)
 REPLY = st.builds(
     store.StoredReply,
-    status=st.sampled_from(store.Status),
+    status=st.sampled_from(store.ReplyStatus),
     settings=SETTINGS,
     usage=maybe(USAGE),
     timings=st.dictionaries(TEXT, FINITE, max_size=3),
@@ -94,9 +94,16 @@ REPLY = st.builds(
     ended_at=maybe(TIME),
 )
 STORED = st.builds(
-    store.Stored, TEXT, TEXT, maybe(TEXT), st.sampled_from(messages.Role), several(PLAIN | BLOB), TIME, maybe(TEXT),
+    store.StoredMessage,
+    TEXT,
+    TEXT,
+    maybe(TEXT),
+    st.sampled_from(messages.Role),
+    several(PLAIN | BLOB),
+    TIME,
+    maybe(TEXT),
     maybe(REPLY),
-)  # fmt: skip
+)
 READ = (
     st.builds(events.PhaseOpened)
     | st.builds(events.ThinkingDelta, TEXT)
@@ -143,7 +150,7 @@ CARD = st.builds(
 TOKEN = st.builds(
     interface.Token, COUNT, TEXT, maybe(LOGPROB), several(st.builds(interface.Alternative, COUNT, TEXT, LOGPROB))
 )
-HIT = st.builds(store.Hit, TEXT, TEXT, TEXT, st.sampled_from(messages.Role), TIME, TEXT)
+HIT = st.builds(store.SearchHit, TEXT, TEXT, TEXT, st.sampled_from(messages.Role), TIME, TEXT)
 KINDS = [
     (wire_messages.Message, MESSAGE),
     (wire_sampling.Sampling, SAMPLING),
@@ -152,7 +159,7 @@ KINDS = [
     (conversations.Conversation, CONVERSATION),
     (conversations.Stored, STORED),
     (conversations.Said, st.builds(interface.Said, STORED, STORED)),
-    (conversations.Node, st.builds(store.Node, TEXT, maybe(TEXT), st.sampled_from(messages.Role), TIME)),
+    (conversations.Node, st.builds(store.TreeNode, TEXT, maybe(TEXT), st.sampled_from(messages.Role), TIME)),
     (conversations.Hit, HIT),
     (conversations.Cursor, st.builds(store.Cursor, maybe(TEXT), st.booleans(), st.booleans())),
     (model.ModelCard, CARD),
@@ -175,10 +182,10 @@ def test_every_value_comes_back_as_it_was(kind: Any, data: st.DataObject) -> Non
 
 PAIRS: list[tuple[Any, Any]] = [
     (conversations.Conversation, store.Conversation),
-    (conversations.Stored, store.Stored),
+    (conversations.Stored, store.StoredMessage),
     (conversations.StoredReply, store.StoredReply),
-    (conversations.Node, store.Node),
-    (conversations.Hit, store.Hit),
+    (conversations.Node, store.TreeNode),
+    (conversations.Hit, store.SearchHit),
     (conversations.Cursor, store.Cursor),
     (conversations.Said, interface.Said),
     (model.ModelCard, interface.ModelCard),
@@ -188,7 +195,7 @@ PAIRS: list[tuple[Any, Any]] = [
     (turns.Gauge, interface.Gauge),
     (turns.Change, interface.Change),
     (wire_sampling.Sampling, Sampling),
-    (wire_sampling.Settings, store.Settings),
+    (wire_sampling.Settings, store.ReplySettings),
     (wire_sampling.Constraint, Constraint),
     (wire_sampling.Tool, messages.Tool),
     (wire_messages.Message, messages.Message),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from palaver.messages import Role
-from palaver.store import Status, open_store
+from palaver.store import ReplyStatus, open_store
 from tests.repl.conftest import Door, local, served
 from tests.repl.terminal import CTRL_D, Terminal
 
@@ -28,7 +28,7 @@ def leave(terminal: Terminal) -> None:
     assert terminal.ended() == 0
 
 
-def replies(folder: Path) -> list[tuple[Status, tuple[int, ...]]]:
+def replies(folder: Path) -> list[tuple[ReplyStatus, tuple[int, ...]]]:
     """How each reply to the question stands, and its tokens, the oldest first."""
     with open_store(folder) as store:
         owner = store.users.ensure().id
@@ -115,7 +115,7 @@ def test_begun_at_a_server_that_is_gone_gone_on_with_here(
         leave(terminal)
     uncut, cut = replies(door.folder)
     assert uncut == cut
-    assert uncut[0] is Status.DONE
+    assert uncut[0] is ReplyStatus.DONE
 
 
 def test_begun_here_and_killed_it_goes_on_by_itself_at_a_server(tmp_path: Path) -> None:

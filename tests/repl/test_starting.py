@@ -12,7 +12,7 @@ import pytest
 from palaver.errors import RequestError
 from palaver.messages import Role
 from palaver.repl.commands.branches import edited
-from palaver.store import Status, Stored, open_store
+from palaver.store import ReplyStatus, StoredMessage, open_store
 from tests.models import make_model
 from tests.repl.conftest import ENVIRONMENT, Door, local
 from tests.repl.terminal import CTRL_C, CTRL_D, Terminal
@@ -23,7 +23,7 @@ BANNER = r"palaver \S+ · sprout · context .*\nthinks .*\n/help lists .*\n\n›
 """All that is on the screen at the start: nothing that libraries have to say."""
 
 
-def replies(folder: Path) -> list[tuple[Stored, tuple[int, ...]]]:
+def replies(folder: Path) -> list[tuple[StoredMessage, tuple[int, ...]]]:
     """The replies to the question, the oldest first."""
     with open_store(folder) as store:
         owner = store.users.ensure().id
@@ -62,7 +62,7 @@ def test_stopped_in_a_thought_left_and_gone_on_with(door: Door) -> None:
         assert terminal.ended() == 0
     (whole, first), (_, second) = replies(door.folder)
     assert whole.reply is not None
-    assert whole.reply.status is Status.DONE
+    assert whole.reply.status is ReplyStatus.DONE
     assert first == second
 
 

@@ -8,13 +8,13 @@ from palaver.events import Failed, Finished, Usage
 from palaver.generation import Finish
 from palaver.repl.statistics import line
 from palaver.sampling import Sampling
-from palaver.store import Settings, Status, StoredReply
+from palaver.store import ReplySettings, ReplyStatus, StoredReply
 
 USAGE = Usage(20, 15, 31, 10)
 
 
 def record(usage: Usage, **timings: float) -> StoredReply:
-    return StoredReply(Status.DONE, Settings("m", Sampling()), usage, timings)
+    return StoredReply(ReplyStatus.DONE, ReplySettings("m", Sampling()), usage, timings)
 
 
 def test_a_whole_reply() -> None:

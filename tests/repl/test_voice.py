@@ -17,7 +17,7 @@ from palaver.generation import Finish
 from palaver.repl import players
 from palaver.repl.players import Playing, Program
 from palaver.repl.voice import SessionVoice
-from palaver.voice.base import RATE, Voice
+from palaver.voice.base import RATE, VoiceSettings
 from tests.repl.conftest import local
 
 pytest.importorskip("espeakng_loader")
@@ -69,7 +69,7 @@ async def read(voice: SessionVoice, *entries: Entry) -> None:
 async def test_only_the_answer_is_played(tmp_path: Path, found_in: Path) -> None:
     heard = player(found_in, RECORDS)
     voice = SessionVoice(tmp_path, print)
-    program = await voice.turn_on(Voice())
+    program = await voice.turn_on(VoiceSettings())
     assert program is not None
     assert program.name == "aplay"
     thought = Entry(1, ThinkingDelta("A thought that is very much longer than the answer to it will ever be."))
@@ -82,7 +82,7 @@ async def test_only_the_answer_is_played(tmp_path: Path, found_in: Path) -> None
 async def test_without_a_player_it_is_saved(tmp_path: Path, found_in: Path) -> None:
     told: list[str] = []
     voice = SessionVoice(tmp_path, told.append)
-    assert await voice.turn_on(Voice("de")) is None
+    assert await voice.turn_on(VoiceSettings("de")) is None
     await read(voice, Entry(1, AnswerDelta("Guten Tag.")), Entry(1, DONE))
     await voice.heard()
     path = tmp_path / "spoken" / "reply.wav"
@@ -96,7 +96,7 @@ async def test_without_a_player_it_is_saved(tmp_path: Path, found_in: Path) -> N
 async def test_a_stop_kills_the_player_at_once(tmp_path: Path, found_in: Path) -> None:
     heard = player(found_in, NEVER_ENDS)
     voice = SessionVoice(tmp_path, print)
-    await voice.turn_on(Voice())
+    await voice.turn_on(VoiceSettings())
     await read(voice, Entry(1, AnswerDelta("Something. And more.")))
     while not (heard.exists() and heard.read_text().strip()):
         await asyncio.sleep(0.01)
@@ -111,7 +111,7 @@ async def test_a_stop_kills_the_player_at_once(tmp_path: Path, found_in: Path) -
 async def test_a_stopped_reply_is_not_read_to_its_end(tmp_path: Path, found_in: Path) -> None:
     player(found_in, NEVER_ENDS)
     voice = SessionVoice(tmp_path, print)
-    await voice.turn_on(Voice())
+    await voice.turn_on(VoiceSettings())
     stopped = Finished(Finish.STOPPED, Usage(1, 0, 1, 0))
     await read(voice, Entry(1, AnswerDelta("Something. And more.")), Entry(1, stopped))
     await voice.heard()

@@ -22,7 +22,7 @@ import sqlalchemy.exc
 from palaver.errors import PalaverError
 from palaver.models.catalog import resolve
 from palaver.server.settings import Limits, ServerSettings
-from palaver.store import Status, open_store
+from palaver.store import ReplyStatus, open_store
 from palaver.store.errors import DiskFull, Locked, translated
 from tests.server.asking import CHAT, LAMP, SUM, WEATHER, ask, get, post, refused, stream
 from tests.server.live import ADMIN, Live
@@ -396,7 +396,7 @@ def test_hostile_24_kill_in_the_midst_of_a_reply(tmp_path: Path) -> None:
         question, reply = store.messages.path(said["reply"]["id"])
         assert question.text == "What is 12 + 30?"
         assert reply.reply is not None
-        assert reply.reply.status is Status.INTERRUPTED
+        assert reply.reply.status is ReplyStatus.INTERRUPTED
         assert store.replies.token_ids(reply.id), "its tokens are there, so that it can be continued"
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from palaver.messages import Text
-from palaver.store import Ending, Lease, NotFound, Piece, Status, Store, open_store
+from palaver.store import Lease, NotFound, ReplyEnding, ReplyStatus, Store, TokenFrame, open_store
 from tests.store.making import SETTINGS, conversation, said, steps
 
 ROOT = Path(__file__).parents[2]
@@ -38,11 +38,11 @@ def write_for_ever(folder: Path, database: str | None) -> None:
 def _reply(store: Store, lease: Lease, conversation_id: str, parent: str) -> str:
     replies = [store.replies.start(lease, conversation_id, parent, SETTINGS) for _ in range(3)]
     for place in range(8):
-        store.replies.append(lease, [Piece(reply.id, place, steps(place)) for reply in replies])
+        store.replies.append(lease, [TokenFrame(reply.id, place, steps(place)) for reply in replies])
         for reply in replies:
             tell("tokens", reply.id, str(place + 1))
     for reply in replies:
-        store.replies.finish(lease, reply.id, Ending(Status.DONE, (Text("answer"),)))
+        store.replies.finish(lease, reply.id, ReplyEnding(ReplyStatus.DONE, (Text("answer"),)))
         tell("done", reply.id)
     return replies[0].id
 
@@ -93,7 +93,7 @@ def _is_there(store: Store, kind: str, id: str, rest: list[str]) -> bool:
     ids = store.replies.token_ids(id)
     if kind == "tokens":
         return ids == tuple(range(len(ids))) and len(ids) >= int(rest[0])
-    return reply is not None and reply.status is Status.DONE
+    return reply is not None and reply.status is ReplyStatus.DONE
 
 
 def moments(seed: int, most: float) -> Callable[[], float]:

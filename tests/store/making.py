@@ -5,9 +5,9 @@ from __future__ import annotations
 from palaver.generation import Alternative, Step
 from palaver.messages import Text, user
 from palaver.sampling import Sampling
-from palaver.store import Conversation, Ending, Lease, Piece, Settings, Status, Store, Stored
+from palaver.store import Conversation, Lease, ReplyEnding, ReplySettings, ReplyStatus, Store, StoredMessage, TokenFrame
 
-SETTINGS = Settings(model="sprout", sampling=Sampling(seed=7, temperature=0.5), tokenizer="abc")
+SETTINGS = ReplySettings(model="sprout", sampling=Sampling(seed=7, temperature=0.5), tokenizer="abc")
 
 
 def steps(*ids: int) -> tuple[Step, ...]:
@@ -19,12 +19,12 @@ def conversation(store: Store, **settings: object) -> Conversation:
     return store.conversations.create(store.users.ensure().id, **settings)  # type: ignore[arg-type]
 
 
-def said(store: Store, conversation_id: str, parent_id: str | None, text: str) -> Stored:
+def said(store: Store, conversation_id: str, parent_id: str | None, text: str) -> StoredMessage:
     return store.messages.append(conversation_id, parent_id, user(text))
 
 
-def answered(store: Store, lease: Lease, conversation_id: str, parent_id: str | None, text: str) -> Stored:
+def answered(store: Store, lease: Lease, conversation_id: str, parent_id: str | None, text: str) -> StoredMessage:
     """A whole reply, a token a letter."""
     reply = store.replies.start(lease, conversation_id, parent_id, SETTINGS)
-    store.replies.append(lease, [Piece(reply.id, 0, steps(*text.encode()))])
-    return store.replies.finish(lease, reply.id, Ending(Status.DONE, (Text(text),)))
+    store.replies.append(lease, [TokenFrame(reply.id, 0, steps(*text.encode()))])
+    return store.replies.finish(lease, reply.id, ReplyEnding(ReplyStatus.DONE, (Text(text),)))

@@ -8,11 +8,11 @@ import pytest
 from sqlalchemy import URL
 
 from palaver.messages import Image, Message, Role, Text
-from palaver.store import NotFound, Piece, Status, Store
+from palaver.store import NotFound, ReplyStatus, Store, TokenFrame
 from palaver.store.backup import backup, restore
 from palaver.store.errors import BadBackup, NotEmpty
 from palaver.store.store import open_store
-from palaver.transcripts import take
+from palaver.transcripts import read_conversation
 from tests.store.conftest import Place, fresh_database
 from tests.store.making import SETTINGS, answered, conversation, said, steps
 
@@ -26,13 +26,13 @@ def filled(store: Store) -> str:
     lease = store.leases.open()
     answered(store, lease, made.id, root.id, "needle")
     running = store.replies.start(lease, made.id, root.id, SETTINGS)
-    store.replies.append(lease, [Piece(running.id, 0, steps(1, 2))])
+    store.replies.append(lease, [TokenFrame(running.id, 0, steps(1, 2))])
     store.cursors.move(made.id, "tab", root.id)
     return made.id
 
 
 def check_same(old: Store, new: Store, id: str) -> None:
-    assert take(new, id) == take(old, id)
+    assert read_conversation(new, id) == read_conversation(old, id)
     owner = new.users.named("local").id
     assert len(new.search.find(owner, "needle")) == 1
     assert len(new.search.find(owner, "看")) == 1
@@ -41,7 +41,7 @@ def check_same(old: Store, new: Store, id: str) -> None:
     for stored in new.messages.everything(id):
         assert new.replies.tokens(stored.id) == old.replies.tokens(stored.id)
         statuses += [stored.reply.status] if stored.reply else []
-    assert statuses == [Status.DONE, Status.INTERRUPTED]
+    assert statuses == [ReplyStatus.DONE, ReplyStatus.INTERRUPTED]
     assert said(new, id, None, "goes on").id
 
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from palaver.cli import app
 from palaver.store import Store
-from palaver.transcripts import take
+from palaver.transcripts import read_conversation
 from tests.store.conftest import Place, fresh_database
 from tests.store.making import answered, conversation, said
 
@@ -38,4 +38,4 @@ def test_list_export_import_delete_backup_restore(store: Store, place: Place, tm
     assert run(elsewhere, "conversations") == ""
     assert "2 conversations" in run(elsewhere, "restore", tmp_path / "all.zip")
     with elsewhere.open() as other:
-        assert take(other, made.id) == take(store, made.id)
+        assert read_conversation(other, made.id) == read_conversation(store, made.id)

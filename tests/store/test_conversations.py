@@ -4,8 +4,8 @@ import pytest
 
 from palaver.messages import Image, Message, Role, user
 from palaver.store import NotFound, Store
-from palaver.store.messages import Arrival
-from palaver.store.names import made_title
+from palaver.store.messages import NewMessage
+from palaver.store.records import derive_title
 from tests.store.making import conversation, said
 
 
@@ -43,7 +43,7 @@ def test_the_first_message_gives_the_title_unless_a_person_did(store: Store) -> 
     ],
 )
 def test_a_title_is_short_and_cut_between_words(text: str, title: str) -> None:
-    assert made_title(text) == title
+    assert derive_title(text) == title
 
 
 def test_lists_are_the_newest_first_page_by_page(store: Store, owner: str) -> None:
@@ -110,7 +110,7 @@ def test_users_see_their_own(store: Store) -> None:
 
 def test_a_very_long_branch_is_opened_and_purged(store: Store, owner: str) -> None:
     made = conversation(store)
-    row = [Arrival(str(n), str(n - 1) if n else None, user(f"number {n}")) for n in range(1200)]
+    row = [NewMessage(str(n), str(n - 1) if n else None, user(f"number {n}")) for n in range(1200)]
     store.messages.append_all(made.id, row)
     head = store.conversations.get(made.id).head_id
     assert head is not None

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from palaver.messages import Image, Message, Role, Text
-from palaver.store import DiskFull, Ending, Piece, Status, Store, StoreError, open_store
+from palaver.store import DiskFull, ReplyEnding, ReplyStatus, Store, StoreError, TokenFrame, open_store
 from palaver.store.database import _SQLITE_LEVEL, Durability
 from tests.store.disk import Disk, Done, after_power_loss, reachable, watched
 from tests.store.making import SETTINGS, conversation, said, steps
@@ -47,9 +47,9 @@ def _recorded(folder: Path) -> Recorded:
             reply = store.replies.start(lease, run.conversation, question.id, SETTINGS)
             run.messages.append((len(disk.done), reply.id))
             for place in range(10):
-                store.replies.append(lease, [Piece(reply.id, place, steps(place))])
+                store.replies.append(lease, [TokenFrame(reply.id, place, steps(place))])
                 run.tokens.append((len(disk.done), reply.id, place + 1))
-            store.replies.finish(lease, reply.id, Ending(Status.DONE, (Text("answer"),)))
+            store.replies.finish(lease, reply.id, ReplyEnding(ReplyStatus.DONE, (Text("answer"),)))
             if turn % 2:
                 _checkpoint(store)
             parent = reply.id
@@ -125,7 +125,7 @@ def test_a_persons_words_are_synced_and_tokens_are_not(tmp_path: Path, monkeypat
         message = _order(disk.done[begun:])
         begun = len(disk.done)
         for place in range(20):
-            store.replies.append(lease, [Piece(reply.id, place, steps(place))])
+            store.replies.append(lease, [TokenFrame(reply.id, place, steps(place))])
         tokens = _order(disk.done[begun:])
     assert message == ["sync folder", "sync folder", "sync blob", "name blob", "sync folder", "write wal", "sync wal"]
     assert tokens == ["write wal"], "in the file, whatever happens to the program; on the disk a little later"
@@ -177,7 +177,7 @@ def test_a_disk_that_is_full_from_any_write_on(on_disk: tuple[Disk, Store]) -> N
             refused += 1
         disk.room = min(room, 3)
         try:
-            store.replies.append(lease, [Piece(reply.id, tokens, steps(tokens))])
+            store.replies.append(lease, [TokenFrame(reply.id, tokens, steps(tokens))])
             tokens += 1
         except DiskFull:
             refused += 1
@@ -185,7 +185,7 @@ def test_a_disk_that_is_full_from_any_write_on(on_disk: tuple[Disk, Store]) -> N
         assert store.replies.token_ids(reply.id) == tuple(range(tokens))
         disk.room = None
         kept.append(said(store, id, kept[-1], "there is room again").id)
-        store.replies.append(lease, [Piece(reply.id, tokens, steps(tokens))])
+        store.replies.append(lease, [TokenFrame(reply.id, tokens, steps(tokens))])
         tokens += 1
     assert refused >= 20
     assert len(store.messages.nodes(id)) == len(kept) + 1, "nothing is there that was refused"

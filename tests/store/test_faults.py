@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import URL, create_engine, event, text
 
-from palaver.store import Conflict, DiskFull, Lease, Locked, NotFound, Piece, Store, open_store
+from palaver.store import Conflict, DiskFull, Lease, Locked, NotFound, Store, TokenFrame, open_store
 from palaver.store.blobs import Blobs
 from palaver.store.database import Durability
 from palaver.store.errors import Damaged, StoreError, Unreachable, Unstorable, translated
@@ -62,7 +62,7 @@ def test_a_full_disk_is_an_error_and_the_conversation_goes_on_when_there_is_room
         assert tokens == tuple(range(len(tokens)))
         ballast.unlink()
         after = said(store, id, kept[-1], "there is room again")
-        store.replies.append(lease, [Piece(reply.id, len(tokens), steps(1))])
+        store.replies.append(lease, [TokenFrame(reply.id, len(tokens), steps(1))])
         assert len(store.messages.path(after.id)) == len(kept) + 1
     assert _integrity(small_disk / "store" / "palaver.db") == "ok"
 
@@ -99,7 +99,7 @@ def _talk(store: Store, id: str, kept: list[str]) -> None:
 
 def _reply(store: Store, lease: Lease, id: str) -> None:
     for start in range(0, 100_000, 1000):
-        store.replies.append(lease, [Piece(id, start, steps(*range(start, start + 1000)))])
+        store.replies.append(lease, [TokenFrame(id, start, steps(*range(start, start + 1000)))])
 
 
 def _fill(ballast: Path) -> None:
@@ -164,9 +164,9 @@ def test_tokens_that_met_a_lock_can_be_sent_again(place: Place) -> None:
         lease = store.leases.open()
         reply = store.replies.start(lease, conversation(store).id, None, SETTINGS)
         with _locked(store, "running"), pytest.raises(Locked):
-            store.replies.append(lease, [Piece(reply.id, 0, steps(0, 1))])
+            store.replies.append(lease, [TokenFrame(reply.id, 0, steps(0, 1))])
         assert store.replies.token_ids(reply.id) == ()
-        store.replies.append(lease, [Piece(reply.id, 0, steps(0, 1))])
+        store.replies.append(lease, [TokenFrame(reply.id, 0, steps(0, 1))])
         assert store.replies.token_ids(reply.id) == (0, 1)
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from palaver.store import Status
+from palaver.store import ReplyStatus
 from tests.store.conftest import Place
 from tests.store.killing import killed_writer, lost, moments
 
@@ -20,5 +20,5 @@ def test_a_writer_killed_at_any_moment_has_lost_nothing_it_was_told_is_safe(plac
                 if store.database.is_sqlite:
                     assert connection.exec_driver_sql("PRAGMA integrity_check").scalar() == "ok"
                     assert connection.exec_driver_sql("PRAGMA foreign_key_check").all() == []
-                running = f"SELECT count(*) FROM replies WHERE status = '{Status.RUNNING.value}'"
+                running = f"SELECT count(*) FROM replies WHERE status = '{ReplyStatus.RUNNING.value}'"
                 assert connection.exec_driver_sql(running).scalar() == 0

@@ -6,7 +6,7 @@ import pytest
 
 from palaver.errors import BadParameter, EmptyMessage
 from palaver.messages import Audio, Image, Message, Role, Text, Thinking, ToolCall, ToolResult, Video, assistant, user
-from palaver.store import Conflict, NotFound, Store, merged, prompt
+from palaver.store import Conflict, NotFound, Store, merge_user_messages, prompt_messages
 from tests.store.conftest import Place
 from tests.store.making import conversation, said
 
@@ -115,6 +115,6 @@ def test_users_messages_in_a_row_are_one_in_the_prompt(store: Store) -> None:
     picture = Image("image/png", b"1")
     row = [user("a"), user("b"), Message(Role.USER, (picture,)), assistant("c"), user("d")]
     whole = Message(Role.USER, (Text("a\n\nb"), picture))
-    assert merged(row) == (whole, assistant("c"), user("d"))
-    assert [message.role for message in prompt("be kind", row)] == ["system", "user", "assistant", "user"]
-    assert prompt("", [user("a")]) == (user("a"),)
+    assert merge_user_messages(row) == (whole, assistant("c"), user("d"))
+    assert [message.role for message in prompt_messages("be kind", row)] == ["system", "user", "assistant", "user"]
+    assert prompt_messages("", [user("a")]) == (user("a"),)

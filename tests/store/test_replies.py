@@ -13,9 +13,19 @@ from palaver.events import Usage
 from palaver.generation import Alternative, Step
 from palaver.messages import Text, Thinking, Tool
 from palaver.sampling import Sampling
-from palaver.store import Conflict, Ending, Lease, LeaseLost, NotFound, Piece, Settings, Status, Store
+from palaver.store import (
+    Conflict,
+    Lease,
+    LeaseLost,
+    NotFound,
+    ReplyEnding,
+    ReplySettings,
+    ReplyStatus,
+    Store,
+    TokenFrame,
+)
 from palaver.store.errors import Damaged
-from palaver.store.tokens import as_stored, given, pack, unpack
+from palaver.store.token_codec import as_stored, given_tokens, pack_tokens, unpack_tokens
 from tests.store.conftest import Place
 from tests.store.making import SETTINGS, answered, conversation, said, steps
 
@@ -26,7 +36,7 @@ def lease(store: Store) -> Lease:
 
 
 def test_a_reply_keeps_text_tokens_and_everything_that_made_it(store: Store, lease: Lease, place: Place) -> None:
-    made_by = Settings(
+    made_by = ReplySettings(
         model="sprout",
         sampling=Sampling(
             seed=2**62,
@@ -44,16 +54,20 @@ def test_a_reply_keeps_text_tokens_and_everything_that_made_it(store: Store, lea
     id = conversation(store).id
     question = said(store, id, None, "?")
     reply = store.replies.start(lease, id, question.id, made_by)
-    assert store.replies.append(lease, [Piece(reply.id, 0, steps(1, 2)), Piece("gone", 0, steps(1))]) == {"gone"}
-    assert store.replies.append(lease, [Piece(reply.id, 2, steps(3))]) == frozenset()
-    ending = Ending(Status.STOPPED, (Thinking("hm"), Text("yes")), Usage(1, 2, 3, 4), {"prefill": 0.25}, "why")
+    assert store.replies.append(lease, [TokenFrame(reply.id, 0, steps(1, 2)), TokenFrame("gone", 0, steps(1))]) == {
+        "gone"
+    }
+    assert store.replies.append(lease, [TokenFrame(reply.id, 2, steps(3))]) == frozenset()
+    ending = ReplyEnding(
+        ReplyStatus.STOPPED, (Thinking("hm"), Text("yes")), Usage(1, 2, 3, 4), {"prefill": 0.25}, "why"
+    )
     store.replies.finish(lease, reply.id, ending)
     with place.open() as again:
         found = again.messages.get(reply.id)
         assert found.parts == ending.parts
         assert found.reply is not None
         assert found.reply.settings == made_by
-        assert (found.reply.status, found.reply.usage) == (Status.STOPPED, ending.usage)
+        assert (found.reply.status, found.reply.usage) == (ReplyStatus.STOPPED, ending.usage)
         assert (found.reply.timings, found.reply.error) == (ending.timings, "why")
         assert again.replies.tokens(reply.id) == steps(1, 2, 3)
 
@@ -62,9 +76,9 @@ def test_tokens_of_many_replies_are_one_transaction(store: Store, lease: Lease) 
     id = conversation(store).id
     first, second = (store.replies.start(lease, id, None, SETTINGS) for _ in range(2))
     with pytest.raises(Conflict, match="has 0 tokens, not 5"):
-        store.replies.append(lease, [Piece(first.id, 0, steps(1)), Piece(second.id, 5, steps(1))])
+        store.replies.append(lease, [TokenFrame(first.id, 0, steps(1)), TokenFrame(second.id, 5, steps(1))])
     assert store.replies.token_ids(first.id) == ()
-    store.replies.append(lease, [Piece(first.id, 0, steps(1)), Piece(second.id, 0, steps(2))])
+    store.replies.append(lease, [TokenFrame(first.id, 0, steps(1)), TokenFrame(second.id, 0, steps(2))])
     assert store.replies.token_ids(second.id) == (2,)
     assert set(store.replies.held(lease)) == {first.id, second.id}
 
@@ -80,13 +94,13 @@ def test_a_retry_is_a_sibling(store: Store, lease: Lease) -> None:
 def test_a_stopped_reply_goes_on_on_top_of_its_tokens(store: Store, lease: Lease) -> None:
     id = conversation(store).id
     reply = store.replies.start(lease, id, None, SETTINGS)
-    store.replies.append(lease, [Piece(reply.id, 0, steps(1, 2))])
+    store.replies.append(lease, [TokenFrame(reply.id, 0, steps(1, 2))])
     with pytest.raises(Conflict, match="running"):
         store.replies.resume(lease, reply.id)
-    store.replies.finish(lease, reply.id, Ending(Status.STOPPED, (Text("ab"),)))
+    store.replies.finish(lease, reply.id, ReplyEnding(ReplyStatus.STOPPED, (Text("ab"),)))
     store.replies.resume(lease, reply.id)
-    store.replies.append(lease, [Piece(reply.id, 2, steps(3))])
-    done = store.replies.finish(lease, reply.id, Ending(Status.DONE, (Text("abc"),)))
+    store.replies.append(lease, [TokenFrame(reply.id, 2, steps(3))])
+    done = store.replies.finish(lease, reply.id, ReplyEnding(ReplyStatus.DONE, (Text("abc"),)))
     assert store.replies.token_ids(reply.id) == (1, 2, 3)
     assert done.text == "abc"
     with pytest.raises(NothingToContinue):
@@ -96,14 +110,14 @@ def test_a_stopped_reply_goes_on_on_top_of_its_tokens(store: Store, lease: Lease
 def test_a_reply_with_something_below_goes_on_in_a_sibling(store: Store, lease: Lease) -> None:
     id = conversation(store).id
     reply = store.replies.start(lease, id, None, SETTINGS)
-    store.replies.append(lease, [Piece(reply.id, 0, steps(1))])
-    store.replies.finish(lease, reply.id, Ending(Status.LENGTH, (Text("a"),)))
+    store.replies.append(lease, [TokenFrame(reply.id, 0, steps(1))])
+    store.replies.finish(lease, reply.id, ReplyEnding(ReplyStatus.LENGTH, (Text("a"),)))
     said(store, id, reply.id, "and?")
     with pytest.raises(Conflict, match="branch"):
         store.replies.resume(lease, reply.id)
     going = store.replies.tokens(reply.id)
     sibling = store.replies.start(lease, id, None, SETTINGS, goes_on_from=going)
-    store.replies.append(lease, [Piece(sibling.id, 1, steps(2))])
+    store.replies.append(lease, [TokenFrame(sibling.id, 1, steps(2))])
     assert store.replies.token_ids(sibling.id) == (1, 2)
     assert store.replies.token_ids(reply.id) == (1,)
 
@@ -114,7 +128,7 @@ def test_an_edited_reply_goes_on_from_tokens_nobody_drew(store: Store, lease: Le
     edited = store.messages.edit(old.id, (Text("thus"),))
     with pytest.raises(NotFound):
         store.replies.resume(lease, edited.id)
-    on = store.replies.start(lease, id, edited.parent_id, SETTINGS, goes_on_from=given((8, 9)), key="once")
+    on = store.replies.start(lease, id, edited.parent_id, SETTINGS, goes_on_from=given_tokens((8, 9)), key="once")
     assert store.replies.start(lease, id, edited.parent_id, SETTINGS, key="once").id == on.id
     first = store.replies.tokens(on.id)[0]
     assert first.token_id == 8
@@ -126,23 +140,23 @@ def test_only_the_holder_writes_and_only_a_dead_one_is_followed(store: Store) ->
     reply = store.replies.start(old, conversation(store).id, None, SETTINGS)
     assert store.replies.take_over(new) == ()
     assert store.replies.interrupt_orphans() == ()
-    assert store.replies.append(new, [Piece(reply.id, 0, steps(1))]) == {reply.id}
+    assert store.replies.append(new, [TokenFrame(reply.id, 0, steps(1))]) == {reply.id}
     old.close()
     assert store.replies.take_over(new) == (reply.id,)
-    assert store.replies.append(old, [Piece(reply.id, 0, steps(1))]) == {reply.id}
+    assert store.replies.append(old, [TokenFrame(reply.id, 0, steps(1))]) == {reply.id}
     with pytest.raises(LeaseLost):
-        store.replies.finish(old, reply.id, Ending(Status.DONE, ()))
+        store.replies.finish(old, reply.id, ReplyEnding(ReplyStatus.DONE, ()))
     assert not old.renew()
     assert new.renew()
-    assert store.replies.append(new, [Piece(reply.id, 0, steps(1))]) == frozenset()
+    assert store.replies.append(new, [TokenFrame(reply.id, 0, steps(1))]) == frozenset()
 
 
 def test_a_reply_ends_even_where_its_conversation_was_deleted(store: Store, lease: Lease) -> None:
     id = conversation(store).id
     reply = store.replies.start(lease, id, None, SETTINGS)
     store.conversations.delete(id)
-    assert store.replies.append(lease, [Piece(reply.id, 0, steps(1))]) == frozenset()
-    store.replies.finish(lease, reply.id, Ending(Status.DONE, (Text("a"),)))
+    assert store.replies.append(lease, [TokenFrame(reply.id, 0, steps(1))]) == frozenset()
+    store.replies.finish(lease, reply.id, ReplyEnding(ReplyStatus.DONE, (Text("a"),)))
     store.conversations.undelete(id)
     assert store.messages.get(reply.id).text == "a"
 
@@ -181,11 +195,11 @@ def test_a_killed_holders_replies_are_interrupted_and_continued(store: Store, pl
     assert store.replies.interrupt_orphans() == (reply_id,)
     found = store.messages.get(reply_id)
     assert found.reply is not None
-    assert found.reply.status is Status.INTERRUPTED
+    assert found.reply.status is ReplyStatus.INTERRUPTED
     assert store.replies.rewrite(reply_id, (Text("ab"),)).text == "ab"
     lease = store.leases.open()
     store.replies.resume(lease, reply_id)
-    store.replies.append(lease, [Piece(reply_id, 2, steps(3))])
+    store.replies.append(lease, [TokenFrame(reply_id, 2, steps(3))])
     assert store.replies.token_ids(reply_id) == (1, 2, 3)
 
 
@@ -193,8 +207,8 @@ def _hold_and_wait(place: Place, id: str, told: Path) -> None:
     store = place.open()
     lease = store.leases.open()
     reply = store.replies.start(lease, id, None, SETTINGS)
-    store.replies.append(lease, [Piece(reply.id, 0, steps(1))])
-    store.replies.append(lease, [Piece(reply.id, 1, steps(2))])
+    store.replies.append(lease, [TokenFrame(reply.id, 0, steps(1))])
+    store.replies.append(lease, [TokenFrame(reply.id, 1, steps(2))])
     told.with_suffix(".new").write_text(reply.id)
     told.with_suffix(".new").rename(told)
     time.sleep(60)
@@ -204,15 +218,15 @@ def test_tokens_are_read_as_they_were_packed() -> None:
     few = Step(5, -0.1, (Alternative(1, -0.1),) * 7, -1e300, (Alternative(2, float("-inf")),))
     many = [Step(number, -number / 3, (Alternative(number, -0.5),)) for number in range(300)]
     for row in ([few], many, [*many, few], []):
-        kept = unpack(pack(row))
+        kept = unpack_tokens(pack_tokens(row))
         assert [step.token_id for step in kept] == [step.token_id for step in row]
         assert kept == tuple(as_stored(step) for step in kept)
-    assert len(unpack(pack([few]))[0].alternatives) == 5
-    assert unpack(pack(steps(1, 2))) == steps(1, 2)
-    assert unpack(pack([many[0], few]))[0].drawn_logprob is None
+    assert len(unpack_tokens(pack_tokens([few]))[0].alternatives) == 5
+    assert unpack_tokens(pack_tokens(steps(1, 2))) == steps(1, 2)
+    assert unpack_tokens(pack_tokens([many[0], few]))[0].drawn_logprob is None
 
 
-@pytest.mark.parametrize("data", [b"", b"\x01", pack(steps(1, 2))[:-1], b"\x02\x00\x05\x00\x00\x00nonsense"])
+@pytest.mark.parametrize("data", [b"", b"\x01", pack_tokens(steps(1, 2))[:-1], b"\x02\x00\x05\x00\x00\x00nonsense"])
 def test_tokens_that_were_damaged_are_said_to_be(data: bytes) -> None:
     with pytest.raises(Damaged):
-        unpack(data)
+        unpack_tokens(data)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from palaver.messages import Text
-from palaver.store import Ending, Status, Store
-from palaver.store.words import terms, words
+from palaver.store import ReplyEnding, ReplyStatus, Store
+from palaver.store.search_index import query_terms, split_words
 from tests.store.making import SETTINGS, conversation, said
 
 TEXTS = (
@@ -125,9 +125,9 @@ def test_terms_far_apart_and_phrases_anywhere_in_a_long_message_are_found(store:
 def test_a_reply_is_found_by_what_it_said_at_the_end(store: Store, owner: str) -> None:
     lease = store.leases.open()
     reply = store.replies.start(lease, conversation(store).id, None, SETTINGS)
-    store.replies.finish(lease, reply.id, Ending(Status.STOPPED, (Text("alpha"),)))
+    store.replies.finish(lease, reply.id, ReplyEnding(ReplyStatus.STOPPED, (Text("alpha"),)))
     store.replies.resume(lease, reply.id)
-    store.replies.finish(lease, reply.id, Ending(Status.DONE, (Text("alphabeta gamma"),)))
+    store.replies.finish(lease, reply.id, ReplyEnding(ReplyStatus.DONE, (Text("alphabeta gamma"),)))
     assert [hit.message_id for hit in store.search.find(owner, "gamma")] == [reply.id]
     assert len(store.search.find(owner, "alpha")) == 1
     store.search.rebuild()
@@ -144,7 +144,7 @@ def test_what_was_purged_is_gone_from_the_index(store: Store, owner: str) -> Non
 
 
 def test_words_are_folded_and_cut() -> None:
-    assert words("Hello, ÉCOLE!") == ["hello", "ecole"]
-    assert words("が行く") == ["が", "行", "く"]
-    assert words("x" * 100) == ["x" * 64]
-    assert [term.open for term in terms('ab "cd" 京')] == [True, False, False]
+    assert split_words("Hello, ÉCOLE!") == ["hello", "ecole"]
+    assert split_words("が行く") == ["が", "行", "く"]
+    assert split_words("x" * 100) == ["x" * 64]
+    assert [term.open for term in query_terms('ab "cd" 京')] == [True, False, False]

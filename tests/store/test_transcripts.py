@@ -10,9 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palaver.messages import Image, Message, Role, Text, Thinking, ToolCall, ToolResult, assistant, user
-from palaver.store import Ending, Status, Store
-from palaver.transcripts import Entry, Format, Transcript, keep, read, take, write
-from palaver.transcripts.reading import UnknownFormat
+from palaver.store import ReplyEnding, ReplyStatus, Store
+from palaver.transcripts import (
+    Transcript,
+    TranscriptEntry,
+    TranscriptFormat,
+    read_conversation,
+    read_file,
+    store_transcript,
+    write_transcript,
+)
+from palaver.transcripts.import_export import UnknownFormat
 from palaver.transcripts.transcript import linear
 from tests.store.making import SETTINGS, answered, conversation, said
 from tests.store.test_messages import EVERY_PART
@@ -33,13 +41,13 @@ def lines(text: str) -> list[Any]:
 
 
 def messages(text: str) -> list[Message]:
-    (found,) = read(text).transcripts
+    (found,) = read_file(text).transcripts
     return [entry.message for entry in found.main()]
 
 
 def test_training_lines_hold_everything_a_model_learns_from() -> None:
     transcript = linear([Message(Role.SYSTEM, (Text("be kind"),)), *TALK])
-    (line,) = lines(write(transcript, Format.TRAINING))
+    (line,) = lines(write_transcript(transcript, TranscriptFormat.TRAINING))
     first, _, reply, picture, calls, result, *_ = line["messages"]
     assert first == {"role": "system", "content": [{"type": "text", "text": "be kind"}]}
     assert reply == {
@@ -51,7 +59,7 @@ def test_training_lines_hold_everything_a_model_learns_from() -> None:
     assert calls["tool_calls"][0]["function"] == {"name": "look", "arguments": CALL.arguments}
     tower = [{"type": "text", "text": "tower"}]
     assert result == {"role": "tool", "tool_call_id": "c1", "content": tower, "name": "look"}
-    assert tuple(messages(write(transcript, Format.TRAINING))) == TALK
+    assert tuple(messages(write_transcript(transcript, TranscriptFormat.TRAINING))) == TALK
 
 
 def spoken(line: Any) -> list[tuple[str, str, int]]:
@@ -64,18 +72,18 @@ def spoken(line: Any) -> list[tuple[str, str, int]]:
 
 def test_training_lines_leave_no_turn_out_and_join_the_users_messages() -> None:
     entries = (
-        Entry("1", None, user("a")),
-        Entry("2", "1", user("b")),
-        Entry("3", "2", assistant("whole")),
-        Entry("4", "2", assistant("cut"), whole=False),
-        Entry("5", "3", user("unanswered")),
-        Entry("6", "2", assistant("other")),
+        TranscriptEntry("1", None, user("a")),
+        TranscriptEntry("2", "1", user("b")),
+        TranscriptEntry("3", "2", assistant("whole")),
+        TranscriptEntry("4", "2", assistant("cut"), whole=False),
+        TranscriptEntry("5", "3", user("unanswered")),
+        TranscriptEntry("6", "2", assistant("other")),
     )
     transcript = Transcript(entries, head="3")
-    (line,) = lines(write(transcript, Format.TRAINING))
+    (line,) = lines(write_transcript(transcript, TranscriptFormat.TRAINING))
     asked = ("user", "a\n\nb", 1)
     assert spoken(line) == [asked, ("assistant", "whole", 1), ("user", "unanswered", 1)]
-    every = lines(write(transcript, Format.BRANCHES))
+    every = lines(write_transcript(transcript, TranscriptFormat.BRANCHES))
     assert [spoken(line) for line in every] == [
         [asked, ("assistant", "cut", 0)],
         [asked, ("assistant", "whole", 1), ("user", "unanswered", 1)],
@@ -85,20 +93,20 @@ def test_training_lines_leave_no_turn_out_and_join_the_users_messages() -> None:
 
 def test_training_lines_go_on_behind_a_reply_that_was_stopped() -> None:
     entries = (
-        Entry("1", None, user("a")),
-        Entry("2", "1", assistant("cut"), whole=False),
-        Entry("3", "2", user("b")),
-        Entry("4", "3", Message(Role.ASSISTANT, ()), whole=False),
-        Entry("5", "4", user("c")),
-        Entry("6", "5", assistant("whole")),
+        TranscriptEntry("1", None, user("a")),
+        TranscriptEntry("2", "1", assistant("cut"), whole=False),
+        TranscriptEntry("3", "2", user("b")),
+        TranscriptEntry("4", "3", Message(Role.ASSISTANT, ()), whole=False),
+        TranscriptEntry("5", "4", user("c")),
+        TranscriptEntry("6", "5", assistant("whole")),
     )
-    (line,) = lines(write(Transcript(entries, head="6"), Format.TRAINING))
+    (line,) = lines(write_transcript(Transcript(entries, head="6"), TranscriptFormat.TRAINING))
     assert spoken(line) == [("user", "a", 1), ("assistant", "cut", 0), ("user", "b\n\nc", 1), ("assistant", "whole", 1)]
 
 
 def test_sharegpt_names_media_that_it_can_not_hold() -> None:
     picture = Message(Role.USER, (Text("What is this?"), Image("image/png", b"12345")))
-    (line,) = lines(write(linear([picture, assistant("A dot.")]), Format.SHAREGPT))
+    (line,) = lines(write_transcript(linear([picture, assistant("A dot.")]), TranscriptFormat.SHAREGPT))
     assert line["conversations"][0]["value"] == "What is this?(image/png, 5 bytes)\n"
 
 
@@ -109,15 +117,15 @@ def test_a_whole_tree_comes_back_as_it_was(store: Store) -> None:
     lease = store.leases.open()
     answered(store, lease, made.id, root.id, "two")
     cut = store.replies.start(lease, made.id, root.id, SETTINGS)
-    store.replies.finish(lease, cut.id, Ending(Status.STOPPED, (Thinking("hm"),)))
-    taken = take(store, made.id)
-    (found,) = read(write(taken, Format.WHOLE)).transcripts
+    store.replies.finish(lease, cut.id, ReplyEnding(ReplyStatus.STOPPED, (Thinking("hm"),)))
+    taken = read_conversation(store, made.id)
+    (found,) = read_file(write_transcript(taken, TranscriptFormat.WHOLE)).transcripts
     assert found == taken
     other = store.users.ensure("other").id
-    kept = keep(store, other, found)
+    kept = store_transcript(store, other, found)
     assert kept.new
-    assert not keep(store, other, found).new, "the same file twice is one conversation"
-    assert _shape(take(store, kept.conversation.id)) == _shape(taken)
+    assert not store_transcript(store, other, found).new, "the same file twice is one conversation"
+    assert _shape(read_conversation(store, kept.conversation.id)) == _shape(taken)
 
 
 def _shape(transcript: Transcript) -> list[Any]:
@@ -135,30 +143,32 @@ PIECES = st.lists(st.sampled_from(["## User", "\\## User", "</details>", "x", ""
 def test_markdown_and_jsonl_keep_texts_to_the_letter(pairs: list[tuple[str, str]]) -> None:
     row = [message for said, thought in pairs for message in (user(said or "?"), assistant("ok", thinking=thought))]
     transcript = linear(row)
-    assert messages(write(transcript, Format.MARKDOWN)) == row
-    assert messages(write(transcript, Format.TRAINING)) == row
+    assert messages(write_transcript(transcript, TranscriptFormat.MARKDOWN)) == row
+    assert messages(write_transcript(transcript, TranscriptFormat.TRAINING)) == row
 
 
 def test_markdown_reads_well() -> None:
-    text = write(linear([user("Hello"), assistant("Hi", thinking="greet")], title="Greeting"), Format.MARKDOWN)
+    text = write_transcript(
+        linear([user("Hello"), assistant("Hi", thinking="greet")], title="Greeting"), TranscriptFormat.MARKDOWN
+    )
     assert text == (
         "# Greeting\n\n## User\n\nHello\n\n## Assistant\n\n"
         "<details><summary>Thinking</summary>\n\ngreet\n\n</details>\n\nHi\n"
     )
-    everything = write(linear([user("x"), EVERY_PART, *TALK]), Format.MARKDOWN)
+    everything = write_transcript(linear([user("x"), EVERY_PART, *TALK]), TranscriptFormat.MARKDOWN)
     assert "Calls `look`:" in everything
     assert "*(image/png, 4 bytes)*" in everything
 
 
 def test_sharegpt_goes_and_comes() -> None:
     row = [user("Hello"), assistant("Hi", thinking="greet"), assistant("", calls=(CALL,)), user("x")]
-    (line,) = lines(write(linear(row), Format.SHAREGPT))
+    (line,) = lines(write_transcript(linear(row), TranscriptFormat.SHAREGPT))
     assert [turn["from"] for turn in line["conversations"]] == ["human", "gpt", "function_call", "human"]
     found = messages(json.dumps([line]))
     assert found[:2] == row[:2]
     assert found[2].tool_calls[0].name == "look"
     foreign = {"system": "S", "conversations": [{"from": "user", "value": "a"}, {"from": "alien", "value": "b"}, {}]}
-    report = read(json.dumps(foreign))
+    report = read_file(json.dumps(foreign))
     assert report.transcripts[0].system == "S"
     assert len(report.skipped) == 2
 
@@ -207,7 +217,7 @@ OPEN_WEBUI = [
 
 
 def test_open_webui_is_read_with_its_branches() -> None:
-    report = read(json.dumps(OPEN_WEBUI))
+    report = read_file(json.dumps(OPEN_WEBUI))
     (found,) = report.transcripts
     assert (found.title, found.system, found.tags) == ("Trip", "be kind", ("travel",))
     question, reply = found.main()
@@ -244,7 +254,7 @@ LLAMA_CPP = {
     "text", [json.dumps(LLAMA_CPP), json.dumps([LLAMA_CPP]), json.dumps(LLAMA_CPP) + "\n\nbroken\n"]
 )
 def test_llama_cpp_is_read_with_its_branches(text: str) -> None:
-    report = read(text)
+    report = read_file(text)
     (found,) = report.transcripts
     assert (found.title, found.system) == ("Maths", "be exact")
     question, reply = found.main()
@@ -258,7 +268,7 @@ def test_llama_cpp_is_read_with_its_branches(text: str) -> None:
 @pytest.mark.parametrize("text", ["", "hello", "[]", "[1, 2]", '{"a": 1}', "null", '{"a": 1}\n{"b": 2}', "# Title"])
 def test_what_is_no_conversation_is_said_to_be_none(text: str) -> None:
     with pytest.raises(UnknownFormat):
-        read(text)
+        read_file(text)
 
 
 def test_a_circle_of_messages_is_cut() -> None:
@@ -270,6 +280,6 @@ def test_a_circle_of_messages_is_cut() -> None:
             }
         }
     }
-    report = read(json.dumps(circle))
+    report = read_file(json.dumps(circle))
     assert len(report.transcripts[0].entries) == 2
     assert len(report.skipped) == 1

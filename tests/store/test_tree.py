@@ -26,7 +26,7 @@ from sqlalchemy import URL, create_engine, text, update
 
 from palaver.errors import NothingToContinue
 from palaver.messages import Role, Text, user
-from palaver.store import Conflict, Ending, Lease, NotFound, Piece, Status, Store, StoreError, tree
+from palaver.store import Conflict, Lease, NotFound, ReplyEnding, ReplyStatus, Store, StoreError, TokenFrame, tree
 from palaver.store.schema import conversations
 from tests.store.conftest import Place
 from tests.store.making import SETTINGS, conversation, steps
@@ -34,7 +34,7 @@ from tests.store.making import SETTINGS, conversation, steps
 EXAMPLES = int(os.environ.get("PALAVER_EXAMPLES", "8"))
 """More of them find more."""
 TEXTS = st.text(st.sampled_from("ab東 \x00"), min_size=1, max_size=5)
-ENDS = st.sampled_from([Status.DONE, Status.STOPPED, Status.LENGTH, Status.FAILED])
+ENDS = st.sampled_from([ReplyStatus.DONE, ReplyStatus.STOPPED, ReplyStatus.LENGTH, ReplyStatus.FAILED])
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Known:
 
     parent: str | None
     text: str
-    status: Status | None = None
+    status: ReplyStatus | None = None
     tokens: list[int] = field(default_factory=list)
 
 
@@ -90,7 +90,7 @@ class Tree(RuleBasedStateMachine):
     @rule(target=ids, parent=ids)
     def start(self, parent: str | None) -> str:
         stored = self.store.replies.start(self.lease, self.id, parent, SETTINGS)
-        return self._added(stored.id, Known(parent, "", Status.RUNNING), expected=parent)
+        return self._added(stored.id, Known(parent, "", ReplyStatus.RUNNING), expected=parent)
 
     def _added(self, id: str, known: Known, expected: str | None) -> str:
         self.known[id] = known
@@ -103,17 +103,17 @@ class Tree(RuleBasedStateMachine):
         """Tokens for every running reply, in one transaction."""
         pieces = []
         for id, known in self.known.items():
-            if known.status is Status.RUNNING:
+            if known.status is ReplyStatus.RUNNING:
                 start = len(known.tokens)
                 known.tokens += range(start, start + count)
-                pieces.append(Piece(id, start, steps(*known.tokens[start:])))
+                pieces.append(TokenFrame(id, start, steps(*known.tokens[start:])))
         assert self.store.replies.append(self.lease, pieces) == frozenset()
 
     @precondition(lambda self: not self.deleted)
     @rule(id=ids, status=ENDS, text=TEXTS)
-    def finish(self, id: str | None, status: Status, text: str) -> None:
-        if id is not None and self.known[id].status is Status.RUNNING:
-            self.store.replies.finish(self.lease, id, Ending(status, (Text(text),)))
+    def finish(self, id: str | None, status: ReplyStatus, text: str) -> None:
+        if id is not None and self.known[id].status is ReplyStatus.RUNNING:
+            self.store.replies.finish(self.lease, id, ReplyEnding(status, (Text(text),)))
             self.known[id].status, self.known[id].text = status, text
 
     @precondition(lambda self: not self.deleted)
@@ -128,12 +128,12 @@ class Tree(RuleBasedStateMachine):
         except NotFound:
             assert known.status is None
         except NothingToContinue:
-            assert known.status is Status.DONE
+            assert known.status is ReplyStatus.DONE
         except Conflict:
-            assert known.status is Status.RUNNING or below
+            assert known.status is ReplyStatus.RUNNING or below
         else:
             assert not below
-            known.status = Status.RUNNING
+            known.status = ReplyStatus.RUNNING
 
     @rule(take_over=st.booleans())
     def crash(self, take_over: bool) -> None:
@@ -141,13 +141,13 @@ class Tree(RuleBasedStateMachine):
         self.place = _found_after_a_kill(self.place, self.store, self.id)
         self.store = self.place.open()
         self.lease = self.store.leases.open()
-        running = {id for id, known in self.known.items() if known.status is Status.RUNNING}
+        running = {id for id, known in self.known.items() if known.status is ReplyStatus.RUNNING}
         if take_over:
             assert set(self.store.replies.take_over(self.lease)) == running
             return
         assert set(self.store.replies.interrupt_orphans()) == running
         for id in running:
-            self.known[id].status = Status.INTERRUPTED
+            self.known[id].status = ReplyStatus.INTERRUPTED
 
     @precondition(lambda self: not self.deleted)
     @rule(to=ids)
@@ -217,7 +217,7 @@ def _found_after_a_kill(place: Place, store: Store, id: str) -> Place:
     """What is there when nothing was closed, rolled back or let go."""
     with suppress(StoreError, _Killed), store.database.writing() as connection:
         connection.execute(update(conversations).values(title="half done"))
-        tree.insert_new(connection, tree.New(id, None, Role.USER, (Text("never acknowledged"),)))
+        tree.insert_new(connection, tree.TreeMessage(id, None, Role.USER, (Text("never acknowledged"),)))
         if place.database is None:
             folder = Path(tempfile.mkdtemp(dir=place.folder.parent))
             place = Place(Path(shutil.copytree(place.folder, folder, dirs_exist_ok=True)), None)

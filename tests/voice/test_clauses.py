@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palaver.voice.clauses import LONGEST
-from palaver.voice.narration import Clause, Narration
+from palaver.voice.speech import Narration, SpokenClause
 
 ANSWER = """# A heading
 Hello, Dr. Smith! Pi is 3.14, and **this is bold.** See [the docs. All of them](https://a.example/b. c) now.
@@ -29,7 +29,7 @@ MILLIONS = "one million two hundred and thirty-four thousand five hundred and si
 DIGITS = "one two three four five six seven eight nine".split()
 
 
-def narrated(text: str, pieces: list[str] | None = None, language: str = "en") -> list[Clause]:
+def narrated(text: str, pieces: list[str] | None = None, language: str = "en") -> list[SpokenClause]:
     narration = Narration(language)
     found = [clause for piece in pieces or [text] for clause in narration.feed(piece)]
     return found + narration.close()

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from palaver.errors import BadParameter, BrokenModel
-from palaver.voice.base import RATE, Samples, Voice
-from palaver.voice.hosted import Hosted
-from palaver.voice.loading import Speakers, load_speaker
-from palaver.voice.speech import spoken
+from palaver.voice.base import RATE, Samples, VoiceSettings
+from palaver.voice.hosted import HostedSpeaker
+from palaver.voice.loader import SpeakerCache, load_speaker
+from palaver.voice.speech import synthesize
 from tests.voice.tiny import make_pocket, make_vits
 
 pytest.importorskip("soxr")
@@ -24,29 +24,29 @@ def never() -> bool:
     return False
 
 
-def say(speaker: Hosted, words: str = "hello there", **voice: object) -> Samples:
-    return speaker.say(words, "en", Voice(**voice), never)  # type: ignore[arg-type]
+def say(speaker: HostedSpeaker, words: str = "hello there", **voice: object) -> Samples:
+    return speaker.say(words, "en", VoiceSettings(**voice), never)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
-def vits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
+def vits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostedSpeaker]:
     speaker = load_speaker(str(make_vits(tmp_path_factory.mktemp("vits"), speakers=3)))
-    assert isinstance(speaker, Hosted)
+    assert isinstance(speaker, HostedSpeaker)
     yield speaker
     speaker.close()
 
 
 @pytest.fixture(scope="module")
-def pocket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
-    speaker = Hosted(str(make_pocket(tmp_path_factory.mktemp("pocket"), ("anna", "bert"))))
+def pocket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostedSpeaker]:
+    speaker = HostedSpeaker(str(make_pocket(tmp_path_factory.mktemp("pocket"), ("anna", "bert"))))
     yield speaker
     speaker.close()
 
 
-async def test_vits_speaks_clause_by_clause(vits: Hosted) -> None:
-    pieces = [piece async for piece in spoken("Hello there. And 2 more words!", vits)]
+async def test_vits_speaks_clause_by_clause(vits: HostedSpeaker) -> None:
+    pieces = [piece async for piece in synthesize("Hello there. And 2 more words!", vits)]
     assert [piece.clause.words for piece in pieces] == ["Hello there.", "And two more words!"]
-    again = [piece async for piece in spoken("Hello there. And 2 more words!", vits)]
+    again = [piece async for piece in synthesize("Hello there. And 2 more words!", vits)]
     for piece, same in zip(pieces, again, strict=True):
         assert piece.samples.dtype == np.float32
         assert np.array_equal(piece.samples, same.samples)
@@ -54,7 +54,7 @@ async def test_vits_speaks_clause_by_clause(vits: Hosted) -> None:
         assert float(np.abs(piece.samples).max()) <= 1
 
 
-def test_vits_has_its_speakers_for_voices_and_a_pace(vits: Hosted) -> None:
+def test_vits_has_its_speakers_for_voices_and_a_pace(vits: HostedSpeaker) -> None:
     assert {"0", "1", "2", "alloy"} <= set(vits.voices)
     assert not np.array_equal(say(vits, name="0"), say(vits, name="1"))
     assert np.array_equal(say(vits, name="alloy"), say(vits, name="0"))
@@ -65,7 +65,7 @@ def test_vits_has_its_speakers_for_voices_and_a_pace(vits: Hosted) -> None:
             say(vits, **wrong)
 
 
-def test_pocket_follows_a_recording(pocket: Hosted) -> None:
+def test_pocket_follows_a_recording(pocket: HostedSpeaker) -> None:
     assert pocket.follows
     assert {"anna", "bert"} <= set(pocket.voices)
     recording = (0.1 * np.sin(np.arange(RATE) / 20)).astype(np.float32).tobytes()
@@ -78,14 +78,14 @@ def test_pocket_follows_a_recording(pocket: Hosted) -> None:
         say(pocket, speed=2.0)
 
 
-def test_stop_does_not_wait_for_the_model(vits: Hosted) -> None:
+def test_stop_does_not_wait_for_the_model(vits: HostedSpeaker) -> None:
     asked = iter((False, True))
-    assert len(vits.say("hello " * 200, "en", Voice(), lambda: next(asked, True))) == 0
+    assert len(vits.say("hello " * 200, "en", VoiceSettings(), lambda: next(asked, True))) == 0
     first = say(vits)
     assert np.array_equal(say(vits), first), "the answer that nobody waited for is not taken for another"
 
 
-def test_a_killed_process_is_begun_again(vits: Hosted) -> None:
+def test_a_killed_process_is_begun_again(vits: HostedSpeaker) -> None:
     before = say(vits)
     process = vits._process
     os.kill(process.pid, signal.SIGKILL)
@@ -96,13 +96,13 @@ def test_a_killed_process_is_begun_again(vits: Hosted) -> None:
 async def test_what_can_not_be_loaded_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(BrokenModel, match="llama"):
-        await Speakers(str(tmp_path)).current()
+        await SpeakerCache(str(tmp_path)).current()
 
 
 async def test_the_speaker_in_use_is_let_go(tmp_path: Path) -> None:
-    speakers = Speakers(str(make_vits(tmp_path / "one")))
+    speakers = SpeakerCache(str(make_vits(tmp_path / "one")))
     speaker = await speakers.current()
-    assert isinstance(speaker, Hosted)
+    assert isinstance(speaker, HostedSpeaker)
     assert await speakers.current() is speaker
     process = speaker._process
     await speakers.close()
@@ -112,7 +112,7 @@ async def test_the_speaker_in_use_is_let_go(tmp_path: Path) -> None:
 
 def test_its_process_ends_with_ours(tmp_path: Path) -> None:
     """As when this program is killed: its end of the pipe is closed."""
-    speaker = Hosted(str(make_vits(tmp_path / "one")))
+    speaker = HostedSpeaker(str(make_vits(tmp_path / "one")))
     assert speaker._process.stdin is not None
     speaker._process.stdin.close()
     assert speaker._process.wait(timeout=120) == 0

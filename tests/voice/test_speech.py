@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from palaver.errors import BadParameter
-from palaver.voice.base import RATE, Samples, Voice
-from palaver.voice.encoding import FORMS, encoded, form, pcm, wav_header
-from palaver.voice.errors import VoiceMissing
+from palaver.voice.audio_format import FORMS, audio_format, encode_audio, pcm, wav_header
+from palaver.voice.base import RATE, Samples, VoiceMissing, VoiceSettings
 from palaver.voice.espeak import Espeak
-from palaver.voice.loading import Speakers
-from palaver.voice.speech import Speech, Spoken, spoken
+from palaver.voice.loader import SpeakerCache
+from palaver.voice.speech import Speech, SpokenAudio, synthesize
 
 pytest.importorskip("espeakng_loader")
 
@@ -33,14 +32,14 @@ def never() -> bool:
 
 
 def say(espeak: Espeak, words: str, **voice: object) -> Samples:
-    return espeak.say(words, "en", Voice(**voice), never)  # type: ignore[arg-type]
+    return espeak.say(words, "en", VoiceSettings(**voice), never)  # type: ignore[arg-type]
 
 
-async def heard(speech: Speech) -> list[Spoken]:
+async def heard(speech: Speech) -> list[SpokenAudio]:
     return [piece async for piece in speech]
 
 
-def joined(pieces: list[Spoken]) -> Samples:
+def joined(pieces: list[SpokenAudio]) -> Samples:
     return np.concatenate([piece.samples for piece in pieces])
 
 
@@ -60,7 +59,7 @@ def test_it_is_speech(espeak: Espeak) -> None:
 
 
 async def test_pieces_join_to_what_one_call_gives(espeak: Espeak) -> None:
-    whole = [piece async for piece in spoken(TEXT, espeak)]
+    whole = [piece async for piece in synthesize(TEXT, espeak)]
     speech = Speech(espeak)
     hearing = asyncio.create_task(heard(speech))
     for character in TEXT:
@@ -71,7 +70,7 @@ async def test_pieces_join_to_what_one_call_gives(espeak: Espeak) -> None:
     assert "".join(piece.clause.text for piece in pieces) == TEXT
     assert [piece.clause for piece in pieces] == [piece.clause for piece in whole]
     assert np.array_equal(joined(pieces), joined(whole))
-    alone = [espeak.say(p.clause.words, p.clause.language, Voice(), never) for p in whole if p.clause.words]
+    alone = [espeak.say(p.clause.words, p.clause.language, VoiceSettings(), never) for p in whole if p.clause.words]
     assert [len(p.samples) > 0 for p in whole] == [bool(p.clause.words) for p in whole]
     for sound, piece in zip(alone, (p for p in whole if p.clause.words), strict=True):
         assert np.array_equal(piece.samples[: len(sound)], sound)
@@ -81,13 +80,13 @@ async def test_pieces_join_to_what_one_call_gives(espeak: Espeak) -> None:
 def test_the_same_words_sound_the_same_whatever_came_before(espeak: Espeak) -> None:
     first = say(espeak, "Once more.")
     for other in ("Sss!", "Völlig anders?", "..."):
-        espeak.say(other, "de", Voice("de"), never)
+        espeak.say(other, "de", VoiceSettings("de"), never)
         assert np.array_equal(say(espeak, "Once more."), first)
 
 
 async def test_many_may_speak_at_once(espeak: Espeak) -> None:
     async def one(text: str) -> Samples:
-        return joined([piece async for piece in spoken(text, espeak)])
+        return joined([piece async for piece in synthesize(text, espeak)])
 
     texts = [f"Number {count} speaks. And ends." for count in range(12)]
     alone = [await one(text) for text in texts]
@@ -124,14 +123,14 @@ async def test_stop_stops_at_once(espeak: Espeak) -> None:
 def test_a_clause_is_cut_off_in_its_midst(espeak: Espeak) -> None:
     words = "This is a clause that would go on and on for quite some time if nobody stopped it. " * 3
     asked = iter(range(1000))
-    cut = espeak.say(words, "en", Voice(), lambda: next(asked) >= 5)
+    cut = espeak.say(words, "en", VoiceSettings(), lambda: next(asked) >= 5)
     assert len(cut) < 0.1 * len(say(espeak, words))
 
 
 def test_voices(espeak: Espeak) -> None:
     plain = say(espeak, "Hello there.")
     assert {"alloy", "nova", "en-gb", "de", "cmn"} <= set(espeak.voices)
-    assert espeak.language(Voice("de")) == "de"
+    assert espeak.language(VoiceSettings("de")) == "de"
     for name in ("nova", "en-gb", "en-us+f3"):
         other = say(espeak, "Hello there.", name=name)
         assert not np.array_equal(other[: len(plain)], plain[: len(other)])
@@ -140,20 +139,20 @@ def test_voices(espeak: Espeak) -> None:
         with pytest.raises(BadParameter):
             say(espeak, "Hello.", **wrong)
     with pytest.raises(BadParameter):
-        Speech(espeak, Voice("nobody"))
+        Speech(espeak, VoiceSettings("nobody"))
 
 
 async def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "espeakng_loader", None)
     with pytest.raises(VoiceMissing, match=r"pip install 'palaver\[voice\]'"):
-        await Speakers().current()
+        await SpeakerCache().current()
 
 
 @pytest.mark.parametrize("name", ["wav", "flac", "mp3", "opus"])
 def test_forms_are_what_they_say(espeak: Espeak, name: str) -> None:
     soundfile = pytest.importorskip("soundfile")
     sound = say(espeak, "A short sentence.")
-    read, rate = soundfile.read(io.BytesIO(encoded(sound, form(name))), dtype="float32")
+    read, rate = soundfile.read(io.BytesIO(encode_audio(sound, audio_format(name))), dtype="float32")
     assert rate == RATE
     assert abs(len(read) - len(sound)) < 0.1 * RATE
     assert 0.8 < loudness(read) / loudness(sound) < 1.25
@@ -163,13 +162,13 @@ def test_forms_are_what_they_say(espeak: Espeak, name: str) -> None:
 
 def test_pcm_and_wav(espeak: Espeak) -> None:
     sound = say(espeak, "Yes.")
-    data = encoded(sound, form("pcm"))
+    data = encode_audio(sound, audio_format("pcm"))
     assert data == pcm(sound)
     assert len(data) == 2 * len(sound)
-    with wave.open(io.BytesIO(encoded(sound, form("wav")))) as file:
+    with wave.open(io.BytesIO(encode_audio(sound, audio_format("wav")))) as file:
         assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2)
         assert file.readframes(file.getnframes()) == data
     assert len(wav_header()) == len(wav_header(10)) == 44
     with pytest.raises(BadParameter, match="aac"):
-        form("aac")
+        audio_format("aac")
     assert FORMS["pcm"].streams

@@ -12,9 +12,9 @@ from palaver.chat.turns import Beginning, Turns
 from palaver.chat.utterance import Request
 from palaver.errors import BadParameter
 from palaver.generation import Step
-from palaver.store import Conflict, Conversation, Settings, Status, Store, Stored
+from palaver.store import Conflict, Conversation, ReplySettings, ReplyStatus, Store, StoredMessage
 from palaver.store.replies import was_resumed_with
-from palaver.store.tokens import given
+from palaver.store.token_codec import given_tokens
 
 
 class Continuing:
@@ -23,23 +23,25 @@ class Continuing:
         self._turns = turns
         self._requests = requests
 
-    async def go_on(self, model: Model, conversation: Conversation, reply: Stored, key: str | None = None) -> Stored:
+    async def go_on(
+        self, model: Model, conversation: Conversation, reply: StoredMessage, key: str | None = None
+    ) -> StoredMessage:
         """The rest of a reply that is not whole: from its tokens where this model knows them, else from its words."""
         if reply.reply is None or not knows(model, reply):
             return await self._from_text(model, conversation, reply, key)
         request = await to_thread(self._requests.of, model, reply, conversation.owner_id)
         steps = await to_thread(self._store.replies.tokens, reply.id)
-        if reply.reply.status is Status.LENGTH:
+        if reply.reply.status is ReplyStatus.LENGTH:
             request = replace(request, sampling=lengthened(request.sampling, len(steps)))
         try:
             return await self._turns.resume(model, reply, request, steps, key)
         except Conflict:
             latest = await to_thread(self._store.messages.get, reply.id)
-            if latest.reply is not None and latest.reply.status is Status.RUNNING:
+            if latest.reply is not None and latest.reply.status is ReplyStatus.RUNNING:
                 return latest  # somebody else was quicker
         return await self._beside(model, conversation, reply, request, reply.reply.settings, steps, key)
 
-    async def done(self, reply: Stored, key: str) -> Stored | None:
+    async def done(self, reply: StoredMessage, key: str) -> StoredMessage | None:
         """What a wish with this key has led to before: the same reply, gone on with, or another beside it."""
         if was_resumed_with(reply, key):
             return reply
@@ -49,11 +51,11 @@ class Continuing:
         self,
         model: Model,
         conversation: Conversation,
-        reply: Stored,
+        reply: StoredMessage,
         tokens: int,
         instead: int | None,
         key: str | None = None,
-    ) -> Stored:
+    ) -> StoredMessage:
         """A sibling that begins with the reply's first tokens, then `instead`. Without it the rest is drawn anew: with
         another seed, unless the conversation has one, as the same one would say the same again."""
         if tokens < 0:
@@ -64,7 +66,7 @@ class Continuing:
         if instead is not None:
             if not 0 <= instead < model.engine.info.vocabulary_size:
                 raise BadParameter("instead", instead, "there is no such token")
-            steps = (*steps, *given((instead,)))
+            steps = (*steps, *given_tokens((instead,)))
         request = await to_thread(self._requests.of, model, reply, conversation.owner_id)
         made_by = reply.reply.settings
         if request.answer_at is not None and request.answer_at >= tokens:  # asked for later than the fork begins
@@ -74,25 +76,27 @@ class Continuing:
             request, made_by = replace(request, sampling=sampling), replace(made_by, sampling=sampling)
         return await self._beside(model, conversation, reply, request, made_by, steps, key)
 
-    async def _from_text(self, model: Model, conversation: Conversation, reply: Stored, key: str | None) -> Stored:
+    async def _from_text(
+        self, model: Model, conversation: Conversation, reply: StoredMessage, key: str | None
+    ) -> StoredMessage:
         """A sibling that begins with the words of a reply whose tokens are not known."""
         path = await to_thread(self._store.messages.path, reply.parent_id) if reply.parent_id else ()
         asked = await to_thread(self._requests.new, model, conversation, path, (), {})
         begun = await to_thread(self._store.messages.full, reply)
         prompt = await to_thread(model.prompt, asked.request, (), begun)
-        steps = given(prompt.reply_ids)
+        steps = given_tokens(prompt.reply_ids)
         return await self._beside(model, conversation, reply, asked.request, asked.settings, steps, key)
 
     async def _beside(
         self,
         model: Model,
         conversation: Conversation,
-        reply: Stored,
+        reply: StoredMessage,
         request: Request,
-        made_by: Settings,
+        made_by: ReplySettings,
         steps: tuple[Step, ...],
         key: str | None,
-    ) -> Stored:
+    ) -> StoredMessage:
         kept = {name: value for name, value in made_by.options.items() if name != "resumed"}
         beginning = Beginning(
             conversation.id,

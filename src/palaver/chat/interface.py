@@ -16,7 +16,7 @@ from palaver.chat.log import Entry
 from palaver.formats.switches import Switch
 from palaver.messages import Message, Part
 from palaver.sampling import Sampling
-from palaver.store import Blob, Conversation, Cursor, Hit, Node, Preset, Stored
+from palaver.store import Blob, Conversation, Cursor, Preset, SearchHit, StoredMessage, TreeNode
 
 
 class ModelState(StrEnum):
@@ -90,8 +90,8 @@ class Gauge:
 class Said:
     """A message and the reply that was begun to it."""
 
-    message: Stored
-    reply: Stored
+    message: StoredMessage
+    reply: StoredMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class Chat(Protocol):
 
     async def tags(self) -> tuple[str, ...]: ...
 
-    async def search(self, query: str, limit: int = 20) -> tuple[Hit, ...]: ...
+    async def search(self, query: str, limit: int = 20) -> tuple[SearchHit, ...]: ...
 
     def changes(self) -> AbstractAsyncContextManager[AsyncIterator[Change]]:
         """What happens from now on in the user's conversations, whoever does it."""
@@ -191,25 +191,25 @@ class Chat(Protocol):
     async def delete_preset(self, name: str) -> None: ...
 
     # the tree
-    async def message(self, id: str) -> Stored: ...
+    async def message(self, id: str) -> StoredMessage: ...
 
-    async def path(self, leaf: str) -> tuple[Stored, ...]:
+    async def path(self, leaf: str) -> tuple[StoredMessage, ...]:
         """A branch: from the root to this message."""
         ...
 
-    async def siblings(self, id: str) -> tuple[Stored, ...]: ...
+    async def siblings(self, id: str) -> tuple[StoredMessage, ...]: ...
 
-    async def nodes(self, conversation_id: str) -> tuple[Node, ...]: ...
+    async def nodes(self, conversation_id: str) -> tuple[TreeNode, ...]: ...
 
     async def newest_leaf(self, conversation_id: str, start: str | None = None) -> str | None: ...
 
     async def append(
         self, conversation_id: str, parent: str | None, message: Message, *, key: str | None = None
-    ) -> Stored:
+    ) -> StoredMessage:
         """Puts a message into the tree without asking for a reply."""
         ...
 
-    async def edit(self, message_id: str, parts: Iterable[Part | Blob], *, key: str | None = None) -> Stored:
+    async def edit(self, message_id: str, parts: Iterable[Part | Blob], *, key: str | None = None) -> StoredMessage:
         """Another wording, as a sibling. An edited reply can be continued."""
         ...
 
@@ -243,11 +243,11 @@ class Chat(Protocol):
         *,
         parameters: Mapping[str, Any] | None = None,
         key: str | None = None,
-    ) -> Stored:
+    ) -> StoredMessage:
         """Begins a reply under a message: a retry is a second one under the same."""
         ...
 
-    async def go_on(self, reply_id: str, *, key: str | None = None) -> Stored:
+    async def go_on(self, reply_id: str, *, key: str | None = None) -> StoredMessage:
         """Continues a reply that was stopped, cut, interrupted, failed, edited or imported.
 
         The same message runs on, where nothing hangs on it and its tokens are known; else a sibling that begins with
@@ -255,7 +255,9 @@ class Chat(Protocol):
         """
         ...
 
-    async def fork(self, reply_id: str, tokens: int, instead: int | None = None, *, key: str | None = None) -> Stored:
+    async def fork(
+        self, reply_id: str, tokens: int, instead: int | None = None, *, key: str | None = None
+    ) -> StoredMessage:
         """A sibling that begins with the reply's first tokens, then `instead`, and goes on from there: the model is
         the same and so are its dice. Without `instead` the rest is drawn anew."""
         ...

@@ -16,7 +16,7 @@ from palaver.formats.format import TemplateFormat
 from palaver.formats.loader import load_completion, load_format, named_tokens, template_text
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
-from palaver.models.axolotl import Trained, is_configuration, read
+from palaver.models.axolotl import TrainedModel, is_configuration, read_configuration
 from palaver.models.catalog import resolve
 from palaver.models.templates import TEMPLATES
 
@@ -73,12 +73,12 @@ def hosted(loading: Loading) -> Load:
     return load
 
 
-def found(name: str) -> Trained:
+def found(name: str) -> TrainedModel:
     """What a name stands for: a model, or what a training configuration made."""
-    return read(Path(name).expanduser()) if is_configuration(name) else Trained(name)
+    return read_configuration(Path(name).expanduser()) if is_configuration(name) else TrainedModel(name)
 
 
-def talk(folder: Path, loading: Loading, trained: Trained | None = None) -> tuple[FastTokenizer, Format]:
+def talk(folder: Path, loading: Loading, trained: TrainedModel | None = None) -> tuple[FastTokenizer, Format]:
     """How the model talks: by the template one asks for, by what it was trained with, else by its own."""
     tokenizer = load_tokenizer(folder)
     if loading.raw:
@@ -95,7 +95,7 @@ def talk(folder: Path, loading: Loading, trained: Trained | None = None) -> tupl
         return tokenizer, _talking(fallback, folder, tokenizer)
 
 
-def untold(trained: Trained) -> tuple[str, ...]:
+def untold(trained: TrainedModel) -> tuple[str, ...]:
     """What a person should know where a template is only named, and not at hand."""
     if trained.name is None or _trained_with(trained) is not None:
         return ()
@@ -104,7 +104,7 @@ def untold(trained: Trained) -> tuple[str, ...]:
     )
 
 
-def _trained_with(trained: Trained) -> str | None:
+def _trained_with(trained: TrainedModel) -> str | None:
     """The template in the configuration; else the one that was saved with what it trained; else the one it names."""
     if trained.template is not None:
         return trained.template

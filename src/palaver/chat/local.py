@@ -17,8 +17,19 @@ from palaver.chat.turns import Beginning, Turn
 from palaver.errors import BadParameter, ContextOverflow, NothingToContinue, PalaverError
 from palaver.generation import Step
 from palaver.messages import Message, Part, Role
-from palaver.store import Blob, Conflict, Conversation, Cursor, Hit, Node, NotFound, Preset, Status, Stored
-from palaver.transcripts import Format, keep, read, take, write
+from palaver.store import (
+    Blob,
+    Conflict,
+    Conversation,
+    Cursor,
+    NotFound,
+    Preset,
+    ReplyStatus,
+    SearchHit,
+    StoredMessage,
+    TreeNode,
+)
+from palaver.transcripts import TranscriptFormat, read_conversation, read_file, store_transcript, write_transcript
 
 if TYPE_CHECKING:
     from palaver.chat.service import Service
@@ -144,7 +155,7 @@ class LocalChat:
     async def tags(self) -> tuple[str, ...]:
         return await _thread(self._store.conversations.tags, self._owner)
 
-    async def search(self, query: str, limit: int = 20) -> tuple[Hit, ...]:
+    async def search(self, query: str, limit: int = 20) -> tuple[SearchHit, ...]:
         return await _thread(self._store.search.find, self._owner, query, limit)
 
     @asynccontextmanager
@@ -165,7 +176,7 @@ class LocalChat:
 
     # the tree
 
-    async def message(self, id: str) -> Stored:
+    async def message(self, id: str) -> StoredMessage:
         stored = await _thread(self._store.messages.get, id)
         try:
             await self.conversation(stored.conversation_id)
@@ -173,15 +184,15 @@ class LocalChat:
             raise NotFound("message", id) from None
         return stored
 
-    async def path(self, leaf: str) -> tuple[Stored, ...]:
+    async def path(self, leaf: str) -> tuple[StoredMessage, ...]:
         await self.message(leaf)
         return await _thread(self._store.messages.path, leaf)
 
-    async def siblings(self, id: str) -> tuple[Stored, ...]:
+    async def siblings(self, id: str) -> tuple[StoredMessage, ...]:
         await self.message(id)
         return await _thread(self._store.messages.siblings, id)
 
-    async def nodes(self, conversation_id: str) -> tuple[Node, ...]:
+    async def nodes(self, conversation_id: str) -> tuple[TreeNode, ...]:
         await self.conversation(conversation_id)
         return await _thread(self._store.messages.nodes, conversation_id)
 
@@ -193,14 +204,14 @@ class LocalChat:
 
     async def append(
         self, conversation_id: str, parent: str | None, message: Message, *, key: str | None = None
-    ) -> Stored:
+    ) -> StoredMessage:
         conversation = await self.conversation(conversation_id)
         await self._check_parent(parent)
         stored = await _thread(self._store.messages.append, conversation_id, parent, message, key=key)
         self._changed(conversation, "message", stored.id)
         return stored
 
-    async def edit(self, message_id: str, parts: Iterable[Part | Blob], *, key: str | None = None) -> Stored:
+    async def edit(self, message_id: str, parts: Iterable[Part | Blob], *, key: str | None = None) -> StoredMessage:
         old = await self.message(message_id)
         stored = await _thread(self._store.messages.edit, message_id, tuple(parts), key=key)
         self._changed(await self.conversation(old.conversation_id), "message", stored.id)
@@ -259,7 +270,7 @@ class LocalChat:
         *,
         parameters: Mapping[str, Any] | None = None,
         key: str | None = None,
-    ) -> Stored:
+    ) -> StoredMessage:
         conversation = await self.conversation(conversation_id)
         await self._check_parent(parent)
         model = await self._service.models.ready()
@@ -276,7 +287,7 @@ class LocalChat:
         )
         return await self._turns.begin(model, beginning)
 
-    async def go_on(self, reply_id: str, *, key: str | None = None) -> Stored:
+    async def go_on(self, reply_id: str, *, key: str | None = None) -> StoredMessage:
         reply = await self._an_answer(reply_id)
         if key is not None and (done := await self._service.continuing.done(reply, key)) is not None:
             return done
@@ -292,7 +303,9 @@ class LocalChat:
         conversation = await self.conversation(reply.conversation_id)
         return await self._service.continuing.go_on(model, conversation, reply, key)
 
-    async def fork(self, reply_id: str, tokens: int, instead: int | None = None, *, key: str | None = None) -> Stored:
+    async def fork(
+        self, reply_id: str, tokens: int, instead: int | None = None, *, key: str | None = None
+    ) -> StoredMessage:
         reply = await self._an_answer(reply_id)
         model = await self._service.models.ready()
         conversation = await self.conversation(reply.conversation_id)
@@ -352,17 +365,19 @@ class LocalChat:
 
     async def export(self, conversation_id: str, form: str, leaf: str | None = None) -> str:
         await self.conversation(conversation_id)
-        if form not in set(Format):
-            raise BadParameter("form", form, f"must be one of {', '.join(Format)}")
-        transcript = await _thread(take, self._store, conversation_id)
+        if form not in set(TranscriptFormat):
+            raise BadParameter("form", form, f"must be one of {', '.join(TranscriptFormat)}")
+        transcript = await _thread(read_conversation, self._store, conversation_id)
         if leaf is not None:
             await self.message(leaf)
             transcript = replace(transcript, head=leaf)
-        return await _thread(write, transcript, Format(form))
+        return await _thread(write_transcript, transcript, TranscriptFormat(form))
 
     async def take_in(self, text: str) -> tuple[Conversation, ...]:
-        found = await _thread(read, text)
-        kept = [await _thread(keep, self._store, self._owner, transcript) for transcript in found.transcripts]
+        found = await _thread(read_file, text)
+        kept = [
+            await _thread(store_transcript, self._store, self._owner, transcript) for transcript in found.transcripts
+        ]
         return tuple(self._changed(one.conversation, "created") for one in kept)
 
     async def put_blob(self, data: bytes) -> str:
@@ -382,7 +397,7 @@ class LocalChat:
         self._service.changes.tell(self._owner, Change(conversation.id, what, message))
         return conversation
 
-    async def _path(self, leaf: str | None) -> tuple[Stored, ...]:
+    async def _path(self, leaf: str | None) -> tuple[StoredMessage, ...]:
         return await self.path(leaf) if leaf is not None else ()
 
     async def _check_parent(self, parent: str | None) -> None:
@@ -392,7 +407,7 @@ class LocalChat:
         if _is_running(await self._settled(await self.message(parent))):
             raise Conflict("The reply is still running: wait for it, or stop it first.")
 
-    async def _settled(self, reply: Stored) -> Stored:
+    async def _settled(self, reply: StoredMessage) -> StoredMessage:
         """The reply as it is once its end is written, where this process could not write it before."""
         turn = self._turns.get(reply.id)
         stray = turn is None and _is_running(reply)
@@ -401,7 +416,7 @@ class LocalChat:
         await self._turns.settle()
         return await self.message(reply.id)
 
-    async def _an_answer(self, id: str) -> Stored:
+    async def _an_answer(self, id: str) -> StoredMessage:
         stored = await self.message(id)
         if stored.role is not Role.ASSISTANT:
             raise NotFound("reply", id)
@@ -419,12 +434,12 @@ async def _thread(function: Callable[P, T], *values: P.args, **named: P.kwargs) 
     return await asyncio.to_thread(function, *values, **named)
 
 
-def _is_running(stored: Stored) -> bool:
-    return stored.reply is not None and stored.reply.status is Status.RUNNING
+def _is_running(stored: StoredMessage) -> bool:
+    return stored.reply is not None and stored.reply.status is ReplyStatus.RUNNING
 
 
-def _is_done(stored: Stored) -> bool:
-    return stored.reply is not None and stored.reply.status is Status.DONE
+def _is_done(stored: StoredMessage) -> bool:
+    return stored.reply is not None and stored.reply.status is ReplyStatus.DONE
 
 
 def _checked(parameters: Mapping[str, Any] | None) -> dict[str, Any]:

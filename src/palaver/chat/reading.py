@@ -13,7 +13,7 @@ from palaver.chat.turns import Turns
 from palaver.events import Failed, Finished, ReadEvent, Snapshot, Usage
 from palaver.formats.reader import ReplyReader
 from palaver.generation import Finish
-from palaver.store import NotFound, Status, Store, Stored
+from palaver.store import NotFound, ReplyStatus, Store, StoredMessage
 from palaver.store.leases import SECONDS
 
 POLL_S = 0.1
@@ -21,7 +21,7 @@ POLL_S = 0.1
 PATIENCE_S = SECONDS
 """After so long without a token it is checked whether the process that writes the reply still lives."""
 INTERRUPTED = "The program that was writing this reply ended: it can be continued."
-_FINISH = {Status.DONE: Finish.END, Status.STOPPED: Finish.STOPPED, Status.LENGTH: Finish.LENGTH}
+_FINISH = {ReplyStatus.DONE: Finish.END, ReplyStatus.STOPPED: Finish.STOPPED, ReplyStatus.LENGTH: Finish.LENGTH}
 
 
 class Reading:
@@ -30,7 +30,7 @@ class Reading:
         self._turns = turns
         self._requests = requests
 
-    async def read(self, model: Model | None, reply: Stored, after: int) -> AsyncGenerator[Entry]:
+    async def read(self, model: Model | None, reply: StoredMessage, after: int) -> AsyncGenerator[Entry]:
         """The events after that number, to the end. Without the model that said it: a snapshot. BadParameter at once
         for a number that the turn never had."""
         turn = self._turns.get(reply.id)
@@ -44,7 +44,7 @@ class Reading:
         await log.reaches(after)
         return log.read(after)
 
-    def _over(self, model: Model | None, reply: Stored) -> Log:
+    def _over(self, model: Model | None, reply: StoredMessage) -> Log:
         """The events of a reply as its tokens tell them."""
         if reply.reply is None:
             raise NotFound("turn", reply.id)
@@ -54,12 +54,12 @@ class Reading:
         events, tail = reader.open(), tuple(reader.close())
         return Log((*events, ending(reply, tail, reader.stop)))
 
-    def _reader(self, model: Model, reply: Stored, said: tuple[int, ...]) -> ReplyReader:
+    def _reader(self, model: Model, reply: StoredMessage, said: tuple[int, ...]) -> ReplyReader:
         owner = self._store.conversations.get(reply.conversation_id).owner_id
         return model.reader(self._requests.of(model, reply, owner), said)
 
     async def _elsewhere(
-        self, model: Model, reply: Stored, after: int, reader: ReplyReader, log: Log, read: int
+        self, model: Model, reply: StoredMessage, after: int, reader: ReplyReader, log: Log, read: int
     ) -> AsyncGenerator[Entry]:
         """Follows the tokens in the store, where they are before anybody hears of them; `read` are in the log."""
         waited = 0.0
@@ -84,7 +84,7 @@ class Reading:
             yield entry
 
 
-def ending(reply: Stored, tail: tuple[ReadEvent, ...] = (), stop: str | None = None) -> Finished | Failed:
+def ending(reply: StoredMessage, tail: tuple[ReadEvent, ...] = (), stop: str | None = None) -> Finished | Failed:
     """How a reply ended, by its record; `stop` is the stop string that its reader met."""
     assert reply.reply is not None
     finish = _FINISH.get(reply.reply.status)
@@ -95,5 +95,5 @@ def ending(reply: Stored, tail: tuple[ReadEvent, ...] = (), stop: str | None = N
     return Finished(finish, reply.reply.usage or Usage(), stop, tail)
 
 
-def _runs(reply: Stored) -> bool:
-    return reply.reply is not None and reply.reply.status is Status.RUNNING
+def _runs(reply: StoredMessage) -> bool:
+    return reply.reply is not None and reply.reply.status is ReplyStatus.RUNNING

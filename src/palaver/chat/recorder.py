@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from palaver.generation import Step
-from palaver.store import Lease, LeaseLost, Piece, Store, StoreError
-from palaver.store.tokens import as_stored
+from palaver.store import Lease, LeaseLost, Store, StoreError, TokenFrame
+from palaver.store.token_codec import as_stored
 
 
 class RecorderClosed(StoreError):
@@ -23,13 +23,13 @@ class Recorder:
         self._store = store
         self.lease = lease
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
-        self._waiting: list[tuple[Piece, asyncio.Future[Step]]] = []
+        self._waiting: list[tuple[TokenFrame, asyncio.Future[Step]]] = []
         self._writing: asyncio.Task[None] | None = None
 
     async def keep(self, reply_id: str, place: int, step: Step) -> Step:
         """Gives the step as it is stored, once it is. Raises whatever writing it raised, LeaseLost among it."""
         kept: asyncio.Future[Step] = asyncio.get_running_loop().create_future()
-        self._waiting.append((Piece(reply_id, place, (step,)), kept))
+        self._waiting.append((TokenFrame(reply_id, place, (step,)), kept))
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())
         return await kept
@@ -40,7 +40,7 @@ class Recorder:
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
         while self._waiting:
-            batch: list[tuple[Piece, asyncio.Future[Step]]] = []
+            batch: list[tuple[TokenFrame, asyncio.Future[Step]]] = []
             try:
                 await asyncio.sleep(0)  # the other turns of the same engine frame put theirs in too
                 batch, self._waiting = self._waiting, []
@@ -54,7 +54,7 @@ class Recorder:
                 _answer(batch, [RecorderClosed()] * len(batch))
                 raise
 
-    def _commit(self, pieces: list[Piece]) -> list[Step | Exception]:
+    def _commit(self, pieces: list[TokenFrame]) -> list[Step | Exception]:
         try:
             lost = self._store.replies.append(self.lease, pieces)
         except StoreError:
@@ -66,7 +66,7 @@ class Recorder:
         return [LeaseLost(piece.reply_id) if piece.reply_id in lost else as_stored(piece.steps[0]) for piece in pieces]
 
 
-def _answer(batch: list[tuple[Piece, asyncio.Future[Step]]], kept: Sequence[Step | Exception]) -> None:
+def _answer(batch: list[tuple[TokenFrame, asyncio.Future[Step]]], kept: Sequence[Step | Exception]) -> None:
     for (_, future), step in zip(batch, kept, strict=True):
         if future.done():  # nobody waits any more
             continue

@@ -10,7 +10,7 @@ from palaver.chat.requests import Requests
 from palaver.chat.turns import Turns
 from palaver.events import fold
 from palaver.messages import Part
-from palaver.store import Ending, Status, Store, Stored
+from palaver.store import ReplyEnding, ReplyStatus, Store, StoredMessage
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Recovery:
             except Exception as error:
                 _log.warning("a reply that another process left was not recovered: %s", error)
                 if self._resume:
-                    await self._turns.give_up(id, Ending(Status.INTERRUPTED, None))
+                    await self._turns.give_up(id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
 
     async def _recover(self, model: Model, id: str) -> None:
         reply = await asyncio.to_thread(self._store.messages.get, id)
@@ -40,23 +40,23 @@ class Recovery:
             parts = await asyncio.to_thread(self.folded, model, reply)
             await asyncio.to_thread(self._store.replies.rewrite, id, parts)
 
-    async def _take_over(self, model: Model, reply: Stored) -> None:
+    async def _take_over(self, model: Model, reply: StoredMessage) -> None:
         assert reply.reply is not None
         if not knows(model, reply):
-            await self._turns.give_up(reply.id, Ending(Status.INTERRUPTED, None))
+            await self._turns.give_up(reply.id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
             return
         conversation = await asyncio.to_thread(self._store.conversations.get, reply.conversation_id)
         request = await asyncio.to_thread(self._requests.of, model, reply, conversation.owner_id)
         steps = await asyncio.to_thread(self._store.replies.tokens, reply.id)
         await self._turns.take_over(model, reply, request, steps)
 
-    def folded(self, model: Model, reply: Stored) -> tuple[Part, ...]:
+    def folded(self, model: Model, reply: StoredMessage) -> tuple[Part, ...]:
         """What the reply's tokens say."""
         owner = self._store.conversations.get(reply.conversation_id, deleted=True).owner_id
         reader = model.reader(self._requests.of(model, reply, owner), self._store.replies.token_ids(reply.id))
         return fold((*reader.open(), *reader.close())).message.parts
 
 
-def knows(model: Model, reply: Stored) -> bool:
+def knows(model: Model, reply: StoredMessage) -> bool:
     """Whether the reply's token ids mean something to this model."""
     return reply.reply is not None and reply.reply.settings.tokenizer == model.tokenizer

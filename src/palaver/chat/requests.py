@@ -13,13 +13,13 @@ from palaver.errors import ContextOverflow
 from palaver.formats.base import Format
 from palaver.generation import Prompt
 from palaver.messages import Message, Role, Text, Thinking
-from palaver.store import Conversation, Settings, Status, Store, Stored, prompt
+from palaver.store import Conversation, ReplySettings, ReplyStatus, Store, StoredMessage, prompt_messages
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     request: Request
-    settings: Settings
+    settings: ReplySettings
     prompt: Prompt
     """The request, rendered."""
 
@@ -39,7 +39,7 @@ class Requests:
         self,
         model: Model,
         conversation: Conversation,
-        path: Sequence[Stored],
+        path: Sequence[StoredMessage],
         more: Sequence[Message],
         parameters: Mapping[str, Any],
     ) -> Asked:
@@ -57,7 +57,7 @@ class Requests:
         said = (*self._store.messages.full_path(path), *more)
         system = conversation.system if decided.system is None else decided.system
         request = Request(
-            prompt(system, said),
+            prompt_messages(system, said),
             sampling,
             decided.tools,
             decided.options,
@@ -70,12 +70,12 @@ class Requests:
         request = replace(request, messages=without_oldest(request.messages, dropped))
         return Asked(request, _settings(model, request, system, dropped, decided.note), rendered)
 
-    def of(self, model: Model, reply: Stored, owner: str) -> Request:
+    def of(self, model: Model, reply: StoredMessage, owner: str) -> Request:
         """What a reply was decided by, from its record and the branch above it."""
         assert reply.reply is not None
         made_by = reply.reply.settings
         path = spoken(self._store.messages.path(reply.parent_id)) if reply.parent_id else ()
-        whole = prompt(made_by.options.get("system", ""), self._store.messages.full_path(path))
+        whole = prompt_messages(made_by.options.get("system", ""), self._store.messages.full_path(path))
         return Request(
             without_oldest(whole, made_by.options.get("dropped", 0)),
             made_by.sampling,
@@ -88,23 +88,23 @@ class Requests:
             made_by.answer_at,
         )
 
-    def past(self, model: Model, path: Sequence[Stored]) -> tuple[tuple[int, ...] | None, ...]:
+    def past(self, model: Model, path: Sequence[StoredMessage]) -> tuple[tuple[int, ...] | None, ...]:
         """The ids of the replies on the path, where this model's tokenizer made them. The path is a `spoken` one."""
         return tuple(self._ids(model, stored) for stored in path if stored.role is Role.ASSISTANT)
 
-    def _ids(self, model: Model, stored: Stored) -> tuple[int, ...] | None:
+    def _ids(self, model: Model, stored: StoredMessage) -> tuple[int, ...] | None:
         if stored.reply is None or stored.reply.settings.tokenizer != model.tokenizer:
             return None
         return self._store.replies.token_ids(stored.id)
 
 
-def spoken(path: Sequence[Stored]) -> tuple[Stored, ...]:
+def spoken(path: Sequence[StoredMessage]) -> tuple[StoredMessage, ...]:
     """The path without replies that were cut before they said anything: to a model they would be empty turns."""
     return tuple(stored for stored in path if not _is_empty(stored))
 
 
-def _is_empty(stored: Stored) -> bool:
-    if stored.reply is None or stored.reply.status is Status.DONE:
+def _is_empty(stored: StoredMessage) -> bool:
+    if stored.reply is None or stored.reply.status is ReplyStatus.DONE:
         return False
     return all(isinstance(part, Text | Thinking) and not part.text for part in stored.parts)
 
@@ -142,7 +142,7 @@ def _next_exchange(messages: Sequence[Message]) -> int | None:
     return later[0] if later else None
 
 
-def _settings(model: Model, request: Request, system: str, dropped: int, note: Mapping[str, Any]) -> Settings:
+def _settings(model: Model, request: Request, system: str, dropped: int, note: Mapping[str, Any]) -> ReplySettings:
     options = options_to_json(request.options)
     if system:
         options["system"] = system
@@ -150,5 +150,5 @@ def _settings(model: Model, request: Request, system: str, dropped: int, note: M
         options["dropped"] = dropped
     if note:
         options["note"] = dict(note)
-    made_by = Settings(model.name, request.sampling, model.tokenizer, options, request.tools, request.choice)
+    made_by = ReplySettings(model.name, request.sampling, model.tokenizer, options, request.tools, request.choice)
     return made_by.continued_by(model.engine.info.fingerprint, 0)

@@ -17,7 +17,7 @@ from palaver.chat.recovery import Recovery, knows
 from palaver.chat.requests import Requests
 from palaver.chat.turns import Turns
 from palaver.errors import PalaverError
-from palaver.store import Store, Stored
+from palaver.store import Store, StoredMessage
 from palaver.store.leases import SECONDS
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Service:
         self.recovered = asyncio.Event()
         """Set when what an earlier process left has been taken care of."""
         self.resumes = resume
-        self.continues: Callable[[Stored], bool] | None = None
+        self.continues: Callable[[StoredMessage], bool] | None = None
         """Tells which interrupted replies are continued when the service starts, though nobody asks for it."""
         self._recovery = Recovery(store, self.turns, self.requests, resume)
         self.uploads: set[tuple[str, str]] = set()
@@ -77,7 +77,7 @@ class Service:
             if self.models.card().state is ModelState.READY and not self.turns.closing:
                 done = await self._recover_once()
 
-    async def _continue_interrupted(self, wanted: Callable[[Stored], bool]) -> None:
+    async def _continue_interrupted(self, wanted: Callable[[StoredMessage], bool]) -> None:
         try:
             model = self.models.current()
             replies = await asyncio.to_thread(self.store.replies.interrupted)

@@ -24,9 +24,9 @@ from palaver.events import Event, Failed, Finished, ReadEvent, Started
 from palaver.generation import Finish, Prompt, Step
 from palaver.messages import Message
 from palaver.phases import Phase
-from palaver.store import Ending, Lease, LeaseLost, Settings, Status, Store, Stored
+from palaver.store import Lease, LeaseLost, ReplyEnding, ReplySettings, ReplyStatus, Store, StoredMessage
 from palaver.store.leases import SECONDS
-from palaver.store.tokens import given
+from palaver.store.token_codec import given_tokens
 
 REMEMBERED = 64
 """Turns whose events stay in memory after their end, for readers that come back soon."""
@@ -37,10 +37,10 @@ LEFT = "The server ended: the reply goes on when it is back."
 LOST = "Another process has taken over this reply."
 NOT_BEGUN = "The reply was stored but could not be started: it can be continued."
 _STATUS = {
-    Finish.END: Status.DONE,
-    Finish.STOP_STRING: Status.DONE,
-    Finish.LENGTH: Status.LENGTH,
-    Finish.STOPPED: Status.STOPPED,
+    Finish.END: ReplyStatus.DONE,
+    Finish.STOP_STRING: ReplyStatus.DONE,
+    Finish.LENGTH: ReplyStatus.LENGTH,
+    Finish.STOPPED: ReplyStatus.STOPPED,
 }
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Beginning:
     conversation_id: str
     parent_id: str | None
     request: Request
-    settings: Settings
+    settings: ReplySettings
     goes_on_from: tuple[Step, ...] = ()
     key: str | None = None
     expected_head: str | None = None
@@ -67,7 +67,7 @@ class Beginning:
 class Turn:
     """A reply that runs, or ran not long ago."""
 
-    reply: Stored
+    reply: StoredMessage
     owner: str
     utterance: Utterance
     clock: Clock
@@ -93,13 +93,13 @@ class Turns:
         self._store = store
         self._changes = changes
         self._turns: dict[str, Turn] = {}
-        self._unsettled: dict[str, Ending] = {}
+        self._unsettled: dict[str, ReplyEnding] = {}
         """Endings that could not be written when they came."""
         self._recovering: set[str] = set()
         """Replies of dead processes that this one holds and has not started yet."""
         self._beginning = asyncio.Lock()
         """Held while a reply is stored but not among the turns yet, and while the lease changes."""
-        self._starts: set[asyncio.Task[Stored]] = set()
+        self._starts: set[asyncio.Task[StoredMessage]] = set()
         self.closing = False
         """Whether nothing new is begun any more."""
         self.heard: Callable[[Turn, Event], None] | None = None
@@ -139,7 +139,7 @@ class Turns:
     def running(self) -> tuple[Turn, ...]:
         return tuple(turn for turn in self._turns.values() if not turn.log.ended)
 
-    async def begin(self, model: Model, beginning: Beginning) -> Stored:
+    async def begin(self, model: Model, beginning: Beginning) -> StoredMessage:
         """A new reply, running. With a key that was used before: the one that was begun then.
 
         A caller that is cancelled meanwhile does not leave a reply that is stored and never runs.
@@ -154,10 +154,12 @@ class Turns:
             beginning.prompt,
         )
         if not beginning.goes_on_from:  # first words that were asked for
-            beginning = replace(beginning, goes_on_from=given(utterance.prompt.reply_ids))
+            beginning = replace(beginning, goes_on_from=given_tokens(utterance.prompt.reply_ids))
         return await self._shielded(self._begin(beginning, utterance, reply_id))
 
-    async def _begin(self, beginning: Beginning, utterance: Utterance, reply_id: Callable[[str], None]) -> Stored:
+    async def _begin(
+        self, beginning: Beginning, utterance: Utterance, reply_id: Callable[[str], None]
+    ) -> StoredMessage:
         async with self._beginning:
             self.check_open()
             reply, ours = await self._under_lease(lambda lease: self._start(lease, beginning))
@@ -167,8 +169,8 @@ class Turns:
         return reply
 
     async def resume(
-        self, model: Model, reply: Stored, request: Request, steps: Sequence[Step], key: str | None = None
-    ) -> Stored:
+        self, model: Model, reply: StoredMessage, request: Request, steps: Sequence[Step], key: str | None = None
+    ) -> StoredMessage:
         """The same reply runs on, on top of its tokens. Conflict where it can't: see `Replies.resume`."""
         self.check_open()
         utterance, reply_id = await asyncio.to_thread(self._utterance, model, request, _ids(steps))
@@ -177,13 +179,13 @@ class Turns:
 
     async def _resume(
         self,
-        reply: Stored,
+        reply: StoredMessage,
         owner: str,
         utterance: Utterance,
         reply_id: Callable[[str], None],
         key: str | None,
         fingerprint: str,
-    ) -> Stored:
+    ) -> StoredMessage:
         assert reply.reply is not None
         async with self._beginning:
             self.check_open()
@@ -198,7 +200,7 @@ class Turns:
             self._run(resumed, owner, utterance, Clock(reply.reply.timings))
         return resumed
 
-    async def take_over(self, model: Model, reply: Stored, request: Request, steps: Sequence[Step]) -> None:
+    async def take_over(self, model: Model, reply: StoredMessage, request: Request, steps: Sequence[Step]) -> None:
         """Goes on with a reply of a dead process, which this one holds already."""
         utterance, reply_id = await asyncio.to_thread(self._utterance, model, request, _ids(steps))
         reply_id(reply.id)
@@ -216,7 +218,7 @@ class Turns:
             self._recovering.update(found)
             return found
 
-    async def give_up(self, reply_id: str, ending: Ending) -> None:
+    async def give_up(self, reply_id: str, ending: ReplyEnding) -> None:
         """Ends a reply that this process holds and can't go on with."""
         self._unsettled[reply_id] = ending
         self._recovering.discard(reply_id)
@@ -260,7 +262,7 @@ class Turns:
                 held = ()
             for id in held:
                 if id not in self._turns and id not in self._recovering:
-                    self._unsettled.setdefault(id, Ending(Status.FAILED, None, error=NOT_BEGUN))
+                    self._unsettled.setdefault(id, ReplyEnding(ReplyStatus.FAILED, None, error=NOT_BEGUN))
             await self._write_endings()
 
     async def _write_endings(self) -> None:
@@ -281,7 +283,7 @@ class Turns:
         if (turn := self._turns.get(id)) is not None and turn.log.ended:
             del self._turns[id]  # it told that its end was not written: from now on it is read from the store
 
-    async def _shielded(self, starting: Coroutine[None, None, Stored]) -> Stored:
+    async def _shielded(self, starting: Coroutine[None, None, StoredMessage]) -> StoredMessage:
         """Not cancelled with its caller: what is stored is also run."""
         task = asyncio.create_task(starting)
         self._starts.add(task)
@@ -331,7 +333,7 @@ class Turns:
         utterance.keep_answer_at = keep_answer_at
         return utterance, known.append
 
-    def _start(self, lease: Lease, beginning: Beginning) -> tuple[Stored, bool]:
+    def _start(self, lease: Lease, beginning: Beginning) -> tuple[StoredMessage, bool]:
         """The reply, and whether it is ours to run: one that the key found runs already or is over."""
         reply = self._store.replies.start(
             lease,
@@ -344,10 +346,10 @@ class Turns:
         )
         if beginning.key is None:
             return reply, True
-        runs = reply.reply is not None and reply.reply.status is Status.RUNNING and reply.id not in self._turns
+        runs = reply.reply is not None and reply.reply.status is ReplyStatus.RUNNING and reply.id not in self._turns
         return reply, runs and reply.id in self._store.replies.held(lease)
 
-    def _run(self, reply: Stored, owner: str, utterance: Utterance, clock: Clock) -> None:
+    def _run(self, reply: StoredMessage, owner: str, utterance: Utterance, clock: Clock) -> None:
         if reply.reply is not None:
             utterance.notice = engine_notice(reply.reply.settings, utterance.said)
         turn = Turn(reply, owner, utterance, clock)
@@ -370,7 +372,7 @@ class Turns:
                 ending = Failed(_internal(error))
             else:
                 raise
-            self._unsettled[turn.id] = Ending(Status.INTERRUPTED, None, error=ending.error)
+            self._unsettled[turn.id] = ReplyEnding(ReplyStatus.INTERRUPTED, None, error=ending.error)
         finally:
             turn.log.tell(ending)
             self._hear(turn, ending)
@@ -410,7 +412,7 @@ class Turns:
             stored = _stored(turn, ending)
         except Exception as error:  # the text can't be folded: the tokens are the record
             ending = Failed(_internal(error))
-            stored = Ending(Status.FAILED, None, error=ending.error)
+            stored = ReplyEnding(ReplyStatus.FAILED, None, error=ending.error)
         try:
             await asyncio.to_thread(self._store.replies.finish, self._lease, turn.id, stored)
         except LeaseLost:
@@ -451,7 +453,7 @@ class Turns:
             del self._turns[id]
 
 
-def engine_notice(made_by: Settings, tokens: int) -> str:
+def engine_notice(made_by: ReplySettings, tokens: int) -> str:
     """What a reader should know where another engine than before goes on with a reply after so many tokens."""
     if len(made_by.fingerprints) < 2:
         return ""
@@ -497,8 +499,8 @@ def _internal(error: BaseException) -> str:
     return f"An internal error ended the reply ({type(error).__name__}): the log has the details. It can be continued."
 
 
-def _stored(turn: Turn, ending: Finished | Failed) -> Ending:
-    return Ending(
+def _stored(turn: Turn, ending: Finished | Failed) -> ReplyEnding:
+    return ReplyEnding(
         _status(turn, ending),
         turn.log.folded(ending).message.parts,
         turn.utterance.usage,
@@ -507,7 +509,7 @@ def _stored(turn: Turn, ending: Finished | Failed) -> Ending:
     )
 
 
-def _status(turn: Turn, ending: Finished | Failed) -> Status:
+def _status(turn: Turn, ending: Finished | Failed) -> ReplyStatus:
     if isinstance(ending, Finished):
         return _STATUS[ending.finish]
-    return Status.INTERRUPTED if turn.parked else Status.FAILED
+    return ReplyStatus.INTERRUPTED if turn.parked else ReplyStatus.FAILED

@@ -18,7 +18,7 @@ from palaver.client import streams
 from palaver.client.connection import Connection, read
 from palaver.errors import BadParameter
 from palaver.messages import Message, Part
-from palaver.store import Blob, Conversation, Cursor, Hit, Node, NotFound, Preset, Stored
+from palaver.store import Blob, Conversation, Cursor, NotFound, Preset, SearchHit, StoredMessage, TreeNode
 from palaver.store.errors import Unstorable
 from palaver.wire import conversations as wire
 from palaver.wire import messages, requests
@@ -150,7 +150,7 @@ class HttpChat:
     async def tags(self) -> tuple[str, ...]:
         return tuple(await self._server.get(list[str], "tags"))
 
-    async def search(self, query: str, limit: int = 20) -> tuple[Hit, ...]:
+    async def search(self, query: str, limit: int = 20) -> tuple[SearchHit, ...]:
         found = await self._server.get(list[wire.Hit], "search", query=query, limit=limit)
         return tuple(hit.value() for hit in found)
 
@@ -177,16 +177,16 @@ class HttpChat:
 
     # the tree
 
-    async def message(self, id: str) -> Stored:
+    async def message(self, id: str) -> StoredMessage:
         return (await self._server.get(wire.Stored, _message(id))).value()
 
-    async def path(self, leaf: str) -> tuple[Stored, ...]:
+    async def path(self, leaf: str) -> tuple[StoredMessage, ...]:
         return _stored(await self._server.get(list[wire.Stored], f"{_message(leaf)}/path"))
 
-    async def siblings(self, id: str) -> tuple[Stored, ...]:
+    async def siblings(self, id: str) -> tuple[StoredMessage, ...]:
         return _stored(await self._server.get(list[wire.Stored], f"{_message(id)}/siblings"))
 
-    async def nodes(self, conversation_id: str) -> tuple[Node, ...]:
+    async def nodes(self, conversation_id: str) -> tuple[TreeNode, ...]:
         found = await self._server.get(list[wire.Node], f"{_conversation(conversation_id)}/nodes")
         return tuple(node.value() for node in found)
 
@@ -196,12 +196,12 @@ class HttpChat:
 
     async def append(
         self, conversation_id: str, parent: str | None, message: Message, *, key: str | None = None
-    ) -> Stored:
+    ) -> StoredMessage:
         path = f"{_conversation(conversation_id)}/messages"
         body = _asked(requests.Append, parent=parent, message=_message_of(message), key=_key(key))
         return (await self._server.post(wire.Stored, path, body, again=True)).value()
 
-    async def edit(self, message_id: str, parts: Iterable[Part | Blob], *, key: str | None = None) -> Stored:
+    async def edit(self, message_id: str, parts: Iterable[Part | Blob], *, key: str | None = None) -> StoredMessage:
         told = [_part_of(part) for part in parts]
         body = _asked(requests.Edit, parts=told, key=_key(key))
         return (await self._server.post(wire.Stored, f"{_message(message_id)}/edit", body, again=True)).value()
@@ -255,16 +255,18 @@ class HttpChat:
         *,
         parameters: Mapping[str, Any] | None = None,
         key: str | None = None,
-    ) -> Stored:
+    ) -> StoredMessage:
         body = _asked(requests.Reply, parent=parent, parameters=dict(parameters or {}), key=_key(key))
         path = f"{_conversation(conversation_id)}/replies"
         return (await self._server.post(wire.Stored, path, body, again=True)).value()
 
-    async def go_on(self, reply_id: str, *, key: str | None = None) -> Stored:
+    async def go_on(self, reply_id: str, *, key: str | None = None) -> StoredMessage:
         body = _asked(requests.Continue, key=_key(key))
         return (await self._server.post(wire.Stored, f"{_turn(reply_id)}/continue", body, again=True)).value()
 
-    async def fork(self, reply_id: str, tokens: int, instead: int | None = None, *, key: str | None = None) -> Stored:
+    async def fork(
+        self, reply_id: str, tokens: int, instead: int | None = None, *, key: str | None = None
+    ) -> StoredMessage:
         body = _asked(requests.Fork, tokens=tokens, instead=instead, key=_key(key))
         return (await self._server.post(wire.Stored, f"{_turn(reply_id)}/fork", body, again=True)).value()
 
@@ -366,5 +368,5 @@ def _part_of(part: Part | Blob) -> messages.AnyPart:
         raise Unstorable(error.errors(include_url=False)[0]["msg"]) from None
 
 
-def _stored(found: Iterable[wire.Stored]) -> tuple[Stored, ...]:
+def _stored(found: Iterable[wire.Stored]) -> tuple[StoredMessage, ...]:
     return tuple(one.value() for one in found)

@@ -11,7 +11,7 @@ from palaver.commands.places import DatabaseOption, DataOption, UserOption, open
 from palaver.errors import BadParameter
 
 if TYPE_CHECKING:
-    from palaver.store import Conversation, Hit, Store
+    from palaver.store import Conversation, SearchHit, Store
 
 IdsArgument = Annotated[
     list[str], typer.Argument(metavar="ID...", help="As `palaver conversations` shows them; their beginning is enough.")
@@ -55,9 +55,9 @@ def undelete(ids: IdsArgument, data: DataOption = None, database: DatabaseOption
             print(f"{one.id} is back: {_readable(one.title)}")
 
 
-def _found(store: Store, whose: str, search: str, limit: int) -> tuple[tuple[Conversation, ...], dict[str, Hit]]:
+def _found(store: Store, whose: str, search: str, limit: int) -> tuple[tuple[Conversation, ...], dict[str, SearchHit]]:
     """The conversations, and the newest hit in each that has one; a conversation is shown once."""
-    hits: dict[str, Hit] = {}
+    hits: dict[str, SearchHit] = {}
     for hit in store.search.find(whose, search, limit=limit):
         hits.setdefault(hit.conversation_id, hit)
     listed = {one.id: one for one in store.conversations.list(whose, title=search, limit=limit)}
@@ -67,7 +67,7 @@ def _found(store: Store, whose: str, search: str, limit: int) -> tuple[tuple[Con
     return tuple(newest[:limit]), hits
 
 
-def _print(listed: tuple[Conversation, ...], hits: dict[str, Hit] | None = None) -> None:
+def _print(listed: tuple[Conversation, ...], hits: dict[str, SearchHit] | None = None) -> None:
     from rich.console import Console
     from rich.text import Text
 

@@ -9,7 +9,7 @@ import typer
 from palaver.commands.places import DatabaseOption, DataOption, opened
 
 if TYPE_CHECKING:
-    from palaver.store.keys import Key
+    from palaver.store.users import Key
 
 keys = typer.Typer(help="Keys of a server's users.", no_args_is_help=True)
 

@@ -89,7 +89,7 @@ def _named(store: Store, ids: Sequence[str]) -> tuple[str, ...]:
 
 def _write(store: Store, chosen: Sequence[str], format: As, output: Path | None) -> None:
     """To stdout as it comes; to a file that is there whole or not at all."""
-    from palaver.store.files import whole_file
+    from palaver.store.blobs import whole_file
 
     texts = _texts(store, chosen, format)
     if output is None:
@@ -103,10 +103,10 @@ def _write(store: Store, chosen: Sequence[str], format: As, output: Path | None)
 
 def _texts(store: Store, chosen: Sequence[str], format: As) -> Iterator[bytes]:
     """UTF-8 whatever the terminal's encoding is; a lone surrogate, which no file can hold, becomes a question mark."""
-    from palaver.transcripts import Format, take, write
+    from palaver.transcripts import TranscriptFormat, read_conversation, write_transcript
 
     for id in chosen:
-        text = write(take(store, id), Format(format))
+        text = write_transcript(read_conversation(store, id), TranscriptFormat(format))
         if not text:
             print(f"palaver: {id} has no whole reply, so there is nothing to train on.", file=sys.stderr)
         yield text.encode(errors="replace")
@@ -129,10 +129,10 @@ def _file_name(one: Conversation) -> str:
 
 def _import_one(store: Store, whose: str, file: Path) -> bool:
     """Whether the file could be read; a file that can't doesn't keep the others out."""
-    from palaver.transcripts import keep, read
+    from palaver.transcripts import read_file, store_transcript
 
     try:
-        found = read(_content(file))
+        found = read_file(_content(file))
     except (RequestError, OSError) as error:
         print(f"palaver: {file}: {error}", file=sys.stderr)
         return False
@@ -140,7 +140,7 @@ def _import_one(store: Store, whose: str, file: Path) -> bool:
         print(f"palaver: {file}: {skipped.what} was left out: {skipped.why}", file=sys.stderr)
     new = 0
     for transcript in found.transcripts:
-        kept = keep(store, whose, transcript)
+        kept = store_transcript(store, whose, transcript)
         new += kept.new
         if kept.conversation.deleted_at is not None:
             id = kept.conversation.id

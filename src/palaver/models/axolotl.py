@@ -20,7 +20,7 @@ _OUTPUT = "./model-out"
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedModel:
     """What is to be loaded."""
 
     model: str
@@ -46,7 +46,7 @@ def is_configuration(name: str) -> bool:
     return path.suffix in (".yml", ".yaml") and path.is_file()
 
 
-def read(path: Path) -> Trained:
+def read_configuration(path: Path) -> TrainedModel:
     """BrokenModel for what is no such configuration, or names what is not there."""
     config = _mapping(path)
     base = config.get("base_model")
@@ -69,23 +69,23 @@ def _mapping(path: Path) -> Mapping[str, Any]:
     return value
 
 
-def _weights(path: Path, config: Mapping[str, Any], base: str) -> Trained:
+def _weights(path: Path, config: Mapping[str, Any], base: str) -> TrainedModel:
     """The model, the adapter on top of it, and what to tell of the choice."""
     kind = config.get("adapter")
     output = str(config.get("lora_model_dir") or config.get("output_dir") or _OUTPUT)
     folder = _folder(path, output)
     if not kind:
         if folder is not None and (folder / "config.json").is_file():
-            return Trained(str(folder), saved=folder)
-        return Trained(base, notes=(f"{output} holds no trained model yet: this is {base} as it was before.",))
+            return TrainedModel(str(folder), saved=folder)
+        return TrainedModel(base, notes=(f"{output} holds no trained model yet: this is {base} as it was before.",))
     if kind not in _ADAPTERS:
         raise BrokenModel(f"{path}: adapters of the kind {kind!r} can't be loaded; known are {', '.join(_ADAPTERS)}.")
     if folder is None or not (folder / "adapter_config.json").is_file():
         raise BrokenModel(f"{path}: there is no adapter in {output} (adapter_config.json): train it first.")
-    return Trained(base, folder, saved=folder)
+    return TrainedModel(base, folder, saved=folder)
 
 
-def _talking(path: Path, config: Mapping[str, Any], trained: Trained) -> Trained:
+def _talking(path: Path, config: Mapping[str, Any], trained: TrainedModel) -> TrainedModel:
     """With the chat template that the configuration names, else its data sets; else the model's own is meant."""
     for place in (config, *_datasets(config)):
         name = place.get("chat_template")
@@ -99,7 +99,7 @@ def _talking(path: Path, config: Mapping[str, Any], trained: Trained) -> Trained
     return trained
 
 
-def _named(path: Path, name: str, jinja: Any, trained: Trained) -> Trained:
+def _named(path: Path, name: str, jinja: Any, trained: TrainedModel) -> TrainedModel:
     if name == _OWN:
         return trained
     if name.startswith(_FALLBACK):

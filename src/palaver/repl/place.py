@@ -13,7 +13,7 @@ from typing import Any
 from palaver.chat.interface import Chat
 from palaver.chat.parameters import checked, merged
 from palaver.messages import Role
-from palaver.store import Conversation, Cursor, NotFound, Status, Stored
+from palaver.store import Conversation, Cursor, NotFound, ReplyStatus, StoredMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class Place:
     async def cursor(self) -> Cursor:
         return Cursor(None, False, False) if self.id is None else await self._chat.cursor(self.id, self._client)
 
-    async def path(self) -> tuple[Stored, ...]:
+    async def path(self) -> tuple[StoredMessage, ...]:
         at = (await self.cursor()).message_id
         return () if at is None else await self._chat.path(at)
 
-    async def last(self, role: Role) -> Stored | None:
+    async def last(self, role: Role) -> StoredMessage | None:
         return next((stored for stored in reversed(await self.path()) if stored.role is role), None)
 
     async def move(self, to: str | None) -> None:
@@ -87,11 +87,11 @@ class Place:
         assert self.id is not None
         await self._chat.redo(self.id, self._client)
 
-    async def running(self) -> Stored | None:
+    async def running(self) -> StoredMessage | None:
         """The reply at the end of the branch, where it is still being written."""
         path = await self.path()
         last = path[-1] if path else None
-        return last if last and last.reply and last.reply.status is Status.RUNNING else None
+        return last if last and last.reply and last.reply.status is ReplyStatus.RUNNING else None
 
     # what is set
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from palaver.voice.audio_format import FORMS, encode_audio, pcm, wav_header
 from palaver.voice.base import Samples
-from palaver.voice.encoding import FORMS, encoded, pcm, wav_header
 
 _PLAYERS = (
     ("pw-cat", "--playback", "--raw", "--rate", "24000", "--channels", "1", "--format", "s16", "-"),
@@ -83,7 +83,7 @@ class Playing:
 
     async def _play_file(self, samples: Samples) -> None:
         with tempfile.NamedTemporaryFile(suffix=".wav") as file:
-            file.write(encoded(samples, FORMS["wav"]))
+            file.write(encode_audio(samples, FORMS["wav"]))
             file.flush()
             await self._start(*self._program.command, file.name)
             assert self._process is not None

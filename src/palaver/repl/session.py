@@ -26,7 +26,7 @@ from palaver.repl.reply import ReplyView, View
 from palaver.repl.screen import Screen, console, has_cursor
 from palaver.repl.settings import Settings, Thoughts
 from palaver.repl.table import Commanded, Said, Table, read
-from palaver.store import Stored
+from palaver.store import StoredMessage
 
 if TYPE_CHECKING:
     from palaver.repl.voice import SessionVoice
@@ -158,7 +158,7 @@ class Session:
         await self.place.move(reply.id)
         await self.follow(reply)
 
-    async def follow(self, reply: Stored, known: int = 0) -> None:
+    async def follow(self, reply: StoredMessage, known: int = 0) -> None:
         """Shows the reply while it comes, from the event after `known`."""
         reading = await self._voice.read(reply.id, known) if self._voice is not None else None
         follower = Follower(self.chat, self.view(known), self.lines, reading)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from palaver.events import Failed, Finished, Usage
 from palaver.generation import Finish
 from palaver.repl.thinking import seconds, tokens
-from palaver.store import Status, StoredReply
+from palaver.store import ReplyStatus, StoredReply
 
 ENDINGS = {
     Finish.STOPPED: "stopped: /continue goes on",
@@ -25,7 +25,7 @@ def line(
     `first`: seconds until something came; `before` and `after`: the reply's record around this run of it.
     """
     if isinstance(ending, Failed):
-        interrupted = after is not None and after.status is Status.INTERRUPTED
+        interrupted = after is not None and after.status is ReplyStatus.INTERRUPTED
         return "interrupted: /continue goes on" if interrupted else f"failed: {ending.error}"
     usage = ending.usage
     parts = [_counts(usage)]

@@ -15,10 +15,10 @@ from palaver.events import AnswerDelta, Failed, Finished, ReadEvent, Snapshot
 from palaver.generation import Finish
 from palaver.repl import players
 from palaver.repl.players import Playing, Program
-from palaver.voice.base import Samples, Voice, silence
-from palaver.voice.encoding import FORMS, encoded
-from palaver.voice.loading import Speakers
-from palaver.voice.speech import Speech, spoken
+from palaver.voice.audio_format import FORMS, encode_audio
+from palaver.voice.base import Samples, VoiceSettings, silence
+from palaver.voice.loader import SpeakerCache
+from palaver.voice.speech import Speech, synthesize
 
 Tell = Callable[[str], None]
 
@@ -90,15 +90,15 @@ class Reading:
 class SessionVoice:
     """Whether replies are spoken, and by whom."""
 
-    def __init__(self, folder: Path, tell: Tell, speakers: Speakers | None = None) -> None:
+    def __init__(self, folder: Path, tell: Tell, speakers: SpeakerCache | None = None) -> None:
         self._folder = folder
         self._tell = tell
-        self._speakers = speakers or Speakers()
+        self._speakers = speakers or SpeakerCache()
         self._reading: Reading | None = None
-        self.voice: Voice | None = None
+        self.voice: VoiceSettings | None = None
         """None: replies are not spoken."""
 
-    async def turn_on(self, voice: Voice) -> Program | None:
+    async def turn_on(self, voice: VoiceSettings) -> Program | None:
         """Raises where there is no such voice, or none at all. What it will be heard through; None: files."""
         (await self._speakers.current()).language(voice)
         self.voice = voice
@@ -133,10 +133,10 @@ class SessionVoice:
         await self._speakers.close()
 
     async def whole(self, text: str) -> Samples:
-        pieces = [piece.samples async for piece in spoken(text, await self._speakers.current(), self.voice)]
+        pieces = [piece.samples async for piece in synthesize(text, await self._speakers.current(), self.voice)]
         return np.concatenate(pieces) if pieces else silence()
 
 
 def write(path: Path, samples: Samples) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encoded(samples, FORMS["wav"]))
+    path.write_bytes(encode_audio(samples, FORMS["wav"]))

@@ -30,7 +30,7 @@ from palaver.server.shell import Shell
 from palaver.server.socket import routes as socket
 from palaver.server.socket.sockets import Sockets
 from palaver.server.state import State
-from palaver.voice.loading import Speakers
+from palaver.voice.loader import SpeakerCache
 
 
 class Server:
@@ -47,7 +47,7 @@ class Server:
             self.access,
             Callers(service.store, not settings.is_local, settings.secret, settings.port),
             _sockets(settings),
-            speakers=Speakers(settings.voice),
+            speakers=SpeakerCache(settings.voice),
         )
         service.turns.heard = TurnCounts(self.state.metrics).hear
         service.continues = is_background

@@ -26,7 +26,7 @@ from palaver.server.settings import Limits
 from palaver.server.socket.denial import deny
 from palaver.server.socket.keys import with_key
 from palaver.server.state import State
-from palaver.store.identity import new_id
+from palaver.store.records import new_id
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}")
 _WITH_BODY = ("POST", "PUT", "PATCH", "DELETE")

@@ -20,7 +20,7 @@ from palaver.server.responses.branches import Branches
 from palaver.server.settings import ServerSettings
 from palaver.server.socket.sockets import Sockets
 from palaver.server.workers import Workers
-from palaver.voice.loading import Speakers
+from palaver.voice.loader import SpeakerCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class State:
     callers: Callers
     sockets: Sockets
     remembered: Remembered = field(default_factory=Remembered)
-    speakers: Speakers = field(default_factory=Speakers)
+    speakers: SpeakerCache = field(default_factory=SpeakerCache)
     workers: Workers = field(default_factory=Workers)
     transcripts: Transcripts = field(default_factory=Transcripts)
     closing: asyncio.Event = field(default_factory=asyncio.Event)

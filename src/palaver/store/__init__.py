@@ -3,13 +3,13 @@
 from palaver.store.blobs import Blob
 from palaver.store.cursors import Cursor
 from palaver.store.errors import Conflict, DiskFull, LeaseLost, Locked, NotFound, StoreError
+from palaver.store.json_values import ReplySettings
 from palaver.store.leases import Lease
-from palaver.store.prompts import merged, prompt
-from palaver.store.replies import Ending, Piece
-from palaver.store.search import Hit
-from palaver.store.settings import Settings
+from palaver.store.messages import merge_user_messages, prompt_messages
+from palaver.store.records import Conversation, Preset, ReplyStatus, StoredMessage, StoredReply, TreeNode, User
+from palaver.store.replies import ReplyEnding, TokenFrame
+from palaver.store.search import SearchHit
 from palaver.store.store import Store, open_store
-from palaver.store.values import Conversation, Node, Preset, Status, Stored, StoredReply, User
 
 __all__ = [
     "Blob",
@@ -17,23 +17,23 @@ __all__ = [
     "Conversation",
     "Cursor",
     "DiskFull",
-    "Ending",
-    "Hit",
     "Lease",
     "LeaseLost",
     "Locked",
-    "Node",
     "NotFound",
-    "Piece",
     "Preset",
-    "Settings",
-    "Status",
+    "ReplyEnding",
+    "ReplySettings",
+    "ReplyStatus",
+    "SearchHit",
     "Store",
     "StoreError",
-    "Stored",
+    "StoredMessage",
     "StoredReply",
+    "TokenFrame",
+    "TreeNode",
     "User",
-    "merged",
+    "merge_user_messages",
     "open_store",
-    "prompt",
+    "prompt_messages",
 ]

@@ -1,11 +1,11 @@
 """A whole store as one file, and back.
 
 The file is a zip archive: a manifest, the database (SQLite's own file, or every row as JSON) and the blobs. It is
-made while the store is in use, is there whole or not at all, and can be restored into either kind of database.
-"""
+made while the store is in use, is there whole or not at all, and can be restored into either kind of database."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
@@ -15,23 +15,65 @@ import sqlite3
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Table, delete, func, select, text, update
+from sqlalchemy import URL, Connection, MetaData, Table, delete, func, insert, select, text, update
 
-from palaver.store.blobs import Blobs
+from palaver.store.blobs import Blobs, private_opener, sync_folder, whole_file
 from palaver.store.database import Database
 from palaver.store.errors import BadBackup, Damaged, NotEmpty, translated
-from palaver.store.files import private_opener, sync_folder, whole_file
-from palaver.store.indexing import rebuild
 from palaver.store.migrations import current_revision, migrate
-from palaver.store.rows import count_on, dumped, load, reflected
 from palaver.store.schema import HEAD, conversations, holders, message_blobs, users
+from palaver.store.search_index import rebuild
 from palaver.store.store import DATABASE, Store, data_folder, database_url, open_store
+
+_BATCH = 500
+
+
+def reflect_tables(connection: Connection) -> list[Table]:
+    """The tables as they are in this database, parents first; not the index, which is made anew."""
+    found = MetaData()
+    found.reflect(connection, only=lambda name, _: not name.startswith(("search_", "alembic_")))
+    return list(found.sorted_tables)
+
+
+def dump_rows(connection: Connection, table: Table) -> Iterator[str]:
+    """One line a row, in the order of the key: a message comes after its parent."""
+    rows = connection.execution_options(yield_per=_BATCH).execute(select(table).order_by(*table.primary_key))
+    for row in rows.mappings():
+        yield json.dumps({name: _plain(value) for name, value in row.items()}) + "\n"
+
+
+def load_rows(connection: Connection, table: Table, lines: Iterable[str]) -> int:
+    """Inserts the rows; says how many."""
+    values = ({name: _value(value) for name, value in json.loads(line).items()} for line in lines)
+    count = 0
+    while batch := list(islice(values, _BATCH)):
+        connection.execute(insert(table), batch)
+        count += len(batch)
+    return count
+
+
+def count_on(connection: Connection) -> None:
+    """PostgreSQL's counter goes on after the rows that came with a number."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(
+            text("SELECT setval(pg_get_serial_sequence('messages', 'seq'), coalesce(max(seq), 1)) FROM messages")
+        )
+
+
+def _plain(value: Any) -> Any:
+    return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+
+
+def _value(value: Any) -> Any:
+    return base64.b64decode(value["base64"]) if isinstance(value, dict) else value
+
 
 _FORMAT = "palaver backup"
 _MANIFEST = "manifest.json"
@@ -95,10 +137,10 @@ def _database_into(archive: zipfile.ZipFile, database: Database) -> _Contents:
         return _file_into(archive, database)
     with database.reading() as connection:
         connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
-        tables = reflected(connection)
+        tables = reflect_tables(connection)
         for table in tables:
             with archive.open(f"rows/{table.name}.jsonl", "w", force_zip64=True) as out:
-                for line in dumped(connection, table):
+                for line in dump_rows(connection, table):
                     out.write(line.encode())
         return _contents(connection, [table.name for table in tables])
 
@@ -154,7 +196,7 @@ def _check_empty(target: Database) -> None:
         return
     current = current_revision(target)
     with target.reading() as connection:
-        used = current is None or any(_has_rows(connection, table) for table in reflected(connection))
+        used = current is None or any(_has_rows(connection, table) for table in reflect_tables(connection))
     if used:
         raise NotEmpty(f"There is a store at {target.url.render_as_string()!r} already: restore into an empty place.")
 
@@ -218,9 +260,9 @@ def _extract(archive: zipfile.ZipFile, to: Path) -> None:
 def _load_rows(archive: zipfile.ZipFile, manifest: Manifest, target: Database) -> None:
     migrate(target, manifest.revision)
     with target.writing() as connection:
-        for table in reflected(connection):
+        for table in reflect_tables(connection):
             with archive.open(f"rows/{table.name}.jsonl") as raw:
-                load(connection, table, io.TextIOWrapper(raw, "utf-8"))
+                load_rows(connection, table, io.TextIOWrapper(raw, "utf-8"))
         count_on(connection)
     _finish(target)
 
@@ -234,9 +276,9 @@ def _convert(archive: zipfile.ZipFile, manifest: Manifest, target: Database) -> 
             migrate(target)
             with source.database.reading() as old, target.writing() as new:
                 new.execute(delete(users))
-                tables = {table.name: table for table in reflected(old)}
-                for table in reflected(new):
-                    load(new, table, dumped(old, tables[table.name]))
+                tables = {table.name: table for table in reflect_tables(old)}
+                for table in reflect_tables(new):
+                    load_rows(new, table, dump_rows(old, tables[table.name]))
                 count_on(new)
     _finish(target)
 

@@ -10,10 +10,8 @@ from sqlalchemy import Connection, Select, delete, func, insert, select, tuple_,
 from palaver.store.blobs import Blobs
 from palaver.store.database import Database
 from palaver.store.errors import Ambiguous, Conflict, NotFound
-from palaver.store.identity import moment, new_id, now
-from palaver.store.names import checked_name, cleaned_title
+from palaver.store.records import Conversation, check_name, clean_title, current_time, new_id, parse_time
 from palaver.store.schema import conversations, message_blobs, messages, tags
-from palaver.store.values import Conversation
 
 _SHOWN = 5
 """How many of the ids that could be meant are named."""
@@ -53,7 +51,7 @@ class Conversations:
 
     def get(self, id: str, owner: str | None = None, deleted: bool = False) -> Conversation:
         with self._database.reading() as connection:
-            return one(connection, id, owner, deleted)
+            return conversation_row(connection, id, owner, deleted)
 
     def list(
         self,
@@ -95,7 +93,7 @@ class Conversations:
                 raise NotFound("conversation", beginning)
             if len(found) > 1:
                 raise Ambiguous("conversations", beginning, found)
-            return one(connection, found[0], deleted=deleted)
+            return conversation_row(connection, found[0], deleted=deleted)
 
     def tags(self, owner: str) -> tuple[str, ...]:
         """Every tag in use."""
@@ -114,13 +112,13 @@ class Conversations:
 
     def rename(self, id: str, title: str, given: bool = True) -> Conversation:
         """`given`: chosen by a person. A title that was made never replaces one that was given."""
-        values = {"title": cleaned_title(title), "title_given": given}
+        values = {"title": clean_title(title), "title_given": given}
         with self._database.writing() as connection:
             change = update(conversations).where(conversations.c.id == id, conversations.c.deleted_at.is_(None))
             if not given:
                 change = change.where(conversations.c.title_given.is_(False))
             connection.execute(change.values(values))
-            return one(connection, id)
+            return conversation_row(connection, id)
 
     def set_system(self, id: str, system: str) -> Conversation:
         return self._set(id, {"system": system})
@@ -131,10 +129,10 @@ class Conversations:
     def set_tags(self, id: str, wanted: Iterable[str]) -> Conversation:
         checked = _checked_tags(wanted)
         with self._database.writing() as connection:
-            one(connection, id)
+            conversation_row(connection, id)
             connection.execute(delete(tags).where(tags.c.conversation_id == id))
             _put_tags(connection, id, checked)
-            return one(connection, id)
+            return conversation_row(connection, id)
 
     def move_head(self, id: str, expected: str | None, to: str | None) -> Conversation:
         """Sets the head where it still is `expected`, else Conflict: somebody else was quicker."""
@@ -144,24 +142,24 @@ class Conversations:
             change = update(conversations).where(conversations.c.id == id, conversations.c.deleted_at.is_(None))
             change = change.where(conversations.c.head_id.is_not_distinct_from(expected)).values(head_id=to)
             moved = connection.execute(change).rowcount
-            found = one(connection, id)
+            found = conversation_row(connection, id)
         if not moved and found.head_id != to:
             raise Conflict(f"The head of {id!r} is {found.head_id!r}, not {expected!r}.")
         return found
 
     def delete(self, id: str) -> None:
         """Out of sight; `undelete` brings it back, `purge` makes it final."""
-        self._set(id, {"deleted_at": now()}, deleted=True)
+        self._set(id, {"deleted_at": current_time()}, deleted=True)
 
     def undelete(self, id: str) -> Conversation:
         with self._database.writing() as connection:
-            one(connection, id, deleted=True)
+            conversation_row(connection, id, deleted=True)
             connection.execute(update(conversations).where(conversations.c.id == id).values(deleted_at=None))
-            return one(connection, id)
+            return conversation_row(connection, id)
 
     def purge(self, deleted_before: int | None = None) -> int:
         """Removes for good what was deleted before that time (microseconds; all by default), and its blobs."""
-        limit = now() + 1 if deleted_before is None else deleted_before
+        limit = current_time() + 1 if deleted_before is None else deleted_before
         with self._database.writing() as connection:
             gone = connection.execute(delete(conversations).where(conversations.c.deleted_at < limit)).rowcount
         with self._database.reading() as connection:
@@ -171,9 +169,9 @@ class Conversations:
 
     def _set(self, id: str, values: Mapping[str, Any], deleted: bool = False) -> Conversation:
         with self._database.writing() as connection:
-            one(connection, id)
+            conversation_row(connection, id)
             connection.execute(update(conversations).where(conversations.c.id == id).values(**values))
-            return one(connection, id, deleted=deleted)
+            return conversation_row(connection, id, deleted=deleted)
 
     def _by_key(self, owner: str, key: str) -> Conversation | None:
         with self._database.reading() as connection:
@@ -181,7 +179,7 @@ class Conversations:
             return _loaded(connection, [row])[0] if row else None
 
 
-def one(connection: Connection, id: str, owner: str | None = None, deleted: bool = False) -> Conversation:
+def conversation_row(connection: Connection, id: str, owner: str | None = None, deleted: bool = False) -> Conversation:
     """The conversation, or NotFound; a deleted one only where it is asked for."""
     query = select(conversations).where(conversations.c.id == id)
     if owner is not None:
@@ -195,15 +193,15 @@ def one(connection: Connection, id: str, owner: str | None = None, deleted: bool
 
 
 def _new_values(owner: str, title: str, system: str, parameters: Mapping[str, Any], key: str | None) -> dict[str, Any]:
-    time = now()
+    time = current_time()
     return {
         "id": new_id(),
         "owner_id": owner,
-        "title": cleaned_title(title),
+        "title": clean_title(title),
         "title_given": bool(title),
         "system": system,
         "parameters": dict(parameters),
-        "key": None if key is None else checked_name("key", key),
+        "key": None if key is None else check_name("key", key),
         "created_at": time,
         "updated_at": time,
     }
@@ -232,7 +230,7 @@ def _check_member(connection: Connection, id: str, message: str) -> None:
 
 
 def _checked_tags(wanted: Iterable[str]) -> list[str]:
-    return sorted({checked_name("tag", tag) for tag in wanted})
+    return sorted({check_name("tag", tag) for tag in wanted})
 
 
 def _put_tags(connection: Connection, id: str, wanted: Sequence[str]) -> None:
@@ -258,7 +256,7 @@ def _conversation(row: Any, found: Sequence[str]) -> Conversation:
         parameters=row.parameters,
         tags=tuple(found),
         head_id=row.head_id,
-        created_at=moment(row.created_at),
-        updated_at=moment(row.updated_at),
-        deleted_at=None if row.deleted_at is None else moment(row.deleted_at),
+        created_at=parse_time(row.created_at),
+        updated_at=parse_time(row.updated_at),
+        deleted_at=None if row.deleted_at is None else parse_time(row.deleted_at),
     )

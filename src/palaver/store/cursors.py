@@ -14,7 +14,7 @@ from sqlalchemy import Connection, delete, func, insert, select, update
 from palaver.store import conversations, tree
 from palaver.store.database import Database
 from palaver.store.errors import Conflict, NotFound
-from palaver.store.names import checked_name
+from palaver.store.records import check_name
 from palaver.store.schema import cursors, moves
 
 MAX_MOVES = 1000
@@ -36,7 +36,7 @@ class Cursors:
     def get(self, conversation_id: str, client: str) -> Cursor:
         """Where the client stands; one that was never here stands at the head."""
         with self._database.reading() as connection:
-            conversation = conversations.one(connection, conversation_id)
+            conversation = conversations.conversation_row(connection, conversation_id)
             number = _number(connection, conversation_id, client)
             if number is None:
                 return Cursor(conversation.head_id, False, False)
@@ -44,9 +44,9 @@ class Cursors:
 
     def move(self, conversation_id: str, client: str, to: str | None) -> Cursor:
         """Goes to a message of the conversation (None: before the first)."""
-        checked_name("client", client)
+        check_name("client", client)
         with self._database.writing() as connection:
-            conversation = conversations.one(connection, conversation_id)
+            conversation = conversations.conversation_row(connection, conversation_id)
             _check_place(connection, conversation_id, to)
             number = _number(connection, conversation_id, client)
             if number is None:
@@ -64,7 +64,7 @@ class Cursors:
 
     def _walk(self, conversation_id: str, client: str, way: int, verb: str) -> Cursor:
         with self._database.writing() as connection:
-            conversations.one(connection, conversation_id)
+            conversations.conversation_row(connection, conversation_id)
             number = _number(connection, conversation_id, client)
             if number is None or not _has(connection, conversation_id, client, number + way):
                 raise Conflict(f"There is nothing to {verb}.")
@@ -127,5 +127,5 @@ def _set(connection: Connection, conversation: str, client: str, number: int) ->
 
 
 def _check_place(connection: Connection, conversation: str, to: str | None) -> None:
-    if to is not None and tree.one(connection, to).conversation_id != conversation:
+    if to is not None and tree.message_row(connection, to).conversation_id != conversation:
         raise NotFound("message", to)

@@ -2,11 +2,11 @@
 
 The store is synchronous and safe to call from any thread; async layers call it in a thread. Every call takes a
 connection from the pool for one transaction. SQLite has one writer at a time: the writers of this process queue at
-a lock of their own, so that only another process's transaction is ever waited for in the database.
-"""
+a lock of their own, so that only another process's transaction is ever waited for in the database."""
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
@@ -15,13 +15,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy import URL, BigInteger, Connection, Dialect, Engine, Integer, Text, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError
+from sqlalchemy.types import TypeDecorator
 
 from palaver.errors import BadParameter
+from palaver.store.blobs import restrict
 from palaver.store.errors import Unreachable, translated
-from palaver.store.files import restrict
 
 
 class Durability(Enum):
@@ -196,3 +198,30 @@ def _set_level(connection: Connection, durability: Durability) -> None:
     assert driver is not None
     driver.execute(f"PRAGMA synchronous = {level}").close()
     connection.info["synchronous"] = level
+
+
+Number = BigInteger().with_variant(Integer(), "sqlite")
+"""A 64-bit whole number; SQLite counts a key up only when it is called INTEGER."""
+
+
+class JsonColumn(TypeDecorator[Any]):
+    """A value as JSON text. Any string survives, NUL and lone surrogates too."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
+        return None if value is None else json_text(value)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Any:
+        return None if value is None else json.loads(value)
+
+
+def json_text(value: Any) -> str:
+    """Readable where it can be, escaped where a database could not hold it."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":"))
+    return text

@@ -13,10 +13,10 @@ from typing import IO, Any
 
 from sqlalchemy import Connection, delete, insert, select, update
 
+from palaver.store.blobs import private_opener
 from palaver.store.database import Database, Durability
 from palaver.store.errors import LeaseLost, translated
-from palaver.store.files import private_opener
-from palaver.store.identity import new_id, now
+from palaver.store.records import current_time, new_id
 from palaver.store.schema import holders, running
 
 try:
@@ -70,7 +70,7 @@ class Leases:
         with translated():
             file = self._locked(id)
         lease = Lease(id, self._database, file, seconds)
-        values = {"id": id, "host": _host(), "started_at": now(), "expires_at": _until(seconds)}
+        values = {"id": id, "host": _host(), "started_at": current_time(), "expires_at": _until(seconds)}
         try:
             with self._database.writing() as connection:
                 connection.execute(insert(holders).values(values))
@@ -101,7 +101,7 @@ class Leases:
             return False
         if fcntl is not None and row.host == _host() and self._path(row.id).exists():
             return _is_locked(self._path(row.id))
-        return bool(row.expires_at > now())
+        return bool(row.expires_at > current_time())
 
     def _locked(self, id: str) -> IO[bytes] | None:
         if fcntl is None:
@@ -122,7 +122,7 @@ def check_lease(connection: Connection, lease: Lease) -> None:
         raise LeaseLost
 
 
-def holding(connection: Connection, holder: str) -> Iterator[str]:
+def hold_lease(connection: Connection, holder: str) -> Iterator[str]:
     yield from connection.execute(select(running.c.message_id).where(running.c.holder_id == holder)).scalars()
 
 
@@ -147,4 +147,4 @@ def _host() -> str:
 
 
 def _until(seconds: float) -> int:
-    return now() + int(seconds * 1e6)
+    return current_time() + int(seconds * 1e6)

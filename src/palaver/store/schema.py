@@ -17,7 +17,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-from palaver.store.columns import Json, Number
+from palaver.store.database import JsonColumn, Number
 
 HEAD = "0007"
 """The revision of the schema below."""
@@ -39,8 +39,8 @@ conversations = Table(
     Column("owner_id", Text, ForeignKey("users.id"), nullable=False),
     Column("title", Text, nullable=False),
     Column("title_given", Boolean, nullable=False),
-    Column("system", Json, nullable=False),
-    Column("parameters", Json, nullable=False),
+    Column("system", JsonColumn, nullable=False),
+    Column("parameters", JsonColumn, nullable=False),
     Column("head_id", Text),
     Column("key", Text),
     Column("created_at", BigInteger, nullable=False),
@@ -66,7 +66,7 @@ messages = Table(
     Column("conversation_id", Text, ForeignKey("conversations.id", ondelete="CASCADE"), nullable=False),
     Column("parent_id", Text),
     Column("role", Text, nullable=False),
-    Column("parts", Json, nullable=False),
+    Column("parts", JsonColumn, nullable=False),
     Column("edit_of", Text),
     Column("key", Text),
     Column("created_at", BigInteger, nullable=False),
@@ -105,10 +105,10 @@ replies = Table(
     Column("status", Text, nullable=False),
     Column("model", Text, nullable=False),
     Column("tokenizer", Text, nullable=False),
-    Column("settings", Json, nullable=False),
-    Column("usage", Json),
-    Column("timings", Json, nullable=False),
-    Column("error", Json),
+    Column("settings", JsonColumn, nullable=False),
+    Column("usage", JsonColumn),
+    Column("timings", JsonColumn, nullable=False),
+    Column("error", JsonColumn),
     Column("started_at", BigInteger, nullable=False),
     Column("ended_at", BigInteger),
 )
@@ -171,6 +171,6 @@ presets = Table(
     metadata,
     Column("owner_id", Text, ForeignKey("users.id"), primary_key=True),
     Column("name", Text, primary_key=True),
-    Column("system", Json, nullable=False),
-    Column("parameters", Json, nullable=False),
+    Column("system", JsonColumn, nullable=False),
+    Column("parameters", JsonColumn, nullable=False),
 )

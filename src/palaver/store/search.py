@@ -10,11 +10,18 @@ from typing import Any
 from sqlalchemy import Connection, TextClause, text
 
 from palaver.messages import Role
-from palaver.store.columns import Json
-from palaver.store.database import Database
-from palaver.store.identity import moment
-from palaver.store.indexing import lexeme, pairs, place_words, rebuild, said
-from palaver.store.words import Term, folded, terms
+from palaver.store.database import Database, JsonColumn
+from palaver.store.records import parse_time
+from palaver.store.search_index import (
+    SearchTerm,
+    fold_text,
+    indexed_text,
+    lexeme,
+    pairs,
+    place_words,
+    query_terms,
+    rebuild,
+)
 
 _BEFORE, _AROUND = 40, 160
 """Characters of a hit's surroundings: before it, and in all."""
@@ -24,7 +31,7 @@ be rare although its words are common, and then the index is of little help."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class SearchHit:
     conversation_id: str
     title: str
     message_id: str
@@ -33,17 +40,19 @@ class Hit:
     snippet: str
 
 
-class Search:
+class MessageSearch:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def find(self, owner: str, query: str, limit: int = 20, conversation_id: str | None = None) -> tuple[Hit, ...]:
+    def find(
+        self, owner: str, query: str, limit: int = 20, conversation_id: str | None = None
+    ) -> tuple[SearchHit, ...]:
         """Messages that hold every term of the query, in conversations that are not deleted.
 
         Terms are beginnings of words (in scripts without spaces: any characters that follow each other);
         "in quotes" they are a phrase.
         """
-        wanted = terms(query)
+        wanted = query_terms(query)
         if not wanted:
             return ()
         values: dict[str, Any] = {"owner": owner, "limit": limit, "conversation": conversation_id}
@@ -68,24 +77,24 @@ _CONDITION = (
 )
 
 
-def _sqlite(connection: Connection, wanted: Sequence[Term], values: dict[str, Any]) -> Sequence[Any]:
+def _sqlite(connection: Connection, wanted: Sequence[SearchTerm], values: dict[str, Any]) -> Sequence[Any]:
     places = place_words(values["owner"], values["conversation"])
-    match = " AND ".join(_phrase(term) for term in (*(Term((word,), False) for word in places), *wanted))
+    match = " AND ".join(_phrase(term) for term in (*(SearchTerm((word,), False) for word in places), *wanted))
     # CROSS JOIN keeps the index outermost: it gives the newest first, so that few rows are read
     statement = text(
         f"SELECT {_COLUMNS} FROM search_words AS w CROSS JOIN messages AS m ON m.seq = w.rowid "
         f"CROSS JOIN conversations AS c ON c.id = m.conversation_id "
         f"WHERE w.words MATCH :match AND {_CONDITION} ORDER BY w.rowid DESC LIMIT :limit"
-    ).columns(parts=Json)
+    ).columns(parts=JsonColumn)
     return connection.execute(statement, {**values, "match": match}).all()
 
 
-def _phrase(term: Term) -> str:
+def _phrase(term: SearchTerm) -> str:
     together = " ".join(term.words).replace('"', '""')
     return f'"{together}"{" *" if term.open else ""}'
 
 
-def _postgres(connection: Connection, wanted: Sequence[Term], values: dict[str, Any]) -> Sequence[Any]:
+def _postgres(connection: Connection, wanted: Sequence[SearchTerm], values: dict[str, Any]) -> Sequence[Any]:
     """Common words are among the newest messages, so these are looked through first; rare ones the index gives
     quickly. Left to itself the planner takes the one for the other, and reads half the store."""
     condition, asked = _condition(wanted, values)
@@ -101,7 +110,7 @@ def _postgres(connection: Connection, wanted: Sequence[Term], values: dict[str, 
     return rows
 
 
-def _condition(wanted: Sequence[Term], values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _condition(wanted: Sequence[SearchTerm], values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """That a row has all words; and for each phrase, that it or a piece of the same message has it."""
     words = [lexeme(word) for word in place_words(values["owner"], values["conversation"])]
     conditions = ["w.piece <= 0", "w.words @@ CAST(:words AS tsquery)"]
@@ -119,7 +128,7 @@ def _condition(wanted: Sequence[Term], values: dict[str, Any]) -> tuple[str, dic
     return " AND ".join(conditions), {**asked, "words": " & ".join(words)}
 
 
-def _is_loose(term: Term) -> bool:
+def _is_loose(term: SearchTerm) -> bool:
     """Whether it is a phrase that the index knows by its words alone."""
     return len(pairs(term.words)) < len(term.words) - 1
 
@@ -140,18 +149,18 @@ def _shown(connection: Connection, found: Sequence[int], values: dict[str, Any])
     statement = text(
         f"SELECT {_COLUMNS} FROM messages AS m JOIN conversations AS c ON c.id = m.conversation_id "
         f"WHERE m.seq = ANY(:found) AND {_CONDITION} ORDER BY m.seq DESC LIMIT :limit"
-    ).columns(parts=Json)
+    ).columns(parts=JsonColumn)
     return connection.execute(statement, {**values, "found": list(found)}).all() if found else ()
 
 
-def _hit(row: Any, wanted: Sequence[Term]) -> Hit:
-    snippet = _snippet(said(row.parts), wanted[0])
-    return Hit(row.conversation_id, row.title, row.id, Role(row.role), moment(row.created_at), snippet)
+def _hit(row: Any, wanted: Sequence[SearchTerm]) -> SearchHit:
+    snippet = _snippet(indexed_text(row.parts), wanted[0])
+    return SearchHit(row.conversation_id, row.title, row.id, Role(row.role), parse_time(row.created_at), snippet)
 
 
-def _snippet(content: str, term: Term) -> str:
+def _snippet(content: str, term: SearchTerm) -> str:
     """About where the term's first word is; folding may shift a place by a few characters."""
-    place = max(0, folded(content).find(term.words[0]))
+    place = max(0, fold_text(content).find(term.words[0]))
     start = max(0, place - _BEFORE)
     piece = " ".join(content[start : start + _AROUND].split())
     return f"{'…' if start else ''}{piece}{'…' if start + _AROUND < len(content) else ''}"

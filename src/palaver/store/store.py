@@ -8,20 +8,17 @@ from types import TracebackType
 from platformdirs import user_data_path
 from sqlalchemy import URL, text
 
-from palaver.store.blobs import Blobs
+from palaver.store.blobs import Blobs, make_folder, restrict, restrict_tree
 from palaver.store.conversations import Conversations
 from palaver.store.cursors import Cursors
 from palaver.store.database import Database
 from palaver.store.errors import translated
-from palaver.store.files import make_folder, restrict, restrict_tree
-from palaver.store.keys import Keys
 from palaver.store.leases import Leases
 from palaver.store.messages import Messages
 from palaver.store.migrations import migrate
-from palaver.store.presets import Presets
 from palaver.store.replies import Replies
-from palaver.store.search import Search
-from palaver.store.users import Users
+from palaver.store.search import MessageSearch
+from palaver.store.users import Keys, Presets, Users
 
 DATABASE = "palaver.db"
 _SUBFOLDERS = ("blobs", "holders", "servers")
@@ -50,7 +47,7 @@ class Store:
         self.leases = Leases(database, folder / "holders")
         self.replies = Replies(database, self.blobs, self.leases)
         self.cursors = Cursors(database)
-        self.search = Search(database)
+        self.search = MessageSearch(database)
 
     def __enter__(self) -> Store:
         return self

@@ -10,18 +10,25 @@ from sqlalchemy import Connection, Select, insert, literal, select, update
 
 from palaver.events import Usage
 from palaver.messages import Role
-from palaver.store import settings
 from palaver.store.errors import Conflict, NotFound
-from palaver.store.identity import moment, new_id, now
-from palaver.store.indexing import index, said
-from palaver.store.names import checked_name, made_title
-from palaver.store.parts import StoredPart, digests, from_json, to_json
+from palaver.store.json_values import StoredPart, media_digests, parts_from_json, parts_to_json, settings_from_json
+from palaver.store.records import (
+    ReplyStatus,
+    StoredMessage,
+    StoredReply,
+    TreeNode,
+    check_name,
+    current_time,
+    derive_title,
+    new_id,
+    parse_time,
+)
 from palaver.store.schema import conversations, message_blobs, messages, replies
-from palaver.store.values import Node, Status, Stored, StoredReply
+from palaver.store.search_index import index, indexed_text
 
 
 @dataclass(frozen=True, slots=True)
-class New:
+class TreeMessage:
     """A message to be put into a tree."""
 
     conversation_id: str
@@ -36,7 +43,7 @@ class New:
     """Now, where it isn't given."""
 
 
-def put(connection: Connection, new: New) -> str:
+def put_message(connection: Connection, new: TreeMessage) -> str:
     """Adds the message, whose key is known to be new, and gives its id.
 
     NotFound where its conversation or its parent is not there.
@@ -49,17 +56,17 @@ def put(connection: Connection, new: New) -> str:
     return id
 
 
-def insert_new(connection: Connection, new: New) -> str:
+def insert_new(connection: Connection, new: TreeMessage) -> str:
     """The message alone, with its index and its blobs; its parent is known to be there."""
     values: dict[str, Any] = {
         "id": new_id(),
         "conversation_id": new.conversation_id,
         "parent_id": new.parent_id,
         "role": new.role.value,
-        "parts": to_json(new.parts),
+        "parts": parts_to_json(new.parts),
         "edit_of": new.edit_of,
         "key": new.key,
-        "created_at": now() if new.created_at is None else new.created_at,
+        "created_at": current_time() if new.created_at is None else new.created_at,
     }
     seq = connection.execute(insert(messages).values(values)).inserted_primary_key
     assert seq is not None
@@ -72,16 +79,16 @@ def set_head(connection: Connection, conversation: str, head: str | None) -> Non
     connection.execute(update(conversations).where(conversations.c.id == conversation).values(head_id=head))
 
 
-def keyed(connection: Connection, new: New) -> Stored | None:
+def message_by_key(connection: Connection, new: TreeMessage) -> StoredMessage | None:
     """What was put with the same key before; Conflict where that was something else."""
     if new.key is None:
         return None
-    checked_name("key", new.key)
+    check_name("key", new.key)
     query = stored_query().where(messages.c.conversation_id == new.conversation_id, messages.c.key == new.key)
     row = connection.execute(query).first()
     if row is None:
         return None
-    found = stored(row)
+    found = stored_message(row)
     same = (found.parent_id, found.role) == (new.parent_id, new.role)
     if not same or (found.reply is None and found.parts != new.parts):
         raise Conflict(f"The key {new.key!r} was used for another message.")
@@ -89,21 +96,21 @@ def keyed(connection: Connection, new: New) -> Stored | None:
 
 
 def name_blobs(connection: Connection, id: str, parts: tuple[StoredPart, ...]) -> None:
-    rows = [{"message_id": id, "digest": digest} for digest in sorted(digests(parts))]
+    rows = [{"message_id": id, "digest": digest} for digest in sorted(media_digests(parts))]
     if rows:
         connection.execute(insert(message_blobs), rows)
 
 
-def one(connection: Connection, id: str, deleted: bool = False) -> Stored:
+def message_row(connection: Connection, id: str, deleted: bool = False) -> StoredMessage:
     """The message, or NotFound; those of a deleted conversation are found only where they are asked for."""
     query = stored_query() if deleted else visible(stored_query())
     row = connection.execute(query.where(messages.c.id == id)).first()
     if row is None:
         raise NotFound("message", id)
-    return stored(row)
+    return stored_message(row)
 
 
-def path(connection: Connection, leaf: str) -> tuple[Stored, ...]:
+def message_path(connection: Connection, leaf: str) -> tuple[StoredMessage, ...]:
     """From the root to the leaf."""
     above = (
         select(messages.c.id, messages.c.parent_id, literal(0).label("depth"))
@@ -115,30 +122,30 @@ def path(connection: Connection, leaf: str) -> tuple[Stored, ...]:
         select(parent.c.id, parent.c.parent_id, above.c.depth + 1).join(above, parent.c.id == above.c.parent_id)
     )
     query = visible(stored_query()).join(above, above.c.id == messages.c.id).order_by(above.c.depth.desc())
-    found = tuple(map(stored, connection.execute(query)))
+    found = tuple(map(stored_message, connection.execute(query)))
     if not found:
         raise NotFound("message", leaf)
     return found
 
 
-def children(connection: Connection, conversation: str, parent: str | None) -> tuple[Stored, ...]:
+def child_messages(connection: Connection, conversation: str, parent: str | None) -> tuple[StoredMessage, ...]:
     """The oldest first."""
     query = visible(stored_query()).where(messages.c.conversation_id == conversation)
     query = query.where(messages.c.parent_id.is_not_distinct_from(parent)).order_by(messages.c.seq)
-    return tuple(map(stored, connection.execute(query)))
+    return tuple(map(stored_message, connection.execute(query)))
 
 
-def nodes(connection: Connection, conversation: str) -> tuple[Node, ...]:
+def nodes(connection: Connection, conversation: str) -> tuple[TreeNode, ...]:
     """The whole tree, every parent before its children."""
     query = select(messages.c.id, messages.c.parent_id, messages.c.role, messages.c.created_at)
     rows = connection.execute(query.where(messages.c.conversation_id == conversation).order_by(messages.c.seq))
-    return tuple(Node(row.id, row.parent_id, Role(row.role), moment(row.created_at)) for row in rows)
+    return tuple(TreeNode(row.id, row.parent_id, Role(row.role), parse_time(row.created_at)) for row in rows)
 
 
-def everything(connection: Connection, conversation: str) -> tuple[Stored, ...]:
+def all_messages(connection: Connection, conversation: str) -> tuple[StoredMessage, ...]:
     """The whole tree with its contents, every parent before its children."""
     query = stored_query().where(messages.c.conversation_id == conversation).order_by(messages.c.seq)
-    return tuple(map(stored, connection.execute(query)))
+    return tuple(map(stored_message, connection.execute(query)))
 
 
 def newest_leaf(connection: Connection, conversation: str, start: str | None) -> str | None:
@@ -162,14 +169,14 @@ _REPLY = [
 ]
 
 
-def stored(row: Any) -> Stored:
-    return Stored(
+def stored_message(row: Any) -> StoredMessage:
+    return StoredMessage(
         id=row.id,
         conversation_id=row.conversation_id,
         parent_id=row.parent_id,
         role=Role(row.role),
-        parts=from_json(row.parts),
-        created_at=moment(row.created_at),
+        parts=parts_from_json(row.parts),
+        created_at=parse_time(row.created_at),
         edit_of=row.edit_of,
         reply=None if row.reply_status is None else _reply(row),
     )
@@ -177,13 +184,13 @@ def stored(row: Any) -> Stored:
 
 def _reply(row: Any) -> StoredReply:
     return StoredReply(
-        status=Status(row.reply_status),
-        settings=settings.from_json(row.reply_model, row.reply_tokenizer, row.reply_settings),
+        status=ReplyStatus(row.reply_status),
+        settings=settings_from_json(row.reply_model, row.reply_tokenizer, row.reply_settings),
         usage=None if row.reply_usage is None else Usage(**row.reply_usage),
         timings=row.reply_timings,
         error=row.reply_error,
-        started_at=moment(row.reply_started_at),
-        ended_at=None if row.reply_ended_at is None else moment(row.reply_ended_at),
+        started_at=parse_time(row.reply_started_at),
+        ended_at=None if row.reply_ended_at is None else parse_time(row.reply_ended_at),
     )
 
 
@@ -193,7 +200,7 @@ def visible(query: Select[Any]) -> Select[Any]:
     )
 
 
-def _check_parent(connection: Connection, new: New) -> None:
+def _check_parent(connection: Connection, new: TreeMessage) -> None:
     wanted: Sequence[str] = [id for id in (new.parent_id, new.edit_of) if id is not None]
     query = select(messages.c.id).where(messages.c.conversation_id == new.conversation_id, messages.c.id.in_(wanted))
     found = set(connection.execute(query).scalars()) if wanted else set()
@@ -202,15 +209,15 @@ def _check_parent(connection: Connection, new: New) -> None:
             raise NotFound("message", id)
 
 
-def touch(connection: Connection, new: New) -> str | None:
+def touch(connection: Connection, new: TreeMessage) -> str | None:
     """The conversation's time, and its title where it has none; gives its head. Other writers wait meanwhile."""
     query = select(conversations).where(conversations.c.id == new.conversation_id, conversations.c.deleted_at.is_(None))
     row = connection.execute(query.with_for_update()).first()
     if row is None:
         raise NotFound("conversation", new.conversation_id)
-    values: dict[str, Any] = {"updated_at": max(now(), row.updated_at)}
+    values: dict[str, Any] = {"updated_at": max(current_time(), row.updated_at)}
     if not row.title and not row.title_given and new.role is Role.USER:
-        values["title"] = made_title(said(to_json(new.parts)))
+        values["title"] = derive_title(indexed_text(parts_to_json(new.parts)))
     connection.execute(update(conversations).where(conversations.c.id == new.conversation_id).values(values))
     head: str | None = row.head_id
     return head

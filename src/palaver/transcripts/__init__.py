@@ -1,7 +1,24 @@
 """Conversations as files: written for training, for reading and for other programs, and read from theirs."""
 
-from palaver.transcripts.keeping import Kept, keep, take
-from palaver.transcripts.reading import Format, read, write
-from palaver.transcripts.transcript import Entry, Read, Skipped, Transcript
+from palaver.transcripts.import_export import (
+    ImportResult,
+    TranscriptFormat,
+    read_conversation,
+    read_file,
+    store_transcript,
+    write_transcript,
+)
+from palaver.transcripts.transcript import ReadResult, SkippedConversation, Transcript, TranscriptEntry
 
-__all__ = ["Entry", "Format", "Kept", "Read", "Skipped", "Transcript", "keep", "read", "take", "write"]
+__all__ = [
+    "ImportResult",
+    "ReadResult",
+    "SkippedConversation",
+    "Transcript",
+    "TranscriptEntry",
+    "TranscriptFormat",
+    "read_conversation",
+    "read_file",
+    "store_transcript",
+    "write_transcript",
+]

@@ -10,15 +10,15 @@ from typing import Any
 
 from palaver.messages import Audio, Image, Message, Part, Role, Text, Thinking
 from palaver.transcripts.openai import from_data_url, from_openai
-from palaver.transcripts.transcript import Entry, Read, Skipped, Transcript, in_order
+from palaver.transcripts.transcript import ReadResult, SkippedConversation, Transcript, TranscriptEntry, in_order
 
 
 def recognised(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("conv"), dict) and isinstance(value.get("messages"), list)
 
 
-def read_line(value: Mapping[str, Any]) -> Read:
-    skipped: list[Skipped] = []
+def read_line(value: Mapping[str, Any]) -> ReadResult:
+    skipped: list[SkippedConversation] = []
     entries, roots = [], set()
     for message in value["messages"]:
         if message.get("type") == "root":
@@ -27,7 +27,7 @@ def read_line(value: Mapping[str, Any]) -> Read:
         try:
             entries.append(_entry(message, skipped))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            skipped.append(Skipped(f"message {message.get('id')}", str(error)))
+            skipped.append(SkippedConversation(f"message {message.get('id')}", str(error)))
     system, below = _system(entries)
     placed, hanging = in_order(_above(entry, roots, below) for entry in entries if entry.id not in below)
     conv = value["conv"]
@@ -38,15 +38,15 @@ def read_line(value: Mapping[str, Any]) -> Read:
         system=system,
         head=head if any(entry.id == head for entry in placed) else None,
     )
-    return Read((transcript,), (*skipped, *hanging))
+    return ReadResult((transcript,), (*skipped, *hanging))
 
 
-def _entry(message: Mapping[str, Any], skipped: list[Skipped]) -> Entry:
+def _entry(message: Mapping[str, Any], skipped: list[SkippedConversation]) -> TranscriptEntry:
     said = from_openai({"role": message["role"], "content": message.get("content") or "", **_calls(message)})
     thought = message.get("reasoningContent") or message.get("reasoning_content") or message.get("thinking")
     thinking: tuple[Part, ...] = (Thinking(thought),) if isinstance(thought, str) and thought else ()
     extras = tuple(_extras(message, skipped))
-    return Entry(
+    return TranscriptEntry(
         str(message["id"]),
         _id(message.get("parent")),
         Message(said.role, (*thinking, *extras, *said.parts)),
@@ -64,12 +64,12 @@ def _calls(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "tool_calls": calls} if calls else found
 
 
-def _extras(message: Mapping[str, Any], skipped: list[Skipped]) -> Iterable[Part]:
+def _extras(message: Mapping[str, Any], skipped: list[SkippedConversation]) -> Iterable[Part]:
     for extra in message.get("extra") or ():
         try:
             yield _extra(extra)
         except (ValueError, KeyError, TypeError) as error:
-            skipped.append(Skipped(f"attachment of message {message.get('id')}", str(error)))
+            skipped.append(SkippedConversation(f"attachment of message {message.get('id')}", str(error)))
 
 
 def _extra(extra: Mapping[str, Any]) -> Part:
@@ -85,20 +85,20 @@ def _extra(extra: Mapping[str, Any]) -> Part:
     raise ValueError(f"an attachment of the type {extra.get('type')!r} is not known")
 
 
-def _system(entries: Iterable[Entry]) -> tuple[str, dict[str, str | None]]:
+def _system(entries: Iterable[TranscriptEntry]) -> tuple[str, dict[str, str | None]]:
     """The system prompt, and the messages that hold one, with what is above them."""
     found = [entry for entry in entries if entry.message.role is Role.SYSTEM]
     return (found[0].message.text if found else ""), {entry.id: entry.parent for entry in found}
 
 
-def _above(entry: Entry, roots: set[str], below: Mapping[str, str | None]) -> Entry:
+def _above(entry: TranscriptEntry, roots: set[str], below: Mapping[str, str | None]) -> TranscriptEntry:
     """Its parent that stays: neither the root nor a system prompt is a message of the tree."""
     parent = entry.parent
     seen: set[str] = set()
     while parent is not None and parent in below and parent not in seen:
         seen.add(parent)
         parent = below[parent]
-    return Entry(
+    return TranscriptEntry(
         entry.id, None if parent in roots else parent, entry.message, entry.created_at, entry.model, entry.whole
     )
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from palaver.messages import Audio, Image, Message, Part, Role, Text, Thinking, ToolCall, ToolResult, Video
-from palaver.transcripts.transcript import Read, Transcript, linear
+from palaver.transcripts.transcript import ReadResult, Transcript, linear
 
 _HEADINGS = {"System": Role.SYSTEM, "User": Role.USER, "Assistant": Role.ASSISTANT, "Tool": Role.TOOL}
 _NAMES = {role: name for name, role in _HEADINGS.items()}
@@ -31,11 +31,11 @@ def recognised(text: str) -> bool:
     return any(_HEADING.fullmatch(line) for line in text.split("\n"))
 
 
-def read(text: str) -> Read:
+def read(text: str) -> ReadResult:
     lines = text.removesuffix("\n").split("\n")
     title = lines[0].removeprefix("# ") if lines[0].startswith("# ") else ""
     messages = [Message(role, tuple(_parts(body))) for role, body in _sections(lines)]
-    return Read((linear(messages, title="" if title == "Conversation" else title),))
+    return ReadResult((linear(messages, title="" if title == "Conversation" else title),))
 
 
 def _written(part: Part) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from palaver.messages import Image, Message, Part, Role, Text, Thinking
 from palaver.transcripts.openai import from_data_url
-from palaver.transcripts.transcript import Entry, Read, Skipped, Transcript, in_order
+from palaver.transcripts.transcript import ReadResult, SkippedConversation, Transcript, TranscriptEntry, in_order
 
 _ROLES = {"user": Role.USER, "assistant": Role.ASSISTANT, "system": Role.SYSTEM}
 _REASONING = re.compile(
@@ -25,16 +25,16 @@ def recognised(value: Any) -> bool:
     return isinstance(history, dict) and isinstance(history.get("messages"), dict)
 
 
-def read_line(value: Mapping[str, Any]) -> Read:
+def read_line(value: Mapping[str, Any]) -> ReadResult:
     chat = value.get("chat", value)
     history = chat["history"]
-    skipped: list[Skipped] = []
+    skipped: list[SkippedConversation] = []
     entries = []
     for id, message in history["messages"].items():
         try:
             entries.append(_entry(str(id), message, skipped))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            skipped.append(Skipped(f"message {id}", str(error)))
+            skipped.append(SkippedConversation(f"message {id}", str(error)))
     placed, hanging = in_order(entries)
     head = history.get("currentId")
     system = (chat.get("params") or {}).get("system") or chat.get("system") or ""
@@ -45,10 +45,10 @@ def read_line(value: Mapping[str, Any]) -> Read:
         tags=_tags(value, chat),
         head=head if any(entry.id == head for entry in placed) else None,
     )
-    return Read((transcript,), (*skipped, *hanging))
+    return ReadResult((transcript,), (*skipped, *hanging))
 
 
-def _entry(id: str, message: Mapping[str, Any], skipped: list[Skipped]) -> Entry:
+def _entry(id: str, message: Mapping[str, Any], skipped: list[SkippedConversation]) -> TranscriptEntry:
     role = _ROLES.get(str(message.get("role")))
     if role is None:
         raise ValueError(f"the role {message.get('role')!r} is not known")
@@ -56,7 +56,7 @@ def _entry(id: str, message: Mapping[str, Any], skipped: list[Skipped]) -> Entry
     if not isinstance(content, str):
         raise ValueError("its content is no text")
     parts = [*_images(id, message.get("files") or (), skipped), *_said(role, content)]
-    return Entry(
+    return TranscriptEntry(
         id,
         message.get("parentId") or None,
         Message(role, tuple(parts)),
@@ -77,7 +77,7 @@ def _said(role: Role, content: str) -> Iterable[Part]:
         yield Text(content[at:])
 
 
-def _images(id: str, files: Iterable[Any], skipped: list[Skipped]) -> Iterable[Part]:
+def _images(id: str, files: Iterable[Any], skipped: list[SkippedConversation]) -> Iterable[Part]:
     for file in files:
         try:
             found = from_data_url(file["url"])
@@ -85,7 +85,7 @@ def _images(id: str, files: Iterable[Any], skipped: list[Skipped]) -> Iterable[P
                 raise ValueError("it is no picture")
             yield found
         except (ValueError, KeyError, TypeError) as error:
-            skipped.append(Skipped(f"file of message {id}", str(error)))
+            skipped.append(SkippedConversation(f"file of message {id}", str(error)))
 
 
 def _tags(value: Mapping[str, Any], chat: Mapping[str, Any]) -> tuple[str, ...]:

@@ -22,9 +22,9 @@ from palaver.messages import (
     system,
     user,
 )
-from palaver.store.prompts import prompt
-from palaver.transcripts.training import json_line
-from palaver.transcripts.transcript import Read, Skipped, Transcript, linear
+from palaver.store.messages import prompt_messages
+from palaver.transcripts.jsonl import json_line
+from palaver.transcripts.transcript import ReadResult, SkippedConversation, Transcript, linear
 
 _THOUGHT = re.compile(r"\s*<think>\n?(.*?)\n?</think>\s*(.*)", re.DOTALL)
 _USERS = ("human", "user", "prompter")
@@ -33,7 +33,7 @@ _ASSISTANTS = ("gpt", "assistant", "chatgpt", "bing", "bard", "model", "bot")
 
 def write(transcript: Transcript) -> str:
     """The head's branch. Thinking is written into the value, the only place there is."""
-    messages = prompt(transcript.system, (entry.message for entry in transcript.main()))
+    messages = prompt_messages(transcript.system, (entry.message for entry in transcript.main()))
     turns = [turn for message in messages for turn in _turns(message)]
     return json_line({"title": transcript.title, "conversations": turns})
 
@@ -42,7 +42,7 @@ def recognised(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("conversations"), list)
 
 
-def read_line(value: Mapping[str, Any]) -> Read:
+def read_line(value: Mapping[str, Any]) -> ReadResult:
     messages, skipped = [], []
     if isinstance(value.get("system"), str) and value["system"]:
         messages.append(system(value["system"]))
@@ -50,8 +50,8 @@ def read_line(value: Mapping[str, Any]) -> Read:
         try:
             messages.append(_message(turn))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            skipped.append(Skipped(f"turn {number}", str(error)))
-    return Read((linear(messages, title=str(value.get("title") or "")),), tuple(skipped))
+            skipped.append(SkippedConversation(f"turn {number}", str(error)))
+    return ReadResult((linear(messages, title=str(value.get("title") or "")),), tuple(skipped))
 
 
 def _turns(message: Message) -> Iterator[dict[str, str]]:

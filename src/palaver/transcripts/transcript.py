@@ -11,7 +11,7 @@ from palaver.messages import Message, Role
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TranscriptEntry:
     """A message in its place. Ids mean something within their transcript only."""
 
     id: str
@@ -25,7 +25,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    entries: tuple[Entry, ...]
+    entries: tuple[TranscriptEntry, ...]
     """Every parent before its children."""
     title: str = ""
     system: str = ""
@@ -33,7 +33,7 @@ class Transcript:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     head: str | None = None
 
-    def branch(self, leaf: str | None) -> tuple[Entry, ...]:
+    def branch(self, leaf: str | None) -> tuple[TranscriptEntry, ...]:
         """From the root to the leaf."""
         by_id = {entry.id: entry for entry in self.entries}
         found = []
@@ -46,7 +46,7 @@ class Transcript:
         parents = {entry.parent for entry in self.entries}
         return tuple(entry.id for entry in self.entries if entry.id not in parents)
 
-    def main(self) -> tuple[Entry, ...]:
+    def main(self) -> tuple[TranscriptEntry, ...]:
         """The branch of the head, to its end; without a head the one that was written last."""
         leaf = self.entries[-1].id if self.entries else None
         below = {self.head}
@@ -58,7 +58,7 @@ class Transcript:
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
+class SkippedConversation:
     """Something in a file that was left out, and why."""
 
     what: str
@@ -66,9 +66,9 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ReadResult:
     transcripts: tuple[Transcript, ...]
-    skipped: tuple[Skipped, ...] = ()
+    skipped: tuple[SkippedConversation, ...] = ()
 
 
 def linear(messages: Iterable[Message], **more: Any) -> Transcript:
@@ -78,26 +78,30 @@ def linear(messages: Iterable[Message], **more: Any) -> Transcript:
     while row and row[0].role is Role.SYSTEM:
         system.append(row.pop(0).text)
     entries = tuple(
-        Entry(str(number), str(number - 1) if number else None, message) for number, message in enumerate(row)
+        TranscriptEntry(str(number), str(number - 1) if number else None, message) for number, message in enumerate(row)
     )
     return Transcript(entries, system="\n\n".join(system), **more)
 
 
-def in_order(entries: Iterable[Entry]) -> tuple[tuple[Entry, ...], tuple[Skipped, ...]]:
+def in_order(entries: Iterable[TranscriptEntry]) -> tuple[tuple[TranscriptEntry, ...], tuple[SkippedConversation, ...]]:
     """Parents before children, whatever order they came in; those that hang in the air become roots and are told of."""
     waiting = {entry.id: entry for entry in entries}
-    placed: dict[str, Entry] = {}
+    placed: dict[str, TranscriptEntry] = {}
     skipped = []
     for id in list(waiting):
         for entry in reversed(list(_upwards(id, waiting, placed))):
             if entry.parent is not None and entry.parent not in placed:
-                skipped.append(Skipped(f"parent of message {entry.id}", f"there is no message {entry.parent}"))
-                entry = Entry(entry.id, None, entry.message, entry.created_at, entry.model, entry.whole)
+                skipped.append(
+                    SkippedConversation(f"parent of message {entry.id}", f"there is no message {entry.parent}")
+                )
+                entry = TranscriptEntry(entry.id, None, entry.message, entry.created_at, entry.model, entry.whole)
             placed[entry.id] = entry
     return tuple(placed.values()), tuple(skipped)
 
 
-def _upwards(id: str | None, waiting: Mapping[str, Entry], placed: Mapping[str, Entry]) -> Iterator[Entry]:
+def _upwards(
+    id: str | None, waiting: Mapping[str, TranscriptEntry], placed: Mapping[str, TranscriptEntry]
+) -> Iterator[TranscriptEntry]:
     """The entry and those above it that have no place yet; a circle is cut where it closes."""
     seen: set[str] = set()
     while id is not None and id in waiting and id not in placed and id not in seen:

@@ -10,6 +10,8 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from palaver.errors import EngineError, ModelError
+
 Samples: TypeAlias = NDArray[np.float32]
 """Sound: one channel, from -1 to 1, `RATE` samples a second."""
 
@@ -24,7 +26,7 @@ Stopped: TypeAlias = Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Voice:
+class VoiceSettings:
     """How something is said."""
 
     name: str = ""
@@ -55,11 +57,11 @@ class Speaker(Protocol):
         """Where it is asked: a thread of its own, so that nobody else waits for it."""
         ...
 
-    def language(self, voice: Voice) -> str:
+    def language(self, voice: VoiceSettings) -> str:
         """The language the voice speaks, as in `en` or `pt-br`. BadParameter where there is no such voice."""
         ...
 
-    def say(self, words: str, language: str, voice: Voice, stopped: Stopped) -> Samples:
+    def say(self, words: str, language: str, voice: VoiceSettings, stopped: Stopped) -> Samples:
         """The sound of one clause: the same for the same words, whatever was said before. Ends early when `stopped`."""
         ...
 
@@ -70,3 +72,51 @@ class Speaker(Protocol):
 
 def silence() -> Samples:
     return np.zeros(0, dtype=np.float32)
+
+
+class VoiceMissing(ModelError):
+    """What a voice needs is not installed."""
+
+    def __init__(self, what: str, package: str) -> None:
+        super().__init__(
+            f"{what} needs the package {package}, which is not installed: "
+            "install it with `pip install 'palaver[voice]'`."
+        )
+        self.package = package
+
+
+class VoiceFailed(EngineError):
+    """A voice that did not say what it should have said."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechModelInfo:
+    voices: tuple[str, ...] = ()
+    language: str = "en"
+    follows: bool = False
+    """Whether it takes a recording to speak like."""
+    speeds: bool = False
+    """Whether it can speak faster or slower."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechRequestFrame:
+    words: str
+    voice: str = ""
+    speed: float = 1.0
+    reference: Samples | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechChunk:
+    samples: Samples
+    rate: int
+
+
+class SpeechModel(Protocol):
+    @property
+    def about(self) -> SpeechModelInfo: ...
+
+    def say(self, asked: SpeechRequestFrame) -> SpeechChunk:
+        """The same for the same words, whatever was said before."""
+        ...

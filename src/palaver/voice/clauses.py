@@ -31,7 +31,7 @@ _ABBREVIATIONS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ClauseText:
     """A clause as the answer has it. All pieces joined are the answer."""
 
     text: str
@@ -39,7 +39,7 @@ class Piece:
     begins_line: bool = False
 
 
-class Splitter:
+class ClauseSplitter:
     """For one answer: fed with its text as it comes."""
 
     def __init__(self) -> None:
@@ -49,21 +49,21 @@ class Splitter:
         """What closes the block of code that is open."""
         self._spoke = False
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[ClauseText]:
         self._text += text
         return self._pieces(final=False)
 
-    def close(self) -> list[Piece]:
+    def close(self) -> list[ClauseText]:
         """What is left, now that no more text comes."""
         return self._pieces(final=True)
 
-    def _pieces(self, final: bool) -> list[Piece]:
+    def _pieces(self, final: bool) -> list[ClauseText]:
         found = []
         while self._text and (piece := self._next(final)) is not None:
             found.append(piece)
         return found
 
-    def _next(self, final: bool) -> Piece | None:
+    def _next(self, final: bool) -> ClauseText | None:
         if self._fence:
             return self._code(final)
         if self._begins_line:
@@ -74,8 +74,8 @@ class Splitter:
         end = self._end(final)
         return None if end is None else self._take(end)
 
-    def _take(self, end: int, is_code: bool = False) -> Piece:
-        piece = Piece(self._text[:end], is_code, self._begins_line)
+    def _take(self, end: int, is_code: bool = False) -> ClauseText:
+        piece = ClauseText(self._text[:end], is_code, self._begins_line)
         self._text = self._text[end:]
         self._begins_line = piece.text.endswith("\n")
         self._spoke = self._spoke or (not is_code and any(map(str.isalnum, piece.text)))
@@ -86,7 +86,7 @@ class Splitter:
         at = self._text.find("\n")
         return at + 1 if at >= 0 else len(self._text) if final else None
 
-    def _opening(self, mark: str, final: bool) -> Piece | None:
+    def _opening(self, mark: str, final: bool) -> ClauseText | None:
         end = self._line(final)
         if end is None:
             return None
@@ -95,7 +95,7 @@ class Splitter:
             self._fence = mark
         return self._take(end, is_code=True)
 
-    def _code(self, final: bool) -> Piece | None:
+    def _code(self, final: bool) -> ClauseText | None:
         end = self._line(final)
         if end is None:
             return None

@@ -19,9 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from palaver.errors import BadParameter
-from palaver.voice.base import OPENAI_VOICES, RATE, Samples, Stopped, Voice, silence
-from palaver.voice.errors import VoiceFailed, VoiceMissing
-from palaver.voice.resampling import resampled
+from palaver.voice.audio_format import resample
+from palaver.voice.base import OPENAI_VOICES, RATE, Samples, Stopped, VoiceFailed, VoiceMissing, VoiceSettings, silence
 
 WORDS_A_MINUTE = 175
 SLOWEST, FASTEST = 0.5, 4.0
@@ -79,10 +78,10 @@ class Espeak:
     def _variants(self) -> frozenset[str]:
         return frozenset(path.name for path in (self._data / "voices" / "!v").iterdir())
 
-    def language(self, voice: Voice) -> str:
+    def language(self, voice: VoiceSettings) -> str:
         return self._named(voice)[0]
 
-    def say(self, words: str, language: str, voice: Voice, stopped: Stopped) -> Samples:
+    def say(self, words: str, language: str, voice: VoiceSettings, stopped: Stopped) -> Samples:
         if voice.reference:
             raise BadParameter("reference", "a recording", "espeak can't follow another voice")
         if not SLOWEST <= voice.speed <= FASTEST:
@@ -97,13 +96,13 @@ class Espeak:
             if stopped():
                 return silence()
             said = self._rendered(words, self._languages[spoken] + variant, voice.speed, stopped)
-            return resampled(said, self._rate, RATE)
+            return resample(said, self._rate, RATE)
 
     def close(self) -> None:
         """It holds nothing between two clauses but its thread."""
         self.thread.shutdown(wait=False)
 
-    def _named(self, voice: Voice) -> tuple[str, str]:
+    def _named(self, voice: VoiceSettings) -> tuple[str, str]:
         """Language and variant."""
         name = _OPENAI.get(voice.name.lower(), voice.name) or _DEFAULT
         language, plus, variant = name.partition("+")

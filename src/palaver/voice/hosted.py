@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import itertools
+import json
 import queue
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from palaver.errors import BadParameter, BrokenModel
-from palaver.voice import frames
-from palaver.voice.base import OPENAI_VOICES, Samples, Stopped, Voice, silence
-from palaver.voice.errors import VoiceFailed
-from palaver.voice.model import About
+from palaver.voice.base import OPENAI_VOICES, Samples, SpeechModelInfo, Stopped, VoiceFailed, VoiceSettings, silence
+
+
+def write_frame(stream: IO[bytes], value: dict[str, Any], data: bytes = b"") -> None:
+    stream.write(json.dumps({**value, "bytes": len(data)}).encode() + b"\n" + data)
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
+    """None at the end."""
+    line = stream.readline()
+    if not line.endswith(b"\n"):
+        return None
+    value: dict[str, Any] = json.loads(line)
+    data = stream.read(value["bytes"])
+    return (value, data) if len(data) == value["bytes"] else None
+
 
 _PATIENCE = 0.02
 """Seconds between two looks at whether anybody still listens."""
@@ -24,7 +38,7 @@ _PATIENCE = 0.02
 _Answer = tuple[dict[str, Any], bytes] | None
 
 
-class Hosted:
+class HostedSpeaker:
     """Starting it loads the model, which takes a while. BrokenModel where that can't be done."""
 
     def __init__(self, name: str) -> None:
@@ -42,11 +56,11 @@ class Hosted:
     def follows(self) -> bool:
         return self._about.follows
 
-    def language(self, voice: Voice) -> str:
+    def language(self, voice: VoiceSettings) -> str:
         self._named(voice)
         return self._about.language
 
-    def say(self, words: str, language: str, voice: Voice, stopped: Stopped) -> Samples:
+    def say(self, words: str, language: str, voice: VoiceSettings, stopped: Stopped) -> Samples:
         if voice.reference and not self.follows:
             raise BadParameter("reference", "a recording", f"{self.name} can't follow another voice")
         if voice.speed != 1.0 and not self._about.speeds:
@@ -87,12 +101,12 @@ class Hosted:
             self._end()
             raise BrokenModel(f"The voice {self.name!r} can't be loaded: {why}.")
         about = began[0]["about"]
-        self._about = About(tuple(about["voices"]), about["language"], about["follows"], about["speeds"])
+        self._about = SpeechModelInfo(tuple(about["voices"]), about["language"], about["follows"], about["speeds"])
 
     def _answer(self, asked: dict[str, Any], reference: bytes, stopped: Stopped) -> Samples:
         number = next(self._numbers)
         assert self._process.stdin is not None
-        frames.write(self._process.stdin, {**asked, "id": number}, reference)
+        write_frame(self._process.stdin, {**asked, "id": number}, reference)
         while not stopped():
             try:
                 answer = self._answers.get(timeout=_PATIENCE)
@@ -107,7 +121,7 @@ class Hosted:
             return np.frombuffer(answer[1], dtype=np.float32)
         return silence()
 
-    def _named(self, voice: Voice) -> str:
+    def _named(self, voice: VoiceSettings) -> str:
         """The model's own voice; those that OpenAI's clients name are spread over what it has."""
         own = self._about.voices
         if voice.name in own or not voice.name:
@@ -119,6 +133,6 @@ class Hosted:
 
 def _read(process: subprocess.Popen[bytes], answers: queue.Queue[_Answer]) -> None:
     assert process.stdout is not None
-    while (answer := frames.read(process.stdout)) is not None:
+    while (answer := read_frame(process.stdout)) is not None:
         answers.put(answer)
     answers.put(None)

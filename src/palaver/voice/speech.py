@@ -9,8 +9,38 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from palaver.voice.base import RATE, Samples, Speaker, Voice, silence
-from palaver.voice.narration import Clause, Narration
+from palaver.voice.base import RATE, Samples, Speaker, VoiceSettings, silence
+from palaver.voice.clauses import ClauseSplitter, ClauseText
+from palaver.voice.text_normalization import language_of, spoken_words
+
+
+@dataclass(frozen=True, slots=True)
+class SpokenClause:
+    text: str
+    """As the answer has it: the texts of all clauses joined are the answer."""
+    words: str
+    """What is said; empty where there is nothing to say, as of code."""
+    language: str
+
+
+class Narration:
+    def __init__(self, language: str = "en") -> None:
+        """`language`: what is assumed where the letters tell nothing."""
+        self._language = language
+        self._splitter = ClauseSplitter()
+
+    def feed(self, text: str) -> list[SpokenClause]:
+        """The clauses that this text made whole."""
+        return [self._clause(piece) for piece in self._splitter.feed(text)]
+
+    def close(self) -> list[SpokenClause]:
+        return [self._clause(piece) for piece in self._splitter.close()]
+
+    def _clause(self, piece: ClauseText) -> SpokenClause:
+        language = language_of(piece.text, self._language)
+        said = "" if piece.is_code else spoken_words(piece.text, language, piece.begins_line)
+        return SpokenClause(piece.text, said, language)
+
 
 _PAUSES = {**dict.fromkeys(".!?…。！？", 0.29), **dict.fromkeys(":;；：", 0.22), **dict.fromkeys(",，、—–", 0.14)}
 _LINE_PAUSE = 0.29
@@ -21,10 +51,10 @@ _AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
+class SpokenAudio:
     """A clause and its sound, which is empty where there was nothing to say."""
 
-    clause: Clause
+    clause: SpokenClause
     samples: Samples
 
 
@@ -34,10 +64,10 @@ class Speech:
     The sound of all clauses joined is, sample for sample, what it would be if the text had come at once.
     """
 
-    def __init__(self, speaker: Speaker, voice: Voice | None = None) -> None:
+    def __init__(self, speaker: Speaker, voice: VoiceSettings | None = None) -> None:
         """BadParameter where the speaker has no such voice."""
         self._speaker = speaker
-        self._voice = voice or Voice()
+        self._voice = voice or VoiceSettings()
         self._narration = Narration(speaker.language(self._voice))
         self._texts: asyncio.Queue[str | None] = asyncio.Queue()
         self._stopped = False
@@ -56,28 +86,28 @@ class Speech:
         self._stopped = True
         self._texts.put_nowait(None)
 
-    def __aiter__(self) -> AsyncGenerator[Spoken]:
+    def __aiter__(self) -> AsyncGenerator[SpokenAudio]:
         return self._sound()
 
-    async def _sound(self) -> AsyncGenerator[Spoken]:
+    async def _sound(self) -> AsyncGenerator[SpokenAudio]:
         try:
             async with aclosing(self._clauses()) as clauses:
                 async for clause in clauses:
                     samples = await self._said(clause)
                     if self._stopped:
                         return
-                    yield Spoken(clause, samples)
+                    yield SpokenAudio(clause, samples)
         finally:
             self._stopped = True
 
-    async def _clauses(self) -> AsyncGenerator[Clause]:
+    async def _clauses(self) -> AsyncGenerator[SpokenClause]:
         while (text := await self._texts.get()) is not None and not self._stopped:
             for clause in self._narration.feed(text):
                 yield clause
         for clause in () if self._stopped else self._narration.close():
             yield clause
 
-    async def _said(self, clause: Clause) -> Samples:
+    async def _said(self, clause: SpokenClause) -> Samples:
         if not clause.words:
             return silence()
         asked = (clause.words, clause.language, self._voice, lambda: self._stopped)
@@ -86,13 +116,13 @@ class Speech:
         return np.concatenate([said, np.zeros(rest, dtype=np.float32)])
 
 
-def _pause(clause: Clause) -> float:
+def _pause(clause: SpokenClause) -> float:
     if clause.text.endswith("\n"):
         return _LINE_PAUSE
     return next((_PAUSES[mark] for mark in reversed(clause.words[-3:]) if mark in _PAUSES), 0.0)
 
 
-async def spoken(text: str, speaker: Speaker, voice: Voice | None = None) -> AsyncGenerator[Spoken]:
+async def synthesize(text: str, speaker: Speaker, voice: VoiceSettings | None = None) -> AsyncGenerator[SpokenAudio]:
     """A text that is whole, said clause by clause."""
     speech = Speech(speaker, voice)
     speech.feed(text)

@@ -55,7 +55,7 @@ class Preset(Told):
 class StoredReply(Told):
     """What made a reply, and how it went. Every status but running and done can be continued."""
 
-    status: store.Status
+    status: store.ReplyStatus
     settings: Settings
     usage: Usage | None
     timings: dict[str, float]
@@ -93,7 +93,7 @@ class Stored(Told):
     reply: StoredReply | None
 
     @classmethod
-    def of(cls, stored: store.Stored) -> Stored:
+    def of(cls, stored: store.StoredMessage) -> Stored:
         return cls(
             id=stored.id,
             conversation_id=stored.conversation_id,
@@ -105,10 +105,10 @@ class Stored(Told):
             reply=None if stored.reply is None else StoredReply.of(stored.reply),
         )
 
-    def value(self) -> store.Stored:
+    def value(self) -> store.StoredMessage:
         parts = tuple(stored_part_value(part) for part in self.parts)
         reply = None if self.reply is None else self.reply.value()
-        return store.Stored(**{**dict(self), "parts": parts, "reply": reply})
+        return store.StoredMessage(**{**dict(self), "parts": parts, "reply": reply})
 
 
 class Said(Told):
@@ -134,11 +134,11 @@ class Node(Told):
     created_at: datetime
 
     @classmethod
-    def of(cls, node: store.Node) -> Node:
+    def of(cls, node: store.TreeNode) -> Node:
         return cls.model_validate(node)
 
-    def value(self) -> store.Node:
-        return store.Node(**dict(self))
+    def value(self) -> store.TreeNode:
+        return store.TreeNode(**dict(self))
 
 
 class Hit(Told):
@@ -152,11 +152,11 @@ class Hit(Told):
     snippet: str
 
     @classmethod
-    def of(cls, hit: store.Hit) -> Hit:
+    def of(cls, hit: store.SearchHit) -> Hit:
         return cls.model_validate(hit)
 
-    def value(self) -> store.Hit:
-        return store.Hit(**dict(self))
+    def value(self) -> store.SearchHit:
+        return store.SearchHit(**dict(self))
 
 
 class Cursor(Told):

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from palaver import messages
 from palaver.errors import BadParameter
-from palaver.store import blobs, parts
+from palaver.store import blobs, json_values
 from palaver.wire.base import Told
 
 
@@ -84,7 +84,7 @@ class Message(Told):
         return messages.Message(self.role, whole)
 
 
-def stored_part_of(part: parts.StoredPart) -> AnyStored:
+def stored_part_of(part: json_values.StoredPart) -> AnyStored:
     match part:
         case messages.Text(text):
             return Text(type="text", text=text)
@@ -100,7 +100,7 @@ def stored_part_of(part: parts.StoredPart) -> AnyStored:
             assert_never(part)
 
 
-def stored_part_value(part: AnyStored) -> parts.StoredPart:
+def stored_part_value(part: AnyStored) -> json_values.StoredPart:
     match part:
         case Text(text=text):
             return messages.Text(text)

@@ -72,7 +72,7 @@ class Settings(Told):
     """The engines that computed it, each with its first token."""
 
     @classmethod
-    def of(cls, settings: store.Settings) -> Settings:
+    def of(cls, settings: store.ReplySettings) -> Settings:
         return cls(
             model=settings.model,
             sampling=Sampling.of(settings.sampling),
@@ -83,6 +83,8 @@ class Settings(Told):
             fingerprints=settings.fingerprints,
         )
 
-    def value(self) -> store.Settings:
+    def value(self) -> store.ReplySettings:
         tools, sampling = tuple(tool.value() for tool in self.tools), self.sampling.value()
-        return store.Settings(self.model, sampling, self.tokenizer, self.options, tools, self.choice, self.fingerprints)
+        return store.ReplySettings(
+            self.model, sampling, self.tokenizer, self.options, tools, self.choice, self.fingerprints
+        )

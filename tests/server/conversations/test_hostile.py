@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from palaver.messages import user
-from palaver.store import Conversation, Stored
+from palaver.store import Conversation, StoredMessage
 from tests.chat.making import Stage, entries, staged
 from tests.client.live import served
 
@@ -22,8 +22,8 @@ class Known:
     stage: Stage
     http: httpx.AsyncClient
     talk: Conversation
-    message: Stored
-    turn: Stored
+    message: StoredMessage
+    turn: StoredMessage
 
 
 @pytest.fixture

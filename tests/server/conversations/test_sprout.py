@@ -11,7 +11,7 @@ from palaver.client import HttpChat
 from palaver.events import Finished, ThinkingDelta, fold
 from palaver.generation import Finish
 from palaver.messages import user
-from palaver.store import Status
+from palaver.store import ReplyStatus
 from tests.chat.making import entries
 from tests.server.live import Live
 
@@ -46,7 +46,7 @@ async def test_stopped_and_continued_over_http_it_is_the_reply_without_the_stop(
                     await stopped_at(chat, again.id, dice.randint(1, told[-1].number))
                     status = (await chat.message(again.id)).reply
                     assert status is not None
-                    if status.status is Status.DONE:
+                    if status.status is ReplyStatus.DONE:
                         break
                     assert (await chat.go_on(again.id)).id == again.id
                     if dice.random() < 0.5:

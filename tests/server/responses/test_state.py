@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from palaver.store import Status
+from palaver.store import ReplyStatus
 from tests.server.asking import get
 from tests.server.live import Live
 
@@ -363,9 +363,9 @@ class TestRestarting:
             messages = live.service.store.messages
             found, other = (messages.get(one["id"].removeprefix("resp_")) for one in (running, cancelled))
             assert found.reply is not None
-            assert found.reply.status in (Status.DONE, Status.LENGTH)
+            assert found.reply.status in (ReplyStatus.DONE, ReplyStatus.LENGTH)
             assert other.reply is not None
-            assert other.reply.status is Status.INTERRUPTED
+            assert other.reply.status is ReplyStatus.INTERRUPTED
 
     def test_it_goes_on_when_it_is_looked_at(self, tmp_path: Path) -> None:
         with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60) as http:

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from palaver.messages import Role
-from palaver.store import Status
+from palaver.store import ReplyStatus
 from tests.chat.making import WAVE, reply
 from tests.scripted_engine import HoldScript
 from tests.server.socket.talk import Scene, scene, talking, texts
@@ -56,7 +56,7 @@ async def test_it_goes_on_when_its_reader_says_goodbye(tmp_path: Path) -> None:
             _ = [entry async for entry in entries]
         stored = await it.stage.chat.message(begun["reply"])
         assert stored.reply is not None
-        assert stored.reply.status is Status.DONE
+        assert stored.reply.status is ReplyStatus.DONE
         async with talking(it.url) as talk:
             again = await talk.ask(type="resume", turn_id=begun["turn_id"], after=0)
         assert (again[0], again[-1]["text"]) == (begun, stored.text)

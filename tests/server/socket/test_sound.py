@@ -19,11 +19,10 @@ import pytest
 from palaver.engines.core.logits_processors import unspeakable_characters
 from palaver.errors import BadParameter
 from palaver.server.socket.recordings import recorded
-from palaver.voice import loading
-from palaver.voice.base import RATE, Samples, Stopped, Voice
-from palaver.voice.errors import VoiceFailed
+from palaver.voice import loader
+from palaver.voice.base import RATE, Samples, Stopped, VoiceFailed, VoiceSettings
 from palaver.voice.espeak import Espeak
-from palaver.voice.speech import spoken
+from palaver.voice.speech import synthesize
 from tests.chat.making import CONTROL, TOKENIZER
 from tests.scripted_engine import HoldScript, Script
 from tests.server.live import Live
@@ -48,7 +47,7 @@ def joined(told: Sequence[dict[str, Any]]) -> Samples:
 
 async def said(text: str) -> Samples:
     """What espeak makes of the text at once."""
-    return np.concatenate([piece.samples async for piece in spoken(text, Espeak())])
+    return np.concatenate([piece.samples async for piece in synthesize(text, Espeak())])
 
 
 def answering(*clauses: Sequence[int | HoldScript]) -> Script:
@@ -153,10 +152,10 @@ class Parrot:
     def close(self) -> None:
         self.thread.shutdown()
 
-    def language(self, voice: Voice) -> str:
+    def language(self, voice: VoiceSettings) -> str:
         return "en"
 
-    def say(self, words: str, language: str, voice: Voice, stopped: Stopped) -> Samples:
+    def say(self, words: str, language: str, voice: VoiceSettings, stopped: Stopped) -> Samples:
         if "hush" in words:
             raise VoiceFailed("The parrot does not say that.")
         return np.frombuffer(voice.reference, dtype=np.float32)
@@ -179,7 +178,7 @@ def file_of(samples: Samples, rate: int, kind: str) -> bytes:
 
 
 async def test_a_voice_that_follows_gets_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "load_speaker", lambda name: Parrot())
+    monkeypatch.setattr(loader, "load_speaker", lambda name: Parrot())
     async with scene(tmp_path, [answering(clause("Hello there"))]) as it, talking(it.url) as talk:
         wish = {"enabled": True, "ref_audio_data": as_base64(tone(16_000).tobytes())}
         told = await talk.ask(messages=USER, tts=wish)
@@ -187,7 +186,7 @@ async def test_a_voice_that_follows_gets_the_recording(tmp_path: Path, monkeypat
 
 
 async def test_a_voice_that_fails_takes_no_word_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "load_speaker", lambda name: Parrot())
+    monkeypatch.setattr(loader, "load_speaker", lambda name: Parrot())
     async with scene(tmp_path, [answering(clause("Now hush. Please."))]) as it, talking(it.url) as talk:
         done = (await talk.ask(messages=USER, tts={"enabled": True}))[-1]
         assert (done["text"], done["notices"]) == ("Now hush. Please.", ["The parrot does not say that."])

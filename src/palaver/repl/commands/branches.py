@@ -25,7 +25,7 @@ from palaver.repl.markdown import rendered
 from palaver.repl.safe import one_line, safe
 from palaver.repl.table import Choice, Theme
 from palaver.repl.thinking import seconds, tokens
-from palaver.store import Blob, Node, Status, Stored
+from palaver.store import Blob, ReplyStatus, StoredMessage, TreeNode
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 commands = Theme("The branch")
 
 _LEFT = {
-    Status.STOPPED: "stopped: /continue goes on",
-    Status.LENGTH: "length: /continue goes on",
-    Status.INTERRUPTED: "interrupted: /continue goes on",
-    Status.FAILED: "failed: /continue goes on",
-    Status.RUNNING: "running",
+    ReplyStatus.STOPPED: "stopped: /continue goes on",
+    ReplyStatus.LENGTH: "length: /continue goes on",
+    ReplyStatus.INTERRUPTED: "interrupted: /continue goes on",
+    ReplyStatus.FAILED: "failed: /continue goes on",
+    ReplyStatus.RUNNING: "running",
 }
 
 
@@ -65,7 +65,7 @@ async def continue_(session: Session, arguments: str) -> None:
     await session.follow(going, known if going.id == reply.id else 0)
 
 
-async def _events(session: Session, reply: Stored) -> int:
+async def _events(session: Session, reply: StoredMessage) -> int:
     """How many events the reply has had: those that were seen."""
     number = 0
     if reply.reply is not None:
@@ -114,7 +114,7 @@ async def edit(session: Session, arguments: str) -> None:
         session.screen.note("The reply was edited, on a branch of its own. /continue goes on from it.")
 
 
-async def _meant(session: Session, wanted: Sequence[str]) -> Stored:
+async def _meant(session: Session, wanted: Sequence[str]) -> StoredMessage:
     path = await session.place.path()
     if not wanted:
         found = next((one for one in reversed(path) if one.role is Role.USER), None)
@@ -230,7 +230,7 @@ async def show_end(session: Session, without_last: bool = False) -> None:
     await _show(session, path, len(path) - asked)
 
 
-async def _show(session: Session, path: Sequence[Stored], count: int) -> None:
+async def _show(session: Session, path: Sequence[StoredMessage], count: int) -> None:
     if not path:
         return
     widths = _widths(await session.chat.nodes(path[0].conversation_id))
@@ -239,7 +239,7 @@ async def _show(session: Session, path: Sequence[Stored], count: int) -> None:
         session.screen.show(*message(one, number, siblings), Text())
 
 
-def message(stored: Stored, number: int, siblings: int = 1) -> list[RenderableType]:
+def message(stored: StoredMessage, number: int, siblings: int = 1) -> list[RenderableType]:
     """A message of the past; its thoughts in one line."""
     several = f" · one of {siblings}" if siblings > 1 else ""
     shown: list[RenderableType] = [Text.assemble((f"{number} {_WHO[stored.role]}", "name"), (several, "note"))]
@@ -265,14 +265,14 @@ def message(stored: Stored, number: int, siblings: int = 1) -> list[RenderableTy
 _WHO = {Role.USER: "you", Role.ASSISTANT: "model", Role.TOOL: "tool", Role.SYSTEM: "system"}
 
 
-def _thought(stored: Stored) -> str:
+def _thought(stored: StoredMessage) -> str:
     reply = stored.reply
     took = f" for {seconds(reply.timings['thinking'])}" if reply and reply.timings.get("thinking") else ""
     count = f" · {tokens(reply.usage.thinking_tokens)}" if reply and reply.usage else ""
     return f"thought{took}{count}"
 
 
-async def _branch_ends(session: Session) -> list[Stored]:
+async def _branch_ends(session: Session) -> list[StoredMessage]:
     if session.place.id is None:
         return []
     nodes = await session.chat.nodes(session.place.id)
@@ -280,7 +280,7 @@ async def _branch_ends(session: Session) -> list[Stored]:
     return [await session.chat.message(node.id) for node in nodes if node.id not in parents]
 
 
-def _widths(nodes: Iterable[Node]) -> Counter[str | None]:
+def _widths(nodes: Iterable[TreeNode]) -> Counter[str | None]:
     """How many messages there are under each."""
     return Counter(node.parent_id for node in nodes)
 
@@ -291,7 +291,7 @@ async def _tell_place(session: Session, verb: str) -> None:
     session.screen.note(f"{verb}: you are {where}")
 
 
-def _short(stored: Stored) -> str:
+def _short(stored: StoredMessage) -> str:
     return f"{_WHO[stored.role]}: {one_line(stored.text, 60) or '…'}"
 
 

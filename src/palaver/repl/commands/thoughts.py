@@ -15,7 +15,7 @@ from palaver.repl.settings import Thoughts
 from palaver.repl.table import Choice, Theme
 from palaver.repl.thinking import shown
 from palaver.sampling import NUMBERS
-from palaver.store import Stored
+from palaver.store import StoredMessage
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
@@ -131,5 +131,5 @@ async def toggle(session: Session) -> None:
 _HOW = {Thoughts.COLLAPSED: "collapsed", Thoughts.EXPANDED: "in full", Thoughts.HIDDEN: "not at all"}
 
 
-def _thoughts(stored: Stored) -> list[str]:
+def _thoughts(stored: StoredMessage) -> list[str]:
     return [part.text for part in stored.parts if isinstance(part, Thinking)]

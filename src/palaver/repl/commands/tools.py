@@ -15,7 +15,7 @@ from palaver.repl.calls import unanswered, written
 from palaver.repl.completion import paths
 from palaver.repl.safe import one_line
 from palaver.repl.table import Choice, Theme
-from palaver.store import Stored
+from palaver.store import StoredMessage
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
@@ -97,5 +97,5 @@ async def _open_calls(session: Session) -> list[ToolCall]:
     return unanswered(_calls_of(path[last]), answered)
 
 
-def _calls_of(reply: Stored) -> list[ToolCall]:
+def _calls_of(reply: StoredMessage) -> list[ToolCall]:
     return [part for part in reply.parts if isinstance(part, ToolCall)]

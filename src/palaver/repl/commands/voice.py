@@ -13,7 +13,7 @@ from palaver.repl.table import Theme
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
-    from palaver.voice.base import Voice
+    from palaver.voice.base import VoiceSettings
 
 commands = Theme("Voice")
 
@@ -26,14 +26,14 @@ commands = Theme("Voice")
     words("on", "off", "save"),
 )
 async def voice(session: Session, arguments: str) -> None:
-    from palaver.voice.base import Voice
+    from palaver.voice.base import VoiceSettings
 
     match arguments.split(maxsplit=1):
         case []:
             on = session.voice.voice
             session.screen.note(f"Replies are {f'spoken{_named(on)}' if on is not None else 'not spoken'}.")
         case ["on", *name]:
-            await _on(session, Voice(name[0].strip() if name else ""))
+            await _on(session, VoiceSettings(name[0].strip() if name else ""))
         case ["off"]:
             session.voice.turn_off()
             await session.place.set(spoken=None)
@@ -44,7 +44,7 @@ async def voice(session: Session, arguments: str) -> None:
             raise RequestError("It is /voice on, /voice on NAME, /voice off or /voice save FILE.")
 
 
-async def _on(session: Session, wanted: Voice) -> None:
+async def _on(session: Session, wanted: VoiceSettings) -> None:
     player = await session.voice.turn_on(wanted)
     await session.place.set(spoken=True)
     how = f"played by {player.name}" if player else "saved as files, because no player was found"
@@ -63,5 +63,5 @@ async def _save(session: Session, name: str) -> None:
     session.screen.note(f"Spoken into {path}")
 
 
-def _named(voice: Voice) -> str:
+def _named(voice: VoiceSettings) -> str:
     return f" by {voice.name}" if voice.name else ""

@@ -21,7 +21,7 @@ from palaver.events import (
 from palaver.generation import Finish
 from palaver.phases import Phase
 from palaver.server.openai.speaking import Totals
-from palaver.store.identity import new_id
+from palaver.store.records import new_id
 
 Event = dict[str, Any]
 Sign = Callable[[str], str]

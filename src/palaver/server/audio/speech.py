@@ -22,8 +22,8 @@ from palaver.server.openai.fields import Fields, NamedVoice
 from palaver.server.openai.unknown import check_all
 from palaver.server.state import State, StateOf
 from palaver.server.streaming import EventStream
-from palaver.voice.base import Samples, Speaker, Voice
-from palaver.voice.encoding import Form, encoded, form, joined, pcm, wav_header
+from palaver.voice.audio_format import AudioFormat, audio_format, encode_audio, join_audio, pcm, wav_header
+from palaver.voice.base import Samples, Speaker, VoiceSettings
 from palaver.voice.speech import Speech
 
 LONGEST = 20_000
@@ -58,7 +58,7 @@ def router() -> APIRouter:
         wanted = _form(body)
         speaker = await state.speakers.current()
         _check(body, speaker)
-        said = Speech(speaker, Voice(named(body.voice), body.speed))
+        said = Speech(speaker, VoiceSettings(named(body.voice), body.speed))
         said.feed(body.input)
         said.end()
         return await _answered(request, body, wanted, _sounds(state, caller.owner_id, said))
@@ -76,8 +76,8 @@ def named(voice: str | NamedVoice | None) -> str:
     return voice.id if isinstance(voice, NamedVoice) else voice or ""
 
 
-def _form(body: SpeechRequest) -> Form:
-    wanted = form(body.response_format)
+def _form(body: SpeechRequest) -> AudioFormat:
+    wanted = audio_format(body.response_format)
     if (body.stream or body.stream_format == "sse") and not wanted.streams:
         raise BadParameter("response_format", body.response_format, "only wav and pcm can be streamed")
     return wanted
@@ -102,12 +102,14 @@ async def _sounds(state: State, owner: str, speech: Speech) -> AsyncGenerator[Sa
         speech.stop()
 
 
-async def _answered(request: Request, body: SpeechRequest, wanted: Form, sounds: AsyncGenerator[Samples]) -> Response:
+async def _answered(
+    request: Request, body: SpeechRequest, wanted: AudioFormat, sounds: AsyncGenerator[Samples]
+) -> Response:
     """Waits for the first sound, so that what can't be said has a status of its own."""
     async with closed_if_failing(sounds):
         if not body.stream and body.stream_format != "sse":
-            whole = await while_there(request, joined(sounds))
-            return Response(await asyncio.to_thread(encoded, whole, wanted), media_type=wanted.media_type)
+            whole = await while_there(request, join_audio(sounds))
+            return Response(await asyncio.to_thread(encode_audio, whole, wanted), media_type=wanted.media_type)
         first = await while_there(request, anext(sounds))
     pieces = _streamed(sounds, first, wanted)
     if body.stream_format == "sse":
@@ -115,7 +117,7 @@ async def _answered(request: Request, body: SpeechRequest, wanted: Form, sounds:
     return SoundStream(pieces, wanted.media_type)
 
 
-async def _streamed(sounds: AsyncGenerator[Samples], first: Samples, wanted: Form) -> AsyncGenerator[bytes]:
+async def _streamed(sounds: AsyncGenerator[Samples], first: Samples, wanted: AudioFormat) -> AsyncGenerator[bytes]:
     async with aclosing(sounds):
         yield (wav_header() if wanted.name == "wav" else b"") + pcm(first)
         async for samples in sounds:

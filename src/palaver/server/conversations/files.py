@@ -12,18 +12,18 @@ from palaver.errors import BadParameter
 from palaver.server.conversations.owned import Mine
 from palaver.server.openai.answering import while_there
 from palaver.server.state import StateOf
-from palaver.transcripts import Format
+from palaver.transcripts import TranscriptFormat
 from palaver.wire.conversations import Conversation
 
 routes = APIRouter(tags=["files"])
 _OBJECTS_EACH = 20
 """Messages and their parts in a conversation, as an export of many conversations has on average at the most."""
 _KINDS = {
-    Format.TRAINING: ("application/jsonl", "jsonl"),
-    Format.BRANCHES: ("application/jsonl", "jsonl"),
-    Format.WHOLE: ("application/json", "json"),
-    Format.MARKDOWN: ("text/markdown", "md"),
-    Format.SHAREGPT: ("application/jsonl", "jsonl"),
+    TranscriptFormat.TRAINING: ("application/jsonl", "jsonl"),
+    TranscriptFormat.BRANCHES: ("application/jsonl", "jsonl"),
+    TranscriptFormat.WHOLE: ("application/json", "json"),
+    TranscriptFormat.MARKDOWN: ("text/markdown", "md"),
+    TranscriptFormat.SHAREGPT: ("application/jsonl", "jsonl"),
 }
 _FILE: dict[int | str, dict[str, Any]] = {
     200: {
@@ -34,7 +34,9 @@ _FILE: dict[int | str, dict[str, Any]] = {
 
 
 @routes.get("/conversations/{id}/export", response_class=Response, responses=_FILE)
-async def export(id: str, chat: Mine, form: Format = Format.TRAINING, leaf: str | None = None) -> Response:
+async def export(
+    id: str, chat: Mine, form: TranscriptFormat = TranscriptFormat.TRAINING, leaf: str | None = None
+) -> Response:
     """The conversation as a file; `leaf` names the branch that counts as the main one."""
     text = await chat.export(id, form, leaf)
     kind, ending = _KINDS[form]

@@ -17,9 +17,9 @@ from palaver.server.audio.stream import SoundStream
 from palaver.server.conversations.owned import Mine
 from palaver.server.errors import note
 from palaver.server.state import StateOf
-from palaver.store import Status
-from palaver.voice.base import SPEEDS, Voice
-from palaver.voice.encoding import pcm, wav_header
+from palaver.store import ReplyStatus
+from palaver.voice.audio_format import pcm, wav_header
+from palaver.voice.base import SPEEDS, VoiceSettings
 from palaver.voice.speech import Speech
 
 routes = APIRouter(tags=["speech"])
@@ -37,8 +37,8 @@ async def speech(id: str, chat: Mine, state: StateOf, voice: str = "", speed: fl
     if not low <= speed <= high:
         raise BadParameter("speed", speed, f"must be from {low:g} to {high:g}")
     stored = await chat.message(id)
-    said = Speech(await state.speakers.current(), Voice(voice, speed))
-    if stored.reply is None or stored.reply.status is not Status.RUNNING:
+    said = Speech(await state.speakers.current(), VoiceSettings(voice, speed))
+    if stored.reply is None or stored.reply.status is not ReplyStatus.RUNNING:
         said.feed("".join(part.text for part in stored.parts if isinstance(part, Text)))
         said.end()
         return SoundStream(_sounds(said), _TYPE)

@@ -34,7 +34,7 @@ from palaver.server.openai.wishes import completion_parameters
 from palaver.server.settings import ServerSettings
 from palaver.server.state import StateOf
 from palaver.server.streaming import EventStream
-from palaver.store.identity import new_id
+from palaver.store.records import new_id
 
 MAX_PROMPTS = 64
 

@@ -17,10 +17,12 @@ from palaver.events import Failed, Finished, Snapshot, Started, Waiting
 from palaver.generation import Ended, Output, Prefilled, Prompt, Queued, Step
 from palaver.sampling import Sampling
 from palaver.server.state import State
-from palaver.store import Conflict, Stored
+from palaver.store import Conflict, StoredMessage
 
 
-async def followed(state: State, chat: Chat, model: Model, reply: Stored, logprobs: int, unsplit: bool) -> Utterance:
+async def followed(
+    state: State, chat: Chat, model: Model, reply: StoredMessage, logprobs: int, unsplit: bool
+) -> Utterance:
     """An utterance whose tokens are the turn's, read anew. Leaving it leaves the turn alone.
 
     `logprobs` is how many alternatives of each token are told; `unsplit` is whether thoughts are told as text.
@@ -36,7 +38,7 @@ async def followed(state: State, chat: Chat, model: Model, reply: Stored, logpro
     return Utterance(request, prompt, reader, _Turns(state, chat, reply))
 
 
-def _recorded(state: State, model: Model, reply: Stored) -> tuple[Request, Prompt]:
+def _recorded(state: State, model: Model, reply: StoredMessage) -> tuple[Request, Prompt]:
     """What decided a turn that is over, or that another process runs, and what it began with."""
     owner = state.service.store.conversations.get(reply.conversation_id).owner_id
     request = state.service.requests.of(model, reply, owner)
@@ -51,7 +53,7 @@ class _Turns:
 
     state: State
     chat: Chat
-    reply: Stored
+    reply: StoredMessage
 
     @asynccontextmanager
     async def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> AsyncIterator[_Heard]:

@@ -18,8 +18,8 @@ from palaver.server.openai.asking import checked_ids, choices, whole_parameters
 from palaver.server.openai.fields import ChatRequest
 from palaver.server.openai.remembering import spelled
 from palaver.server.state import State
-from palaver.store import Conflict, Conversation, Status, Stored
-from palaver.store.tokens import given
+from palaver.store import Conflict, Conversation, ReplyStatus, StoredMessage
+from palaver.store.token_codec import given_tokens
 
 NEW = "new"
 
@@ -93,11 +93,11 @@ def wanted_of(body: ChatRequest, model: Model, state: State) -> list[dict[str, A
 async def _said(
     chat: Chat,
     conversation: Conversation,
-    parent: Stored | None,
+    parent: StoredMessage | None,
     fresh: Sequence[Message],
     parameters: Mapping[str, Any],
     key: str | None,
-) -> tuple[str, list[Stored]]:
+) -> tuple[str, list[StoredMessage]]:
     if not fresh:
         assert parent is not None
         return parent.id, [await chat.reply(conversation.id, parent.id, parameters=parameters, key=key)]
@@ -121,7 +121,7 @@ async def _conversation(chat: Chat, name: str, system: str) -> Conversation:
 
 async def _placed(
     chat: Chat, conversation: Conversation, said: Sequence[Message], goes_on: bool = False
-) -> tuple[Stored | None, Sequence[Message]]:
+) -> tuple[StoredMessage | None, Sequence[Message]]:
     """The message under which the first new one hangs, and those that are new."""
     nodes = await chat.nodes(conversation.id)
     if not nodes:
@@ -136,7 +136,7 @@ async def _placed(
     children: dict[str | None, list[str]] = {}
     for node in nodes:
         children.setdefault(node.parent_id, []).append(node.id)
-    at: Stored | None = None
+    at: StoredMessage | None = None
     for place, message in enumerate(said):
         found = await _child(chat, children.get(at.id if at else None, ()), message)
         if found is None:
@@ -145,7 +145,7 @@ async def _placed(
     return at, ()
 
 
-async def _asked_last(chat: Chat, last: Stored | None, message: Message) -> Stored | None:
+async def _asked_last(chat: Chat, last: StoredMessage | None, message: Message) -> StoredMessage | None:
     """What the conversation was left with, or what that answers, where it is this message."""
     if last is not None and last.role is Role.ASSISTANT and last.parent_id is not None:
         last = await chat.message(last.parent_id)
@@ -153,7 +153,7 @@ async def _asked_last(chat: Chat, last: Stored | None, message: Message) -> Stor
     return last if same else None
 
 
-async def _child(chat: Chat, ids: Sequence[str], message: Message) -> Stored | None:
+async def _child(chat: Chat, ids: Sequence[str], message: Message) -> StoredMessage | None:
     """The newest of them that says the same."""
     for id in reversed(ids):
         stored = await chat.message(id)
@@ -201,20 +201,24 @@ class _GoingOn:
             replies.append(await self._start(beginning, at, place))
         return Landed(self.conversation.id, at, tuple(reply.id for reply in reversed(replies)))
 
-    async def _known(self, parent: Stored) -> Stored | None:
+    async def _known(self, parent: StoredMessage) -> StoredMessage | None:
         """The reply in the conversation that was left with these words."""
         nodes = await self.chat.nodes(self.conversation.id)
         said = self.begun.message.parts
         for node in reversed([node for node in nodes if node.parent_id == parent.id]):
             stored = await self.chat.message(node.id)
-            left = stored.reply is not None and stored.reply.status not in (Status.DONE, Status.RUNNING)
+            left = stored.reply is not None and stored.reply.status not in (ReplyStatus.DONE, ReplyStatus.RUNNING)
             same = _words(stored.parts) == _words(said) and _thoughts(stored.parts) == _thoughts(said)
             if left and same and knows(self.model, stored):
                 return stored
         return None
 
     async def _beginning(
-        self, parent: Stored | None, fresh: Sequence[Message], parameters: Mapping[str, Any], known: Stored | None
+        self,
+        parent: StoredMessage | None,
+        fresh: Sequence[Message],
+        parameters: Mapping[str, Any],
+        known: StoredMessage | None,
     ) -> Beginning:
         """Raises whatever makes the reply impossible, before anything is written."""
         if known is not None and known.reply is not None:
@@ -233,9 +237,9 @@ class _GoingOn:
         prompt = await asyncio.to_thread(self.model.prompt, asked.request, ids, begun)
         sampling = offset_limits(asked.request.sampling, len(prompt.reply_ids))
         request, settings = replace(asked.request, sampling=sampling), replace(asked.settings, sampling=sampling)
-        return Beginning(self.conversation.id, None, request, settings, given(ids), begun=begun, prompt=prompt)
+        return Beginning(self.conversation.id, None, request, settings, given_tokens(ids), begun=begun, prompt=prompt)
 
-    async def _start(self, beginning: Beginning, parent: str, place: int) -> Stored:
+    async def _start(self, beginning: Beginning, parent: str, place: int) -> StoredMessage:
         conversation = await self.chat.conversation(self.conversation.id)
         key = self.key if self.key is None or place == 0 else f"{self.key} {place}"
         placed = replace(beginning, parent_id=parent, key=key, expected_head=conversation.head_id)

@@ -15,8 +15,8 @@ from palaver.server.openai.asking import Shown
 from palaver.server.openai.speaking import Told
 from palaver.server.openai.voicing import Recording, Transcripts
 from palaver.server.state import State
+from palaver.voice.audio_format import encode_audio, pcm
 from palaver.voice.base import Samples, Speaker, silence
-from palaver.voice.encoding import encoded, pcm
 from palaver.voice.speech import Speech
 
 _Arrivals = asyncio.Queue[Told | Exception | None]
@@ -91,7 +91,7 @@ class Sounding:
         if self.streams:
             return ""
         samples = np.concatenate(self._sounds) if self._sounds else silence()
-        return _text(await asyncio.to_thread(encoded, samples, self.recording.form))
+        return _text(await asyncio.to_thread(encode_audio, samples, self.recording.form))
 
 
 async def sounding_of(shown: Shown, owner: str, state: State) -> Sounding | None:

@@ -27,7 +27,7 @@ from palaver.generation import Finish
 from palaver.messages import Message
 from palaver.server.openai.asking import Shown, Usage
 from palaver.server.openai.speaking import Choice, Told
-from palaver.store.identity import new_id
+from palaver.store.records import new_id
 
 DONE = b"data: [DONE]\n\n"
 _REASONS = {Finish.END: "stop", Finish.STOP_STRING: "stop", Finish.LENGTH: "length", Finish.STOPPED: "stop"}

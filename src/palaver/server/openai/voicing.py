@@ -13,9 +13,9 @@ from typing import Any
 
 from palaver.errors import BadParameter
 from palaver.server.openai.fields import ChatMessage, ChatRequest, NamedVoice
-from palaver.store.identity import new_id
-from palaver.voice.base import Voice
-from palaver.voice.encoding import Form, form
+from palaver.store.records import new_id
+from palaver.voice.audio_format import AudioFormat, audio_format
+from palaver.voice.base import VoiceSettings
 
 AUDIO = "audio"
 KEPT_SECONDS = 3600
@@ -29,8 +29,8 @@ _APART = ("response_format", "json_schema", "regex", "grammar", "logprobs")
 class Recording:
     """The sound of one reply, by the id under which it may be named in a later request."""
 
-    form: Form
-    voice: Voice
+    form: AudioFormat
+    voice: VoiceSettings
     id: str = field(default_factory=lambda: f"audio_{new_id()}")
     expires_at: int = field(default_factory=lambda: int(time.time()) + KEPT_SECONDS)
 
@@ -61,8 +61,8 @@ def recording(request: ChatRequest) -> Recording | None:
     if request.stream and asked not in (None, STREAMED):
         raise BadParameter("audio.format", asked, f"must be {STREAMED} where the reply is streamed")
     named = wanted.voice if wanted is not None else None
-    voice = Voice(named.id if isinstance(named, NamedVoice) else named or "")
-    return Recording(form(asked or (STREAMED if request.stream else "wav"), "audio.format"), voice)
+    voice = VoiceSettings(named.id if isinstance(named, NamedVoice) else named or "")
+    return Recording(audio_format(asked or (STREAMED if request.stream else "wav"), "audio.format"), voice)
 
 
 class Transcripts:

@@ -9,15 +9,17 @@ from contextlib import ExitStack, suppress
 from palaver.chat.interface import Chat
 from palaver.errors import PalaverError
 from palaver.server.state import State
-from palaver.store import Status, Stored
+from palaver.store import ReplyStatus, StoredMessage
 
 
-async def attended(state: State, chat: Chat, owner: str, begin: Callable[[], Awaitable[Stored]]) -> Stored:
+async def attended(
+    state: State, chat: Chat, owner: str, begin: Callable[[], Awaitable[StoredMessage]]
+) -> StoredMessage:
     """The reply, begun. QueueFull or ShuttingDown, and nothing begun, where there is no room for it."""
     with ExitStack() as floor:
         floor.enter_context(state.floor.taken(owner, _put_aside))
         reply = await begin()
-        if reply.id in state.attending or reply.reply is None or reply.reply.status is not Status.RUNNING:
+        if reply.id in state.attending or reply.reply is None or reply.reply.status is not ReplyStatus.RUNNING:
             return reply  # it was asked for before, under the same key
         task = asyncio.create_task(_attend(state, chat, owner, reply.id, floor.pop_all()))
     state.attending[reply.id] = task

@@ -33,8 +33,8 @@ from palaver.server.responses.attending import attended_to
 from palaver.server.responses.kept import kept
 from palaver.server.responses.telling import Ending
 from palaver.server.state import State
-from palaver.store import Status, Stored
-from palaver.store.parts import StoredPart
+from palaver.store import ReplyStatus, StoredMessage
+from palaver.store.json_values import StoredPart
 
 _ENDED = {
     Finish.END: "completed",
@@ -58,7 +58,9 @@ class Said:
     ending: Ending | None = None
 
 
-async def followed(state: State, chat: Chat, reply: Stored, logprobs: bool, from_start: bool) -> AsyncGenerator[Said]:
+async def followed(
+    state: State, chat: Chat, reply: StoredMessage, logprobs: bool, from_start: bool
+) -> AsyncGenerator[Said]:
     """All of it to its end. PutAside where it has none yet; `from_start` is false where a reader wants only what comes
     after a number, which can't be told of a reply whose tokens mean nothing to the model in use."""
     tokens = await _tokens(state.service, reply) if logprobs else None
@@ -104,7 +106,7 @@ def again(parts: Iterable[StoredPart | Part]) -> list[ReadEvent]:
     return events
 
 
-def ended(reply: Stored, last: Finished | Failed) -> Ending:
+def ended(reply: StoredMessage, last: Finished | Failed) -> Ending:
     """How a reply that is over ended."""
     assert reply.reply is not None
     if isinstance(last, Failed):
@@ -114,15 +116,15 @@ def ended(reply: Stored, last: Finished | Failed) -> Ending:
     return Ending(status, last.usage, None, int(at.timestamp()) if at is not None and status == "completed" else None)
 
 
-async def _ending(chat: Chat, reply: Stored, last: Finished | Failed) -> Ending:
+async def _ending(chat: Chat, reply: StoredMessage, last: Finished | Failed) -> Ending:
     latest = await chat.message(reply.id)
-    open_still = latest.reply is not None and latest.reply.status in (Status.INTERRUPTED, Status.RUNNING)
+    open_still = latest.reply is not None and latest.reply.status in (ReplyStatus.INTERRUPTED, ReplyStatus.RUNNING)
     if isinstance(last, Failed) and open_still:
         raise PutAside(last.error)
     return ended(latest, last)
 
 
-async def _tokens(service: Service, reply: Stored) -> _Tokens | None:
+async def _tokens(service: Service, reply: StoredMessage) -> _Tokens | None:
     """None where the tokens mean nothing to the model in use: then there are no log-probabilities."""
     try:
         model = service.models.current()
@@ -136,7 +138,7 @@ async def _tokens(service: Service, reply: Stored) -> _Tokens | None:
 class _Tokens:
     """A reply read once more beside its turn, token by token, so that each text has its log-probabilities."""
 
-    def __init__(self, service: Service, model: Model, reply: Stored) -> None:
+    def __init__(self, service: Service, model: Model, reply: StoredMessage) -> None:
         self._service = service
         self._reply = reply
         owner = service.store.conversations.get(reply.conversation_id).owner_id

@@ -10,10 +10,10 @@ from palaver.sampling import Sampling
 from palaver.server.responses.fields import LOGPROBS, SEALED
 from palaver.server.responses.kept import Kept, kept, response_id
 from palaver.server.responses.telling import Shows, Telling
-from palaver.store import Stored
+from palaver.store import StoredMessage
 
 
-def telling_of(reply: Stored, include: Sequence[str] = ()) -> Telling:
+def telling_of(reply: StoredMessage, include: Sequence[str] = ()) -> Telling:
     """Of a response that is stored; `include` is what a reader asks for besides what was asked for at first."""
     assert reply.reply is not None
     known, made_by = kept(reply), reply.reply.settings

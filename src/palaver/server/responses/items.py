@@ -13,8 +13,8 @@ from palaver.errors import BadParameter, NoMessages
 from palaver.messages import Message, Role, Text, Thinking, ToolCall, ToolResult
 from palaver.server.openai.fields import CallMade, ChatMessage, FunctionCall
 from palaver.server.responses.fields import InputContent, InputItem
-from palaver.store import NotFound, Stored
-from palaver.store.parts import StoredPart
+from palaver.store import NotFound, StoredMessage
+from palaver.store.json_values import StoredPart
 
 _SEAL = "thought."
 _OURS = re.compile(r"(?:rs|msg|fc|fco)_([0-9a-z]{1,64})_([0-9]{1,6})")
@@ -132,7 +132,7 @@ async def _named(chat: Chat, where: str, item: InputItem) -> InputItem:
     raise BadParameter(f"{where}.id", id[:80], "there is no such item")
 
 
-async def _message_of(chat: Chat, id: str) -> Stored:
+async def _message_of(chat: Chat, id: str) -> StoredMessage:
     named = _OURS.fullmatch(id)
     if named is None:
         raise NotFound("item", id)

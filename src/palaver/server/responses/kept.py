@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from palaver.chat.interface import Chat
-from palaver.store import NotFound, Stored
+from palaver.store import NotFound, StoredMessage
 
 _ID = re.compile(r"resp_([0-9a-z]{1,64})")
 _NOTE = "response"
@@ -54,7 +54,7 @@ class Kept(BaseModel):
         return {_NOTE: self.model_dump(exclude_defaults=True)}
 
 
-def kept(reply: Stored) -> Kept:
+def kept(reply: StoredMessage) -> Kept:
     """Of a reply that was asked for elsewhere, or whose note is none of ours: the defaults."""
     note = reply.reply.settings.options.get("note") if reply.reply is not None else None
     try:
@@ -64,7 +64,7 @@ def kept(reply: Stored) -> Kept:
     return known if known.of == reply.id else known.model_copy(update={"cancelled": False, "deleted": False})
 
 
-def is_background(reply: Stored) -> bool:
+def is_background(reply: StoredMessage) -> bool:
     """Whether it was asked for in the background, and nobody has cancelled or deleted it."""
     known = kept(reply)
     return known.asked and known.background and not known.cancelled and not known.deleted
@@ -74,7 +74,7 @@ def response_id(reply: str) -> str:
     return f"resp_{reply}"
 
 
-async def found(chat: Chat, id: str) -> Stored:
+async def found(chat: Chat, id: str) -> StoredMessage:
     """The reply that a response's id names; NotFound where it is another's, was deleted or never was."""
     named = _ID.fullmatch(id)
     if named is None:

@@ -21,14 +21,14 @@ from palaver.server.responses.branches import Branches
 from palaver.server.responses.fields import ConversationName, ResponseRequest
 from palaver.server.responses.items import parted
 from palaver.server.responses.kept import Kept, found, kept, response_id
-from palaver.store import Conflict, Conversation, NotFound, Status, Stored
+from palaver.store import Conflict, Conversation, NotFound, ReplyStatus, StoredMessage
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     conversation: Conversation | None
     """None: one that is to be made."""
-    path: tuple[Stored, ...]
+    path: tuple[StoredMessage, ...]
     """The branch that the messages hang on."""
     messages: tuple[Message, ...]
     system: str
@@ -56,7 +56,7 @@ async def placed(
 
 async def begin(
     service: Service, chat: Chat, model: Model, owner: str, place: Place, parameters: Mapping[str, Any], key: str | None
-) -> Stored:
+) -> StoredMessage:
     """The messages, durably, and the reply to them. What can't be answered is refused before anything is written."""
     wanted = {**parameters, "system": place.system, "note": place.known.note()}
     home = place.conversation or _not_made(owner, place.system)
@@ -93,7 +93,7 @@ async def _left(chat: Chat, name: str | ConversationName, messages: Sequence[Mes
     return Place(conversation, path, tuple(messages), system, known)
 
 
-async def _said_before(chat: Chat, known: Iterable[tuple[str, int]]) -> tuple[Stored, ...]:
+async def _said_before(chat: Chat, known: Iterable[tuple[str, int]]) -> tuple[StoredMessage, ...]:
     """The branch that the input repeats, as much of it as is still there."""
     for reply, count in known:
         with suppress(NotFound):
@@ -103,12 +103,12 @@ async def _said_before(chat: Chat, known: Iterable[tuple[str, int]]) -> tuple[St
     return ()
 
 
-def _check_over(reply: Stored) -> None:
-    if reply.reply is not None and reply.reply.status is Status.RUNNING:
+def _check_over(reply: StoredMessage) -> None:
+    if reply.reply is not None and reply.reply.status is ReplyStatus.RUNNING:
         raise Conflict("The response before this one is still running: wait for it, or cancel it first.")
 
 
-def _carried(conversation: Conversation, path: Sequence[Stored]) -> str:
+def _carried(conversation: Conversation, path: Sequence[StoredMessage]) -> str:
     """A response's instructions are its own: of a system prompt that they were a part of only the rest goes on."""
     for known in map(kept, path):
         if known.instructions and conversation.system == _joined(known.instructions, known.developer):

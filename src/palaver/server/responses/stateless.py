@@ -35,8 +35,8 @@ from palaver.server.responses.telling import Ending, Telling
 from palaver.server.responses.wanted import THEIRS, as_chat, as_kept, ignored_of
 from palaver.server.state import State
 from palaver.server.streaming import EventStream
-from palaver.store import prompt
-from palaver.store.identity import new_id
+from palaver.store import prompt_messages
+from palaver.store.records import new_id
 
 _STATUS = {Finish.END: "completed", Finish.STOP_STRING: "completed", Finish.LENGTH: "incomplete"}
 
@@ -82,7 +82,7 @@ def _whole_request(
     store, requests = state.service.store, state.service.requests
     path = spoken(place.path)
     said = (*store.messages.full_path(path), *place.messages)
-    messages = prompt(place.system, said)
+    messages = prompt_messages(place.system, said)
     sent = [None] * sum(message.role is Role.ASSISTANT for message in messages)
     past = requests.past(model, path)
     if not place.path:

@@ -38,7 +38,7 @@ from palaver.server.responses.telling import Ending
 from palaver.server.responses.wanted import THEIRS, as_chat, as_kept, ignored_of
 from palaver.server.state import State
 from palaver.server.streaming import EventStream
-from palaver.store import Status, Stored
+from palaver.store import ReplyStatus, StoredMessage
 
 _KEY = "idempotency-key"
 
@@ -83,7 +83,7 @@ async def cancelled(state: State, chat: Chat, id: str) -> dict[str, Any]:
     """Stops it where it runs, and says how it stands then. One that is over stays as it is."""
     reply = await found(chat, id)
     await _stopped(chat, reply)
-    if reply.reply is not None and reply.reply.status is Status.INTERRUPTED:
+    if reply.reply is not None and reply.reply.status is ReplyStatus.INTERRUPTED:
         await _mark(state, reply, cancelled=True)
     return await _as_it_stands(state, chat, await found(chat, id))
 
@@ -112,9 +112,9 @@ async def input_items(chat: Chat, id: str) -> list[dict[str, Any]]:
     return items
 
 
-async def _stopped(chat: Chat, reply: Stored) -> None:
+async def _stopped(chat: Chat, reply: StoredMessage) -> None:
     """Stops it where it runs, and waits for its end."""
-    if reply.reply is None or reply.reply.status is not Status.RUNNING:
+    if reply.reply is None or reply.reply.status is not ReplyStatus.RUNNING:
         return
     await chat.stop(reply.id)
     async with chat.events(reply.id) as entries:
@@ -122,12 +122,14 @@ async def _stopped(chat: Chat, reply: Stored) -> None:
             pass
 
 
-async def _mark(state: State, reply: Stored, **marks: bool) -> None:
+async def _mark(state: State, reply: StoredMessage, **marks: bool) -> None:
     note = kept(reply).model_copy(update={**marks, "of": reply.id}).note()
     await asyncio.to_thread(state.service.store.replies.annotate, reply.id, note)
 
 
-async def _begun(chat: Chat, model: Model, body: ResponseRequest, owner: str, state: State, key: str | None) -> Stored:
+async def _begun(
+    chat: Chat, model: Model, body: ResponseRequest, owner: str, state: State, key: str | None
+) -> StoredMessage:
     wishes = as_chat(body, chat_messages(await resolved(chat, body.input)))
     check_answerable(wishes.messages)
     check_model(body.model, model, state.settings)
@@ -138,7 +140,7 @@ async def _begun(chat: Chat, model: Model, body: ResponseRequest, owner: str, st
     return await attended(state, chat, owner, begins)
 
 
-async def _let_in(state: State, chat: Chat, reply: Stored) -> None:
+async def _let_in(state: State, chat: Chat, reply: StoredMessage) -> None:
     """Waits for the engine's first word, so that what it refuses has a status of its own, and nothing is left of it."""
     turn = state.service.turns.get(reply.id)
     seconds = first_seconds(turn.utterance.request) if turn is not None else FIRST_SECONDS
@@ -157,7 +159,7 @@ def _parameters(wishes: ChatRequest, body: ResponseRequest, model: Model, state:
     return {**parameters, "overflow": "shorten"} if body.truncation == "auto" else parameters
 
 
-def _raise_engine_failure(state: State, reply: Stored) -> None:
+def _raise_engine_failure(state: State, reply: StoredMessage) -> None:
     """A reply that the engine failed at is an error to the request that waited for it, so that its client retries."""
     turn = state.service.turns.get(reply.id)
     if turn is not None and isinstance(turn.error, EngineError):
@@ -168,7 +170,7 @@ def _nothing() -> None:
     """A reply in the background goes on."""
 
 
-def _stopping(state: State, reply: Stored) -> Callable[[], None]:
+def _stopping(state: State, reply: StoredMessage) -> Callable[[], None]:
     def stop() -> None:
         turn = state.service.turns.get(reply.id)
         if turn is not None and not turn.log.ended:
@@ -178,14 +180,14 @@ def _stopping(state: State, reply: Stored) -> Callable[[], None]:
 
 
 def _pieces(
-    state: State, chat: Chat, reply: Stored, after: int = -1, include: Sequence[str] = ()
+    state: State, chat: Chat, reply: StoredMessage, after: int = -1, include: Sequence[str] = ()
 ) -> AsyncGenerator[bytes]:
     telling = telling_of(reply, include)
     source = followed(state, chat, reply, _counts(reply, include), after < 0)
     return pieces(telling, source, after)
 
 
-async def _whole(state: State, chat: Chat, reply: Stored, include: Sequence[str] = ()) -> dict[str, Any]:
+async def _whole(state: State, chat: Chat, reply: StoredMessage, include: Sequence[str] = ()) -> dict[str, Any]:
     source = followed(state, chat, reply, _counts(reply, include), True)
     try:
         return await whole(telling_of(reply, include), source)
@@ -195,14 +197,14 @@ async def _whole(state: State, chat: Chat, reply: Stored, include: Sequence[str]
         raise EngineError(str(error)) from None
 
 
-def _counts(reply: Stored, include: Sequence[str]) -> bool:
+def _counts(reply: StoredMessage, include: Sequence[str]) -> bool:
     return LOGPROBS in (*kept(reply).include, *include)
 
 
-async def _as_it_stands(state: State, chat: Chat, reply: Stored, include: Sequence[str] = ()) -> dict[str, Any]:
+async def _as_it_stands(state: State, chat: Chat, reply: StoredMessage, include: Sequence[str] = ()) -> dict[str, Any]:
     assert reply.reply is not None
     telling = telling_of(reply, include)
-    if reply.reply.status is Status.RUNNING:
+    if reply.reply.status is ReplyStatus.RUNNING:
         turn = state.service.turns.get(reply.id)
         if turn is None:  # another process writes it, or it waits for the model to go on
             return telling.response("in_progress")
@@ -218,11 +220,11 @@ async def _as_it_stands(state: State, chat: Chat, reply: Stored, include: Sequen
     return value
 
 
-async def _awake(state: State, chat: Chat, reply: Stored) -> Stored:
+async def _awake(state: State, chat: Chat, reply: StoredMessage) -> StoredMessage:
     """A response that was put aside, with a server that ended or a model that went, goes on when it is asked for."""
     assert reply.reply is not None
     known = kept(reply)
-    if reply.reply.status is not Status.INTERRUPTED or not known.asked or known.cancelled:
+    if reply.reply.status is not ReplyStatus.INTERRUPTED or not known.asked or known.cancelled:
         return reply
     try:
         model = state.service.models.current()

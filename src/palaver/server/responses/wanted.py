@@ -31,7 +31,7 @@ from palaver.server.responses.fields import (
 )
 from palaver.server.responses.kept import Kept
 from palaver.server.settings import ServerSettings
-from palaver.store.tokens import ALTERNATIVES
+from palaver.store.token_codec import ALTERNATIVES
 
 THEIRS = {
     "enable_thinking": "enable_thinking",

@@ -26,7 +26,7 @@ from palaver.server.socket.sounding import Sounding
 from palaver.server.socket.telling import Telling
 from palaver.server.socket.turn import Turn
 from palaver.server.state import State
-from palaver.voice.base import Voice
+from palaver.voice.base import VoiceSettings
 from palaver.voice.speech import Speech
 
 
@@ -112,7 +112,7 @@ class Making:
             return
         speaker = await self._state.speakers.current()
         reference = await asyncio.to_thread(recorded, wish.ref_audio_data)
-        voice = Voice(reference=reference if speaker.follows else b"")
+        voice = VoiceSettings(reference=reference if speaker.follows else b"")
         async with Sounding(Speech(speaker, voice), self._telling.sound) as self._sounding:
             if self._stopped:
                 self._sounding.stop()

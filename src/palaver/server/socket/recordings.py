@@ -9,9 +9,8 @@ import io
 import numpy as np
 
 from palaver.errors import BadParameter
-from palaver.voice.base import RATE, Samples
-from palaver.voice.errors import VoiceMissing
-from palaver.voice.resampling import resampled
+from palaver.voice.audio_format import resample
+from palaver.voice.base import RATE, Samples, VoiceMissing
 
 RAW_RATE = 16_000
 MAX_SECONDS = 60
@@ -30,7 +29,7 @@ def recorded(text: str) -> bytes:
     samples, rate = _file(data) if data.startswith(_FILES) else (_raw(data), RAW_RATE)
     if not np.isfinite(samples).all():
         raise _wrong("holds values that are no numbers")
-    return resampled(samples, rate, RATE).tobytes()
+    return resample(samples, rate, RATE).tobytes()
 
 
 def _raw(data: bytes) -> Samples:

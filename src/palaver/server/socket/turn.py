@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from palaver.server.socket.record import Record
-from palaver.store.identity import new_id
+from palaver.store.records import new_id
 
 
 @dataclass(eq=False)

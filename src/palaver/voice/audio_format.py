@@ -10,15 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from palaver.errors import BadParameter
-from palaver.voice.base import RATE, Samples, silence
-from palaver.voice.errors import VoiceMissing
+from palaver.voice.base import RATE, Samples, VoiceMissing, silence
 
 UNKNOWN_LENGTH = 0xFFFFFFFF
 _LIMIT = 32767.0
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class AudioFormat:
     name: str
     media_type: str
     streams: bool = False
@@ -28,18 +27,18 @@ class Form:
 FORMS = {
     form.name: form
     for form in (
-        Form("wav", "audio/wav", streams=True),
-        Form("pcm", "audio/pcm", streams=True),
-        Form("pcm16", "audio/pcm", streams=True),
-        Form("flac", "audio/flac"),
-        Form("mp3", "audio/mpeg"),
-        Form("opus", "audio/ogg"),
+        AudioFormat("wav", "audio/wav", streams=True),
+        AudioFormat("pcm", "audio/pcm", streams=True),
+        AudioFormat("pcm16", "audio/pcm", streams=True),
+        AudioFormat("flac", "audio/flac"),
+        AudioFormat("mp3", "audio/mpeg"),
+        AudioFormat("opus", "audio/ogg"),
     )
 }
 _FILES = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III"), "opus": ("OGG", "OPUS")}
 
 
-def form(name: str, field: str = "response_format") -> Form:
+def audio_format(name: str, field: str = "response_format") -> AudioFormat:
     if name not in FORMS:
         raise BadParameter(field, name, f"must be one of {', '.join(FORMS)}")
     return FORMS[name]
@@ -58,7 +57,7 @@ def wav_header(data_bytes: int | None = None) -> bytes:
     return head + struct.pack("<4sI", b"data", size)
 
 
-def encoded(samples: Samples, form: Form) -> bytes:
+def encode_audio(samples: Samples, form: AudioFormat) -> bytes:
     """All of a sound at once."""
     match form.name:
         case "wav":
@@ -80,7 +79,18 @@ def _as_file(samples: Samples, kind: str, subtype: str) -> bytes:
     return out.getvalue()
 
 
-async def joined(sounds: AsyncIterable[Samples]) -> Samples:
+async def join_audio(sounds: AsyncIterable[Samples]) -> Samples:
     """All of it, once it has come."""
     pieces = [samples async for samples in sounds]
     return np.concatenate(pieces) if pieces else silence()
+
+
+def resample(samples: Samples, rate: int, wanted: int) -> Samples:
+    if rate == wanted or not len(samples):
+        return samples
+    try:
+        import soxr
+    except ImportError:
+        raise VoiceMissing("Sound at another rate", "soxr") from None
+    changed = soxr.resample(samples, rate, wanted)
+    return np.clip(changed, -1.0, 1.0).astype(np.float32, copy=False)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
+from palaver.errors import BadParameter
 from palaver.events import Usage
 from palaver.messages import Role, Text, Thinking
-from palaver.store.parts import StoredPart
-from palaver.store.settings import Settings
+from palaver.store.json_values import ReplySettings, StoredPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Preset:
     parameters: Mapping[str, Any]
 
 
-class Status(StrEnum):
+class ReplyStatus(StrEnum):
     """Where a reply stands. Every one but RUNNING and DONE can be continued."""
 
     RUNNING = "running"
@@ -65,8 +68,8 @@ class Status(StrEnum):
 class StoredReply:
     """What made a reply, and how it went. The tokens are read on their own."""
 
-    status: Status
-    settings: Settings
+    status: ReplyStatus
+    settings: ReplySettings
     usage: Usage | None = None
     timings: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
@@ -75,7 +78,7 @@ class StoredReply:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredMessage:
     """A message in its place in the tree. Only a reply that runs still changes."""
 
     id: str
@@ -99,10 +102,59 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class TreeNode:
     """A message's place alone: what a picture of the tree needs."""
 
     id: str
     parent_id: str | None
     role: Role
     created_at: datetime
+
+
+_LETTERS = "0123456789abcdefghjkmnpqrstvwxyz"
+_LENGTH = 16
+
+
+def new_id() -> str:
+    """80 random bits in letters that are hard to mistake for each other."""
+    number = secrets.randbits(5 * _LENGTH)
+    return "".join(_LETTERS[(number >> (5 * place)) & 31] for place in range(_LENGTH))
+
+
+def current_time() -> int:
+    """Microseconds since 1970, UTC: how every time is stored."""
+    return time.time_ns() // 1000
+
+
+def parse_time(microseconds: int) -> datetime:
+    return datetime.fromtimestamp(microseconds / 1e6, UTC)
+
+
+MAX_NAME = 200
+MAX_TITLE = 200
+_MADE_TITLE = 60
+_UNWRITABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]+")
+
+
+def check_name(what: str, name: str) -> str:
+    """The same name, or BadParameter where a database or a person could not read it."""
+    if not name or len(name) > MAX_NAME:
+        raise BadParameter(what, name[:MAX_NAME], f"must have 1 to {MAX_NAME} characters")
+    if _UNWRITABLE.search(name):
+        raise BadParameter(what, name, "must not hold control characters")
+    return name
+
+
+def clean_title(title: str) -> str:
+    return " ".join(_UNWRITABLE.sub(" ", title).split())[:MAX_TITLE]
+
+
+def derive_title(text: str) -> str:
+    """A title from a message: its first line with something in it, cut between words."""
+    line = next((line for line in text.splitlines() if re.search(r"\w", line)), text)
+    line = clean_title(line.lstrip("#>*- \t"))
+    if len(line) <= _MADE_TITLE:
+        return line
+    cut = line[:_MADE_TITLE]
+    whole, space, _ = cut.rpartition(" ")
+    return (whole if space and len(whole) > _MADE_TITLE // 2 else cut) + "…"

@@ -8,8 +8,8 @@ from datetime import datetime
 from typing import Any, assert_never
 
 from palaver.messages import Audio, Image, Message, Part, Role, Text, Thinking, ToolCall, ToolResult, Video
-from palaver.transcripts.training import json_line
-from palaver.transcripts.transcript import Entry, Read, Transcript
+from palaver.transcripts.jsonl import json_line
+from palaver.transcripts.transcript import ReadResult, Transcript, TranscriptEntry
 
 _FORMAT = "palaver conversation"
 _MEDIA: Mapping[str, type[Image] | type[Audio] | type[Video]] = {"image": Image, "audio": Audio, "video": Video}
@@ -33,8 +33,8 @@ def recognised(value: Any) -> bool:
     return isinstance(value, dict) and value.get("format") == _FORMAT
 
 
-def read_line(value: Mapping[str, Any]) -> Read:
-    return Read(
+def read_line(value: Mapping[str, Any]) -> ReadResult:
+    return ReadResult(
         (
             Transcript(
                 tuple(_from_entry(one) for one in value["tree"]),
@@ -48,7 +48,7 @@ def read_line(value: Mapping[str, Any]) -> Read:
     )
 
 
-def _entry(entry: Entry) -> dict[str, Any]:
+def _entry(entry: TranscriptEntry) -> dict[str, Any]:
     return {
         "id": entry.id,
         "parent": entry.parent,
@@ -60,9 +60,9 @@ def _entry(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _from_entry(value: Mapping[str, Any]) -> Entry:
+def _from_entry(value: Mapping[str, Any]) -> TranscriptEntry:
     time = value["created_at"]
-    return Entry(
+    return TranscriptEntry(
         value["id"],
         value["parent"],
         Message(Role(value["role"]), tuple(_from_part(part) for part in value["parts"])),

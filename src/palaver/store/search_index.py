@@ -6,19 +6,69 @@ are searched, and rows with some of its words in their places (1, 2, ...), with 
 which phrases are looked up. Both get words that are cut already, so that neither's own idea of a word matters.
 
 Every message has two more words, which nobody can type: its owner and its conversation. So the index itself finds
-what one user said, among a thousand users.
-"""
+what one user said, among a thousand users."""
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from sqlalchemy import Connection, select, text
 
 from palaver.store.schema import messages
-from palaver.store.words import is_alone, words
+
+MAX_WORD = 64
+MAX_TERMS = 16
+
+_ALONE = (
+    "\u2600-\u27bf\u2e80-\u2fdf\u3005-\u3007\u3041-\u30ff\u3100-\u312f\u31a0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
+    "\uac00-\ud7af\u1100-\u11ff\uf900-\ufaff\U0001f300-\U0001faff\U00020000-\U0003ffff"
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
+)
+"""Scripts without spaces (Han, Kana, Hangul, Thai, Lao, Burmese, Khmer), and emoji."""
+_INDIC = "\u0900-\u0963\u0966-\u0dff"
+"""Letters with vowel signs, which are no letters by themselves but part of the word."""
+_EACH = re.compile(f"[{_ALONE}]")
+_WORD = re.compile(rf"(?:[^\W_]|[{_ALONE}{_INDIC}])+")
+_ACCENTS = re.compile("[\u0300-\u036f]+")
+
+
+@dataclass(frozen=True, slots=True)
+class SearchTerm:
+    """Words that must follow each other; `open`: the last may go on."""
+
+    words: tuple[str, ...]
+    open: bool
+
+
+def fold_text(text: str) -> str:
+    bare = _ACCENTS.sub("", unicodedata.normalize("NFKD", text))
+    return unicodedata.normalize("NFC", bare).casefold()
+
+
+def split_words(text: str) -> list[str]:
+    plain = text.casefold() if text.isascii() else _EACH.sub(r" \g<0> ", fold_text(text))
+    return [word[:MAX_WORD] for word in _WORD.findall(plain)]
+
+
+def is_alone(word: str) -> bool:
+    """Whether it is a character of a script without spaces."""
+    return _EACH.fullmatch(word) is not None
+
+
+def query_terms(query: str) -> tuple[SearchTerm, ...]:
+    """What a person typed: every term must be found; one in "quotes" exactly, others as beginnings of words."""
+    found = []
+    for quoted, bare in re.findall(r'"([^"]*)"?|([^\s"]+)', query):
+        parts = tuple(split_words(quoted or bare))
+        if parts:
+            found.append(SearchTerm(parts, open=not quoted and not _EACH.match(parts[-1])))
+    return tuple(found[:MAX_TERMS])
+
 
 _PIECE = 250
 OVERLAP = 40
@@ -61,7 +111,7 @@ def rebuild(connection: Connection) -> None:
         after = rows[-1].seq
 
 
-def said(parts: Iterable[Mapping[str, Any]]) -> str:
+def indexed_text(parts: Iterable[Mapping[str, Any]]) -> str:
     """What is searched: the text that was said, not thoughts nor calls."""
     return "\n".join(part["text"] for part in parts if part["type"] == "text")
 
@@ -96,7 +146,7 @@ def _batch(connection: Connection, after: int) -> list[Any]:
 
 
 def _rows(connection: Connection, seq: int, parts: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    found = words(said(parts))
+    found = split_words(indexed_text(parts))
     if not found:
         return
     if _is_sqlite(connection):

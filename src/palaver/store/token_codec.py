@@ -1,8 +1,7 @@
 """A reply's tokens as bytes: ids, log-probabilities and the five likeliest alternatives of each.
 
 Log-probabilities are kept as 32-bit floats. `as_stored` gives a step as it will be read back, so that what is
-published before a crash and after it is the same.
-"""
+published before a crash and after it is the same."""
 
 from __future__ import annotations
 
@@ -25,16 +24,16 @@ _SMALL = 256
 _LOWEST = -3e38
 
 
-def given(ids: Iterable[int]) -> tuple[Step, ...]:
+def given_tokens(ids: Iterable[int]) -> tuple[Step, ...]:
     """Tokens that were not generated."""
     return tuple(Step(id, NOT_DRAWN) for id in ids)
 
 
 def as_stored(step: Step) -> Step:
-    return unpack(pack((step,)))[0]
+    return unpack_tokens(pack_tokens((step,)))[0]
 
 
-def pack(steps: Sequence[Step]) -> bytes:
+def pack_tokens(steps: Sequence[Step]) -> bytes:
     """Columns, one after another: ids, log-probabilities, how many alternatives, their ids, their log-probabilities;
     then the same without ids for what was drawn, where that is known of any token."""
     drawn = any(step.drawn_logprob is not None or step.drawn_from for step in steps)
@@ -47,7 +46,7 @@ def pack(steps: Sequence[Step]) -> bytes:
     return _HEADER.pack(kind, drawn, len(steps)) + (body if kind == _PLAIN else zlib.compress(body, 1))
 
 
-def unpack(data: bytes) -> tuple[Step, ...]:
+def unpack_tokens(data: bytes) -> tuple[Step, ...]:
     """Damaged where the bytes are not what `pack` made."""
     try:
         kind, drawn, count = _HEADER.unpack_from(data)

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from palaver.store.prompts import prompt
+from palaver.store.messages import prompt_messages
 from palaver.transcripts.openai import from_openai, joined_results, to_openai
-from palaver.transcripts.transcript import Entry, Read, Skipped, Transcript, linear
+from palaver.transcripts.transcript import ReadResult, SkippedConversation, Transcript, TranscriptEntry, linear
 
 
 def write(transcript: Transcript, all_branches: bool = False) -> str:
@@ -26,18 +26,20 @@ def recognised(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("messages"), list)
 
 
-def read_line(value: Mapping[str, Any]) -> Read:
+def read_line(value: Mapping[str, Any]) -> ReadResult:
     skipped, messages = [], []
     for number, one in enumerate(value["messages"], 1):
         try:
             messages.append(from_openai(one))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            skipped.append(Skipped(f"message {number}", str(error)))
+            skipped.append(SkippedConversation(f"message {number}", str(error)))
     title = value.get("title")
-    return Read((linear(joined_results(messages), title=title if isinstance(title, str) else ""),), tuple(skipped))
+    return ReadResult(
+        (linear(joined_results(messages), title=title if isinstance(title, str) else ""),), tuple(skipped)
+    )
 
 
-def _line(system: str, branch: tuple[Entry, ...]) -> str:
+def _line(system: str, branch: tuple[TranscriptEntry, ...]) -> str:
     said = [
         entry for entry in branch if entry.message.parts
     ]  # a reply that was stopped before its first token is empty
@@ -45,7 +47,7 @@ def _line(system: str, branch: tuple[Entry, ...]) -> str:
         return ""
     cut = {id(entry.message) for entry in said if not entry.whole}
     values: list[dict[str, Any]] = []
-    for message in prompt(system, (entry.message for entry in said)):
+    for message in prompt_messages(system, (entry.message for entry in said)):
         weight = {"weight": 0} if id(message) in cut else {}
         values += [{**value, **weight} for value in to_openai(message)]
     return json_line({"messages": values})

@@ -6,17 +6,17 @@ import asyncio
 
 from palaver.voice.base import Speaker
 from palaver.voice.espeak import Espeak
-from palaver.voice.hosted import Hosted
+from palaver.voice.hosted import HostedSpeaker
 
 DEFAULT = "espeak"
 
 
 def load_speaker(name: str = DEFAULT) -> Speaker:
     """`espeak`, or the folder or hub id of a text-to-speech model. May take a while."""
-    return Espeak() if name == DEFAULT else Hosted(name)
+    return Espeak() if name == DEFAULT else HostedSpeaker(name)
 
 
-class Speakers:
+class SpeakerCache:
     """The speaker in use, loaded when it is first asked for."""
 
     def __init__(self, name: str = DEFAULT) -> None:
