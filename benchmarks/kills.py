@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 from palaver.chat.interface import Chat
-from palaver.chat.log import Entry
 from palaver.chat.replay import replay
 from palaver.chat.service import Service
+from palaver.chat.turn_log import LogEntry
 from palaver.engines.host import HostedEngine
 from palaver.events import Finished
 from palaver.messages import user
@@ -78,12 +78,12 @@ async def _begun(chat: Chat, number: int) -> str:
     return said.reply.id
 
 
-async def _read(chat: Chat, id: str) -> list[Entry]:
+async def _read(chat: Chat, id: str) -> list[LogEntry]:
     async with chat.events(id) as stream:
         return [entry async for entry in stream]
 
 
-async def _kill_while(service: Service, readers: list[asyncio.Task[list[Entry]]], moments: random.Random) -> int:
+async def _kill_while(service: Service, readers: list[asyncio.Task[list[LogEntry]]], moments: random.Random) -> int:
     """Kills the host once, while at least one reply runs."""
     engine = service.models.current().engine
     assert isinstance(engine, HostedEngine)
@@ -94,7 +94,7 @@ async def _kill_while(service: Service, readers: list[asyncio.Task[list[Entry]]]
     return 1
 
 
-async def _right(service: Service, id: str, told: list[Entry]) -> bool:
+async def _right(service: Service, id: str, told: list[LogEntry]) -> bool:
     numbers = [entry.number for entry in told if not isinstance(entry.event, Finished)]
     whole = numbers == sorted(numbers) and isinstance(told[-1].event, Finished)
     return whole and (await replay(service.store, service.models.current(), id)).same

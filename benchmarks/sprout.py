@@ -24,7 +24,7 @@ async def once() -> dict[str, float]:
     """Seconds of each part, in a process that has done nothing yet."""
     began = time.perf_counter()
     from palaver.chat.model import Model
-    from palaver.chat.utterance import Request
+    from palaver.chat.reply_stream import ReplyRequest
     from palaver.engines.torch import load
     from palaver.formats.loader import load_format
     from palaver.formats.tokenizer import load_tokenizer
@@ -37,7 +37,7 @@ async def once() -> dict[str, float]:
     chat = Model(engine, load_format(SPROUT, tokenizer))
     loaded = time.perf_counter()
     first = 0.0
-    async with chat.utterance(Request((user(QUESTION),), Sampling(temperature=0, max_tokens=400))) as turn:
+    async with chat.utterance(ReplyRequest((user(QUESTION),), Sampling(temperature=0, max_tokens=400))) as turn:
         async for _ in turn:
             first = first or (time.perf_counter() if turn.steps else 0.0)
         reply = turn.reply()

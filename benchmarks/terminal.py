@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from palaver.chat.log import Entry
+from palaver.chat.turn_log import LogEntry
 from palaver.events import AnswerDelta, Started, ThinkingDelta
 from palaver.repl.reply import ReplyView
 from palaver.repl.screen import Screen, console
@@ -67,13 +67,13 @@ def painting(kind: str) -> list[tuple[float, int]]:
     made.size = (80, 24)
     thoughts = Thoughts.EXPANDED if kind == "thought" else Thoughts.COLLAPSED
     view = ReplyView(Screen(made, live=True, environment={"TERM": "xterm"}), thoughts)
-    view.take(Entry(0, Started(1, 0)))
+    view.take(LogEntry(0, Started(1, 0)))
     event = ThinkingDelta if kind == "thought" else AnswerDelta
     windows, source = [], tokens(kind)
     for start in range(0, TOKENS, WINDOW):
         began, written = time.process_time(), out.characters
         for number in range(start, start + WINDOW):
-            view.take(Entry(number + 1, event(next(source))))
+            view.take(LogEntry(number + 1, event(next(source))))
             if number % PAINT_EVERY == 0:
                 view.paint()
         windows.append((time.process_time() - began, out.characters - written))

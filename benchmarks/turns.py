@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from palaver.chat.interface import Chat
-from palaver.chat.requests import Requests
+from palaver.chat.reply_request import RequestBuilder
 from palaver.chat.service import Service
 from palaver.messages import user
 from palaver.store import open_store
@@ -55,7 +55,7 @@ async def bare(service: Service, reply_id: str) -> float:
     """The same reply from the engine alone: nothing stored, no log."""
     model = service.models.current()
     stored = service.store.messages.get(reply_id)
-    request = Requests(service.store).of(model, stored, "")
+    request = RequestBuilder(service.store).of(model, stored, "")
     times = []
     async with model.utterance(request) as utterance:
         async for _ in utterance:

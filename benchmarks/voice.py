@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palaver.chat.model import Model
-from palaver.chat.utterance import Request
+from palaver.chat.reply_stream import ReplyRequest
 from palaver.engines.torch import load
 from palaver.events import AnswerDelta, Finished
 from palaver.formats.loader import load_format
@@ -97,7 +97,7 @@ async def _first(speech: Speech) -> tuple[float, SpokenAudio]:
 
 
 async def _answer(model: Model, question: str, seed: int, rate: float | None) -> AsyncIterator[str]:
-    request = Request((user(question),), Sampling(temperature=0.6, seed=seed, max_tokens=400, spoken=True))
+    request = ReplyRequest((user(question),), Sampling(temperature=0.6, seed=seed, max_tokens=400, spoken=True))
     async with model.utterance(request) as utterance:
         async for event in utterance:
             for one in event.tail if isinstance(event, Finished) else (event,):

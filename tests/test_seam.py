@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from palaver.chat.model import Model
-from palaver.chat.utterance import Reply, Request
+from palaver.chat.reply_stream import ReplyRecord, ReplyRequest
 from palaver.engines.torch import load
 from palaver.formats.loader import load_format
 from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
@@ -57,7 +57,7 @@ def marked(sampling: Sampling, tokenizer: FastTokenizer) -> Sampling:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, BUDGET], ids=["greedy", "sampled", "budget"])
 async def test_a_reply_cut_at_every_token_goes_on_as_the_uncut_one(chat: Model, sampling: Sampling) -> None:
     tokenizer = chat.format._tokenizer  # type: ignore[attr-defined]
-    request = Request((user("Wave 👋!"),), marked(sampling, tokenizer))
+    request = ReplyRequest((user("Wave 👋!"),), marked(sampling, tokenizer))
     whole = await chat.reply(request)
     assert len(whole.token_ids) > 10
     assert _exercises(whole, tokenizer, sampling)
@@ -68,7 +68,7 @@ async def test_a_reply_cut_at_every_token_goes_on_as_the_uncut_one(chat: Model, 
         assert rest.finish == whole.finish
 
 
-def _exercises(reply: Reply, tokenizer: FastTokenizer, sampling: Sampling) -> bool:
+def _exercises(reply: ReplyRecord, tokenizer: FastTokenizer, sampling: Sampling) -> bool:
     """Whether some cut lies inside a character; with a budget, one inside the thought's closing too."""
     data = [tokenizer.vocabulary[token_id] for token_id in reply.token_ids]
     halves = any(piece and piece[0] >= 0x80 for piece in data)

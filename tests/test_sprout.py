@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from palaver.chat.model import Model
-from palaver.chat.utterance import Request
+from palaver.chat.reply_stream import ReplyRequest
 from palaver.engines.torch import load
 from palaver.formats.base import RenderOptions
 from palaver.formats.loader import load_format
@@ -111,7 +111,7 @@ async def reply_to(chat: Model, conversation: Conversation) -> Message:
 
 async def _reply(chat: Model, conversation: Conversation, messages: Sequence[Message]) -> Message:
     options = RenderOptions(thinking=conversation.thinking)
-    reply = await chat.reply(Request(tuple(messages), GREEDY, conversation.tools, options))
+    reply = await chat.reply(ReplyRequest(tuple(messages), GREEDY, conversation.tools, options))
     assert reply.finish is Finish.END, conversation.name
     return reply.message
 
@@ -150,7 +150,7 @@ async def test_transformers_writes_the_same_tokens() -> None:
     words = AutoTokenizer.from_pretrained(SPROUT)
     async with talking() as chat:
         for question in ("What is 17 + 25?", "Who are you?"):
-            ours = await chat.reply(Request((user(question),), GREEDY))
+            ours = await chat.reply(ReplyRequest((user(question),), GREEDY))
             prompt = words.apply_chat_template(
                 [{"role": "user", "content": question}],
                 add_generation_prompt=True,

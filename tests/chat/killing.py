@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from palaver.chat.interface import Chat
-from palaver.chat.loading import Loading, hosted
-from palaver.chat.log import Entry
-from palaver.chat.models import Models
+from palaver.chat.model_loader import LoadOptions, ModelSlot, hosted_loader
 from palaver.chat.replay import replay
 from palaver.chat.service import Service
+from palaver.chat.turn_log import LogEntry
 from palaver.events import Failed, Finished, Snapshot, Started, Waiting
 from palaver.messages import user
 from palaver.store import NotFound, ReplyStatus, Store, open_store
@@ -45,7 +44,7 @@ async def served(store: Store, kind: str, resume: bool = False) -> AsyncIterator
         async with serving(store, SCRIPTS, resume=resume) as stage:
             yield stage.service
         return
-    models = Models(hosted(Loading()))
+    models = ModelSlot(hosted_loader(LoadOptions()))
     models.load("sprout")
     async with Service(store, models, resume=resume) as service:
         await models.ready()
@@ -80,7 +79,7 @@ async def _converse(chat: Chat, tell: Callable[..., Any], number: int) -> None:
             parent = said.reply.id
 
 
-def written(entry: Entry) -> str | None:
+def written(entry: LogEntry) -> str | None:
     """What a number must always mean; None for how the turn stands, which has no number of its own."""
     standing = isinstance(entry.event, Waiting | Started | Snapshot | Finished | Failed)
     return None if standing else repr(entry.event)

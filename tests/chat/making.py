@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from palaver.chat.interface import Chat
-from palaver.chat.log import Entry
 from palaver.chat.model import Model
-from palaver.chat.models import Models, Told
+from palaver.chat.model_loader import ModelSlot, Told
 from palaver.chat.service import Service
+from palaver.chat.turn_log import LogEntry
 from palaver.errors import UnknownModel
 from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
@@ -86,21 +86,21 @@ async def serving(
             raise UnknownModel(name, "there is none.")
         return model(scripts, name, context)
 
-    models = Models(load, ("scripted",))
+    models = ModelSlot(load, ("scripted",))
     models.load("scripted")
     async with Service(store, models, resume=resume) as service:
         owner = await asyncio.to_thread(store.users.ensure)
         yield Stage(service.chat(owner.id), service, hold)
 
 
-async def entries(chat: Chat, reply_id: str, after: int = 0) -> list[Entry]:
+async def entries(chat: Chat, reply_id: str, after: int = 0) -> list[LogEntry]:
     async with chat.events(reply_id, after) as stream:
         return [entry async for entry in stream]
 
 
-async def until(chat: Chat, reply_id: str, count: int, after: int = 0) -> list[Entry]:
+async def until(chat: Chat, reply_id: str, count: int, after: int = 0) -> list[LogEntry]:
     """The first entries with so many numbered events among them."""
-    seen: list[Entry] = []
+    seen: list[LogEntry] = []
     async with chat.events(reply_id, after) as stream:
         async for entry in stream:
             seen.append(entry)

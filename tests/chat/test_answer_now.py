@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from palaver.chat.interface import Chat
-from palaver.chat.loading import Loading, hosted
-from palaver.chat.models import Models
+from palaver.chat.model_loader import LoadOptions, ModelSlot, hosted_loader
 from palaver.chat.replay import replay
 from palaver.chat.service import Service
 from palaver.engines.core.reply_state import ReplyState
@@ -100,7 +99,7 @@ def test_an_engines_reply_closes_the_thought_where_it_was_asked() -> None:
 async def test_with_the_real_engine_in_its_process(tmp_path: Path) -> None:
     """Made again, and stopped and continued, the sampled reply is the same."""
     pytest.importorskip("torch")
-    models = Models(hosted(Loading()))
+    models = ModelSlot(hosted_loader(LoadOptions()))
     models.load("sprout")
     with open_store(tmp_path) as store:
         async with Service(store, models) as service:

@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-from palaver.chat.changes import MAX_BEHIND, Changes
-from palaver.chat.interface import Change, Said
-from palaver.chat.loading import Loading, made, talk
-from palaver.chat.log import Entry
+from palaver.chat.change_feed import MAX_BEHIND, ChangeFeed
+from palaver.chat.interface import ConversationChange, SentMessage
 from palaver.chat.model import Model
-from palaver.chat.models import Models, Told
-from palaver.chat.recorder import RecorderClosed
+from palaver.chat.model_loader import LoadOptions, ModelSlot, Told, build_model, load_model_format
 from palaver.chat.service import Service
+from palaver.chat.turn_log import LogEntry, RecorderClosed
 from palaver.chat.turns import LOST, NOT_BEGUN
 from palaver.errors import BadParameter, ModelError, PalaverError
 from palaver.events import Failed, Finished, fold
@@ -41,7 +39,7 @@ class Tried:
 
     message_id: str | None = None
     reply_id: str | None = None
-    seen: list[Entry] = dataclasses.field(default_factory=list)
+    seen: list[LogEntry] = dataclasses.field(default_factory=list)
     error: BaseException | None = None
 
 
@@ -55,7 +53,7 @@ async def converse(stage: Stage, conversation: str) -> Tried:
                 tried.seen.append(entry)
 
     try:
-        said: Said = await asyncio.create_task(stage.chat.say(conversation, None, user("Well?")))
+        said: SentMessage = await asyncio.create_task(stage.chat.say(conversation, None, user("Well?")))
         tried.message_id, tried.reply_id = said.message.id, said.reply.id
         await read(said.reply.id)
     except (Exception, asyncio.CancelledError) as error:
@@ -201,12 +199,12 @@ async def test_a_fault_at_any_step_of_the_engine(tmp_path: Path) -> None:
     from palaver.engines.torch.engine import load
 
     folder = resolve("sprout")
-    tokenizer, format = talk(folder, Loading())
+    tokenizer, format = load_model_format(folder, LoadOptions())
     engine = load(folder, vocabulary=tokenizer.vocabulary)
     faults = Faults()
     faults.around(engine._runner, ("begin", "run"), after=False)
-    models = Models(_never)
-    await models.use(made("sprout", engine, format, tokenizer))
+    models = ModelSlot(_never)
+    await models.use(build_model("sprout", engine, format, tokenizer))
     with open_store(tmp_path) as store:
         async with Service(store, models) as service:
             chat = service.chat(store.users.ensure().id)
@@ -385,7 +383,7 @@ async def test_what_a_dead_process_left_is_recovered_when_a_later_model_is_there
                 raise BadParameter("model", name, "there is none")
             return model([SHORT], name)
 
-        models = Models(load)
+        models = ModelSlot(load)
         models.load("missing")
         async with Service(store, models) as service:
             await service.recovered.wait()
@@ -420,7 +418,7 @@ async def test_a_model_that_cant_be_loaded_says_why(tmp_path: Path) -> None:
     async def load(name: str, told: Told) -> Model:
         raise RuntimeError("the wrong magic")
 
-    models = Models(load)
+    models = ModelSlot(load)
     models.load("odd")
     with pytest.raises(ModelError, match=r"'odd' could not be loaded.*the wrong magic"):
         await models.ready()
@@ -434,7 +432,7 @@ async def test_a_model_that_cant_be_put_away_does_not_keep_the_next_one_from_loa
     async def park() -> None:
         raise RuntimeError("can't park")
 
-    models = Models(load)
+    models = ModelSlot(load)
     models.load("first")
     await models.ready()
     models.park = park
@@ -446,9 +444,9 @@ async def test_a_model_that_cant_be_put_away_does_not_keep_the_next_one_from_loa
 
 
 async def test_a_listener_that_is_behind_misses_something_and_the_others_do_not() -> None:
-    changes = Changes()
+    changes = ChangeFeed()
     async with changes.listen("me") as slow, changes.listen("me") as quick:
         for number in range(MAX_BEHIND + 1):
-            changes.tell("me", Change(str(number), "message"))
-            assert await anext(quick) == Change(str(number), "message")
-        assert await anext(slow) == Change("", "missed")
+            changes.tell("me", ConversationChange(str(number), "message"))
+            assert await anext(quick) == ConversationChange(str(number), "message")
+        assert await anext(slow) == ConversationChange("", "missed")

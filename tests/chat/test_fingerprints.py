@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from palaver.chat.loading import Loading, made, talk
 from palaver.chat.model import Model
-from palaver.chat.models import Models, Told
+from palaver.chat.model_loader import LoadOptions, ModelSlot, Told, build_model, load_model_format
 from palaver.chat.service import Service
 from palaver.cli import app
 from palaver.engines.base import Fingerprint
@@ -34,11 +33,11 @@ async def serving(store: Store, folder: Path, options: EngineOptions, resume: bo
     """A service on the real engine."""
 
     async def load_model(name: str, told: Told) -> Model:
-        tokenizer, format = talk(folder, Loading())
+        tokenizer, format = load_model_format(folder, LoadOptions())
         engine = await asyncio.to_thread(load, folder, vocabulary=tokenizer.vocabulary, options=options)
-        return made(str(folder), engine, format, tokenizer)
+        return build_model(str(folder), engine, format, tokenizer)
 
-    models = Models(load_model)
+    models = ModelSlot(load_model)
     models.load(str(folder))
     async with Service(store, models, resume=resume) as service:
         await models.ready()

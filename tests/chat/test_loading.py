@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from palaver.chat.loading import Loading, hosted, talk, untold
 from palaver.chat.model import Model
-from palaver.chat.models import Models
-from palaver.chat.utterance import Request
+from palaver.chat.model_loader import LoadOptions, ModelSlot, hosted_loader, load_model_format, missing_template_notices
+from palaver.chat.reply_stream import ReplyRequest
 from palaver.errors import BadParameter, NoTemplate, UnknownModel
 from palaver.formats.base import RenderOptions
 from palaver.messages import user
@@ -36,12 +35,12 @@ async def test_what_a_training_configuration_made_is_loaded(tiny_model: Path, tm
         "chat_template: jinja\nchat_template_jinja: own.jinja\nlearning_rate: 0.0002\n"
     )
     told: list[str] = []
-    loaded = await hosted(Loading())(str(configuration), lambda _, note: told.append(note))
+    loaded = await hosted_loader(LoadOptions())(str(configuration), lambda _, note: told.append(note))
     try:
         assert loaded.engine.info.context_length == 256
-        prompt = loaded.prompt(Request((user("Hello"),), Sampling()))
+        prompt = loaded.prompt(ReplyRequest((user("Hello"),), Sampling()))
         assert loaded.vocabulary[prompt.context_ids[-2]] == b"<think>"
-        reply = await loaded.reply(Request((user("Hello"),), Sampling(temperature=0, max_tokens=4)))
+        reply = await loaded.reply(ReplyRequest((user("Hello"),), Sampling(temperature=0, max_tokens=4)))
         assert len(reply.token_ids) == 4
         counted = await loaded.engine.counted()
         assert counted["prompt_tokens"] > 0
@@ -62,7 +61,7 @@ def bare(model: Path, folder: Path) -> Path:
 
 def opening(folder: Path, trained: TrainedModel) -> str:
     """What the model would read of a greeting."""
-    tokenizer, format = talk(folder, Loading(), trained)
+    tokenizer, format = load_model_format(folder, LoadOptions(), trained)
     ids = format.render((user("Hi"),), (), RenderOptions(), ()).context_ids
     return b"".join(tokenizer.vocabulary[id] for id in ids).decode()
 
@@ -86,18 +85,18 @@ def test_which_template_a_training_configuration_means(tiny_model: Path, tmp_pat
 def test_a_template_that_is_not_at_hand_is_told(tiny_model: Path, tmp_path: Path) -> None:
     trained = TrainedModel(str(tiny_model), name="made-up")
     assert opening(tiny_model, trained) == opening(tiny_model, TrainedModel(str(tiny_model)))
-    (told,) = untold(trained)
+    (told,) = missing_template_notices(trained)
     assert "'made-up' is not at hand" in told
-    assert untold(replace(trained, name="llama3")) == ()
+    assert missing_template_notices(replace(trained, name="llama3")) == ()
     with pytest.raises(NoTemplate):
         opening(bare(tiny_model, tmp_path / "base"), trained)
 
 
 async def test_a_model_that_is_not_there_and_a_template_that_is_none() -> None:
     with pytest.raises(UnknownModel):
-        await hosted(Loading())("no such thing", lambda *_: None)
+        await hosted_loader(LoadOptions())("no such thing", lambda *_: None)
     with pytest.raises(BadParameter, match="--template"):
-        Loading(Path("no-such.jinja"))
+        LoadOptions(Path("no-such.jinja"))
 
 
 async def test_a_model_on_its_way_is_told_as_loading() -> None:
@@ -109,7 +108,7 @@ async def test_a_model_on_its_way_is_told_as_loading() -> None:
         await gate.wait()
         raise UnknownModel(name, "there is none.")
 
-    models = Models(load)
+    models = ModelSlot(load)
     models.load("one")
     assert models.card().state == "loading"
     models.load("two")

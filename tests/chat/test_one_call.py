@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from palaver.chat.model import Model
-from palaver.chat.utterance import Request
+from palaver.chat.reply_stream import ReplyRequest
 from palaver.formats.base import RenderOptions
 from palaver.generation import Finish
 from palaver.messages import user
@@ -17,8 +17,8 @@ async def test_the_reply_is_whole_with_its_first_call() -> None:
     twice = next(said for said in FAMILIES["JSON in tags"].replies if len(said.calls) == 2)
     script = [*ids(pieces, twice.text), pieces.control["<|done|>"]]
     model = Model(ScriptedEngine([script], pieces.vocabulary), format, "scripted", "pieces", pieces.vocabulary)
-    both = await model.reply(Request((user("q"),), Sampling(), TOOLS))
-    one = await model.reply(Request((user("q"),), Sampling(), TOOLS, RenderOptions(one_call=True)))
+    both = await model.reply(ReplyRequest((user("q"),), Sampling(), TOOLS))
+    one = await model.reply(ReplyRequest((user("q"),), Sampling(), TOOLS, RenderOptions(one_call=True)))
     assert both.message.tool_calls[:1] == one.message.tool_calls
     assert len(both.message.tool_calls) == 2
     assert one.finish is Finish.END

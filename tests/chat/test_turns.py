@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from palaver.chat.interface import Said
-from palaver.chat.log import Entry
+from palaver.chat.interface import SentMessage
 from palaver.chat.replay import replay
+from palaver.chat.turn_log import LogEntry
 from palaver.chat.turns import LEFT
 from palaver.errors import EngineError
 from palaver.events import AnswerDelta, Failed, Finished, Snapshot, fold
@@ -283,7 +283,7 @@ async def test_a_stop_before_the_first_token_keeps_an_empty_reply(tmp_path: Path
         assert (await stage.chat.message(said.reply.id)).text == ANSWER
 
 
-async def read_underway(stage: Stage) -> tuple[Said, asyncio.Task[list[Entry]]]:
+async def read_underway(stage: Stage) -> tuple[SentMessage, asyncio.Task[list[LogEntry]]]:
     """A reply that has said something, and somebody who reads it."""
     talk = await stage.chat.create()
     said = await stage.chat.say(talk.id, None, user("Wave!"))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from palaver.chat.model import Model
-from palaver.chat.utterance import Reply, Request
+from palaver.chat.reply_stream import ReplyRecord, ReplyRequest
 from palaver.errors import BadParameter, ContextOverflow, EngineError, NothingToContinue
 from palaver.events import AnswerDelta, Event, Finished, PhaseOpened, Started, ThinkingDelta
 from palaver.formats.format import TemplateFormat
@@ -34,8 +34,8 @@ def chat(*script: object, template: str = CHATML, context: int = 4096) -> Model:
     return Model(engine, TemplateFormat(Template(template), TOKENIZER, STRINGS))
 
 
-def request(**sampling: object) -> Request:
-    return Request((user("Wave!"),), Sampling(**sampling))  # type: ignore[arg-type]
+def request(**sampling: object) -> ReplyRequest:
+    return ReplyRequest((user("Wave!"),), Sampling(**sampling))  # type: ignore[arg-type]
 
 
 async def test_the_stream_of_a_turn() -> None:
@@ -65,7 +65,7 @@ async def test_a_thought_the_template_opens_is_announced_first() -> None:
     assert events[0] == PhaseOpened(Phase.THINKING)
 
 
-async def stopped_after(count: int) -> Reply:
+async def stopped_after(count: int) -> ReplyRecord:
     """The reply of an engine that falls silent after so many tokens, stopped then."""
     async with chat(*REPLY[:count], HoldScript(asyncio.Event())).utterance(request()) as turn:
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from palaver.chat.interface import Change, Chat
-from palaver.chat.log import Entry
+from palaver.chat.interface import Chat, ConversationChange
+from palaver.chat.turn_log import LogEntry
 from palaver.client import HttpChat, NoServer, ServerFailed, ServerRefused
 from palaver.client.streams import MISSED
 from palaver.events import Finished, fold
@@ -95,7 +95,7 @@ async def test_a_server_that_is_away_for_a_while_is_waited_for(tmp_path: Path) -
         assert fold(entry.event for entry in told) == fold(entry.event for entry in whole)
 
 
-async def _all(stream: AsyncIterator[Entry]) -> list[Entry]:
+async def _all(stream: AsyncIterator[LogEntry]) -> list[LogEntry]:
     return [one async for one in stream]
 
 
@@ -167,7 +167,7 @@ async def test_a_server_that_is_closed_and_started_again_is_listened_to_again(tm
             assert (await anext(changes)).conversation_id == second.id
 
 
-async def _next(changes: AsyncIterator[Change]) -> Change:
+async def _next(changes: AsyncIterator[ConversationChange]) -> ConversationChange:
     return await anext(changes)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from palaver.client import announced, found
+from palaver.client import announce_server, find_server
 
 
 @asynccontextmanager
@@ -39,45 +39,45 @@ async def healthy(told: dict[str, str]) -> AsyncIterator[str]:
 async def test_a_server_is_found_while_it_is_there(tmp_path: Path) -> None:
     told: dict[str, str] = {}
     async with healthy(told) as url:
-        assert await found(tmp_path) is None
-        with announced(tmp_path, f"{url}/", "a secret") as announcement:
+        assert await find_server(tmp_path) is None
+        with announce_server(tmp_path, f"{url}/", "a secret") as announcement:
             told["instance"] = announcement.instance
-            assert await found(tmp_path) == announcement
+            assert await find_server(tmp_path) == announcement
             assert (announcement.url, announcement.secret, announcement.pid) == (url, "a secret", os.getpid())
-        assert await found(tmp_path) is None
-        with announced(tmp_path, f"{url}/chat") as announcement:
+        assert await find_server(tmp_path) is None
+        with announce_server(tmp_path, f"{url}/chat") as announcement:
             told["instance"] = announcement.instance
-            assert await found(tmp_path) == announcement
+            assert await find_server(tmp_path) == announcement
 
 
 async def test_the_file_is_private(tmp_path: Path) -> None:
     told: dict[str, str] = {}
     async with healthy(told) as url:
-        with announced(tmp_path, url, "a secret") as announcement:
+        with announce_server(tmp_path, url, "a secret") as announcement:
             told["instance"] = announcement.instance
             (path,) = (tmp_path / "servers").iterdir()
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
             assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
             path.chmod(0o644)
-            assert await found(tmp_path) is None
+            assert await find_server(tmp_path) is None
 
 
 async def test_another_server_on_the_same_port_is_not_taken_for_ours(tmp_path: Path) -> None:
     async with healthy({"instance": "another"}) as url:
-        with announced(tmp_path, url, "a secret"):
-            assert await found(tmp_path) is None
+        with announce_server(tmp_path, url, "a secret"):
+            assert await find_server(tmp_path) is None
 
 
 async def test_a_server_of_another_store_is_not_taken(tmp_path: Path) -> None:
     told: dict[str, str] = {}
     async with healthy(told) as url:
-        with announced(tmp_path / "one", url, store="postgresql://me:word@here/a") as announcement:
+        with announce_server(tmp_path / "one", url, store="postgresql://me:word@here/a") as announcement:
             told["instance"] = announcement.instance
             assert "word" not in announcement.store
-            assert await found(tmp_path / "two", "postgresql://me:word@here/a") is None
-            assert await found(tmp_path / "one") is None
-            assert await found(tmp_path / "one", "postgresql://me@there/a") is None
-            assert await found(tmp_path / "one", "postgresql://me:***@here/a") == announcement
+            assert await find_server(tmp_path / "two", "postgresql://me:word@here/a") is None
+            assert await find_server(tmp_path / "one") is None
+            assert await find_server(tmp_path / "one", "postgresql://me@there/a") is None
+            assert await find_server(tmp_path / "one", "postgresql://me:***@here/a") == announcement
 
 
 async def test_what_a_dead_server_left_is_removed(tmp_path: Path) -> None:
@@ -85,13 +85,13 @@ async def test_what_a_dead_server_left_is_removed(tmp_path: Path) -> None:
     async with healthy(told) as url:
         dead = subprocess.Popen([sys.executable, "-c", ""])
         dead.wait()
-        with announced(tmp_path, url) as announcement:
+        with announce_server(tmp_path, url) as announcement:
             told["instance"] = announcement.instance
             (path,) = (tmp_path / "servers").iterdir()
             left = path.with_name(f"{dead.pid}.json")
             left.write_text(json.dumps({**json.loads(path.read_text()), "pid": dead.pid}))
             left.chmod(0o600)
-            assert await found(tmp_path) == announcement
+            assert await find_server(tmp_path) == announcement
             assert not left.exists()
 
 
@@ -101,6 +101,6 @@ async def test_what_is_no_announcement_is_passed_over(tmp_path: Path, text: str)
     path = tmp_path / "servers" / "1.json"
     path.write_text(text)
     path.chmod(0o600)
-    assert await found(tmp_path) is None
-    with announced(tmp_path, "http://127.0.0.1:9"):
-        assert await found(tmp_path) is None
+    assert await find_server(tmp_path) is None
+    with announce_server(tmp_path, "http://127.0.0.1:9"):
+        assert await find_server(tmp_path) is None

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from palaver.client import HttpChat, NoServer, announced, found
-from palaver.client.trust import own_certificate
+from palaver.client import HttpChat, NoServer, announce_server, find_server
+from palaver.client.connection import leaf_certificate
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="NOTHING IS SHOWN HERE: there is no openssl")
 
@@ -58,11 +58,11 @@ async def test_a_server_is_found_by_the_certificate_it_announced(
 ) -> None:
     mine, _ = certificates
     told: dict[str, str] = {}
-    assert "PRIVATE" not in own_certificate(mine)
+    assert "PRIVATE" not in leaf_certificate(mine)
     async with serving(mine, told) as url:
-        with announced(tmp_path, url, certificate=own_certificate(mine)) as announcement:
+        with announce_server(tmp_path, url, certificate=leaf_certificate(mine)) as announcement:
             told["instance"] = announcement.instance
-            assert await found(tmp_path) == announcement
+            assert await find_server(tmp_path) == announcement
             async with HttpChat(announcement.url, verify=announcement.trust) as chat:
                 with pytest.raises(Exception, match="not understood"):  # it is reached, and is no Palaver
                     await chat.model()
@@ -72,12 +72,12 @@ async def test_whoever_shows_another_certificate_is_not_it(tmp_path: Path, certi
     mine, other = certificates
     told: dict[str, str] = {}
     async with serving(other, told) as url:
-        with announced(tmp_path, url, certificate=own_certificate(mine)) as announcement:
+        with announce_server(tmp_path, url, certificate=leaf_certificate(mine)) as announcement:
             told["instance"] = announcement.instance
-            assert await found(tmp_path) is None
+            assert await find_server(tmp_path) is None
             async with HttpChat(announcement.url, "a secret", verify=announcement.trust) as chat:
                 with pytest.raises(NoServer):
                     await chat.model()
-        with announced(tmp_path, url) as announcement:
+        with announce_server(tmp_path, url) as announcement:
             told["instance"] = announcement.instance
-            assert await found(tmp_path) is None, "without a certificate the usual authorities decide"
+            assert await find_server(tmp_path) is None, "without a certificate the usual authorities decide"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from palaver import errors, events, messages, store
 from palaver.chat import interface
-from palaver.chat.log import Entry
+from palaver.chat.turn_log import LogEntry
 from palaver.constraints import Constraint
 from palaver.errors import BadParameter, ContextOverflow, EngineError, PalaverError, QueueFull
 from palaver.formats.switches import Switch, SwitchKind
@@ -148,24 +148,28 @@ CARD = st.builds(
     notices=several(TEXT),
 )
 TOKEN = st.builds(
-    interface.Token, COUNT, TEXT, maybe(LOGPROB), several(st.builds(interface.Alternative, COUNT, TEXT, LOGPROB))
+    interface.ReplyToken,
+    COUNT,
+    TEXT,
+    maybe(LOGPROB),
+    several(st.builds(interface.TokenAlternative, COUNT, TEXT, LOGPROB)),
 )
 HIT = st.builds(store.SearchHit, TEXT, TEXT, TEXT, st.sampled_from(messages.Role), TIME, TEXT)
 KINDS = [
     (wire_messages.Message, MESSAGE),
     (wire_sampling.Sampling, SAMPLING),
     (wire_sampling.Settings, SETTINGS),
-    (wire_events.Entry, st.builds(Entry, COUNT, EVENT)),
+    (wire_events.Entry, st.builds(LogEntry, COUNT, EVENT)),
     (conversations.Conversation, CONVERSATION),
     (conversations.Stored, STORED),
-    (conversations.Said, st.builds(interface.Said, STORED, STORED)),
+    (conversations.Said, st.builds(interface.SentMessage, STORED, STORED)),
     (conversations.Node, st.builds(store.TreeNode, TEXT, maybe(TEXT), st.sampled_from(messages.Role), TIME)),
     (conversations.Hit, HIT),
     (conversations.Cursor, st.builds(store.Cursor, maybe(TEXT), st.booleans(), st.booleans())),
     (model.ModelCard, CARD),
     (turns.Token, TOKEN),
-    (turns.Gauge, st.builds(interface.Gauge, COUNT, COUNT, COUNT)),
-    (turns.Change, st.builds(interface.Change, TEXT, TEXT, maybe(TEXT))),
+    (turns.Gauge, st.builds(interface.ContextUsage, COUNT, COUNT, COUNT)),
+    (turns.Change, st.builds(interface.ConversationChange, TEXT, TEXT, maybe(TEXT))),
 ]
 
 
@@ -187,13 +191,13 @@ PAIRS: list[tuple[Any, Any]] = [
     (conversations.Node, store.TreeNode),
     (conversations.Hit, store.SearchHit),
     (conversations.Cursor, store.Cursor),
-    (conversations.Said, interface.Said),
+    (conversations.Said, interface.SentMessage),
     (model.ModelCard, interface.ModelCard),
     (model.Switch, Switch),
-    (turns.Token, interface.Token),
-    (turns.Alternative, interface.Alternative),
-    (turns.Gauge, interface.Gauge),
-    (turns.Change, interface.Change),
+    (turns.Token, interface.ReplyToken),
+    (turns.Alternative, interface.TokenAlternative),
+    (turns.Gauge, interface.ContextUsage),
+    (turns.Change, interface.ConversationChange),
     (wire_sampling.Sampling, Sampling),
     (wire_sampling.Settings, store.ReplySettings),
     (wire_sampling.Constraint, Constraint),

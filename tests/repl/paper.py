@@ -6,7 +6,7 @@ import io
 
 import pyte
 
-from palaver.chat.log import Entry
+from palaver.chat.turn_log import LogEntry
 from palaver.events import Event, Failed, Finished, Snapshot, Started, Waiting
 from palaver.repl.reply import ReplyView
 from palaver.repl.screen import Screen, console
@@ -59,12 +59,12 @@ class Watch:
         return self.now
 
 
-def numbered(*events: Event) -> list[Entry]:
+def numbered(*events: Event) -> list[LogEntry]:
     """The entries as a turn's log would tell them."""
     entries, number = [], 0
     for event in events:
         number += not isinstance(event, Waiting | Started | Snapshot | Finished | Failed)
-        entries.append(Entry(number, event))
+        entries.append(LogEntry(number, event))
     return entries
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from palaver.chat.log import Entry
+from palaver.chat.turn_log import LogEntry
 from palaver.events import AnswerDelta, Finished, ThinkingDelta, Usage
 from palaver.generation import Finish
 from palaver.repl import players
@@ -58,7 +58,7 @@ def found_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "bin"
 
 
-async def read(voice: SessionVoice, *entries: Entry) -> None:
+async def read(voice: SessionVoice, *entries: LogEntry) -> None:
     reading = await voice.read("reply")
     assert reading is not None
     for entry in entries:
@@ -72,8 +72,8 @@ async def test_only_the_answer_is_played(tmp_path: Path, found_in: Path) -> None
     program = await voice.turn_on(VoiceSettings())
     assert program is not None
     assert program.name == "aplay"
-    thought = Entry(1, ThinkingDelta("A thought that is very much longer than the answer to it will ever be."))
-    await read(voice, thought, Entry(2, AnswerDelta("Yes. It")), Entry(3, AnswerDelta(" is.")), Entry(3, DONE))
+    thought = LogEntry(1, ThinkingDelta("A thought that is very much longer than the answer to it will ever be."))
+    await read(voice, thought, LogEntry(2, AnswerDelta("Yes. It")), LogEntry(3, AnswerDelta(" is.")), LogEntry(3, DONE))
     await voice.heard()
     await voice.close()
     assert 0.8 < seconds(heard.read_bytes()) < 2.5
@@ -83,7 +83,7 @@ async def test_without_a_player_it_is_saved(tmp_path: Path, found_in: Path) -> N
     told: list[str] = []
     voice = SessionVoice(tmp_path, told.append)
     assert await voice.turn_on(VoiceSettings("de")) is None
-    await read(voice, Entry(1, AnswerDelta("Guten Tag.")), Entry(1, DONE))
+    await read(voice, LogEntry(1, AnswerDelta("Guten Tag.")), LogEntry(1, DONE))
     await voice.heard()
     path = tmp_path / "spoken" / "reply.wav"
     assert told == [f"Spoken into {path}"]
@@ -97,7 +97,7 @@ async def test_a_stop_kills_the_player_at_once(tmp_path: Path, found_in: Path) -
     heard = player(found_in, NEVER_ENDS)
     voice = SessionVoice(tmp_path, print)
     await voice.turn_on(VoiceSettings())
-    await read(voice, Entry(1, AnswerDelta("Something. And more.")))
+    await read(voice, LogEntry(1, AnswerDelta("Something. And more.")))
     while not (heard.exists() and heard.read_text().strip()):
         await asyncio.sleep(0.01)
     pid = int(heard.read_text())
@@ -113,7 +113,7 @@ async def test_a_stopped_reply_is_not_read_to_its_end(tmp_path: Path, found_in: 
     voice = SessionVoice(tmp_path, print)
     await voice.turn_on(VoiceSettings())
     stopped = Finished(Finish.STOPPED, Usage(1, 0, 1, 0))
-    await read(voice, Entry(1, AnswerDelta("Something. And more.")), Entry(1, stopped))
+    await read(voice, LogEntry(1, AnswerDelta("Something. And more.")), LogEntry(1, stopped))
     await voice.heard()
     await voice.close()
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import uvicorn
 
-from palaver.chat.loading import Loading, made, talk
 from palaver.chat.model import Model
-from palaver.chat.models import Models, Told
+from palaver.chat.model_loader import LoadOptions, ModelSlot, Told, build_model, load_model_format
 from palaver.chat.service import Service
 from palaver.engines.torch import EngineOptions, load
 from palaver.models.catalog import resolve
@@ -32,9 +31,9 @@ ADMIN = {"authorization": f"Bearer {TOKEN}"}
 async def sprout(name: str, told: Told) -> Model:
     """Loads as the server does, but without a process for the engine."""
     folder = resolve(name)
-    tokenizer, format = talk(folder, Loading())
+    tokenizer, format = load_model_format(folder, LoadOptions())
     engine = await asyncio.to_thread(load, folder, vocabulary=tokenizer.vocabulary, options=EngineOptions(threads=1))
-    return made(name, engine, format, tokenizer)
+    return build_model(name, engine, format, tokenizer)
 
 
 class Live:
@@ -93,7 +92,7 @@ class Live:
         listening = socket.create_server(("127.0.0.1", 0))
         self.port = listening.getsockname()[1]
         with open_store(self._folder) as store:
-            models = Models(sprout, ("sprout",))
+            models = ModelSlot(sprout, ("sprout",))
             async with Service(store, models, resume=self._resume) as self.service:
                 if self._model is not None:
                     models.load(self._model)

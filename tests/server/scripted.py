@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from palaver.chat.model import Model
-from palaver.chat.models import Models, Told
+from palaver.chat.model_loader import ModelSlot, Told
 from palaver.chat.service import Service
 from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
@@ -47,7 +47,7 @@ async def scripted(
         return Model(one, format, name, TOKENIZER.fingerprint, TOKENIZER.vocabulary)
 
     with open_store(folder) as store:
-        models = Models(load, ("scripted",))
+        models = ModelSlot(load, ("scripted",))
         models.load("scripted")
         async with Service(store, models) as service, served(service, settings) as url:
             await models.ready()

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from palaver.cli import app
-from palaver.client.discovery import found
+from palaver.client.discovery import find_server
 from palaver.commands.serve import _keys_where_needed
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
@@ -78,7 +78,7 @@ def test_it_serves_from_start_to_signal(tmp_path: Path) -> None:
             assert url.endswith("/x")
             health = get(f"{url}/health").json()
             assert health["status"] in ("loading", "ready")
-            assert asyncio.run(found(tmp_path)) is not None, "others of this user find it"
+            assert asyncio.run(find_server(tmp_path)) is not None, "others of this user find it"
         finally:
             process.send_signal(signal.SIGTERM)
             rest = process.stderr.read()
@@ -96,7 +96,7 @@ def test_a_terminal_attaches_to_a_server_with_a_certificate_of_its_own(tmp_path:
         assert process.stderr is not None
         try:
             url = process.stderr.readline().split()[3]
-            while asyncio.run(found(tmp_path)) is None:
+            while asyncio.run(find_server(tmp_path)) is None:
                 assert process.poll() is None
             chat = [sys.executable, "-m", "palaver", "chat", "--data", str(tmp_path), "--set", "temperature=0"]
             asked = {"input": "What is 12 + 30?\n", "capture_output": True, "text": True, "env": environment}

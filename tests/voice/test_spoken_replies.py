@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from palaver.chat.utterance import Request
+from palaver.chat.reply_stream import ReplyRequest
 from palaver.engines.core.logits_processors import unspeakable_characters
 from palaver.messages import Message, user
 from palaver.sampling import Sampling
@@ -29,7 +29,7 @@ ASKED = (
 async def replies(count: int, spoken: bool) -> list[Message]:
     async with talking() as chat:
         requests = [
-            Request((user(ASKED[seed % len(ASKED)]),), Sampling(max_tokens=250, seed=seed, spoken=spoken))
+            ReplyRequest((user(ASKED[seed % len(ASKED)]),), Sampling(max_tokens=250, seed=seed, spoken=spoken))
             for seed in range(count)
         ]
         return [reply.message for reply in await asyncio.gather(*map(chat.reply, requests))]
@@ -54,6 +54,6 @@ async def test_without_voice_markdown_is_free() -> None:
 
 async def test_a_tool_is_called_as_ever() -> None:
     async with talking() as chat:
-        request = Request((user("What's the weather in Oslo?"),), Sampling(temperature=0, spoken=True), (WEATHER,))
+        request = ReplyRequest((user("What's the weather in Oslo?"),), Sampling(temperature=0, spoken=True), (WEATHER,))
         message = (await chat.reply(request)).message
     assert message.tool_calls[0].arguments == '{"city": "Oslo"}'

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 from palaver.chat.model import Model
-from palaver.chat.models import Models, Told
+from palaver.chat.model_loader import ModelSlot, Told
 from palaver.chat.service import Service
 from palaver.engines.core.reply_state import ReplyState
 from palaver.formats.format import TemplateFormat
@@ -73,7 +73,7 @@ async def serve(asked: argparse.Namespace) -> None:
     )
     with open_store(asked.folder) as store:
         name = "scripted" if asked.script else "sprout"
-        models = Models(load, (name,))
+        models = ModelSlot(load, (name,))
         async with Service(store, models, resume=True) as service:
             models.load(name)
             server = Server(service, settings)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-from palaver.chat.log import Entry
+from palaver.chat.turn_log import LogEntry
 from palaver.formats.switches import Switch
 from palaver.messages import Message, Part
 from palaver.sampling import Sampling
@@ -60,24 +60,24 @@ class ModelCard:
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
+class TokenAlternative:
     token_id: int
     text: str
     logprob: float
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class ReplyToken:
     """One token of a reply as a person sees it. `logprob` is None for words that nobody drew."""
 
     token_id: int
     text: str
     logprob: float | None
-    alternatives: tuple[Alternative, ...] = ()
+    alternatives: tuple[TokenAlternative, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Gauge:
+class ContextUsage:
     """How full the context is: what the next turn's prompt would hold, and what the model can take."""
 
     used: int
@@ -87,7 +87,7 @@ class Gauge:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class SentMessage:
     """A message and the reply that was begun to it."""
 
     message: StoredMessage
@@ -95,7 +95,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ConversationChange:
     """Something happened in a conversation: whoever shows it may look again."""
 
     conversation_id: str
@@ -177,7 +177,7 @@ class Chat(Protocol):
 
     async def search(self, query: str, limit: int = 20) -> tuple[SearchHit, ...]: ...
 
-    def changes(self) -> AbstractAsyncContextManager[AsyncIterator[Change]]:
+    def changes(self) -> AbstractAsyncContextManager[AsyncIterator[ConversationChange]]:
         """What happens from now on in the user's conversations, whoever does it."""
         ...
 
@@ -231,7 +231,7 @@ class Chat(Protocol):
         *,
         parameters: Mapping[str, Any] | None = None,
         key: str | None = None,
-    ) -> Said:
+    ) -> SentMessage:
         """Puts a message into the tree, durably, and begins the reply to it. What can't be answered (a full context,
         a parameter out of bounds) is refused before anything is written."""
         ...
@@ -262,7 +262,7 @@ class Chat(Protocol):
         the same and so are its dice. Without `instead` the rest is drawn anew."""
         ...
 
-    def events(self, reply_id: str, after: int = 0) -> AbstractAsyncContextManager[AsyncIterator[Entry]]:
+    def events(self, reply_id: str, after: int = 0) -> AbstractAsyncContextManager[AsyncIterator[LogEntry]]:
         """The turn's events after that number, as they come, to its end. Of an ended turn: all there were."""
         ...
 
@@ -272,7 +272,7 @@ class Chat(Protocol):
 
     async def answer_now(self, reply_id: str) -> None: ...
 
-    async def tokens(self, reply_id: str) -> tuple[Token, ...]: ...
+    async def tokens(self, reply_id: str) -> tuple[ReplyToken, ...]: ...
 
     async def raw(self, reply_id: str) -> str:
         """The reply as the model wrote it, markers and all."""
@@ -280,7 +280,7 @@ class Chat(Protocol):
 
     async def gauge(
         self, conversation_id: str, leaf: str | None, parameters: Mapping[str, Any] | None = None
-    ) -> Gauge: ...
+    ) -> ContextUsage: ...
 
     # in and out
     async def export(self, conversation_id: str, form: str, leaf: str | None = None) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from palaver.chat.utterance import Keep, Reply, Request, Utterance
+from palaver.chat.reply_stream import Keep, ReplyRecord, ReplyRequest, ReplyStream
 from palaver.engines.base import Engine
 from palaver.errors import ContextOverflow, NothingToContinue
 from palaver.formats.base import Format
@@ -24,7 +24,7 @@ def draw_seed() -> int:
     return secrets.randbelow(min(2**32, MAX_SEED))
 
 
-def lengthened(sampling: Sampling, said: int) -> Sampling:
+def extend_limit(sampling: Sampling, said: int) -> Sampling:
     """The sampling of a reply that was cut for its length and goes on: as much again."""
     return sampling if sampling.max_tokens is None else replace(sampling, max_tokens=said + sampling.max_tokens)
 
@@ -49,7 +49,7 @@ class Model:
     notices: tuple[str, ...] = ()
     """What a person should know of how it was loaded."""
 
-    def prompt(self, request: Request, reply_so_far: Sequence[int] = (), begun: Message | None = None) -> Prompt:
+    def prompt(self, request: ReplyRequest, reply_so_far: Sequence[int] = (), begun: Message | None = None) -> Prompt:
         """What the model reads. ContextOverflow where that leaves no room for a reply."""
         self.check_size(text_size(request.messages, request.tools))
         rendered = self.format.render(
@@ -83,13 +83,13 @@ class Model:
 
     def utterance(
         self,
-        request: Request,
+        request: ReplyRequest,
         reply_so_far: Sequence[int] = (),
         begun: Message | None = None,
         keep: Keep | None = None,
         limit_added: bool = False,
         prompt: Prompt | None = None,
-    ) -> Utterance:
+    ) -> ReplyStream:
         """A reply to enter; with `reply_so_far`, the token ids of one that goes on; with `begun`, its text alone.
 
         `prompt` is all of it, rendered before. `limit_added`: `min_tokens` and `max_tokens` count what is
@@ -101,22 +101,22 @@ class Model:
         prompt = replace(prompt, conversation=request.conversation)
         if limit_added:
             request = replace(request, sampling=offset_limits(request.sampling, len(prompt.reply_ids)))
-        return Utterance(request, prompt, self._reader(request, prompt), self.engine, keep)
+        return ReplyStream(request, prompt, self._reader(request, prompt), self.engine, keep)
 
-    def reader(self, request: Request, reply_so_far: Sequence[int]) -> ReplyReader:
+    def reader(self, request: ReplyRequest, reply_so_far: Sequence[int]) -> ReplyReader:
         """Reads a reply that somebody else generates, or that is over."""
         request = self._stopping(request)
         return self._reader(request, self.prompt(request, reply_so_far))
 
-    def _reader(self, request: Request, prompt: Prompt) -> ReplyReader:
+    def _reader(self, request: ReplyRequest, prompt: Prompt) -> ReplyReader:
         return self.format.reader(prompt, request.sampling.stop, request.tools, request.options)
 
-    def _stopping(self, request: Request) -> Request:
+    def _stopping(self, request: ReplyRequest) -> ReplyRequest:
         """With the stop strings that the template itself declares."""
         stops = tuple(dict.fromkeys((*request.sampling.stop, *self.format.stop_strings)))
         return replace(request, sampling=checked(replace(request.sampling, stop=stops)))
 
-    def continued(self, reply: Reply) -> Utterance:
+    def continued(self, reply: ReplyRecord) -> ReplyStream:
         """Goes on with a stopped reply, token for token as if it had not been stopped.
 
         One that was cut for its length gets the same length again.
@@ -125,10 +125,10 @@ class Model:
             raise NothingToContinue("The reply is whole: there is nothing to continue.")
         request = reply.request
         if reply.finish is Finish.LENGTH:
-            request = replace(request, sampling=lengthened(request.sampling, len(reply.token_ids)))
+            request = replace(request, sampling=extend_limit(request.sampling, len(reply.token_ids)))
         return self.utterance(request, reply.token_ids)
 
-    async def reply(self, request: Request, reply_so_far: Sequence[int] = ()) -> Reply:
+    async def reply(self, request: ReplyRequest, reply_so_far: Sequence[int] = ()) -> ReplyRecord:
         """The whole reply at once: the same stream, folded."""
         async with self.utterance(request, reply_so_far) as utterance:
             async for _ in utterance:

@@ -24,7 +24,7 @@ MAX_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class ReplyParameters:
     sampling: Sampling
     options: RenderOptions
     tools: tuple[Tool, ...]
@@ -36,28 +36,30 @@ class Decided:
     """What whoever asked wants to find again with the reply; it decides nothing."""
 
 
-def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+def merge_parameters(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Later layers go before earlier ones; None takes a setting back."""
     whole = {name: value for layer in layers for name, value in layer.items()}
     return {name: value for name, value in whole.items() if value is not None}
 
 
-def checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def check_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The same parameters, or BadParameter for the first that is none or is out of bounds."""
     for name, value in parameters.items():
         if name not in NAMES:
             raise BadParameter(name, value, "there is no such parameter")
-    decide(Sampling(), {name: value for name, value in parameters.items() if value is not None}, 0, None)
+    resolve_parameters(Sampling(), {name: value for name, value in parameters.items() if value is not None}, 0, None)
     return dict(parameters)
 
 
-def decide(defaults: Sampling, parameters: Mapping[str, Any], seed: int, now: datetime | None) -> Decided:
+def resolve_parameters(
+    defaults: Sampling, parameters: Mapping[str, Any], seed: int, now: datetime | None
+) -> ReplyParameters:
     """`seed` counts where the parameters name none, and `now` is the time that the template is told."""
     numbers = {name: NUMBERS[name].check(value) for name, value in parameters.items() if name in NUMBERS}
     strings = {name: _strings(name, parameters[name]) for name in STRINGS if name in parameters}
     sampling = apply(defaults, {"seed": seed, **numbers, **strings, **_read(_SAMPLING, parameters)})
     others = _read(_OTHERS, parameters)
-    return Decided(
+    return ReplyParameters(
         sampling,
         RenderOptions(now=now, **_read(_OPTIONS, parameters)),
         others.get("tools", ()),

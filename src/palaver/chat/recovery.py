@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from palaver.chat.model import Model
-from palaver.chat.requests import Requests
+from palaver.chat.reply_request import RequestBuilder
 from palaver.chat.turns import Turns
 from palaver.events import fold
 from palaver.messages import Part
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class Recovery:
-    def __init__(self, store: Store, turns: Turns, requests: Requests, resume: bool) -> None:
+    def __init__(self, store: Store, turns: Turns, requests: RequestBuilder, resume: bool) -> None:
         self._store = store
         self._turns = turns
         self._requests = requests
@@ -36,13 +36,13 @@ class Recovery:
         reply = await asyncio.to_thread(self._store.messages.get, id)
         if self._resume:
             await self._take_over(model, reply)
-        elif knows(model, reply):
+        elif is_same_tokenizer(model, reply):
             parts = await asyncio.to_thread(self.folded, model, reply)
             await asyncio.to_thread(self._store.replies.rewrite, id, parts)
 
     async def _take_over(self, model: Model, reply: StoredMessage) -> None:
         assert reply.reply is not None
-        if not knows(model, reply):
+        if not is_same_tokenizer(model, reply):
             await self._turns.give_up(reply.id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
             return
         conversation = await asyncio.to_thread(self._store.conversations.get, reply.conversation_id)
@@ -57,6 +57,6 @@ class Recovery:
         return fold((*reader.open(), *reader.close())).message.parts
 
 
-def knows(model: Model, reply: StoredMessage) -> bool:
+def is_same_tokenizer(model: Model, reply: StoredMessage) -> bool:
     """Whether the reply's token ids mean something to this model."""
     return reply.reply is not None and reply.reply.settings.tokenizer == model.tokenizer

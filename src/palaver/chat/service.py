@@ -7,14 +7,14 @@ import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 
-from palaver.chat.changes import Changes
-from palaver.chat.continuing import Continuing
+from palaver.chat.change_feed import ChangeFeed
+from palaver.chat.continuation import Continuation
 from palaver.chat.interface import ModelState
-from palaver.chat.local import LocalChat
-from palaver.chat.models import Models
-from palaver.chat.reading import Reading
-from palaver.chat.recovery import Recovery, knows
-from palaver.chat.requests import Requests
+from palaver.chat.local_chat import LocalChat
+from palaver.chat.model_loader import ModelSlot
+from palaver.chat.recovery import Recovery, is_same_tokenizer
+from palaver.chat.reply_request import RequestBuilder
+from palaver.chat.subscription import TurnSubscription
 from palaver.chat.turns import Turns
 from palaver.errors import PalaverError
 from palaver.store import Store, StoredMessage
@@ -28,15 +28,15 @@ LOOK_AGAIN_S = SECONDS / 3
 class Service:
     """Enter it to take up the work, leave it to put aside what runs. The store stays its owner's."""
 
-    def __init__(self, store: Store, models: Models, *, resume: bool = False) -> None:
+    def __init__(self, store: Store, models: ModelSlot, *, resume: bool = False) -> None:
         """`resume`: whether replies that a dead process left are gone on with; else they are marked interrupted."""
         self.store = store
         self.models = models
-        self.changes = Changes()
+        self.changes = ChangeFeed()
         self.turns = Turns(store, self.changes)
-        self.requests = Requests(store)
-        self.continuing = Continuing(store, self.turns, self.requests)
-        self.reading = Reading(store, self.turns, self.requests)
+        self.requests = RequestBuilder(store)
+        self.continuing = Continuation(store, self.turns, self.requests)
+        self.reading = TurnSubscription(store, self.turns, self.requests)
         self.recovered = asyncio.Event()
         """Set when what an earlier process left has been taken care of."""
         self.resumes = resume
@@ -85,7 +85,7 @@ class Service:
             _log.warning("interrupted replies were not continued: %s", error)
             return
         for reply in replies:
-            if not wanted(reply) or not knows(model, reply):
+            if not wanted(reply) or not is_same_tokenizer(model, reply):
                 continue
             try:
                 conversation = await asyncio.to_thread(self.store.conversations.get, reply.conversation_id)

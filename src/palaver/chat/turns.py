@@ -12,13 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from palaver.chat.changes import Changes
-from palaver.chat.clock import Clock
-from palaver.chat.interface import Change
-from palaver.chat.log import Log
+from palaver.chat.change_feed import ChangeFeed
+from palaver.chat.interface import ConversationChange
 from palaver.chat.model import Model
-from palaver.chat.recorder import Recorder
-from palaver.chat.utterance import Request, Utterance
+from palaver.chat.reply_stream import ReplyRequest, ReplyStream, TurnTimer
+from palaver.chat.turn_log import TokenRecorder, TurnLog
 from palaver.errors import EngineError, PalaverError, ShuttingDown
 from palaver.events import Event, Failed, Finished, ReadEvent, Started
 from palaver.generation import Finish, Prompt, Step
@@ -47,12 +45,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class NewTurn:
     """A reply to be begun: where it hangs, and all that decides it."""
 
     conversation_id: str
     parent_id: str | None
-    request: Request
+    request: ReplyRequest
     settings: ReplySettings
     goes_on_from: tuple[Step, ...] = ()
     key: str | None = None
@@ -69,9 +67,9 @@ class Turn:
 
     reply: StoredMessage
     owner: str
-    utterance: Utterance
-    clock: Clock
-    log: Log = field(default_factory=Log)
+    utterance: ReplyStream
+    clock: TurnTimer
+    log: TurnLog = field(default_factory=TurnLog)
     parked: bool = False
     left: bool = False
     """Whether it stays open in the store, for the next process to go on with."""
@@ -89,7 +87,7 @@ class Turn:
 class Turns:
     """The turns of this process. Enter it to hold a lease, leave it to put aside what still runs."""
 
-    def __init__(self, store: Store, changes: Changes) -> None:
+    def __init__(self, store: Store, changes: ChangeFeed) -> None:
         self._store = store
         self._changes = changes
         self._turns: dict[str, Turn] = {}
@@ -105,12 +103,12 @@ class Turns:
         self.heard: Callable[[Turn, Event], None] | None = None
         """Hears of every event of every turn: for whoever counts."""
         self._lease: Lease
-        self._recorder: Recorder
+        self._recorder: TokenRecorder
         self._renewing: asyncio.Task[None]
 
     async def __aenter__(self) -> Turns:
         self._lease = await asyncio.to_thread(self._store.leases.open)
-        self._recorder = Recorder(self._store, self._lease)
+        self._recorder = TokenRecorder(self._store, self._lease)
         self._renewing = asyncio.create_task(self._renew())
         return self
 
@@ -139,7 +137,7 @@ class Turns:
     def running(self) -> tuple[Turn, ...]:
         return tuple(turn for turn in self._turns.values() if not turn.log.ended)
 
-    async def begin(self, model: Model, beginning: Beginning) -> StoredMessage:
+    async def begin(self, model: Model, beginning: NewTurn) -> StoredMessage:
         """A new reply, running. With a key that was used before: the one that was begun then.
 
         A caller that is cancelled meanwhile does not leave a reply that is stored and never runs.
@@ -158,18 +156,18 @@ class Turns:
         return await self._shielded(self._begin(beginning, utterance, reply_id))
 
     async def _begin(
-        self, beginning: Beginning, utterance: Utterance, reply_id: Callable[[str], None]
+        self, beginning: NewTurn, utterance: ReplyStream, reply_id: Callable[[str], None]
     ) -> StoredMessage:
         async with self._beginning:
             self.check_open()
             reply, ours = await self._under_lease(lambda lease: self._start(lease, beginning))
             if ours:
                 reply_id(reply.id)
-                self._run(reply, beginning.request.owner, utterance, Clock())
+                self._run(reply, beginning.request.owner, utterance, TurnTimer())
         return reply
 
     async def resume(
-        self, model: Model, reply: StoredMessage, request: Request, steps: Sequence[Step], key: str | None = None
+        self, model: Model, reply: StoredMessage, request: ReplyRequest, steps: Sequence[Step], key: str | None = None
     ) -> StoredMessage:
         """The same reply runs on, on top of its tokens. Conflict where it can't: see `Replies.resume`."""
         self.check_open()
@@ -181,7 +179,7 @@ class Turns:
         self,
         reply: StoredMessage,
         owner: str,
-        utterance: Utterance,
+        utterance: ReplyStream,
         reply_id: Callable[[str], None],
         key: str | None,
         fingerprint: str,
@@ -197,16 +195,16 @@ class Turns:
             previous = self._turns.get(reply.id)
             if previous is not None and previous.utterance.answers_now:
                 utterance.answer_now()
-            self._run(resumed, owner, utterance, Clock(reply.reply.timings))
+            self._run(resumed, owner, utterance, TurnTimer(reply.reply.timings))
         return resumed
 
-    async def take_over(self, model: Model, reply: StoredMessage, request: Request, steps: Sequence[Step]) -> None:
+    async def take_over(self, model: Model, reply: StoredMessage, request: ReplyRequest, steps: Sequence[Step]) -> None:
         """Goes on with a reply of a dead process, which this one holds already."""
         utterance, reply_id = await asyncio.to_thread(self._utterance, model, request, _ids(steps))
         reply_id(reply.id)
         fingerprint = model.engine.info.fingerprint
         reply = await asyncio.to_thread(self._store.replies.computed_by, reply.id, fingerprint)
-        self._run(reply, request.owner, utterance, Clock(reply.reply.timings if reply.reply else None))
+        self._run(reply, request.owner, utterance, TurnTimer(reply.reply.timings if reply.reply else None))
         self._recovering.discard(reply.id)
 
     async def orphans(self, resume: bool) -> tuple[str, ...]:
@@ -313,11 +311,11 @@ class Turns:
     def _utterance(
         self,
         model: Model,
-        request: Request,
+        request: ReplyRequest,
         said: tuple[int, ...],
         begun: Message | None = None,
         prompt: Prompt | None = None,
-    ) -> tuple[Utterance, Callable[[str], None]]:
+    ) -> tuple[ReplyStream, Callable[[str], None]]:
         """The reply's id is known only once it is in the store: the second value takes it."""
         known: list[str] = []
 
@@ -333,7 +331,7 @@ class Turns:
         utterance.keep_answer_at = keep_answer_at
         return utterance, known.append
 
-    def _start(self, lease: Lease, beginning: Beginning) -> tuple[StoredMessage, bool]:
+    def _start(self, lease: Lease, beginning: NewTurn) -> tuple[StoredMessage, bool]:
         """The reply, and whether it is ours to run: one that the key found runs already or is over."""
         reply = self._store.replies.start(
             lease,
@@ -349,7 +347,7 @@ class Turns:
         runs = reply.reply is not None and reply.reply.status is ReplyStatus.RUNNING and reply.id not in self._turns
         return reply, runs and reply.id in self._store.replies.held(lease)
 
-    def _run(self, reply: StoredMessage, owner: str, utterance: Utterance, clock: Clock) -> None:
+    def _run(self, reply: StoredMessage, owner: str, utterance: ReplyStream, clock: TurnTimer) -> None:
         if reply.reply is not None:
             utterance.notice = engine_notice(reply.reply.settings, utterance.said)
         turn = Turn(reply, owner, utterance, clock)
@@ -443,7 +441,7 @@ class Turns:
             _log.exception("an event was not counted")
 
     def _tell(self, turn: Turn, what: str) -> None:
-        self._changes.tell(turn.owner, Change(turn.reply.conversation_id, what, turn.id))
+        self._changes.tell(turn.owner, ConversationChange(turn.reply.conversation_id, what, turn.id))
 
     def _forget(self) -> None:
         over = [
@@ -485,7 +483,7 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _tail(utterance: Utterance) -> tuple[ReadEvent, ...]:
+def _tail(utterance: ReplyStream) -> tuple[ReadEvent, ...]:
     """What the reader held back; nothing where it was the reader that failed."""
     try:
         return utterance.tail()

@@ -2,22 +2,74 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import random
+import re
 import ssl
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from palaver.client.errors import NoServer, ServerFailed, ServerRefused
-from palaver.client.retrying import Patience
-from palaver.errors import PalaverError
+from palaver.errors import PalaverError, RequestError
 from palaver.store.errors import Unstorable
 from palaver.wire.errors import ErrorBody
 from palaver.wire.sse import MEDIA_TYPE, Decoder, Sent
+
+
+class NoServer(PalaverError):
+    def __init__(self, url: str, why: object) -> None:
+        super().__init__(f"The server at {url} can't be reached ({why}): is it running?")
+        self.url = url
+
+
+class ServerRefused(RequestError):
+    """The server says no, in a way that this program has no type for."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServerFailed(PalaverError):
+    """The server could not do what it should have done."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+FIRST_S = 0.05
+LONGEST_S = 5.0
+
+
+class RetryPolicy:
+    """Pauses between attempts. Whatever works makes it new."""
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds`: for how long in all it is tried without success."""
+        self._seconds = seconds
+        self.renew()
+
+    def renew(self) -> None:
+        self._since = time.monotonic()
+        self._pause = FIRST_S
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() - self._since >= self._seconds
+
+    async def pause(self) -> None:
+        """Not all clients of a server that comes back come at once."""
+        await asyncio.sleep(self._pause * random.uniform(0.5, 1.0))
+        self._pause = min(self._pause * 2, LONGEST_S)
+
 
 T = TypeVar("T")
 Query = Mapping[str, str | int | float | bool | None]
@@ -31,7 +83,7 @@ _AWAY = (502, 503, 504)
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 
 
-class Cut(Exception):
+class ConnectionLost(Exception):
     """The line to the server is cut: it may be tried again."""
 
 
@@ -62,15 +114,15 @@ class Connection:
     async def close(self) -> None:
         await self._client.aclose()
 
-    def patience(self) -> Patience:
+    def patience(self) -> RetryPolicy:
         """A server that was never there is not waited for: the address may be wrong."""
-        return Patience(self._patience if self._reached else 0.0)
+        return RetryPolicy(self._patience if self._reached else 0.0)
 
     async def get(self, kind: type[T], path: str, **query: str | int | float | bool | None) -> T:
-        return read(await self.send("GET", path, query=query, again=True), kind)
+        return parse_response(await self.send("GET", path, query=query, again=True), kind)
 
     async def post(self, kind: type[T], path: str, body: BaseModel | None = None, *, again: bool = False) -> T:
-        return read(await self.send("POST", path, body=body, again=again), kind)
+        return parse_response(await self.send("POST", path, body=body, again=again), kind)
 
     async def send(
         self,
@@ -109,7 +161,7 @@ class Connection:
         try:
             answer = await self._client.send(request, stream=True)
         except httpx.TransportError as error:
-            raise Cut(_why(error)) from error
+            raise ConnectionLost(_why(error)) from error
         try:
             await self._check(answer)
             async with aclosing(_sent(answer)) as sent:
@@ -124,8 +176,8 @@ class Connection:
         try:
             await answer.aread()
         except httpx.TransportError as error:
-            raise Cut(_why(error)) from error
-        raise Cut(f"it answers {answer.status_code}") if _is_away(answer) else _refusal(answer)
+            raise ConnectionLost(_why(error)) from error
+        raise ConnectionLost(f"it answers {answer.status_code}") if _is_away(answer) else _refusal(answer)
 
     def _request(
         self,
@@ -146,14 +198,14 @@ class Connection:
             raise Unstorable(error) from None
 
 
-def read(answer: httpx.Response, kind: type[T]) -> T:
+def parse_response(answer: httpx.Response, kind: type[T]) -> T:
     try:
         return TypeAdapter(kind).validate_json(answer.content)
     except ValidationError as error:
         raise _unreadable(error) from None
 
 
-def read_sent(sent: Sent, kind: Any) -> Any:
+def parse_event(sent: Sent, kind: Any) -> Any:
     """The data as a value. Raises the error that it may be instead."""
     try:
         if sent.event == "error":
@@ -170,7 +222,7 @@ async def _sent(answer: httpx.Response) -> AsyncGenerator[Sent]:
             for sent in decoder.feed(chunk):
                 yield sent
     except httpx.TransportError as error:
-        raise Cut(_why(error)) from error
+        raise ConnectionLost(_why(error)) from error
 
 
 def _refusal(answer: httpx.Response) -> PalaverError:
@@ -220,3 +272,21 @@ def _is_near(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+
+
+def leaf_certificate(chain: Path) -> str:
+    """The server's own certificate of a file, which may hold those of who signed it, and even its key, too."""
+    found = _CERTIFICATE.search(chain.read_text(encoding="ascii", errors="replace"))
+    return found[0] + "\n" if found else ""
+
+
+def pinned_context(certificate: str) -> ssl.SSLContext:
+    """Talks to whoever has the key of this very certificate, and to nobody else."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False  # it is known by its key: its names may be those of another place
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(cadata=certificate)
+    return context

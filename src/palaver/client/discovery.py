@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from palaver.client.trust import trusting
+from palaver.client.connection import pinned_context
 
 PATIENCE_S = 3.0
 """A server that does not answer for so long is not there; where nobody listens that is known at once."""
@@ -42,11 +42,11 @@ class Announcement:
     @property
     def trust(self) -> ssl.SSLContext | bool:
         """Whom to trust at its address: over TLS nobody but the server that wrote this."""
-        return trusting(self.certificate) if self.certificate else True
+        return pinned_context(self.certificate) if self.certificate else True
 
 
 @contextmanager
-def announced(
+def announce_server(
     folder: Path, url: str, secret: str = "", store: str = "", certificate: str = ""
 ) -> Iterator[Announcement]:
     """Inside, the server can be found by whoever may read the folder of its store."""
@@ -68,7 +68,7 @@ def local_token(folder: Path) -> str:
     return path.read_text().strip()
 
 
-async def found(folder: Path, store: str = "") -> Announcement | None:
+async def find_server(folder: Path, store: str = "") -> Announcement | None:
     """The server of this store that was started last and is there; what dead ones left is removed."""
     for path in _newest_first(folder):
         told = _read(path)

@@ -5,26 +5,27 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 
-from palaver.chat.interface import Change
-from palaver.chat.log import Entry
-from palaver.client.connection import Connection, Cut, Query, read_sent
-from palaver.client.errors import NoServer
+from palaver.chat.interface import ConversationChange
+from palaver.chat.turn_log import LogEntry
+from palaver.client.connection import Connection, ConnectionLost, NoServer, Query, parse_event
 from palaver.events import Failed, Finished, Snapshot, Started, Waiting
 from palaver.wire import events as wire
 from palaver.wire.sse import Sent
 
-MISSED = Change("", "missed")
+MISSED = ConversationChange("", "missed")
 """Told after a cut: what changed meanwhile is not known."""
 
 
-class Reopened:
+class Reconnected:
     """Stands between what was sent over one connection and what over the next, and at the very beginning."""
 
 
-REOPENED = Reopened()
+REOPENED = Reconnected()
 
 
-async def lasting(connection: Connection, path: str, query: Callable[[], Query]) -> AsyncGenerator[Sent | Reopened]:
+async def resumable_stream(
+    connection: Connection, path: str, query: Callable[[], Query]
+) -> AsyncGenerator[Sent | Reconnected]:
     """What is sent, over as many connections as it takes. It has no end: whoever reads knows when it is enough."""
     patience = connection.patience()
     while True:
@@ -37,7 +38,7 @@ async def lasting(connection: Connection, path: str, query: Callable[[], Query])
                     if sent.event == "closing":
                         break
                     yield sent
-        except Cut as cut:
+        except ConnectionLost as cut:
             why = str(cut)
         if patience.over:
             raise NoServer(connection.url, why)
@@ -45,13 +46,13 @@ async def lasting(connection: Connection, path: str, query: Callable[[], Query])
 
 
 @dataclass
-class Place:
+class StreamPosition:
     """How far a turn has been read."""
 
     number: int
     standing: Waiting | Started | Snapshot | None = None
 
-    def take(self, entry: Entry) -> bool:
+    def take(self, entry: LogEntry) -> bool:
         """Whether the entry is new: how the turn stands is told again after a cut."""
         match entry.event:
             case Waiting() | Started() | Snapshot():
@@ -67,23 +68,23 @@ class Place:
                 return not known
 
 
-async def entries(sent: AsyncIterator[Sent | Reopened], place: Place) -> AsyncGenerator[Entry]:
+async def log_entries(sent: AsyncIterator[Sent | Reconnected], place: StreamPosition) -> AsyncGenerator[LogEntry]:
     """The turn's events, each once, to its end."""
     async for one in sent:
-        if isinstance(one, Reopened):
+        if isinstance(one, Reconnected):
             continue
-        entry: Entry = read_sent(one, wire.Entry).value()
+        entry: LogEntry = parse_event(one, wire.Entry).value()
         if place.take(entry):
             yield entry
         if isinstance(entry.event, Finished | Failed):
             return
 
 
-async def changes(sent: AsyncIterator[Sent | Reopened]) -> AsyncGenerator[Change]:
+async def conversation_changes(sent: AsyncIterator[Sent | Reconnected]) -> AsyncGenerator[ConversationChange]:
     async for one in sent:
-        if isinstance(one, Reopened):
+        if isinstance(one, Reconnected):
             yield MISSED
             continue
-        item = read_sent(one, wire.StreamItem)
+        item = parse_event(one, wire.StreamItem)
         if isinstance(item, wire.Changed):
             yield item.change.value()

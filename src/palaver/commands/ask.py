@@ -27,9 +27,9 @@ from palaver.commands.options import (
 from palaver.errors import BadParameter, EmptyMessage
 
 if TYPE_CHECKING:
-    from palaver.chat.loading import Loading
     from palaver.chat.model import Model
-    from palaver.chat.utterance import Reply, Request
+    from palaver.chat.model_loader import LoadOptions
+    from palaver.chat.reply_stream import ReplyRecord, ReplyRequest
 
 
 def ask(
@@ -49,14 +49,14 @@ def ask(
     """Ask one question: the answer goes to stdout, thinking to stderr."""
     import asyncio
 
-    from palaver.chat.loading import Loading
+    from palaver.chat.model_loader import LoadOptions
     from palaver.repl.plain import PlainPrinter, show_turn
 
     with errors_told():
         text, overrides = _question(question), settings(set_)
-        loading = Loading(template, raw, device, exact=exact, compiled=compiled)
+        loading = LoadOptions(template, raw, device, exact=exact, compiled=compiled)
 
-        async def session() -> Reply:
+        async def session() -> ReplyRecord:
             async with _loaded(model, loading) as talker:
                 silent = no_thinking or as_json
                 printer = PlainPrinter(None if as_json else sys.stdout, None if silent else sys.stderr)
@@ -68,16 +68,16 @@ def ask(
 
 
 @asynccontextmanager
-async def _loaded(name: str | None, loading: Loading) -> AsyncIterator[Model]:
+async def _loaded(name: str | None, loading: LoadOptions) -> AsyncIterator[Model]:
     """In this process: a host would only make one question slower."""
-    from palaver.chat.loading import found, made, talk, untold
+    from palaver.chat.model_loader import build_model, load_model_format, missing_template_notices, resolve_source
     from palaver.engines.torch import EngineOptions, load
     from palaver.models.catalog import DEFAULT, resolve
 
-    trained = found(name or DEFAULT)
+    trained = resolve_source(name or DEFAULT)
     folder = resolve(trained.model)
-    tokenizer, format = talk(folder, loading, trained)
-    for note in (*trained.notes, *(() if loading.template else untold(trained))):
+    tokenizer, format = load_model_format(folder, loading, trained)
+    for note in (*trained.notes, *(() if loading.template else missing_template_notices(trained))):
         print(note, file=sys.stderr)
     engine = load(
         folder,
@@ -90,16 +90,16 @@ async def _loaded(name: str | None, loading: Loading) -> AsyncIterator[Model]:
     if engine.info.hint:
         print(engine.info.hint, file=sys.stderr)
     try:
-        yield made(name or DEFAULT, engine, format, tokenizer)
+        yield build_model(name or DEFAULT, engine, format, tokenizer)
     finally:
         await engine.close()
 
 
-def _request(model: Model, text: str, system: str | None, think: Think, overrides: dict[str, Any]) -> Request:
+def _request(model: Model, text: str, system: str | None, think: Think, overrides: dict[str, Any]) -> ReplyRequest:
     from datetime import datetime
 
     from palaver.chat.model import draw_seed
-    from palaver.chat.utterance import Request
+    from palaver.chat.reply_stream import ReplyRequest
     from palaver.formats.base import RenderOptions
     from palaver.messages import system as system_message
     from palaver.messages import user
@@ -107,7 +107,9 @@ def _request(model: Model, text: str, system: str | None, think: Think, override
 
     sampling = apply(model.engine.info.defaults, {"seed": draw_seed(), **overrides})
     before = (system_message(system),) if system else ()
-    return Request((*before, user(text)), sampling, options=RenderOptions(thinking=think.wanted, now=datetime.now()))
+    return ReplyRequest(
+        (*before, user(text)), sampling, options=RenderOptions(thinking=think.wanted, now=datetime.now())
+    )
 
 
 def _question(question: str | None) -> str:
@@ -137,7 +139,7 @@ def _something_comes() -> bool:
         return True
 
 
-def _as_json(reply: Reply) -> str:
+def _as_json(reply: ReplyRecord) -> str:
     import json
     from dataclasses import asdict
 

@@ -34,7 +34,7 @@ from palaver.commands.places import DatabaseOption, DataOption
 
 if TYPE_CHECKING:
     from palaver.chat.interface import Chat
-    from palaver.chat.loading import Loading
+    from palaver.chat.model_loader import LoadOptions
 
 ResumeOption = Annotated[bool, typer.Option("--resume", "-r", help="Go on with the last conversation.")]
 ConversationOption = Annotated[
@@ -77,7 +77,7 @@ def chat(
     """Talk with a model. What is said is kept; --resume goes on with it."""
     import asyncio
 
-    from palaver.chat.loading import Loading
+    from palaver.chat.model_loader import LoadOptions
     from palaver.repl.session import run
     from palaver.repl.settings import Settings, Thoughts
     from palaver.store.store import data_folder
@@ -98,10 +98,10 @@ def chat(
         folder = data_folder(data)
         wanted = Settings(folder, conversation, resume, system, parameters, plain, thoughts)
         cache_bytes = parse_size("--kv-cache-memory", cache_memory)
-        loading = Loading(
+        loading = LoadOptions(
             template, device=device, exact=exact, compiled=compiled, cache_bytes=cache_bytes, max_running=max_running
         )
-        own = local or name is not None or loading != Loading()
+        own = local or name is not None or loading != LoadOptions()
 
         async def session() -> bool:
             async with _held(server, key, own, name, loading, folder, database) as talk:
@@ -118,18 +118,18 @@ async def _held(
     key: str | None,
     own: bool,
     name: str | None,
-    loading: Loading,
+    loading: LoadOptions,
     folder: Path,
     database: str | None,
 ) -> AsyncIterator[Chat]:
     """The conversations at a server that is named or found, or with a model in an engine host of this program."""
-    from palaver.client import HttpChat, found
+    from palaver.client import HttpChat, find_server
 
     if server is not None:
         async with HttpChat(server, key or "") as chat:
             yield chat
         return
-    running = None if own else await found(folder, database or "")
+    running = None if own else await find_server(folder, database or "")
     if running is not None:
         print(f"palaver: attached to your server at {running.url} (--local loads the model here)", file=sys.stderr)
         async with HttpChat(running.url, running.secret, verify=running.trust) as chat:
@@ -140,18 +140,17 @@ async def _held(
 
 
 @asynccontextmanager
-async def _served(name: str | None, loading: Loading, folder: Path, database: str | None) -> AsyncIterator[Chat]:
+async def _served(name: str | None, loading: LoadOptions, folder: Path, database: str | None) -> AsyncIterator[Chat]:
     import asyncio
 
-    from palaver.chat.loading import hosted
-    from palaver.chat.models import Models
+    from palaver.chat.model_loader import ModelSlot, hosted_loader
     from palaver.chat.service import Service
     from palaver.models.catalog import DEFAULT, embedded
     from palaver.store import open_store
 
     store = await asyncio.to_thread(open_store, folder, database)
     try:
-        models = Models(hosted(loading), embedded())
+        models = ModelSlot(hosted_loader(loading), embedded())
         models.load(name or DEFAULT)
         async with Service(store, models) as service:
             owner = await asyncio.to_thread(store.users.ensure)

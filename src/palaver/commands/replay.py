@@ -12,8 +12,8 @@ from palaver.commands.options import CompileOption, DeviceOption, ExactOption, M
 from palaver.commands.places import DatabaseOption, DataOption, opened
 
 if TYPE_CHECKING:
-    from palaver.chat.loading import Loading
-    from palaver.chat.replay import Replayed
+    from palaver.chat.model_loader import LoadOptions
+    from palaver.chat.replay import ReplayResult
     from palaver.store import Store
 
 Recorded: TypeAlias = tuple[tuple[int, str], ...]
@@ -32,7 +32,7 @@ def replay(
     """Generate a stored reply again from its settings and seed, and say whether it is the same."""
     import asyncio
 
-    from palaver.chat.loading import Loading
+    from palaver.chat.model_loader import LoadOptions
 
     with opened(data, database) as store:
         reply_id = _reply_id(store, id)
@@ -40,7 +40,7 @@ def replay(
         made_by = stored.settings if stored else None
         name = model or (made_by.model if made_by else None)
         recorded = made_by.fingerprints if made_by else ()
-        loading = _as_recorded(recorded, Loading(device=device, exact=exact, compiled=compiled))
+        loading = _as_recorded(recorded, LoadOptions(device=device, exact=exact, compiled=compiled))
         replayed, fingerprint = asyncio.run(_replayed(store, reply_id, name, loading))
         for line in _engines(recorded, fingerprint):
             print(line)
@@ -54,7 +54,7 @@ def replay(
     raise typer.Exit(FAILED)
 
 
-def _as_recorded(recorded: Recorded, asked: Loading) -> Loading:
+def _as_recorded(recorded: Recorded, asked: LoadOptions) -> LoadOptions:
     """Loads the model as it was loaded for the reply, as far as this machine can and the flags leave it open."""
     from dataclasses import replace
 
@@ -94,13 +94,13 @@ def _reply_id(store: Store, id: str) -> str:
         return head
 
 
-async def _replayed(store: Store, reply_id: str, name: str | None, loading: Loading) -> tuple[Replayed, str]:
+async def _replayed(store: Store, reply_id: str, name: str | None, loading: LoadOptions) -> tuple[ReplayResult, str]:
     """What came of it, and the fingerprint of the engine that made it now."""
-    from palaver.chat.loading import hosted
+    from palaver.chat.model_loader import hosted_loader
     from palaver.chat.replay import replay as made_again
     from palaver.models.catalog import DEFAULT
 
-    model = await hosted(loading)(name or DEFAULT, lambda *_: None)
+    model = await hosted_loader(loading)(name or DEFAULT, lambda *_: None)
     try:
         return await made_again(store, model, reply_id), model.engine.info.fingerprint
     finally:

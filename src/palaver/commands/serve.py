@@ -29,8 +29,7 @@ from palaver.commands.places import DatabaseOption, DataOption
 from palaver.errors import BadParameter, PalaverError
 
 if TYPE_CHECKING:
-    from palaver.chat.loading import Loading
-    from palaver.chat.models import Models
+    from palaver.chat.model_loader import LoadOptions, ModelSlot
     from palaver.server.serving import Certificate
     from palaver.server.settings import ServerSettings
     from palaver.store import Store
@@ -101,7 +100,7 @@ def serve(
     """Serve a model: the OpenAI API under /v1, conversations under /api."""
     import asyncio
 
-    from palaver.chat.loading import Loading
+    from palaver.chat.model_loader import LoadOptions
     from palaver.server.serving import log_to_stderr
     from palaver.server.settings import Limits, ServerSettings
     from palaver.store import open_store
@@ -124,7 +123,7 @@ def serve(
             debug=debug_log,
         )
         cache_bytes = parse_size("--kv-cache-memory", cache_memory)
-        loading = Loading(
+        loading = LoadOptions(
             template, device=device, exact=exact, compiled=compiled, cache_bytes=cache_bytes, max_running=max_running
         )
         with open_store(data, database) as store:
@@ -139,7 +138,7 @@ async def _run(
     store: Store,
     database: str,
     name: str | None,
-    loading: Loading,
+    loading: LoadOptions,
     settings: ServerSettings,
     certificate: Certificate | None,
     grace: float,
@@ -149,22 +148,21 @@ async def _run(
     import secrets
     from dataclasses import replace
 
-    from palaver.chat.loading import hosted
-    from palaver.chat.models import Models
+    from palaver.chat.model_loader import ModelSlot, hosted_loader
     from palaver.chat.service import Service
-    from palaver.client.discovery import announced, local_token
-    from palaver.client.trust import own_certificate
+    from palaver.client.connection import leaf_certificate
+    from palaver.client.discovery import announce_server, local_token
     from palaver.models.catalog import DEFAULT, embedded
     from palaver.server.app import Server
     from palaver.server.serving import Serving, address, listen
     from palaver.server.serving import serve as serve_until_told
 
-    models = Models(hosted(loading), embedded())
+    models = ModelSlot(hosted_loader(loading), embedded())
     listening = listen(settings)
     url = address(settings, listening, certificate is not None)
     secret, login = local_token(store.folder), secrets.token_urlsafe(16)
-    shows = own_certificate(certificate.chain) if certificate is not None else ""
-    with listening, announced(store.folder, url, secret, _shown(database), shows) as told:
+    shows = leaf_certificate(certificate.chain) if certificate is not None else ""
+    with listening, announce_server(store.folder, url, secret, _shown(database), shows) as told:
         async with Service(store, models, resume=resume) as service:
             models.load(name or DEFAULT)
             settings = replace(settings, instance=told.instance, secret=secret, login_code=login)
@@ -177,7 +175,7 @@ async def _run(
             showing.cancel()
 
 
-async def _show_notices(models: Models) -> None:
+async def _show_notices(models: ModelSlot) -> None:
     """Prints what a person should know of the model, once it is loaded."""
     with suppress(PalaverError):
         for notice in (await models.ready()).notices:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from palaver.chat.interface import Gauge
+from palaver.chat.interface import ContextUsage
 from palaver.errors import ContextOverflow
 from palaver.events import Failed, Finished
 from palaver.repl.lines import Typed
@@ -23,7 +23,7 @@ a  always do so (/set overflow shorten)
 n  send it in a new conversation"""
 
 
-def gauge(gauge: Gauge) -> Text:
+def gauge(gauge: ContextUsage) -> Text:
     share = min(1.0, gauge.used / gauge.limit) if gauge.limit else 1.0
     filled = round(share * _BAR)
     left = max(0, gauge.limit - gauge.used)

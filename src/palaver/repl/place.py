@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from palaver.chat.interface import Chat
-from palaver.chat.parameters import checked, merged
+from palaver.chat.parameters import check_parameters, merge_parameters
 from palaver.messages import Role
 from palaver.store import Conversation, Cursor, NotFound, ReplyStatus, StoredMessage
 
@@ -98,7 +98,7 @@ class Place:
     async def set(self, **parameters: Any) -> None:
         """Sets parameters, for the turns to come; None takes one back to the model's default."""
         draft = await self.begins_with()
-        whole = checked(merged(draft.parameters, parameters))
+        whole = check_parameters(merge_parameters(draft.parameters, parameters))
         if self.id is None:
             self._draft = Draft(draft.system, whole)
         else:

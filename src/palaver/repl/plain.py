@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO, assert_never
 
-from palaver.chat.log import Entry
-from palaver.chat.utterance import Reply, Utterance
+from palaver.chat.reply_stream import ReplyRecord, ReplyStream
+from palaver.chat.turn_log import LogEntry
 from palaver.events import (
     AnswerDelta,
     Event,
@@ -105,7 +105,7 @@ class PlainView:
         self.ending: Finished | Failed | None = None
         self.first: float | None = None
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: LogEntry) -> None:
         if isinstance(entry.event, Finished | Failed):
             self.ending = entry.event
         elif entry.number <= self._known and not isinstance(entry.event, Started):
@@ -122,7 +122,7 @@ class PlainView:
         """Nothing is held back."""
 
 
-async def show_turn(utterance: Utterance, printer: PlainPrinter) -> Reply:
+async def show_turn(utterance: ReplyStream, printer: PlainPrinter) -> ReplyRecord:
     """Runs it to its end or to Ctrl+C, which stops it and keeps what was said."""
     async with utterance:
         with interrupts(utterance.stop):

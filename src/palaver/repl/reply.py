@@ -9,7 +9,7 @@ from typing import Protocol, assert_never
 from rich.console import RenderableType
 from rich.text import Text
 
-from palaver.chat.log import Entry
+from palaver.chat.turn_log import LogEntry
 from palaver.events import (
     AnswerDelta,
     Event,
@@ -42,7 +42,7 @@ _PATIENCE = 0.3
 class View(Protocol):
     """Shows one turn; whoever follows the turn's events tells it everything, and when to paint."""
 
-    def take(self, entry: Entry) -> None: ...
+    def take(self, entry: LogEntry) -> None: ...
 
     def paint(self) -> None: ...
 
@@ -117,7 +117,7 @@ class ReplyView:
         self._muted = False
         self.ending: Finished | Failed | None = None
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: LogEntry) -> None:
         self._muted = self._is_known(entry)
         self._take(entry.event)
         if self._muted and self._section is not None:
@@ -144,7 +144,7 @@ class ReplyView:
             done, self._done = self._done, []
             self._screen.update(done)
 
-    def _is_known(self, entry: Entry) -> bool:
+    def _is_known(self, entry: LogEntry) -> bool:
         told = isinstance(entry.event, Finished | Failed | Waiting)
         told |= isinstance(entry.event, Started) and bool(entry.event.notice)
         return self._known > 0 and entry.number <= self._known and not told

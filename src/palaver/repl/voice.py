@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from palaver.chat.log import Entry
+from palaver.chat.turn_log import LogEntry
 from palaver.errors import PalaverError
 from palaver.events import AnswerDelta, Failed, Finished, ReadEvent, Snapshot
 from palaver.generation import Finish
@@ -34,7 +34,7 @@ class Reading:
         self._playing = Playing(program) if program is not None else None
         self._task = asyncio.create_task(self._sound())
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: LogEntry) -> None:
         match entry.event:
             case Finished(finish, tail=tail):
                 self._feed(tail)

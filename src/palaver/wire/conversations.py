@@ -118,11 +118,11 @@ class Said(Told):
     reply: Stored
 
     @classmethod
-    def of(cls, said: interface.Said) -> Said:
+    def of(cls, said: interface.SentMessage) -> Said:
         return cls(message=Stored.of(said.message), reply=Stored.of(said.reply))
 
-    def value(self) -> interface.Said:
-        return interface.Said(self.message.value(), self.reply.value())
+    def value(self) -> interface.SentMessage:
+        return interface.SentMessage(self.message.value(), self.reply.value())
 
 
 class Node(Told):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, assert_never
 from pydantic import Field
 
 from palaver import events, generation, phases
-from palaver.chat.log import Entry as ChatEntry
+from palaver.chat.turn_log import LogEntry as ChatEntry
 from palaver.wire.base import Told
 from palaver.wire.errors import Error
 from palaver.wire.messages import Message

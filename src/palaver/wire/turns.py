@@ -21,13 +21,13 @@ class Token(Told):
     alternatives: list[Alternative]
 
     @classmethod
-    def of(cls, token: interface.Token) -> Token:
+    def of(cls, token: interface.ReplyToken) -> Token:
         return cls.model_validate(token)
 
-    def value(self) -> interface.Token:
-        others = (interface.Alternative(one.token_id, one.text, logprob(one.logprob)) for one in self.alternatives)
+    def value(self) -> interface.ReplyToken:
+        others = (interface.TokenAlternative(one.token_id, one.text, logprob(one.logprob)) for one in self.alternatives)
         drawn = None if self.logprob is None else logprob(self.logprob)
-        return interface.Token(self.token_id, self.text, drawn, tuple(others))
+        return interface.ReplyToken(self.token_id, self.text, drawn, tuple(others))
 
 
 class Gauge(Told):
@@ -39,11 +39,11 @@ class Gauge(Told):
     """Of the last turn's prompt, how much had been computed before."""
 
     @classmethod
-    def of(cls, gauge: interface.Gauge) -> Gauge:
+    def of(cls, gauge: interface.ContextUsage) -> Gauge:
         return cls.model_validate(gauge)
 
-    def value(self) -> interface.Gauge:
-        return interface.Gauge(**dict(self))
+    def value(self) -> interface.ContextUsage:
+        return interface.ContextUsage(**dict(self))
 
 
 class Change(Told):
@@ -55,11 +55,11 @@ class Change(Told):
     message_id: str | None
 
     @classmethod
-    def of(cls, change: interface.Change) -> Change:
+    def of(cls, change: interface.ConversationChange) -> Change:
         return cls.model_validate(change)
 
-    def value(self) -> interface.Change:
-        return interface.Change(**dict(self))
+    def value(self) -> interface.ConversationChange:
+        return interface.ConversationChange(**dict(self))
 
 
 class Raw(Told):

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from palaver.chat.interface import Said
+from palaver.chat.interface import SentMessage
 from palaver.events import Finished, fold
 from palaver.messages import assistant, user
 from palaver.server.app import Server
@@ -32,7 +32,7 @@ class Scene:
     stage: Stage
     http: httpx.AsyncClient
 
-    async def said(self) -> Said:
+    async def said(self) -> SentMessage:
         talk = await self.stage.chat.create()
         return await self.stage.chat.say(talk.id, None, user("Wave!"))
 

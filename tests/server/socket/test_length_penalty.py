@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from palaver.chat.loading import Loading, made, talk
 from palaver.chat.model import Model
-from palaver.chat.utterance import Request
+from palaver.chat.model_loader import LoadOptions, build_model, load_model_format
+from palaver.chat.reply_stream import ReplyRequest
 from palaver.engines.torch import EngineOptions, load
 from palaver.messages import user
 from palaver.models.catalog import resolve
@@ -21,15 +21,15 @@ PENALTIES = (0.3, 1.0, 1.1, 1.6, 5.0)
 @pytest.fixture
 async def model() -> AsyncIterator[Model]:
     folder = resolve("sprout")
-    tokenizer, format = talk(folder, Loading())
+    tokenizer, format = load_model_format(folder, LoadOptions())
     engine = await asyncio.to_thread(load, folder, vocabulary=tokenizer.vocabulary, options=EngineOptions(exact=True))
-    yield made("sprout", engine, format, tokenizer)
+    yield build_model("sprout", engine, format, tokenizer)
     await engine.close()
 
 
-def request(penalty: float) -> Request:
+def request(penalty: float) -> ReplyRequest:
     sampling = Sampling(temperature=1.0, seed=4, max_tokens=80, end_penalty=penalty)
-    return Request((user("Tell me about the moon."),), sampling)
+    return ReplyRequest((user("Tell me about the moon."),), sampling)
 
 
 async def test_each_reply_of_a_batch_has_its_own(model: Model) -> None:

@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from palaver.chat.loading import Loading, made, talk
 from palaver.chat.model import Model
-from palaver.chat.models import Models, Told
+from palaver.chat.model_loader import LoadOptions, ModelSlot, Told, build_model, load_model_format
 from palaver.chat.service import Service
 from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.torch import EngineOptions, load
@@ -25,16 +24,16 @@ LONG = {"min_tokens": 7000, "max_new_tokens": 7000, "do_sample": False}
 
 async def _one_at_a_time(name: str, told: Told) -> Model:
     folder = resolve(name)
-    tokenizer, format = talk(folder, Loading())
+    tokenizer, format = load_model_format(folder, LoadOptions())
     options = EngineOptions(threads=1, limits=SchedulerLimits(running=1, waiting=1))
     engine = await asyncio.to_thread(load, folder, vocabulary=tokenizer.vocabulary, options=options)
-    return made(name, engine, format, tokenizer)
+    return build_model(name, engine, format, tokenizer)
 
 
 @asynccontextmanager
 async def crowded(folder: Path) -> AsyncIterator[str]:
     with open_store(folder) as store:
-        models = Models(_one_at_a_time, ("sprout",))
+        models = ModelSlot(_one_at_a_time, ("sprout",))
         models.load("sprout")
         async with Service(store, models) as service:
             await models.ready()

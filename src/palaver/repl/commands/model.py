@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table as Grid
 from rich.text import Text
 
-from palaver.chat.interface import ModelState, Token
+from palaver.chat.interface import ModelState, ReplyToken
 from palaver.errors import BadParameter, RequestError
 from palaver.messages import Role
 from palaver.repl import banner, context
@@ -112,7 +112,7 @@ async def tokens(session: Session, arguments: str) -> None:
         session.screen.note(f"{len(found):,} in all: /tokens {shown[-1][0] + 1} shows more.")
 
 
-def _cells(token: Token) -> list[Text]:
+def _cells(token: ReplyToken) -> list[Text]:
     others = [one for one in token.alternatives if one.token_id != token.token_id][:3]
     nearly = "  ".join(f"{_quoted(one.text)} {_share(one.logprob)}" for one in others)
     if token.logprob is None:

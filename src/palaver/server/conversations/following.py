@@ -7,8 +7,9 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 
-from palaver.chat import interface, log
+from palaver.chat import interface
 from palaver.chat.interface import Chat
+from palaver.chat.turn_log import LogEntry
 from palaver.errors import PalaverError
 from palaver.server.errors import error_value, note
 from palaver.wire.errors import Error
@@ -38,7 +39,7 @@ async def one_turn(chat: Chat, turn: str, after: int) -> Pieces:
     return _one_turn(entering, held)
 
 
-async def _one_turn(entering: asyncio.Future[AsyncIterator[log.Entry]], held: AsyncExitStack) -> Pieces:
+async def _one_turn(entering: asyncio.Future[AsyncIterator[LogEntry]], held: AsyncExitStack) -> Pieces:
     try:
         async with aclosing(together([_turn(entering)])) as pieces:
             async for piece in pieces:
@@ -93,7 +94,7 @@ async def _pour(source: Pieces, queue: asyncio.Queue[bytes | None]) -> None:
     await queue.put(None)
 
 
-async def _turn(entering: asyncio.Future[AsyncIterator[log.Entry]]) -> Pieces:
+async def _turn(entering: asyncio.Future[AsyncIterator[LogEntry]]) -> Pieces:
     async for entry in await entering:
         yield encoded(Entry.of(entry).model_dump_json(), id=entry.number)
 
@@ -109,10 +110,10 @@ async def _turn_among(chat: Chat, followed: Followed) -> Pieces:
         yield encoded(Refused(type="refused", turn=followed.turn, error=told).model_dump_json())
 
 
-async def _changes(changes: AsyncIterator[interface.Change], closing: asyncio.Event) -> Pieces:
+async def _changes(changes: AsyncIterator[interface.ConversationChange], closing: asyncio.Event) -> Pieces:
     """What changes; nothing else would end it when the server closes, unlike a turn, which is put aside then."""
     closed = asyncio.ensure_future(closing.wait())
-    coming: asyncio.Future[interface.Change] | None = None
+    coming: asyncio.Future[interface.ConversationChange] | None = None
     try:
         while True:
             coming = asyncio.ensure_future(anext(changes))

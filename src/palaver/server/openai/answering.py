@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from palaver.chat.utterance import Request as Asking
+from palaver.chat.reply_stream import ReplyRequest as Asking
 from palaver.server.bodies import Left
 from palaver.server.errors import ShuttingDown
 from palaver.server.openai.speaking import Speaking, Told

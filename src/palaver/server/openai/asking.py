@@ -9,8 +9,8 @@ from enum import Enum, auto
 from typing import Any
 
 from palaver.chat.model import Model, draw_seed
-from palaver.chat.parameters import decide
-from palaver.chat.utterance import Request, Utterance
+from palaver.chat.parameters import resolve_parameters
+from palaver.chat.reply_stream import ReplyRequest, ReplyStream
 from palaver.errors import BadParameter, NothingToContinue
 from palaver.formats.base import Format
 from palaver.generation import Prompt
@@ -56,13 +56,13 @@ class Shown:
 @dataclass(frozen=True, slots=True)
 class Asked:
     model: Model
-    request: Request
+    request: ReplyRequest
     choices: int
     shown: Shown
     begun: Message | None = None
     said: tuple[int, ...] = ()
 
-    def utterances(self) -> list[Utterance]:
+    def utterances(self) -> list[ReplyStream]:
         """One for each choice. May take a while: not for the event loop."""
         requests = [replace(self.request, choice=choice) for choice in range(self.choices)]
         return [self.model.utterance(request, self.said, self.begun, limit_added=True) for request in requests]
@@ -87,9 +87,9 @@ def asked(request: ChatRequest, model: Model, settings: ServerSettings, owner: s
 def asked_for(request: ChatRequest, given: Conversing, model: Model, settings: ServerSettings, owner: str) -> Asked:
     """The same where the conversation is known already, however it was sent."""
     parameters = whole_parameters(request, settings, model.format)
-    decided = decide(model.engine.info.defaults, parameters, draw_seed(), datetime.now())
+    decided = resolve_parameters(model.engine.info.defaults, parameters, draw_seed(), datetime.now())
     options = replace(decided.options, unsplit=request.reasoning_format == "none")
-    whole = Request(given.messages, decided.sampling, decided.tools, options, 0, owner, given.past)
+    whole = ReplyRequest(given.messages, decided.sampling, decided.tools, options, 0, owner, given.past)
     said = () if given.said is None else checked_ids(given.said, model, whole)
     return Asked(model, whole, choices(request.n, settings), shown(request), given.begun, said)
 
@@ -177,7 +177,7 @@ def usage_of(options: StreamOptions | None) -> Usage:
     return Usage.EVERY if options.continuous_usage_stats else Usage.LAST
 
 
-def checked_ids(ids: tuple[int, ...], model: Model, request: Request) -> tuple[int, ...]:
+def checked_ids(ids: tuple[int, ...], model: Model, request: ReplyRequest) -> tuple[int, ...]:
     """Ids that a client says a reply was made of: of control tokens only those that a reply may hold."""
     prompt = model.prompt(request)
     allowed = reply_control(prompt)

@@ -13,9 +13,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from palaver.chat.model import Model, draw_seed
-from palaver.chat.parameters import decide
-from palaver.chat.utterance import Request as Asking
-from palaver.chat.utterance import Utterance
+from palaver.chat.parameters import resolve_parameters
+from palaver.chat.reply_stream import ReplyRequest as Asking
+from palaver.chat.reply_stream import ReplyStream
 from palaver.errors import BadParameter, ContextOverflow, EmptyMessage
 from palaver.events import AnswerDelta
 from palaver.formats.completion import CompletionFormat
@@ -63,11 +63,11 @@ def router() -> APIRouter:
 
 def _asked(
     body: CompletionRequest, model: Model, settings: ServerSettings, owner: str
-) -> tuple[Asked, list[Utterance]]:
+) -> tuple[Asked, list[ReplyStream]]:
     check_all(body)
     check_model(body.model, model, settings)
     _check_rest(body)
-    decided = decide(model.engine.info.defaults, completion_parameters(body, settings), draw_seed(), None)
+    decided = resolve_parameters(model.engine.info.defaults, completion_parameters(body, settings), draw_seed(), None)
     prompts = [_prompt(model, one, owner) for one in _prompts(body.prompt)]
     n = choices(body.n, settings)
     if len(prompts) * n > settings.limits.choices:
@@ -121,9 +121,9 @@ def _prompt(model: Model, given: str | list[int], owner: str) -> Prompt:
     return Prompt(ids, (), phases, owner=owner)
 
 
-def _utterance(model: Model, request: Asking, prompt: Prompt) -> Utterance:
+def _utterance(model: Model, request: Asking, prompt: Prompt) -> ReplyStream:
     reader = CompletionFormat(model.format.tokenizer).reader(prompt, request.sampling.stop)
-    return Utterance(request, prompt, reader, model.engine)
+    return ReplyStream(request, prompt, reader, model.engine)
 
 
 @dataclass

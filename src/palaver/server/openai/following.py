@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from palaver.chat.interface import Chat
 from palaver.chat.model import Model
-from palaver.chat.replay import drawn_from
+from palaver.chat.replay import first_generated
+from palaver.chat.reply_stream import ReplyRequest, ReplyStream
 from palaver.chat.turns import Turn
-from palaver.chat.utterance import Request, Utterance
 from palaver.errors import EngineError, ShuttingDown
 from palaver.events import Failed, Finished, Snapshot, Started, Waiting
 from palaver.generation import Ended, Output, Prefilled, Prompt, Queued, Step
@@ -22,7 +22,7 @@ from palaver.store import Conflict, StoredMessage
 
 async def followed(
     state: State, chat: Chat, model: Model, reply: StoredMessage, logprobs: int, unsplit: bool
-) -> Utterance:
+) -> ReplyStream:
     """An utterance whose tokens are the turn's, read anew. Leaving it leaves the turn alone.
 
     `logprobs` is how many alternatives of each token are told; `unsplit` is whether thoughts are told as text.
@@ -35,15 +35,15 @@ async def followed(
     sampling, options = replace(request.sampling, logprobs=logprobs), replace(request.options, unsplit=unsplit)
     request = replace(request, sampling=sampling, options=options)
     reader = model.format.reader(prompt, sampling.stop, request.tools, options)
-    return Utterance(request, prompt, reader, _Turns(state, chat, reply))
+    return ReplyStream(request, prompt, reader, _Turns(state, chat, reply))
 
 
-def _recorded(state: State, model: Model, reply: StoredMessage) -> tuple[Request, Prompt]:
+def _recorded(state: State, model: Model, reply: StoredMessage) -> tuple[ReplyRequest, Prompt]:
     """What decided a turn that is over, or that another process runs, and what it began with."""
     owner = state.service.store.conversations.get(reply.conversation_id).owner_id
     request = state.service.requests.of(model, reply, owner)
     steps = state.service.store.replies.tokens(reply.id)
-    begun = [step.token_id for step in steps[: drawn_from(steps)]]
+    begun = [step.token_id for step in steps[: first_generated(steps)]]
     return request, model.prompt(request, begun)
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from palaver.chat.utterance import Utterance
+from palaver.chat.reply_stream import ReplyStream
 from palaver.generation import Step
 from palaver.phases import Entered, Happening, Phase, Said, Stopped, Tracker, Vocabulary
 
@@ -14,7 +14,7 @@ from palaver.phases import Entered, Happening, Phase, Said, Stopped, Tracker, Vo
 class AnswerLogprobs:
     """Follows a reply beside its reader: only tokens whose text is answer count, no thought and no marker."""
 
-    def __init__(self, utterance: Utterance, vocabulary: Vocabulary) -> None:
+    def __init__(self, utterance: ReplyStream, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._states = utterance.prompt.phases.states
         self._tracker = Tracker(utterance.prompt.phases, vocabulary, utterance.request.sampling.stop)

@@ -9,9 +9,9 @@ from typing import Any
 
 from palaver.chat.interface import Chat
 from palaver.chat.model import Model, draw_seed, offset_limits
-from palaver.chat.parameters import checked
-from palaver.chat.recovery import knows
-from palaver.chat.turns import Beginning
+from palaver.chat.parameters import check_parameters
+from palaver.chat.recovery import is_same_tokenizer
+from palaver.chat.turns import NewTurn
 from palaver.errors import BadParameter, NoMessages
 from palaver.messages import Message, Role, Text, Thinking, ToolCall
 from palaver.server.openai.asking import checked_ids, choices, whole_parameters
@@ -209,7 +209,7 @@ class _GoingOn:
             stored = await self.chat.message(node.id)
             left = stored.reply is not None and stored.reply.status not in (ReplyStatus.DONE, ReplyStatus.RUNNING)
             same = _words(stored.parts) == _words(said) and _thoughts(stored.parts) == _thoughts(said)
-            if left and same and knows(self.model, stored):
+            if left and same and is_same_tokenizer(self.model, stored):
                 return stored
         return None
 
@@ -219,14 +219,14 @@ class _GoingOn:
         fresh: Sequence[Message],
         parameters: Mapping[str, Any],
         known: StoredMessage | None,
-    ) -> Beginning:
+    ) -> NewTurn:
         """Raises whatever makes the reply impossible, before anything is written."""
         if known is not None and known.reply is not None:
             parameters = {"seed": known.reply.settings.sampling.seed, **parameters}
         path = await self.chat.path(parent.id) if parent is not None else ()
         service = self.state.service
         asked = await asyncio.to_thread(
-            service.requests.new, self.model, self.conversation, path, fresh, checked(parameters)
+            service.requests.new, self.model, self.conversation, path, fresh, check_parameters(parameters)
         )
         ids = self.begun.said or ()
         if ids:
@@ -237,9 +237,9 @@ class _GoingOn:
         prompt = await asyncio.to_thread(self.model.prompt, asked.request, ids, begun)
         sampling = offset_limits(asked.request.sampling, len(prompt.reply_ids))
         request, settings = replace(asked.request, sampling=sampling), replace(asked.settings, sampling=sampling)
-        return Beginning(self.conversation.id, None, request, settings, given_tokens(ids), begun=begun, prompt=prompt)
+        return NewTurn(self.conversation.id, None, request, settings, given_tokens(ids), begun=begun, prompt=prompt)
 
-    async def _start(self, beginning: Beginning, parent: str, place: int) -> StoredMessage:
+    async def _start(self, beginning: NewTurn, parent: str, place: int) -> StoredMessage:
         conversation = await self.chat.conversation(self.conversation.id)
         key = self.key if self.key is None or place == 0 else f"{self.key} {place}"
         placed = replace(beginning, parent_id=parent, key=key, expected_head=conversation.head_id)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from palaver.chat.model import Model
-from palaver.chat.utterance import Utterance
+from palaver.chat.reply_stream import ReplyStream
 from palaver.events import AnswerDelta, Event, ReadEvent, ThinkingDelta, ToolCallDelta, fold
 from palaver.messages import Message
 
@@ -43,7 +43,7 @@ class Seam:
         return text
 
 
-def seam(model: Model, utterance: Utterance, sent: Message | None) -> Seam | None:
+def seam(model: Model, utterance: ReplyStream, sent: Message | None) -> Seam | None:
     """`sent` is the begun reply as its client sent it; by its token ids alone, it is what those tell to their end."""
     prompt, request = utterance.prompt, utterance.request
     if not prompt.reply_ids and not prompt.healing:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from palaver.chat.model import Model
-from palaver.chat.utterance import Utterance
+from palaver.chat.reply_stream import ReplyStream
 from palaver.events import Event, Finished, ReadEvent, Started, ThinkingDelta, ToolCallOpened, Waiting
 from palaver.generation import Finish
 from palaver.messages import Message
@@ -50,7 +50,7 @@ class Choice:
 
     index: int
     model: Model
-    utterance: Utterance
+    utterance: ReplyStream
     shown: Shown
     metrics: Metrics
     sent: Message | None = None
@@ -135,7 +135,7 @@ class Choice:
 class Speaking:
     """All choices of one request. Its owner reads `tell` once and closes it."""
 
-    def __init__(self, asked: Asked, utterances: Sequence[Utterance], metrics: Metrics) -> None:
+    def __init__(self, asked: Asked, utterances: Sequence[ReplyStream], metrics: Metrics) -> None:
         self.asked = asked
         self.choices = [
             Choice(place, asked.model, utterance, asked.shown, metrics, asked.begun)

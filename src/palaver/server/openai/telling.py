@@ -11,7 +11,7 @@ from json.encoder import encode_basestring as quoted
 from typing import Any, assert_never
 
 from palaver.chat.model import Model
-from palaver.chat.utterance import Utterance
+from palaver.chat.reply_stream import ReplyStream
 from palaver.events import (
     AnswerDelta,
     Finished,
@@ -182,7 +182,7 @@ def finish_reason(finished: Finished | None, shown: Shown, calls: int) -> str:
     return _REASONS[finished.finish] if finished is not None else "stop"
 
 
-def stop_reason(finished: Finished | None, utterance: Utterance | None = None) -> str | int | None:
+def stop_reason(finished: Finished | None, utterance: ReplyStream | None = None) -> str | int | None:
     """The string, or the token id, that ended the reply."""
     if finished is None or finished.finish not in (Finish.STOP_STRING, Finish.END):
         return None

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from palaver.chat.model import draw_seed
-from palaver.chat.parameters import merged
+from palaver.chat.parameters import merge_parameters
 from palaver.errors import BadParameter
 from palaver.formats.base import Format
 from palaver.server.openai.constrained import constraint_of
@@ -82,7 +82,7 @@ def chat_parameters(request: ChatRequest, settings: ServerSettings, format: Form
 def completion_parameters(request: CompletionRequest, settings: ServerSettings) -> dict[str, Any]:
     """The same for text that is completed: nothing is known of its thoughts."""
     given = {**sampling_parameters(request), "logprobs": request.logprobs}
-    decided = merged(settings.defaults, _set(given), settings.forced)
+    decided = merge_parameters(settings.defaults, _set(given), settings.forced)
     return {name: value for name, value in decided.items() if name not in _OF_CHATS}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from palaver.chat.interface import Chat
 from palaver.chat.model import Model
-from palaver.chat.recovery import knows
+from palaver.chat.recovery import is_same_tokenizer
 from palaver.chat.service import Service
 from palaver.errors import BadParameter, PalaverError
 from palaver.events import (
@@ -130,7 +130,7 @@ async def _tokens(service: Service, reply: StoredMessage) -> _Tokens | None:
         model = service.models.current()
     except PalaverError:
         return None
-    if not knows(model, reply):
+    if not is_same_tokenizer(model, reply):
         return None
     return await asyncio.to_thread(_Tokens, service, model, reply)
 

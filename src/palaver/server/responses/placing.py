@@ -11,9 +11,9 @@ from typing import Any
 
 from palaver.chat.interface import Chat
 from palaver.chat.model import Model
-from palaver.chat.parameters import checked
+from palaver.chat.parameters import check_parameters
 from palaver.chat.service import Service
-from palaver.chat.turns import Beginning
+from palaver.chat.turns import NewTurn
 from palaver.errors import NoMessages
 from palaver.messages import Message, Role
 from palaver.server.errors import NoPreviousResponse
@@ -60,13 +60,15 @@ async def begin(
     """The messages, durably, and the reply to them. What can't be answered is refused before anything is written."""
     wanted = {**parameters, "system": place.system, "note": place.known.note()}
     home = place.conversation or _not_made(owner, place.system)
-    asked = await asyncio.to_thread(service.requests.new, model, home, place.path, place.messages, checked(wanted))
+    asked = await asyncio.to_thread(
+        service.requests.new, model, home, place.path, place.messages, check_parameters(wanted)
+    )
     conversation = place.conversation or await chat.create(system=place.system, key=key)
     at = place.path[-1].id if place.path else None
     for number, message in enumerate(place.messages):
         at = (await chat.append(conversation.id, at, message, key=_key(key, str(number)))).id
     request = replace(asked.request, conversation=conversation.id)
-    beginning = Beginning(conversation.id, at, request, asked.settings, key=_key(key, "reply"), prompt=asked.prompt)
+    beginning = NewTurn(conversation.id, at, request, asked.settings, key=_key(key, "reply"), prompt=asked.prompt)
     return await service.turns.begin(model, beginning)
 
 

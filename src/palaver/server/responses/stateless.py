@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from palaver.chat.model import Model
-from palaver.chat.requests import oldest_to_drop, spoken, without_oldest
+from palaver.chat.reply_request import oldest_to_drop, spoken, without_oldest
 from palaver.events import PhaseOpened, Usage
 from palaver.generation import Finish
 from palaver.messages import Message, Role

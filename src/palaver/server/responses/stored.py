@@ -13,8 +13,8 @@ from fastapi.responses import JSONResponse, Response
 
 from palaver.chat.interface import Chat
 from palaver.chat.model import Model
-from palaver.chat.reading import ending
-from palaver.chat.recovery import knows
+from palaver.chat.recovery import is_same_tokenizer
+from palaver.chat.subscription import ended_event
 from palaver.errors import EngineError, ModelError, PalaverError, RequestError
 from palaver.events import Failed, Finished, ReadEvent, Started, Waiting
 from palaver.messages import Role
@@ -213,7 +213,7 @@ async def _as_it_stands(state: State, chat: Chat, reply: StoredMessage, include:
     if _counts(reply, include):
         return await _whole(state, chat, reply, include)
     telling.take(again(reply.parts))
-    last = ended(reply, ending(reply))
+    last = ended(reply, ended_event(reply))
     if kept(reply).cancelled:
         last = Ending("cancelled", last.usage)
     value: dict[str, Any] = telling.end(last)[-1]["response"]
@@ -232,7 +232,7 @@ async def _awake(state: State, chat: Chat, reply: StoredMessage) -> StoredMessag
         return reply
     messages = state.service.store.messages
     below = await asyncio.to_thread(messages.children, reply.conversation_id, reply.id)
-    if below or not knows(model, reply):
+    if below or not is_same_tokenizer(model, reply):
         return reply
     return await chat.go_on(reply.id)
 

@@ -8,8 +8,8 @@ from datetime import datetime
 from typing import Any
 
 from palaver.chat.model import Model, draw_seed
-from palaver.chat.parameters import decide, merged
-from palaver.chat.utterance import Request
+from palaver.chat.parameters import merge_parameters, resolve_parameters
+from palaver.chat.reply_stream import ReplyRequest
 from palaver.constraints import Grammar
 from palaver.errors import BadParameter
 from palaver.messages import Role
@@ -39,20 +39,22 @@ THEIRS = {
 """What the protocol calls the parameters that may be wrong."""
 
 
-def asked(opening: Opening, model: Model, settings: ServerSettings, owner: str, remembered: Remembered) -> Request:
+def asked(opening: Opening, model: Model, settings: ServerSettings, owner: str, remembered: Remembered) -> ReplyRequest:
     """May take a while: not for the event loop. Raises whatever makes the reply impossible."""
     messages = messages_of(opening, settings.limits.messages)
     with in_their_words(THEIRS):
-        decided = decide(model.engine.info.defaults, wanted_of(opening, model, settings), draw_seed(), datetime.now())
+        decided = resolve_parameters(
+            model.engine.info.defaults, wanted_of(opening, model, settings), draw_seed(), datetime.now()
+        )
     past = remembered.past(owner, messages, (None,) * sum(one.role is Role.ASSISTANT for one in messages))
-    return Request(messages, decided.sampling, (), replace(decided.options, calls=False), 0, owner, past)
+    return ReplyRequest(messages, decided.sampling, (), replace(decided.options, calls=False), 0, owner, past)
 
 
 def wanted_of(opening: Opening, model: Model, settings: ServerSettings) -> dict[str, Any]:
     """The parameters of the reply."""
     given = {**_generation(opening.generation), "thinking": opening.enable_thinking, "spoken": _spoken(opening)}
     chosen = {name: value for name, value in given.items() if value is not None}
-    return _thinking(merged(DEFAULTS, settings.defaults, chosen, settings.forced), model)
+    return _thinking(merge_parameters(DEFAULTS, settings.defaults, chosen, settings.forced), model)
 
 
 def _spoken(opening: Opening) -> bool | None:

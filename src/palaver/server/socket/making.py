@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import cast
 
 from palaver.chat.model import Model
-from palaver.chat.utterance import Utterance
+from palaver.chat.reply_stream import ReplyStream
 from palaver.errors import EngineError
 from palaver.events import Event, Finished, Notice, ReadEvent, Started, Waiting
 from palaver.generation import Finish
@@ -42,7 +42,7 @@ class Making:
         self._pace = Pace(self._metrics)
         self._counted = 0
         """Tokens whose time was noted."""
-        self._utterance: Utterance | None = None
+        self._utterance: ReplyStream | None = None
         self._sounding: Sounding | None = None
         self._stopped = False
         self._cut = False
@@ -88,7 +88,7 @@ class Making:
         reply = utterance.reply()
         self._state.remembered.keep(self._owner, utterance.request.messages, reply.message, reply.token_ids)
 
-    async def _landed(self, model: Model) -> Utterance:
+    async def _landed(self, model: Model) -> ReplyStream:
         """A turn of the conversation that is named, followed as it is said."""
         chat, settings = self._state.service.chat(self._owner), self._state.settings
         messages = messages_of(self._opening, settings.limits.messages)
@@ -98,7 +98,7 @@ class Making:
             self._telling.place = {"conversation": place.conversation, "reply": place.reply}
             return await followed(self._state, chat, model, await chat.message(place.reply), 0, False)
 
-    def _begun(self, model: Model) -> Utterance:
+    def _begun(self, model: Model) -> ReplyStream:
         request = asked(self._opening, model, self._state.settings, self._owner, self._state.remembered)
         with in_their_words(THEIRS):
             return model.utterance(request)
@@ -118,7 +118,7 @@ class Making:
                 self._sounding.stop()
             yield
 
-    async def _said(self, utterance: Utterance) -> Finished:
+    async def _said(self, utterance: ReplyStream) -> Finished:
         """Runs the reply to its end, telling what it says. The end itself is not told yet."""
         finished: Finished | None = None
         self._utterance = utterance

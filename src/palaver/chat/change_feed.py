@@ -6,29 +6,29 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from palaver.chat.interface import Change
+from palaver.chat.interface import ConversationChange
 
 MAX_BEHIND = 1000
 """A listener that is further behind is told that it missed something."""
 
 
-class Changes:
+class ChangeFeed:
     def __init__(self) -> None:
-        self._listeners: dict[asyncio.Queue[Change], str] = {}
+        self._listeners: dict[asyncio.Queue[ConversationChange], str] = {}
 
-    def tell(self, owner: str, change: Change) -> None:
+    def tell(self, owner: str, change: ConversationChange) -> None:
         for queue, listener in self._listeners.items():
             if listener == owner:
                 if queue.qsize() >= MAX_BEHIND:
                     while not queue.empty():
                         queue.get_nowait()
-                    queue.put_nowait(Change("", "missed"))
+                    queue.put_nowait(ConversationChange("", "missed"))
                 else:
                     queue.put_nowait(change)
 
     @asynccontextmanager
-    async def listen(self, owner: str) -> AsyncIterator[AsyncIterator[Change]]:
-        queue: asyncio.Queue[Change] = asyncio.Queue()
+    async def listen(self, owner: str) -> AsyncIterator[AsyncIterator[ConversationChange]]:
+        queue: asyncio.Queue[ConversationChange] = asyncio.Queue()
         self._listeners[queue] = owner
         try:
             yield _taken(queue)
@@ -36,6 +36,6 @@ class Changes:
             del self._listeners[queue]
 
 
-async def _taken(queue: asyncio.Queue[Change]) -> AsyncIterator[Change]:
+async def _taken(queue: asyncio.Queue[ConversationChange]) -> AsyncIterator[ConversationChange]:
     while True:
         yield await queue.get()

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from palaver.chat.interface import Change, Gauge, ModelCard, ModelState, Said, Token
-from palaver.chat.log import Entry
+from palaver.chat.interface import ContextUsage, ConversationChange, ModelCard, ModelState, ReplyToken, SentMessage
+from palaver.chat.turn_log import LogEntry
 from palaver.client import streams
-from palaver.client.connection import Connection, read
+from palaver.client.connection import Connection, parse_response
 from palaver.errors import BadParameter
 from palaver.messages import Message, Part
 from palaver.store import Blob, Conversation, Cursor, NotFound, Preset, SearchHit, StoredMessage, TreeNode
@@ -136,7 +136,7 @@ class HttpChat:
             tags=None if tags is None else list(tags),
         )
         answer = await self._server.send("PATCH", _conversation(id), body=body, again=True)
-        return read(answer, wire.Conversation).value()
+        return parse_response(answer, wire.Conversation).value()
 
     async def delete(self, id: str) -> None:
         await self._server.send("DELETE", _conversation(id))
@@ -155,12 +155,12 @@ class HttpChat:
         return tuple(hit.value() for hit in found)
 
     @asynccontextmanager
-    async def changes(self) -> AsyncIterator[AsyncIterator[Change]]:
+    async def changes(self) -> AsyncIterator[AsyncIterator[ConversationChange]]:
         """After a cut a Change says "missed": what happened meanwhile is not known."""
-        async with aclosing(streams.lasting(self._server, "events", lambda: {"changes": True})) as sent:
+        async with aclosing(streams.resumable_stream(self._server, "events", lambda: {"changes": True})) as sent:
             await anext(sent)  # the connection is there
             await anext(sent)  # and the server listens: nothing is missed from now on
-            async with aclosing(streams.changes(sent)) as told:
+            async with aclosing(streams.conversation_changes(sent)) as told:
                 yield told
 
     # what a user likes to set
@@ -170,7 +170,7 @@ class HttpChat:
 
     async def save_preset(self, name: str, system: str, parameters: Mapping[str, Any]) -> Preset:
         body = _asked(requests.SavePreset, name=name, system=system, parameters=dict(parameters))
-        return read(await self._server.send("PUT", "presets", body=body, again=True), wire.Preset).value()
+        return parse_response(await self._server.send("PUT", "presets", body=body, again=True), wire.Preset).value()
 
     async def delete_preset(self, name: str) -> None:
         await self._server.send("POST", "presets/delete", body=_asked(requests.DeletePreset, name=name))
@@ -215,7 +215,7 @@ class HttpChat:
     async def move(self, conversation_id: str, client: str, to: str | None) -> Cursor:
         body = _asked(requests.Move, client=client, to=to)
         path = f"{_conversation(conversation_id)}/cursor"
-        return read(await self._server.send("PUT", path, body=body, again=True), wire.Cursor).value()
+        return parse_response(await self._server.send("PUT", path, body=body, again=True), wire.Cursor).value()
 
     async def undo(self, conversation_id: str, client: str) -> Cursor:
         return await self._walk(conversation_id, client, "undo")
@@ -237,7 +237,7 @@ class HttpChat:
         *,
         parameters: Mapping[str, Any] | None = None,
         key: str | None = None,
-    ) -> Said:
+    ) -> SentMessage:
         body = _asked(
             requests.Say,
             parent=parent,
@@ -271,12 +271,12 @@ class HttpChat:
         return (await self._server.post(wire.Stored, f"{_turn(reply_id)}/fork", body, again=True)).value()
 
     @asynccontextmanager
-    async def events(self, reply_id: str, after: int = 0) -> AsyncIterator[AsyncIterator[Entry]]:
-        place = streams.Place(after)
+    async def events(self, reply_id: str, after: int = 0) -> AsyncIterator[AsyncIterator[LogEntry]]:
+        place = streams.StreamPosition(after)
         path = f"{_turn(reply_id)}/events"
-        async with aclosing(streams.lasting(self._server, path, lambda: {"after": place.number})) as sent:
+        async with aclosing(streams.resumable_stream(self._server, path, lambda: {"after": place.number})) as sent:
             await anext(sent)  # raises now what it would be refused with
-            async with aclosing(streams.entries(sent, place)) as entries:
+            async with aclosing(streams.log_entries(sent, place)) as entries:
                 yield entries
 
     async def stop(self, reply_id: str) -> None:
@@ -285,14 +285,16 @@ class HttpChat:
     async def answer_now(self, reply_id: str) -> None:
         await self._server.send("POST", f"{_turn(reply_id)}/answer-now", again=True)
 
-    async def tokens(self, reply_id: str) -> tuple[Token, ...]:
+    async def tokens(self, reply_id: str) -> tuple[ReplyToken, ...]:
         found = await self._server.get(list[seen.Token], f"{_turn(reply_id)}/tokens")
         return tuple(token.value() for token in found)
 
     async def raw(self, reply_id: str) -> str:
         return (await self._server.get(seen.Raw, f"{_turn(reply_id)}/raw")).text
 
-    async def gauge(self, conversation_id: str, leaf: str | None, parameters: Mapping[str, Any] | None = None) -> Gauge:
+    async def gauge(
+        self, conversation_id: str, leaf: str | None, parameters: Mapping[str, Any] | None = None
+    ) -> ContextUsage:
         body = _asked(requests.MeasureContext, leaf=leaf, parameters=dict(parameters or {}))
         path = f"{_conversation(conversation_id)}/gauge"
         return (await self._server.post(seen.Gauge, path, body, again=True)).value()
@@ -310,12 +312,12 @@ class HttpChat:
         except UnicodeEncodeError as error:
             raise Unstorable(error) from None
         answer = await self._server.send("POST", "import", content=content, media_type="text/plain", again=True)
-        return tuple(one.value() for one in read(answer, list[wire.Conversation]))
+        return tuple(one.value() for one in parse_response(answer, list[wire.Conversation]))
 
     async def put_blob(self, data: bytes) -> str:
         kind = "application/octet-stream"
         answer = await self._server.send("POST", "blobs", content=data, media_type=kind, again=True)
-        return read(answer, wire.BlobPut).digest
+        return parse_response(answer, wire.BlobPut).digest
 
     async def blob(self, digest: str) -> bytes:
         return (await self._server.send("GET", _path("blobs", "blob", digest), again=True)).content

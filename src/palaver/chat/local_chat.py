@@ -9,11 +9,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from palaver.chat import parameters as settings
-from palaver.chat.interface import Alternative, Change, Gauge, ModelCard, Said, Token
-from palaver.chat.log import Entry
+from palaver.chat.interface import (
+    ContextUsage,
+    ConversationChange,
+    ModelCard,
+    ReplyToken,
+    SentMessage,
+    TokenAlternative,
+)
 from palaver.chat.model import Model
-from palaver.chat.recovery import knows
-from palaver.chat.turns import Beginning, Turn
+from palaver.chat.recovery import is_same_tokenizer
+from palaver.chat.turn_log import LogEntry
+from palaver.chat.turns import NewTurn, Turn
 from palaver.errors import BadParameter, ContextOverflow, NothingToContinue, PalaverError
 from palaver.generation import Step
 from palaver.messages import Message, Part, Role
@@ -83,7 +90,7 @@ class LocalChat:
             self._owner,
             title=title,
             system=system,
-            parameters=settings.checked(parameters or {}),
+            parameters=settings.check_parameters(parameters or {}),
             tags=tuple(tags),
             key=key,
         )
@@ -126,7 +133,7 @@ class LocalChat:
         changed = await self.conversation(id)
         conversations = self._store.conversations
         if parameters is not None:
-            changed = await _thread(conversations.set_parameters, id, settings.checked(parameters))
+            changed = await _thread(conversations.set_parameters, id, settings.check_parameters(parameters))
         if system is not None:
             changed = await _thread(conversations.set_system, id, system)
         if tags is not None:
@@ -159,7 +166,7 @@ class LocalChat:
         return await _thread(self._store.search.find, self._owner, query, limit)
 
     @asynccontextmanager
-    async def changes(self) -> AsyncIterator[AsyncIterator[Change]]:
+    async def changes(self) -> AsyncIterator[AsyncIterator[ConversationChange]]:
         async with self._service.changes.listen(self._owner) as changes:
             yield changes
 
@@ -169,7 +176,7 @@ class LocalChat:
         return await _thread(self._store.presets.all, self._owner)
 
     async def save_preset(self, name: str, system: str, parameters: Mapping[str, Any]) -> Preset:
-        return await _thread(self._store.presets.save, self._owner, name, system, settings.checked(parameters))
+        return await _thread(self._store.presets.save, self._owner, name, system, settings.check_parameters(parameters))
 
     async def delete_preset(self, name: str) -> None:
         await _thread(self._store.presets.delete, self._owner, name)
@@ -248,7 +255,7 @@ class LocalChat:
         *,
         parameters: Mapping[str, Any] | None = None,
         key: str | None = None,
-    ) -> Said:
+    ) -> SentMessage:
         conversation = await self.conversation(conversation_id)
         await self._check_parent(parent)
         model = await self._service.models.ready()
@@ -258,10 +265,10 @@ class LocalChat:
         stored = await _thread(self._store.messages.append, conversation_id, parent, message, key=key)
         self._changed(conversation, "message", stored.id)
         reply_key = None if key is None else f"{key} reply"
-        beginning = Beginning(
+        beginning = NewTurn(
             conversation_id, stored.id, asked.request, asked.settings, key=reply_key, prompt=asked.prompt
         )
-        return Said(stored, await self._turns.begin(model, beginning))
+        return SentMessage(stored, await self._turns.begin(model, beginning))
 
     async def reply(
         self,
@@ -276,7 +283,7 @@ class LocalChat:
         model = await self._service.models.ready()
         path = await self._path(parent)
         asked = await _thread(self._service.requests.new, model, conversation, path, (), _checked(parameters))
-        beginning = Beginning(
+        beginning = NewTurn(
             conversation_id,
             parent,
             asked.request,
@@ -312,7 +319,7 @@ class LocalChat:
         return await self._service.continuing.fork(model, conversation, reply, tokens, instead, key)
 
     @asynccontextmanager
-    async def events(self, reply_id: str, after: int = 0) -> AsyncIterator[AsyncIterator[Entry]]:
+    async def events(self, reply_id: str, after: int = 0) -> AsyncIterator[AsyncIterator[LogEntry]]:
         reply = await self.message(reply_id)
         if _is_running(reply) and self._turns.get(reply_id) is None:
             await self._service.recovered.wait()  # a dead process left it: it goes on when the model is there
@@ -332,21 +339,23 @@ class LocalChat:
         if turn := await self._running(reply_id):
             turn.utterance.answer_now()
 
-    async def tokens(self, reply_id: str) -> tuple[Token, ...]:
+    async def tokens(self, reply_id: str) -> tuple[ReplyToken, ...]:
         reply, model = await self._an_answer(reply_id), await self._service.models.ready()
-        if not knows(model, reply):
+        if not is_same_tokenizer(model, reply):
             return ()
         steps = await _thread(self._store.replies.tokens, reply_id)
         return tuple(_token(model, step) for step in steps)
 
     async def raw(self, reply_id: str) -> str:
         reply, model = await self._an_answer(reply_id), await self._service.models.ready()
-        if not knows(model, reply):
+        if not is_same_tokenizer(model, reply):
             raise Conflict("The reply's tokens are not known to this model.")
         ids = await _thread(self._store.replies.token_ids, reply_id)
         return b"".join(model.vocabulary[id] for id in ids).decode("utf-8", "replace")
 
-    async def gauge(self, conversation_id: str, leaf: str | None, parameters: Mapping[str, Any] | None = None) -> Gauge:
+    async def gauge(
+        self, conversation_id: str, leaf: str | None, parameters: Mapping[str, Any] | None = None
+    ) -> ContextUsage:
         conversation = await self.conversation(conversation_id)
         model = await self._service.models.ready()
         path = await self._path(leaf)
@@ -354,12 +363,12 @@ class LocalChat:
         usages = [stored.reply.usage for stored in path if stored.reply and stored.reply.usage]
         cached = usages[-1].cached_tokens if usages else 0
         if not path:
-            return Gauge(0, limit)
+            return ContextUsage(0, limit)
         try:
             asked = await _thread(self._service.requests.new, model, conversation, path, (), _checked(parameters))
-            return Gauge(len(asked.prompt), limit, cached)
+            return ContextUsage(len(asked.prompt), limit, cached)
         except ContextOverflow as error:
-            return Gauge(error.tokens, limit, cached)
+            return ContextUsage(error.tokens, limit, cached)
 
     # in and out
 
@@ -394,7 +403,7 @@ class LocalChat:
     # what the above share
 
     def _changed(self, conversation: Conversation, what: str, message: str | None = None) -> Conversation:
-        self._service.changes.tell(self._owner, Change(conversation.id, what, message))
+        self._service.changes.tell(self._owner, ConversationChange(conversation.id, what, message))
         return conversation
 
     async def _path(self, leaf: str | None) -> tuple[StoredMessage, ...]:
@@ -443,13 +452,13 @@ def _is_done(stored: StoredMessage) -> bool:
 
 
 def _checked(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    return settings.checked(parameters or {})
+    return settings.check_parameters(parameters or {})
 
 
-def _token(model: Model, step: Step) -> Token:
+def _token(model: Model, step: Step) -> ReplyToken:
     logprob = None if step.logprob != step.logprob else step.logprob
-    others = tuple(Alternative(one.token_id, _text(model, one.token_id), one.logprob) for one in step.alternatives)
-    return Token(step.token_id, _text(model, step.token_id), logprob, others)
+    others = tuple(TokenAlternative(one.token_id, _text(model, one.token_id), one.logprob) for one in step.alternatives)
+    return ReplyToken(step.token_id, _text(model, step.token_id), logprob, others)
 
 
 def _text(model: Model, token_id: int) -> str:

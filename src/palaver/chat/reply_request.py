@@ -7,8 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from palaver.chat.model import Model, draw_seed
-from palaver.chat.parameters import LOGPROBS, Overflow, decide, merged, options_from_json, options_to_json
-from palaver.chat.utterance import Request
+from palaver.chat.parameters import (
+    LOGPROBS,
+    Overflow,
+    merge_parameters,
+    options_from_json,
+    options_to_json,
+    resolve_parameters,
+)
+from palaver.chat.reply_stream import ReplyRequest
 from palaver.errors import ContextOverflow
 from palaver.formats.base import Format
 from palaver.generation import Prompt
@@ -17,8 +24,8 @@ from palaver.store import Conversation, ReplySettings, ReplyStatus, Store, Store
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    request: Request
+class PreparedRequest:
+    request: ReplyRequest
     settings: ReplySettings
     prompt: Prompt
     """The request, rendered."""
@@ -27,7 +34,7 @@ class Asked:
 Adjust = Callable[[Mapping[str, Any], Format], Mapping[str, Any]]
 
 
-class Requests:
+class RequestBuilder:
     """Reads the store; may be used from any thread."""
 
     def __init__(self, store: Store) -> None:
@@ -42,21 +49,21 @@ class Requests:
         path: Sequence[StoredMessage],
         more: Sequence[Message],
         parameters: Mapping[str, Any],
-    ) -> Asked:
+    ) -> PreparedRequest:
         """What a new reply behind the path (and `more`, which isn't stored yet) is decided by.
 
         Raises whatever makes it impossible, such as ContextOverflow where shortening is not wanted.
         """
         now = conversation.created_at.replace(tzinfo=None)
-        parameters = merged(conversation.parameters, parameters)
+        parameters = merge_parameters(conversation.parameters, parameters)
         if self.adjust is not None:
             parameters = self.adjust(parameters, model.format)
-        decided = decide(model.engine.info.defaults, parameters, draw_seed(), now)
+        decided = resolve_parameters(model.engine.info.defaults, parameters, draw_seed(), now)
         sampling = replace(decided.sampling, logprobs=max(decided.sampling.logprobs, LOGPROBS))
         path = spoken(path)
         said = (*self._store.messages.full_path(path), *more)
         system = conversation.system if decided.system is None else decided.system
-        request = Request(
+        request = ReplyRequest(
             prompt_messages(system, said),
             sampling,
             decided.tools,
@@ -68,15 +75,15 @@ class Requests:
         )
         dropped, rendered = fit(model, request, decided.overflow)
         request = replace(request, messages=without_oldest(request.messages, dropped))
-        return Asked(request, _settings(model, request, system, dropped, decided.note), rendered)
+        return PreparedRequest(request, _settings(model, request, system, dropped, decided.note), rendered)
 
-    def of(self, model: Model, reply: StoredMessage, owner: str) -> Request:
+    def of(self, model: Model, reply: StoredMessage, owner: str) -> ReplyRequest:
         """What a reply was decided by, from its record and the branch above it."""
         assert reply.reply is not None
         made_by = reply.reply.settings
         path = spoken(self._store.messages.path(reply.parent_id)) if reply.parent_id else ()
         whole = prompt_messages(made_by.options.get("system", ""), self._store.messages.full_path(path))
-        return Request(
+        return ReplyRequest(
             without_oldest(whole, made_by.options.get("dropped", 0)),
             made_by.sampling,
             made_by.tools,
@@ -115,12 +122,12 @@ def without_oldest(messages: Sequence[Message], dropped: int) -> tuple[Message, 
     return (*messages[:kept], *messages[kept + dropped :])
 
 
-def oldest_to_drop(model: Model, request: Request, overflow: Overflow) -> int:
+def oldest_to_drop(model: Model, request: ReplyRequest, overflow: Overflow) -> int:
     """How many of the oldest messages have to go, whole exchanges at a time, so that the prompt fits."""
     return fit(model, request, overflow)[0]
 
 
-def fit(model: Model, request: Request, overflow: Overflow) -> tuple[int, Prompt]:
+def fit(model: Model, request: ReplyRequest, overflow: Overflow) -> tuple[int, Prompt]:
     """How many of the oldest messages have to go, and the prompt without them."""
     dropped = 0
     while True:
@@ -142,7 +149,7 @@ def _next_exchange(messages: Sequence[Message]) -> int | None:
     return later[0] if later else None
 
 
-def _settings(model: Model, request: Request, system: str, dropped: int, note: Mapping[str, Any]) -> ReplySettings:
+def _settings(model: Model, request: ReplyRequest, system: str, dropped: int, note: Mapping[str, Any]) -> ReplySettings:
     options = options_to_json(request.options)
     if system:
         options["system"] = system

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from palaver.chat.log import Entry, Log
 from palaver.chat.model import Model
-from palaver.chat.recovery import knows
-from palaver.chat.requests import Requests
+from palaver.chat.recovery import is_same_tokenizer
+from palaver.chat.reply_request import RequestBuilder
+from palaver.chat.turn_log import LogEntry, TurnLog
 from palaver.chat.turns import Turns
 from palaver.events import Failed, Finished, ReadEvent, Snapshot, Usage
 from palaver.formats.reader import ReplyReader
@@ -24,43 +24,43 @@ INTERRUPTED = "The program that was writing this reply ended: it can be continue
 _FINISH = {ReplyStatus.DONE: Finish.END, ReplyStatus.STOPPED: Finish.STOPPED, ReplyStatus.LENGTH: Finish.LENGTH}
 
 
-class Reading:
-    def __init__(self, store: Store, turns: Turns, requests: Requests) -> None:
+class TurnSubscription:
+    def __init__(self, store: Store, turns: Turns, requests: RequestBuilder) -> None:
         self._store = store
         self._turns = turns
         self._requests = requests
 
-    async def read(self, model: Model | None, reply: StoredMessage, after: int) -> AsyncGenerator[Entry]:
+    async def read(self, model: Model | None, reply: StoredMessage, after: int) -> AsyncGenerator[LogEntry]:
         """The events after that number, to the end. Without the model that said it: a snapshot. BadParameter at once
         for a number that the turn never had."""
         turn = self._turns.get(reply.id)
-        if turn is None and model is not None and knows(model, reply) and _runs(reply):
+        if turn is None and model is not None and is_same_tokenizer(model, reply) and _runs(reply):
             reader = await asyncio.to_thread(self._reader, model, reply, ())
             said = await asyncio.to_thread(self._store.replies.token_ids, reply.id)
-            log = Log((*reader.open(), *(event for token_id in said for event in reader.feed(token_id))))
+            log = TurnLog((*reader.open(), *(event for token_id in said for event in reader.feed(token_id))))
             log.check(after)
             return self._elsewhere(model, reply, after, reader, log, len(said))
         log = turn.log if turn else await asyncio.to_thread(self._over, model, reply)
         await log.reaches(after)
         return log.read(after)
 
-    def _over(self, model: Model | None, reply: StoredMessage) -> Log:
+    def _over(self, model: Model | None, reply: StoredMessage) -> TurnLog:
         """The events of a reply as its tokens tell them."""
         if reply.reply is None:
             raise NotFound("turn", reply.id)
-        if model is None or not knows(model, reply):
-            return Log((Snapshot(self._store.messages.full(reply)), ending(reply)))
+        if model is None or not is_same_tokenizer(model, reply):
+            return TurnLog((Snapshot(self._store.messages.full(reply)), ended_event(reply)))
         reader = self._reader(model, reply, self._store.replies.token_ids(reply.id))
         events, tail = reader.open(), tuple(reader.close())
-        return Log((*events, ending(reply, tail, reader.stop)))
+        return TurnLog((*events, ended_event(reply, tail, reader.stop)))
 
     def _reader(self, model: Model, reply: StoredMessage, said: tuple[int, ...]) -> ReplyReader:
         owner = self._store.conversations.get(reply.conversation_id).owner_id
         return model.reader(self._requests.of(model, reply, owner), said)
 
     async def _elsewhere(
-        self, model: Model, reply: StoredMessage, after: int, reader: ReplyReader, log: Log, read: int
-    ) -> AsyncGenerator[Entry]:
+        self, model: Model, reply: StoredMessage, after: int, reader: ReplyReader, log: TurnLog, read: int
+    ) -> AsyncGenerator[LogEntry]:
         """Follows the tokens in the store, where they are before anybody hears of them; `read` are in the log."""
         waited = 0.0
         while _runs(reply):
@@ -73,7 +73,7 @@ class Reading:
             if waited >= PATIENCE_S:  # its process may be dead, and no other one may take it over
                 waited = 0.0
                 if await asyncio.to_thread(self._store.replies.is_abandoned, reply.id):
-                    yield Entry(after, Failed(INTERRUPTED, tuple(reader.close())))
+                    yield LogEntry(after, Failed(INTERRUPTED, tuple(reader.close())))
                     return
             for token_id in said[read:]:
                 for event in reader.feed(token_id):
@@ -84,7 +84,7 @@ class Reading:
             yield entry
 
 
-def ending(reply: StoredMessage, tail: tuple[ReadEvent, ...] = (), stop: str | None = None) -> Finished | Failed:
+def ended_event(reply: StoredMessage, tail: tuple[ReadEvent, ...] = (), stop: str | None = None) -> Finished | Failed:
     """How a reply ended, by its record; `stop` is the stop string that its reader met."""
     assert reply.reply is not None
     finish = _FINISH.get(reply.reply.status)

@@ -1,12 +1,12 @@
 """A reply in the making: render, generate, read. Nothing is stored here.
 
 An utterance is an async stream of events with one owner. Not streaming is folding it. Stopping keeps the tokens;
-continuing hands them back, so that the reply goes on as if it had never been stopped.
-"""
+continuing hands them back, so that the reply goes on as if it had never been stopped."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, assert_never
@@ -26,7 +26,7 @@ KeepAnswerAt = Callable[[int], Awaitable[None]]
 """Records the position at which the answer was asked for, before the tokens that follow from it."""
 
 
-class Source(Protocol):
+class TokenSource(Protocol):
     """Where a reply's tokens come from: an engine, or whoever has them from one."""
 
     def generate(
@@ -35,7 +35,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ReplyRequest:
     """Everything that decides a reply."""
 
     messages: tuple[Message, ...]
@@ -54,10 +54,10 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ReplyRecord:
     """The record of one utterance: the token ids are what the model said, the message is what it means."""
 
-    request: Request
+    request: ReplyRequest
     token_ids: tuple[int, ...]
     steps: tuple[Step, ...]
     """The tokens generated just now, without those it went on from."""
@@ -72,11 +72,11 @@ class Reply:
         return self.folded.finished.finish if self.folded.finished else None
 
 
-class Utterance:
+class ReplyStream:
     """An async context whose owner iterates over its events once and leaves it."""
 
     def __init__(
-        self, request: Request, prompt: Prompt, reader: ReplyReader, engine: Source, keep: Keep | None = None
+        self, request: ReplyRequest, prompt: Prompt, reader: ReplyReader, engine: TokenSource, keep: Keep | None = None
     ) -> None:
         self.request = request
         self.prompt = prompt
@@ -94,7 +94,7 @@ class Utterance:
         self._started = Started(len(prompt), 0)
         self._batches = self._run()
 
-    async def __aenter__(self) -> Utterance:
+    async def __aenter__(self) -> ReplyStream:
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -145,8 +145,8 @@ class Utterance:
         if self._generation is not None:
             self._generation.answer_now()
 
-    def reply(self) -> Reply:
-        return Reply(self.request, self.token_ids, tuple(self.steps), fold(self._told))
+    def reply(self) -> ReplyRecord:
+        return ReplyRecord(self.request, self.token_ids, tuple(self.steps), fold(self._told))
 
     def tail(self) -> tuple[ReadEvent, ...]:
         """What the reader still holds back, now that nothing more comes. To be asked for once."""
@@ -190,3 +190,30 @@ class Utterance:
                 return []
             case _:
                 assert_never(output)
+
+
+class TurnTimer:
+    """In seconds, on top of what earlier runs of the same reply took: `seconds` in all, `thinking` without the
+    prefill, and `first_token`, which is told of the first run alone."""
+
+    def __init__(self, before: Mapping[str, float] | None = None) -> None:
+        self._before = dict(before or {})
+        self._begun = self._last = time.monotonic()
+        self._first: float | None = None
+        self._thinking = 0.0
+
+    def prefilled(self) -> None:
+        self._last = time.monotonic()
+
+    def token(self, thinking: bool) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now - self._begun
+        if thinking:
+            self._thinking += now - self._last
+        self._last = now
+
+    def timings(self) -> dict[str, float]:
+        seconds = self._before.get("seconds", 0.0) + time.monotonic() - self._begun
+        whole = {**self._before, "seconds": seconds, "thinking": self._before.get("thinking", 0.0) + self._thinking}
+        return whole if self._first is None else {"first_token": self._first, **whole}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from asyncio import to_thread
 from dataclasses import replace
 
-from palaver.chat.model import Model, draw_seed, lengthened
-from palaver.chat.recovery import knows
-from palaver.chat.requests import Requests
-from palaver.chat.turns import Beginning, Turns
-from palaver.chat.utterance import Request
+from palaver.chat.model import Model, draw_seed, extend_limit
+from palaver.chat.recovery import is_same_tokenizer
+from palaver.chat.reply_request import RequestBuilder
+from palaver.chat.reply_stream import ReplyRequest
+from palaver.chat.turns import NewTurn, Turns
 from palaver.errors import BadParameter
 from palaver.generation import Step
 from palaver.store import Conflict, Conversation, ReplySettings, ReplyStatus, Store, StoredMessage
@@ -17,8 +17,8 @@ from palaver.store.replies import was_resumed_with
 from palaver.store.token_codec import given_tokens
 
 
-class Continuing:
-    def __init__(self, store: Store, turns: Turns, requests: Requests) -> None:
+class Continuation:
+    def __init__(self, store: Store, turns: Turns, requests: RequestBuilder) -> None:
         self._store = store
         self._turns = turns
         self._requests = requests
@@ -27,12 +27,12 @@ class Continuing:
         self, model: Model, conversation: Conversation, reply: StoredMessage, key: str | None = None
     ) -> StoredMessage:
         """The rest of a reply that is not whole: from its tokens where this model knows them, else from its words."""
-        if reply.reply is None or not knows(model, reply):
+        if reply.reply is None or not is_same_tokenizer(model, reply):
             return await self._from_text(model, conversation, reply, key)
         request = await to_thread(self._requests.of, model, reply, conversation.owner_id)
         steps = await to_thread(self._store.replies.tokens, reply.id)
         if reply.reply.status is ReplyStatus.LENGTH:
-            request = replace(request, sampling=lengthened(request.sampling, len(steps)))
+            request = replace(request, sampling=extend_limit(request.sampling, len(steps)))
         try:
             return await self._turns.resume(model, reply, request, steps, key)
         except Conflict:
@@ -60,7 +60,7 @@ class Continuing:
         another seed, unless the conversation has one, as the same one would say the same again."""
         if tokens < 0:
             raise BadParameter("tokens", tokens, "must not be negative")
-        if reply.reply is None or not knows(model, reply):
+        if reply.reply is None or not is_same_tokenizer(model, reply):
             raise Conflict("The reply's tokens are not known to this model.")
         steps = (await to_thread(self._store.replies.tokens, reply.id))[:tokens]
         if instead is not None:
@@ -92,13 +92,13 @@ class Continuing:
         model: Model,
         conversation: Conversation,
         reply: StoredMessage,
-        request: Request,
+        request: ReplyRequest,
         made_by: ReplySettings,
         steps: tuple[Step, ...],
         key: str | None,
     ) -> StoredMessage:
         kept = {name: value for name, value in made_by.options.items() if name != "resumed"}
-        beginning = Beginning(
+        beginning = NewTurn(
             conversation.id,
             reply.parent_id,
             request,
