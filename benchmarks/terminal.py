@@ -17,9 +17,9 @@ from pathlib import Path
 
 from palaver.chat.turn_log import LogEntry
 from palaver.events import AnswerDelta, Started, ThinkingDelta
-from palaver.repl.reply import ReplyView
+from palaver.repl.reply_view import ReplyView
 from palaver.repl.screen import Screen, console
-from palaver.repl.settings import Thoughts
+from palaver.repl.settings import ThinkingDisplay
 
 TOKENS = 20_000
 WINDOW = 2_500
@@ -65,7 +65,7 @@ def painting(kind: str) -> list[tuple[float, int]]:
     out = Counted()
     made = console(out, 80)
     made.size = (80, 24)
-    thoughts = Thoughts.EXPANDED if kind == "thought" else Thoughts.COLLAPSED
+    thoughts = ThinkingDisplay.EXPANDED if kind == "thought" else ThinkingDisplay.COLLAPSED
     view = ReplyView(Screen(made, live=True, environment={"TERM": "xterm"}), thoughts)
     view.take(LogEntry(0, Started(1, 0)))
     event = ThinkingDelta if kind == "thought" else AnswerDelta

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from palaver.cli import app
-from palaver.commands.transfer import As
+from palaver.commands.export import ExportFormat
 from palaver.messages import Image, Message, Role, Text, assistant
 from palaver.store import Store, open_store
 from palaver.transcripts import TranscriptFormat, read_conversation
@@ -74,7 +74,7 @@ def test_the_help_names_every_command_and_the_formats_are_the_stores() -> None:
     help = ok(CliRunner().invoke(app, ["--help"]))
     for name in ("conversations", "delete", "undelete", "export", "import", "backup", "restore"):
         assert name in help
-    assert [one.value for one in As] == [one.value for one in TranscriptFormat]
+    assert [one.value for one in ExportFormat] == [one.value for one in TranscriptFormat]
 
 
 def test_conversations_are_listed_the_newest_first(run: Run, rivers: str, mountains: str) -> None:

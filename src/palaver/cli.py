@@ -9,15 +9,15 @@ import typer
 
 from palaver import __version__
 from palaver.commands.ask import ask
-from palaver.commands.backups import backup, restore
+from palaver.commands.backup import backup, restore
 from palaver.commands.chat import chat
 from palaver.commands.conversations import conversations, delete, undelete
+from palaver.commands.export import export, import_
 from palaver.commands.formats import formats
 from palaver.commands.inspect import inspect
 from palaver.commands.keys import keys
 from palaver.commands.replay import replay
 from palaver.commands.serve import serve
-from palaver.commands.transfer import export, import_
 
 app = typer.Typer(
     name="palaver",

@@ -8,9 +8,9 @@ import pyte
 
 from palaver.chat.turn_log import LogEntry
 from palaver.events import Event, Failed, Finished, Snapshot, Started, Waiting
-from palaver.repl.reply import ReplyView
+from palaver.repl.reply_view import ReplyView
 from palaver.repl.screen import Screen, console
-from palaver.repl.settings import Thoughts
+from palaver.repl.settings import ThinkingDisplay
 
 
 class Paper(io.StringIO):
@@ -68,6 +68,8 @@ def numbered(*events: Event) -> list[LogEntry]:
     return entries
 
 
-def view_on(paper: Paper, thoughts: Thoughts = Thoughts.COLLAPSED, known: int = 0) -> tuple[ReplyView, Watch]:
+def view_on(
+    paper: Paper, thoughts: ThinkingDisplay = ThinkingDisplay.COLLAPSED, known: int = 0
+) -> tuple[ReplyView, Watch]:
     clock = Watch()
     return ReplyView(screen_on(paper), thoughts, known=known, clock=clock), clock

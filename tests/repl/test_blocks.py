@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaver.repl.blocks import LONGEST, Block, Blocks, Kind
+from palaver.repl.markdown import LONGEST, BlockKind, BlockSplitter, MarkdownBlock
 
 TEXT = """# Title
 
@@ -53,17 +53,17 @@ the end"""
 TABLE = "| a | b |\n|---|---|\n"
 
 
-def blocks(text: str, cuts: Iterable[int] = ()) -> list[tuple[Kind, str, bool]]:
-    stream, done, at = Blocks(), list[Block](), 0
+def blocks(text: str, cuts: Iterable[int] = ()) -> list[tuple[BlockKind, str, bool]]:
+    stream, done, at = BlockSplitter(), list[MarkdownBlock](), 0
     for cut in (*cuts, len(text)):
         stream.feed(text[at:cut])
         at = cut
         done += stream.finished()
         stream.open()
-    merged: list[tuple[Kind, str, bool]] = []
+    merged: list[tuple[BlockKind, str, bool]] = []
     for one in [*done, *stream.close()]:
-        if one.kind is Kind.CODE and merged and merged[-1][0] is Kind.CODE:
-            merged[-1] = (Kind.CODE, f"{merged[-1][1]}\n{one.text}", True)
+        if one.kind is BlockKind.CODE and merged and merged[-1][0] is BlockKind.CODE:
+            merged[-1] = (BlockKind.CODE, f"{merged[-1][1]}\n{one.text}", True)
         else:
             merged.append((one.kind, one.text, one.joined))
     return merged
@@ -72,22 +72,22 @@ def blocks(text: str, cuts: Iterable[int] = ()) -> list[tuple[Kind, str, bool]]:
 def test_the_blocks_of_a_text() -> None:
     found = blocks(TEXT)
     assert [kind for kind, _, _ in found] == [
-        Kind.PROSE,
-        Kind.PROSE,
-        *[Kind.ITEM] * 3,
-        *[Kind.ITEM] * 2,
-        *[Kind.CODE_OPENED, Kind.CODE, Kind.CODE_CLOSED],
-        Kind.PROSE,
-        Kind.TABLE,
-        Kind.PROSE,
-        Kind.PROSE,
-        *[Kind.CODE_OPENED, Kind.CODE, Kind.CODE_CLOSED],
-        Kind.PROSE,
-        Kind.PROSE,
-        Kind.PROSE,
+        BlockKind.PROSE,
+        BlockKind.PROSE,
+        *[BlockKind.ITEM] * 3,
+        *[BlockKind.ITEM] * 2,
+        *[BlockKind.CODE_OPENED, BlockKind.CODE, BlockKind.CODE_CLOSED],
+        BlockKind.PROSE,
+        BlockKind.TABLE,
+        BlockKind.PROSE,
+        BlockKind.PROSE,
+        *[BlockKind.CODE_OPENED, BlockKind.CODE, BlockKind.CODE_CLOSED],
+        BlockKind.PROSE,
+        BlockKind.PROSE,
+        BlockKind.PROSE,
     ]
-    assert ('def f():\n    return 1\n\nx = "```"') in [text for kind, text, _ in found if kind is Kind.CODE]
-    assert [joined for kind, _, joined in found if kind is Kind.ITEM] == [False, True, True, False, True]
+    assert ('def f():\n    return 1\n\nx = "```"') in [text for kind, text, _ in found if kind is BlockKind.CODE]
+    assert [joined for kind, _, joined in found if kind is BlockKind.ITEM] == [False, True, True, False, True]
 
 
 def test_cut_at_every_character_the_blocks_are_the_same() -> None:
@@ -112,20 +112,20 @@ def test_cuts_never_matter(pieces: list[str], cuts: list[int]) -> None:
 )  # fmt: skip
 def test_the_open_block_stays_short(text: str) -> None:
     """So that painting it costs the same however long the reply is; and nothing is lost by that."""
-    stream, done, longest = Blocks(), list[Block](), 0
+    stream, done, longest = BlockSplitter(), list[MarkdownBlock](), 0
     for at in range(0, len(text), 50):
         stream.feed(text[at : at + 50])
         done += stream.finished()
         longest = max(longest, *(len(block.text) for block in stream.open()), 0)
     done += stream.close()
     assert longest <= LONGEST + 100
-    said = "".join(block.text.removeprefix(TABLE) if block.kind is Kind.ROWS else block.text for block in done)
+    said = "".join(block.text.removeprefix(TABLE) if block.kind is BlockKind.ROWS else block.text for block in done)
     kept = "".join(text.removeprefix("```\n").split())
     assert "".join(said.split()) == kept
 
 
 def test_marks_that_may_become_anything_are_held_back() -> None:
-    stream = Blocks()
+    stream = BlockSplitter()
     stream.feed("A line\n-")
     assert stream.finished() == []
     assert [block.text for block in stream.open()] == ["A line"]

@@ -6,27 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from palaver.repl import history
+from palaver.repl import prompt
 
 
 def test_history_is_for_its_owner_alone(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "history"
-    kept = history.opened(path)
+    kept = prompt.open_history(path)
     kept.append_string("a\nb")
     assert path.stat().st_mode & 0o777 == 0o600
-    assert list(history.opened(path).load_history_strings()) == ["a\nb"]
+    assert list(prompt.open_history(path).load_history_strings()) == ["a\nb"]
 
 
 def test_a_long_history_loses_its_oldest_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "KEPT", 1000)
-    kept = history.opened(tmp_path / "history")
+    monkeypatch.setattr(prompt, "KEPT", 1000)
+    kept = prompt.open_history(tmp_path / "history")
     for number in range(200):
         kept.append_string(f"line {number}")
-    lines = list(history.opened(tmp_path / "history").load_history_strings())
+    lines = list(prompt.open_history(tmp_path / "history").load_history_strings())
     assert lines[0] == "line 199"
     assert 5 < len(lines) < 50
 
 
 def test_a_folder_that_can_not_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    history.opened(tmp_path / "file" / "history").append_string("kept in memory")
+    prompt.open_history(tmp_path / "file" / "history").append_string("kept in memory")

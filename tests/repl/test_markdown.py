@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from rich.cells import cell_len
 
-from palaver.repl.markdown import MarkdownStream, rendered
+from palaver.repl.markdown import MarkdownStream, render_markdown
 from tests.repl.paper import Paper, screen_on
 
 
 def shown(text: str, columns: int = 80) -> str:
     paper = Paper(columns)
-    screen_on(paper).show(*rendered(text))
+    screen_on(paper).show(*render_markdown(text))
     return paper.shown()
 
 
@@ -56,7 +56,7 @@ def test_nothing_is_wider_than_the_terminal_and_nothing_is_lost(text: str, colum
     screen = screen_on(Paper(columns))
     screen.console.no_color = True
     screen.console._color_system = None
-    lines = screen.lines(rendered(text))
+    lines = screen.lines(render_markdown(text))
     assert all(cell_len(line) <= columns for line in lines)
     letters = [one for one in text if one.isalnum()]
     assert [one for line in lines for one in line if one.isalnum()] == letters or "|" in text

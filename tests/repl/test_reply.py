@@ -22,7 +22,7 @@ from palaver.events import (
 from palaver.generation import Finish
 from palaver.messages import assistant
 from palaver.phases import Phase
-from palaver.repl.settings import Thoughts
+from palaver.repl.settings import ThinkingDisplay
 from tests.repl.paper import Paper, numbered, view_on
 
 THINKING, ANSWER = PhaseOpened(Phase.THINKING), PhaseOpened(Phase.ANSWER)
@@ -39,7 +39,9 @@ REPLY: list[Event] = [
 ]
 
 
-def played(events: list[Event], thoughts: Thoughts = Thoughts.COLLAPSED, known: int = 0, columns: int = 80) -> str:
+def played(
+    events: list[Event], thoughts: ThinkingDisplay = ThinkingDisplay.COLLAPSED, known: int = 0, columns: int = 80
+) -> str:
     paper = Paper(columns)
     view, _ = view_on(paper, thoughts, known)
     for entry in numbered(*events):
@@ -53,13 +55,13 @@ def test_a_thought_is_one_line_when_it_is_over() -> None:
 
 
 def test_a_thought_in_full() -> None:
-    shown = played(REPLY, Thoughts.EXPANDED)
+    shown = played(REPLY, ThinkingDisplay.EXPANDED)
     assert "\n".join(f"│ step {n}" for n in range(10)) in shown
     assert "thought for" in shown
 
 
 def test_a_hidden_thought() -> None:
-    shown = played(REPLY, Thoughts.HIDDEN)
+    shown = played(REPLY, ThinkingDisplay.HIDDEN)
     assert "step" not in shown
     assert "thought for" not in shown
     assert shown.startswith("The answer")
@@ -176,7 +178,7 @@ def test_nothing_above_the_live_lines_is_touched() -> None:
     for seed in range(8):
         chance = random.Random(seed)
         paper = Paper(40)
-        view, _ = view_on(paper, chance.choice(list(Thoughts)))
+        view, _ = view_on(paper, chance.choice(list(ThinkingDisplay)))
         view._screen.show("above")
         at, settled = 0, 0
         view.take(numbered(Started(1, 0))[0])

@@ -6,7 +6,7 @@ import pytest
 
 from palaver.events import Failed, Finished, Usage
 from palaver.generation import Finish
-from palaver.repl.statistics import line
+from palaver.repl.status import statistics_line
 from palaver.sampling import Sampling
 from palaver.store import ReplySettings, ReplyStatus, StoredReply
 
@@ -19,15 +19,15 @@ def record(usage: Usage, **timings: float) -> StoredReply:
 
 def test_a_whole_reply() -> None:
     after = record(USAGE, seconds=2.0, first_token=0.5)
-    told = line(Finished(Finish.END, USAGE), 0.6, None, after)
+    told = statistics_line(Finished(Finish.END, USAGE), 0.6, None, after)
     assert told == "31 tokens (10 thinking) · 20 tokens/s · first 0.6 s · prompt 20 (15 cached)"
-    assert line(Finished(Finish.END, Usage(1_200, 0, 1, 0))) == "1 token · prompt 1,200"
+    assert statistics_line(Finished(Finish.END, Usage(1_200, 0, 1, 0))) == "1 token · prompt 1,200"
 
 
 def test_of_a_reply_that_went_on_the_new_part_is_measured() -> None:
     before = record(Usage(20, 0, 20, 10), seconds=10.0, first_token=0.5)
     after = record(USAGE, seconds=13.0, first_token=0.5)
-    assert "· 5.0 tokens/s ·" in line(Finished(Finish.END, USAGE), 1.0, before, after)
+    assert "· 5.0 tokens/s ·" in statistics_line(Finished(Finish.END, USAGE), 1.0, before, after)
 
 
 @pytest.mark.parametrize(
@@ -40,4 +40,4 @@ def test_of_a_reply_that_went_on_the_new_part_is_measured() -> None:
     ],
 )
 def test_endings_that_are_worth_telling(ending: Finished | Failed, told: str) -> None:
-    assert line(ending).endswith(told)
+    assert statistics_line(ending).endswith(told)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from palaver.repl.command_table import CommandLine, MessageLine, UnknownCommand, parse_line
 from palaver.repl.commands import table
-from palaver.repl.table import Commanded, Said, UnknownCommand, read
 
 ISSUE = """help new open list search title system set params preset think expand collapse retry undo redo continue edit
 branch branches switch history tokens context stop save export load import image audio file copy model status quit
@@ -31,7 +31,7 @@ def test_every_command_there_should_be_is_there() -> None:
     ],
 )
 def test_messages(line: str, message: str) -> None:
-    assert read(line, table()) == Said(message)
+    assert parse_line(line, table()) == MessageLine(message)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_messages(line: str, message: str) -> None:
     ],
 )
 def test_commands(line: str, name: str, arguments: str) -> None:
-    found = read(line, table())
-    assert isinstance(found, Commanded)
+    found = parse_line(line, table())
+    assert isinstance(found, CommandLine)
     assert (found.command.name, found.arguments) == (name, arguments)
 
 
@@ -57,4 +57,4 @@ def test_commands(line: str, name: str, arguments: str) -> None:
 )
 def test_the_nearest_names_are_told(line: str, near: str) -> None:
     with pytest.raises(UnknownCommand, match=near):
-        read(line, table())
+        parse_line(line, table())

@@ -14,9 +14,7 @@ import pytest
 from palaver.chat.turn_log import LogEntry
 from palaver.events import AnswerDelta, Finished, ThinkingDelta, Usage
 from palaver.generation import Finish
-from palaver.repl import players
-from palaver.repl.players import Playing, Program
-from palaver.repl.voice import SessionVoice
+from palaver.repl.voice import PlayerProgram, SessionVoice, SoundPlayer, find_player
 from palaver.voice.base import RATE, VoiceSettings
 from tests.repl.conftest import local
 
@@ -120,9 +118,9 @@ async def test_a_stopped_reply_is_not_read_to_its_end(tmp_path: Path, found_in: 
 
 async def test_a_player_that_is_closed_breaks_nothing(tmp_path: Path, found_in: Path) -> None:
     player(found_in, "#!/bin/sh\nexit 1\n")
-    program = players.found()
-    assert isinstance(program, Program)
-    playing = Playing(program)
+    program = find_player()
+    assert isinstance(program, PlayerProgram)
+    playing = SoundPlayer(program)
     for _ in range(3):
         await playing.play(np.zeros(RATE * 5, dtype=np.float32))
     await playing.end()

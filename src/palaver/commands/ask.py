@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from palaver.commands.errors import errors_told
 from palaver.commands.options import (
     CompileOption,
     DeviceOption,
@@ -20,9 +19,10 @@ from palaver.commands.options import (
     SetOption,
     SystemOption,
     TemplateOption,
-    Think,
+    ThinkingOption,
     ThinkOption,
-    settings,
+    parse_settings,
+    report_errors,
 )
 from palaver.errors import BadParameter, EmptyMessage
 
@@ -36,7 +36,7 @@ def ask(
     question: Annotated[str | None, typer.Argument(help="What to ask; from a pipe when left out.")] = None,
     model: ModelOption = None,
     system: SystemOption = None,
-    think: ThinkOption = Think.DEFAULT,
+    think: ThinkOption = ThinkingOption.DEFAULT,
     set_: SetOption = None,
     template: TemplateOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Complete the text as it is, without a chat template.")] = False,
@@ -52,8 +52,8 @@ def ask(
     from palaver.chat.model_loader import LoadOptions
     from palaver.repl.plain import PlainPrinter, show_turn
 
-    with errors_told():
-        text, overrides = _question(question), settings(set_)
+    with report_errors():
+        text, overrides = _question(question), parse_settings(set_)
         loading = LoadOptions(template, raw, device, exact=exact, compiled=compiled)
 
         async def session() -> ReplyRecord:
@@ -95,7 +95,9 @@ async def _loaded(name: str | None, loading: LoadOptions) -> AsyncIterator[Model
         await engine.close()
 
 
-def _request(model: Model, text: str, system: str | None, think: Think, overrides: dict[str, Any]) -> ReplyRequest:
+def _request(
+    model: Model, text: str, system: str | None, think: ThinkingOption, overrides: dict[str, Any]
+) -> ReplyRequest:
     from datetime import datetime
 
     from palaver.chat.model import draw_seed

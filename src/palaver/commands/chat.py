@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from palaver.commands.errors import FAILED, errors_told
 from palaver.commands.options import (
+    FAILED,
     CacheOption,
     CompileOption,
+    DatabaseOption,
+    DataOption,
     DeviceOption,
     ExactOption,
     MaxRunningOption,
@@ -23,14 +25,14 @@ from palaver.commands.options import (
     SetOption,
     SystemOption,
     TemplateOption,
-    Think,
+    ThinkingOption,
     ThinkOption,
-    not_both,
-    one_model,
+    exclusive,
+    parse_settings,
     parse_size,
-    settings,
+    report_errors,
+    single_model,
 )
-from palaver.commands.places import DatabaseOption, DataOption
 
 if TYPE_CHECKING:
     from palaver.chat.interface import Chat
@@ -57,7 +59,7 @@ def chat(
     resume: ResumeOption = False,
     conversation: ConversationOption = None,
     system: SystemOption = None,
-    think: ThinkOption = Think.DEFAULT,
+    think: ThinkOption = ThinkingOption.DEFAULT,
     set_: SetOption = None,
     plain: PlainOption = False,
     expand: ExpandOption = False,
@@ -79,24 +81,26 @@ def chat(
 
     from palaver.chat.model_loader import LoadOptions
     from palaver.repl.session import run
-    from palaver.repl.settings import Settings, Thoughts
+    from palaver.repl.settings import SessionSettings, ThinkingDisplay
     from palaver.store.store import data_folder
 
-    with errors_told():
-        name = one_model(model, model_option)
-        not_both(resume=resume, conversation=conversation)
-        not_both(expand=expand, no_thinking=no_thinking)
+    with report_errors():
+        name = single_model(model, model_option)
+        exclusive(resume=resume, conversation=conversation)
+        exclusive(expand=expand, no_thinking=no_thinking)
         own_models: dict[str, object] = {"model": name, "template": template, "device": device, "exact": exact}
         own_models |= {"compile": compiled, "no_compile": compiled is False}
         own_models |= {"kv_cache_memory": cache_memory, "max_num_seqs": max_running}
         for flag, value in {**own_models, "local": local}.items():
-            not_both(server=server, **{flag: value})
-        parameters: dict[str, Any] = settings(set_)
+            exclusive(server=server, **{flag: value})
+        parameters: dict[str, Any] = parse_settings(set_)
         if think.wanted is not None:
             parameters["thinking"] = think.wanted
-        thoughts = Thoughts.EXPANDED if expand else Thoughts.HIDDEN if no_thinking else Thoughts.COLLAPSED
+        thoughts = (
+            ThinkingDisplay.EXPANDED if expand else ThinkingDisplay.HIDDEN if no_thinking else ThinkingDisplay.COLLAPSED
+        )
         folder = data_folder(data)
-        wanted = Settings(folder, conversation, resume, system, parameters, plain, thoughts)
+        wanted = SessionSettings(folder, conversation, resume, system, parameters, plain, thoughts)
         cache_bytes = parse_size("--kv-cache-memory", cache_memory)
         loading = LoadOptions(
             template, device=device, exact=exact, compiled=compiled, cache_bytes=cache_bytes, max_running=max_running

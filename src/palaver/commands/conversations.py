@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from palaver.commands.places import DatabaseOption, DataOption, UserOption, opened, owner
+from palaver.commands.options import DatabaseOption, DataOption, UserOption, find_owner, opened_store
 from palaver.errors import BadParameter
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ def conversations(
     database: DatabaseOption = None,
 ) -> None:
     """List conversations, the newest first."""
-    with opened(data, database) as store:
+    with opened_store(data, database) as store:
         if search is not None and deleted:
             raise BadParameter("--search", search, "deleted conversations are not searched; leave --deleted out")
-        whose = owner(store, user)
+        whose = find_owner(store, user)
         if search is None:
             _print(store.conversations.list(whose, limit=limit, deleted=deleted))
         else:
@@ -41,7 +41,7 @@ def conversations(
 
 def delete(ids: IdsArgument, data: DataOption = None, database: DatabaseOption = None) -> None:
     """Put conversations out of sight; `palaver undelete` brings them back."""
-    with opened(data, database) as store:
+    with opened_store(data, database) as store:
         for one in [store.conversations.resolve(id) for id in ids]:
             store.conversations.delete(one.id)
             print(f"{one.id} deleted: {_readable(one.title)}")
@@ -49,7 +49,7 @@ def delete(ids: IdsArgument, data: DataOption = None, database: DatabaseOption =
 
 def undelete(ids: IdsArgument, data: DataOption = None, database: DatabaseOption = None) -> None:
     """Bring deleted conversations back."""
-    with opened(data, database) as store:
+    with opened_store(data, database) as store:
         for one in [store.conversations.resolve(id, deleted=True) for id in ids]:
             store.conversations.undelete(one.id)
             print(f"{one.id} is back: {_readable(one.title)}")

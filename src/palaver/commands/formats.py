@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from palaver.commands.errors import errors_told
+from palaver.commands.options import report_errors
 from palaver.errors import BadParameter
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print all facts as JSON.")] = False,
 ) -> None:
     """Show what was learned of a format: an example turn, the switches, the tool calls, the evidence."""
-    with errors_told():
+    with report_errors():
         facts = _facts(what)
         if as_json:
             import json
@@ -103,7 +103,7 @@ def check(
     """Replay recorded cases whole, by character and in random cuts, with control strings as tokens and as text."""
     from palaver.commands.format_trials.cases import CaseReplay, load_cases
 
-    with errors_told():
+    with report_errors():
         _need_folder(templates)
         if not cases.is_file():
             raise BadParameter("CASES_JSONL", str(cases), "there is no such file")
@@ -133,7 +133,7 @@ def roundtrip(
     from palaver.commands.format_trials.cases import load_cases
     from palaver.commands.format_trials.roundtrip import run_roundtrips
 
-    with errors_told():
+    with report_errors():
         _need_folder(templates)
         exact, count, tried = 0, 0, set()
         reasons: dict[str, set[str]] = defaultdict(set)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from palaver.commands.errors import errors_told
-from palaver.commands.options import CompileOption, ExactOption
+from palaver.commands.options import CompileOption, ExactOption, report_errors
 
 if TYPE_CHECKING:
     from palaver.engines.base import EngineInfo
@@ -31,7 +30,7 @@ def inspect(
     from palaver.formats.tokenizer import load_tokenizer
     from palaver.models.catalog import DEFAULT, resolve
 
-    with errors_told():
+    with report_errors():
         folder = resolve(model or DEFAULT)
         print(describe_fit(folder, device=device, dtype=dtype, compiled=compiled))
         tokenizer = load_tokenizer(folder)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from palaver.commands.places import DatabaseOption, DataOption, opened
+from palaver.commands.options import DatabaseOption, DataOption, opened_store
 
 if TYPE_CHECKING:
     from palaver.store.users import Key
@@ -22,7 +22,7 @@ def add(
     database: DatabaseOption = None,
 ) -> None:
     """Make a key. It is shown once: only a digest of it is kept."""
-    with opened(data, database) as store:
+    with opened_store(data, database) as store:
         _, text = store.keys.add(store.users.ensure(user).id, admin)
         print(text)
 
@@ -30,7 +30,7 @@ def add(
 @keys.command("list")
 def list_(data: DataOption = None, database: DatabaseOption = None) -> None:
     """Show which keys there are, not what they are."""
-    with opened(data, database) as store:
+    with opened_store(data, database) as store:
         for key in store.keys.all():
             print(_line(key))
 
@@ -42,7 +42,7 @@ def revoke(
     database: DatabaseOption = None,
 ) -> None:
     """Make keys worthless; a running server takes notice within seconds."""
-    with opened(data, database) as store:
+    with opened_store(data, database) as store:
         for key in [store.keys.get(id) for id in ids]:
             print(_line(store.keys.revoke(key.id)))
 

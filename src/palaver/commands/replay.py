@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from palaver.commands.errors import FAILED
-from palaver.commands.options import CompileOption, DeviceOption, ExactOption, ModelOption
-from palaver.commands.places import DatabaseOption, DataOption, opened
+from palaver.commands.options import (
+    FAILED,
+    CompileOption,
+    DatabaseOption,
+    DataOption,
+    DeviceOption,
+    ExactOption,
+    ModelOption,
+    opened_store,
+)
 
 if TYPE_CHECKING:
     from palaver.chat.model_loader import LoadOptions
@@ -34,7 +41,7 @@ def replay(
 
     from palaver.chat.model_loader import LoadOptions
 
-    with opened(data, database) as store:
+    with opened_store(data, database) as store:
         reply_id = _reply_id(store, id)
         stored = store.messages.get(reply_id).reply
         made_by = stored.settings if stored else None

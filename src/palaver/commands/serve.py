@@ -9,23 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from palaver.commands.errors import errors_told
 from palaver.commands.options import (
     CacheOption,
     CompileOption,
+    DatabaseOption,
+    DataOption,
     DeviceOption,
     ExactOption,
     MaxRunningOption,
     ModelArgument,
     ModelOption,
     TemplateOption,
-    Think,
+    ThinkingOption,
     ThinkOption,
-    one_model,
     operator_settings,
     parse_size,
+    report_errors,
+    single_model,
 )
-from palaver.commands.places import DatabaseOption, DataOption
 from palaver.errors import BadParameter, PalaverError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def serve(
     make_key: Annotated[
         bool, typer.Option("--make-key", help="Make an administrator's key where there is none, and show it once.")
     ] = False,
-    think: ThinkOption = Think.DEFAULT,
+    think: ThinkOption = ThinkingOption.DEFAULT,
     defaults: Annotated[
         Texts, typer.Option("--set", metavar="NAME=VALUE", help="A parameter for requests that name none; repeatable.")
     ] = None,
@@ -105,7 +106,7 @@ def serve(
     from palaver.server.settings import Limits, ServerSettings
     from palaver.store import open_store
 
-    with errors_told():
+    with report_errors():
         wished: dict[str, Any] = {} if think.wanted is None else {"thinking": think.wanted}
         chosen = ServerSettings(
             host=host,
@@ -129,7 +130,7 @@ def serve(
         with open_store(data, database) as store:
             _keys_where_needed(store, chosen, make_key)
             certificate = _certificate(tls_cert, tls_key)
-            name = one_model(model, model_option)
+            name = single_model(model, model_option)
             log_to_stderr(debug_log)
             asyncio.run(_run(store, database or "", name, loading, chosen, certificate, grace, resume))
 

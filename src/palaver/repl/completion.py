@@ -11,7 +11,7 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 
 from palaver.errors import PalaverError
-from palaver.repl.table import Choice, Choices, Table
+from palaver.repl.command_table import ArgumentChoice, Choices, CommandTable
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
@@ -22,7 +22,7 @@ MOST = 200
 class CommandCompleter(Completer):
     """Only for lines that begin with a slash: what is said to a model is not guessed at."""
 
-    def __init__(self, table: Table, session: Session) -> None:
+    def __init__(self, table: CommandTable, session: Session) -> None:
         self._table = table
         self._session = session
 
@@ -47,20 +47,20 @@ class CommandCompleter(Completer):
             choices = list(await command.choices(self._session, arguments))
         except PalaverError:
             return
-        for choice in matching(choices, arguments):
+        for choice in matching_choices(choices, arguments):
             yield _completion(choice, _begun(choice, arguments))
 
-    def _names(self, begun: str) -> list[Choice]:
+    def _names(self, begun: str) -> list[ArgumentChoice]:
         """Names first; an alias only where the name itself does not begin so."""
         return [
-            Choice(name, command.meaning)
+            ArgumentChoice(name, command.meaning)
             for command in self._table
             for name in [next((one for one in (command.name, *command.aliases) if one.startswith(begun)), None)]
             if name is not None
         ]
 
 
-def matching(choices: Iterable[Choice], arguments: str) -> list[Choice]:
+def matching_choices(choices: Iterable[ArgumentChoice], arguments: str) -> list[ArgumentChoice]:
     """Those that begin as what was written first, then those that hold it."""
     given = [(one, _begun(one, arguments).lower()) for one in choices]
     starts = [one for one, begun in given if one.text.lower().startswith(begun)]
@@ -68,12 +68,12 @@ def matching(choices: Iterable[Choice], arguments: str) -> list[Choice]:
     return list(dict.fromkeys([*starts, *holds]))[:MOST]
 
 
-def _begun(choice: Choice, arguments: str) -> str:
+def _begun(choice: ArgumentChoice, arguments: str) -> str:
     """What the choice takes the place of."""
     return arguments if choice.whole else arguments.rpartition(" ")[2]
 
 
-async def paths(session: Session, arguments: str) -> list[Choice]:
+async def complete_paths(session: Session, arguments: str) -> list[ArgumentChoice]:
     """Files and folders, for what was written of a path."""
     begun = arguments.strip()
     folder, _, name = begun.rpartition(os.sep)
@@ -83,17 +83,19 @@ async def paths(session: Session, arguments: str) -> list[Choice]:
     except OSError:
         return []
     found = [path for path in entries if path.name.startswith(name) and (name or not path.name.startswith("."))]
-    return [Choice(f"{parent}{path.name}{os.sep if path.is_dir() else ''}", whole=True) for path in found[:MOST]]
+    return [
+        ArgumentChoice(f"{parent}{path.name}{os.sep if path.is_dir() else ''}", whole=True) for path in found[:MOST]
+    ]
 
 
-def words(*choices: str) -> Choices:
+def fixed_choices(*choices: str) -> Choices:
     """Always the same few."""
 
-    async def given(session: Session, arguments: str) -> list[Choice]:
-        return [Choice(one) for one in choices] if " " not in arguments else []
+    async def given(session: Session, arguments: str) -> list[ArgumentChoice]:
+        return [ArgumentChoice(one) for one in choices] if " " not in arguments else []
 
     return given
 
 
-def _completion(choice: Choice, begun: str) -> Completion:
+def _completion(choice: ArgumentChoice, begun: str) -> Completion:
     return Completion(choice.text, start_position=-len(begun), display_meta=choice.meaning)

@@ -27,7 +27,7 @@ from palaver.events import (
 )
 from palaver.generation import Finish
 from palaver.phases import Phase
-from palaver.repl.safe import safe
+from palaver.repl.sanitize import sanitize
 
 _ENDINGS = {Finish.LENGTH: "cut: the length is used up", Finish.STOPPED: "stopped"}
 
@@ -92,7 +92,7 @@ class PlainPrinter:
 
     def _write(self, stream: TextIO | None, text: str) -> None:
         if stream is not None:
-            stream.write(safe(text) if stream.isatty() else text)
+            stream.write(sanitize(text) if stream.isatty() else text)
             stream.flush()
 
 

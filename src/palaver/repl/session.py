@@ -17,15 +17,14 @@ from palaver.errors import ContextOverflow, PalaverError
 from palaver.events import Failed
 from palaver.messages import Message, Part, Role
 from palaver.messages import Text as TextPart
-from palaver.repl import banner, context, statistics
-from palaver.repl.following import Follower
-from palaver.repl.lines import Dropped, Last, Lines, StreamLines, Typed, Watched
-from palaver.repl.place import Draft, Place, found
+from palaver.repl.command_table import CommandLine, CommandTable, MessageLine, parse_line
+from palaver.repl.cursor import ConversationCursor, ConversationDraft, find_conversation
+from palaver.repl.input import KeyActions, LastMessage, LineSource, ReplyDropped, StreamLineSource, TypedLine
 from palaver.repl.plain import PlainPrinter, PlainView
-from palaver.repl.reply import ReplyView, View
+from palaver.repl.reply_view import ReplyView, TurnFollower, TurnView
 from palaver.repl.screen import Screen, console, has_cursor
-from palaver.repl.settings import Settings, Thoughts
-from palaver.repl.table import Commanded, Said, Table, read
+from palaver.repl.settings import SessionSettings, ThinkingDisplay
+from palaver.repl.status import banner, loading_line, offer_context_choices, statistics_line, waiting_line, warn_context
 from palaver.store import StoredMessage
 
 if TYPE_CHECKING:
@@ -41,17 +40,19 @@ class Interrupted(Exception):
 class Session:
     """What every command works on."""
 
-    def __init__(self, chat: Chat, settings: Settings, screen: Screen, table: Table) -> None:
+    def __init__(self, chat: Chat, settings: SessionSettings, screen: Screen, table: CommandTable) -> None:
         self.chat = chat
         self.settings = settings
         self.screen = screen
         self.table = table
-        self.place = Place(chat, settings.client, Draft(settings.system or "", settings.parameters))
+        self.place = ConversationCursor(
+            chat, settings.client, ConversationDraft(settings.system or "", settings.parameters)
+        )
         self.thoughts = settings.thoughts
         self.attached: list[Part] = []
         """What goes with the next message."""
-        self.lines: Lines = StreamLines(sys.stdin)
-        self.begun: Typed | None = None
+        self.lines: LineSource = StreamLineSource(sys.stdin)
+        self.begun: TypedLine | None = None
         """What the next prompt begins with."""
         self.offered: list[str] = []
         """The ids of the conversations that were listed last: a number means one of them."""
@@ -76,24 +77,24 @@ class Session:
             typed = await self.lines.read(begun, await self._last())
             await self.hush()
             await self.take(typed)
-        except Dropped:
+        except ReplyDropped:
             await self._told(self.drop)
         except (KeyboardInterrupt, Interrupted):
             await self.hush()
             self.screen.note("Interrupted.")
 
-    async def take(self, typed: Typed) -> None:
+    async def take(self, typed: TypedLine) -> None:
         """A message or a command."""
         if typed.text.strip():
             await self._told(lambda: self._take(typed))
 
-    async def _take(self, typed: Typed) -> None:
-        match read(typed.text, self.table):
-            case Said(text) if typed.edited is not None:
+    async def _take(self, typed: TypedLine) -> None:
+        match parse_line(typed.text, self.table):
+            case MessageLine(text) if typed.edited is not None:
                 await self.reword(typed.edited, text)
-            case Said(text):
+            case MessageLine(text):
                 await self.say(text)
-            case Commanded(command, arguments):
+            case CommandLine(command, arguments):
                 await command.run(self, arguments)
 
     async def _told(self, act: Callable[[], Awaitable[None]]) -> None:
@@ -111,13 +112,13 @@ class Session:
             self.went_well = False
             self.screen.error(f"This went wrong inside of Palaver: {type(error).__name__}: {error}")
 
-    async def _last(self) -> Last | None:
+    async def _last(self) -> LastMessage | None:
         """What the Up key edits."""
         if not self.lines.is_person:
             return None
         with suppress(PalaverError):
             message = await self.place.last(Role.USER)
-            return Last(message.id, message.text) if message and message.text else None
+            return LastMessage(message.id, message.text) if message and message.text else None
         return None
 
     # turns
@@ -127,9 +128,9 @@ class Session:
         try:
             await self.send(message, shorten)
         except ContextOverflow as error:
-            await context.offer(self, text, error)
+            await offer_context_choices(self, text, error)
         except Interrupted:
-            self.begun = Typed(text)  # nothing was sent: it stands at the prompt again
+            self.begun = TypedLine(text)  # nothing was sent: it stands at the prompt again
             raise
 
     async def send(self, message: Message, shorten: bool = False) -> None:
@@ -161,7 +162,7 @@ class Session:
     async def follow(self, reply: StoredMessage, known: int = 0) -> None:
         """Shows the reply while it comes, from the event after `known`."""
         reading = await self._voice.read(reply.id, known) if self._voice is not None else None
-        follower = Follower(self.chat, self.view(known), self.lines, reading)
+        follower = TurnFollower(self.chat, self.view(known), self.lines, reading)
         ending = await follower.follow(reply.id)
         self.stopped_at = follower.stopped_at
         self.thoughts = follower.view.thoughts if isinstance(follower.view, ReplyView) else self.thoughts
@@ -169,12 +170,12 @@ class Session:
         if ending is not None and self.screen.is_live:
             after = (await self.chat.message(reply.id)).reply
             before = reply.reply if known else None
-            line = statistics.line(ending, follower.view.first, before, after)
+            line = statistics_line(ending, follower.view.first, before, after)
             self.screen.show(Text(line, style="error" if isinstance(ending, Failed) else "note"), Text())
         if follower.dropped:
             await self.drop()
         elif ending is not None:
-            await context.warn(self, ending)
+            await warn_context(self, ending)
 
     @property
     def voice(self) -> SessionVoice:
@@ -197,10 +198,10 @@ class Session:
         if self._voice is not None:
             await self._voice.close()
 
-    def view(self, known: int = 0) -> View:
+    def view(self, known: int = 0) -> TurnView:
         if self.screen.is_live:
             return ReplyView(self.screen, self.thoughts, known=known)
-        hidden = self.thoughts is Thoughts.HIDDEN
+        hidden = self.thoughts is ThinkingDisplay.HIDDEN
         return PlainView(PlainPrinter(sys.stdout, None if hidden else sys.stderr), known)
 
     async def drop(self) -> None:
@@ -217,10 +218,10 @@ class Session:
         """The result; Ctrl+C ends the waiting. What takes long is told."""
         task = asyncio.ensure_future(wanted)
         begun = time.monotonic()
-        with self.lines.watching(Watched(task.cancel)):
+        with self.lines.watching(KeyActions(task.cancel)):
             while not (await asyncio.wait([task], timeout=0.25))[0]:
                 note = await self._loading() or what
-                self.screen.update((), [banner.waiting(note, time.monotonic() - begun)])
+                self.screen.update((), [waiting_line(note, time.monotonic() - begun)])
         self.screen.update(())
         if task.cancelled():
             raise Interrupted
@@ -228,14 +229,14 @@ class Session:
 
     async def _loading(self) -> str:
         card = await self.chat.model()
-        return banner.loading(card) if card.state is ModelState.LOADING else ""
+        return loading_line(card) if card.state is ModelState.LOADING else ""
 
     # opening
 
     async def begin(self) -> None:
         """Opens what was asked for at the start. What is not there is an error; what can't be shown is told."""
         if self.settings.conversation is not None:
-            conversation = await found(self.chat, self.settings.conversation)
+            conversation = await find_conversation(self.chat, self.settings.conversation)
             await self._told(lambda: self.open(conversation.id))
         elif self.settings.resume:
             newest = await self.chat.conversations(limit=1)
@@ -259,7 +260,7 @@ class Session:
             await self.follow(running)
 
 
-async def run(chat: Chat, settings: Settings) -> bool:
+async def run(chat: Chat, settings: SessionSettings) -> bool:
     """Talks with whoever is at the terminal, or at the other end of a pipe. Whether all of it went well."""
     from palaver.repl.commands import table
 
@@ -269,11 +270,11 @@ async def run(chat: Chat, settings: Settings) -> bool:
     session = Session(chat, settings, screen, table())
     try:
         if typed and has_cursor(sys.stdout if shown else sys.stderr):
-            from palaver.repl.person import at_prompt
+            from palaver.repl.interactive import run_interactive
 
-            await at_prompt(session)
+            await run_interactive(session)
         else:
-            session.lines = StreamLines(sys.stdin, sys.stderr if typed else None)
+            session.lines = StreamLineSource(sys.stdin, sys.stderr if typed else None)
             await _streamed(session)
     finally:
         await session.close()
@@ -283,6 +284,6 @@ async def run(chat: Chat, settings: Settings) -> bool:
 async def _streamed(session: Session) -> None:
     card: ModelCard = await session.chat.ready()
     if session.lines.is_person:
-        session.screen.show(*banner.banner(card))
+        session.screen.show(*banner(card))
     await session.begin()
     await session.run()

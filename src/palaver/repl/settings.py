@@ -8,8 +8,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from palaver.chat.interface import Chat
+from palaver.errors import RequestError
+from palaver.store import Preset
 
-class Thoughts(StrEnum):
+
+class ThinkingDisplay(StrEnum):
     """How much is shown of what the model thinks."""
 
     COLLAPSED = "collapsed"
@@ -19,7 +23,7 @@ class Thoughts(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SessionSettings:
     folder: Path
     """Where the history of what was typed is kept."""
     conversation: str | None = None
@@ -30,6 +34,20 @@ class Settings:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     plain: bool = False
     """Raw text, nothing redrawn; always so where the output is no terminal."""
-    thoughts: Thoughts = Thoughts.COLLAPSED
+    thoughts: ThinkingDisplay = ThinkingDisplay.COLLAPSED
     client: str = "terminal"
     """Under which name the place in each conversation is remembered."""
+
+
+class NoPreset(RequestError):
+    def __init__(self, name: str, names: tuple[str, ...]) -> None:
+        known = f"there are {', '.join(names)}" if names else "there are none yet: /preset save NAME makes one"
+        super().__init__(f"There is no preset {name!r}; {known}.")
+
+
+async def find_preset(chat: Chat, name: str) -> Preset:
+    """The one of that name; where there is none, those that there are are told."""
+    known = {one.name: one for one in await chat.presets()}
+    if name not in known:
+        raise NoPreset(name, tuple(known))
+    return known[name]

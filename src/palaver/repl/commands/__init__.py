@@ -1,9 +1,9 @@
 """The commands of the terminal, by theme."""
 
-from palaver.repl.commands import branches, conversations, files, help, model, parameters, thoughts, tools, voice
-from palaver.repl.table import Table
+from palaver.repl.command_table import CommandTable
+from palaver.repl.commands import branches, conversations, files, help, model, parameters, thinking, tools, voice
 
 
-def table() -> Table:
-    themes = (conversations, branches, thoughts, parameters, tools, files, voice, model, help)
-    return Table(module.commands for module in themes)
+def table() -> CommandTable:
+    themes = (conversations, branches, thinking, parameters, tools, files, voice, model, help)
+    return CommandTable(module.commands for module in themes)

@@ -18,19 +18,18 @@ from rich.text import Text
 from palaver.errors import BadParameter, NothingToContinue, RequestError
 from palaver.messages import Role, Thinking, ToolCall, ToolResult
 from palaver.messages import Text as TextPart
-from palaver.repl.calls import written
-from palaver.repl.completion import words
-from palaver.repl.lines import Typed
-from palaver.repl.markdown import rendered
-from palaver.repl.safe import one_line, safe
-from palaver.repl.table import Choice, Theme
-from palaver.repl.thinking import seconds, tokens
+from palaver.repl.command_table import ArgumentChoice, CommandGroup
+from palaver.repl.completion import fixed_choices
+from palaver.repl.input import TypedLine
+from palaver.repl.markdown import render_markdown
+from palaver.repl.reply_view import format_call, format_seconds, format_tokens
+from palaver.repl.sanitize import one_line, sanitize
 from palaver.store import Blob, ReplyStatus, StoredMessage, TreeNode
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-commands = Theme("The branch")
+commands = CommandGroup("The branch")
 
 _LEFT = {
     ReplyStatus.STOPPED: "stopped: /continue goes on",
@@ -96,14 +95,14 @@ async def redo(session: Session, arguments: str) -> None:
     "another wording of your last message (or of message N, or of the reply), in $EDITOR or here",
     "[N | reply] [inline]",
     (),
-    words("reply", "inline"),
+    fixed_choices("reply", "inline"),
 )
 async def edit(session: Session, arguments: str) -> None:
     wanted = arguments.split()
     message = await _meant(session, [one for one in wanted if one != "inline"])
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR")
     if "inline" in wanted or not editor or not session.lines.is_person:
-        session.begun = Typed(message.text, message.id)
+        session.begun = TypedLine(message.text, message.id)
         return
     text = await edited(editor, message.text)
     if text == message.text or not text.strip():
@@ -141,9 +140,9 @@ async def edited(editor: str, text: str) -> str:
         return path.read_text(encoding="utf-8").removesuffix("\n")
 
 
-async def _numbers(session: Session, arguments: str) -> Iterable[Choice]:
+async def _numbers(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
     path = await session.place.path()
-    return [Choice(str(number), _short(one)) for number, one in enumerate(path, 1)]
+    return [ArgumentChoice(str(number), _short(one)) for number, one in enumerate(path, 1)]
 
 
 @commands.command(
@@ -162,9 +161,9 @@ async def branch(session: Session, arguments: str) -> None:
     await _tell_place(session, "Branching")
 
 
-async def _leaves(session: Session, arguments: str) -> Iterable[Choice]:
+async def _leaves(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
     leaves = await _branch_ends(session)
-    return [Choice(str(number), _short(leaf)) for number, leaf in enumerate(leaves, 1)]
+    return [ArgumentChoice(str(number), _short(leaf)) for number, leaf in enumerate(leaves, 1)]
 
 
 @commands.command("branches", "the branches of the conversation")
@@ -248,11 +247,11 @@ def message(stored: StoredMessage, number: int, siblings: int = 1) -> list[Rende
     for part in stored.parts:
         match part:
             case TextPart(text):
-                shown += rendered(text) if stored.role is Role.ASSISTANT else [Text(safe(text))]
+                shown += render_markdown(text) if stored.role is Role.ASSISTANT else [Text(sanitize(text))]
             case ToolCall(_, name, arguments):
-                shown += written(name, arguments)
+                shown += format_call(name, arguments)
             case ToolResult(_, content, name):
-                shown.append(Text(f"{safe(name)}: {safe(content)}"))
+                shown.append(Text(f"{sanitize(name)}: {sanitize(content)}"))
             case Blob(kind, media_type):
                 shown.append(Text(f"[{kind}, {media_type}]", style="note"))
             case Thinking():
@@ -267,8 +266,8 @@ _WHO = {Role.USER: "you", Role.ASSISTANT: "model", Role.TOOL: "tool", Role.SYSTE
 
 def _thought(stored: StoredMessage) -> str:
     reply = stored.reply
-    took = f" for {seconds(reply.timings['thinking'])}" if reply and reply.timings.get("thinking") else ""
-    count = f" · {tokens(reply.usage.thinking_tokens)}" if reply and reply.usage else ""
+    took = f" for {format_seconds(reply.timings['thinking'])}" if reply and reply.timings.get("thinking") else ""
+    count = f" · {format_tokens(reply.usage.thinking_tokens)}" if reply and reply.usage else ""
     return f"thought{took}{count}"
 
 

@@ -10,21 +10,22 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from palaver.errors import RequestError
-from palaver.repl.place import found, listed
-from palaver.repl.safe import one_line
-from palaver.repl.table import Choice, Theme
+from palaver.repl.command_table import ArgumentChoice, CommandGroup
+from palaver.repl.cursor import find_conversation, list_conversations
+from palaver.repl.sanitize import one_line
 from palaver.store import Conversation, NotFound
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-commands = Theme("Conversations")
+commands = CommandGroup("Conversations")
 _SHOWN = 20
 
 
-async def _titles(session: Session, arguments: str) -> Iterable[Choice]:
+async def _titles(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
     return [
-        Choice(one_line(one.title) or one.id, when(one.updated_at), whole=True) for one in await listed(session.chat)
+        ArgumentChoice(one_line(one.title) or one.id, when(one.updated_at), whole=True)
+        for one in await list_conversations(session.chat)
     ]
 
 
@@ -116,7 +117,7 @@ async def _matches(session: Session, wanted: str) -> Sequence[Conversation]:
     if titled or not wanted:
         return exact if len(exact) == 1 else titled
     try:
-        return [await found(session.chat, wanted)]
+        return [await find_conversation(session.chat, wanted)]
     except NotFound:
         hits = await session.chat.search(wanted)
         ids = list(dict.fromkeys(hit.conversation_id for hit in hits))

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 from palaver.errors import RequestError, UnsupportedContent
 from palaver.messages import Audio, Image, Role
 from palaver.messages import Text as TextPart
-from palaver.repl.completion import paths, words
-from palaver.repl.safe import one_line
-from palaver.repl.table import Choice, Theme
+from palaver.repl.command_table import ArgumentChoice, CommandGroup
+from palaver.repl.completion import complete_paths, fixed_choices
+from palaver.repl.sanitize import one_line
 from palaver.store import Conversation
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-commands = Theme("Files")
+commands = CommandGroup("Files")
 
 FORMS = {
     "jsonl": "jsonl",
@@ -38,7 +38,7 @@ _LARGEST = 50_000_000
 _CLIPBOARDS = (["wl-copy"], ["xclip", "-selection", "clipboard"], ["pbcopy"], ["clip.exe"])
 
 
-@commands.command("save", "append this branch to a file, for training (JSONL)", "[FILE]", (), paths)
+@commands.command("save", "append this branch to a file, for training (JSONL)", "[FILE]", (), complete_paths)
 async def save(session: Session, arguments: str) -> None:
     conversation = await _here(session)
     path = _path(arguments.strip() or f"{_named(conversation)}.jsonl")
@@ -59,11 +59,11 @@ def _stopped(replies: Iterable[Mapping[str, Any]]) -> str:
     return f' {stopped} saved up to there, with "weight": 0.'
 
 
-async def _forms(session: Session, arguments: str) -> Iterable[Choice]:
+async def _forms(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
     _, space, rest = arguments.partition(" ")
     if not space:
-        return [Choice(one) for one in ("jsonl", "md", "tree", "branches", "sharegpt")]
-    return [Choice(one.text) for one in await paths(session, rest)]
+        return [ArgumentChoice(one) for one in ("jsonl", "md", "tree", "branches", "sharegpt")]
+    return [ArgumentChoice(one.text) for one in await complete_paths(session, rest)]
 
 
 @commands.command(
@@ -90,7 +90,7 @@ async def export(session: Session, arguments: str) -> None:
     "take in the conversations of a file, ours or another program's, and open the first",
     "FILE",
     ("load",),
-    paths,
+    complete_paths,
 )
 async def import_(session: Session, arguments: str) -> None:
     path = _path(arguments.strip())
@@ -105,17 +105,17 @@ async def import_(session: Session, arguments: str) -> None:
     await session.open(taken[0].id)
 
 
-@commands.command("image", "attach a picture to the next message", "FILE", (), paths)
+@commands.command("image", "attach a picture to the next message", "FILE", (), complete_paths)
 async def image(session: Session, arguments: str) -> None:
     await _attach(session, _path(arguments.strip()), "image")
 
 
-@commands.command("audio", "attach sound to the next message", "FILE", (), paths)
+@commands.command("audio", "attach sound to the next message", "FILE", (), complete_paths)
 async def audio(session: Session, arguments: str) -> None:
     await _attach(session, _path(arguments.strip()), "audio")
 
 
-@commands.command("file", "attach a file to the next message; text goes in as text", "FILE | clear", (), paths)
+@commands.command("file", "attach a file to the next message; text goes in as text", "FILE | clear", (), complete_paths)
 async def file(session: Session, arguments: str) -> None:
     if arguments.strip() == "clear":
         session.attached.clear()
@@ -158,7 +158,7 @@ def _as_text(path: Path) -> str:
     "the last reply to the clipboard, or its last code block, or its thought",
     "[code | thought]",
     (),
-    words("code", "thought"),
+    fixed_choices("code", "thought"),
 )
 async def copy(session: Session, arguments: str) -> None:
     reply = await session.place.last(Role.ASSISTANT)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from rich.table import Table as Grid
 from rich.text import Text
 
-from palaver.repl.table import Choice, Command, Theme, UnknownCommand
+from palaver.repl.command_table import ArgumentChoice, Command, CommandGroup, UnknownCommand
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-commands = Theme("Help")
+commands = CommandGroup("Help")
 
 KEYS = """\
 Enter sends; Alt+Enter, or a backslash before Enter, makes a new line; what is pasted stays one message.
@@ -22,8 +22,8 @@ Ctrl+T shows or hides thoughts, Up edits the last message, Ctrl+R searches what 
 A line //like this sends /like this."""
 
 
-async def _names(session: Session, arguments: str) -> Iterable[Choice]:
-    return [Choice(command.name, command.meaning) for command in session.table]
+async def _names(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
+    return [ArgumentChoice(command.name, command.meaning) for command in session.table]
 
 
 @commands.command("help", "the commands and keys, or one command", "[COMMAND]", ("?", "h"), _names)

@@ -13,19 +13,19 @@ from rich.text import Text
 from palaver.chat.interface import ModelState, ReplyToken
 from palaver.errors import BadParameter, RequestError
 from palaver.messages import Role
-from palaver.repl import banner, context
-from palaver.repl.safe import one_line
-from palaver.repl.table import Choice, Theme
+from palaver.repl.command_table import ArgumentChoice, CommandGroup
+from palaver.repl.sanitize import one_line
+from palaver.repl.status import banner, context_line, model_status, thinking_summary
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-commands = Theme("The model")
+commands = CommandGroup("The model")
 _SHOWN = 40
 
 
-async def _models(session: Session, arguments: str) -> Iterable[Choice]:
-    return [Choice(name, whole=True) for name in await session.chat.models()]
+async def _models(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
+    return [ArgumentChoice(name, whole=True) for name in await session.chat.models()]
 
 
 @commands.command("model", "which model is talked to; with a name, load another", "[NAME]", (), _models)
@@ -33,10 +33,10 @@ async def model(session: Session, arguments: str) -> None:
     if arguments.strip():
         await session.chat.load(arguments.strip())
         card = await session.waited(session.chat.ready(), f"loading {arguments.strip()}")
-        session.screen.show(*banner.banner(card))
+        session.screen.show(*banner(card))
         return
     card = await session.chat.model()
-    session.screen.show(*banner.banner(card))
+    session.screen.show(*banner(card))
     at_hand = ", ".join(await session.chat.models())
     session.screen.note(f"At hand: {at_hand}." if at_hand else "/model NAME loads another.")
 
@@ -49,7 +49,7 @@ async def gauge(session: Session, arguments: str) -> None:
         return
     at = (await session.place.cursor()).message_id
     wanted = session.chat.gauge(session.place.id, at)
-    session.screen.show(context.gauge(await session.waited(wanted, "counting")))
+    session.screen.show(context_line(await session.waited(wanted, "counting")))
 
 
 @commands.command("status", "the model, the conversation, what is set, what is attached")
@@ -60,13 +60,13 @@ async def status(session: Session, arguments: str) -> None:
     path = await session.place.path()
     cursor = await session.place.cursor()
     rows = {
-        "model": banner.standing(card),
+        "model": model_status(card),
         "context": f"{card.context_length:,} tokens" if card.context_length else "",
         "device": f"{card.device} {card.dtype}".strip(),
         "reuse": card.reuse,
         "bits of a reply": card.exactness,
         "steps": card.steps,
-        "thinking": banner.thinking(card) if card.state is ModelState.READY else "",
+        "thinking": thinking_summary(card) if card.state is ModelState.READY else "",
         "conversation": f"{one_line(conversation.title) or '(no title)'} ({conversation.id})"
         if conversation
         else "new",

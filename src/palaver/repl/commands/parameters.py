@@ -12,39 +12,43 @@ from rich.text import Text
 from palaver.chat.interface import ModelCard
 from palaver.chat.parameters import NAMES
 from palaver.errors import BadParameter, RequestError
-from palaver.repl import presets
-from palaver.repl.safe import one_line, safe
-from palaver.repl.table import Choice, Theme
+from palaver.repl.command_table import ArgumentChoice, CommandGroup
+from palaver.repl.sanitize import one_line, sanitize
+from palaver.repl.settings import find_preset
 from palaver.sampling import NUMBERS, STRINGS, Parameter, checked_strings
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-commands = Theme("Parameters")
+commands = CommandGroup("Parameters")
 
 ALIASES = {"temperature": ("temp",), "max_tokens": ("max_new_tokens", "max"), "repetition_penalty": ("rep",)}
 OVERFLOW = "what happens when the context is full: refuse, or shorten (the oldest turns are left out)"
 _DEFAULT = ("default", "reset")
 
 
-async def _names(session: Session, arguments: str) -> Iterable[Choice]:
+async def _names(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
     name, space, _ = arguments.partition(" ")
     if space:
         return await _values(name)(session, arguments)
-    numbers = [Choice(one.name, one.meaning) for one in NUMBERS.values()]
-    return [*numbers, *(Choice(one, meaning) for one, meaning in STRINGS.items()), Choice("overflow", OVERFLOW)]
+    numbers = [ArgumentChoice(one.name, one.meaning) for one in NUMBERS.values()]
+    return [
+        *numbers,
+        *(ArgumentChoice(one, meaning) for one, meaning in STRINGS.items()),
+        ArgumentChoice("overflow", OVERFLOW),
+    ]
 
 
-def _values(name: str) -> Callable[[Session, str], Awaitable[Iterable[Choice]]]:
-    async def values(session: Session, arguments: str) -> Iterable[Choice]:
+def _values(name: str) -> Callable[[Session, str], Awaitable[Iterable[ArgumentChoice]]]:
+    async def values(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
         if name == "overflow":
-            return [Choice("refuse"), Choice("shorten")]
+            return [ArgumentChoice("refuse"), ArgumentChoice("shorten")]
         parameter = NUMBERS.get(_full(name))
         if parameter is None:
             return []
         default = getattr((await session.chat.model()).defaults, parameter.name)
-        none = [Choice("none", "no limit")] if parameter.nullable else []
-        return [Choice("default", f"the model's: {written(default)}"), *none]
+        none = [ArgumentChoice("none", "no limit")] if parameter.nullable else []
+        return [ArgumentChoice("default", f"the model's: {written(default)}"), *none]
 
     return values
 
@@ -116,7 +120,7 @@ async def _set_strings(session: Session, name: str, value: str) -> None:
         await session.place.set(**{name: list(checked_strings(name, (*given, _unquoted(name, value))))})
     now = (await session.place.begins_with()).parameters.get(name, ())
     shown = ", ".join(json.dumps(one, ensure_ascii=False) for one in now) or "none"
-    session.screen.note(f"{name}: {safe(shown)} · {STRINGS[name]}")
+    session.screen.note(f"{name}: {sanitize(shown)} · {STRINGS[name]}")
 
 
 @commands.command("stop", "show the stop strings, add one, or clear them", '["TEXT" | clear]')
@@ -130,15 +134,15 @@ async def system(session: Session, arguments: str) -> None:
         await session.place.set_system("" if arguments.strip() == "clear" else arguments)
     now = (await session.place.begins_with()).system
     session.screen.show(
-        Text(f"The system prompt is: {safe(now)}" if now else "There is no system prompt.", style="note")
+        Text(f"The system prompt is: {sanitize(now)}" if now else "There is no system prompt.", style="note")
     )
 
 
-async def _presets(session: Session, arguments: str) -> Iterable[Choice]:
+async def _presets(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
     if " " not in arguments:
-        return [Choice("save"), Choice("load"), Choice("delete")]
+        return [ArgumentChoice("save"), ArgumentChoice("load"), ArgumentChoice("delete")]
     verb = arguments.split()[0]
-    return [Choice(f"{verb} {one_line(one.name)}", whole=True) for one in await session.chat.presets()]
+    return [ArgumentChoice(f"{verb} {one_line(one.name)}", whole=True) for one in await session.chat.presets()]
 
 
 @commands.command(
@@ -156,13 +160,13 @@ async def preset(session: Session, arguments: str) -> None:
             what = "The system prompt and the parameters" if now.system else "The parameters"
             session.screen.note(f"{what} are kept as {name!r}.")
         case ["load", name]:
-            found = await presets.preset(session.chat, name)
+            found = await find_preset(session.chat, name)
             await session.place.replace(found.parameters)
             if found.system:
                 await session.place.set_system(found.system)
             await params(session, "")
         case ["delete", name]:
-            await session.chat.delete_preset((await presets.preset(session.chat, name)).name)
+            await session.chat.delete_preset((await find_preset(session.chat, name)).name)
             session.screen.note(f"The preset {name!r} is gone.")
         case []:
             names = ", ".join(one_line(one.name) for one in await session.chat.presets())

@@ -11,20 +11,24 @@ from rich.text import Text
 
 from palaver.errors import RequestError
 from palaver.messages import Role, ToolCall, ToolResult, tool
-from palaver.repl.calls import unanswered, written
-from palaver.repl.completion import paths
-from palaver.repl.safe import one_line
-from palaver.repl.table import Choice, Theme
+from palaver.repl.command_table import ArgumentChoice, CommandGroup
+from palaver.repl.completion import complete_paths
+from palaver.repl.reply_view import format_call, unanswered_calls
+from palaver.repl.sanitize import one_line
 from palaver.store import StoredMessage
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-commands = Theme("Tools")
+commands = CommandGroup("Tools")
 
 
 @commands.command(
-    "tools", "offer the functions of a JSON file to the model; bare: which are offered", "[FILE | off]", (), paths
+    "tools",
+    "offer the functions of a JSON file to the model; bare: which are offered",
+    "[FILE | off]",
+    (),
+    complete_paths,
 )
 async def tools(session: Session, arguments: str) -> None:
     wanted = arguments.strip()
@@ -54,8 +58,8 @@ def _read(path: Path) -> list[Any]:
     return tools
 
 
-async def _calls(session: Session, arguments: str) -> Iterable[Choice]:
-    return [Choice(call.name, one_line(call.arguments, 40)) for call in await _open_calls(session)]
+async def _calls(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
+    return [ArgumentChoice(call.name, one_line(call.arguments, 40)) for call in await _open_calls(session)]
 
 
 @commands.command(
@@ -67,7 +71,7 @@ async def result(session: Session, arguments: str) -> None:
         raise RequestError("There is no call that waits for a result.")
     call, text = _addressed(calls, arguments)
     if not text.strip():
-        session.screen.show(*(line for one in calls for line in written(one.name, one.arguments)))
+        session.screen.show(*(line for one in calls for line in format_call(one.name, one.arguments)))
         raise RequestError("Write the result: /result TEXT.")
     message = tool(call.id, text, call.name)
     if len(calls) == 1:
@@ -94,7 +98,7 @@ async def _open_calls(session: Session) -> list[ToolCall]:
     if last is None:
         return []
     answered = [part.call_id for one in path[last + 1 :] for part in one.parts if isinstance(part, ToolResult)]
-    return unanswered(_calls_of(path[last]), answered)
+    return unanswered_calls(_calls_of(path[last]), answered)
 
 
 def _calls_of(reply: StoredMessage) -> list[ToolCall]:

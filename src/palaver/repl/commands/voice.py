@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from palaver.errors import RequestError
 from palaver.messages import Role
-from palaver.repl.completion import words
-from palaver.repl.table import Theme
+from palaver.repl.command_table import CommandGroup
+from palaver.repl.completion import fixed_choices
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
     from palaver.voice.base import VoiceSettings
 
-commands = Theme("Voice")
+commands = CommandGroup("Voice")
 
 
 @commands.command(
@@ -23,7 +23,7 @@ commands = Theme("Voice")
     "speak replies, or stop speaking; save the last one as a sound file; bare: what is set",
     "[on [NAME] | off | save [FILE]]",
     (),
-    words("on", "off", "save"),
+    fixed_choices("on", "off", "save"),
 )
 async def voice(session: Session, arguments: str) -> None:
     from palaver.voice.base import VoiceSettings
@@ -52,14 +52,14 @@ async def _on(session: Session, wanted: VoiceSettings) -> None:
 
 
 async def _save(session: Session, name: str) -> None:
-    from palaver.repl.voice import write
+    from palaver.repl.voice import write_sound
 
     reply = await session.place.last(Role.ASSISTANT)
     if reply is None or not reply.text.strip():
         raise RequestError("There is no reply to speak yet.")
     path = Path(name or f"{reply.id}.wav").expanduser()
     samples = await session.waited(session.voice.whole(reply.text), "speaking")
-    await asyncio.to_thread(write, path, samples)
+    await asyncio.to_thread(write_sound, path, samples)
     session.screen.note(f"Spoken into {path}")
 
 

@@ -14,10 +14,10 @@ from rich.text import Text
 
 from palaver.chat.interface import ModelState
 from palaver.errors import PalaverError
-from palaver.repl import banner, history
-from palaver.repl.commands.thoughts import toggle
+from palaver.repl.commands.thinking import toggle
 from palaver.repl.completion import CommandCompleter
-from palaver.repl.prompt import Prompt
+from palaver.repl.prompt import PromptLine, open_history
+from palaver.repl.status import banner, loading_line
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
@@ -26,7 +26,7 @@ _LOOKS = 0.25
 """Seconds between looks at how far a model is."""
 
 
-async def at_prompt(session: Session) -> None:
+async def run_interactive(session: Session) -> None:
     tasks: set[asyncio.Task[None]] = set()
 
     def toggled() -> None:
@@ -34,10 +34,10 @@ async def at_prompt(session: Session) -> None:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    prompt = Prompt(
+    prompt = PromptLine(
         create_input(sys.stdin),
         create_output(sys.stdout if sys.stdout.isatty() else sys.stderr),
-        history.opened(session.settings.folder / "history"),
+        open_history(session.settings.folder / "history"),
         CommandCompleter(session.table, session),
         lambda: session.stopped_at,
         toggled,
@@ -53,17 +53,17 @@ async def at_prompt(session: Session) -> None:
             await watching
 
 
-async def _watched(session: Session, prompt: Prompt) -> None:
+async def _watched(session: Session, prompt: PromptLine) -> None:
     """Tells how far the model is, and what it is when it is there."""
     card = await session.chat.model()
     while card.state is ModelState.LOADING:
-        prompt.tell(banner.loading(card))
+        prompt.tell(loading_line(card))
         await asyncio.sleep(_LOOKS)
         with suppress(PalaverError):
             card = await session.chat.model()
     prompt.tell("")
     async with in_terminal():
-        session.screen.show(*banner.banner(card), Text())
+        session.screen.show(*banner(card), Text())
 
 
 async def _toggled(session: Session) -> None:

@@ -17,7 +17,7 @@ Run = Callable[["Session", str], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ArgumentChoice:
     """Something an argument may be, and what it means."""
 
     text: str
@@ -26,7 +26,7 @@ class Choice:
     """Whether it takes the place of all arguments, not of the last word alone."""
 
 
-Choices = Callable[["Session", str], Awaitable[Iterable[Choice]]]
+Choices = Callable[["Session", str], Awaitable[Iterable[ArgumentChoice]]]
 """Takes what was written of the arguments so far; gives what may stand in place of the last word."""
 
 
@@ -48,7 +48,7 @@ class UnknownCommand(RequestError):
         super().__init__(f"There is no command /{name}.{nearest} To send it as text, write //{name}.")
 
 
-class Theme:
+class CommandGroup:
     """The commands of one module."""
 
     def __init__(self, name: str) -> None:
@@ -70,8 +70,8 @@ class Theme:
         return put
 
 
-class Table:
-    def __init__(self, themes: Iterable[Theme]) -> None:
+class CommandTable:
+    def __init__(self, themes: Iterable[CommandGroup]) -> None:
         self.themes = tuple(themes)
         self._by_name = {name: one for one in self for name in (one.name, *one.aliases)}
 
@@ -92,31 +92,31 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class MessageLine:
     """A line that is a message."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Commanded:
+class CommandLine:
     command: Command
     arguments: str
 
 
-def read(line: str, table: Table) -> Said | Commanded:
+def parse_line(line: str, table: CommandTable) -> MessageLine | CommandLine:
     """What a line is. `//text` is a message that begins with a slash, and so is a path that is near no command."""
     if not line.startswith("/"):
-        return Said(line)
+        return MessageLine(line)
     if line.startswith("//"):
-        return Said(line[1:])
+        return MessageLine(line[1:])
     name, arguments = _parted(line[1:])
     command = table.get(name.lower())
     if command is not None:
-        return Commanded(command, arguments)
+        return CommandLine(command, arguments)
     near = table.near(name)
     if not near and ("/" in name or not name):
-        return Said(line)
+        return MessageLine(line)
     raise UnknownCommand(name, near)
 
 

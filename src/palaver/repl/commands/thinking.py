@@ -9,26 +9,26 @@ from palaver.chat.interface import ModelCard
 from palaver.errors import BadParameter, RequestError
 from palaver.formats.switches import SwitchKind, list_values, switch_of_kind, thinking_switch
 from palaver.messages import Role, Thinking
-from palaver.repl import banner
-from palaver.repl.completion import words
-from palaver.repl.settings import Thoughts
-from palaver.repl.table import Choice, Theme
-from palaver.repl.thinking import shown
+from palaver.repl.command_table import ArgumentChoice, CommandGroup
+from palaver.repl.completion import fixed_choices
+from palaver.repl.reply_view import render_thinking
+from palaver.repl.settings import ThinkingDisplay
+from palaver.repl.status import thinking_summary
 from palaver.sampling import NUMBERS
 from palaver.store import StoredMessage
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-commands = Theme("Thinking")
+commands = CommandGroup("Thinking")
 
 
-async def _choices(session: Session, arguments: str) -> Iterable[Choice]:
+async def _choices(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
     card = await session.chat.model()
     if arguments.startswith("effort "):
         effort = switch_of_kind(card.switches, SwitchKind.EFFORT)
-        return [Choice(str(value)) for value in effort.values] if effort else []
-    return [Choice(one) for one in ("on", "off", "default", "budget", "effort")] if " " not in arguments else []
+        return [ArgumentChoice(str(value)) for value in effort.values] if effort else []
+    return [ArgumentChoice(one) for one in ("on", "off", "default", "budget", "effort")] if " " not in arguments else []
 
 
 @commands.command(
@@ -68,7 +68,7 @@ async def _tell(session: Session, card: ModelCard) -> None:
     effort = f" · effort {parameters['effort']}" if parameters.get("effort") is not None else ""
     budget = parameters.get("thinking_budget")
     most = f" · at most {budget:,} tokens" if budget is not None else ""
-    session.screen.note(f"Thinking: {thinking}{effort}{most}. The model {banner.thinking(card)}.")
+    session.screen.note(f"Thinking: {thinking}{effort}{most}. The model {thinking_summary(card)}.")
 
 
 def _check_switch(card: ModelCard, wanted: str) -> None:
@@ -99,18 +99,18 @@ async def expand(session: Session, arguments: str) -> None:
         thoughtful = [one for one in [path[int(arguments) - 1]] if one.thinking.strip()]
     if not thoughtful:
         raise RequestError("There is no thought to show.")
-    session.screen.show(*shown(_thoughts(thoughtful[-1])))
+    session.screen.show(*render_thinking(_thoughts(thoughtful[-1])))
 
 
 @commands.command(
-    "collapse", "show thoughts in a few lines while they come, or in full", "[on | off]", (), words("on", "off")
+    "collapse", "show thoughts in a few lines while they come, or in full", "[on | off]", (), fixed_choices("on", "off")
 )
 async def collapse(session: Session, arguments: str) -> None:
     match arguments.strip():
         case "" | "on":
-            session.thoughts = Thoughts.COLLAPSED
+            session.thoughts = ThinkingDisplay.COLLAPSED
         case "off":
-            session.thoughts = Thoughts.EXPANDED
+            session.thoughts = ThinkingDisplay.EXPANDED
         case other:
             raise BadParameter("collapse", other, "must be on or off")
     session.screen.note(f"Thoughts are shown {_HOW[session.thoughts]}.")
@@ -118,17 +118,21 @@ async def collapse(session: Session, arguments: str) -> None:
 
 async def toggle(session: Session) -> None:
     """Ctrl+T at the prompt: the last thought is shown, and those to come; or no longer."""
-    if session.thoughts is Thoughts.EXPANDED:
-        session.thoughts = Thoughts.COLLAPSED
+    if session.thoughts is ThinkingDisplay.EXPANDED:
+        session.thoughts = ThinkingDisplay.COLLAPSED
         session.screen.note(f"Thoughts are shown {_HOW[session.thoughts]}.")
         return
-    session.thoughts = Thoughts.EXPANDED
+    session.thoughts = ThinkingDisplay.EXPANDED
     reply = await session.place.last(Role.ASSISTANT)
-    session.screen.show(*(shown(_thoughts(reply)) if reply else ()))
+    session.screen.show(*(render_thinking(_thoughts(reply)) if reply else ()))
     session.screen.note(f"Thoughts are shown {_HOW[session.thoughts]}.")
 
 
-_HOW = {Thoughts.COLLAPSED: "collapsed", Thoughts.EXPANDED: "in full", Thoughts.HIDDEN: "not at all"}
+_HOW = {
+    ThinkingDisplay.COLLAPSED: "collapsed",
+    ThinkingDisplay.EXPANDED: "in full",
+    ThinkingDisplay.HIDDEN: "not at all",
+}
 
 
 def _thoughts(stored: StoredMessage) -> list[str]:

@@ -1,8 +1,7 @@
 """Where the terminal stands: a conversation and a message in it, or a conversation that is yet to be made.
 
 Nothing is kept here that the chat knows: the branch, the system prompt and the parameters are asked for each time,
-because somebody else may have changed them.
-"""
+because somebody else may have changed them."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ from palaver.store import Conversation, Cursor, NotFound, ReplyStatus, StoredMes
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class ConversationDraft:
     """What a conversation begins with. It is made with its first message, so that empty ones are not left about."""
 
     system: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Place:
-    def __init__(self, chat: Chat, client: str, draft: Draft) -> None:
+class ConversationCursor:
+    def __init__(self, chat: Chat, client: str, draft: ConversationDraft) -> None:
         self._chat = chat
         self._client = client
         self._draft = draft
@@ -59,9 +58,9 @@ class Place:
         self._draft = await self.begins_with()
         self.id = None
 
-    async def begins_with(self) -> Draft:
+    async def begins_with(self) -> ConversationDraft:
         found = await self.conversation()
-        return self._draft if found is None else Draft(found.system, found.parameters)
+        return self._draft if found is None else ConversationDraft(found.system, found.parameters)
 
     # the branch
 
@@ -100,7 +99,7 @@ class Place:
         draft = await self.begins_with()
         whole = check_parameters(merge_parameters(draft.parameters, parameters))
         if self.id is None:
-            self._draft = Draft(draft.system, whole)
+            self._draft = ConversationDraft(draft.system, whole)
         else:
             await self._chat.change(self.id, parameters=whole)
 
@@ -111,23 +110,23 @@ class Place:
 
     async def set_system(self, system: str) -> None:
         if self.id is None:
-            self._draft = Draft(system, self._draft.parameters)
+            self._draft = ConversationDraft(system, self._draft.parameters)
         else:
             await self._chat.change(self.id, system=system)
 
 
-async def found(chat: Chat, wanted: str) -> Conversation:
+async def find_conversation(chat: Chat, wanted: str) -> Conversation:
     """The conversation with that id, or the only one whose id begins so."""
     try:
         return await chat.conversation(wanted)
     except NotFound:
-        near = [one for one in await listed(chat) if one.id.startswith(wanted)]
+        near = [one for one in await list_conversations(chat) if one.id.startswith(wanted)]
         if len(near) != 1 or not wanted:
             raise
         return near[0]
 
 
-async def listed(chat: Chat, most: int = 1000) -> list[Conversation]:
+async def list_conversations(chat: Chat, most: int = 1000) -> list[Conversation]:
     """The newest conversations first."""
     page = 200
     whole: list[Conversation] = []

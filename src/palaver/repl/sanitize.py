@@ -7,14 +7,14 @@ import re
 _CONTROLS = re.compile("\r(?=\n)|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def safe(text: str) -> str:
+def sanitize(text: str) -> str:
     """Without control characters other than tabs and newlines; where one was, there is a mark for it."""
     return _CONTROLS.sub(lambda found: _shown(found[0]), text)
 
 
 def one_line(text: str, longest: int = 0) -> str:
     """All of it on one line, cut to that many characters."""
-    line = " ".join(safe(text).split())
+    line = " ".join(sanitize(text).split())
     return line if not longest or len(line) <= longest else line[: longest - 1] + "…"
 
 

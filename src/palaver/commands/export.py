@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from palaver.commands.errors import USAGE
-from palaver.commands.places import DatabaseOption, DataOption, UserOption, opened, owner
+from palaver.commands.options import USAGE, DatabaseOption, DataOption, UserOption, find_owner, opened_store
 from palaver.errors import BadParameter, RequestError
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 _STDIN = Path("-")
 
 
-class As(StrEnum):
+class ExportFormat(StrEnum):
     """What `palaver.transcripts` writes, said here again because help must not wait for the store."""
 
     JSONL = "jsonl"
@@ -38,12 +37,12 @@ def export(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every conversation that is not deleted.")] = False,
     format: Annotated[
-        As,
+        ExportFormat,
         typer.Option(
             "--as",
             help="jsonl: a line for training; branches: one for each branch; tree: all there is, to be imported again.",
         ),
-    ] = As.JSONL,
+    ] = ExportFormat.JSONL,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Instead of stdout; several in Markdown: a folder."),
@@ -53,11 +52,11 @@ def export(
     database: DatabaseOption = None,
 ) -> None:
     """Write conversations for training, for reading or for another program."""
-    with opened(data, database) as store:
+    with opened_store(data, database) as store:
         if everything == bool(ids):
             raise BadParameter("CONVERSATION", " ".join(ids or ()), "name conversations, or say --all")
-        chosen = store.conversations.ids(owner(store, user)) if everything else _named(store, ids or [])
-        if format is As.MARKDOWN and (everything or len(chosen) > 1):
+        chosen = store.conversations.ids(find_owner(store, user)) if everything else _named(store, ids or [])
+        if format is ExportFormat.MARKDOWN and (everything or len(chosen) > 1):
             _write_pages(store, chosen, output)
         else:
             _write(store, chosen, format, output)
@@ -76,8 +75,8 @@ def import_(
     database: DatabaseOption = None,
 ) -> None:
     """Read conversations from files; the same one twice is kept once."""
-    with opened(data, database) as store:
-        whose = owner(store, user)
+    with opened_store(data, database) as store:
+        whose = find_owner(store, user)
         failed = [file for file in files if not _import_one(store, whose, file)]
     if failed:
         raise typer.Exit(USAGE)
@@ -87,7 +86,7 @@ def _named(store: Store, ids: Sequence[str]) -> tuple[str, ...]:
     return tuple(store.conversations.resolve(id).id for id in ids)
 
 
-def _write(store: Store, chosen: Sequence[str], format: As, output: Path | None) -> None:
+def _write(store: Store, chosen: Sequence[str], format: ExportFormat, output: Path | None) -> None:
     """To stdout as it comes; to a file that is there whole or not at all."""
     from palaver.store.blobs import whole_file
 
@@ -101,7 +100,7 @@ def _write(store: Store, chosen: Sequence[str], format: As, output: Path | None)
     print(f"{output}: {count} of {len(chosen)} conversations written", file=sys.stderr)
 
 
-def _texts(store: Store, chosen: Sequence[str], format: As) -> Iterator[bytes]:
+def _texts(store: Store, chosen: Sequence[str], format: ExportFormat) -> Iterator[bytes]:
     """UTF-8 whatever the terminal's encoding is; a lone surrogate, which no file can hold, becomes a question mark."""
     from palaver.transcripts import TranscriptFormat, read_conversation, write_transcript
 
@@ -119,7 +118,7 @@ def _write_pages(store: Store, chosen: Sequence[str], output: Path | None) -> No
         raise BadParameter("--output", str(output or ""), why)
     output.mkdir(parents=True, exist_ok=True)
     for id in chosen:
-        _write(store, [id], As.MARKDOWN, output / f"{_file_name(store.conversations.get(id))}.md")
+        _write(store, [id], ExportFormat.MARKDOWN, output / f"{_file_name(store.conversations.get(id))}.md")
 
 
 def _file_name(one: Conversation) -> str:

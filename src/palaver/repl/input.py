@@ -12,14 +12,14 @@ from palaver.repl.plain import interrupts
 
 
 @dataclass(frozen=True, slots=True)
-class Typed:
+class TypedLine:
     text: str
     edited: str | None = None
     """The id of the message of which this is another wording."""
 
 
 @dataclass(frozen=True, slots=True)
-class Last:
+class LastMessage:
     """The message that the Up key edits."""
 
     id: str
@@ -27,21 +27,21 @@ class Last:
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class KeyActions:
     """What keys do while no prompt is shown."""
 
     interrupted: Callable[[], object]
     toggled: Callable[[], object] = lambda: None
 
 
-class Dropped(Exception):
+class ReplyDropped(Exception):
     """Ctrl+C came again within a second: the reply that was stopped is not wanted."""
 
 
-class Lines(Protocol):
+class LineSource(Protocol):
     is_person: bool
 
-    async def read(self, begun: Typed | None = None, last: Last | None = None) -> Typed:
+    async def read(self, begun: TypedLine | None = None, last: LastMessage | None = None) -> TypedLine:
         """The next message or command. EOFError when there are no more, Dropped for the second of two Ctrl+C."""
         ...
 
@@ -49,12 +49,12 @@ class Lines(Protocol):
         """A short answer, on the side. EOFError where nobody can be asked."""
         ...
 
-    def watching(self, watched: Watched) -> AbstractContextManager[None]:
+    def watching(self, watched: KeyActions) -> AbstractContextManager[None]:
         """Inside, keys are looked at without a prompt."""
         ...
 
 
-class StreamLines:
+class StreamLineSource:
     """A line a message, from a pipe or from a terminal that can do nothing else."""
 
     def __init__(self, stream: TextIO, prompt_to: TextIO | None = None) -> None:
@@ -62,15 +62,15 @@ class StreamLines:
         self._prompt_to = prompt_to
         self.is_person = prompt_to is not None
 
-    async def read(self, begun: Typed | None = None, last: Last | None = None) -> Typed:
-        return Typed(await self._line("> "))
+    async def read(self, begun: TypedLine | None = None, last: LastMessage | None = None) -> TypedLine:
+        return TypedLine(await self._line("> "))
 
     async def ask(self, question: str) -> str:
         if self._prompt_to is None:
             raise EOFError
         return await self._line(f"{question} ")
 
-    def watching(self, watched: Watched) -> AbstractContextManager[None]:
+    def watching(self, watched: KeyActions) -> AbstractContextManager[None]:
         return interrupts(watched.interrupted)
 
     async def _line(self, prompt: str) -> str:

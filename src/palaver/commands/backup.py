@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from palaver.commands.errors import errors_told
-from palaver.commands.places import DatabaseOption, DataOption, opened
+from palaver.commands.options import DatabaseOption, DataOption, opened_store, report_errors
 
 
 def backup(
@@ -17,7 +16,7 @@ def backup(
     database: DatabaseOption = None,
 ) -> None:
     """Write all conversations and their media into one file, also while they are in use."""
-    with opened(data, database) as store:
+    with opened_store(data, database) as store:
         from palaver.store.backup import backup
 
         made = backup(store, file)
@@ -32,7 +31,7 @@ def restore(
     """Fill an empty place from a backup, whichever kind of database it was made from."""
     from palaver.store.backup import restore
 
-    with errors_told():
+    with report_errors():
         made = restore(file, data, database)
         print(f"{_count(made.conversations)} and {made.blobs} media files restored from {file}")
 
