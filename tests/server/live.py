@@ -19,8 +19,8 @@ from palaver.chat.service import Service
 from palaver.engines.torch import EngineOptions, load
 from palaver.models.catalog import resolve
 from palaver.server.app import Server
-from palaver.server.connections import prompt_connections
-from palaver.server.serving import socket_options
+from palaver.server.http_limits import limited_protocol
+from palaver.server.run import socket_options
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
 
@@ -102,7 +102,7 @@ class Live:
                     self.server.asgi,
                     log_config=None,
                     lifespan="off",
-                    http=prompt_connections(self._given.limits),
+                    http=limited_protocol(self._given.limits),
                     **socket_options(self._given),
                 )
                 self._uvicorn = uvicorn.Server(config)

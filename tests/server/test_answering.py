@@ -11,14 +11,13 @@ import pytest
 
 from palaver.errors import QueueFull
 from palaver.events import AnswerDelta, ReadEvent, ThinkingDelta, ToolCallDelta
-from palaver.server.bodies import Left, check_json
 from palaver.server.errors import NotJson
-from palaver.server.floor import Floor
-from palaver.server.openai.answering import begun, while_there
-from palaver.server.openai.seam import Seam
-from palaver.server.rates import Rates
-from palaver.server.settings import Limits
-from palaver.server.streaming import EventStream
+from palaver.server.limits import ConcurrencyLimiter, RateLimiter
+from palaver.server.openai.choices import SeamTrimmer
+from palaver.server.openai.disconnect import first_chunk, run_while_connected
+from palaver.server.request_body import ClientDisconnected, check_json
+from palaver.server.settings import ServerLimits
+from palaver.server.sse import EventStream
 
 
 class Client:
@@ -55,9 +54,9 @@ async def test_whenever_a_client_leaves_the_stream_can_be_closed(turns: int) -> 
 
     leaving = asyncio.create_task(leave())
     try:
-        first = await begun(request, stream)
+        first = await first_chunk(request, stream)
         assert await first == b"0"
-    except Left:
+    except ClientDisconnected:
         pass
     await leaving
     await stream.aclose()
@@ -74,8 +73,8 @@ async def test_work_is_cancelled_with_its_client() -> None:
             ended.append("cancelled")
 
     leaves.set()
-    with pytest.raises(Left):
-        await while_there(Client(leaves), work())  # type: ignore[arg-type]
+    with pytest.raises(ClientDisconnected):
+        await run_while_connected(Client(leaves), work())  # type: ignore[arg-type]
     assert ended in (["cancelled"], [])
 
 
@@ -108,20 +107,20 @@ async def test_a_stream_lets_go_when_its_client_leaves() -> None:
     ],
 )
 def test_what_a_client_holds_is_told_once(held: Any, events: list[ReadEvent], new: list[ReadEvent]) -> None:
-    joined = Seam(held)
+    joined = SeamTrimmer(held)
     assert [told for event in events if (told := joined.take(event)) is not None] == new
 
 
 def test_depth_is_that_of_brackets_outside_of_texts() -> None:
-    check_json(b'{"a": "' + b"[" * 500 + b'\\"' + b"{" * 500 + b'"}', Limits(depth=10))
+    check_json(b'{"a": "' + b"[" * 500 + b'\\"' + b"{" * 500 + b'"}', ServerLimits(depth=10))
     with pytest.raises(NotJson):
-        check_json(b"[" * 11 + b"]" * 11, Limits(depth=10))
-    check_json(b"[" * 10 + b"]" * 10, Limits(depth=10))
-    check_json(b"[" + b"[]," * 1000 + b"[]]", Limits(depth=10))
+        check_json(b"[" * 11 + b"]" * 11, ServerLimits(depth=10))
+    check_json(b"[" * 10 + b"]" * 10, ServerLimits(depth=10))
+    check_json(b"[" + b"[]," * 1000 + b"[]]", ServerLimits(depth=10))
 
 
 async def test_the_floor_is_given_back() -> None:
-    floor = Floor(2)
+    floor = ConcurrencyLimiter(2)
     with floor.taken("ann", lambda: None, 2):
         assert len(floor) == 2
     assert len(floor) == 0
@@ -129,7 +128,7 @@ async def test_the_floor_is_given_back() -> None:
 
 
 def test_one_owner_cannot_lock_out_others() -> None:
-    floor = Floor(16)
+    floor = ConcurrencyLimiter(16)
     with ExitStack() as running:
         for _ in range(14):
             running.enter_context(floor.taken("ann", lambda: None))
@@ -144,6 +143,6 @@ def test_one_owner_cannot_lock_out_others() -> None:
 
 
 def test_no_limit_is_no_limit() -> None:
-    rates = Rates(0)
+    rates = RateLimiter(0)
     for _ in range(1000):
         rates.take("x")

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from palaver.server.settings import Limits, ServerSettings
+from palaver.server.settings import ServerLimits, ServerSettings
 from tests.server.live import Live
 
 SECONDS = 0.3
@@ -20,7 +20,7 @@ HEAD = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n"
 @pytest.fixture(scope="module")
 def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A server that waits for nobody."""
-    limits = Limits(head_seconds=SECONDS, body_bytes=1 << 20)
+    limits = ServerLimits(head_seconds=SECONDS, body_bytes=1 << 20)
     with Live(tmp_path_factory.mktemp("hasty"), ServerSettings(limits=limits), model=None) as live:
         yield live
 
@@ -113,7 +113,7 @@ def test_an_answer_may_take_its_time_and_a_line_be_idle_between_requests(hasty: 
 
 def test_a_body_that_nobody_reads_is_no_head(tmp_path: Path) -> None:
     """It is refused before its body is read; what still comes of that is not taken for another request."""
-    settings = ServerSettings(host="0.0.0.0", limits=Limits(head_seconds=5.0))
+    settings = ServerSettings(host="0.0.0.0", limits=ServerLimits(head_seconds=5.0))
     with Live(tmp_path, settings, model=None) as live:
         line = socket.create_connection(("127.0.0.1", live.port), timeout=120)
         with line:

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from palaver.errors import EngineError
-from palaver.server.anthropic.refusals import OVERLOADED
+from palaver.server.anthropic.errors import OVERLOADED
 from tests.scripted_engine import FailScript, HoldScript, Script
 from tests.server.asking import CHAT, SUM, chunks
 from tests.server.scripted import END, say, scripted

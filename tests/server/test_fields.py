@@ -14,8 +14,8 @@ import pytest
 
 from palaver.commands.options import operator_settings
 from palaver.errors import BadParameter
-from palaver.server.openai.fields import ChatRequest
-from palaver.server.openai.wishes import sampling_parameters
+from palaver.server.openai.sampling_params import sampling_parameters
+from palaver.server.openai.schemas import ChatRequest
 from palaver.server.settings import ServerSettings
 from tests.server.asking import CHAT, LAMP, SUM, WEATHER, ask, refused, stream
 from tests.server.live import Live

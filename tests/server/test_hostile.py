@@ -21,7 +21,7 @@ import sqlalchemy.exc
 
 from palaver.errors import PalaverError
 from palaver.models.catalog import resolve
-from palaver.server.settings import Limits, ServerSettings
+from palaver.server.settings import ServerLimits, ServerSettings
 from palaver.store import ReplyStatus, open_store
 from palaver.store.errors import DiskFull, Locked, translated
 from tests.server.asking import CHAT, LAMP, SUM, WEATHER, ask, get, post, refused, stream
@@ -108,7 +108,7 @@ def test_hostile_07_a_bad_grammar_after_a_good_one(http: httpx.Client) -> None:
 
 
 def test_hostile_08_an_oversized_body_and_a_slow_sender(tmp_path: Path) -> None:
-    limits = Limits(body_bytes=10_000, body_seconds=0.3)
+    limits = ServerLimits(body_bytes=10_000, body_seconds=0.3)
     with Live(tmp_path, ServerSettings(limits=limits), model=None) as live:
         assert post(live.url + CHAT, json={"x": "y" * 20_000}).status_code == 413
 
@@ -259,7 +259,7 @@ def test_hostile_21_more_tokens_than_the_context(http: httpx.Client, live: Live)
 
 
 def test_hostile_22_a_full_queue(tmp_path: Path) -> None:
-    with Live(tmp_path, ServerSettings(limits=Limits(at_once=1))) as live:
+    with Live(tmp_path, ServerSettings(limits=ServerLimits(at_once=1))) as live:
         body = {"messages": SUM, "stream": True, "min_tokens": 3000}
         with httpx.stream("POST", live.url + CHAT, json=body, timeout=60) as held:
             pieces = held.iter_bytes()  # letting go of it would close the connection

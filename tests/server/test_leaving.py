@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from palaver.server.app import Server
-from palaver.server.openai import answering
+from palaver.server.openai import disconnect
 from palaver.server.settings import ServerSettings
 from tests.chat.making import WAVE, staged
 from tests.client.live import listening
@@ -27,7 +27,7 @@ async def test_the_slot_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str, body: dict[str, Any]
 ) -> None:
     """The engine says nothing at all, so that the stream begins before the first word is there."""
-    monkeypatch.setattr(answering, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(disconnect, "FIRST_SECONDS", 0.01)
     hold = asyncio.Event()
     async with staged(tmp_path, [[HoldScript(hold), *WAVE]]) as stage:
         await stage.chat.ready()

@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from palaver.server.callers import REMEMBERED_SECONDS
-from palaver.server.settings import Limits, ServerSettings
+from palaver.server.auth import REMEMBERED_SECONDS
+from palaver.server.settings import ServerLimits, ServerSettings
 from tests.server.asking import CHAT, SUM, get, options, post
 from tests.server.live import ADMIN, TOKEN, Live
 
@@ -87,7 +87,7 @@ def test_a_revoked_key_is_shut_out(keyed: Keyed, monkeypatch: pytest.MonkeyPatch
     key, text = store.keys.add(store.users.ensure("carl").id)
     assert keyed.get("/v1/models", text).status_code == 200
     store.keys.revoke(key.id)
-    monkeypatch.setattr("palaver.server.callers.REMEMBERED_SECONDS", 0.0)
+    monkeypatch.setattr("palaver.server.auth.REMEMBERED_SECONDS", 0.0)
     assert keyed.get("/v1/models", text).status_code == 401
     assert REMEMBERED_SECONDS <= 5
 
@@ -178,7 +178,7 @@ def test_keys_are_kept_as_digests_alone(keyed: Keyed) -> None:
 
 
 def test_requests_of_a_key_are_limited(tmp_path: Path) -> None:
-    settings = ServerSettings(limits=Limits(requests_per_minute=3))
+    settings = ServerSettings(limits=ServerLimits(requests_per_minute=3))
     with Live(tmp_path, settings, None) as live:
         statuses = [get(f"{live.url}/v1/models").status_code for _ in range(5)]
         assert statuses == [200, 200, 200, 429, 429]
@@ -208,7 +208,7 @@ def test_pages_that_the_operator_named_may_call(tmp_path: Path) -> None:
 
 
 def test_messages_and_tools_are_limited(tmp_path: Path) -> None:
-    with Live(tmp_path, ServerSettings(limits=Limits(messages=2, tools=1))) as live:
+    with Live(tmp_path, ServerSettings(limits=ServerLimits(messages=2, tools=1))) as live:
         function = {"type": "function", "function": {"name": "f"}}
         other = {"type": "function", "function": {"name": "g"}}
         for body in ({"messages": SUM * 3}, {"messages": SUM, "tools": [function, other]}):

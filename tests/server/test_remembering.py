@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 
 from palaver.messages import assistant, user
-from palaver.server.openai.remembering import Remembered
+from palaver.server.openai.reply_index import ReplyIndex
 from tests.server.asking import ask
 
 BEFORE = (user("Hello"),)
@@ -13,7 +13,7 @@ REPLY = assistant("Good day", thinking="Greet back.")
 
 
 def test_a_reply_is_found_by_what_led_to_it_and_its_words() -> None:
-    remembered = Remembered()
+    remembered = ReplyIndex()
     remembered.keep("me", BEFORE, REPLY, (1, 2, 3))
     without = assistant("Good day")
     assert remembered.past("me", (*BEFORE, without, user("And?")), [None]) == ((1, 2, 3),)
@@ -24,7 +24,7 @@ def test_a_reply_is_found_by_what_led_to_it_and_its_words() -> None:
 
 
 def test_what_was_not_asked_for_longest_is_forgotten() -> None:
-    remembered = Remembered(most=5)
+    remembered = ReplyIndex(most=5)
     for number in range(4):
         remembered.keep("me", (user(str(number)),), REPLY, (number, number))
     found = [remembered.past("me", (user(str(number)), REPLY), [None])[0] for number in range(4)]

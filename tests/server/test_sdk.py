@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from palaver.server.settings import Limits, ServerSettings
+from palaver.server.settings import ServerLimits, ServerSettings
 from tests.server.asking import WEATHER
 from tests.server.live import Live
 
@@ -79,7 +79,7 @@ def test_errors_are_their_typed_exceptions(client: openai.OpenAI) -> None:
 
 
 def test_errors_of_keys_and_limits(tmp_path: Path) -> None:
-    settings = ServerSettings(host="0.0.0.0", limits=Limits(requests_per_minute=2))
+    settings = ServerSettings(host="0.0.0.0", limits=ServerLimits(requests_per_minute=2))
     with Live(tmp_path, settings, None) as live:
         store = live.service.store
         url = f"{live.url}/v1"

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from palaver.server.streaming import MAX_WAITING, joined
+from palaver.server.sse import MAX_WAITING, joined
 
 
 async def test_what_is_ready_at_once_is_one_write() -> None:

@@ -19,8 +19,8 @@ from palaver.engines.core.reply_state import ReplyState
 from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
 from palaver.generation import Output, Prompt, Step
-from palaver.server import serving
 from palaver.server.app import Server
+from palaver.server.run import UvicornServer, run_server
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
 from tests.chat.making import TOKENIZER, reply
@@ -78,7 +78,7 @@ async def serve(asked: argparse.Namespace) -> None:
             models.load(name)
             server = Server(service, settings)
             listening = socket.create_server(("127.0.0.1", asked.port))
-            await serving.serve(serving.Serving(server, grace=0), listening, server)
+            await run_server(UvicornServer(server, grace=0), listening, server)
 
 
 def main() -> None:

@@ -9,10 +9,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from palaver.server.failing import answer_errors
+from palaver.server.auth import cookie_key
+from palaver.server.error_responses import install_error_handlers
 from palaver.server.page import routes
-from palaver.server.page.cookies import cookie_key
-from palaver.server.page.session import is_open
+from palaver.server.page.session import is_public
 from palaver.server.settings import ServerSettings
 from tests.web.conftest import ROOT
 
@@ -32,7 +32,7 @@ def dist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def client(dist: Path) -> TestClient:
     app = FastAPI()
     app.state.palaver = _State()
-    answer_errors(app)
+    install_error_handlers(app)
     app.include_router(routes.router())
     return TestClient(app)
 
@@ -63,8 +63,8 @@ def test_files_come_packed_and_with_their_kinds(client: TestClient, dist: Path) 
 
 
 def test_what_is_open_to_those_without_a_key() -> None:
-    assert all(map(is_open, ("/", "/sw.js", "/assets/index.js", "/icon-192.png", "/api/session")))
-    assert not any(map(is_open, ("/api/model", "/api/conversations", "/v1/models", "/assets", "/metrics")))
+    assert all(map(is_public, ("/", "/sw.js", "/assets/index.js", "/icon-192.png", "/api/session")))
+    assert not any(map(is_public, ("/api/model", "/api/conversations", "/v1/models", "/assets", "/metrics")))
 
 
 def test_a_cookie_counts_on_its_own_port_alone() -> None:

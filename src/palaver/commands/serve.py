@@ -31,7 +31,7 @@ from palaver.errors import BadParameter, PalaverError
 
 if TYPE_CHECKING:
     from palaver.chat.model_loader import LoadOptions, ModelSlot
-    from palaver.server.serving import Certificate
+    from palaver.server.run import TLSCertificate
     from palaver.server.settings import ServerSettings
     from palaver.store import Store
 
@@ -102,8 +102,8 @@ def serve(
     import asyncio
 
     from palaver.chat.model_loader import LoadOptions
-    from palaver.server.serving import log_to_stderr
-    from palaver.server.settings import Limits, ServerSettings
+    from palaver.server.run import log_to_stderr
+    from palaver.server.settings import ServerLimits, ServerSettings
     from palaver.store import open_store
 
     with report_errors():
@@ -114,7 +114,7 @@ def serve(
             prefix=_checked_prefix(prefix),
             hosts=tuple(allow_host or ()),
             origins=tuple(allow_origin or ()),
-            limits=Limits(body_bytes=max_body << 20, requests_per_minute=rate, socket_grace_seconds=socket_grace),
+            limits=ServerLimits(body_bytes=max_body << 20, requests_per_minute=rate, socket_grace_seconds=socket_grace),
             defaults={**wished, **operator_settings(defaults)},
             forced=operator_settings(forced),
             any_variables=any_variables,
@@ -141,7 +141,7 @@ async def _run(
     name: str | None,
     loading: LoadOptions,
     settings: ServerSettings,
-    certificate: Certificate | None,
+    certificate: TLSCertificate | None,
     grace: float,
     resume: bool,
 ) -> None:
@@ -155,12 +155,12 @@ async def _run(
     from palaver.client.discovery import announce_server, local_token
     from palaver.models.catalog import DEFAULT, embedded
     from palaver.server.app import Server
-    from palaver.server.serving import Serving, address, listen
-    from palaver.server.serving import serve as serve_until_told
+    from palaver.server.run import UvicornServer, listen, server_url
+    from palaver.server.run import run_server as serve_until_told
 
     models = ModelSlot(hosted_loader(loading), embedded())
     listening = listen(settings)
-    url = address(settings, listening, certificate is not None)
+    url = server_url(settings, listening, certificate is not None)
     secret, login = local_token(store.folder), secrets.token_urlsafe(16)
     shows = leaf_certificate(certificate.chain) if certificate is not None else ""
     with listening, announce_server(store.folder, url, secret, _shown(database), shows) as told:
@@ -172,7 +172,7 @@ async def _run(
             if sys.stderr.isatty():  # a log is no place for it
                 print(f"palaver: the page with the right to change the model: {url}/?login={login}", file=sys.stderr)
             showing = asyncio.create_task(_show_notices(models))
-            await serve_until_told(Serving(server, grace, certificate), listening, server)
+            await serve_until_told(UvicornServer(server, grace, certificate), listening, server)
             showing.cancel()
 
 
@@ -205,15 +205,15 @@ def _keys_where_needed(store: Store, settings: ServerSettings, make_key: bool) -
     print(f"palaver: a new administrator's key, shown only now:\n{text}", file=sys.stderr)
 
 
-def _certificate(chain: Path | None, key: Path | None) -> Certificate | None:
-    from palaver.server.serving import Certificate
+def _certificate(chain: Path | None, key: Path | None) -> TLSCertificate | None:
+    from palaver.server.run import TLSCertificate
 
     for option, path in (("--tls-cert", chain), ("--tls-key", key)):
         if path is not None and not path.is_file():
             raise BadParameter(option, str(path), "there is no such file")
     if chain is None and key is not None:
         raise BadParameter("--tls-key", str(key), "needs --tls-cert")
-    return Certificate(chain, key) if chain is not None else None
+    return TLSCertificate(chain, key) if chain is not None else None
 
 
 def _checked_prefix(prefix: str) -> str:

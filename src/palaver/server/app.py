@@ -8,28 +8,28 @@ from fastapi import FastAPI
 
 from palaver import __version__
 from palaver.chat.service import Service
-from palaver.server import operation
-from palaver.server.access import AccessLog
-from palaver.server.anthropic import messages as anthropic
+from palaver.server import admin
+from palaver.server.access_log import AccessLog
+from palaver.server.anthropic import routes as anthropic
 from palaver.server.audio import speech
-from palaver.server.callers import Callers
+from palaver.server.auth import Authenticator
 from palaver.server.conversations import routes as conversations
-from palaver.server.counting import TurnCounts
-from palaver.server.document import describe
-from palaver.server.failing import answer_errors
-from palaver.server.floor import Floor
-from palaver.server.metrics import Metrics
-from palaver.server.openai import chat, completions, tokens
+from palaver.server.error_responses import install_error_handlers
+from palaver.server.limits import ConcurrencyLimiter
+from palaver.server.metrics import Metrics, TurnMetrics
+from palaver.server.middleware import ProtectionMiddleware
+from palaver.server.openai import completions
+from palaver.server.openai import routes as openai
 from palaver.server.openai.thinking import operator_parameters
+from palaver.server.openapi import install_openapi
 from palaver.server.page import routes as page
 from palaver.server.page import session
 from palaver.server.responses import routes as responses
-from palaver.server.responses.kept import is_background
+from palaver.server.responses.history import is_background
 from palaver.server.settings import ServerSettings
-from palaver.server.shell import Shell
 from palaver.server.socket import routes as socket
-from palaver.server.socket.sockets import Sockets
-from palaver.server.state import State
+from palaver.server.socket.registry import SocketRegistry
+from palaver.server.state import ServerState
 from palaver.voice.loader import SpeakerCache
 
 
@@ -39,22 +39,22 @@ class Server:
     def __init__(self, service: Service, settings: ServerSettings) -> None:
         self.settings = settings
         self.access = AccessLog(settings.debug)
-        self.state = State(
+        self.state = ServerState(
             service,
             settings,
             Metrics(),
-            Floor(settings.limits.at_once),
+            ConcurrencyLimiter(settings.limits.at_once),
             self.access,
-            Callers(service.store, not settings.is_local, settings.secret, settings.port),
+            Authenticator(service.store, not settings.is_local, settings.secret, settings.port),
             _sockets(settings),
             speakers=SpeakerCache(settings.voice),
         )
-        service.turns.heard = TurnCounts(self.state.metrics).hear
+        service.turns.heard = TurnMetrics(self.state.metrics).hear
         service.continues = is_background
         if settings.forced:
             service.requests.adjust = lambda given, format: operator_parameters({}, given, settings.forced, format)
         self.routes = _routes(self.state)
-        self.asgi = Shell(self.routes, self.state, _is_open)
+        self.asgi = ProtectionMiddleware(self.routes, self.state, _is_open)
 
     async def close(self, grace: float) -> None:
         """Takes nothing more; what runs is waited for, then cut or put aside, and its readers are told.
@@ -70,15 +70,15 @@ class Server:
         await self.state.workers.close()
 
 
-def _sockets(settings: ServerSettings) -> Sockets:
-    return Sockets(settings.limits.socket_grace_seconds, settings.limits.sockets)
+def _sockets(settings: ServerSettings) -> SocketRegistry:
+    return SocketRegistry(settings.limits.socket_grace_seconds, settings.limits.sockets)
 
 
 def _is_open(path: str) -> bool:
-    return operation.is_open(path) or session.is_open(path)
+    return admin.is_public(path) or session.is_public(path)
 
 
-def _routes(state: State) -> FastAPI:
+def _routes(state: ServerState) -> FastAPI:
     app = FastAPI(
         title="Palaver",
         version=__version__,
@@ -87,9 +87,11 @@ def _routes(state: State) -> FastAPI:
         redoc_url=None,
     )
     app.state.palaver = state
-    answer_errors(app)
-    describe(app)
-    routers = (chat, completions, tokens, speech, responses, anthropic, conversations, operation, socket, page)
-    for module in routers:
+    install_error_handlers(app)
+    install_openapi(app)
+    app.include_router(openai.chat_router())
+    app.include_router(completions.router())
+    app.include_router(openai.tokens_router())
+    for module in (speech, responses, anthropic, conversations, admin, socket, page):
         app.include_router(module.router())
     return app

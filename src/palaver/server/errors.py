@@ -84,7 +84,7 @@ class NoPreviousResponse(errors.BadParameter):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ErrorStatus:
     """How an error is told: its status, and OpenAI's words for its kind."""
 
     status: int
@@ -93,49 +93,49 @@ class Told:
 
 
 _SERVER = "server_error"
-_TABLE: dict[type[BaseException], Told] = {
-    RequestError: Told(400),
-    NoKey: Told(401, "authentication_error", "invalid_api_key"),
-    NotAllowed: Told(403, "permission_error"),
-    ForeignCaller: Told(403, "permission_error", "foreign_caller"),
-    NoRoute: Told(404, code="unknown_url"),
-    WrongMethod: Told(405),
-    OtherModel: Told(404, code="model_not_found"),
-    store.NotFound: Told(404, code="not_found"),
-    TooSlow: Told(408),
-    store.Conflict: Told(409, code="conflict"),
-    store.NotEmpty: Told(409, code="conflict"),
-    TooLarge: Told(413),
-    TooMany: Told(429, "rate_limit_error", "rate_limit_exceeded"),
-    errors.QueueFull: Told(429, "rate_limit_error", "queue_full"),
-    errors.CacheFull: Told(400, code="context_length_exceeded"),
-    NotSupported: Told(400, code="not_supported"),
-    NoPreviousResponse: Told(400, code="previous_response_not_found"),
-    errors.ModelError: Told(400, code="model_error"),
-    errors.ContextOverflow: Told(400, code="context_length_exceeded"),
-    errors.UnknownModel: Told(400, code="model_not_found"),
-    errors.NoModel: Told(503, _SERVER, "no_model"),
-    errors.ModelLoading: Told(503, _SERVER, "model_loading"),
-    ShuttingDown: Told(503, _SERVER, "shutting_down"),
-    errors.EngineClosed: Told(503, _SERVER, "engine_closed"),
-    errors.EngineError: Told(503, _SERVER, "engine_failed"),
-    store.Locked: Told(503, _SERVER, "storage_busy"),
-    store.Unreachable: Told(503, _SERVER, "storage_unreachable"),
-    store.DiskFull: Told(507, _SERVER, "storage_full"),
-    store.StoreError: Told(500, _SERVER, "storage_failed"),
+_TABLE: dict[type[BaseException], ErrorStatus] = {
+    RequestError: ErrorStatus(400),
+    NoKey: ErrorStatus(401, "authentication_error", "invalid_api_key"),
+    NotAllowed: ErrorStatus(403, "permission_error"),
+    ForeignCaller: ErrorStatus(403, "permission_error", "foreign_caller"),
+    NoRoute: ErrorStatus(404, code="unknown_url"),
+    WrongMethod: ErrorStatus(405),
+    OtherModel: ErrorStatus(404, code="model_not_found"),
+    store.NotFound: ErrorStatus(404, code="not_found"),
+    TooSlow: ErrorStatus(408),
+    store.Conflict: ErrorStatus(409, code="conflict"),
+    store.NotEmpty: ErrorStatus(409, code="conflict"),
+    TooLarge: ErrorStatus(413),
+    TooMany: ErrorStatus(429, "rate_limit_error", "rate_limit_exceeded"),
+    errors.QueueFull: ErrorStatus(429, "rate_limit_error", "queue_full"),
+    errors.CacheFull: ErrorStatus(400, code="context_length_exceeded"),
+    NotSupported: ErrorStatus(400, code="not_supported"),
+    NoPreviousResponse: ErrorStatus(400, code="previous_response_not_found"),
+    errors.ModelError: ErrorStatus(400, code="model_error"),
+    errors.ContextOverflow: ErrorStatus(400, code="context_length_exceeded"),
+    errors.UnknownModel: ErrorStatus(400, code="model_not_found"),
+    errors.NoModel: ErrorStatus(503, _SERVER, "no_model"),
+    errors.ModelLoading: ErrorStatus(503, _SERVER, "model_loading"),
+    ShuttingDown: ErrorStatus(503, _SERVER, "shutting_down"),
+    errors.EngineClosed: ErrorStatus(503, _SERVER, "engine_closed"),
+    errors.EngineError: ErrorStatus(503, _SERVER, "engine_failed"),
+    store.Locked: ErrorStatus(503, _SERVER, "storage_busy"),
+    store.Unreachable: ErrorStatus(503, _SERVER, "storage_unreachable"),
+    store.DiskFull: ErrorStatus(507, _SERVER, "storage_full"),
+    store.StoreError: ErrorStatus(500, _SERVER, "storage_failed"),
 }
-_UNKNOWN = Told(500, _SERVER)
+_UNKNOWN = ErrorStatus(500, _SERVER)
 _LATER = (429, 503)
 
 
-def told(error: BaseException) -> Told:
+def error_status(error: BaseException) -> ErrorStatus:
     """By the nearest of its types."""
     return next((_TABLE[kind] for kind in type(error).__mro__ if kind in _TABLE), _UNKNOWN)
 
 
 def error_value(error: BaseException) -> dict[str, Any]:
     """In OpenAI's shape. What is no error of ours is said in the log alone."""
-    how = told(error)
+    how = error_status(error)
     message = str(error) if isinstance(error, PalaverError) else INTERNAL
     param = error.name if isinstance(error, errors.BadParameter) else None
     return {"error": {"message": message, "type": how.type, "param": param, "code": how.code, **named(error)}}
@@ -146,13 +146,13 @@ def error_body(error: BaseException) -> bytes:
 
 
 def error_headers(error: BaseException) -> dict[str, str]:
-    how = told(error)
+    how = error_status(error)
     if how.status == 401:
         return {"www-authenticate": "Bearer"}
     return {"retry-after": str(getattr(error, "seconds", 1))} if how.status in _LATER else {}
 
 
-def note(error: BaseException) -> None:
+def log_unexpected(error: BaseException) -> None:
     """Logs an unexpected error with its traceback, and of a failing database what clients are not shown."""
     if not isinstance(error, PalaverError):
         _log.error("a request failed", exc_info=error)

@@ -7,7 +7,8 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from palaver.events import Usage
+from palaver.chat.turns import Turn
+from palaver.events import Event, Failed, Finished, Started, Usage, Waiting
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -36,7 +37,7 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ServerStatus:
     """How things stand just now."""
 
     replies: int
@@ -76,11 +77,11 @@ class Metrics:
         self.thinking_tokens += usage.thinking_tokens
         self.finished(reason)
 
-    def text(self, standing: Standing) -> str:
+    def text(self, standing: ServerStatus) -> str:
         histograms = (*self.first_token.lines(), *self.between_tokens.lines())
         return "\n".join([*self._lines(standing), *_engine(standing.engine), *histograms]) + "\n"
 
-    def _lines(self, now: Standing) -> Iterator[str]:
+    def _lines(self, now: ServerStatus) -> Iterator[str]:
         yield from _family("palaver_requests_total", "counter", "Requests by status.", "status", self.requests)
         yield from _family("palaver_replies_total", "counter", "Replies by how they ended.", "finish", self.finishes)
         waiting = int(now.engine.get("waiting", self.waiting))
@@ -121,7 +122,7 @@ def _single(name: str, kind: str, meaning: str, value: int) -> Iterator[str]:
     yield f"palaver_{name} {value}"
 
 
-class Pace:
+class TokenPace:
     """The time of one reply's tokens."""
 
     def __init__(self, metrics: Metrics) -> None:
@@ -155,3 +156,59 @@ def _family(name: str, kind: str, meaning: str, label: str, values: dict[int, in
     yield f"# TYPE {name} {kind}"
     for value, count in sorted(values.items()):
         yield f'{name}{{{label}="{value}"}} {count}'
+
+
+class TurnMetrics:
+    """Hears of every event of every turn."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._running: dict[str, _TurnCount] = {}
+
+    def hear(self, turn: Turn, event: Event) -> None:
+        counted = self._running.get(turn.id)
+        if counted is None:
+            counted = self._running[turn.id] = _TurnCount(turn, self._metrics)
+        counted.hear(event)
+        if isinstance(event, Finished | Failed):
+            del self._running[turn.id]
+
+
+class _TurnCount:
+    """One run of a turn: what it had said before is not counted again."""
+
+    def __init__(self, turn: Turn, metrics: Metrics) -> None:
+        self._turn = turn
+        self._metrics = metrics
+        self._pace = TokenPace(metrics)
+        self._tokens = 0
+        self._thought = 0
+        self._started = Started(0, 0)
+
+    def hear(self, event: Event) -> None:
+        match event:
+            case Waiting():
+                self._pace.waits()
+            case Started():
+                self._pace.no_longer_waits()
+                self._started = event
+                self._thought = self._turn.utterance.usage.thinking_tokens
+            case Finished(finish):
+                self._end(finish.value)
+            case Failed():
+                self._end("parked" if self._turn.parked else "failed")
+            case _:
+                self._take_tokens()
+
+    def _take_tokens(self) -> None:
+        fresh = len(self._turn.utterance.steps) - self._tokens
+        if fresh:
+            self._tokens += fresh
+            self._pace.tokens(fresh)
+
+    def _end(self, reason: str) -> None:
+        self._pace.no_longer_waits()
+        self._take_tokens()
+        thought = self._turn.utterance.usage.thinking_tokens - self._thought
+        usage = Usage(self._started.prompt_tokens, self._started.cached_tokens, self._tokens, thought)
+        self._metrics.replied(usage, reason)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ServerLimits:
     head_bytes: int = 64 << 10
     """Of a request's line and headers together."""
     head_seconds: float = 15.0
@@ -55,7 +55,7 @@ class ServerSettings:
     """Further names the server may be called by."""
     origins: tuple[str, ...] = ()
     """Pages of other origins that may call, as in `https://chat.example`."""
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Parameters for requests that name none; see `palaver.chat.parameters`."""
     forced: Mapping[str, Any] = field(default_factory=dict)

@@ -9,43 +9,43 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from palaver.chat.service import Service
-from palaver.server.access import AccessLog
-from palaver.server.callers import Callers
+from palaver.server.access_log import AccessLog
+from palaver.server.auth import Authenticator
 from palaver.server.database_probe import DatabaseProbe
-from palaver.server.floor import Floor
+from palaver.server.limits import ConcurrencyLimiter
 from palaver.server.metrics import Metrics
-from palaver.server.openai.remembering import Remembered
-from palaver.server.openai.voicing import Transcripts
-from palaver.server.responses.branches import Branches
+from palaver.server.openai.audio import TranscriptIndex
+from palaver.server.openai.reply_index import ReplyIndex
+from palaver.server.responses.history import ResponseIndex
 from palaver.server.settings import ServerSettings
-from palaver.server.socket.sockets import Sockets
+from palaver.server.socket.registry import SocketRegistry
 from palaver.server.workers import Workers
 from palaver.voice.loader import SpeakerCache
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ServerState:
     service: Service
     settings: ServerSettings
     metrics: Metrics
-    floor: Floor
+    floor: ConcurrencyLimiter
     access: AccessLog
-    callers: Callers
-    sockets: Sockets
-    remembered: Remembered = field(default_factory=Remembered)
+    callers: Authenticator
+    sockets: SocketRegistry
+    remembered: ReplyIndex = field(default_factory=ReplyIndex)
     speakers: SpeakerCache = field(default_factory=SpeakerCache)
     workers: Workers = field(default_factory=Workers)
-    transcripts: Transcripts = field(default_factory=Transcripts)
+    transcripts: TranscriptIndex = field(default_factory=TranscriptIndex)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to shut down: streams without an end of their own are ended."""
     database: DatabaseProbe = field(default_factory=DatabaseProbe)
-    branches: Branches = field(default_factory=Branches)
+    branches: ResponseIndex = field(default_factory=ResponseIndex)
     attending: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """By the ids of their replies: what watches over responses that run."""
 
 
-def state_of(request: Request) -> State:
-    state: State = request.app.state.palaver
+def state_of(request: Request) -> ServerState:
+    state: ServerState = request.app.state.palaver
     return state
 
 
@@ -57,6 +57,6 @@ def _closing(request: Request) -> asyncio.Event:
     return state_of(request).closing
 
 
-StateOf = Annotated[State, Depends(state_of)]
+StateOf = Annotated[ServerState, Depends(state_of)]
 ServiceOf = Annotated[Service, Depends(_service)]
 ClosingOf = Annotated[asyncio.Event, Depends(_closing)]

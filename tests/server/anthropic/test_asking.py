@@ -6,11 +6,11 @@ import pytest
 
 from palaver.chat.model import Model
 from palaver.messages import Message, Role, Text, Thinking, ToolCall, ToolResult
-from palaver.server.anthropic.asking import asked
-from palaver.server.anthropic.conversing import turns
-from palaver.server.anthropic.fields import CountRequest
+from palaver.server.anthropic.messages import parse_turns
+from palaver.server.anthropic.request import parse_request
+from palaver.server.anthropic.schemas import CountRequest
 from palaver.server.anthropic.signatures import sign
-from palaver.server.openai.remembering import Remembered
+from palaver.server.openai.reply_index import ReplyIndex
 from palaver.server.settings import ServerSettings
 from tests.server.anthropic.asking import QUESTION, WEATHER, reply
 from tests.server.live import Live
@@ -21,7 +21,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "rain"}
 
 def said(*messages: Any, **fields: Any) -> list[Message]:
     request = CountRequest.model_validate({"messages": list(messages), **fields})
-    return [turn.message for turn in turns(request, "fp", 100)]
+    return [turn.message for turn in parse_turns(request, "fp", 100)]
 
 
 def test_blocks_become_parts_in_their_order() -> None:
@@ -63,7 +63,7 @@ def test_a_signed_thought_is_its_own_tokens(model: Model) -> None:
         thought["signature"] = sign(tokenizer, ids, "rain or sun", whole=False)
         messages = [*QUESTION, reply([thought, CALL]), {"role": "user", "content": [RESULT]}]
         request = CountRequest.model_validate({"messages": messages, "tools": [WEATHER]})
-        what = asked(request, model, ServerSettings(), "me", Remembered())
+        what = parse_request(request, model, ServerSettings(), "me", ReplyIndex())
         prompt = ",".join(map(str, model.prompt(what.request).context_ids))
         assert (",".join(map(str, letters)) in prompt) is found
 
@@ -81,7 +81,7 @@ def test_a_begun_answer_goes_on_from_its_thought_s_tokens(model: Model, letters:
     request = CountRequest.model_validate(
         {"messages": [*QUESTION, reply([thought, {"type": "text", "text": "It is"}])]}
     )
-    what = asked(request, model, ServerSettings(), "me", Remembered())
+    what = parse_request(request, model, ServerSettings(), "me", ReplyIndex())
     assert list(what.said[: len(ids)]) == ids
     rest = b"".join(model.vocabulary[token] for token in what.said[len(ids) :])
     assert rest == b"\n\nIt is"

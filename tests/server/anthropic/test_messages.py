@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from palaver.server.anthropic.fields import MessageTold
+from palaver.server.anthropic.schemas import AnthropicMessage
 from palaver.server.anthropic.signatures import sign
 from tests.server.anthropic.asking import (
     GREEDY,
@@ -55,7 +55,7 @@ def test_answers_are_as_the_document_says(http: httpx.Client) -> None:
     requests: list[dict[str, Any]] = [{}, {"messages": QUESTION, "tools": [WEATHER]}]
     for asked in (*requests, {"metadata": {"conversation": "new"}}):
         answer = ask(http, **asked)
-        assert set(MessageTold.model_validate(answer).model_dump(exclude_unset=True)) == set(answer)
+        assert set(AnthropicMessage.model_validate(answer).model_dump(exclude_unset=True)) == set(answer)
 
 
 def test_the_signature_is_the_last_of_a_thought(http: httpx.Client) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from palaver.server.anthropic.signatures import signed
-from palaver.server.settings import Limits, ServerSettings
+from palaver.server.anthropic.signatures import parse_signature
+from palaver.server.settings import ServerLimits, ServerSettings
 from palaver.wire.sse import Decoder
 from tests.scripted_engine import HoldScript, Script
 from tests.server.anthropic.asking import MESSAGES, SUM
@@ -56,7 +56,7 @@ async def test_a_reply_may_think_again(tmp_path: Path) -> None:
         whole = (await http.post(MESSAGES, json={"messages": SUM, "max_tokens": 500})).json()
         kinds = [(block["type"], block[block["type"]].strip()) for block in whole["content"]]
         assert kinds == [("thinking", "one"), ("text", "first"), ("thinking", "two"), ("text", "second")]
-        parts = [signed(block["signature"], block["thinking"]) for block in whole["content"][::2]]
+        parts = [parse_signature(block["signature"], block["thinking"]) for block in whole["content"][::2]]
         ids = [id for part in parts if part is not None for id in part.ids]
         assert ids == script[: len(ids)]
         assert ids[-1] == ANSWER
@@ -101,7 +101,7 @@ async def test_the_context_can_be_full(tmp_path: Path) -> None:
 
 
 async def test_a_full_queue_is_an_overload(tmp_path: Path) -> None:
-    settings = ServerSettings(limits=Limits(at_once=0))
+    settings = ServerSettings(limits=ServerLimits(at_once=0))
     async with scripted(tmp_path, CHATML, say("yes", END), settings=settings) as http:
         refused = await http.post(MESSAGES, json={"messages": SUM, "max_tokens": 5})
     assert (refused.status_code, refused.json()["error"]["type"]) == (529, "overloaded_error")

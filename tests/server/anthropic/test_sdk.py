@@ -9,7 +9,7 @@ import anthropic
 import httpx
 import pytest
 
-from palaver.server.settings import Limits, ServerSettings
+from palaver.server.settings import ServerLimits, ServerSettings
 from tests.server.anthropic.asking import LAMP, QUESTION, SUM, WEATHER
 from tests.server.live import Live
 
@@ -195,7 +195,7 @@ def test_errors_are_their_typed_exceptions(client: anthropic.Anthropic) -> None:
 
 
 def test_errors_of_keys_and_limits(tmp_path: Path) -> None:
-    settings = ServerSettings(host="0.0.0.0", limits=Limits(requests_per_minute=2, body_bytes=5000))
+    settings = ServerSettings(host="0.0.0.0", limits=ServerLimits(requests_per_minute=2, body_bytes=5000))
     with Live(tmp_path, settings, None) as live:
         store = live.service.store
         with calling(live, "wrong") as client, pytest.raises(anthropic.AuthenticationError) as unknown:

@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from palaver.server.settings import Limits, ServerSettings
+from palaver.server.settings import ServerLimits, ServerSettings
 from tests.server.live import Live
 
 SUM = "What is 12 + 30?"
@@ -347,7 +347,7 @@ def test_errors_are_their_typed_exceptions(client: openai.OpenAI) -> None:
 
 
 def test_errors_of_keys_and_limits(tmp_path: Path) -> None:
-    settings = ServerSettings(host="0.0.0.0", limits=Limits(at_once=1))
+    settings = ServerSettings(host="0.0.0.0", limits=ServerLimits(at_once=1))
     with Live(tmp_path, settings) as live:
         store, url = live.service.store, f"{live.url}/v1"
         keys = [store.keys.add(store.users.ensure(name).id)[1] for name in ("ann", "bob")]

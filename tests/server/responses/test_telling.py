@@ -19,12 +19,11 @@ from palaver.events import (
     fold,
 )
 from palaver.phases import Phase
-from palaver.server.responses.fields import InputItem
-from palaver.server.responses.following import again
-from palaver.server.responses.heading import heading
-from palaver.server.responses.items import chat_messages, items_of, sealed
-from palaver.server.responses.kept import Kept
-from palaver.server.responses.telling import Ending, Event, Shows, Telling
+from palaver.server.responses.encoder import Event, ResponseEncoder, ResponseEnding, ResponseOutputOptions
+from palaver.server.responses.history import ResponseRecord
+from palaver.server.responses.items import chat_messages, encrypt_thinking, message_items
+from palaver.server.responses.schemas import InputItem
+from palaver.server.responses.streaming import replay_deltas, response_header
 
 PIECES = st.lists(st.text(min_size=1, max_size=4), max_size=3)
 BLOCKS = st.lists(st.tuples(st.sampled_from(("thinking", "answer", "call", "notice")), PIECES), max_size=6)
@@ -34,11 +33,11 @@ DELTAS = {
     "function_call": "response.function_call_arguments.delta",
 }
 ASKS = InputItem.model_validate({"role": "user", "content": "go on"})
-ENDED = Ending("completed", Usage(3, 1, 2, 1), None, 5)
+ENDED = ResponseEnding("completed", Usage(3, 1, 2, 1), None, 5)
 
 
-def telling(shows: Shows = Shows(), **kept: Any) -> Telling:  # noqa: B008 - frozen
-    return Telling("abc", heading("resp_abc", 1, "sprout", Kept(**kept)), shows)
+def telling(shows: ResponseOutputOptions = ResponseOutputOptions(), **kept: Any) -> ResponseEncoder:  # noqa: B008 - frozen
+    return ResponseEncoder("abc", response_header("resp_abc", 1, "sprout", ResponseRecord(**kept)), shows)
 
 
 def read(blocks: list[tuple[str, list[str]]]) -> list[ReadEvent]:
@@ -59,7 +58,7 @@ def read(blocks: list[tuple[str, list[str]]]) -> list[ReadEvent]:
     return events
 
 
-def whole(told: Telling, events: list[ReadEvent]) -> list[Event]:
+def whole(told: ResponseEncoder, events: list[ReadEvent]) -> list[Event]:
     return [*told.opening(), *told.take(events), *told.end(ENDED)]
 
 
@@ -101,9 +100,11 @@ def test_the_numbers_do_not_depend_on_how_it_came(blocks: list[tuple[str, list[s
 def test_what_is_stored_is_what_was_streamed(blocks: list[tuple[str, list[str]]]) -> None:
     streamed = whole(telling(), read(blocks))[-1]["response"]["output"]
     message = fold(read(blocks)).message
-    stored = whole(telling(), again(message.parts))[-1]["response"]["output"]
+    stored = whole(telling(), replay_deltas(message.parts))[-1]["response"]["output"]
     assert stored == streamed
-    assert [item["id"] for item in items_of("abc", message.role, message.parts)] == [item["id"] for item in streamed]  # type: ignore[arg-type]
+    assert [item["id"] for item in message_items("abc", message.role, message.parts)] == [
+        item["id"] for item in streamed
+    ]  # type: ignore[arg-type]
 
 
 @given(BLOCKS)
@@ -121,7 +122,7 @@ def test_a_thought_comes_back_in_any_of_its_forms() -> None:
     for form in (
         {"content": [{"type": "reasoning_text", "text": "Why é?"}]},
         {"summary": [{"type": "summary_text", "text": "Why é?"}]},
-        {"summary": [], "encrypted_content": sealed("Why é?")},
+        {"summary": [], "encrypted_content": encrypt_thinking("Why é?")},
     ):
         item = InputItem.model_validate({"type": "reasoning", **form})
         assert chat_messages([item, ASKS])[0].reasoning_content == "Why é?"
@@ -129,12 +130,12 @@ def test_a_thought_comes_back_in_any_of_its_forms() -> None:
 
 def test_an_item_that_was_cut_is_incomplete() -> None:
     for status in ("cancelled", "incomplete", "failed"):
-        told = telling(Shows(sealed=True))
+        told = telling(ResponseOutputOptions(sealed=True))
         told.take([PhaseOpened(Phase.THINKING), ThinkingDelta("hm")])
         assert told.response("in_progress")["output"][0]["status"] == "in_progress"
-        last = told.end(Ending(status, error="It broke." if status == "failed" else None))[-1]
+        last = told.end(ResponseEnding(status, error="It broke." if status == "failed" else None))[-1]
         assert last["response"]["output"][0]["status"] == "incomplete"
-        assert last["response"]["output"][0]["encrypted_content"] == sealed("hm")
+        assert last["response"]["output"][0]["encrypted_content"] == encrypt_thinking("hm")
         assert last["response"]["status"] == status
         assert (last["response"]["error"] is None) == (status != "failed")
         assert last["type"] == f"response.{'failed' if status == 'failed' else 'incomplete'}"

@@ -13,7 +13,7 @@ from typing import Any
 from websockets.asyncio.client import ClientConnection, connect
 
 from palaver.server.app import Server
-from palaver.server.settings import Limits, ServerSettings
+from palaver.server.settings import ServerLimits, ServerSettings
 from tests.chat.making import WAVE, Stage, staged
 from tests.client.live import TOKEN, listening
 from tests.scripted_engine import Script, ScriptedEngine
@@ -99,7 +99,7 @@ class Scene:
 async def scene(
     folder: Path, scripts: Sequence[Script] = (WAVE,), held: bool = False, context: int = 4096, **limits: Any
 ) -> AsyncIterator[Scene]:
-    settings = ServerSettings(limits=Limits(**limits), secret=TOKEN)
+    settings = ServerSettings(limits=ServerLimits(**limits), secret=TOKEN)
     async with staged(folder, scripts, held=held, context=context) as stage:
         await stage.chat.ready()
         server = Server(stage.service, settings)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from palaver.server.settings import Limits, ServerSettings
+from palaver.server.settings import ServerLimits, ServerSettings
 from tests.client.live import TOKEN
 from tests.server.live import Live
 from tests.server.socket.talk import SUM, Talk, scene, talking
@@ -161,7 +161,7 @@ async def test_ten_megabytes_of_text_are_refused_with_both_counts(live: Live) ->
 
 
 async def test_a_message_above_the_limit_ends_its_socket(tmp_path: Path) -> None:
-    with Live(tmp_path, ServerSettings(limits=Limits(body_bytes=1 << 20)), None) as small:
+    with Live(tmp_path, ServerSettings(limits=ServerLimits(body_bytes=1 << 20)), None) as small:
         async with talking(small.url) as other:
             async with talking(small.url) as talk:
                 with pytest.raises(ConnectionClosed):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from websockets.exceptions import InvalidStatus
 
-from palaver.server.settings import Limits, ServerSettings
+from palaver.server.settings import ServerLimits, ServerSettings
 from tests.server.live import Live
 from tests.server.socket.talk import SUM, talking
 
@@ -107,12 +107,12 @@ async def test_a_revoked_key_opens_no_more_turns(keyed: Keyed, monkeypatch: pyte
     async with talking(keyed.live.url, additional_headers={"x-api-key": text}) as talk:
         assert (await talk.ask(messages=SUM))[-1]["type"] == "done"
         store.keys.revoke(key.id)
-        monkeypatch.setattr("palaver.server.callers.REMEMBERED_SECONDS", 0.0)
+        monkeypatch.setattr("palaver.server.auth.REMEMBERED_SECONDS", 0.0)
         assert "revoked" in await talk.refused(messages=SUM)
 
 
 async def test_turns_count_as_requests(tmp_path: Path) -> None:
-    with Live(tmp_path, ServerSettings(limits=Limits(requests_per_minute=3)), None) as limited:
+    with Live(tmp_path, ServerSettings(limits=ServerLimits(requests_per_minute=3)), None) as limited:
         async with talking(limited.url) as talk:
             told = [await talk.refused(messages=SUM) for _ in range(4)]
             assert ["requests a minute" in sentence for sentence in told] == [False, False, True, True]

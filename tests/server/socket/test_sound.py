@@ -18,7 +18,7 @@ import pytest
 
 from palaver.engines.core.logits_processors import unspeakable_characters
 from palaver.errors import BadParameter
-from palaver.server.socket.recordings import recorded
+from palaver.server.socket.request import decode_recording
 from palaver.voice import loader
 from palaver.voice.base import RATE, Samples, Stopped, VoiceFailed, VoiceSettings
 from palaver.voice.espeak import Espeak
@@ -200,7 +200,7 @@ async def test_where_there_is_no_voice_that_is_said(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
 def test_recordings_may_be_files(kind: str) -> None:
-    found = np.frombuffer(recorded(as_base64(file_of(tone(44_100), 44_100, kind))), dtype=np.float32)
+    found = np.frombuffer(decode_recording(as_base64(file_of(tone(44_100), 44_100, kind))), dtype=np.float32)
     assert abs(len(found) - RATE / 2) < RATE / 10
     assert 0.3 < np.abs(found).max() < 0.7
 
@@ -227,4 +227,4 @@ def test_hostile_17_a_long_sound_in_a_small_file_is_refused_by_its_header() -> N
     silent = file_of(np.zeros(8_000 * 3600, np.float32), 8_000, "FLAC")
     assert len(silent) < 1 << 20
     with pytest.raises(BadParameter, match="longer than 60 s"):
-        recorded(as_base64(silent))
+        decode_recording(as_base64(silent))

@@ -10,7 +10,7 @@ import pytest
 from websockets.frames import Opcode
 
 from palaver.generation import Queued
-from palaver.server.socket import sockets
+from palaver.server.socket import registry
 from tests.chat.making import OTHER, TOKENIZER, WAVE, reply
 from tests.scripted_engine import FailScript, HoldScript, Script
 from tests.server.socket.talk import Scene, Talk, scene, talking, texts
@@ -211,7 +211,7 @@ async def test_an_engine_that_fails_ends_the_turn_with_an_error(tmp_path: Path) 
 
 
 async def test_turns_are_forgotten_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "KEPT_SIZE", 1000)
+    monkeypatch.setattr(registry, "KEPT_SIZE", 1000)
     async with scene(tmp_path) as it, talking(it.url) as talk:
         first = (await talk.ask(messages=USER))[0]["turn_id"]
         assert (await talk.ask(type="resume", turn_id=first, after=0))[-1]["type"] == "done"

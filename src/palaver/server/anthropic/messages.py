@@ -1,92 +1,164 @@
-"""`/v1/messages`: streaming and not is one path; not streaming is folding."""
+"""Messages as Anthropic's clients send them, and ours."""
 
 from __future__ import annotations
 
-import asyncio
-import re
-from typing import Any
-
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from palaver.errors import BadParameter
-from palaver.server.anthropic.asking import asked, ignored_of
-from palaver.server.anthropic.fields import CountRequest, MessagesRequest, MessageTold
-from palaver.server.anthropic.landing import landed
-from palaver.server.anthropic.naming import NAMES
-from palaver.server.anthropic.speaking import Spoken
-from palaver.server.anthropic.streams import folded, streamed
-from palaver.server.callers import Whoever
-from palaver.server.openai.answering import begun, closed_if_failing, first_seconds, held, kept, while_there
-from palaver.server.openai.landing import conversation_of
-from palaver.server.openai.naming import in_their_words
-from palaver.server.openai.speaking import Speaking
-from palaver.server.openai.unknown import ignored_header
-from palaver.server.state import State, StateOf
+from palaver.messages import Message, Part, Role, Text, Thinking, ToolCall, ToolResult
+from palaver.server.anthropic.schemas import (
+    Block,
+    CountRequest,
+    InputMessage,
+    OtherBlock,
+    RedactedThinkingBlock,
+    ResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from palaver.server.anthropic.signatures import InvalidSignature, parse_signature
 
-FIRST_VERSION = "2023-06-01"
-"""The first with the events that are sent here. What later versions took away is still taken here."""
-_DAY = re.compile(r"\d{4}-\d\d-\d\d")
-
-
-_TOLD: dict[int | str, dict[str, Any]] = {
-    200: {"model": MessageTold, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
-}
+BETWEEN = "\n\n"
+"""Parts one block of text from the next, where a person or the system speaks."""
 
 
-class TokenCount(BaseModel):
-    input_tokens: int
+@dataclass(frozen=True, slots=True)
+class AnthropicTurn:
+    """A message, and of a reply the ids that its thoughts' signatures tell: of its beginning, to the last thought."""
+
+    message: Message
+    ids: tuple[int, ...] = ()
+
+    def joined(self, other: AnthropicTurn) -> AnthropicTurn:
+        between = (Text(BETWEEN),) if self.message.role is not Role.ASSISTANT else ()
+        parts = _merged((*self.message.parts, *between, *other.message.parts))
+        return AnthropicTurn(Message(self.message.role, parts), self.ids + other.ids)
 
 
-def router() -> APIRouter:
-    routes = APIRouter(tags=["Anthropic"])
-
-    @routes.post("/v1/messages", response_model=None, responses=_TOLD)
-    async def messages(request: Request, body: MessagesRequest, caller: Whoever, state: StateOf) -> Response:
-        """A reply to a conversation, whole or as a stream of server-sent events. One that is named by
-        `metadata.conversation` (or the header `x-conversation`; `new` makes one) keeps what is said."""
-        _check_version(request)
-        named = conversation_of(body.metadata, request.headers)
-        if named is not None:
-            return await landed(request, body, named, caller.owner_id, state)
-        return await answered(request, body, caller.owner_id, state)
-
-    @routes.post("/v1/messages/count_tokens")
-    async def count_tokens(request: Request, body: CountRequest, caller: Whoever, state: StateOf) -> TokenCount:
-        """How many tokens the model would read."""
-        _check_version(request)
-        return TokenCount(input_tokens=await asyncio.to_thread(_counted, body, caller.owner_id, state))
-
-    return routes
+def parse_turns(request: CountRequest, tokenizer: str, most: int) -> list[AnthropicTurn]:
+    """The conversation; what the same side says twice in a row is one turn. `tokenizer` is the one in use."""
+    if len(request.messages) > most:
+        raise BadParameter("messages", f"{len(request.messages)} messages", f"at most {most} are taken")
+    system = request.system if isinstance(request.system, str) else _text(request.system or ())
+    found = [AnthropicTurn(Message(Role.SYSTEM, (Text(system),)))] if system else []
+    for place, given in enumerate(request.messages):
+        for turn in _turns(given, f"messages[{place}]", tokenizer):
+            if found and found[-1].message.role is turn.message.role is not Role.TOOL:
+                found[-1] = found[-1].joined(turn)
+            else:
+                found.append(turn)
+    return _named(found)
 
 
-def _check_version(request: Request) -> None:
-    version = request.headers.get("anthropic-version", FIRST_VERSION)
-    if not _DAY.fullmatch(version) or version < FIRST_VERSION:
-        raise BadParameter("anthropic-version", version[:80], f"must be {FIRST_VERSION} or later")
+def _turns(given: InputMessage, where: str, tokenizer: str) -> list[AnthropicTurn]:
+    blocks = [TextBlock(type="text", text=given.content)] if isinstance(given.content, str) else given.content
+    if given.role == "assistant":
+        return [_reply(blocks, where, tokenizer)]
+    role = Role.USER if given.role == "user" else Role.SYSTEM
+    return list(_spoken(role, blocks, where))
 
 
-def _counted(body: CountRequest, owner: str, state: State) -> int:
-    model = state.service.models.current()
-    with in_their_words(NAMES):
-        what = asked(body, model, state.settings, owner, state.remembered)
-        given = what.request
-        return len(model.format.render(given.messages, given.tools, given.options, what.said, what.begun, given.past))
+def _spoken(role: Role, blocks: Sequence[Block], where: str) -> Iterator[AnthropicTurn]:
+    """Results of tools are messages of their own, in their place."""
+    texts: list[TextBlock] = []
+    for place, block in enumerate(blocks):
+        match block:
+            case TextBlock():
+                texts.append(block)
+            case ToolResultBlock() if role is Role.USER:
+                if texts:
+                    yield AnthropicTurn(Message(role, (Text(_text(texts)),)))
+                    texts = []
+                yield AnthropicTurn(Message(Role.TOOL, (_result(block, f"{where}.content[{place}]"),)))
+            case _:
+                raise _refused(block, f"{where}.content[{place}]", role)
+    if texts or not blocks:
+        yield AnthropicTurn(Message(role, (Text(_text(texts)),)))
 
 
-async def answered(request: Request, body: MessagesRequest, owner: str, state: State) -> Response:
-    model = state.service.models.current()
-    with in_their_words(NAMES):
-        what = await asyncio.to_thread(asked, body, model, state.settings, owner, state.remembered)
-        speaking = Speaking(what, await asyncio.to_thread(what.utterances), state.metrics)
-    stream = kept(state, speaking, held(state, speaking))
-    spoken = Spoken(body, speaking.choices[0])
-    ignored = ignored_header(ignored_of(body, model, state.settings))
-    async with closed_if_failing(stream):
-        with in_their_words(NAMES):
-            first = await begun(request, stream, first_seconds(what.request))
-            events = spoken.events(stream, first)
-            if not body.stream:
-                return JSONResponse(await while_there(request, folded(events)), headers=ignored)
-        return streamed(events, request, ignored)
+def _reply(blocks: Sequence[Block], where: str, tokenizer: str) -> AnthropicTurn:
+    parts: list[Part] = []
+    ids: list[tuple[int, ...] | None] = []
+    for place, block in enumerate(blocks):
+        match block:
+            case TextBlock(text=text):
+                parts.append(Text(text))
+            case ThinkingBlock():
+                thought, made_of = _thought(block, f"{where}.content[{place}]", tokenizer)
+                parts += thought
+                ids.append(made_of)
+            case RedactedThinkingBlock():
+                ids.append(None)
+            case ToolUseBlock(id=id, name=name, input=input):
+                parts.append(ToolCall(id, name, json.dumps(input, ensure_ascii=False)))
+            case _:
+                raise _refused(block, f"{where}.content[{place}]", Role.ASSISTANT)
+    known = [one for one in ids if one is not None]
+    whole = tuple(id for one in known for id in one) if len(known) == len(ids) else ()
+    return AnthropicTurn(Message(Role.ASSISTANT, _merged(parts)), whole)
+
+
+def _thought(block: ThinkingBlock, where: str, tokenizer: str) -> tuple[tuple[Thinking, ...], tuple[int, ...] | None]:
+    """A thought whose words are neither here nor in its signature is left out."""
+    try:
+        known = parse_signature(block.signature or "", block.thinking)
+    except InvalidSignature as error:
+        raise BadParameter(f"{where}.signature", "...", str(error)) from None
+    if known is None:
+        return ((Thinking(block.thinking),) if block.thinking else ()), None
+    return (Thinking(known.text),), known.ids if known.tokenizer == tokenizer else None
+
+
+def _result(block: ToolResultBlock, where: str) -> ToolResult:
+    content = block.content if isinstance(block.content, str) else _text(_texts(block.content or (), where))
+    told = f"Error: {content}" if block.is_error and not content.lower().startswith("error") else content
+    return ToolResult(block.tool_use_id, told)
+
+
+def _texts(blocks: Sequence[ResultBlock], where: str) -> Iterator[TextBlock]:
+    for place, block in enumerate(blocks):
+        if not isinstance(block, TextBlock):
+            raise _refused(block, f"{where}.content[{place}]", Role.TOOL)
+        yield block
+
+
+def _text(blocks: Sequence[TextBlock] | Iterator[TextBlock]) -> str:
+    return BETWEEN.join(block.text for block in blocks)
+
+
+def _refused(block: Block | ResultBlock, where: str, role: Role) -> BadParameter:
+    if isinstance(block, OtherBlock):
+        why = "blocks of this type are not supported: the model takes text, and no images or documents"
+        return BadParameter(f"{where}.type", block.type[:80], why)
+    return BadParameter(f"{where}.type", block.type, f"has no place in what the {role} says")
+
+
+def _merged(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Texts that follow each other are one, and so are thoughts; an empty text is none."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, Text | Thinking) and type(last) is type(part):
+            assert isinstance(last, Text | Thinking)
+            found[-1] = replace(last, text=last.text + part.text)
+        elif part != Text(""):
+            found.append(part)
+    return tuple(found)
+
+
+def _named(turns: Sequence[AnthropicTurn]) -> list[AnthropicTurn]:
+    """Some templates want the name of the tool whose result this is, which clients do not send."""
+    names = {call.id: call.name for turn in turns for call in turn.message.tool_calls}
+    return [replace(turn, message=_with_names(turn.message, names)) for turn in turns]
+
+
+def _with_names(message: Message, names: dict[str, str]) -> Message:
+    parts = (
+        replace(part, name=names.get(part.call_id, "")) if isinstance(part, ToolResult) else part
+        for part in message.parts
+    )
+    return Message(message.role, tuple(parts))

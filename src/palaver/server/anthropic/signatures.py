@@ -19,12 +19,12 @@ _UNREADABLE = "this is no signature of a thought"
 _MAX_BITS = 31
 
 
-class Forged(ValueError):
+class InvalidSignature(ValueError):
     """A signature of ours that can't be read, or does not fit its thought."""
 
 
 @dataclass(frozen=True, slots=True)
-class Signed:
+class SignedThinking:
     tokenizer: str
     """The fingerprint of the tokenizer whose ids these are."""
     ids: tuple[int, ...]
@@ -38,26 +38,26 @@ def sign(tokenizer: str, ids: Iterable[int], text: str, whole: bool) -> str:
     return ".".join((_OURS, _written(json.dumps(about).encode()), _written(_packed(ids))))
 
 
-def signed(signature: str, text: str) -> Signed | None:
+def parse_signature(signature: str, text: str) -> SignedThinking | None:
     """What a signature says of a thought; None where it is nobody's or another's. Raises Forged."""
     match signature.split("."):
         case [ours, about, ids] if ours == _OURS:
             return _fitting(_about(_read(about)), _unpacked(_read(ids)), text)
         case [ours, *_] if ours == _OURS:
-            raise Forged(_UNREADABLE)
+            raise InvalidSignature(_UNREADABLE)
         case _:
             return None
 
 
-def _fitting(about: Any, ids: tuple[int, ...], text: str) -> Signed:
+def _fitting(about: Any, ids: tuple[int, ...], text: str) -> SignedThinking:
     match about:
         case {"tokenizer": str(tokenizer), "digest": str(digest), **rest}:
             said = text or rest.get("text", "")
         case _:
-            raise Forged(_UNREADABLE)
+            raise InvalidSignature(_UNREADABLE)
     if not isinstance(said, str) or _digest(said) != digest:
-        raise Forged("the thought was changed: send it as it came, or without a signature")
-    return Signed(tokenizer, ids, said)
+        raise InvalidSignature("the thought was changed: send it as it came, or without a signature")
+    return SignedThinking(tokenizer, ids, said)
 
 
 def _digest(text: str) -> str:
@@ -72,14 +72,14 @@ def _read(text: str) -> bytes:
     try:
         return base64.b64decode(text, altchars=b"-_", validate=True)
     except ValueError:
-        raise Forged(_UNREADABLE) from None
+        raise InvalidSignature(_UNREADABLE) from None
 
 
 def _about(data: bytes) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
-        raise Forged(_UNREADABLE) from None
+        raise InvalidSignature(_UNREADABLE) from None
 
 
 def _packed(ids: Iterable[int]) -> bytes:
@@ -103,7 +103,7 @@ def _unpacked(data: bytes) -> tuple[int, ...]:
             ids.append(value)
             value = bits = 0
         elif bits > _MAX_BITS:
-            raise Forged(_UNREADABLE)
+            raise InvalidSignature(_UNREADABLE)
     if bits:
-        raise Forged(_UNREADABLE)
+        raise InvalidSignature(_UNREADABLE)
     return tuple(ids)

@@ -14,17 +14,25 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from palaver.errors import BadParameter
-from palaver.server.audio.stream import SoundStream
-from palaver.server.callers import Whoever
+from palaver.server.auth import Whoever
 from palaver.server.errors import OtherModel
-from palaver.server.openai.answering import closed_if_failing, while_there
-from palaver.server.openai.fields import Fields, NamedVoice
-from palaver.server.openai.unknown import check_all
-from palaver.server.state import State, StateOf
-from palaver.server.streaming import EventStream
+from palaver.server.openai.disconnect import close_on_failure, run_while_connected
+from palaver.server.openai.sampling_params import check_nested_fields
+from palaver.server.openai.schemas import RequestFields, VoiceReference
+from palaver.server.sse import EventStream
+from palaver.server.state import ServerState, StateOf
 from palaver.voice.audio_format import AudioFormat, audio_format, encode_audio, join_audio, pcm, wav_header
 from palaver.voice.base import Samples, Speaker, VoiceSettings
 from palaver.voice.speech import Speech
+
+
+class AudioStream(EventStream):
+    """Ends at once when its client leaves. Between two pieces nothing is sent: it would be heard."""
+
+    def __init__(self, pieces: AsyncGenerator[bytes], media_type: str) -> None:
+        self.media_type = media_type
+        super().__init__(pieces, {"cache-control": "no-store"}, quiet=b"")
+
 
 LONGEST = 20_000
 """Characters of one text; more of them are sent one after another."""
@@ -33,10 +41,10 @@ _THEIRS = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts")
 _SOUND = {"schema": {"type": "string", "format": "binary"}}
 
 
-class SpeechRequest(Fields):
+class SpeechRequest(RequestFields):
     input: str = Field(description="The text; Markdown is not read out, nor is code.")
     model: str | None = Field(None, description="The server's voice; the names of OpenAI's models mean the same.")
-    voice: str | NamedVoice | None = Field(None, description="One of its voices: see GET /v1/audio/voices.")
+    voice: str | VoiceReference | None = Field(None, description="One of its voices: see GET /v1/audio/voices.")
     response_format: str = Field("mp3", description="wav, pcm, flac, mp3 or opus.")
     speed: float = 1.0
     stream: bool | None = Field(None, description="Whether sound is sent as it is made: wav and pcm.")
@@ -54,11 +62,11 @@ def router() -> APIRouter:
     )
     async def speech(request: Request, body: SpeechRequest, caller: Whoever, state: StateOf) -> Response:
         """The text as sound, 24 kHz and mono; whole, or clause by clause as it is spoken."""
-        check_all(body)
+        check_nested_fields(body)
         wanted = _form(body)
         speaker = await state.speakers.current()
         _check(body, speaker)
-        said = Speech(speaker, VoiceSettings(named(body.voice), body.speed))
+        said = Speech(speaker, VoiceSettings(voice_name(body.voice), body.speed))
         said.feed(body.input)
         said.end()
         return await _answered(request, body, wanted, _sounds(state, caller.owner_id, said))
@@ -72,8 +80,8 @@ def router() -> APIRouter:
     return routes
 
 
-def named(voice: str | NamedVoice | None) -> str:
-    return voice.id if isinstance(voice, NamedVoice) else voice or ""
+def voice_name(voice: str | VoiceReference | None) -> str:
+    return voice.id if isinstance(voice, VoiceReference) else voice or ""
 
 
 def _form(body: SpeechRequest) -> AudioFormat:
@@ -92,7 +100,7 @@ def _check(body: SpeechRequest, speaker: Speaker) -> None:
         raise BadParameter("input", body.input[:80], "there is nothing to say")
 
 
-async def _sounds(state: State, owner: str, speech: Speech) -> AsyncGenerator[Samples]:
+async def _sounds(state: ServerState, owner: str, speech: Speech) -> AsyncGenerator[Samples]:
     try:
         with state.floor.taken(owner, speech.stop):
             async with aclosing(aiter(speech)) as pieces:
@@ -106,15 +114,15 @@ async def _answered(
     request: Request, body: SpeechRequest, wanted: AudioFormat, sounds: AsyncGenerator[Samples]
 ) -> Response:
     """Waits for the first sound, so that what can't be said has a status of its own."""
-    async with closed_if_failing(sounds):
+    async with close_on_failure(sounds):
         if not body.stream and body.stream_format != "sse":
-            whole = await while_there(request, join_audio(sounds))
+            whole = await run_while_connected(request, join_audio(sounds))
             return Response(await asyncio.to_thread(encode_audio, whole, wanted), media_type=wanted.media_type)
-        first = await while_there(request, anext(sounds))
+        first = await run_while_connected(request, anext(sounds))
     pieces = _streamed(sounds, first, wanted)
     if body.stream_format == "sse":
         return EventStream(_events(pieces))
-    return SoundStream(pieces, wanted.media_type)
+    return AudioStream(pieces, wanted.media_type)
 
 
 async def _streamed(sounds: AsyncGenerator[Samples], first: Samples, wanted: AudioFormat) -> AsyncGenerator[bytes]:

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from palaver.server.conversations.owned import HeaderKey, Mine, one_key
-from palaver.wire.conversations import Conversation, Hit, Leaf, Node
-from palaver.wire.requests import ChangeConversation, Create, MeasureContext
+from palaver.server.conversations.dependencies import HeaderKey, Mine, idempotency_key
+from palaver.wire.conversations import Conversation, Cursor, Hit, Leaf, Node, Preset
+from palaver.wire.requests import ChangeConversation, Client, Create, DeletePreset, MeasureContext, Move, SavePreset
 from palaver.wire.turns import Gauge
 
 routes = APIRouter(tags=["conversations"])
@@ -22,7 +22,7 @@ async def create(asked: Create, chat: Mine, key: HeaderKey) -> Conversation:
         system=asked.system,
         parameters=asked.parameters,
         tags=asked.tags,
-        key=one_key(asked.key, key),
+        key=idempotency_key(asked.key, key),
     )
     return Conversation.of(made)
 
@@ -99,3 +99,49 @@ async def tags(chat: Mine) -> list[str]:
 async def search(query: str, chat: Mine, limit: Limit = 20) -> list[Hit]:
     """Messages that hold every term, the newest first. Terms are beginnings of words, or phrases "in quotes"."""
     return [Hit.of(hit) for hit in await chat.search(query, limit)]
+
+
+cursor_routes = APIRouter(tags=["cursors"])
+
+
+@cursor_routes.get("/conversations/{id}/cursor")
+async def cursor(id: str, client: str, chat: Mine) -> Cursor:
+    """Where the client stands; one that was never here stands where somebody was last."""
+    return Cursor.of(await chat.cursor(id, client))
+
+
+@cursor_routes.put("/conversations/{id}/cursor")
+async def move(id: str, asked: Move, chat: Mine) -> Cursor:
+    return Cursor.of(await chat.move(id, asked.client, asked.to))
+
+
+@cursor_routes.post("/conversations/{id}/cursor/undo")
+async def undo(id: str, asked: Client, chat: Mine) -> Cursor:
+    """Back to where the client was before its last move."""
+    return Cursor.of(await chat.undo(id, asked.client))
+
+
+@cursor_routes.post("/conversations/{id}/cursor/redo")
+async def redo(id: str, asked: Client, chat: Mine) -> Cursor:
+    return Cursor.of(await chat.redo(id, asked.client))
+
+
+preset_routes = APIRouter(tags=["presets"])
+
+
+@preset_routes.get("/presets")
+async def presets(chat: Mine) -> list[Preset]:
+    """By name."""
+    return [Preset.of(preset) for preset in await chat.presets()]
+
+
+@preset_routes.put("/presets")
+async def save(asked: SavePreset, chat: Mine) -> Preset:
+    """In place of one of that name."""
+    return Preset.of(await chat.save_preset(asked.name, asked.system, asked.parameters))
+
+
+@preset_routes.post("/presets/delete", status_code=204)
+async def delete_preset(asked: DeletePreset, chat: Mine) -> None:
+    """A name may hold anything, so it is no part of a path."""
+    await chat.delete_preset(asked.name)

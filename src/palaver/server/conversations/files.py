@@ -9,11 +9,12 @@ from urllib.parse import quote
 from fastapi import APIRouter, Request, Response
 
 from palaver.errors import BadParameter
-from palaver.server.conversations.owned import Mine
-from palaver.server.openai.answering import while_there
+from palaver.server.conversations.dependencies import Mine
+from palaver.server.openai.disconnect import run_while_connected
 from palaver.server.state import StateOf
+from palaver.store import NotFound
 from palaver.transcripts import TranscriptFormat
-from palaver.wire.conversations import Conversation
+from palaver.wire.conversations import BlobPut, Conversation
 
 routes = APIRouter(tags=["files"])
 _OBJECTS_EACH = 20
@@ -60,7 +61,7 @@ async def take_in(request: Request, chat: Mine, state: StateOf) -> list[Conversa
         text = body.decode()
     except UnicodeDecodeError as error:
         raise BadParameter("body", f"byte {error.start}", "the file must be text in UTF-8") from None
-    taken = await while_there(request, chat.take_in(text), state.closing)
+    taken = await run_while_connected(request, chat.take_in(text), state.closing)
     return [Conversation.of(one) for one in taken]
 
 
@@ -81,3 +82,42 @@ def attachment(name: str) -> dict[str, str]:
         "x-content-type-options": "nosniff",
         "content-security-policy": "default-src 'none'; sandbox",
     }
+
+
+blob_routes = APIRouter(tags=["blobs"])
+ANYTHING = "application/octet-stream"
+HARMLESS = (
+    *("image/png", "image/jpeg", "image/gif", "image/webp", "image/avif", "image/bmp"),
+    *("audio/wav", "audio/x-wav", "audio/mpeg", "audio/ogg", "audio/flac", "audio/mp4", "audio/webm", "audio/aac"),
+    *("video/mp4", "video/webm", "video/ogg", ANYTHING),
+)
+"""Types that a browser can show but in which nothing runs; a drawing in XML is none of them."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_BYTES = {"schema": {"type": "string", "format": "binary"}}
+
+
+@blob_routes.post(
+    "/blobs",
+    status_code=201,
+    openapi_extra={"requestBody": {"required": True, "content": {ANYTHING: _BYTES}}},
+)
+async def put(request: Request, chat: Mine) -> BlobPut:
+    """Takes the bytes as they are; the same bytes are kept once."""
+    data = await request.body()
+    return BlobPut(digest=await chat.put_blob(data), size=len(data))
+
+
+@blob_routes.get("/blobs/{digest}", response_class=Response, responses={200: {"content": {ANYTHING: _BYTES}}})
+async def blob(digest: str, chat: Mine, type: str = ANYTHING) -> Response:
+    """`type` is what the bytes are to be shown as."""
+    if not _DIGEST.fullmatch(digest):
+        raise NotFound("blob", digest)
+    if type not in HARMLESS:
+        raise BadParameter("type", type, f"must be one of {', '.join(HARMLESS)}")
+    data = await chat.blob(digest)
+    headers = {
+        **attachment(digest),
+        "cross-origin-resource-policy": "same-origin",
+        "cache-control": "private, max-age=31536000, immutable",
+    }
+    return Response(data, media_type=type, headers=headers)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from palaver.server.callers import Admin
-from palaver.server.conversations.owned import Mine
-from palaver.server.operation import check_name
+from palaver.server.admin import check_model_name
+from palaver.server.auth import Admin
+from palaver.server.conversations.dependencies import Mine
 from palaver.server.state import StateOf
 from palaver.wire.model import ModelCard
 from palaver.wire.requests import Load
@@ -32,7 +32,7 @@ async def models(chat: Mine) -> list[str]:
 @routes.post("/model/load")
 async def load(asked: Load, chat: Mine, state: StateOf, _: Admin) -> ModelCard:
     """Puts another model into use. Answers at once; running turns are parked and can be continued."""
-    check_name(asked.name, state)
+    check_model_name(asked.name, state)
     return ModelCard.of(await chat.load(asked.name))
 
 

@@ -6,18 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from palaver.server.conversations import (
-    blobs,
-    conversations,
-    cursors,
-    files,
-    messages,
-    model,
-    presets,
-    speech,
-    streams,
-    turns,
-)
+from palaver.server.conversations import conversations, files, messages, model, speech, streaming
 from palaver.wire.errors import ErrorBody
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -38,7 +27,18 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def router() -> APIRouter:
-    whole = APIRouter(prefix="/api", responses=_ERRORS)
-    for part in (model, conversations, presets, messages, speech, cursors, turns, streams, files, blobs):
-        whole.include_router(part.routes)
-    return whole
+    api = APIRouter(prefix="/api", responses=_ERRORS)
+    for routes in (
+        model.routes,
+        conversations.routes,
+        conversations.preset_routes,
+        messages.routes,
+        speech.routes,
+        conversations.cursor_routes,
+        messages.turn_routes,
+        streaming.routes,
+        files.routes,
+        files.blob_routes,
+    ):
+        api.include_router(routes)
+    return api

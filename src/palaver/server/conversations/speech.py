@@ -13,9 +13,9 @@ from palaver.chat.interface import Chat
 from palaver.errors import BadParameter, PalaverError
 from palaver.events import AnswerDelta, Failed, Finished, Snapshot
 from palaver.messages import Text
-from palaver.server.audio.stream import SoundStream
-from palaver.server.conversations.owned import Mine
-from palaver.server.errors import note
+from palaver.server.audio.speech import AudioStream
+from palaver.server.conversations.dependencies import Mine
+from palaver.server.errors import log_unexpected
 from palaver.server.state import StateOf
 from palaver.store import ReplyStatus
 from palaver.voice.audio_format import pcm, wav_header
@@ -41,8 +41,8 @@ async def speech(id: str, chat: Mine, state: StateOf, voice: str = "", speed: fl
     if stored.reply is None or stored.reply.status is not ReplyStatus.RUNNING:
         said.feed("".join(part.text for part in stored.parts if isinstance(part, Text)))
         said.end()
-        return SoundStream(_sounds(said), _TYPE)
-    return SoundStream(_followed(chat, id, said), _TYPE)
+        return AudioStream(_sounds(said), _TYPE)
+    return AudioStream(_followed(chat, id, said), _TYPE)
 
 
 async def _sounds(speech: Speech) -> AsyncGenerator[bytes]:
@@ -85,6 +85,6 @@ async def _fed(chat: Chat, reply: str, speech: Speech) -> None:
                     case _:
                         pass
     except PalaverError as error:
-        note(error)
+        log_unexpected(error)
     finally:
         speech.end()

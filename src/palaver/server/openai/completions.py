@@ -21,19 +21,30 @@ from palaver.events import AnswerDelta
 from palaver.formats.completion import CompletionFormat
 from palaver.generation import Prompt
 from palaver.phases import Phase, Phases, State
-from palaver.server.callers import Whoever
-from palaver.server.errors import error_body, note
-from palaver.server.openai.answering import begun, closed_if_failing, first_seconds, held, let_go, while_there
-from palaver.server.openai.asking import Asked, Shown, Usage, check_model, choices, usage_of
-from palaver.server.openai.fields import CompletionRequest
-from palaver.server.openai.naming import in_their_words
-from palaver.server.openai.speaking import Speaking, Told
-from palaver.server.openai.telling import DONE, Heading, ending
-from palaver.server.openai.unknown import check_all, ignored_fields, ignored_header
-from palaver.server.openai.wishes import completion_parameters
+from palaver.server.auth import Whoever
+from palaver.server.errors import error_body, log_unexpected
+from palaver.server.openai.choices import ChoiceDelta, CompletionStream
+from palaver.server.openai.disconnect import (
+    close_on_failure,
+    close_stream,
+    first_chunk,
+    first_seconds,
+    limited_stream,
+    run_while_connected,
+)
+from palaver.server.openai.request import ChatCall, OutputOptions, Usage, check_model, choice_count, usage_of
+from palaver.server.openai.sampling_params import (
+    api_field_names,
+    check_nested_fields,
+    completion_parameters,
+    ignored_fields,
+    ignored_header,
+)
+from palaver.server.openai.schemas import CompletionRequest
+from palaver.server.openai.streaming import DONE, ChunkHeader, choice_ending
 from palaver.server.settings import ServerSettings
+from palaver.server.sse import EventStream
 from palaver.server.state import StateOf
-from palaver.server.streaming import EventStream
 from palaver.store.records import new_id
 
 MAX_PROMPTS = 64
@@ -46,16 +57,16 @@ def router() -> APIRouter:
     async def completions(request: Request, body: CompletionRequest, caller: Whoever, state: StateOf) -> Response:
         """What the model makes of a text, whole or as a stream of server-sent events."""
         model = state.service.models.current()
-        with in_their_words():
+        with api_field_names():
             what, utterances = await asyncio.to_thread(_asked, body, model, state.settings, caller.owner_id)
-        speaking = Speaking(what, utterances, state.metrics)
-        stream, ignored = held(state, speaking), ignored_header(ignored_fields(body))
-        about = _Texts(Heading(model.name, f"fp_{model.tokenizer}", f"cmpl-{new_id()}"), speaking)
-        async with closed_if_failing(stream):
-            with in_their_words():
+        speaking = CompletionStream(what, utterances, state.metrics)
+        stream, ignored = limited_stream(state, speaking), ignored_header(ignored_fields(body))
+        about = _Texts(ChunkHeader(model.name, f"fp_{model.tokenizer}", f"cmpl-{new_id()}"), speaking)
+        async with close_on_failure(stream):
+            with api_field_names():
                 if not what.shown.stream:
-                    return JSONResponse(await while_there(request, about.whole(stream)), headers=ignored)
-                first = await begun(request, stream, first_seconds(what.request))
+                    return JSONResponse(await run_while_connected(request, about.whole(stream)), headers=ignored)
+                first = await first_chunk(request, stream, first_seconds(what.request))
             return EventStream(about.chunks(stream, first), ignored)
 
     return routes
@@ -63,24 +74,24 @@ def router() -> APIRouter:
 
 def _asked(
     body: CompletionRequest, model: Model, settings: ServerSettings, owner: str
-) -> tuple[Asked, list[ReplyStream]]:
-    check_all(body)
+) -> tuple[ChatCall, list[ReplyStream]]:
+    check_nested_fields(body)
     check_model(body.model, model, settings)
     _check_rest(body)
     decided = resolve_parameters(model.engine.info.defaults, completion_parameters(body, settings), draw_seed(), None)
     prompts = [_prompt(model, one, owner) for one in _prompts(body.prompt)]
-    n = choices(body.n, settings)
+    n = choice_count(body.n, settings)
     if len(prompts) * n > settings.limits.choices:
         raise BadParameter("n", n, f"prompts times n must be at most {settings.limits.choices}")
     request = Asking((), decided.sampling, owner=owner)
-    shown = Shown(
+    shown = OutputOptions(
         logprobs=body.logprobs is not None,
         token_ids=bool(body.return_token_ids),
         stream=bool(body.stream),
         usage=usage_of(body.stream_options),
     )
     spoken = [_utterance(model, replace(request, choice=c), prompt) for prompt in prompts for c in range(n)]
-    return Asked(model, request, len(spoken), shown), spoken
+    return ChatCall(model, request, len(spoken), shown), spoken
 
 
 def _check_rest(body: CompletionRequest) -> None:
@@ -130,10 +141,10 @@ def _utterance(model: Model, request: Asking, prompt: Prompt) -> ReplyStream:
 class _Texts:
     """Completions in OpenAI's older words."""
 
-    heading: Heading
-    speaking: Speaking
+    heading: ChunkHeader
+    speaking: CompletionStream
 
-    async def whole(self, stream: AsyncGenerator[Told]) -> dict[str, Any]:
+    async def whole(self, stream: AsyncGenerator[ChoiceDelta]) -> dict[str, Any]:
         texts: list[list[str]] = [[] for _ in self.speaking.choices]
         logprobs: list[list[dict[str, Any]]] = [[] for _ in self.speaking.choices]
         async with aclosing(stream):
@@ -145,7 +156,9 @@ class _Texts:
         ]
         return {**self.heading.value("text_completion"), "choices": found, "usage": self.speaking.usage()}
 
-    async def chunks(self, stream: AsyncGenerator[Told], first: asyncio.Future[Told]) -> AsyncGenerator[bytes]:
+    async def chunks(
+        self, stream: AsyncGenerator[ChoiceDelta], first: asyncio.Future[ChoiceDelta]
+    ) -> AsyncGenerator[bytes]:
         shown = self.speaking.asked.shown
         try:
             told = await first
@@ -160,12 +173,12 @@ class _Texts:
                 yield self._event({"choices": [], "usage": self.speaking.usage()})
             yield DONE
         except Exception as error:
-            note(error)
+            log_unexpected(error)
             yield b"data: " + error_body(error) + b"\n\n" + DONE
         finally:
-            await let_go(first, stream)
+            await close_stream(first, stream)
 
-    def _usage(self, told: Told) -> dict[str, Any]:
+    def _usage(self, told: ChoiceDelta) -> dict[str, Any]:
         """Of a chunk with a choice in it."""
         where = self.speaking.asked.shown.usage
         last = told.finished is not None and self.speaking.finished
@@ -188,7 +201,7 @@ class _Texts:
         choice, shown = self.speaking.choices[index], self.speaking.asked.shown
         value: dict[str, Any] = {"index": index, "text": text}
         value["logprobs"] = _logprobs(logprobs) if shown.logprobs else None
-        value["finish_reason"], value["stop_reason"] = ending(choice) if finished else (None, None)
+        value["finish_reason"], value["stop_reason"] = choice_ending(choice) if finished else (None, None)
         if shown.token_ids:
             value["token_ids"] = [step.token_id for step in choice.utterance.steps] if ids is None else list(ids)
             if finished and ids is None:
@@ -196,7 +209,7 @@ class _Texts:
         return value
 
 
-def _text(told: Told) -> str:
+def _text(told: ChoiceDelta) -> str:
     return "".join(event.text for event in told.events if isinstance(event, AnswerDelta))
 
 

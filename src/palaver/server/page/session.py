@@ -10,8 +10,8 @@ import hmac
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from palaver.server.page.cookies import cookie_name
-from palaver.server.state import State, StateOf
+from palaver.server.auth import cookie_name
+from palaver.server.state import ServerState, StateOf
 
 OPEN = ("/", "/api/session", "/sw.js", "/manifest.webmanifest")
 OPEN_FOLDERS = ("/assets/", "/icon")
@@ -20,7 +20,7 @@ _YEAR = 365 * 24 * 3600
 routes = APIRouter(tags=["session"])
 
 
-class Session(BaseModel):
+class SessionInfo(BaseModel):
     """Who reads the page. `needs_key` says whether somebody without a key is let in at all."""
 
     needs_key: bool
@@ -34,19 +34,19 @@ class SignIn(BaseModel):
     key: str = Field(min_length=1, max_length=500)
 
 
-def is_open(path: str) -> bool:
+def is_public(path: str) -> bool:
     """Whether this path, without the prefix, is served to whoever asks."""
     return path in OPEN or path.startswith(OPEN_FOLDERS)
 
 
 @routes.get("/api/session")
-async def session(request: Request, state: StateOf) -> Session:
+async def session(request: Request, state: StateOf) -> SessionInfo:
     caller = request.state.caller
     return _session(state, caller and caller.name, caller is not None and caller.admin)
 
 
 @routes.post("/api/session")
-async def sign_in(asked: SignIn, request: Request, response: Response, state: StateOf) -> Session:
+async def sign_in(asked: SignIn, request: Request, response: Response, state: StateOf) -> SessionInfo:
     """Takes a key and gives a cookie for it."""
     key = asked.key.strip()
     caller = await state.callers.by_key(key)
@@ -59,20 +59,20 @@ async def sign_out(request: Request, response: Response, state: StateOf) -> None
     _set(request, response, state, "", 0)
 
 
-def log_in(code: str, request: Request, response: Response, state: State) -> None:
+def log_in(code: str, request: Request, response: Response, state: ServerState) -> None:
     """Sets the cookie of the local administrator where the code is the one that the server printed at its start."""
     settings = state.settings
     if settings.login_code and hmac.compare_digest(code.encode("utf-8", "replace"), settings.login_code.encode()):
         _set(request, response, state, settings.secret, _YEAR)
 
 
-def _set(request: Request, response: Response, state: State, value: str, age: int) -> None:
+def _set(request: Request, response: Response, state: ServerState, value: str, age: int) -> None:
     secure = "https" in (request.url.scheme, request.headers.get("x-forwarded-proto", ""))
     path = state.settings.prefix or "/"
     name = cookie_name(state.settings.port)
     response.set_cookie(name, value, age, path=path, secure=secure, httponly=True, samesite="strict")
 
 
-def _session(state: State, name: str | None, admin: bool) -> Session:
+def _session(state: ServerState, name: str | None, admin: bool) -> SessionInfo:
     needed = not state.settings.is_local or name is None
-    return Session(needs_key=needed, signed_in=name is not None, name=name or "", admin=admin)
+    return SessionInfo(needs_key=needed, signed_in=name is not None, name=name or "", admin=admin)

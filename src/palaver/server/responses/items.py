@@ -11,8 +11,8 @@ from typing import Any
 from palaver.chat.interface import Chat
 from palaver.errors import BadParameter, NoMessages
 from palaver.messages import Message, Role, Text, Thinking, ToolCall, ToolResult
-from palaver.server.openai.fields import CallMade, ChatMessage, FunctionCall
-from palaver.server.responses.fields import InputContent, InputItem
+from palaver.server.openai.schemas import ChatMessage, FunctionCall, MessageToolCall
+from palaver.server.responses.schemas import InputContent, InputItem
 from palaver.store import NotFound, StoredMessage
 from palaver.store.json_values import StoredPart
 
@@ -21,7 +21,7 @@ _OURS = re.compile(r"(?:rs|msg|fc|fco)_([0-9a-z]{1,64})_([0-9]{1,6})")
 _KINDS = {"reasoning": "rs", "message": "msg", "function_call": "fc", "function_call_output": "fco"}
 
 
-def sealed(thought: str) -> str:
+def encrypt_thinking(thought: str) -> str:
     """A thought for clients that hand it back without looking at it. It hides nothing."""
     return _SEAL + base64.urlsafe_b64encode(thought.encode("utf-8", "surrogatepass")).decode()
 
@@ -54,14 +54,14 @@ def check_answerable(messages: Sequence[ChatMessage]) -> None:
         raise BadParameter("input", messages[-1].role, why)
 
 
-async def resolved(chat: Chat, items: Sequence[InputItem] | str | None) -> Sequence[InputItem] | str | None:
+async def resolve_references(chat: Chat, items: Sequence[InputItem] | str | None) -> Sequence[InputItem] | str | None:
     """References are the items that they name."""
     if items is None or isinstance(items, str):
         return items
     return [await _named(chat, f"input[{place}]", item) for place, item in enumerate(items)]
 
 
-def items_of(message: str, role: Role, parts: Iterable[StoredPart]) -> list[dict[str, Any]]:
+def message_items(message: str, role: Role, parts: Iterable[StoredPart]) -> list[dict[str, Any]]:
     """A message of the branch as items."""
     if role is Role.ASSISTANT:
         return _said_items(message, parts)
@@ -79,25 +79,25 @@ def _said_items(message: str, parts: Iterable[StoredPart]) -> list[dict[str, Any
         place = len(items)
         match part:
             case Thinking(text):
-                items.append(reasoning(item_id("reasoning", message, place), text))
+                items.append(reasoning_item(item_id("reasoning", message, place), text))
             case Text(text):
-                items.append(spoken(item_id("message", message, place), text))
+                items.append(message_item(item_id("message", message, place), text))
             case ToolCall(id, name, arguments):
-                items.append(called(item_id("function_call", message, place), id, name, arguments))
+                items.append(function_call_item(item_id("function_call", message, place), id, name, arguments))
     return items
 
 
-def reasoning(
+def reasoning_item(
     id: str, text: str, status: str = "completed", as_summary: bool = False, seal: bool = False
 ) -> dict[str, Any]:
     told = [{"type": "summary_text" if as_summary else "reasoning_text", "text": text}] if text else []
     item: dict[str, Any] = {"id": id, "type": "reasoning", "status": status, "summary": told if as_summary else []}
     if not as_summary:
         item["content"] = told
-    return {**item, "encrypted_content": sealed(text)} if seal and text else item
+    return {**item, "encrypted_content": encrypt_thinking(text)} if seal and text else item
 
 
-def spoken(
+def message_item(
     id: str, text: str, status: str = "completed", logprobs: Sequence[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
     about = {"id": id, "type": "message", "role": "assistant", "status": status}
@@ -108,7 +108,7 @@ def text_part(text: str, logprobs: Sequence[dict[str, Any]] | None = None) -> di
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs or ())}
 
 
-def called(id: str, call_id: str, name: str, arguments: str, status: str = "completed") -> dict[str, Any]:
+def function_call_item(id: str, call_id: str, name: str, arguments: str, status: str = "completed") -> dict[str, Any]:
     about = {"id": id, "type": "function_call", "status": status}
     return {**about, "call_id": call_id, "name": name, "arguments": arguments}
 
@@ -126,7 +126,7 @@ async def _named(chat: Chat, where: str, item: InputItem) -> InputItem:
         stored = await _message_of(chat, id)
     except NotFound:
         raise BadParameter(f"{where}.id", id[:80], "there is no such item") from None
-    for value in items_of(stored.id, stored.role, stored.parts):
+    for value in message_items(stored.id, stored.role, stored.parts):
         if value["id"] == id:
             return InputItem.model_validate(value)
     raise BadParameter(f"{where}.id", id[:80], "there is no such item")
@@ -145,7 +145,7 @@ def _message(where: str, item: InputItem) -> ChatMessage:
             return _chat("assistant", reasoning_content=_thought(where, item))
         case "function_call":
             function = FunctionCall(name=_needed(where, "name", item.name), arguments=item.arguments or "")
-            call = CallMade(id=_needed(where, "call_id", item.call_id), function=function)
+            call = MessageToolCall(id=_needed(where, "call_id", item.call_id), function=function)
             return _chat("assistant", tool_calls=[call])
         case "function_call_output":
             content = _content(f"{where}.output", _needed(where, "output", item.output))
@@ -210,7 +210,7 @@ def _listed(content: str | list[Any] | None) -> list[Any]:
     return content or []
 
 
-def parted(messages: Sequence[Message]) -> tuple[str, tuple[Message, ...]]:
+def split_system(messages: Sequence[Message]) -> tuple[str, tuple[Message, ...]]:
     """The text of the system messages at the beginning, and what comes after them."""
     first = next((place for place, one in enumerate(messages) if one.role is not Role.SYSTEM), len(messages))
     return "\n\n".join(message.text for message in messages[:first]), tuple(messages[first:])

@@ -8,10 +8,11 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from palaver.errors import BadParameter
-from palaver.server.callers import Whoever
-from palaver.server.conversations.owned import Mine
+from palaver.server.auth import Whoever
+from palaver.server.conversations.dependencies import Mine
 from palaver.server.responses import stateless, stored
-from palaver.server.responses.fields import (
+from palaver.server.responses.request import check_request
+from palaver.server.responses.schemas import (
     Includable,
     InputItemList,
     InputTokens,
@@ -19,9 +20,8 @@ from palaver.server.responses.fields import (
     ResponseDeleted,
     ResponseRequest,
 )
-from palaver.server.responses.wanted import check
+from palaver.server.sse import EventStream
 from palaver.server.state import StateOf
-from palaver.server.streaming import EventStream
 
 MAX_NUMBER = 2**31
 MAX_ITEMS = 100
@@ -43,15 +43,15 @@ def router() -> APIRouter:
     async def create(request: Request, body: ResponseRequest, caller: Whoever, state: StateOf) -> Response:
         """A reply to the input, behind the response before it where one is named. Unless `store` is false it is kept
         in a conversation, and found again by its id."""
-        check(body)
-        answered = stateless.answered if body.store is False else stored.answered
+        check_request(body)
+        answered = stateless.answer_stateless if body.store is False else stored.answer_stored
         return await answered(request, body, caller.owner_id, state)
 
     @routes.post("/v1/responses/input_tokens")
     async def input_tokens(body: ResponseRequest, caller: Whoever, state: StateOf) -> InputTokens:
         """How many tokens the model would read for a response; nothing is said."""
-        check(body)
-        return InputTokens(input_tokens=await stateless.counted(body, caller.owner_id, state))
+        check_request(body)
+        return InputTokens(input_tokens=await stateless.count_input_tokens(body, caller.owner_id, state))
 
     @routes.get("/v1/responses/{id}", response_model=None, responses=_TOLD)
     async def retrieve(
@@ -69,20 +69,20 @@ def router() -> APIRouter:
         wanted = [*(include or ()), *(bracketed or ())]
         if stream:
             after = -1 if starting_after is None else starting_after
-            return await stored.streamed(request, state, chat, id, after, wanted)
+            return await stored.stream_stored(request, state, chat, id, after, wanted)
         if starting_after is not None:
             raise BadParameter("starting_after", starting_after, "needs stream to be true")
-        return JSONResponse(await stored.told(state, chat, id, wanted))
+        return JSONResponse(await stored.read_response(state, chat, id, wanted))
 
     @routes.post("/v1/responses/{id}/cancel", response_model=None, responses=_TOLD)
     async def cancel(id: str, chat: Mine, state: StateOf) -> Response:
         """Stops it where it runs; what was said is kept. One that is over stays as it is."""
-        return JSONResponse(await stored.cancelled(state, chat, id))
+        return JSONResponse(await stored.cancel_response(state, chat, id))
 
     @routes.delete("/v1/responses/{id}")
     async def delete(id: str, chat: Mine, state: StateOf) -> ResponseDeleted:
         """Deletes it, and with the last response of a conversation the conversation."""
-        await stored.deleted(state, chat, id)
+        await stored.delete_response(state, chat, id)
         return ResponseDeleted(id=id)
 
     @routes.get("/v1/responses/{id}/input_items")

@@ -17,67 +17,77 @@ from palaver.events import PhaseOpened, Usage
 from palaver.generation import Finish
 from palaver.messages import Message, Role
 from palaver.phases import Phase
-from palaver.server.openai.answering import begun, closed_if_failing, first_seconds, held, kept, while_there
-from palaver.server.openai.asking import Asked, asked_for, check_model
-from palaver.server.openai.conversing import Conversing, conversing
-from palaver.server.openai.fields import ChatRequest
-from palaver.server.openai.naming import in_their_words
-from palaver.server.openai.speaking import Choice, Speaking, Told
-from palaver.server.openai.unknown import ignored_header
-from palaver.server.responses.fields import ResponseRequest
-from palaver.server.responses.following import Said
-from palaver.server.responses.heading import decided, heading, shows
-from palaver.server.responses.items import chat_messages, resolved
-from palaver.server.responses.kept import response_id
-from palaver.server.responses.placing import Place, placed
-from palaver.server.responses.streams import pieces, whole
-from palaver.server.responses.telling import Ending, Telling
-from palaver.server.responses.wanted import THEIRS, as_chat, as_kept, ignored_of
-from palaver.server.state import State
-from palaver.server.streaming import EventStream
+from palaver.server.openai.choices import ChoiceDelta, ChoiceStream, CompletionStream
+from palaver.server.openai.disconnect import (
+    close_on_failure,
+    first_chunk,
+    first_seconds,
+    indexed_stream,
+    limited_stream,
+    run_while_connected,
+)
+from palaver.server.openai.messages import ChatHistory, parse_history
+from palaver.server.openai.request import ChatCall, build_call, check_model
+from palaver.server.openai.sampling_params import api_field_names, ignored_header
+from palaver.server.openai.schemas import ChatRequest
+from palaver.server.responses.encoder import ResponseEncoder, ResponseEnding
+from palaver.server.responses.history import ResponsePlace, place_response, response_id
+from palaver.server.responses.items import chat_messages, resolve_references
+from palaver.server.responses.request import THEIRS, ignored_of, to_chat_request, to_record
+from palaver.server.responses.schemas import ResponseRequest
+from palaver.server.responses.streaming import (
+    ResponseDelta,
+    complete_response,
+    effective_parameters,
+    output_options,
+    response_header,
+    stream_events,
+)
+from palaver.server.sse import EventStream
+from palaver.server.state import ServerState
 from palaver.store import prompt_messages
 from palaver.store.records import new_id
 
 _STATUS = {Finish.END: "completed", Finish.STOP_STRING: "completed", Finish.LENGTH: "incomplete"}
 
 
-async def answered(request: Request, body: ResponseRequest, owner: str, state: State) -> Response:
+async def answer_stateless(request: Request, body: ResponseRequest, owner: str, state: ServerState) -> Response:
     model = state.service.models.current()
-    with in_their_words(THEIRS):
+    with api_field_names(THEIRS):
         what, place = await _asked(body, model, owner, state)
-        speaking = Speaking(what, await asyncio.to_thread(what.utterances), state.metrics)
-    stream = kept(state, speaking, held(state, speaking))
+        speaking = CompletionStream(what, await asyncio.to_thread(what.utterances), state.metrics)
+    stream = indexed_stream(state, speaking, limited_stream(state, speaking))
     telling = _telling(what, place)
-    async with closed_if_failing(stream):
-        with in_their_words(THEIRS):
-            first = await begun(request, stream, first_seconds(what.request))
+    async with close_on_failure(stream):
+        with api_field_names(THEIRS):
+            first = await first_chunk(request, stream, first_seconds(what.request))
             source = _said(speaking.choices[0], stream, first)
             ignored = ignored_header(ignored_of(body, state.settings, model.format))
             if body.stream:
-                return EventStream(pieces(telling, source), ignored)
-            return JSONResponse(await while_there(request, whole(telling, source)), headers=ignored)
+                return EventStream(stream_events(telling, source), ignored)
+            return JSONResponse(await run_while_connected(request, complete_response(telling, source)), headers=ignored)
 
 
-async def counted(body: ResponseRequest, owner: str, state: State) -> int:
+async def count_input_tokens(body: ResponseRequest, owner: str, state: ServerState) -> int:
     """How many tokens the model would read."""
     model = state.service.models.current()
-    with in_their_words(THEIRS):
+    with api_field_names(THEIRS):
         what, _ = await _asked(body, model, owner, state)
         return len(await asyncio.to_thread(model.prompt, what.request, what.said, what.begun))
 
 
-async def _asked(body: ResponseRequest, model: Model, owner: str, state: State) -> tuple[Asked, Place]:
+async def _asked(body: ResponseRequest, model: Model, owner: str, state: ServerState) -> tuple[ChatCall, ResponsePlace]:
     chat = state.service.chat(owner)
-    wishes = as_chat(body, chat_messages(await resolved(chat, body.input)))
+    wishes = to_chat_request(body, chat_messages(await resolve_references(chat, body.input)))
     check_model(body.model, model, state.settings)
-    given = conversing(wishes, state.settings.limits.messages)
-    place = await placed(chat, body, given.messages, as_kept(body), state.branches, owner)
+    given = parse_history(wishes, state.settings.limits.messages)
+    place = await place_response(chat, body, given.messages, to_record(body), state.branches, owner)
     return await asyncio.to_thread(_whole_request, wishes, place, given.begun, model, owner, state), place
 
 
 def _whole_request(
-    wishes: ChatRequest, place: Place, begun: Message | None, model: Model, owner: str, state: State
-) -> Asked:
+    wishes: ChatRequest, place: ResponsePlace, begun: Message | None, model: Model, owner: str, state: ServerState
+) -> ChatCall:
     """What was said before is read from the conversation, with its tokens; the rest may be remembered."""
     store, requests = state.service.store, state.service.requests
     path = spoken(place.path)
@@ -87,36 +97,38 @@ def _whole_request(
     past = requests.past(model, path)
     if not place.path:
         past = state.remembered.past(owner, messages, sent)
-    what = asked_for(wishes, Conversing(messages, past, begun), model, state.settings, owner)
+    what = build_call(wishes, ChatHistory(messages, past, begun), model, state.settings, owner)
     if place.known.truncation == "disabled":
         return what
     dropped = oldest_to_drop(model, what.request, "shorten")
     return replace(what, request=replace(what.request, messages=without_oldest(messages, dropped)))
 
 
-def _telling(what: Asked, place: Place) -> Telling:
+def _telling(what: ChatCall, place: ResponsePlace) -> ResponseEncoder:
     name = new_id()
-    about = heading(response_id(name), int(time.time()), what.model.name, place.known)
-    about |= decided(what.request.sampling, what.request.tools, place.known)
-    return Telling(name, about, shows(place.known))
+    about = response_header(response_id(name), int(time.time()), what.model.name, place.known)
+    about |= effective_parameters(what.request.sampling, what.request.tools, place.known)
+    return ResponseEncoder(name, about, output_options(place.known))
 
 
-async def _said(choice: Choice, stream: AsyncGenerator[Told], first: asyncio.Future[Told]) -> AsyncGenerator[Said]:
+async def _said(
+    choice: ChoiceStream, stream: AsyncGenerator[ChoiceDelta], first: asyncio.Future[ChoiceDelta]
+) -> AsyncGenerator[ResponseDelta]:
     try:
         async with aclosing(stream):
-            yield Said((PhaseOpened(Phase.THINKING),) if choice.opens_thinking else ())
+            yield ResponseDelta((PhaseOpened(Phase.THINKING),) if choice.opens_thinking else ())
             told = await first
             while True:
-                yield Said(told.events, told.logprobs, _ending(told, choice))
+                yield ResponseDelta(told.events, told.logprobs, _ending(told, choice))
                 told = await anext(stream)
     finally:
         first.cancel()
 
 
-def _ending(told: Told, choice: Choice) -> Ending | None:
+def _ending(told: ChoiceDelta, choice: ChoiceStream) -> ResponseEnding | None:
     """The usage counts what is new of a reply that is continued."""
     if told.finished is None:
         return None
     status, totals = _STATUS.get(told.finished.finish, "cancelled"), choice.count()
     counted = Usage(totals.prompt, totals.cached, totals.reply, totals.thinking)
-    return Ending(status, counted, None, int(time.time()) if status == "completed" else None)
+    return ResponseEnding(status, counted, None, int(time.time()) if status == "completed" else None)

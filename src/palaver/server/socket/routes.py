@@ -6,10 +6,9 @@ from fastapi import APIRouter, WebSocket
 
 from palaver.errors import PalaverError
 from palaver.server.errors import ShuttingDown
-from palaver.server.socket.denial import deny
-from palaver.server.socket.keys import PROTOCOL
-from palaver.server.socket.talking import Talking
-from palaver.server.state import State
+from palaver.server.socket.auth import PROTOCOL, deny
+from palaver.server.socket.session import SocketSession
+from palaver.server.state import ServerState
 
 
 def router() -> APIRouter:
@@ -17,13 +16,13 @@ def router() -> APIRouter:
 
     @routes.websocket("/ws/chat")
     async def chat(socket: WebSocket) -> None:
-        state: State = socket.app.state.palaver
+        state: ServerState = socket.app.state.palaver
         try:
             if state.closing.is_set():
                 raise ShuttingDown
             with state.sockets.opened(socket.state.caller.owner_id):
                 await socket.accept(PROTOCOL if PROTOCOL in socket["subprotocols"] else None)
-                await Talking(socket, state).run()
+                await SocketSession(socket, state).run()
         except PalaverError as error:
             await deny(socket, error)
 

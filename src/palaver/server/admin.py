@@ -1,0 +1,192 @@
+"""What an operator asks the server: is it well, what does it count, which models are there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from palaver import __version__
+from palaver.chat.interface import ModelCard, ModelState
+from palaver.errors import BadParameter, PalaverError
+from palaver.server.anthropic.routes import model_value, models_page
+from palaver.server.auth import Admin, Whoever
+from palaver.server.error_responses import speaks_anthropic
+from palaver.server.errors import NotSupported, OtherModel, error_body
+from palaver.server.metrics import ServerStatus
+from palaver.server.sse import EventStream
+from palaver.server.state import ServerState, StateOf
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_POLL_SECONDS = 0.2
+_FIGURES_SECONDS = 1.0
+
+
+class Health(BaseModel):
+    status: str = Field(
+        description="ready: a reply can be made now; loading: a model loads or its engine starts again; failed: `note` "
+        "says why; none: no model is loaded"
+    )
+    model: str
+    progress: float | None = Field(None, description="from 0 to 1 while a model loads, where that is known")
+    note: str = ""
+    version: str = __version__
+    instance: str = ""
+
+
+def is_public(path: str) -> bool:
+    """What is told to whoever asks, so that a server can be found and watched without a key."""
+    return path == "/health"
+
+
+class LoadRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    model: str = Field(min_length=1, max_length=500)
+    stream: bool = Field(False, description="whether progress comes as server-sent events")
+
+
+def router() -> APIRouter:
+    routes = APIRouter(tags=["Operation"])
+
+    @routes.get("/health", response_model=Health)
+    async def health(request: Request, state: StateOf) -> Response:
+        """Whether a reply can be made now: 200, or 503 and why not. Without a key, the status alone."""
+        now = await _current_health(state)
+        status = 200 if now.status == ModelState.READY else 503
+        told = {**now.model_dump(), "instance": state.settings.instance}
+        if request.state.caller is None:
+            told = {"status": told["status"], "instance": told["instance"]}
+        return JSONResponse(told, status)
+
+    @routes.get("/metrics", response_class=PlainTextResponse)
+    async def metrics(state: StateOf) -> Response:
+        """Counts since the start, as Prometheus reads them."""
+        return PlainTextResponse(await _metrics(state), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @routes.get("/v1/models")
+    async def models(request: Request, state: StateOf) -> dict[str, Any]:
+        """The model in use first, then others at hand; with the header `anthropic-version` in Anthropic's shape."""
+        card = state.service.models.card()
+        names = dict.fromkeys(
+            [*([card.name] if card.name else ()), *state.settings.aliases, *state.service.models.names]
+        )
+        if speaks_anthropic(request.scope):
+            return models_page(list(names), card, request.query_params)
+        return {"object": "list", "data": [_model(name, card) for name in names]}
+
+    @routes.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str, state: StateOf) -> dict[str, Any]:
+        """One of them."""
+        card = state.service.models.card()
+        if name not in (card.name, *state.settings.aliases, *state.service.models.names):
+            raise OtherModel(f"There is no model {name[:200]!r} here.")
+        return model_value(name, card) if speaks_anthropic(request.scope) else _model(name, card)
+
+    @routes.post("/v1/model/load", response_model=None)
+    async def load(body: LoadRequest, caller: Admin, state: StateOf) -> Response:
+        """Puts another model into use. Running turns are put aside and can be continued."""
+        check_model_name(body.model, state)
+        state.service.models.load(body.model)
+        if body.stream:
+            return EventStream(_progress(state))
+        await state.service.models.ready()
+        return JSONResponse(_health(state.service.models.card()).model_dump())
+
+    @routes.post("/v1/model/unload")
+    async def unload(caller: Admin, state: StateOf) -> Health:
+        """Lets go of the model and its memory."""
+        await state.service.models.unload()
+        return _health(state.service.models.card())
+
+    @routes.post("/v1/embeddings", include_in_schema=False)
+    async def embeddings(caller: Whoever) -> None:
+        raise NotSupported("Embeddings are not supported: Palaver serves chat models.")
+
+    return routes
+
+
+def check_model_name(name: str, state: ServerState) -> None:
+    """A model at hand; others only where the operator allows it, and never by a path out of somewhere."""
+    if name in (*state.service.models.names, state.service.models.card().name):
+        return
+    if not state.settings.any_model or ".." in name or not _HUB_ID.fullmatch(name):
+        at_hand = ", ".join(state.service.models.names) or "none"
+        raise BadParameter("model", name, f"is none of the models at hand ({at_hand})")
+
+
+async def _progress(state: ServerState) -> AsyncGenerator[bytes]:
+    models = state.service.models
+    loading = asyncio.ensure_future(models.ready())
+    told = None
+    try:
+        while not loading.done():
+            if (now := _health(models.card())) != told:
+                told = now
+                yield _event("progress", now.model_dump())
+            await asyncio.wait({loading}, timeout=_POLL_SECONDS)
+        loading.result()
+        yield _event("ready", _health(models.card()).model_dump())
+    except PalaverError as error:
+        yield b"event: error\ndata: " + error_body(error) + b"\n\n"
+    finally:
+        loading.cancel()
+        with suppress(asyncio.CancelledError, PalaverError):
+            await loading
+
+
+def _event(name: str, value: dict[str, Any]) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(value)}\n\n".encode()
+
+
+async def _current_health(state: ServerState) -> Health:
+    """Of the engine and of the database: without either, no reply can be made."""
+    now = _health(state.service.models.card())
+    if now.status != ModelState.READY or not (failure := await state.database.failure(state.service.store)):
+        return now
+    return now.model_copy(update={"status": ModelState.FAILED.value, "progress": None, "note": failure})
+
+
+def _health(card: ModelCard) -> Health:
+    return Health(status=card.state.value, model=card.name, progress=card.progress, note=card.note)
+
+
+async def _metrics(state: ServerState) -> str:
+    ready = (await _current_health(state)).status == ModelState.READY
+    replies, turns = len(state.floor), len(state.service.turns.running)
+    return state.metrics.text(ServerStatus(replies, turns, ready, await _engine_figures(state)))
+
+
+async def _engine_figures(state: ServerState) -> dict[str, float]:
+    """None where there is no engine, or one that has no time to tell."""
+    try:
+        async with asyncio.timeout(_FIGURES_SECONDS):
+            return await state.service.models.current().engine.counted()
+    except (PalaverError, TimeoutError):
+        return {}
+
+
+def _model(name: str, card: ModelCard) -> dict[str, Any]:
+    about: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "palaver"}
+    if card.state is not ModelState.READY or name != card.name:
+        return {**about, "state": card.state.value if name == card.name else "available"}
+    return {
+        **about,
+        "state": card.state.value,
+        "context_length": card.context_length,
+        "max_model_len": card.context_length,
+        "thinks": card.thinks,
+        "takes_tools": card.takes_tools,
+        "switches": [asdict(switch) for switch in card.switches],
+        "reuse": card.reuse,
+        "exactness": card.exactness,
+        "steps": card.steps,
+        "fingerprint": card.fingerprint,
+    }

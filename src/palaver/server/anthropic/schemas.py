@@ -1,0 +1,186 @@
+"""What a request of the Messages API may hold, and its answer, as the OpenAPI schema tells it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag
+
+from palaver.server.openai.sampling_params import ToleratedFields
+from palaver.server.openai.schemas import Number, RequestFields, Switched, Whole
+
+TOLERATED = ToleratedFields(
+    ignored=frozenset(
+        (
+            "cache_control",
+            "citations",
+            "caller",
+            "service_tier",
+            "inference_geo",
+            "speed",
+            "diagnostics",
+            "user_profile_id",
+            "workspace_id",
+            "betas",
+            "eager_input_streaming",
+        )
+    ),
+    harmless={
+        "mcp_servers": ([],),
+        "context_management": ({}, {"edits": []}),
+        "allowed_callers": (["direct"],),
+        "defer_loading": (False,),
+        "input_examples": ([],),
+    },
+)
+"""Hints for speed or accounting, and what asks for nothing but what is done anyway."""
+
+
+_KNOWN = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+class TextBlock(RequestFields):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(RequestFields):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = Field(None, description="As it came. Without one the thought counts by its words.")
+
+
+class RedactedThinkingBlock(RequestFields):
+    type: Literal["redacted_thinking"]
+    data: str = Field(description="Nobody here can read it: it is left out.")
+
+
+class ToolUseBlock(RequestFields):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class OtherBlock(RequestFields):
+    """What no model here takes yet, such as images and documents: it is refused by its type."""
+
+    type: str = Field(json_schema_extra={"not": {"enum": list(_KNOWN)}})
+
+
+class ToolResultBlock(RequestFields):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[ResultBlock] | None = None
+    is_error: Switched = Field(None, description="The content is told with `Error: ` before it.")
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) and kind in _KNOWN else "other"
+
+
+def _result_kind(value: Any) -> str:
+    return "text" if _kind(value) == "text" else "other"
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")], Discriminator(_result_kind)
+]
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[OtherBlock, Tag("other")],
+    Discriminator(_kind),
+]
+
+
+class InputMessage(RequestFields):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class InputTool(RequestFields):
+    type: str | None = Field(None, description="`custom`, or nothing. Tools that a server would run are refused.")
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: Switched = Field(None, description="Calls that are forced follow the schema whatever this says.")
+
+
+class ToolChoice(RequestFields):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = Field(None, description="With `tool`: which one.")
+    disable_parallel_tool_use: Switched = None
+
+
+class ThinkingConfig(RequestFields):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Whole = Field(None, description="After so many tokens the thought is closed and the answer comes.")
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="`omitted` leaves out what was thought; its signature brings it back."
+    )
+
+
+class OutputFormat(RequestFields):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(RequestFields):
+    effort: str | None = Field(None, description="In a word that the model's template knows.")
+    format: OutputFormat | None = None
+
+
+class CountRequest(RequestFields):
+    model: str | None = None
+    messages: list[InputMessage]
+    system: str | list[TextBlock] | None = None
+    tools: list[InputTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = Field(None, description="Left out, it is as the model's template has it.")
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: int = Field(ge=1, description="Of what is new, thinking included.")
+    stream: Switched = None
+    stop_sequences: list[str] | None = Field(None, description="They count in the answer alone.")
+    temperature: Number = None
+    top_p: Number = None
+    top_k: Whole = Field(None, description="0 or -1 is off.")
+    min_p: Number = None
+    repetition_penalty: Number = None
+    seed: Whole = None
+    metadata: dict[str, Any] | None = Field(None, description="`conversation` names one; the rest is ignored.")
+
+
+class AnthropicUsage(BaseModel):
+    input_tokens: int = Field(description="What had to be computed of the prompt.")
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int = Field(description="What had been computed before.")
+    output_tokens: int
+    output_tokens_details: dict[str, int] = Field(description="`thinking_tokens`: those that were thought.")
+
+
+class AnthropicMessage(BaseModel):
+    """A whole reply. With `stream` the same comes as events."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ThinkingBlock | TextBlock | ToolUseBlock]
+    stop_reason: Literal[
+        "end_turn", "tool_use", "max_tokens", "stop_sequence", "model_context_window_exceeded", "pause_turn"
+    ]
+    stop_sequence: str | None
+    usage: AnthropicUsage
+    notices: list[str] | None = Field(None, description="What the reader of the reply should know.")
+    metadata: dict[str, str] | None = Field(None, description="Of a conversation: it, the message and the reply.")
+
+
+ToolResultBlock.model_rebuild()

@@ -1,0 +1,143 @@
+"""`/v1/chat/completions`: streaming and not is one path; not streaming is folding."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from palaver.chat.model import Model, text_size
+from palaver.errors import BadParameter
+from palaver.formats.base import RenderOptions
+from palaver.generation import Prompt
+from palaver.server.auth import Whoever
+from palaver.server.openai.audio_stream import spoken_choice
+from palaver.server.openai.choices import CompletionStream
+from palaver.server.openai.disconnect import indexed_stream, limited_stream, run_while_connected
+from palaver.server.openai.messages import parse_messages, parse_tools
+from palaver.server.openai.request import check_model, ignored_of, parse_request
+from palaver.server.openai.sampling_params import api_field_names, check_nested_fields, ignored_header
+from palaver.server.openai.schemas import ChatRequest, DetokenizeRequest, RenderRequest, TokenizeRequest
+from palaver.server.openai.stored import answer_in_conversation, conversation_name
+from palaver.server.openai.streaming import respond
+from palaver.server.settings import ServerSettings
+from palaver.server.state import ServerState, StateOf
+
+
+def chat_router() -> APIRouter:
+    routes = APIRouter(tags=["OpenAI"])
+
+    @routes.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(request: Request, body: ChatRequest, caller: Whoever, state: StateOf) -> Response:
+        """A reply to a conversation, whole or as a stream of server-sent events. One that is named by
+        `metadata.conversation` (or the header `x-conversation`; `new` makes one) keeps what is said."""
+        state.transcripts.fill_in(caller.owner_id, body.messages)
+        named = conversation_name(body.metadata, request.headers)
+        if named is not None:
+            return await answer_in_conversation(request, body, named, caller.owner_id, state)
+        return await answer_chat(request, body, caller.owner_id, state)
+
+    return routes
+
+
+async def answer_chat(request: Request, body: ChatRequest, owner: str, state: ServerState) -> Response:
+    model = state.service.models.current()
+    with api_field_names():
+        what = await asyncio.to_thread(parse_request, body, model, state.settings, owner, state.remembered)
+        speaking = CompletionStream(what, await asyncio.to_thread(what.utterances), state.metrics)
+        sounding = await spoken_choice(what.shown, owner, state)
+    stream = indexed_stream(state, speaking, limited_stream(state, speaking))
+    stream = stream if sounding is None else sounding.of(stream)
+    ignored = ignored_header(ignored_of(body, state.settings, model.format))
+    return await respond(request, speaking, stream, headers=ignored)
+
+
+def tokens_router() -> APIRouter:
+    routes = APIRouter(tags=["Tokens"])
+
+    @routes.post("/v1/tokenize")
+    async def tokenize(body: TokenizeRequest, request: Request, state: StateOf) -> Response:
+        """The token ids of a text, or of a conversation as the model reads it."""
+        return await _answer(_tokenized, body, request, state)
+
+    @routes.post("/v1/detokenize")
+    async def detokenize(body: DetokenizeRequest, request: Request, state: StateOf) -> Response:
+        """The text of token ids, control tokens and all."""
+        return await _answer(_detokenized, body, request, state)
+
+    @routes.post("/v1/apply-template")
+    async def apply_template(body: RenderRequest, request: Request, state: StateOf) -> Response:
+        """The text that the model reads for a conversation, up to where its reply begins."""
+        return await _answer(_rendered, body, request, state)
+
+    return routes
+
+
+async def _answer(
+    work: Callable[[Any, Model, ServerSettings], dict[str, Any]], body: Any, request: Request, state: ServerState
+) -> Response:
+    """In a thread for long work, written as JSON there too; not begun for a client that has left."""
+    model = state.service.models.current()
+
+    def answer() -> bytes:
+        return json.dumps(work(body, model, state.settings), ensure_ascii=False).encode()
+
+    content = await run_while_connected(request, state.workers.run(answer))
+    return Response(content, media_type="application/json")
+
+
+def _tokenized(body: TokenizeRequest, model: Model, settings: ServerSettings) -> dict[str, Any]:
+    check_nested_fields(body)
+    check_model(body.model, model, settings)
+    if (body.prompt is None) == (body.messages is None):
+        raise BadParameter("prompt", body.prompt, "either a prompt or messages must be given")
+    tokenizer = model.format.tokenizer
+    if body.prompt is not None:
+        most = settings.limits.tokenize_chars
+        if len(body.prompt) > most:
+            shown = f"{len(body.prompt)} characters"
+            raise BadParameter("prompt", shown, f"at most {most} characters are tokenized at once")
+        ids = [*(tokenizer.prefix if body.add_special_tokens else ()), *tokenizer.encode([body.prompt])]
+    else:
+        ids = list(_prompt(body, model, settings).context_ids)
+    told = {"tokens": ids, "count": len(ids), "max_model_len": model.engine.info.context_length}
+    return {**told, "token_strs": [decode_text(model, [one]) for one in ids]} if body.return_token_strs else told
+
+
+def _detokenized(body: DetokenizeRequest, model: Model, settings: ServerSettings) -> dict[str, Any]:
+    check_nested_fields(body)
+    check_model(body.model, model, settings)
+    return {"prompt": decode_text(model, body.tokens)}
+
+
+def _rendered(body: RenderRequest, model: Model, settings: ServerSettings) -> dict[str, Any]:
+    check_nested_fields(body)
+    check_model(body.model, model, settings)
+    ids = _prompt(body, model, settings).context_ids
+    return {"prompt": decode_text(model, ids), "count": len(ids)}
+
+
+def _prompt(body: TokenizeRequest | RenderRequest, model: Model, settings: ServerSettings) -> Prompt:
+    variables = dict(body.chat_template_kwargs or {})
+    known = {switch.name for switch in model.format.switches}
+    for name, value in variables.items():
+        if name not in known and not settings.any_variables:
+            raise BadParameter(f"chat_template_kwargs.{name}", value, "is no switch of this model's template")
+    effort = body.reasoning_effort if isinstance(body, RenderRequest) else None
+    options = RenderOptions(thinking=body.enable_thinking, effort=effort, variables=variables, now=datetime.now())
+    messages, tools = parse_messages(body.messages or []), parse_tools(body.tools, None, settings.limits.tools)
+    model.check_size(text_size(messages, tools))
+    with api_field_names():
+        return model.format.render(messages, tools, options)
+
+
+def decode_text(model: Model, ids: Any) -> str:
+    size = len(model.vocabulary)
+    for token_id in ids:
+        if not 0 <= token_id < size:
+            raise BadParameter("tokens", token_id, f"token ids here go from 0 to {size - 1}")
+    return b"".join(model.vocabulary[token_id] for token_id in ids).decode("utf-8", "replace")

@@ -1,0 +1,246 @@
+"""What a request may hold, as its OpenAPI schema tells it. Bounds of sampling values are `palaver.sampling`'s."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Stop = str | int | list[str | int] | None
+Whole = int | None
+Number = float | None
+Switched = bool | None
+
+
+class RequestFields(BaseModel):
+    """Fields that are not named are looked at too: see `unknown.py`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+
+class FunctionCall(RequestFields):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class MessageToolCall(RequestFields):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class VoiceReference(RequestFields):
+    id: str
+
+
+class AudioOptions(RequestFields):
+    voice: str | VoiceReference | None = None
+    format: str | None = Field(None, description="wav, flac, mp3, opus or pcm16; in a stream pcm16.")
+
+
+class AudioReference(RequestFields):
+    id: str = Field(description="Of a recording that an earlier reply came with.")
+
+
+class ChatMessage(RequestFields):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Any] | None = Field(None, description="Text, or a list of parts.")
+    reasoning_content: str | None = Field(None, description="What the assistant thought.")
+    reasoning: str | None = Field(None, description="The same, as some clients name it.")
+    thinking: str | None = Field(None, description="The same.")
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
+    refusal: str | None = Field(None, description="Taken as text of the assistant.")
+    audio: AudioReference | None = Field(None, description="Taken as what was said in it.")
+    token_ids: list[int] | None = Field(None, description="Of an assistant's message: the ids it was generated as.")
+
+
+class FunctionDefinition(RequestFields):
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="Calls that are forced follow the schema whatever this says.")
+
+
+class ChatTool(RequestFields):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(RequestFields):
+    name: str
+
+
+class NamedToolChoice(RequestFields):
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class AllowedChatTools(RequestFields):
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedToolChoice] = Field(description="The model is told of these alone.")
+
+
+class AllowedToolsChoice(RequestFields):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedChatTools
+
+
+class StructuredOutputs(RequestFields):
+    """What the answer must look like, as vLLM's clients say it. One of them."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A schema.")
+    json_object: Switched = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="In Lark's notation, or GBNF.")
+
+
+class JsonSchema(RequestFields):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestFields):
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+    grammar: str | None = Field(None, description="In Lark's notation, or GBNF.")
+
+
+class StreamOptions(RequestFields):
+    """Without `stream` they mean nothing."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = Field(False, description="With include_usage: every chunk has the usage so far.")
+    include_obfuscation: bool | None = Field(None, description="Ignored.")
+
+
+class ThinkingOptions(RequestFields):
+    type: Literal["enabled", "disabled", "adaptive"] = "enabled"
+    budget_tokens: Whole = None
+
+
+class ReasoningOptions(RequestFields):
+    effort: str | None = None
+    max_tokens: Whole = None
+    enabled: Switched = None
+
+
+class SamplingFields(RequestFields):
+    """How tokens are chosen. What is left out is the model's own default, or the operator's."""
+
+    model: str | None = None
+    stream: Switched = None
+    stream_options: StreamOptions | None = None
+    n: Whole = Field(None, description="Different replies under one seed.")
+    temperature: Number = None
+    top_p: Number = None
+    top_k: Whole = Field(None, description="0 or -1 is off.")
+    min_p: Number = None
+    repetition_penalty: Number = None
+    repeat_penalty: Number = Field(None, description="The same, as llama.cpp's clients name it.")
+    repeat_last_n: Whole = Field(None, description="0 switches that penalty off; else it is over everything.")
+    presence_penalty: Number = None
+    frequency_penalty: Number = None
+    end_penalty: Number = Field(None, description="Above 1 makes the end of the reply less likely.")
+    logit_bias: dict[str, float] | None = None
+    seed: Whole = Field(None, description="-1 is a random one.")
+    stop: Stop = Field(None, description="Strings or token ids; they count in the answer alone.")
+    stop_token_ids: list[int] | None = None
+    min_tokens: Whole = None
+    max_tokens: Whole = Field(None, description="Of what is new; -1 is no limit.")
+    n_predict: Whole = Field(None, description="The same, as llama.cpp's clients name it.")
+    banned_strings: str | list[str] | None = None
+    banned_token_ids: list[int] | None = None
+    return_token_ids: Switched = None
+    user: str | None = Field(None, description="Ignored.")
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="Short for structured_outputs.")
+    guided_regex: str | None = Field(None, description="Short for structured_outputs.")
+    guided_choice: list[str] | None = Field(None, description="Short for structured_outputs.")
+    guided_grammar: str | None = Field(None, description="Short for structured_outputs.")
+
+
+class ChatRequest(SamplingFields):
+    messages: list[ChatMessage]
+    max_completion_tokens: Whole = None
+    tools: list[ChatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice | None = None
+    parallel_tool_calls: Switched = None
+    functions: list[FunctionDefinition] | None = None
+    function_call: Literal["none", "auto"] | FunctionName | None = None
+    response_format: ResponseFormat | None = None
+    json_schema: dict[str, Any] | None = Field(None, description="Short for response_format.")
+    regex: str | None = Field(None, description="Short for response_format.")
+    grammar: str | None = Field(None, description="Short for response_format.")
+    logprobs: Switched = None
+    top_logprobs: Whole = None
+    reasoning_effort: str | None = None
+    reasoning_format: Literal["auto", "deepseek", "parsed", "none"] | None = None
+    include_reasoning: Switched = None
+    enable_thinking: Switched = None
+    thinking: ThinkingOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    thinking_budget: Whole = None
+    thinking_budget_tokens: Whole = Field(None, description="The same.")
+    thinking_token_budget: Whole = Field(None, description="The same.")
+    reasoning_budget: Whole = Field(None, description="The same.")
+    max_thinking_tokens: Whole = Field(None, description="The same.")
+    chat_template_kwargs: dict[str, Any] | None = None
+    template_vars: dict[str, Any] | None = Field(None, description="The same.")
+    add_generation_prompt: Switched = Field(None, description="A new turn always has the template's; see the manual.")
+    continue_final_message: bool | Literal["reasoning_content", "content"] | None = None
+    response_prefix: str | None = None
+    token_healing: Switched = None
+    modalities: list[Literal["text", "audio"]] | None = Field(None, description="With audio the reply is spoken.")
+    audio: AudioOptions | None = None
+    metadata: dict[str, Any] | None = Field(None, description="`conversation` names one; the rest is ignored.")
+    store: Switched = Field(None, description="Ignored: `metadata.conversation` keeps a reply.")
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Ignored.")
+    service_tier: str | None = Field(None, description="Ignored.")
+    prompt_cache_key: str | None = Field(None, description="Ignored: prompts are cached by their tokens.")
+    prompt_cache_retention: str | None = Field(None, description="Ignored.")
+    safety_identifier: str | None = Field(None, description="Ignored.")
+    prediction: dict[str, Any] | None = Field(None, description="Ignored.")
+    web_search_options: dict[str, Any] | None = Field(None, description="Ignored.")
+
+
+class CompletionRequest(SamplingFields):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Whole = None
+    echo: Switched = None
+    best_of: Whole = None
+    response_format: ResponseFormat | None = None
+    json_schema: dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+
+class TokenizeRequest(RequestFields):
+    model: str | None = None
+    prompt: str | None = Field(None, description="Text; or messages.")
+    messages: list[ChatMessage] | None = None
+    tools: list[ChatTool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: Switched = None
+    add_special_tokens: bool = Field(True, description="Whether text begins with what this model's texts begin with.")
+    return_token_strs: Switched = None
+
+
+class DetokenizeRequest(RequestFields):
+    model: str | None = None
+    tokens: list[int]
+
+
+class RenderRequest(RequestFields):
+    model: str | None = None
+    messages: list[ChatMessage]
+    tools: list[ChatTool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: Switched = None
+    reasoning_effort: str | None = None
