@@ -10,9 +10,10 @@ from pathlib import Path
 
 from palaver.chat.interface import Chat
 from palaver.chat.model import Model
-from palaver.chat.model_loader import ModelSlot, Told
+from palaver.chat.model_loader import ModelSlot
 from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry
+from palaver.engines.host.supervisor import ReportProgress
 from palaver.errors import UnknownModel
 from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
@@ -80,7 +81,7 @@ async def serving(
     if held:
         scripts = [[*script[:4], HoldScript(hold), *script[4:]] for script in scripts]
 
-    async def load(name: str, told: Told) -> Model:
+    async def load(name: str, told: ReportProgress) -> Model:
         told(0.5, "halfway")
         if name == "test/missing":
             raise UnknownModel(name, "there is none.")

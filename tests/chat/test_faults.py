@@ -14,10 +14,11 @@ import pytest
 from palaver.chat.change_feed import MAX_BEHIND, ChangeFeed
 from palaver.chat.interface import ConversationChange, SentMessage
 from palaver.chat.model import Model
-from palaver.chat.model_loader import LoadOptions, ModelSlot, Told, build_model, load_model_format
+from palaver.chat.model_loader import LoadOptions, ModelSlot, build_model, load_model_format
 from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry, RecorderClosed
 from palaver.chat.turns import LOST, NOT_BEGUN
+from palaver.engines.host.supervisor import ReportProgress
 from palaver.errors import BadParameter, ModelError, PalaverError
 from palaver.events import Failed, Finished, fold
 from palaver.messages import assistant, user
@@ -237,7 +238,7 @@ async def test_a_fault_at_any_step_of_the_engine(tmp_path: Path) -> None:
             assert place >= 6
 
 
-async def _never(name: str, told: Told) -> Model:
+async def _never(name: str, told: ReportProgress) -> Model:
     raise AssertionError("nothing is loaded here")
 
 
@@ -378,7 +379,7 @@ async def test_what_a_dead_process_left_is_recovered_when_a_later_model_is_there
             await until(stage.chat, said.reply.id, 1)
             await stage.service.turns.park(leave=True)
 
-        async def load(name: str, told: Told) -> Model:
+        async def load(name: str, told: ReportProgress) -> Model:
             if name == "missing":
                 raise BadParameter("model", name, "there is none")
             return model([SHORT], name)
@@ -415,7 +416,7 @@ async def test_an_engine_that_does_not_stop_is_left_behind(tmp_path: Path, monke
 
 
 async def test_a_model_that_cant_be_loaded_says_why(tmp_path: Path) -> None:
-    async def load(name: str, told: Told) -> Model:
+    async def load(name: str, told: ReportProgress) -> Model:
         raise RuntimeError("the wrong magic")
 
     models = ModelSlot(load)
@@ -426,7 +427,7 @@ async def test_a_model_that_cant_be_loaded_says_why(tmp_path: Path) -> None:
 
 
 async def test_a_model_that_cant_be_put_away_does_not_keep_the_next_one_from_loading() -> None:
-    async def load(name: str, told: Told) -> Model:
+    async def load(name: str, told: ReportProgress) -> Model:
         return model([SHORT], name)
 
     async def park() -> None:

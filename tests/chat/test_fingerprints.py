@@ -11,10 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from palaver.chat.model import Model
-from palaver.chat.model_loader import LoadOptions, ModelSlot, Told, build_model, load_model_format
+from palaver.chat.model_loader import LoadOptions, ModelSlot, build_model, load_model_format
 from palaver.chat.service import Service
 from palaver.cli import app
 from palaver.engines.base import Fingerprint
+from palaver.engines.host.supervisor import ReportProgress
 from palaver.engines.torch import EngineOptions, load
 from palaver.events import Started, fold
 from palaver.messages import user
@@ -32,7 +33,7 @@ FUSED = EngineOptions(compiled=False)
 async def serving(store: Store, folder: Path, options: EngineOptions, resume: bool = False) -> AsyncIterator[Stage]:
     """A service on the real engine."""
 
-    async def load_model(name: str, told: Told) -> Model:
+    async def load_model(name: str, told: ReportProgress) -> Model:
         tokenizer, format = load_model_format(folder, LoadOptions())
         engine = await asyncio.to_thread(load, folder, vocabulary=tokenizer.vocabulary, options=options)
         return build_model(str(folder), engine, format, tokenizer)

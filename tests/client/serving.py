@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 from palaver.chat.model import Model
-from palaver.chat.model_loader import ModelSlot, Told
+from palaver.chat.model_loader import ModelSlot
 from palaver.chat.service import Service
+from palaver.engines.host.supervisor import ReportProgress
 from palaver.store import open_store
 from tests.chat.making import WAVE, model
 from tests.client.live import served
@@ -19,7 +20,7 @@ from tests.scripted_engine import HoldScript
 
 
 async def main(folder: Path, port: int, held: bool, slow: bool) -> None:
-    async def load(name: str, told: Told) -> Model:
+    async def load(name: str, told: ReportProgress) -> Model:
         if slow:
             await _line()
         return model([[*WAVE[:4], HoldScript(asyncio.Event()), *WAVE[4:]]] if held else [WAVE], name)

@@ -14,8 +14,9 @@ from typing import Any
 import uvicorn
 
 from palaver.chat.model import Model
-from palaver.chat.model_loader import LoadOptions, ModelSlot, Told, build_model, load_model_format
+from palaver.chat.model_loader import LoadOptions, ModelSlot, build_model, load_model_format
 from palaver.chat.service import Service
+from palaver.engines.host.supervisor import ReportProgress
 from palaver.engines.torch import EngineOptions, load
 from palaver.models.catalog import resolve
 from palaver.server.app import Server
@@ -28,7 +29,7 @@ TOKEN = "the-token-of-the-data-folder"
 ADMIN = {"authorization": f"Bearer {TOKEN}"}
 
 
-async def sprout(name: str, told: Told) -> Model:
+async def sprout(name: str, told: ReportProgress) -> Model:
     """Loads as the server does, but without a process for the engine."""
     folder = resolve(name)
     tokenizer, format = load_model_format(folder, LoadOptions())

@@ -9,8 +9,9 @@ from pathlib import Path
 import httpx
 
 from palaver.chat.model import Model
-from palaver.chat.model_loader import ModelSlot, Told
+from palaver.chat.model_loader import ModelSlot
 from palaver.chat.service import Service
+from palaver.engines.host.supervisor import ReportProgress
 from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
 from palaver.server.settings import ServerSettings
@@ -39,7 +40,7 @@ async def scripted(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the server. `made` collects the engine, to look at what it was called with."""
 
-    async def load(name: str, told: Told) -> Model:
+    async def load(name: str, told: ReportProgress) -> Model:
         one = engine(list(scripts), TOKENIZER.vocabulary, context_length=context)
         if made is not None:
             made.append(one)

@@ -13,9 +13,10 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 from palaver.chat.model import Model
-from palaver.chat.model_loader import ModelSlot, Told
+from palaver.chat.model_loader import ModelSlot
 from palaver.chat.service import Service
 from palaver.engines.core.reply_state import ReplyState
+from palaver.engines.host.supervisor import ReportProgress
 from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
 from palaver.generation import Output, Prompt, Step
@@ -55,7 +56,7 @@ LOGIN = "as-it-is-printed"
 
 
 async def serve(asked: argparse.Namespace) -> None:
-    async def load(name: str, told: Told) -> Model:
+    async def load(name: str, told: ReportProgress) -> Model:
         told(0.3, "warming up")
         if asked.script:
             return scripted(asked.script, asked.rate, asked.context)

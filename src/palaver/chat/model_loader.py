@@ -11,7 +11,7 @@ from pathlib import Path
 from palaver.chat.interface import ModelCard, ModelState
 from palaver.chat.model import Model
 from palaver.engines.base import Engine, EngineState, EngineStatus
-from palaver.engines.host.supervisor import HostedEngine, Told, torch_spec
+from palaver.engines.host.supervisor import HostedEngine, ReportProgress, torch_spec
 from palaver.errors import BadParameter, ModelError, ModelLoading, NoModel, NoTemplate, PalaverError
 from palaver.formats.base import Format
 from palaver.formats.format import TemplateFormat
@@ -23,7 +23,7 @@ from palaver.models.catalog import resolve
 from palaver.models.templates import TEMPLATES
 
 _log = logging.getLogger(__name__)
-Load = Callable[[str, Told], Awaitable[Model]]
+Load = Callable[[str, ReportProgress], Awaitable[Model]]
 Park = Callable[[], Awaitable[None]]
 
 
@@ -182,7 +182,7 @@ class LoadOptions:
 def hosted_loader(loading: LoadOptions) -> Load:
     """Loads models into engine hosts."""
 
-    async def load(name: str, told: Told) -> Model:
+    async def load(name: str, told: ReportProgress) -> Model:
         told(None, "looking for the model")
         trained = await asyncio.to_thread(resolve_source, name)
         folder = await asyncio.to_thread(resolve, trained.model)

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from palaver.errors import QueueFull
-from palaver.server.errors import ShuttingDown, TooMany
+from palaver.errors import QueueFull, ShuttingDown
+from palaver.server.errors import TooMany
 
 
 class ConcurrencyLimiter:

@@ -102,9 +102,8 @@ def test_what_is_stored_is_what_was_streamed(blocks: list[tuple[str, list[str]]]
     message = fold(read(blocks)).message
     stored = whole(telling(), replay_deltas(message.parts))[-1]["response"]["output"]
     assert stored == streamed
-    assert [item["id"] for item in message_items("abc", message.role, message.parts)] == [
-        item["id"] for item in streamed
-    ]  # type: ignore[arg-type]
+    items = message_items("abc", message.role, message.parts)  # type: ignore[arg-type]
+    assert [item["id"] for item in items] == [item["id"] for item in streamed]
 
 
 @given(BLOCKS)

@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from palaver.chat.model import Model
-from palaver.chat.model_loader import LoadOptions, ModelSlot, Told, build_model, load_model_format
+from palaver.chat.model_loader import LoadOptions, ModelSlot, build_model, load_model_format
 from palaver.chat.service import Service
 from palaver.engines.core.scheduler import SchedulerLimits
+from palaver.engines.host.supervisor import ReportProgress
 from palaver.engines.torch import EngineOptions, load
 from palaver.models.catalog import resolve
 from palaver.server.app import Server
@@ -22,7 +23,7 @@ from tests.server.socket.talk import SUM, talking
 LONG = {"min_tokens": 7000, "max_new_tokens": 7000, "do_sample": False}
 
 
-async def _one_at_a_time(name: str, told: Told) -> Model:
+async def _one_at_a_time(name: str, told: ReportProgress) -> Model:
     folder = resolve(name)
     tokenizer, format = load_model_format(folder, LoadOptions())
     options = EngineOptions(threads=1, limits=SchedulerLimits(running=1, waiting=1))

@@ -61,7 +61,7 @@ def torch_spec(
     }
 
 
-Told = Callable[[float | None, str], None]
+ReportProgress = Callable[[float | None, str], None]
 """Takes how far loading is, from 0 to 1 where that is known, and what is being done."""
 
 
@@ -154,7 +154,7 @@ class HostedGeneration:
 class HostedEngine:
     """An engine in another process. Enter it to start the process, leave it to end it."""
 
-    def __init__(self, spec: dict[str, Any], told: Told | None = None) -> None:
+    def __init__(self, spec: dict[str, Any], told: ReportProgress | None = None) -> None:
         """`told` is told how far loading is."""
         self._spec = spec
         self._told = told

@@ -45,7 +45,7 @@ class ScoreWorkspace:
 
 
 def _floats(size: int) -> Tensor:
-    """Told in full: what torch takes where nothing is said is the whole process's, and loading a model changes it."""
+    """Named in full: the default dtype is the process's, and loading a model changes it."""
     return torch.empty(size, dtype=torch.float32, device="cpu")
 
 

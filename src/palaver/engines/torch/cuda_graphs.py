@@ -51,7 +51,7 @@ class CapturedGraph:
     play: Pass
 
     def is_over_lanes_of(self, plan: ForwardBatch) -> bool:
-        """Told from others in whose place they came."""
+        """ReportProgress from others in whose place they came."""
         return all(bank() is run.bank for bank, run in zip(self.banks, plan.runs, strict=True))
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from palaver.chat.model import Model
 from palaver.chat.reply_stream import ReplyStream
+from palaver.errors import ShuttingDown
 from palaver.events import (
     AnswerDelta,
     Event,
@@ -26,7 +27,6 @@ from palaver.events import (
 from palaver.generation import Finish, Step
 from palaver.messages import Message
 from palaver.phases import Entered, Happening, Phase, Said, Stopped, Tracker, Vocabulary
-from palaver.server.errors import ShuttingDown
 from palaver.server.metrics import Metrics, TokenPace
 from palaver.server.openai.request import ChatCall, OutputOptions
 

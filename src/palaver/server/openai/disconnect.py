@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from palaver.chat.reply_stream import ReplyRequest as Asking
-from palaver.server.errors import ShuttingDown
+from palaver.errors import ShuttingDown
 from palaver.server.openai.choices import ChoiceDelta, CompletionStream
 from palaver.server.request_body import ClientDisconnected
 from palaver.server.sse import wait_disconnected

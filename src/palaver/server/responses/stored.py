@@ -15,10 +15,9 @@ from palaver.chat.interface import Chat
 from palaver.chat.model import Model
 from palaver.chat.recovery import is_same_tokenizer
 from palaver.chat.subscription import ended_event
-from palaver.errors import EngineError, ModelError, PalaverError, RequestError
+from palaver.errors import EngineError, ModelError, PalaverError, RequestError, ShuttingDown
 from palaver.events import Failed, Finished, ReadEvent, Started, Waiting
 from palaver.messages import Role
-from palaver.server.errors import ShuttingDown
 from palaver.server.openai.disconnect import (
     FIRST_SECONDS,
     close_on_failure,

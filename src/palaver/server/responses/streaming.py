@@ -12,7 +12,7 @@ from palaver.chat.interface import Chat
 from palaver.chat.model import Model
 from palaver.chat.recovery import is_same_tokenizer
 from palaver.chat.service import Service
-from palaver.errors import BadParameter, PalaverError
+from palaver.errors import BadParameter, PalaverError, ShuttingDown
 from palaver.events import (
     AnswerDelta,
     Failed,
@@ -30,7 +30,7 @@ from palaver.generation import Finish, Step
 from palaver.messages import Part, Text, Thinking, Tool, ToolCall
 from palaver.phases import Phase
 from palaver.sampling import Sampling
-from palaver.server.errors import INTERNAL, ShuttingDown, error_status, log_unexpected
+from palaver.server.errors import INTERNAL, error_status, log_unexpected
 from palaver.server.openai.choices import AnswerLogprobs
 from palaver.server.responses.encoder import (
     Event,

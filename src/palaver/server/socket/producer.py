@@ -10,10 +10,10 @@ from typing import cast
 
 from palaver.chat.model import Model
 from palaver.chat.reply_stream import ReplyStream
-from palaver.errors import EngineError, PalaverError
+from palaver.errors import EngineError, PalaverError, ShuttingDown
 from palaver.events import AnswerDelta, Event, Finished, Notice, ReadEvent, Started, Waiting
 from palaver.generation import Finish
-from palaver.server.errors import ShuttingDown, log_unexpected
+from palaver.server.errors import log_unexpected
 from palaver.server.metrics import Metrics, TokenPace
 from palaver.server.openai.history import begin_replies
 from palaver.server.openai.sampling_params import api_field_names
