@@ -51,7 +51,7 @@ class CapturedGraph:
     play: Pass
 
     def is_over_lanes_of(self, plan: ForwardBatch) -> bool:
-        """ReportProgress from others in whose place they came."""
+        """Returns False where the slots were freed and reused."""
         return all(bank() is run.bank for bank, run in zip(self.banks, plan.runs, strict=True))
 
 
