@@ -1,9 +1,9 @@
-"""The torch engine on an accelerator: is it right there, and how near to the memory's limit.
+"""The torch engine on an accelerator: whether its replies are right, and its speed relative to memory bandwidth.
 
     PYTHONPATH=src python3 benchmarks/accelerator.py --identity     every family against the library, fp32
     PYTHONPATH=src python3 benchmarks/accelerator.py --speed        random weights in the shapes of real models, bf16
 
-Needs nothing but torch and transformers. `--device cpu --tiny` tries the same code without an accelerator.
+Needs only torch and transformers. `--device cpu --tiny` runs the same code without an accelerator.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from palaver.sampling import Sampling
 from tests.engines import tiny
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt_oss", "mistral", "qwen3_moe", "phi3", "phi", "qwen2", "gpt2")
-CARRIED = ("qwen3_next", "lfm2", "mamba")
+RECURRENT = ("qwen3_next", "lfm2", "mamba")
 SHAPES: dict[str, dict[str, int]] = {
     "Qwen3-0.6B": {
         "hidden_size": 1024,
@@ -58,10 +58,12 @@ TINY = {
 }
 LENGTH = 24
 MARGIN = 1e-3
-"""Two likeliest tokens this close may swap by rounding."""
+"""Two likeliest tokens whose logits are this close may swap by rounding."""
 
 
-async def say(engine: TorchEngine, prompt: Prompt, sampling: Sampling, stop_after: int | None = None) -> list[int]:
+async def generate_ids(
+    engine: TorchEngine, prompt: Prompt, sampling: Sampling, stop_after: int | None = None
+) -> list[int]:
     ids: list[int] = []
     async with engine.generate(prompt, sampling) as outputs:
         async for output in outputs:
@@ -73,7 +75,7 @@ async def say(engine: TorchEngine, prompt: Prompt, sampling: Sampling, stop_afte
 
 
 class Identity:
-    """One family: what the library's generate() says, token for token."""
+    """Compares one family's replies with the library's generate(), token by token."""
 
     def __init__(self, family: str, device: str) -> None:
         self.family = family
@@ -84,7 +86,7 @@ class Identity:
         self.steps = ""
 
     @torch.inference_mode()
-    def library(self, prompt: Sequence[int]) -> list[int]:
+    def library_ids(self, prompt: Sequence[int]) -> list[int]:
         ids = torch.tensor([list(prompt)], device=self.device)
         with quiet():
             out = self.model.generate(
@@ -96,15 +98,15 @@ class Identity:
                 pad_token_id=0,
                 eos_token_id=None,
             )
-        said: list[int] = out[0, ids.shape[1] :].tolist()
-        return said
+        reply: list[int] = out[0, ids.shape[1] :].tolist()
+        return reply
 
     @torch.inference_mode()
-    def agree(self, prompt: Sequence[int], said: list[int], expected: list[int]) -> bool:
-        """Whether they are the same up to a place at which two tokens are as good as equal."""
-        if said == expected:
+    def agree(self, prompt: Sequence[int], reply: list[int], expected: list[int]) -> bool:
+        """Whether the replies are the same up to a token whose two likeliest choices are within the margin."""
+        if reply == expected:
             return True
-        first = next((i for i, (a, b) in enumerate(zip(said, expected, strict=False)) if a != b), None)
+        first = next((i for i, (a, b) in enumerate(zip(reply, expected, strict=False)) if a != b), None)
         if first is None:
             return False
         ids = torch.tensor([[*prompt, *expected[:first]]], device=self.device)
@@ -119,27 +121,27 @@ class Identity:
         """Replies compared, and how many differed."""
         rng = random.Random(1)
         prompts = [tuple(rng.randrange(256) for _ in range(rng.randint(1, 70))) for _ in range(8)]
-        expected = [self.library(prompt) for prompt in prompts]
-        options = EngineOptions(cache_bytes=1 << 26, limits=SchedulerLimits(running=6, chunk=24))
+        expected = [self.library_ids(prompt) for prompt in prompts]
+        options = EngineOptions(cache_bytes=1 << 26, limits=SchedulerLimits(max_running=6, chunk_tokens=24))
         engine = TorchEngine(self.family, tiny.build(self.family).to(self.device), tiny.VOCABULARY, options)
         self.steps = engine.info.steps
-        replies = [await say(engine, Prompt(prompt), self.sampling) for prompt in prompts[:3]]
+        replies = [await generate_ids(engine, Prompt(prompt), self.sampling) for prompt in prompts[:3]]
         replies += await asyncio.gather(*(self._under_load(engine, p, i) for i, p in enumerate(prompts)))
         await engine.close()
         pairs = zip([*prompts[:3], *prompts], replies, [*expected[:3], *expected], strict=True)
-        wrong = sum(not self.agree(prompt, said, theirs) for prompt, said, theirs in pairs)
+        wrong = sum(not self.agree(prompt, reply, library) for prompt, reply, library in pairs)
         return len(replies), wrong
 
     async def _under_load(self, engine: TorchEngine, prompt: tuple[int, ...], number: int) -> list[int]:
-        """Among others that come and go: cancelled once, stopped and continued once."""
-        await say(engine, Prompt(prompt, owner="other"), self.sampling, stop_after=number % 4)
-        begun = await say(engine, Prompt(prompt), self.sampling, stop_after=5 + number)
-        return begun + await say(engine, Prompt(prompt, tuple(begun)), self.sampling)
+        """In a changing batch: cancelled once, stopped and continued once."""
+        await generate_ids(engine, Prompt(prompt, owner="other"), self.sampling, stop_after=number % 4)
+        partial = await generate_ids(engine, Prompt(prompt), self.sampling, stop_after=5 + number)
+        return partial + await generate_ids(engine, Prompt(prompt, tuple(partial)), self.sampling)
 
 
 async def identity(device: str) -> int:
     failures = 0
-    for family in (*FAMILIES, *CARRIED):
+    for family in (*FAMILIES, *RECURRENT):
         test = Identity(family, device)
         began = time.perf_counter()
         compared, wrong = await test.run()
@@ -154,21 +156,21 @@ async def identity(device: str) -> int:
 
 
 def bandwidth(device: str) -> float:
-    """Bytes a second that can be read, by reading a lot."""
+    """The read bandwidth of the device's memory, in bytes a second."""
     size = (1 << 32) if device == "cuda" else (1 << 26)
     data = torch.ones(size // 4, device=device)
     best = 0.0
     for _ in range(6):
-        _wait(device)
+        _synchronize(device)
         began = time.perf_counter()
         for _ in range(4):
             data.sum()
-        _wait(device)
+        _synchronize(device)
         best = max(best, 4 * size / (time.perf_counter() - began))
     return best
 
 
-def _wait(device: str) -> None:
+def _synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -183,7 +185,7 @@ def random_model(shape: dict[str, int], device: str, vocabulary: int) -> Any:
 
 
 class Speed:
-    """One shape: tokens a second at some batch sizes, and the share of what the memory would allow."""
+    """One shape: tokens a second at some batch sizes, and their share of what the memory bandwidth allows."""
 
     def __init__(self, name: str, shape: dict[str, int], arguments: argparse.Namespace, limit: float) -> None:
         self.name = name
@@ -204,11 +206,11 @@ class Speed:
         prompts = [Prompt(tuple(rng.randrange(1, self.size) for _ in range(context))) for _ in range(batch)]
         sampling = Sampling(temperature=0, max_tokens=tokens, banned_ids=(0,))
         began = time.perf_counter()
-        await asyncio.gather(*(say(self.engine, p, Sampling(temperature=0, max_tokens=1)) for p in prompts))
+        await asyncio.gather(*(generate_ids(self.engine, p, Sampling(temperature=0, max_tokens=1)) for p in prompts))
         prefill = time.perf_counter() - began
-        await asyncio.gather(*(say(self.engine, p, Sampling(temperature=0, max_tokens=4)) for p in prompts))
+        await asyncio.gather(*(generate_ids(self.engine, p, Sampling(temperature=0, max_tokens=4)) for p in prompts))
         before, began = self.engine.statistics, time.perf_counter()
-        await asyncio.gather(*(say(self.engine, p, sampling) for p in prompts))
+        await asyncio.gather(*(generate_ids(self.engine, p, sampling) for p in prompts))
         seconds, after = time.perf_counter() - began, self.engine.statistics
         rate = batch * tokens / seconds
         read = 2 * self.weights + batch * (context + tokens / 2) * self.token_bytes

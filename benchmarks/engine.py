@@ -1,8 +1,8 @@
-"""How fast the torch engine is on the CPU, as ratios measured in one run.
+"""The speed of the torch engine on the CPU, as ratios measured in one run.
 
     python benchmarks/engine.py [--model FOLDER] [--threads N] [--quick] [--no-compile]
 
-Without a model it takes the embedded one where its weights are there, else random weights of the same shape.
+The default model is the embedded one if its weights exist, else random weights of the same shape.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ CONVERSATIONS = 15
 
 
 @contextmanager
-def model_folder(named: str | None) -> Iterator[Path]:
-    """The named model, the embedded one, or random weights of its shape; none of them ever ends a reply."""
+def model_folder(path: str | None) -> Iterator[Path]:
+    """The given model, the embedded one, or random weights of its shape, all without an end-of-sequence token."""
     embedded = Path(palaver.models.__file__).parent / "sprout"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if named or (embedded / "model.safetensors").is_file():
-            copy_endless(Path(named) if named else embedded, folder)
+        if path or (embedded / "model.safetensors").is_file():
+            copy_endless(Path(path) if path else embedded, folder)
         else:
             torch.manual_seed(0)
             with quiet():
@@ -103,7 +103,7 @@ class Bench:
 
     @torch.inference_mode()
     def generate(self, batch: int) -> float:
-        """Seconds for each step of the library's own loop."""
+        """Seconds a step of the library's generate()."""
         ids = torch.tensor([self.prompt(i) for i in range(batch)])
 
         def run(count: int) -> float:
@@ -122,8 +122,8 @@ class Bench:
         return (run(self.tokens) - run(1)) / (self.tokens - 1)
 
     @torch.inference_mode()
-    def bare(self, batch: int) -> float:
-        """Seconds for each pass through the model's own code with its own cache, and nothing else."""
+    def bare_loop(self, batch: int) -> float:
+        """Seconds a forward pass of the library's model with its own cache, without a generation loop."""
         cache = transformers.DynamicCache(config=self.model.config)
         ids = torch.tensor([self.prompt(i) for i in range(batch)])
         token = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
@@ -134,7 +134,7 @@ class Bench:
 
 
 async def consume(engine: TorchEngine, prompt: Prompt, sampling: Sampling) -> tuple[list[float], int, list[int]]:
-    """When each token came, how many prompt tokens had to be computed, and the tokens."""
+    """The arrival time of each token, the number of prompt tokens computed, and the tokens."""
     times, computed, ids = [], 0, []
     async with engine.generate(prompt, sampling) as outputs:
         async for output in outputs:
@@ -148,9 +148,9 @@ async def consume(engine: TorchEngine, prompt: Prompt, sampling: Sampling) -> tu
 
 
 @dataclass(frozen=True, order=True)
-class Decoded:
-    """Seconds a step: on the clock, and of CPU time in the model, in the rest of the engine's thread, and in the
-    event loop that takes the tokens."""
+class StepTimes:
+    """Seconds a step: wall time, and CPU time in the model, in the rest of the engine's thread, and in the event loop
+    that receives the tokens."""
 
     seconds: float
     model: float
@@ -158,7 +158,7 @@ class Decoded:
     loop: float
 
 
-async def decode(bench: Bench, engine: TorchEngine, batch: int) -> Decoded:
+async def decode(bench: Bench, engine: TorchEngine, batch: int) -> StepTimes:
     prompts = [Prompt(bench.prompt(1000 + i)) for i in range(batch)]
     await asyncio.gather(*(consume(engine, prompt, bench.greedy) for prompt in prompts))
     before, loop = engine.statistics, time.thread_time()
@@ -167,27 +167,27 @@ async def decode(bench: Bench, engine: TorchEngine, batch: int) -> Decoded:
     seconds = (max(t[-1] for t, _, _ in runs) - min(t[0] for t, _, _ in runs)) / (bench.tokens - 1)
     model = after.forward_seconds - before.forward_seconds
     rest = after.thread_seconds - before.thread_seconds - model
-    return Decoded(seconds, model / bench.tokens, rest / bench.tokens, loop / bench.tokens)
+    return StepTimes(seconds, model / bench.tokens, rest / bench.tokens, loop / bench.tokens)
 
 
 @dataclass
-class Measured:
+class Measurements:
     """Seconds a step, several times over."""
 
-    theirs: list[float] = field(default_factory=list)
+    generate: list[float] = field(default_factory=list)
     bare: list[float] = field(default_factory=list)
-    ours: list[Decoded] = field(default_factory=list)
+    engine: list[StepTimes] = field(default_factory=list)
 
 
-async def in_turn(bench: Bench) -> dict[int, Measured]:
-    """All measured in each of several rounds: other load on the machine hits all of them alike."""
+async def measure(bench: Bench) -> dict[int, Measurements]:
+    """Measures everything in each of several rounds: other load on the machine affects all of it alike."""
     engine = bench.engine()
-    measured = {batch: Measured() for batch in BATCHES}
+    measured = {batch: Measurements() for batch in BATCHES}
     for _ in range(ROUNDS):
         for batch, found in measured.items():
-            found.ours.append(await decode(bench, engine, batch))
-            found.theirs.append(bench.generate(batch))
-            found.bare.append(bench.bare(batch))
+            found.engine.append(await decode(bench, engine, batch))
+            found.generate.append(bench.generate(batch))
+            found.bare.append(bench.bare_loop(batch))
     await engine.close()
     return measured
 
@@ -196,61 +196,61 @@ async def speed(bench: Bench) -> None:
     print(
         f"{'batch':>5} {'generate()':>11} {'bare loop':>10} {'engine':>8}   ms a step     x generate  x bare  tokens/s"
     )
-    measured = await in_turn(bench)
+    measured = await measure(bench)
     for batch, found in measured.items():
-        theirs, bare, ours = min(found.theirs), min(found.bare), min(found.ours)
+        generate, bare, ours = min(found.generate), min(found.bare), min(found.engine)
         print(
-            f"{batch:5} {theirs * 1e3:11.2f} {bare * 1e3:10.2f} {ours.seconds * 1e3:8.2f} {'':12}"
-            f" {theirs / ours.seconds:12.2f} {bare / ours.seconds:7.2f} {batch / ours.seconds:9.0f}"
+            f"{batch:5} {generate * 1e3:11.2f} {bare * 1e3:10.2f} {ours.seconds * 1e3:8.2f} {'':12}"
+            f" {generate / ours.seconds:12.2f} {bare / ours.seconds:7.2f} {batch / ours.seconds:9.0f}"
         )
-    one = min(measured[1].ours)
+    one = min(measured[1].engine)
     print(
         f"batch 1, CPU time a step: model {one.model * 1e3:.2f} ms; scheduling and sampling {one.rest * 1e3:.2f} ms"
         f" = {one.rest / one.model:.1%}; handing over {one.loop * 1e3:.2f} ms = {one.loop / one.model:.1%}"
     )
     for batch in BATCHES[1:]:
-        gain = batch * one.seconds / min(measured[batch].ours).seconds
+        gain = batch * one.seconds / min(measured[batch].engine).seconds
         print(f"throughput of batch {batch} over batch 1: {gain:.2f}")
 
 
 @dataclass
-class Turn:
-    """Tokens of the prompt, those computed, and the seconds to the first token, here and with nothing kept."""
+class TurnTimes:
+    """Tokens of the prompt, those computed, and the seconds to the first token, with and without the cache."""
 
     prompt: int
     computed: int
     first: float
-    full: float = 0.0
+    uncached: float = 0.0
 
 
-async def converse(bench: Bench, engine: TorchEngine, number: int) -> dict[int, Turn]:
-    """All turns of a conversation; those of interest a second time for somebody who has nothing in the cache."""
+async def converse(bench: Bench, engine: TorchEngine, number: int) -> dict[int, TurnTimes]:
+    """All turns of a conversation; those of TURNS a second time for an owner without cached tokens."""
     history: tuple[int, ...] = ()
-    told: dict[int, Turn] = {}
+    times_of: dict[int, TurnTimes] = {}
     for turn in range(1, TURNS[-1] + 1):
         history += bench.prompt(100 * number + turn, TURN)
         began = time.perf_counter()
         times, computed, ids = await consume(engine, Prompt(history), Sampling(temperature=0, max_tokens=REPLY))
-        told[turn] = Turn(len(history), computed, times[0] - began)
+        times_of[turn] = TurnTimes(len(history), computed, times[0] - began)
         if turn in TURNS:
             began = time.perf_counter()
-            stranger = Prompt(history, owner=f"{number} {turn}")
-            cold, _, _ = await consume(engine, stranger, Sampling(temperature=0, max_tokens=1))
-            told[turn].full = cold[0] - began
+            uncached = Prompt(history, owner=f"{number} {turn}")
+            cold, _, _ = await consume(engine, uncached, Sampling(temperature=0, max_tokens=1))
+            times_of[turn].uncached = cold[0] - began
         history += tuple(ids)
-    return told
+    return times_of
 
 
 async def turns(bench: Bench) -> None:
-    """Time to the first token as a conversation grows, against computing all of it, in medians."""
+    """Median time to the first token as a conversation grows, against computing the whole prompt."""
     engine = bench.engine()
-    await converse(bench, engine, 0)  # meets a cold machine
+    await converse(bench, engine, 0)  # warms up the machine
     conversations = [await converse(bench, engine, number) for number in range(1, CONVERSATIONS + 1)]
     found = {turn: [conversation[turn] for conversation in conversations] for turn in TURNS}
     print("turn  prompt  computed  first token ms  full prefill ms  ratio")
     firsts = {turn: statistics.median(t.first for t in seen) for turn, seen in found.items()}
     for turn, seen in found.items():
-        full = statistics.median(t.full for t in seen)
+        full = statistics.median(t.uncached for t in seen)
         print(
             f"{turn:4} {seen[0].prompt:7} {seen[0].computed:9} {firsts[turn] * 1e3:15.1f} {full * 1e3:16.1f}"
             f" {full / firsts[turn]:6.1f}"
@@ -271,7 +271,7 @@ async def turns(bench: Bench) -> None:
 async def interference(bench: Bench) -> None:
     """How long running streams wait for a token while a long prompt is computed."""
     for chunk in (64, 256):
-        engine = bench.engine(limits=SchedulerLimits(chunk=chunk))
+        engine = bench.engine(limits=SchedulerLimits(chunk_tokens=chunk))
         sampling = Sampling(temperature=0, max_tokens=200)
         streams = [asyncio.create_task(consume(engine, Prompt(bench.prompt(i)), sampling)) for i in range(4)]
         await asyncio.sleep(0.15)
@@ -319,8 +319,8 @@ async def main() -> None:
     with model_folder(arguments.model) as folder:
         bench = Bench(folder, arguments.threads, 24 if arguments.quick else 100, arguments.compile)
         count = sum(p.numel() for p in bench.model.parameters())
-        told = "the engine's own" if arguments.threads is None else arguments.threads
-        print(f"{bench.model.config.model_type}, {count / 1e6:.1f} M parameters, fp32, threads: {told}")
+        threads = "the engine's own" if arguments.threads is None else arguments.threads
+        print(f"{bench.model.config.model_type}, {count / 1e6:.1f} M parameters, fp32, threads: {threads}")
         for part in (speed, turns, interference, cancels):
             if arguments.only in (None, part.__name__):
                 print(f"\n{part.__name__}")
@@ -328,6 +328,6 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    if os.environ != environment():  # as the engine's own process is started
+    if os.environ != environment():  # the environment of an engine process
         os.execve(sys.executable, sys.orig_argv, environment())
     sys.exit(asyncio.run(main()))

@@ -2,8 +2,8 @@
 
     python benchmarks/engine_cycles.py [--cycles 1000] [--requests 10000] [--exact] [--no-compile] [--dtype KIND]
 
-Each conversation is run uncut first; then again, stopped at random points and continued, among others that do the same.
-A token that differs counts as a mismatch unless the draw, or the two likeliest tokens, were within the margin.
+Each reply is generated uncut first; then again, stopped at random points and continued, in a batch of such replies.
+A token that differs is a mismatch unless the sampled number, or the two likeliest tokens, were within the margin.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ class Tally:
     close: int = 0
 
 
-async def say(engine: TorchEngine, prompt: Prompt, sampling: Sampling, most: int | None) -> tuple[list[int], int]:
-    """Tokens up to the stop, and how many prompt tokens had to be computed."""
+async def generate_ids(
+    engine: TorchEngine, prompt: Prompt, sampling: Sampling, stop_after: int | None
+) -> tuple[list[int], int]:
+    """The tokens up to the stop, and how many prompt tokens had to be computed."""
     ids, computed = [], 0
     async with engine.generate(prompt, sampling) as outputs:
         async for output in outputs:
@@ -51,7 +53,7 @@ async def say(engine: TorchEngine, prompt: Prompt, sampling: Sampling, most: int
                     ids.append(output.token_id)
                 case Prefilled():
                     computed = output.prompt_tokens - output.cached_tokens
-            if len(ids) == most:
+            if len(ids) == stop_after:
                 break
     return ids, computed
 
@@ -70,19 +72,19 @@ def conversation(number: int) -> tuple[Prompt, Sampling]:
     return prompt, sampling
 
 
-async def stop_and_go(engine: TorchEngine, number: int, tally: Tally, uncut: list[int], model: Any) -> None:
+async def stop_and_continue(engine: TorchEngine, number: int, tally: Tally, uncut: list[int], model: Any) -> None:
     rng = random.Random(-number)
     prompt, sampling = conversation(number)
-    said: list[int] = []
-    while len(said) < LENGTH:
-        here = replace(prompt, reply_ids=tuple(said))
-        more, computed = await say(engine, here, sampling, rng.randint(1, 8))
-        if said:
+    reply: list[int] = []
+    while len(reply) < LENGTH:
+        continued = replace(prompt, reply_ids=tuple(reply))
+        more, computed = await generate_ids(engine, continued, sampling, rng.randint(1, 8))
+        if reply:
             tally.cycles += 1
             tally.recomputed += max(0, computed - 1)
-        said += more
-    if said != uncut:
-        near = reference(model, prompt, sampling).agrees(said)
+        reply += more
+    if reply != uncut:
+        near = reference(model, prompt, sampling).agrees(reply)
         tally.close += near
         tally.mismatches += not near
 
@@ -92,24 +94,24 @@ async def cycles(engine: TorchEngine, count: int, model: Any) -> Tally:
     while tally.cycles < count:
         batch = range(number, number + 8)
         number += 8
-        uncut = [(await say(engine, *conversation(i), None))[0] for i in batch]
-        await asyncio.gather(*(stop_and_go(engine, i, tally, uncut[i - batch[0]], model) for i in batch))
+        uncut = [(await generate_ids(engine, *conversation(i), None))[0] for i in batch]
+        await asyncio.gather(*(stop_and_continue(engine, i, tally, uncut[i - batch[0]], model) for i in batch))
     return tally
 
 
 async def requests(folder: Path, count: int) -> None:
-    """Short requests, most of them new, some cancelled: neither the cache nor the process may grow."""
+    """Short requests, most of them new, some cancelled: the memory of cache and process must stay bounded."""
     engine = load(
         folder,
         vocabulary=tiny.VOCABULARY,
-        options=EngineOptions(cache_bytes=1 << 22, limits=SchedulerLimits(running=8)),
+        options=EngineOptions(cache_bytes=1 << 22, limits=SchedulerLimits(max_running=8)),
     )
     rng = random.Random(5)
     highest, marks = 0, []
 
     async def one(number: int) -> None:
         prompt = Prompt(tuple(rng.randrange(256) for _ in range(rng.randint(1, 60))))
-        await say(engine, prompt, Sampling(temperature=0, max_tokens=3), rng.choice([None, None, 1]))
+        await generate_ids(engine, prompt, Sampling(temperature=0, max_tokens=3), rng.choice([None, None, 1]))
 
     for start in range(0, count, 50):
         await asyncio.gather(*(one(i) for i in range(start, min(count, start + 50))))

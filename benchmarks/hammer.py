@@ -5,9 +5,9 @@ counts how many came out equal to the uncut ones.
     python -m benchmarks.hammer --url http://127.0.0.1:8081/v1 --way text     # a server that takes no token ids
     python -m benchmarks.hammer --peer llama.cpp --way text                   # one that benchmarks/peers.py can start
 
-`ids`: chunks carry the token ids of their text (`return_token_ids`), and a begun reply is sent back with them.
-`text`: a begun reply is sent back as the text that came, with `continue_final_message`.
-`bare`: as `text`, without saying that it is to go on: for servers that know no such field.
+`ids`: chunks have token ids (`return_token_ids`), and a partial reply is sent back with them.
+`text`: a partial reply is sent back as text, with `continue_final_message`.
+`bare`: as `text`, without that field, for servers that do not know it.
 A stop is a connection that is closed, as a person's or a program's is.
 """
 
@@ -47,13 +47,13 @@ QUESTIONS = (
 )
 
 
-class Refused(Exception):
+class RequestFailed(Exception):
     """The server answered with an error: a reply that did not come out at all."""
 
 
 @dataclass
 class Reply:
-    """What a client has of a reply."""
+    """A reply as its client has it so far."""
 
     thinking: str = ""
     answer: str = ""
@@ -68,18 +68,18 @@ class Reply:
             return "call"
         return "answer" if self.answer else "thinking" if self.thinking else "start"
 
-    def take(self, choice: dict[str, Any]) -> None:
+    def add(self, choice: dict[str, Any]) -> None:
         delta = choice.get("delta") or {}
         self.chunks += 1
         self.thinking += delta.get("reasoning_content") or delta.get("reasoning") or ""
         self.answer += delta.get("content") or ""
         self.ids += choice.get("token_ids") or ()
         for call in delta.get("tool_calls") or ():
-            kept = self.calls.setdefault(call["index"], {"id": "", "name": "", "arguments": ""})
+            entry = self.calls.setdefault(call["index"], {"id": "", "name": "", "arguments": ""})
             function = call.get("function") or {}
-            kept["id"] = kept["id"] or call.get("id") or ""
-            kept["name"] = kept["name"] or function.get("name") or ""
-            kept["arguments"] += function.get("arguments") or ""
+            entry["id"] = entry["id"] or call.get("id") or ""
+            entry["name"] = entry["name"] or function.get("name") or ""
+            entry["arguments"] += function.get("arguments") or ""
         self.finish = choice.get("finish_reason") or self.finish
 
     def same_as(self, other: Reply, by_ids: bool) -> bool:
@@ -104,7 +104,7 @@ class Hammer:
     client: httpx.AsyncClient
     model: str
     way: str
-    most: int
+    max_tokens: int
     random: random.Random
     uncut: dict[str, Reply] = field(default_factory=dict)
     cuts: Counter[str] = field(default_factory=Counter)
@@ -115,27 +115,27 @@ class Hammer:
         return self.way == "ids"
 
     async def round(self, number: int) -> bool:
-        """One reply, cut several times. Whether it came out as the uncut one."""
+        """Cuts one reply several times. Returns whether it equals the uncut one."""
         request = self._request(number)
         try:
             return await self._cut(request)
-        except (Refused, httpx.HTTPError) as error:
+        except (RequestFailed, httpx.HTTPError) as error:
             self.failures.append(f"{request['messages'][0]['content']!r} {error!r}")
             return False
 
     async def _cut(self, request: dict[str, Any]) -> bool:
         key = json.dumps(request, sort_keys=True)
         if key not in self.uncut:
-            self.uncut[key] = await self._heard(request, Reply(), None)
+            self.uncut[key] = await self._receive(request, Reply(), None)
         whole = self.uncut[key]
         reply = Reply()
         for _ in range(self.random.randint(1, 4)):
-            reply = await self._heard(request, reply, self.random.randint(1, max(1, whole.chunks - reply.chunks)))
+            reply = await self._receive(request, reply, self.random.randint(1, max(1, whole.chunks - reply.chunks)))
             if reply.finish:
                 break
             self.cuts[reply.phase] += 1
         if not reply.finish:
-            reply = await self._heard(request, reply, None)
+            reply = await self._receive(request, reply, None)
         if reply.same_as(whole, self.by_ids):
             return True
         self.failures.append(f"{request['messages'][0]['content']!r} {reply} instead of {whole}")
@@ -145,37 +145,37 @@ class Hammer:
         question = QUESTIONS[number % len(QUESTIONS)]
         sampled = {"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": number % 16}
         tools = {"tools": [WEATHER]} if "weather" in question else {}
-        asked = {"model": self.model, "messages": [{"role": "user", "content": question}], "stream": True}
-        return {**asked, **sampled, **tools, "max_tokens": self.most}
+        fields = {"model": self.model, "messages": [{"role": "user", "content": question}], "stream": True}
+        return {**fields, **sampled, **tools, "max_tokens": self.max_tokens}
 
-    async def _heard(self, request: dict[str, Any], reply: Reply, stop_after: int | None) -> Reply:
-        """Goes on with the reply to its end, or for so many chunks."""
+    async def _receive(self, request: dict[str, Any], reply: Reply, stop_after: int | None) -> Reply:
+        """Continues the reply to its end, or for `stop_after` chunks."""
         body = dict(request)
         if reply.chunks:
             body["messages"] = [*request["messages"], reply.message(self.by_ids)]
             body |= {} if self.way == "bare" else {"continue_final_message": True, "add_generation_prompt": False}
         if self.by_ids:
             body["return_token_ids"] = True
-        body["max_tokens"] = max(1, self.most - len(reply.ids))
+        body["max_tokens"] = max(1, self.max_tokens - len(reply.ids))
         count = 0
         async with self.client.stream("POST", "chat/completions", json=body) as answer:
             if answer.status_code != 200:
-                raise Refused(f"{answer.status_code}: {(await answer.aread()).decode()[:500]}")
+                raise RequestFailed(f"{answer.status_code}: {(await answer.aread()).decode()[:500]}")
             async for line in answer.aiter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
-                    raise Refused(f"mid-stream: {event}")
+                    raise RequestFailed(f"mid-stream: {event}")
                 for choice in event["choices"]:
-                    reply.take(choice)
+                    reply.add(choice)
                 count += 1
                 if stop_after is not None and count >= stop_after:
                     break
         return reply
 
 
-async def hammered(options: argparse.Namespace) -> int:
+async def run(options: argparse.Namespace) -> int:
     async with AsyncExitStack() as stack:
         if options.peer:
             from benchmarks.peers import STARTS, HttpPeer, prepare
@@ -186,10 +186,10 @@ async def hammered(options: argparse.Namespace) -> int:
             assert isinstance(peer, HttpPeer), "an engine in this process is no server"
             options.url = f"{peer.url}/v1"
             options.model = options.model if options.peer == "llama.cpp" else str(folder)
-        return await hammer_at(options)
+        return await hammer_url(options)
 
 
-async def hammer_at(options: argparse.Namespace) -> int:
+async def hammer_url(options: argparse.Namespace) -> int:
     headers = {"authorization": f"Bearer {options.key}"}
     limits = httpx.Limits(max_connections=options.parallel)
     url = options.url.rstrip("/") + "/"
@@ -203,10 +203,10 @@ async def hammer_at(options: argparse.Namespace) -> int:
 
         started = time.monotonic()
         equal = sum(await asyncio.gather(*(one(number) for number in range(options.rounds))))
-    told = ", ".join(f"{count} in {phase}" for phase, count in sorted(hammer.cuts.items()))
+    phases = ", ".join(f"{count} in {phase}" for phase, count in sorted(hammer.cuts.items()))
     seconds = time.monotonic() - started
     print(f"{equal} of {options.rounds} replies equal to the uncut ones ({options.way}, {seconds:.0f} s)")
-    print(f"{sum(hammer.cuts.values())} cuts: {told}")
+    print(f"{sum(hammer.cuts.values())} cuts: {phases}")
     for failure in hammer.failures[: options.show]:
         print(" ", failure[:600])
     return 0 if equal == options.rounds else 1
@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=400)
     parser.add_argument("--seed", type=int, default=1, help="of the places that are cut")
     parser.add_argument("--show", type=int, default=5, help="how many failures are shown")
-    raise SystemExit(asyncio.run(hammered(parser.parse_args())))
+    raise SystemExit(asyncio.run(run(parser.parse_args())))
 
 
 if __name__ == "__main__":

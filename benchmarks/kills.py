@@ -24,7 +24,7 @@ from palaver.engines.host import HostedEngine
 from palaver.events import Finished
 from palaver.messages import user
 from palaver.store import open_store
-from tests.chat.killing import QUESTIONS, Count, run, served
+from tests.chat.process_kills import QUESTIONS, Count, run, served
 
 STREAMS = 8
 EVERY = 25
@@ -72,9 +72,9 @@ async def host(kills: int) -> None:
 
 
 async def _begun(chat: Chat, number: int) -> str:
-    talk = await chat.create()
+    talk = await chat.create_conversation()
     how = {"temperature": 0.0} if number % 2 else {"temperature": 1.0, "seed": number}
-    said = await chat.say(talk.id, None, user(QUESTIONS[number % len(QUESTIONS)]), parameters=how)
+    said = await chat.send_message(talk.id, None, user(QUESTIONS[number % len(QUESTIONS)]), parameters=how)
     return said.reply.id
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from palaver.events import fold
 from palaver.formats.format import TemplateFormat
 from palaver.messages import user
-from tests.formats.families import FAMILIES, TOOLS, Kind, made
+from tests.formats.families import FAMILIES, TOOLS, Kind, make_format
 
 LENGTHS = (1_000, 10_000, 50_000)
 BAR = 20.0
@@ -67,7 +67,7 @@ def main() -> None:
     print(f"{'µs a token, by tokens':40}" + "".join(f"{length:>10,}" for length in LENGTHS))
     for name, reply in REPLIES.items():
         for kind in (Kind.ADDED, Kind.TEXT):
-            format, pieces = made(FAMILIES[name], kind)
+            format, pieces = make_format(FAMILIES[name], kind)
             costs = []
             for length in LENGTHS:
                 tokens = [pieces.piece(piece) for piece in reply(length)]

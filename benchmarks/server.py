@@ -1,4 +1,4 @@
-"""What the server itself costs, how it holds under many streams, and how fast a client that vanishes is forgotten.
+"""The CPU cost of the server, its behaviour under many streams, and the time to free the slot of a lost client.
 
     python -m benchmarks.server streams --count 64 --seconds 60     # against a `palaver serve` of its own
     python -m benchmarks.server cost                                # CPU time for each streamed token
@@ -39,7 +39,7 @@ CHAT = "/v1/chat/completions"
 
 
 @dataclass
-class Served:
+class ServerProcess:
     """A `palaver serve` in a process of its own."""
 
     url: str
@@ -47,7 +47,7 @@ class Served:
 
     @property
     def cpu_seconds(self) -> float:
-        """Of the server's process alone: the engine is another one."""
+        """CPU time of the server's process; the engine runs in another."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS
 
@@ -59,21 +59,21 @@ class Served:
 
 
 @contextmanager
-def served(*options: str) -> Iterator[Served]:
+def server_process(*options: str) -> Iterator[ServerProcess]:
     with tempfile.TemporaryDirectory() as data:
         command = [sys.executable, "-m", "palaver", "serve", "--port", "0", "--data", data, *options]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
         log = Path(data) / "log.txt"
         with log.open("w") as errors, subprocess.Popen(command, stderr=errors, env=environment) as process:
             try:
-                yield Served(_ready(log), process.pid)
+                yield ServerProcess(_ready(log), process.pid)
             finally:
                 process.send_signal(signal.SIGINT)
                 process.wait(60)
 
 
 def _ready(log: Path) -> str:
-    """Where the server is, once it can be talked to."""
+    """The URL of the server, once it is ready."""
     while not (found := re.search(r"http://\S+", log.read_text())):
         time.sleep(0.1)
     while httpx.get(f"{found[0]}/health", timeout=30).status_code != 200:
@@ -82,8 +82,8 @@ def _ready(log: Path) -> str:
 
 
 @dataclass
-class Heard:
-    """What all streams heard."""
+class StreamTotals:
+    """The results of all streams."""
 
     replies: int = 0
     tokens: int = 0
@@ -92,26 +92,26 @@ class Heard:
 
 
 def question(number: int) -> tuple[str, str]:
-    """One that no other stream asks, and what its answer must hold."""
+    """A question of this stream alone, and what its answer must contain."""
     first, second = 100 + 7 * number, 205 + 3 * number
     return f"What is {first} + {second}?", str(first + second)
 
 
 @dataclass
-class Recorded:
-    """One reply as it came over the wire, to be read when nothing is measured any more."""
+class RecordedReply:
+    """The raw bytes of one reply and their times. They are parsed after the measurement."""
 
     number: int
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
 
 
-async def stream(host: str, port: int, number: int, until: float, recorded: list[Recorded]) -> None:
-    """Asks again and again on a bare socket: a client that parses would take the processor from who is measured."""
-    asked = {"messages": [{"role": "user", "content": question(number)[0]}], "temperature": 0, "stream": True}
-    body = json.dumps({**asked, "max_tokens": 200}).encode()
+async def stream(host: str, port: int, number: int, until: float, recorded: list[RecordedReply]) -> None:
+    """Sends requests over a bare socket: a client that parses would take CPU time from the server."""
+    fields = {"messages": [{"role": "user", "content": question(number)[0]}], "temperature": 0, "stream": True}
+    body = json.dumps({**fields, "max_tokens": 200}).encode()
     head = f"POST {CHAT} HTTP/1.0\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     while time.monotonic() < until:
-        reply = Recorded(number)
+        reply = RecordedReply(number)
         recorded.append(reply)
         reader, writer = await asyncio.open_connection(host, port)
         try:
@@ -122,26 +122,26 @@ async def stream(host: str, port: int, number: int, until: float, recorded: list
             writer.close()
 
 
-async def many(url: str, count: int, seconds: float) -> Heard:
-    where = urlsplit(url)
-    recorded: list[Recorded] = []
+async def run_streams(url: str, count: int, seconds: float) -> StreamTotals:
+    parts = urlsplit(url)
+    recorded: list[RecordedReply] = []
     until = time.monotonic() + seconds
-    port = where.port or 80
-    await asyncio.gather(*(stream(where.hostname or "", port, number, until, recorded) for number in range(count)))
-    heard = Heard()
+    port = parts.port or 80
+    await asyncio.gather(*(stream(parts.hostname or "", port, number, until, recorded) for number in range(count)))
+    totals = StreamTotals()
     for reply in recorded:
-        hear(reply, heard)
-    return heard
+        add_reply(reply, totals)
+    return totals
 
 
-def hear(reply: Recorded, heard: Heard) -> None:
-    """Reads what was recorded: a token came when the last byte of its event did.
+def add_reply(reply: RecordedReply, totals: StreamTotals) -> None:
+    """Parses a recorded reply. The time of a token is that of the last byte of its event.
 
-    Between a thought and its answer come tokens that nobody is shown: that is no gap between two tokens.
+    Markers between thinking and answer have no event, so the time between those two is no gap.
     """
     answer, last, tokens, rest, thinking = "", 0.0, 0, b"", False
     if not reply.pieces or b" 200 " not in reply.pieces[0][1][:16]:
-        heard.wrong.append(f"{reply.number}: {reply.pieces[:1]}")
+        totals.wrong.append(f"{reply.number}: {reply.pieces[:1]}")
         return
     for at, data in reply.pieces:
         *lines, rest = (rest + data).split(b"\n")
@@ -150,59 +150,59 @@ def hear(reply: Recorded, heard: Heard) -> None:
                 continue
             event = json.loads(line[6:])
             if "error" in event:
-                heard.wrong.append(f"{reply.number}: {line!r}")
+                totals.wrong.append(f"{reply.number}: {line!r}")
                 return
             delta = event["choices"][0]["delta"]
             answer += delta.get("content") or ""
             if delta.get("content") or delta.get("reasoning_content"):
                 thought = bool(delta.get("reasoning_content"))
                 if last and thought == thinking:
-                    heard.gaps.append(at - last)
+                    totals.gaps.append(at - last)
                 last, tokens, thinking = at, tokens + 1, thought
-    heard.replies += 1
-    heard.tokens += tokens
+    totals.replies += 1
+    totals.tokens += tokens
     expected = question(reply.number)[1]
     if expected not in answer:
-        heard.wrong.append(f"{reply.number}: {answer!r} without {expected}")
+        totals.wrong.append(f"{reply.number}: {answer!r} without {expected}")
 
 
 def streams(options: argparse.Namespace) -> None:
-    with served() as server:
-        asyncio.run(many(server.url, options.count, 5))  # everything is warm
+    with server_process() as server:
+        asyncio.run(run_streams(server.url, options.count, 5))  # everything is warm
         before, cpu = server.memory_mb, server.cpu_seconds
-        heard = asyncio.run(many(server.url, options.count, options.seconds))
+        totals = asyncio.run(run_streams(server.url, options.count, options.seconds))
         spent, after = server.cpu_seconds - cpu, server.memory_mb
-    gaps = sorted(heard.gaps)
+    gaps = sorted(totals.gaps)
     middle, late = statistics.median(gaps), gaps[int(len(gaps) * 0.99)]
-    print(f"{options.count} streams for {options.seconds:g} s: {heard.replies} replies, {heard.tokens} tokens")
-    print(f"wrong, mixed up or failed: {len(heard.wrong)}")
+    print(f"{options.count} streams for {options.seconds:g} s: {totals.replies} replies, {totals.tokens} tokens")
+    print(f"wrong, mixed up or failed: {len(totals.wrong)}")
     print(f"between tokens: median {middle * 1e3:.1f} ms, p99 {late * 1e3:.1f} ms ({late / middle:.2f} times)")
     print(f"memory of the server: {before:.0f} MB, then {after:.0f} MB")
-    print(f"CPU of the server: {spent / heard.tokens * 1e6:.0f} us a streamed token")
-    for one in heard.wrong[:5]:
+    print(f"CPU of the server: {spent / totals.tokens * 1e6:.0f} us a streamed token")
+    for one in totals.wrong[:5]:
         print(" ", one)
 
 
 async def long_replies(url: str, count: int, tokens: int) -> int:
-    """How many tokens came. Long replies, so that what a request costs by itself does not count."""
-    came = 0
+    """Returns the number of tokens. The replies are long, so that the fixed cost of a request does not count."""
+    received = 0
 
     async def one(client: httpx.AsyncClient, number: int) -> None:
-        nonlocal came
-        asked = {"messages": [{"role": "user", "content": question(number)[0]}], "temperature": 0, "stream": True}
-        body = {**asked, "min_tokens": tokens, "max_tokens": tokens, "stream_options": {"include_usage": True}}
+        nonlocal received
+        fields = {"messages": [{"role": "user", "content": question(number)[0]}], "temperature": 0, "stream": True}
+        body = {**fields, "min_tokens": tokens, "max_tokens": tokens, "stream_options": {"include_usage": True}}
         async with client.stream("POST", CHAT, json=body) as response:
             async for line in response.aiter_lines():
                 if '"completion_tokens":' in line:
-                    came += json.loads(line[6:])["usage"]["completion_tokens"]
+                    received += json.loads(line[6:])["usage"]["completion_tokens"]
 
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
         await asyncio.gather(*(one(client, number) for number in range(count)))
-    return came
+    return received
 
 
 def cost(options: argparse.Namespace) -> None:
-    with served() as server:
+    with server_process() as server:
         asyncio.run(long_replies(server.url, options.count, 50))
         cpu = server.cpu_seconds
         tokens = asyncio.run(long_replies(server.url, options.count, options.tokens))
@@ -211,9 +211,9 @@ def cost(options: argparse.Namespace) -> None:
 
 
 def vanish(options: argparse.Namespace) -> None:
-    """In this process, where the engine can be looked at."""
+    """Runs in this process, to read the statistics of the engine."""
     sys.path.insert(0, str(ROOT))
-    from tests.server.live import Live
+    from tests.server.live_server import LiveServer
 
     body = json.dumps(
         {"messages": [{"role": "user", "content": "Hello!"}], "stream": True, "min_tokens": 6000}
@@ -222,18 +222,18 @@ def vanish(options: argparse.Namespace) -> None:
         f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     )
     times = []
-    with tempfile.TemporaryDirectory() as folder, Live(Path(folder)) as live:
+    with tempfile.TemporaryDirectory() as folder, LiveServer(Path(folder)) as live:
         engine: Any = live.service.models.current().engine
         for number in range(options.times):
-            with socket.create_connection(("127.0.0.1", live.port)) as leaving:
-                leaving.sendall(head.encode() + b"\r\n" + body)
+            with socket.create_connection(("127.0.0.1", live.port)) as connection:
+                connection.sendall(head.encode() + b"\r\n" + body)
                 while not engine.statistics.running:
                     time.sleep(0.001)
                 time.sleep((number % 10) * 0.003)
-            left = time.monotonic()
+            closed = time.monotonic()
             while engine.statistics.running:
                 time.sleep(0.0002)
-            times.append(time.monotonic() - left)
+            times.append(time.monotonic() - closed)
     times.sort()
     late = times[int(len(times) * 0.99)]
     middle = statistics.median(times)
@@ -242,10 +242,10 @@ def vanish(options: argparse.Namespace) -> None:
 
 def profile(options: argparse.Namespace) -> None:
     sys.path.insert(0, str(ROOT))
-    from tests.server.live import Live
+    from tests.server.live_server import LiveServer
 
-    with tempfile.TemporaryDirectory() as folder, Live(Path(folder)) as live:
-        asyncio.run(many(live.url, options.count, 3))
+    with tempfile.TemporaryDirectory() as folder, LiveServer(Path(folder)) as live:
+        asyncio.run(run_streams(live.url, options.count, 3))
         profiler = cProfile.Profile()
 
         async def switch(on: bool) -> None:
@@ -254,10 +254,10 @@ def profile(options: argparse.Namespace) -> None:
             else:
                 profiler.disable()
 
-        live.within(lambda: switch(True))
-        heard = asyncio.run(many(live.url, options.count, options.seconds))
-        live.within(lambda: switch(False))
-    print(f"{heard.tokens} tokens")
+        live.run_in_loop(lambda: switch(True))
+        totals = asyncio.run(run_streams(live.url, options.count, options.seconds))
+        live.run_in_loop(lambda: switch(False))
+    print(f"{totals.tokens} tokens")
     pstats.Stats(profiler).sort_stats("tottime").print_stats(options.lines)
 
 

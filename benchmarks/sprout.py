@@ -37,7 +37,7 @@ async def once() -> dict[str, float]:
     chat = Model(engine, load_format(SPROUT, tokenizer))
     loaded = time.perf_counter()
     first = 0.0
-    async with chat.utterance(ReplyRequest((user(QUESTION),), Sampling(temperature=0, max_tokens=400))) as turn:
+    async with chat.stream_reply(ReplyRequest((user(QUESTION),), Sampling(temperature=0, max_tokens=400))) as turn:
         async for _ in turn:
             first = first or (time.perf_counter() if turn.steps else 0.0)
         reply = turn.reply()

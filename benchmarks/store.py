@@ -18,8 +18,8 @@ from pathlib import Path
 from palaver.messages import assistant, user
 from palaver.store import Store, TokenFrame, open_store
 from palaver.store.messages import NewMessage
-from tests.store.killing import killed_writer, lost, moments
-from tests.store.making import SETTINGS, steps
+from tests.store.crash_writer import find_lost, random_delays, run_killed_writer
+from tests.store.factories import SETTINGS, steps
 
 LENGTH = 50
 """Messages in a conversation."""
@@ -76,7 +76,7 @@ def measure(folder: Path, database: str | None, messages: int, seed: int) -> Non
 def settle(store: Store) -> None:
     """What a server does by itself within a minute: the planner's statistics."""
     if not store.database.is_sqlite:
-        with store.database.writing() as connection:
+        with store.database.write_transaction() as connection:
             connection.exec_driver_sql("ANALYZE")
 
 
@@ -160,15 +160,15 @@ def report(what: str, times: list[float], limit: float | None = LIMIT) -> None:
 
 
 def kill(folder: Path, database: str | None, times: int, seed: int) -> None:
-    after = moments(seed, 0.3)
+    after = random_delays(seed, 0.3)
     acknowledged = missing = 0
     for number in range(1, times + 1):
-        told = killed_writer(folder, database, after)
+        told = run_killed_writer(folder, database, after)
         with open_store(folder, database) as store:
-            missing += len(lost(store, told))
+            missing += len(find_lost(store, told))
             acknowledged += len(told)
             if store.database.is_sqlite and number % 10 == 0:
-                with store.database.reading() as connection:
+                with store.database.read_transaction() as connection:
                     assert connection.exec_driver_sql("PRAGMA integrity_check").scalar() == "ok"
     print(f"killed {times} times: {acknowledged} things acknowledged, {missing} lost, the database is whole")
 

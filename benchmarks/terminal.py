@@ -67,13 +67,13 @@ def painting(kind: str) -> list[tuple[float, int]]:
     made.size = (80, 24)
     thoughts = ThinkingDisplay.EXPANDED if kind == "thought" else ThinkingDisplay.COLLAPSED
     view = ReplyView(Screen(made, live=True, environment={"TERM": "xterm"}), thoughts)
-    view.take(LogEntry(0, Started(1, 0)))
+    view.handle(LogEntry(0, Started(1, 0)))
     event = ThinkingDelta if kind == "thought" else AnswerDelta
     windows, source = [], tokens(kind)
     for start in range(0, TOKENS, WINDOW):
         began, written = time.process_time(), out.characters
         for number in range(start, start + WINDOW):
-            view.take(LogEntry(number + 1, event(next(source))))
+            view.handle(LogEntry(number + 1, event(next(source))))
             if number % PAINT_EVERY == 0:
                 view.paint()
         windows.append((time.process_time() - began, out.characters - written))

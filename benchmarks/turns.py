@@ -20,7 +20,7 @@ from palaver.chat.reply_request import RequestBuilder
 from palaver.chat.service import Service
 from palaver.messages import user
 from palaver.store import open_store
-from tests.chat.killing import served
+from tests.chat.process_kills import served
 
 READERS = 100
 SLOW_S = 0.05
@@ -30,8 +30,8 @@ HOW = {"temperature": 0.0, "max_tokens": 300}
 
 async def paced(chat: Chat, readers: int) -> tuple[float, str]:
     """Seconds from the first to the last event of a turn with so many readers, half of them slow."""
-    talk = await chat.create()
-    said = await chat.say(talk.id, None, user(QUESTION), parameters=HOW)
+    talk = await chat.create_conversation()
+    said = await chat.send_message(talk.id, None, user(QUESTION), parameters=HOW)
     others = [asyncio.create_task(_read(chat, said.reply.id, SLOW_S * (n % 2))) for n in range(readers)]
     times = await _read(chat, said.reply.id, 0)
     for other in others:
@@ -55,9 +55,9 @@ async def bare(service: Service, reply_id: str) -> float:
     """The same reply from the engine alone: nothing stored, no log."""
     model = service.models.current()
     stored = service.store.messages.get(reply_id)
-    request = RequestBuilder(service.store).of(model, stored, "")
+    request = RequestBuilder(service.store).rebuild(model, stored, "")
     times = []
-    async with model.utterance(request) as utterance:
+    async with model.stream_reply(request) as utterance:
         async for _ in utterance:
             times.append(time.perf_counter())
     return times[-1] - times[1]

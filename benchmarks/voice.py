@@ -28,9 +28,9 @@ from palaver.formats.loader import load_format
 from palaver.formats.tokenizer import load_tokenizer
 from palaver.messages import user
 from palaver.sampling import Sampling
-from palaver.voice.base import RATE, Samples, VoiceSettings
+from palaver.voice.base import SAMPLE_RATE, Samples, VoiceSettings
 from palaver.voice.espeak import Espeak
-from palaver.voice.speech import Narration, Speech, SpokenAudio, synthesize
+from palaver.voice.speech import Narration, Speech, SpokenAudio, stream_speech
 
 SPROUT = Path(__file__).parents[1] / "src" / "palaver" / "models" / "sprout"
 QUESTIONS = ("Who are you?", "What is 12 + 30?", "Write a haiku about rain.", "Spell sprout backwards.")
@@ -63,8 +63,8 @@ async def first_sounds(replies: int) -> None:
     finally:
         await engine.close()
     clause = "This is a clause of quite an ordinary length,"
-    taken = [_timed(lambda: speaker.say(clause, "en", VoiceSettings(), lambda: False)) for _ in range(50)]
-    length = len(speaker.say(clause, "en", VoiceSettings(), lambda: False)) / RATE
+    taken = [_timed(lambda: speaker.synthesize(clause, "en", VoiceSettings(), lambda: False)) for _ in range(50)]
+    length = len(speaker.synthesize(clause, "en", VoiceSettings(), lambda: False)) / SAMPLE_RATE
     print(
         f"espeak, a clause of {length:.1f} s:",
         _ms(taken),
@@ -98,7 +98,7 @@ async def _first(speech: Speech) -> tuple[float, SpokenAudio]:
 
 async def _answer(model: Model, question: str, seed: int, rate: float | None) -> AsyncIterator[str]:
     request = ReplyRequest((user(question),), Sampling(temperature=0.6, seed=seed, max_tokens=400, spoken=True))
-    async with model.utterance(request) as utterance:
+    async with model.stream_reply(request) as utterance:
         async for event in utterance:
             for one in event.tail if isinstance(event, Finished) else (event,):
                 if isinstance(one, AnswerDelta):
@@ -124,7 +124,7 @@ async def round_trip() -> None:
     the same text in one go, and with its rendering of the other texts."""
     speaker = Espeak()
     ours = [await _joined(text, speaker) for text in TEXTS]
-    theirs = [speaker.say(_words(text), "en", VoiceSettings(), lambda: False) for text in TEXTS]
+    theirs = [speaker.synthesize(_words(text), "en", VoiceSettings(), lambda: False) for text in TEXTS]
     for place, (sound, own) in enumerate(zip(ours, theirs, strict=True)):
         ratio = len(sound) / len(own)
         level = 20 * np.log10(_level(sound) / _level(own))
@@ -132,14 +132,15 @@ async def round_trip() -> None:
         others = min(distance for other, distance in enumerate(distances) if other != place)
         nearest = distances[place] == min(distances)
         print(
-            f"text {place + 1}: {len(sound) / RATE:.2f} s against {len(own) / RATE:.2f} s (ratio {ratio:.3f}), "
+            f"text {place + 1}: {len(sound) / SAMPLE_RATE:.2f} s against {len(own) / SAMPLE_RATE:.2f} s "
+            f"(ratio {ratio:.3f}), "
             f"level {level:+.2f} dB, distance {distances[place]:.3f} against {others:.3f} to the nearest other text: "
             f"{'the same speech' if nearest and 0.9 < ratio < 1.1 and abs(level) < 1 else 'NOT THE SAME'}"
         )
 
 
 async def _joined(text: str, speaker: Espeak) -> Samples:
-    return np.concatenate([piece.samples async for piece in synthesize(text, speaker)])
+    return np.concatenate([piece.samples async for piece in stream_speech(text, speaker)])
 
 
 def _words(text: str) -> str:

@@ -1,8 +1,8 @@
-"""Makes the screens of docs/terminal.md: runs the program at a pseudo-terminal and writes down what is seen.
+"""Records the screens of docs/terminal.md by running the program at a pseudo-terminal.
 
     PYTHONPATH=src python3 -m docs.make_screens
 
-Every place `<!-- screen: NAME -->` to `<!-- end -->` in the guide is filled with the screen of that name.
+Each section from `<!-- screen: NAME -->` to `<!-- end -->` in the guide is replaced by the screen of that name.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tests.repl.terminal import CTRL_C, CTRL_D, Terminal
 
 SOURCE = Path(__file__).parents[1] / "src"
 GUIDE = Path(__file__).with_name("terminal.md")
-Make = Callable[[Terminal, Path], str]
+Recorder = Callable[[Terminal, Path], str]
 
 
 def first(terminal: Terminal, folder: Path) -> str:
-    whole = terminal.whole()
+    whole = terminal.transcript()
     return whole[: whole.index("›")] + terminal.do("What is 1234 + 5678?")
 
 
@@ -89,9 +89,9 @@ def saved(terminal: Terminal, folder: Path) -> str:
     return f"{shown}\n$ cat sums.jsonl\n{(folder / 'sums.jsonl').read_text().strip()}"
 
 
-SCREENS: dict[str, Make] = {
-    make.__name__: make
-    for make in (first, markdown, thinking, expanded, stopped, branches, parameters, tokens, tools, saved)
+SCREENS: dict[str, Recorder] = {
+    record.__name__: record
+    for record in (first, markdown, thinking, expanded, stopped, branches, parameters, tokens, tools, saved)
 }
 
 
@@ -105,21 +105,21 @@ def main() -> None:
             terminal.wait("/help lists the commands", 120)
             terminal.prompt()
             terminal.do("/preset save start")
-            for name, make in SCREENS.items():
+            for name, record in SCREENS.items():
                 terminal.do("/preset load start")
-                guide = filled(guide, name, make(terminal, folder))
+                guide = insert_screen(guide, name, record(terminal, folder))
             terminal.type(CTRL_D)
-            terminal.ended()
+            terminal.wait_for_exit()
     GUIDE.write_text(guide, encoding="utf-8")
 
 
-def filled(guide: str, name: str, shown: str) -> str:
-    """The guide with that screen in its place; prompts at which nothing was typed are left out."""
+def insert_screen(guide: str, name: str, shown: str) -> str:
+    """The guide with the section replaced by the screen. Empty prompts are left out."""
     lines = [line for line in shown.splitlines() if line.strip() != "›"]
     screen = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
-    place = re.compile(rf"(<!-- screen: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    assert place.search(guide), f"the guide has no place for {name}"
-    return place.sub(lambda found: f"{found[1]}```text\n{screen}\n```\n{found[2]}", guide)
+    section = re.compile(rf"(<!-- screen: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+    assert section.search(guide), f"the guide has no place for {name}"
+    return section.sub(lambda found: f"{found[1]}```text\n{screen}\n```\n{found[2]}", guide)
 
 
 if __name__ == "__main__":

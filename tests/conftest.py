@@ -13,6 +13,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The browser's tests come last: their driver holds an event loop for as long as it lives, beside which no other
-    test can have one. The longest of them goes first, so that nobody waits for it alone at the end."""
+    """Runs the browser tests last: their driver holds an event loop, and no other test can run one beside it. The
+    longest of them comes first, so that it does not run alone at the end."""
     items.sort(key=lambda item: ("web" in item.path.parts, item.path.name != "test_long_reply.py"))

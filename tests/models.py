@@ -1,4 +1,4 @@
-"""A tiny random model in a folder, for tests of everything around a model."""
+"""Creates a tiny random model in a folder."""
 
 from __future__ import annotations
 

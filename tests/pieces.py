@@ -33,6 +33,6 @@ class Pieces(Sequence[bytes]):
 
 @st.composite
 def cuts(draw: DrawFn, whole: bytes) -> list[bytes]:
-    """The bytes, cut anywhere."""
+    """Draws a split of the bytes at random positions."""
     places = sorted(draw(st.sets(st.integers(0, len(whole)), max_size=12)))
     return [whole[a:b] for a, b in zip([0, *places], [*places, len(whole)], strict=True) if a < b]

@@ -1,4 +1,4 @@
-"""An engine that says what it is told to: deterministic, for tests of everything above engines."""
+"""A deterministic engine that generates scripted tokens, for tests of the layers above engines."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from palaver.engines.base import EngineInfo, EngineState, EngineStatus
 from palaver.engines.core.reply_state import ReplyState
 from palaver.errors import ContextOverflow, EngineClosed, EngineError, PalaverError
-from palaver.generation import AnswerAsked, Ended, Finish, Output, Prefilled, Prompt, Queued, Step
+from palaver.generation import AnswerRequested, Ended, Finish, Output, Prefilled, Prompt, Queued, Step
 from palaver.phases import Vocabulary
 from palaver.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class HoldScript:
-    """Says nothing more until the event is set."""
+    """Generates nothing until the event is set."""
 
     event: asyncio.Event
 
@@ -28,7 +28,7 @@ class FailScript:
 
 
 Script = Sequence[int | Step | Queued | HoldScript | FailScript]
-"""What one reply is: tokens, and what happens between them."""
+"""One reply: tokens, and what happens between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class ScriptedGeneration:
     def __init__(self, reply: ReplyState) -> None:
         self._reply = reply
         self._next: Output | None = None
-        self._asked: AnswerAsked | None = None
+        self._pending_answer: AnswerRequested | None = None
         self.stopped = asyncio.Event()
-        self.over = False
+        self.finished = False
 
     def __aiter__(self) -> ScriptedGeneration:
         return self
@@ -56,18 +56,18 @@ class ScriptedGeneration:
     async def __anext__(self) -> Output:
         if self._next is None:
             self._next = await anext(self.outputs)
-        if self._asked is not None:
-            asked, self._asked = self._asked, None
-            return asked
+        if self._pending_answer is not None:
+            answer, self._pending_answer = self._pending_answer, None
+            return answer
         output, self._next = self._next, None
-        self.over = isinstance(output, Ended)
+        self.finished = isinstance(output, Ended)
         return output
 
     def stop(self) -> None:
         self.stopped.set()
 
     def answer_now(self) -> None:
-        self._asked = AnswerAsked(self._reply.answer_now())
+        self._pending_answer = AnswerRequested(self._reply.answer_now())
 
 
 async def _first_of(*events: asyncio.Event) -> None:
@@ -80,7 +80,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 
 class ScriptedEngine:
-    """Replies with its scripts in turn. A prompt that continues a reply gets the rest of that reply's script."""
+    """Replies with its scripts in turn. A continued reply gets the rest of its own script."""
 
     def __init__(
         self,
@@ -132,10 +132,10 @@ class ScriptedEngine:
         try:
             yield generation
         finally:
-            self.cancelled += not generation.over
+            self.cancelled += not generation.finished
             await generation.outputs.aclose()
 
-    async def counted(self) -> dict[str, float]:
+    async def metrics(self) -> dict[str, float]:
         return {}
 
     async def forget(self, conversation: str) -> None:
@@ -149,7 +149,7 @@ class ScriptedEngine:
             yield reply.ended
             return
         yield Prefilled(len(prompt), len(prompt.reply_ids))
-        for item in _rest(self._script_for(prompt), len(prompt.reply_ids)):
+        for item in _remaining(self._script_for(prompt), len(prompt.reply_ids)):
             match item:
                 case HoldScript(event):
                     await _first_of(event, stopped)
@@ -158,7 +158,7 @@ class ScriptedEngine:
                 case Queued():
                     yield item
                 case _ if not stopped.is_set():
-                    async for output in _take(reply, item):
+                    async for output in _emit(reply, item):
                         yield output
             if self._closed:
                 raise EngineClosed
@@ -168,24 +168,24 @@ class ScriptedEngine:
         yield Ended(Finish.END)
 
     def _script_for(self, prompt: Prompt) -> Script:
-        said = list(prompt.reply_ids)
-        if said:
-            matching = [script for script in self._scripts if _tokens(script)[: len(said)] == said]
+        reply_ids = list(prompt.reply_ids)
+        if reply_ids:
+            matching = [script for script in self._scripts if _tokens(script)[: len(reply_ids)] == reply_ids]
             return matching[-1] if matching else self._scripts[max(0, self._next - 1) % len(self._scripts)]
         script = self._scripts[self._next % len(self._scripts)]
         self._next += 1
         return script
 
 
-async def _take(reply: ReplyState, item: int | Step) -> AsyncIterator[Output]:
-    """The token, after those that are forced before it."""
-    while reply.forced is not None and reply.ended is None:
-        forced = reply.forced
-        reply.take(forced)
+async def _emit(reply: ReplyState, item: int | Step) -> AsyncIterator[Output]:
+    """The token, preceded by the forced ones."""
+    while reply.forced_id is not None and reply.ended is None:
+        forced = reply.forced_id
+        reply.append_token(forced)
         yield Step(forced, 0.0)
     if reply.ended is None:
         step = item if isinstance(item, Step) else Step(item, 0.0)
-        reply.take(step.token_id)
+        reply.append_token(step.token_id)
         yield step
 
 
@@ -193,10 +193,10 @@ def _tokens(script: Script) -> list[int]:
     return [item.token_id if isinstance(item, Step) else item for item in script if isinstance(item, int | Step)]
 
 
-def _rest(script: Script, said: int) -> Script:
-    """The script from the token on that comes after the first `said` ones."""
+def _remaining(script: Script, count: int) -> Script:
+    """The script after its first `count` tokens."""
     for index, item in enumerate(script):
-        if said == 0:
+        if count == 0:
             return script[index:]
-        said -= isinstance(item, int | Step)
+        count -= isinstance(item, int | Step)
     return ()

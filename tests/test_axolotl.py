@@ -33,7 +33,7 @@ def test_an_adapter_with_its_output_folder(tmp_path: Path) -> None:
         "learning_rate: 0.0002\nmicro_batch_size: 2\ndatasets:\n  - path: data.jsonl\n    type: chat_template\n",
     )
     assert is_configuration(str(path))
-    assert read_configuration(path) == TrainedModel("owner/name", out, out, context=2048)
+    assert read_configuration(path) == TrainedModel("owner/name", out, out, context_length=2048)
 
 
 def test_a_model_that_was_trained_whole(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_model_that_was_trained_whole(tmp_path: Path) -> None:
     assert "no trained model yet" in before.notes[0]
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
-    assert read_configuration(path) == TrainedModel(str(tmp_path / "out"), saved=tmp_path / "out")
+    assert read_configuration(path) == TrainedModel(str(tmp_path / "out"), output_folder=tmp_path / "out")
 
 
 def test_a_base_model_in_a_folder_beside_it(tmp_path: Path) -> None:
@@ -55,17 +55,17 @@ def test_a_base_model_in_a_folder_beside_it(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("chat_template: tokenizer_default", {}),
-        ("chat_template: tokenizer_default_fallback_llama3", {"fallback": "llama3"}),
-        ("chat_template: chatml", {"name": "chatml"}),
+        ("chat_template: tokenizer_default_fallback_llama3", {"fallback_template": "llama3"}),
+        ("chat_template: chatml", {"template_name": "chatml"}),
         (
             "chat_template: jinja\nchat_template_jinja: '{{ messages[0].content }}'",
             {"template": "{{ messages[0].content }}"},
         ),
         ("chat_template: jinja\nchat_template_jinja: own.jinja", {"template": "{% own %}"}),
         ("chat_template: '{{ messages }}'", {"template": "{{ messages }}"}),
-        ("datasets:\n  - {path: a, type: chat_template, chat_template: chatml}", {"name": "chatml"}),
-        ("datasets:\n  - {path: a, type: chatml.argilla}", {"name": "chatml"}),
-        ("datasets:\n  - {path: a, type: alpaca_chat.load_qa}", {"fallback": "alpaca"}),
+        ("datasets:\n  - {path: a, type: chat_template, chat_template: chatml}", {"template_name": "chatml"}),
+        ("datasets:\n  - {path: a, type: chatml.argilla}", {"template_name": "chatml"}),
+        ("datasets:\n  - {path: a, type: alpaca_chat.load_qa}", {"fallback_template": "alpaca"}),
         ("datasets:\n  - {path: a, type: completion}", {}),
         ("", {}),
     ],
@@ -101,7 +101,7 @@ def test_other_files_are_none(tmp_path: Path) -> None:
     assert not is_configuration("sprout")
 
 
-TALK = [
+MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": "Hello!"},
@@ -145,11 +145,11 @@ TALK = [
     ],
 )
 def test_templates_by_name(name: str, expected: str) -> None:
-    said = {"add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
+    variables = {"add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
     template = Environment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATES[name])
-    assert template.render(messages=TALK, **said) == expected
-    begun = template.render(messages=TALK[1:2], **said)
-    assert (template.render(messages=TALK[1:3], **{**said, "add_generation_prompt": False})).startswith(begun)
+    assert template.render(messages=MESSAGES, **variables) == expected
+    prompt = template.render(messages=MESSAGES[1:2], **variables)
+    assert (template.render(messages=MESSAGES[1:3], **{**variables, "add_generation_prompt": False})).startswith(prompt)
 
 
 def test_every_name_is_tried_above() -> None:

@@ -1,4 +1,4 @@
-"""The command line: answers on stdout, the right status, one clear sentence for what went wrong."""
+"""The command line: output, exit status and error messages."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_help_imports_nothing_heavy() -> None:
 def test_ask_prints_the_answer_on_stdout_and_thinking_on_stderr(tiny_model: Path) -> None:
     result = run("ask", "Hi", "-m", tiny_model, *SHORT)
     assert result.exit_code == 0, result.output
-    whole = json.loads(run("ask", "Hi", "-m", tiny_model, *SHORT, "--json").stdout)
-    assert result.stdout == whole["answer"] + "\n"
-    assert whole["finish"] == "length"
-    assert whole["seed"] == 1
-    assert len(whole["token_ids"]) == whole["usage"]["reply_tokens"] == 8
+    reply = json.loads(run("ask", "Hi", "-m", tiny_model, *SHORT, "--json").stdout)
+    assert result.stdout == reply["answer"] + "\n"
+    assert reply["finish"] == "length"
+    assert reply["seed"] == 1
+    assert len(reply["token_ids"]) == reply["usage"]["reply_tokens"] == 8
 
 
 def test_ask_takes_the_question_from_a_pipe(tiny_model: Path) -> None:
@@ -145,7 +145,7 @@ def test_the_memory_of_the_cache_is_set_and_the_error_names_the_flag(tiny_model:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (("--kv-cache-memory", "much"), "must be a size such as 512MiB or 8GiB"),
         (("--kv-cache-memory", "0"), "must be more than nothing"),
@@ -153,10 +153,10 @@ def test_the_memory_of_the_cache_is_set_and_the_error_names_the_flag(tiny_model:
         (("--max-num-seqs", "0"), "--max-num-seqs"),
     ],
 )
-def test_limits_that_make_no_sense(flags: tuple[str, ...], said: str, tiny_model: Path) -> None:
+def test_limits_that_make_no_sense(flags: tuple[str, ...], message: str, tiny_model: Path) -> None:
     result = run("chat", tiny_model, *SHORT, *flags, input="Hello there\n")
     assert result.exit_code != 0
-    assert said in result.stderr
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The layers look down only, and the contracts notice when one does not."""
+"""The import contracts hold, and detect violations."""
 
 from __future__ import annotations
 

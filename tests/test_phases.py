@@ -1,11 +1,11 @@
-"""The tracker: the same happenings however the bytes arrive, and nothing said that may still be a marker."""
+"""The phase tracker: results do not depend on how bytes are cut, and possible markers are held back."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaver.phases import Entered, Phase, Phases, Said, Scanner, State, Stopped, Tracker, Trigger
+from palaver.phases import Phase, Phases, Scanner, State, StateEntered, StateText, StopMatched, Tracker, Trigger
 from tests.pieces import Pieces, cuts
 
 TEXT = Phases(
@@ -17,23 +17,23 @@ TEXT = Phases(
 
 
 def run(pieces: list[bytes], stops: tuple[str, ...] = (), phases: Phases = TEXT) -> list[tuple[str, str]]:
-    """What was said in which phase, neighbours joined."""
+    """The text of each phase, with adjacent pieces joined."""
     vocabulary = Pieces()
     tracker = Tracker(phases, vocabulary, stops)
-    happenings = [h for piece in pieces for h in tracker.feed(vocabulary.add(piece))]
-    happenings += tracker.flush()
+    events = [event for piece in pieces for event in tracker.feed(vocabulary.add(piece))]
+    events += tracker.flush()
     out: list[tuple[str, str]] = []
-    for happening in happenings:
-        match happening:
-            case Said(state, data):
+    for event in events:
+        match event:
+            case StateText(state, data):
                 phase = phases.states[state].phase
                 if out and out[-1][0] == phase:
                     out[-1] = (phase, out[-1][1] + data.decode("latin-1"))
                 else:
                     out.append((phase, data.decode("latin-1")))
-            case Entered(state, marker):
+            case StateEntered(state, marker):
                 out.append(("entered", marker.decode("latin-1")))
-            case Stopped(stop):
+            case StopMatched(stop):
                 out.append(("stopped", stop))
     return out
 
@@ -59,16 +59,16 @@ def test_the_cut_makes_no_difference(data: st.DataObject) -> None:
 def test_a_half_marker_is_held_back_and_let_go_when_it_turns_out_to_be_text() -> None:
     vocabulary = Pieces()
     tracker = Tracker(TEXT, vocabulary)
-    assert tracker.feed(vocabulary.add(b"1 <thi")) == [Said(0, b"1 ")]
-    assert tracker.feed(vocabulary.add(b"s")) == [Said(0, b"<this")]
+    assert tracker.feed(vocabulary.add(b"1 <thi")) == [StateText(0, b"1 ")]
+    assert tracker.feed(vocabulary.add(b"s")) == [StateText(0, b"<this")]
 
 
 def test_a_token_marker_is_no_text_and_the_same_letters_are() -> None:
     phases = Phases((State(Phase.ANSWER, (Trigger(0, 1),)), State(Phase.THINKING, (Trigger(1, 0),))))
     tracker = Tracker(phases, [b"<think>", b"</think>", b"<", b"think>"])
-    assert tracker.feed(2) + tracker.feed(3) == [Said(0, b"<"), Said(0, b"think>")]
-    assert tracker.feed(0) == [Entered(1, b"<think>")]
-    assert tracker.feed(3) == [Said(1, b"think>")]
+    assert tracker.feed(2) + tracker.feed(3) == [StateText(0, b"<"), StateText(0, b"think>")]
+    assert tracker.feed(0) == [StateEntered(1, b"<think>")]
+    assert tracker.feed(3) == [StateText(1, b"think>")]
 
 
 def test_stop_strings_count_in_the_answer_only() -> None:
@@ -78,13 +78,13 @@ def test_stop_strings_count_in_the_answer_only() -> None:
 def test_nothing_is_said_after_the_end() -> None:
     phases = Phases((State(Phase.ANSWER),), ends=frozenset({0}))
     tracker = Tracker(phases, [b"<end>", b"x"])
-    assert [tracker.feed(1), tracker.feed(0), tracker.feed(1)] == [[Said(0, b"x")], [], []]
+    assert [tracker.feed(1), tracker.feed(0), tracker.feed(1)] == [[StateText(0, b"x")], [], []]
     assert tracker.ended
 
 
 def test_hidden_tokens_are_not_text() -> None:
     tracker = Tracker(Phases((State(Phase.ANSWER),), hidden=frozenset({0})), [b"<pad>", b"x"])
-    assert [tracker.feed(0), tracker.feed(1)] == [[], [Said(0, b"x")]]
+    assert [tracker.feed(0), tracker.feed(1)] == [[], [StateText(0, b"x")]]
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4), st.text("abc", max_size=30), st.data())
@@ -167,7 +167,7 @@ def test_a_marker_that_might_have_grown_counts_when_a_quotation_mark_follows(dat
 def test_hidden_tokens_inside_the_letters_of_a_marker_are_as_if_not_there() -> None:
     phases = Phases(TEXT.states, hidden=frozenset({0}))
     tracker = Tracker(phases, [b"<pad>", b"<th", b"ink>"])
-    assert [tracker.feed(1), tracker.feed(0), tracker.feed(2)] == [[], [], [Entered(1, b"<think>")]]
+    assert [tracker.feed(1), tracker.feed(0), tracker.feed(2)] == [[], [], [StateEntered(1, b"<think>")]]
 
 
 @given(st.data())

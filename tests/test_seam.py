@@ -1,4 +1,4 @@
-"""Stop and continue leave no seam: a real model's reply, cut at every token and continued, is the uncut one."""
+"""Stop and continue leave no seam: a reply cut at any token and continued equals the uncut one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from palaver.chat.model import Model
 from palaver.chat.reply_stream import ReplyRecord, ReplyRequest
 from palaver.engines.torch import load
 from palaver.formats.loader import load_format
-from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
+from palaver.formats.tokenizer import Tokenizer, load_tokenizer
 from palaver.messages import user
 from palaver.sampling import Sampling
 from tests.models import make_model
@@ -47,8 +47,8 @@ async def chat(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
     await engine.close()
 
 
-def marked(sampling: Sampling, tokenizer: FastTokenizer) -> Sampling:
-    """With thoughts likely enough to be opened and closed."""
+def with_marker_bias(sampling: Sampling, tokenizer: Tokenizer) -> Sampling:
+    """Biases the thinking markers, so that thinking is opened and closed."""
     from dataclasses import replace
 
     return replace(sampling, logit_bias=tuple((tokenizer.control[t], 4.0) for t in THINK if t in tokenizer.control))
@@ -56,8 +56,8 @@ def marked(sampling: Sampling, tokenizer: FastTokenizer) -> Sampling:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, BUDGET], ids=["greedy", "sampled", "budget"])
 async def test_a_reply_cut_at_every_token_goes_on_as_the_uncut_one(chat: Model, sampling: Sampling) -> None:
-    tokenizer = chat.format._tokenizer  # type: ignore[attr-defined]
-    request = ReplyRequest((user("Wave 👋!"),), marked(sampling, tokenizer))
+    tokenizer = chat.format.tokenizer
+    request = ReplyRequest((user("Wave 👋!"),), with_marker_bias(sampling, tokenizer))
     whole = await chat.reply(request)
     assert len(whole.token_ids) > 10
     assert _exercises(whole, tokenizer, sampling)
@@ -68,7 +68,7 @@ async def test_a_reply_cut_at_every_token_goes_on_as_the_uncut_one(chat: Model, 
         assert rest.finish == whole.finish
 
 
-def _exercises(reply: ReplyRecord, tokenizer: FastTokenizer, sampling: Sampling) -> bool:
+def _exercises(reply: ReplyRecord, tokenizer: Tokenizer, sampling: Sampling) -> bool:
     """Whether some cut lies inside a character; with a budget, one inside the thought's closing too."""
     data = [tokenizer.vocabulary[token_id] for token_id in reply.token_ids]
     halves = any(piece and piece[0] >= 0x80 for piece in data)

@@ -1,7 +1,7 @@
-"""The embedded model as it is shipped: fixed conversations with exact greedy replies, and what its files must be.
+"""The embedded model as it is shipped: fixed conversations with exact greedy replies, and checks of its files.
 
-After the model was trained anew, `PYTHONPATH=src python3 -m tests.test_sprout` writes the replies down again; each
-still has to hold what its conversation asks for.
+After the model was trained again, `PYTHONPATH=src python3 -m tests.test_sprout` records the replies; each must contain
+the expected text of its conversation.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ LAMP = Tool(
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the user says, turn by turn; `holds` is in the last answer, or in its calls where it has any."""
+    """The user's messages; the last answer, or its tool calls if there are any, must contain `expected`."""
 
     name: str
-    says: tuple[str, ...]
-    holds: str
+    user_messages: tuple[str, ...]
+    expected: str
     system: str = ""
     tools: tuple[Tool, ...] = ()
     result: str = ""
-    """What the called tool returns; empty where the call itself is the last reply."""
+    """The result of the called tool; empty if the call itself is the last reply."""
     thinking: bool | None = None
 
 
@@ -87,7 +87,7 @@ CONVERSATIONS = (
 
 
 @asynccontextmanager
-async def talking() -> AsyncIterator[Model]:
+async def loaded_model() -> AsyncIterator[Model]:
     tokenizer = load_tokenizer(SPROUT)
     engine = load(SPROUT, vocabulary=tokenizer.vocabulary)
     try:
@@ -96,49 +96,49 @@ async def talking() -> AsyncIterator[Model]:
         await engine.close()
 
 
-async def reply_to(chat: Model, conversation: Conversation) -> Message:
+async def reply_to(model: Model, conversation: Conversation) -> Message:
     """The last reply of the conversation, after the model's own replies to the turns before it."""
     messages: list[Message] = [system(conversation.system)] if conversation.system else []
-    for said in conversation.says:
-        messages.append(user(said))
-        message = await _reply(chat, conversation, messages)
+    for text in conversation.user_messages:
+        messages.append(user(text))
+        message = await _reply(model, conversation, messages)
         messages.append(message)
     if conversation.result:
         messages.append(tool(message.tool_calls[0].id, conversation.result, message.tool_calls[0].name))
-        message = await _reply(chat, conversation, messages)
+        message = await _reply(model, conversation, messages)
     return message
 
 
-async def _reply(chat: Model, conversation: Conversation, messages: Sequence[Message]) -> Message:
+async def _reply(model: Model, conversation: Conversation, messages: Sequence[Message]) -> Message:
     options = RenderOptions(thinking=conversation.thinking)
-    reply = await chat.reply(ReplyRequest(tuple(messages), GREEDY, conversation.tools, options))
+    reply = await model.reply(ReplyRequest(tuple(messages), GREEDY, conversation.tools, options))
     assert reply.finish is Finish.END, conversation.name
     return reply.message
 
 
-def shown(message: Message) -> dict[str, Any]:
+def summarize(message: Message) -> dict[str, Any]:
     calls = [f"{call.name} {call.arguments}" for call in message.tool_calls]
     return {"thinking": message.thinking, "answer": message.text, "calls": calls}
 
 
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(RECORDED.read_text("utf-8"))
-    return found
+    replies: dict[str, Any] = json.loads(RECORDED.read_text("utf-8"))
+    return replies
 
 
 async def test_the_recorded_replies(recorded: dict[str, Any]) -> None:
-    async with talking() as chat:
+    async with loaded_model() as model:
         for conversation in CONVERSATIONS:
-            found = shown(await reply_to(chat, conversation))
-            assert found == recorded[conversation.name], conversation.name
+            replies = summarize(await reply_to(model, conversation))
+            assert replies == recorded[conversation.name], conversation.name
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS, ids=lambda conversation: conversation.name)
 def test_what_was_recorded_is_right(conversation: Conversation, recorded: dict[str, Any]) -> None:
-    found = recorded[conversation.name]
-    assert conversation.holds in (" ".join(found["calls"]) or found["answer"])
-    assert bool(found["thinking"]) == (conversation.thinking is not False)
+    replies = recorded[conversation.name]
+    assert conversation.expected in (" ".join(replies["calls"]) or replies["answer"])
+    assert bool(replies["thinking"]) == (conversation.thinking is not False)
 
 
 @pytest.mark.slow
@@ -148,9 +148,9 @@ async def test_transformers_writes_the_same_tokens() -> None:
 
     theirs = AutoModelForCausalLM.from_pretrained(SPROUT, dtype=torch.float32)
     words = AutoTokenizer.from_pretrained(SPROUT)
-    async with talking() as chat:
+    async with loaded_model() as model:
         for question in ("What is 17 + 25?", "Who are you?"):
-            ours = await chat.reply(ReplyRequest((user(question),), GREEDY))
+            ours = await model.reply(ReplyRequest((user(question),), GREEDY))
             prompt = words.apply_chat_template(
                 [{"role": "user", "content": question}],
                 add_generation_prompt=True,
@@ -180,13 +180,13 @@ def test_any_text_comes_back(text: str) -> None:
 
 
 async def record() -> None:
-    async with talking() as chat:
-        found = {conversation.name: shown(await reply_to(chat, conversation)) for conversation in CONVERSATIONS}
-    RECORDED.write_text(json.dumps(found, ensure_ascii=False, indent=1) + "\n", "utf-8")
+    async with loaded_model() as model:
+        replies = {conversation.name: summarize(await reply_to(model, conversation)) for conversation in CONVERSATIONS}
+    RECORDED.write_text(json.dumps(replies, ensure_ascii=False, indent=1) + "\n", "utf-8")
     for conversation in CONVERSATIONS:
-        said = found[conversation.name]
-        answer = " ".join(said["calls"]) or said["answer"]
-        print(f"{'ok  ' if conversation.holds in answer else 'LOOK'} {conversation.name}: {answer!r}")
+        reply = replies[conversation.name]
+        answer = " ".join(reply["calls"]) or reply["answer"]
+        print(f"{'ok  ' if conversation.expected in answer else 'LOOK'} {conversation.name}: {answer!r}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Small tokenizers and templates of our own, for tests."""
+"""Small tokenizers and chat templates for tests."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ CHATML = """\
 {{- '<think>\\n\\n</think>\\n\\n' }}
 {%- endif %}
 {%- endif %}"""
-"""The model opens its thoughts itself; a variable closes them beforehand."""
+"""The model opens thinking itself; a variable makes the prompt close it."""
 
 PREOPENED = CHATML.replace(
     "{%- if enable_thinking is defined and enable_thinking is false %}",
     "{%- if not (enable_thinking is defined and enable_thinking is false) %}{{- '<think>\\n' }}{%- else %}",
 )
-"""The generation prompt opens the thought."""
+"""The generation prompt opens thinking."""
 
 SPLITTING = """\
 {%- for message in messages %}
@@ -99,7 +99,7 @@ SPLITTING = """\
 {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"""
-"""Takes no reasoning field, but cuts thoughts out of past contents; always opens the thought."""
+"""Ignores a reasoning field, removes thinking from past contents, and always opens thinking."""
 
 PLAIN = """\
 {%- for message in messages %}

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from palaver.sampling import NUMBERS
 from palaver.server.conversations import routes
+from palaver.server.openapi import publish_names
 
 TARGET = Path(__file__).parent / "src" / "transport" / "types.ts"
 HEAD = "// Written by web/wire_types.py from the server's OpenAPI document. Do not edit.\n\n"
@@ -27,7 +28,7 @@ _PLAIN = {"string": "string", "integer": "number", "number": "number", "boolean"
 def document() -> dict[str, Any]:
     app = FastAPI()
     app.include_router(routes.router())
-    return app.openapi()
+    return publish_names(app.openapi())
 
 
 def source(document: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The command line: which commands there are. Heavy imports happen inside of them."""
+"""The command line: registers the commands. Heavy imports happen inside the commands."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def main() -> None:
 
 
 def _with_command(arguments: list[str]) -> list[str]:
-    """Without a command, a chat is meant, flags and all."""
+    """Without a command, all arguments belong to `chat`."""
     bare = not arguments or (arguments[0].startswith("-") and arguments[0] not in ("--help", "--version"))
     return ["chat", *arguments] if bare else arguments
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"palaver {__version__}")
         raise typer.Exit
 

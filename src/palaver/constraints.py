@@ -1,4 +1,4 @@
-"""What a text must look like: a grammar that the engine holds the model to."""
+"""Constraints: grammars that the generated text must match."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 MAX_CONSTRAINT = 200_000
-"""Characters of a grammar."""
+"""The maximum length of a grammar in characters."""
 
 
 class Grammar(StrEnum):
@@ -22,10 +22,10 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
-class Marked(Constraint):
-    """One that holds markers, too, made for a reply's own format."""
+class MarkerConstraint(Constraint):
+    """A constraint with special tokens, built for the chat format of a reply."""
 
     ids: tuple[int, ...] = ()
-    """Token ids that its grammar names, as in `<[7]>`: these tokens are no text to it, whatever they spell."""
+    """Token ids that the grammar names, as in `<[7]>`. These tokens never match text, whatever their bytes."""
     about: str = ""
-    """What it was made of: errors tell of that instead."""
+    """The request field that it was built from, for error messages."""

@@ -1,19 +1,19 @@
-"""One tree of errors. Each edge (terminal, HTTP, socket) maps it once, by type.
+"""The error types. Each edge (terminal, HTTP, socket) maps them once, by type.
 
-Every error is one sentence for a person: it names the thing and says what to do.
+Every message is a sentence for the user that names the cause and says what to do.
 """
 
 
 class PalaverError(Exception):
-    """The root: whatever Palaver refuses or fails at, and can say why."""
+    """The base class of all errors that Palaver raises on purpose."""
 
 
 class RequestError(PalaverError):
-    """What was asked can't be done as it was asked; asking differently helps."""
+    """The request is invalid: a different request may succeed."""
 
 
 class BadParameter(RequestError):
-    """A named value is outside of what it may be."""
+    """A parameter has an invalid value."""
 
     def __init__(self, name: str, value: object, why: str) -> None:
         super().__init__(f"{name} = {value!r}: {why}")
@@ -33,11 +33,11 @@ class NoMessages(RequestError):
 
 
 class UnsupportedContent(RequestError):
-    """A part of a message that this model can't take."""
+    """A part of a message that this model does not support."""
 
 
 class NothingToContinue(RequestError):
-    """The reply is whole, or there is none."""
+    """The reply is complete, or there is none."""
 
 
 class QueueFull(RequestError):
@@ -57,7 +57,7 @@ class CacheFull(RequestError):
 
 
 class ModelError(PalaverError):
-    """The model, its files or its template can't do this; another model may."""
+    """The model, its files or its template do not support this; another model may."""
 
 
 class UnknownModel(ModelError):
@@ -99,7 +99,7 @@ class UnsafeCode(ModelError):
 
 
 class BrokenModel(ModelError):
-    """Files of the model that can't be read as what they should be."""
+    """Files of the model are damaged or of an unknown format."""
 
 
 class DoesNotFit(ModelError):
@@ -128,7 +128,7 @@ class NoTemplate(ModelError):
 
 
 class TemplateError(ModelError):
-    """The chat template failed; names the template and, where known, the line."""
+    """The chat template failed. The message names the template and, if known, the line."""
 
     def __init__(self, template: str, line: int | None, why: str) -> None:
         place = f"{template}, line {line}" if line is not None else template
@@ -149,7 +149,7 @@ class ContextOverflow(ModelError):
 
 
 class EngineError(PalaverError):
-    """The engine failed at something it should have done."""
+    """The engine failed."""
 
 
 class EngineClosed(EngineError):

@@ -1,4 +1,4 @@
-"""What a turn emits: a closed union, consumed with `match`, and how it folds into a reply."""
+"""The events of a turn, a closed union, and how they fold into a reply."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from palaver.phases import Phase
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The turn stands in the queue; 1 is the next to be let in."""
+    """The turn is in the queue; position 1 is the next to be admitted."""
 
     position: int
     seconds: float | None = None
-    """About how long it will take, where that is known."""
+    """The estimated wait; None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt is in the cache, the first token comes next."""
+    """The prompt is computed; the first token comes next."""
 
     prompt_tokens: int
     cached_tokens: int
     notice: str = ""
-    """What the reader should know of how the reply goes on, in one sentence. It has no number, unlike a `Notice`: it
-    follows from the engine, not from the tokens."""
+    """A sentence for the user about how the reply is continued. Unlike a `Notice` it has no number: it depends on the
+    engine, not on the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseOpened:
-    """From here on the model is thinking, answering or calling a tool; comes before the phase's first text."""
+    """The model starts thinking, answering or calling a tool. Comes before the first text of the phase."""
 
     phase: Phase
     tokens: int = field(default=0, compare=False)
-    """How many tokens of the reply were thought up to here."""
+    """The number of thinking tokens up to here."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingDelta:
     text: str
     tokens: int = field(default=0, compare=False)
-    """How many tokens of the reply were thought up to here."""
+    """The number of thinking tokens up to here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ToolCallOpened:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A further piece of the arguments' JSON text."""
+    """The next part of the arguments' JSON text."""
 
     index: int
     arguments: str
@@ -70,7 +70,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something the reader of the reply should know, in one sentence."""
+    """A sentence for the user about the reply."""
 
     text: str
 
@@ -84,7 +84,7 @@ class Usage:
 
 
 ReadEvent = PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice
-"""What a format's reader makes of tokens."""
+"""The events that a format's reader produces from tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,12 @@ class Finished:
     usage: Usage
     stop: str | None = None
     tail: tuple[ReadEvent, ...] = ()
-    """What was held back because it could have become a marker. Taken back where the reply goes on after all."""
+    """Text that was held back because it could start a marker. Discarded if the reply is continued."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The turn ended with an error; what was said so far stays."""
+    """The turn ended with an error. The text so far stays."""
 
     error: str
     tail: tuple[ReadEvent, ...] = ()
@@ -106,7 +106,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that was said up to here, in place of events that can't be told again."""
+    """The reply up to here, instead of events that can't be replayed."""
 
     message: Message
 
@@ -116,7 +116,7 @@ Event = Waiting | Started | Snapshot | ReadEvent | Finished | Failed
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """A stream of events as one value."""
+    """A stream of events, folded into one value."""
 
     message: Message
     notices: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class Folded:
 
 
 def fold(events: Iterable[Event]) -> Folded:
-    reply = _Reply()
+    reply = _ReplyBuilder()
     ending: Finished | Failed | None = None
     for event in events:
         match event:
@@ -136,19 +136,19 @@ def fold(events: Iterable[Event]) -> Folded:
             case Started(notice=notice):
                 reply.notices += [notice] if notice else []
             case Snapshot(message):
-                reply = _Reply(message.parts)
+                reply = _ReplyBuilder(message.parts)
             case _:
-                ending = None  # the reply went on: what its first ending let go of is taken back
-                reply.take(event)
+                ending = None  # the reply was continued: the tail of its first ending is discarded
+                reply.add(event)
     for event in ending.tail if ending else ():
-        reply.take(event)
+        reply.add(event)
     finished = ending if isinstance(ending, Finished) else None
     failed = ending if isinstance(ending, Failed) else None
     return Folded(Message(Role.ASSISTANT, reply.parts()), tuple(reply.notices), finished, failed)
 
 
-class _Reply:
-    """The parts of a reply as they grow; each keeps its pieces until all are there."""
+class _ReplyBuilder:
+    """Builds the parts of a reply from its events."""
 
     def __init__(self, before: tuple[Part, ...] = ()) -> None:
         self._before = before
@@ -156,7 +156,7 @@ class _Reply:
         self.arguments: dict[int, list[str]] = {}
         self.notices: list[str] = []
 
-    def take(self, event: ReadEvent) -> None:
+    def add(self, event: ReadEvent) -> None:
         match event:
             case ThinkingDelta(text):
                 self.open(Thinking).append(text)
@@ -169,13 +169,13 @@ class _Reply:
             case Notice(text):
                 self.notices.append(text)
             case PhaseOpened(phase):
-                if phase is Phase.THINKING:  # a thought that was opened is part of the reply, even an empty one
+                if phase is Phase.THINKING:  # opened thinking is part of the reply, even if it is empty
                     self.open(Thinking)
             case _:
                 assert_never(event)
 
     def open(self, kind: type[Text] | type[Thinking]) -> list[str]:
-        """The pieces of the last part, or of a new one where that is of another kind."""
+        """The pieces of the last part, or of a new part if the last is of another kind."""
         if not self._parts or self._parts[-1][0] is not kind:
             self._parts.append((kind, []))
         return self._parts[-1][1]

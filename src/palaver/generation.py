@@ -1,4 +1,4 @@
-"""An engine's input and output: token ids in, token ids out."""
+"""The input and the outputs of an engine: a prompt of token ids in, tokens and status out."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from palaver.phases import PLAIN, Phases
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`context_ids` is what the model reads, `reply_ids` what it has already said in this turn.
+    """`context_ids` are the rendered messages, `reply_ids` the tokens of the reply so far.
 
-    `owner` and `adapter` keep apart what may not be shared between users or between adapted weights.
+    The prefix cache is never shared between different `owner`s or `adapter`s.
     """
 
     context_ids: tuple[int, ...]
@@ -21,12 +21,12 @@ class Prompt:
     owner: str = ""
     adapter: str = ""
     conversation: str = ""
-    """What it is part of: an engine may be told to forget all that it keeps of it."""
+    """The id of its conversation, whose cache `Engine.forget` frees."""
     healing: bytes = b""
-    """The bytes that the next tokens must write first: the end of a begun reply, cut off inside of a token."""
+    """Token healing: the bytes that the next tokens must start with, the end of a partial reply cut inside a token."""
 
     answer_at: int | None = None
-    """How many tokens the reply has where somebody asked for the answer: from there on an open thought is closed."""
+    """The number of reply tokens at which the answer was requested: from there on open thinking is closed."""
 
     def __len__(self) -> int:
         return len(self.context_ids) + len(self.reply_ids)
@@ -38,20 +38,20 @@ class Finish(StrEnum):
     STOP_STRING = "stop_string"
     LENGTH = "length"
     STOPPED = "stopped"
-    """Somebody stopped it."""
+    """The user stopped it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
     position: int
-    """1 is the next to be let in."""
+    """1 is the next to be admitted."""
     seconds: float | None = None
-    """About how long it will take, where that is known."""
+    """The estimated wait; None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The prompt is in the cache; `cached_tokens` of it were there already."""
+    """The prompt is computed; `cached_tokens` of it were in the cache already."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -65,32 +65,32 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One token of the reply. `logprob` is the model's own, before any sampling option."""
+    """One token of the reply. `logprob` is of the raw logits, before any sampling parameter."""
 
     token_id: int
     logprob: float
     alternatives: tuple[Alternative, ...] = ()
-    """The likeliest tokens by the model's own log-probabilities."""
+    """The most likely tokens by the raw log-probabilities."""
     drawn_logprob: float | None = None
-    """After all sampling options: what it was drawn with. Given, like the next, where alternatives are asked for."""
+    """Its log-probability after all sampling parameters. Set, like `drawn_from`, if alternatives are requested."""
     drawn_from: tuple[Alternative, ...] = ()
-    """The likeliest tokens after all sampling options."""
+    """The most likely tokens after all sampling parameters."""
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerAsked:
-    """From the reply's token at `position` on an open thought is closed; comes before that token."""
+class AnswerRequested:
+    """Open thinking is closed from the reply's token at `position` on. Comes before that token."""
 
     position: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last output of every generation that didn't fail."""
+    """The last output of a generation that did not fail."""
 
     finish: Finish
     stop: str | None = None
-    """The stop string that was met."""
+    """The stop string that ended it."""
 
 
-Output = Queued | Prefilled | Step | AnswerAsked | Ended
+Output = Queued | Prefilled | Step | AnswerRequested | Ended

@@ -1,4 +1,4 @@
-"""What is said: messages and their parts, as pure values without a storage identity."""
+"""Messages, their parts and tools, as pure values without a storage identity."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """What the model thought; never part of its answer."""
+    """The model's thinking, which is never part of its answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments` is the JSON text as the model wrote it; it may be cut off or wrong."""
+    """`arguments` is the JSON text as generated; it may be incomplete or invalid."""
 
     id: str
     name: str
     arguments: str
     in_thought: bool = False
-    """Whether the model called in the midst of a thought, which it had not closed."""
+    """Whether the model called the tool inside of open thinking."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Phases of a reply: a small serialisable automaton, and the tracker that runs it over tokens.
+"""Phases of a reply: a small serialisable state machine, and the tracker that runs it over tokens.
 
-A format hands the automaton over; the engine and the reader run the same tracker, so both agree at every
-token on whether the model is thinking, answering or calling a tool.
+A format builds the state machine. The engine and the reader run the same tracker, so both agree at every token on
+whether the model is thinking, answering or calling a tool.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from palaver.constraints import Marked
+from palaver.constraints import MarkerConstraint
 
 Vocabulary = Sequence[bytes]
 """The bytes each token id stands for, markers included."""
@@ -23,18 +23,18 @@ class Phase(StrEnum):
     ANSWER = "answer"
     TOOL_CALL = "tool_call"
     CONTROL = "control"
-    """Headers and glue: read, but said to nobody."""
+    """Headers and glue: parsed, but not part of the message."""
     END = "end"
 
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """What leads to another state: a token id, or the bytes of a marker that is ordinary text."""
+    """A transition to another state, on a token id or on the bytes of a marker that is ordinary text."""
 
     marker: int | bytes
     to: int
     keep: bool = False
-    """Whether the marker's own bytes are said in the new state (a call that begins with its own brace)."""
+    """Whether the marker's own bytes are text of the new state (a call that begins with its own brace)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,21 @@ class State:
     closing: tuple[int, ...] = ()
     """Token ids that lead from here to the answer, as the model itself would write them."""
     other: int | None = None
-    """Where visible text that is no marker leads; it is said there. None: it is said here."""
+    """The state that visible text without a marker leads to, and belongs to. None: it belongs to this state."""
     quotes: bytes = b""
-    """The quotation marks inside which the bytes of a marker are text."""
+    """Quotation marks; between them the bytes of a marker are text."""
     slot: str = ""
-    """What the text said here is to the reader of the format; the engine does not ask."""
+    """What the text of this state means to the format's reader. The engine does not use it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a reply must say beside its thoughts, markers and all; it can't end before."""
+class RequiredGrammar:
+    """The grammar of a reply beside its thoughts, markers included. The reply can't end before it is complete."""
 
-    first: Marked
-    """From its beginning on; a thought may open it."""
-    later: Marked
-    """Behind a thought."""
+    first: MarkerConstraint
+    """From the start of the reply; it may open with a thought."""
+    later: MarkerConstraint
+    """After a thought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,10 @@ class Phases:
     ends: frozenset[int] = frozenset()
     """Token ids that end the turn in any state."""
     hidden: frozenset[int] = frozenset()
-    """Control token ids that are never text, where they are no trigger."""
+    """Control token ids that are never text; triggers take precedence."""
     markers: frozenset[int] = frozenset()
-    """Token ids of the format's markers: text in a tool call's arguments alone, where they are no trigger."""
-    held: Held | None = None
+    """Token ids of the format's markers: text only in the arguments of a tool call. Triggers take precedence."""
+    held: RequiredGrammar | None = None
 
     @property
     def opens_in(self) -> Phase:
@@ -79,94 +79,96 @@ class Phases:
 
 
 PLAIN = Phases(states=(State(Phase.ANSWER),))
-"""A reply that is all answer."""
+"""A reply that consists of an answer only."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
-    """The reply is in `state` now; `marker` are the bytes that led there, none where text that is no marker did."""
+class StateEntered:
+    """The reply entered `state`. `marker` is the bytes of the trigger, empty where plain text led there."""
 
     state: int
     marker: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class StateText:
+    """Text of a state."""
+
     state: int
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
-    """A stop string was met in the answer; nothing is said after it."""
+class StopMatched:
+    """A stop string occurred in the answer, which ends before it."""
 
     stop: str
 
 
-Happening = Entered | Said | Stopped
+TrackerEvent = StateEntered | StateText | StopMatched
 
 
 class Scanner:
-    """Finds the leftmost longest of some byte strings in a stream, releasing what can't be part of a match."""
+    """Finds the leftmost longest of some byte strings in a stream. Bytes that can't be part of a match are released."""
 
     def __init__(self, patterns: Iterable[bytes]) -> None:
         self._patterns = sorted(set(patterns))
         self._longest = max(map(len, self._patterns), default=0)
         self._first = re.compile(b"|".join({re.escape(p[:1]) for p in self._patterns}))
-        self.held = b""
+        self.buffered = b""
 
     def feed(self, data: bytes) -> tuple[bytes, bytes | None, bytes]:
-        """Returns what is released, the pattern that was met (if any) and what came after it."""
-        if not self._patterns or not (self.held or self._first.search(data)):
+        """Returns the released bytes, the matched pattern (if any) and the bytes after it."""
+        if not self._patterns or not (self.buffered or self._first.search(data)):
             return data, None, b""
-        text, self.held = self.held + data, b""
-        start = self._hold(text)
-        at, met = self._search(text)
-        if met is not None and at < start:
-            return text[:at], met, text[at + len(met) :]
-        self.held = text[start:]
+        text, self.buffered = self.buffered + data, b""
+        start = self._partial_start(text)
+        at, pattern = self._search(text)
+        if pattern is not None and at < start:
+            return text[:at], pattern, text[at + len(pattern) :]
+        self.buffered = text[start:]
         return text[:start], None, b""
 
     def end(self) -> tuple[bytes, bytes | None, bytes]:
-        """As `feed`, now that nothing more comes: what might have grown into a longer match no longer does."""
-        text, self.held = self.held, b""
-        at, met = self._search(text)
-        return (text, None, b"") if met is None else (text[:at], met, text[at + len(met) :])
+        """As `feed`, at the end of the stream: buffered bytes are matched without waiting for a longer match."""
+        text, self.buffered = self.buffered, b""
+        at, pattern = self._search(text)
+        return (text, None, b"") if pattern is None else (text[:at], pattern, text[at + len(pattern) :])
 
     def _search(self, text: bytes) -> tuple[int, bytes | None]:
-        """The leftmost pattern, and the longest of those that begin there."""
+        """The position of the leftmost pattern, and the longest pattern there."""
         found = [(at, -len(pattern), pattern) for pattern in self._patterns if (at := text.find(pattern)) >= 0]
-        at, _, met = min(found, default=(0, 0, None))
-        return at, met
+        at, _, longest = min(found, default=(0, 0, None))
+        return at, longest
 
-    def _hold(self, text: bytes) -> int:
-        """From where on the text may still become a pattern."""
+    def _partial_start(self, text: bytes) -> int:
+        """The position from which on the text may still become a pattern."""
         for begin in self._first.finditer(text, max(0, len(text) - self._longest + 1)):
-            if self._starts(text[begin.start() :]):
+            if self._is_partial(text[begin.start() :]):
                 return begin.start()
         return len(text)
 
-    def _starts(self, text: bytes) -> bool:
-        """Whether a pattern begins with this and goes on."""
+    def _is_partial(self, text: bytes) -> bool:
+        """Whether some longer pattern starts with this text."""
         at = bisect_right(self._patterns, text)
         return at < len(self._patterns) and self._patterns[at].startswith(text)
 
 
-class _Quoting:
-    """Whether a place in the text lies inside quotation marks."""
+class _QuoteSplitter:
+    """Splits a stream into text inside and outside of quotation marks."""
 
     def __init__(self, marks: bytes) -> None:
         self._mark = re.compile(b"[" + re.escape(marks) + b"]") if marks else None
         self._open: re.Pattern[bytes] | None = None
         self._escaped = False
 
-    def plain(self, data: bytes) -> tuple[bytes, bytes]:
-        """What comes before the next quotation mark, and the rest from the mark on."""
+    def split_plain(self, data: bytes) -> tuple[bytes, bytes]:
+        """The text up to the next quotation mark, and the rest."""
         found = self._mark.search(data) if self._mark else None
         return (data, b"") if found is None else (data[: found.start()], data[found.start() :])
 
-    def take(self, data: bytes) -> tuple[bytes, bytes]:
-        """The quoted text that the data begins with, and the rest."""
+    def split_quoted(self, data: bytes) -> tuple[bytes, bytes]:
+        """The quoted text at the start of the data, and the rest."""
         if self._open is None:
             mark = self._mark.match(data) if self._mark else None
             if mark is None:
@@ -185,7 +187,7 @@ class _Quoting:
 
 
 class Tracker:
-    """Runs the automaton over the tokens of one reply. Feeding the same tokens gives the same happenings."""
+    """Runs the state machine over the tokens of one reply. The events depend on the tokens only."""
 
     def __init__(self, phases: Phases, vocabulary: Vocabulary, stops: Sequence[str] = ()) -> None:
         self._phases = phases
@@ -199,16 +201,16 @@ class Tracker:
         return self._phases.states[self.state].phase
 
     @property
-    def held(self) -> bytes:
-        """What is held back because it may become a marker."""
-        return self._markers.held
+    def buffered(self) -> bytes:
+        """Bytes that are held back because they may become a marker."""
+        return self._markers.buffered
 
-    def feed(self, token_id: int) -> list[Happening]:
-        """What this token made certain. A token that ends the turn says nothing."""
+    def feed(self, token_id: int) -> list[TrackerEvent]:
+        """The events that this token completes. A token that ends the turn has no text."""
         if self.ended:
             return []
         if token_id not in self._by_id and token_id not in self._phases.ends:
-            return [] if self._is_hidden(token_id) else self._say(self._bytes(token_id))
+            return [] if self._is_hidden(token_id) else self._feed_text(self._bytes(token_id))
         out = self._release()
         if self.ended:
             return out
@@ -218,12 +220,12 @@ class Tracker:
         self.ended = token_id in self._phases.ends
         return out
 
-    def flush(self) -> list[Happening]:
-        """What is held back because it might have become a marker or a stop string; the stream ends here."""
+    def flush(self) -> list[TrackerEvent]:
+        """The end of the stream: events for bytes held back as a possible marker or stop string."""
         return self._release()
 
     def _is_hidden(self, token_id: int) -> bool:
-        """Whether the token is not shown where it leads nowhere. Arguments keep what the model wrote."""
+        """Whether a token that is no trigger has no text. Arguments of a call keep the markers the model wrote."""
         if token_id in self._phases.hidden:
             return True
         return token_id in self._phases.markers and self.phase is not Phase.TOOL_CALL
@@ -237,79 +239,79 @@ class Tracker:
         self._by_id = {t.marker: t for t in here.triggers if isinstance(t.marker, int)}
         self._by_bytes = {t.marker: t for t in here.triggers if isinstance(t.marker, bytes)}
         self._markers = Scanner(self._by_bytes)
-        self._quoting = _Quoting(here.quotes)
+        self._quotes = _QuoteSplitter(here.quotes)
         self._stop_scanner = Scanner(self._stops if here.phase is Phase.ANSWER else ())
         if here.phase is Phase.END:
             self.ended = True
 
-    def _follow(self, trigger: Trigger, marker: bytes, rest: bytes) -> list[Happening]:
+    def _follow(self, trigger: Trigger, marker: bytes, rest: bytes) -> list[TrackerEvent]:
         self._enter(trigger.to)
-        entered = Entered(trigger.to, marker)
+        entered = StateEntered(trigger.to, marker)
         if self.ended:
             return [entered]
-        return [entered, *self._say(marker + rest if trigger.keep else rest)]
+        return [entered, *self._feed_text(marker + rest if trigger.keep else rest)]
 
-    def _say(self, data: bytes) -> list[Happening]:
-        """Looks for markers outside of quotation marks and says the rest."""
-        out: list[Happening] = []
+    def _feed_text(self, data: bytes) -> list[TrackerEvent]:
+        """Follows markers outside of quotation marks; the rest is text of the current state."""
+        out: list[TrackerEvent] = []
         while data and not self.ended:
-            quoted, data = self._quoting.take(data)
-            plain, data = (b"", data) if quoted else self._quoting.plain(data)
-            said, marker, rest = self._markers.end() if quoted else self._markers.feed(plain)
-            said, data = (said + quoted, data) if marker is None else (said, quoted + data)
-            if self._leads_away(said):
-                return [*out, *self._lead_away(said, (marker or b"") + rest + self._markers.held + data)]
-            out += self._stop_or_say(*self._stop_scanner.feed(said))
+            quoted, data = self._quotes.split_quoted(data)
+            plain, data = (b"", data) if quoted else self._quotes.split_plain(data)
+            text, marker, rest = self._markers.end() if quoted else self._markers.feed(plain)
+            text, data = (text + quoted, data) if marker is None else (text, quoted + data)
+            if self._leaves_state(text):
+                return [*out, *self._leave_state(text, (marker or b"") + rest + self._markers.buffered + data)]
+            out += self._emit(*self._stop_scanner.feed(text))
             if marker is not None and not self.ended:
-                return self._met(out, marker, rest + data)
+                return self._follow_marker(out, marker, rest + data)
         return out
 
-    def _leads_away(self, said: bytes) -> bool:
-        return self._phases.states[self.state].other is not None and bool(said.strip())
+    def _leaves_state(self, text: bytes) -> bool:
+        return self._phases.states[self.state].other is not None and bool(text.strip())
 
-    def _lead_away(self, said: bytes, rest: bytes) -> list[Happening]:
-        """White space is said here, all from the first visible byte on where such text leads."""
+    def _leave_state(self, text: bytes, rest: bytes) -> list[TrackerEvent]:
+        """White space belongs to this state; the first visible byte and all after it to `State.other`."""
         other = self._phases.states[self.state].other
         assert other is not None
-        visible = said.lstrip()
-        out = self._stop_or_say(*self._stop_scanner.feed(said[: len(said) - len(visible)]))
-        return out if self.ended else [*out, *self._go_on_in(other, visible + rest)]
+        visible = text.lstrip()
+        out = self._emit(*self._stop_scanner.feed(text[: len(text) - len(visible)]))
+        return out if self.ended else [*out, *self._continue_in(other, visible + rest)]
 
-    def _go_on_in(self, other: int, data: bytes) -> list[Happening]:
-        """Within the same phase nothing is entered and a stop string may span both states."""
+    def _continue_in(self, other: int, data: bytes) -> list[TrackerEvent]:
+        """Within the same phase there is no `Entered` event, and a stop string may span both states."""
         if self._phases.states[other].phase is self.phase:
-            held = self._stop_scanner.held
+            buffered = self._stop_scanner.buffered
             self._enter(other)
-            self._stop_scanner.held = held
-            return self._say(data)
+            self._stop_scanner.buffered = buffered
+            return self._feed_text(data)
         out = self._release_stop()
         if self.ended:
             return out
         self._enter(other)
-        return [*out, Entered(other, b""), *self._say(data)]
+        return [*out, StateEntered(other, b""), *self._feed_text(data)]
 
-    def _release(self) -> list[Happening]:
-        """Says what is held back; a marker that might have grown into a longer one is followed."""
+    def _release(self) -> list[TrackerEvent]:
+        """Releases buffered bytes. A marker that was waiting for a longer one is followed."""
         if self.ended:
             return []
-        said, marker, rest = self._markers.end()
-        if self._leads_away(said):
-            return [*self._lead_away(said, (marker or b"") + rest), *self._release()]
-        out = self._met(self._stop_or_say(*self._stop_scanner.feed(said)), marker, rest)
+        text, marker, rest = self._markers.end()
+        if self._leaves_state(text):
+            return [*self._leave_state(text, (marker or b"") + rest), *self._release()]
+        out = self._follow_marker(self._emit(*self._stop_scanner.feed(text)), marker, rest)
         return [*out, *(self._release() if marker else self._release_stop())]
 
-    def _met(self, out: list[Happening], marker: bytes | None, rest: bytes) -> list[Happening]:
+    def _follow_marker(self, out: list[TrackerEvent], marker: bytes | None, rest: bytes) -> list[TrackerEvent]:
         if marker is None or self.ended:
             return out
         out += self._release_stop()
         return out if self.ended else [*out, *self._follow(self._by_bytes[marker], marker, rest)]
 
-    def _release_stop(self) -> list[Happening]:
-        return [] if self.ended else self._stop_or_say(*self._stop_scanner.end())
+    def _release_stop(self) -> list[TrackerEvent]:
+        return [] if self.ended else self._emit(*self._stop_scanner.end())
 
-    def _stop_or_say(self, said: bytes, stop: bytes | None, _: bytes) -> list[Happening]:
-        out: list[Happening] = [Said(self.state, said)] if said else []
+    def _emit(self, text: bytes, stop: bytes | None, _: bytes) -> list[TrackerEvent]:
+        out: list[TrackerEvent] = [StateText(self.state, text)] if text else []
         if stop is not None:
             self.ended = True
-            out.append(Stopped(self._stops[stop]))
+            out.append(StopMatched(self._stops[stop]))
         return out

@@ -1,4 +1,4 @@
-"""How the next token is chosen: the parameters of one reply, their bounds and how a person sets them."""
+"""Sampling parameters of a reply, their bounds and how they are parsed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Everything that decides the tokens of a reply besides the prompt. All of it belongs to the reply:
-    counts and positions include the tokens said before a stop."""
+    """Everything that decides the tokens of a reply besides the prompt. Counts and positions refer to the complete
+    reply, including the tokens from before a stop."""
 
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """0: greedy."""
     top_k: int = 0
     """0: off."""
     top_p: float = 1.0
@@ -45,19 +45,19 @@ class Sampling:
     min_tokens: int = 0
     max_tokens: int | None = None
     thinking_budget: int | None = None
-    """After so many tokens of thought the thought is closed as the model itself would."""
+    """After this many thinking tokens the thinking is closed with the model's own end marker."""
     seed: int = 0
     logprobs: int = 0
-    """How many alternatives are reported for each token."""
+    """The number of alternatives reported for each token."""
     constraint: Constraint | None = None
-    """What the answer must look like; it never holds in thinking."""
+    """A grammar for the answer. It does not apply to thinking."""
     spoken: bool = False
-    """The answer is read aloud: it holds no character that is unfit for speech. Thinking and calls may."""
+    """The answer is for speech: characters that can't be spoken are banned, except in thinking and tool calls."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
-    """One setting a person may change: how its text is read, and what it may be."""
+class SamplingParameter:
+    """A numeric parameter: its type and its bounds."""
 
     name: str
     read: type[int] | type[float]
@@ -89,8 +89,8 @@ class Parameter:
             raise BadParameter(self.name, text, f"must be {kind}") from None
 
 
-def _parameter(name: str, read: type[int] | type[float], low: float, high: float, meaning: str) -> Parameter:
-    return Parameter(name, read, (low, high), meaning, name in ("max_tokens", "thinking_budget"))
+def _parameter(name: str, read: type[int] | type[float], low: float, high: float, meaning: str) -> SamplingParameter:
+    return SamplingParameter(name, read, (low, high), meaning, name in ("max_tokens", "thinking_budget"))
 
 
 NUMBERS = {
@@ -115,16 +115,16 @@ STRINGS = {"stop": "text that ends the answer", "banned_strings": "text that is 
 
 
 def parse_setting(name: str, text: str) -> tuple[str, Any]:
-    """One `name=value` as a person writes it. `stop` adds one string."""
+    """Parses one `name=value` setting. `stop` adds one string."""
     if name in NUMBERS:
         return name, NUMBERS[name].parse(text)
     if name in STRINGS:
-        return name, checked_strings(name, (text,))
+        return name, check_strings(name, (text,))
     known = ", ".join((*NUMBERS, *STRINGS))
     raise BadParameter(name, text, f"there is no such setting; known are {known}")
 
 
-def checked_strings(name: str, values: tuple[str, ...]) -> tuple[str, ...]:
+def check_strings(name: str, values: tuple[str, ...]) -> tuple[str, ...]:
     if len(values) > MAX_STRINGS:
         raise BadParameter(name, f"{len(values)} strings", f"at most {MAX_STRINGS} are taken")
     if any(not value for value in values):
@@ -134,18 +134,18 @@ def checked_strings(name: str, values: tuple[str, ...]) -> tuple[str, ...]:
     return values
 
 
-def checked(sampling: Sampling) -> Sampling:
-    """The same sampling, or BadParameter for the first value out of bounds."""
+def check_sampling(sampling: Sampling) -> Sampling:
+    """The same sampling. Raises BadParameter for the first value out of bounds."""
     for name, parameter in NUMBERS.items():
         parameter.check(getattr(sampling, name))
     for name in STRINGS:
-        checked_strings(name, getattr(sampling, name))
+        check_strings(name, getattr(sampling, name))
     for name in ("logit_bias", "banned_ids", "stop_ids"):
         if (count := len(getattr(sampling, name))) > MAX_BIASES:
             raise BadParameter(name, f"{count} entries", f"at most {MAX_BIASES} are taken")
     return sampling
 
 
-def apply(defaults: Sampling, settings: Mapping[str, Any]) -> Sampling:
-    """The model's defaults with a person's settings on top."""
-    return checked(replace(defaults, **settings))
+def apply_settings(defaults: Sampling, settings: Mapping[str, Any]) -> Sampling:
+    """The model's defaults, overridden by the settings."""
+    return check_sampling(replace(defaults, **settings))

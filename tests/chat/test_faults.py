@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from palaver.chat.change_feed import MAX_BEHIND, ChangeFeed
+from palaver.chat.change_feed import MAX_QUEUED, ChangeFeed
 from palaver.chat.interface import ConversationChange, SentMessage
 from palaver.chat.model import Model
 from palaver.chat.model_loader import LoadOptions, ModelSlot, build_model, load_model_format
@@ -22,11 +22,11 @@ from palaver.engines.host.supervisor import ReportProgress
 from palaver.errors import BadParameter, ModelError, PalaverError
 from palaver.events import Failed, Finished, fold
 from palaver.messages import assistant, user
-from palaver.models.catalog import resolve
+from palaver.models.resolver import resolve_model
 from palaver.store import ReplyStatus, Store, open_store
 from tests.chat.faults import KINDS, Faults, throw_at_awaits
-from tests.chat.killing import written
-from tests.chat.making import Stage, entries, model, reply, serving, staged, until
+from tests.chat.process_kills import event_text
+from tests.chat.scripted_service import Stage, model, open_stage, read_entries, read_until, reply, run_service
 from tests.scripted_engine import HoldScript
 
 SHORT = reply("hm", "Yes!")
@@ -54,9 +54,9 @@ async def converse(stage: Stage, conversation: str) -> Tried:
                 tried.seen.append(entry)
 
     try:
-        said: SentMessage = await asyncio.create_task(stage.chat.say(conversation, None, user("Well?")))
-        tried.message_id, tried.reply_id = said.message.id, said.reply.id
-        await read(said.reply.id)
+        sent: SentMessage = await asyncio.create_task(stage.chat.send_message(conversation, None, user("Well?")))
+        tried.message_id, tried.reply_id = sent.message.id, sent.reply.id
+        await read(sent.reply.id)
     except (Exception, asyncio.CancelledError) as error:
         tried.error = error
     return tried
@@ -65,28 +65,30 @@ async def converse(stage: Stage, conversation: str) -> Tried:
 async def check_afterwards(stage: Stage, conversation: str, tried: Tried, fault: BaseException, place: int) -> None:
     """With the fault gone: all that was begun is over, what was told is so, and the conversation goes on."""
     chat, where = stage.chat, f"{fault!r} at {place}"
-    everything = await asyncio.to_thread(stage.service.store.messages.everything, conversation)
+    everything = await asyncio.to_thread(stage.service.store.messages.all, conversation)
     replies = [one for one in everything if one.reply is not None]
     assert tried.message_id is None or tried.message_id in {one.id for one in everything}, where
     assert tried.reply_id is None or tried.reply_id in {one.id for one in replies}, where
     parent = everything[-1].id if everything else None
     for one in replies:
-        told = await entries(chat, one.id)
-        now = {entry.number: written(entry) for entry in told if written(entry)}
-        assert all(now[entry.number] == written(entry) for entry in tried.seen if written(entry)), where
-        if isinstance(told[-1].event, Failed):
-            error = told[-1].event.error
+        received = await read_entries(chat, one.id)
+        now = {entry.number: event_text(entry) for entry in received if event_text(entry)}
+        assert all(now[entry.number] == event_text(entry) for entry in tried.seen if event_text(entry)), where
+        if isinstance(received[-1].event, Failed):
+            error = received[-1].event.error
             known = ("fault", type(fault).__name__, "The database", NOT_BEGUN, str(RecorderClosed()))
             assert any(what in error for what in known), error
-            await chat.go_on(one.id)
-            told = await entries(chat, one.id)
-            now = {entry.number: written(entry) for entry in told if written(entry)}
-            assert all(now[entry.number] == written(entry) for entry in tried.seen if written(entry)), where
-        assert isinstance(told[-1].event, Finished), where
+            await chat.continue_reply(one.id)
+            received = await read_entries(chat, one.id)
+            now = {entry.number: event_text(entry) for entry in received if event_text(entry)}
+            assert all(now[entry.number] == event_text(entry) for entry in tried.seen if event_text(entry)), where
+        assert isinstance(received[-1].event, Finished), where
         assert [token.token_id for token in await chat.tokens(one.id)] == SHORT, where
-    said = await chat.say(conversation, parent, user("And?"))
-    assert fold([one.event for one in await entries(chat, said.reply.id)]).message == assistant("Yes!", "hm"), where
-    ended = await chat.message(said.reply.id)
+    sent = await chat.send_message(conversation, parent, user("And?"))
+    assert fold([one.event for one in await read_entries(chat, sent.reply.id)]).message == assistant("Yes!", "hm"), (
+        where
+    )
+    ended = await chat.message(sent.reply.id)
     assert ended.reply is not None
     assert ended.reply.status is ReplyStatus.DONE, where
 
@@ -97,7 +99,7 @@ async def try_every_place(stage: Stage, faults: Faults, kinds: tuple[Callable[[]
     while True:
         kind = kinds[place % len(kinds)]
         async with asyncio.timeout(SECONDS):
-            talk = await stage.chat.create()
+            talk = await stage.chat.create_conversation()
             faults.arm(place, kind)
             tried = await converse(stage, talk.id)
             for turn in stage.service.turns.running:  # a reader that failed has left it
@@ -121,8 +123,8 @@ def rotated(by: int) -> tuple[Callable[[], BaseException], ...]:
 def put_faults_around(service: Service, faults: Faults, after: bool) -> None:
     """All that a turn calls of the store, the format, its readers and the engine."""
     store, used = service.store, service.models.current()
-    faults.around(store.replies, ("start", "append", "finish", "tokens", "token_ids", "held", "resume"), after)
-    faults.around(store.messages, ("append", "get", "path", "full_path", "full"), after)
+    faults.around(store.replies, ("start", "append", "finish", "tokens", "token_ids", "running_ids", "resume"), after)
+    faults.around(store.messages, ("append", "get", "path", "load_path", "load"), after)
     faults.around(store.conversations, ("get",), after)
     make_reader = used.format.reader
 
@@ -164,8 +166,8 @@ class Stepping:
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 async def test_a_fault_at_any_call_of_a_turn(tmp_path: Path, after: bool) -> None:
     faults = Faults()
-    async with staged(tmp_path, [SHORT]) as stage:
-        await stage.chat.ready()
+    async with open_stage(tmp_path, [SHORT]) as stage:
+        await stage.chat.wait_until_ready()
         put_faults_around(stage.service, faults, after)
         places = await try_every_place(stage, faults, rotated(2 if after else 0))
     assert places > 3 * len(SHORT)
@@ -174,8 +176,8 @@ async def test_a_fault_at_any_call_of_a_turn(tmp_path: Path, after: bool) -> Non
 async def test_a_fault_at_any_await_of_a_turn(tmp_path: Path) -> None:
     faults = Faults()
     throw_at_awaits(faults, "palaver/chat")
-    async with staged(tmp_path, [SHORT]) as stage:
-        await stage.chat.ready()
+    async with open_stage(tmp_path, [SHORT]) as stage:
+        await stage.chat.wait_until_ready()
         places = await try_every_place(stage, faults, (*KINDS, asyncio.CancelledError))
     assert places > len(SHORT)
 
@@ -185,8 +187,8 @@ async def test_a_fault_at_any_statement_of_a_turn(tmp_path: Path) -> None:
     from sqlalchemy import event
 
     faults = Faults()
-    async with staged(tmp_path, [SHORT]) as stage:
-        await stage.chat.ready()
+    async with open_stage(tmp_path, [SHORT]) as stage:
+        await stage.chat.wait_until_ready()
         engine = stage.service.store.database.engine
         event.listen(engine, "before_cursor_execute", lambda *_: faults.strike())
         event.listen(engine, "commit", lambda *_: faults.strike())
@@ -199,76 +201,76 @@ async def test_a_fault_at_any_step_of_the_engine(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from palaver.engines.torch.engine import load
 
-    folder = resolve("sprout")
-    tokenizer, format = load_model_format(folder, LoadOptions())
-    engine = load(folder, vocabulary=tokenizer.vocabulary)
+    model = resolve_model("sprout")
+    tokenizer, format = load_model_format(model, LoadOptions())
+    engine = load(model.folder, vocabulary=tokenizer.vocabulary)
     faults = Faults()
-    faults.around(engine._runner, ("begin", "run"), after=False)
+    faults.around(engine._runner, ("allocate", "run"), after=False)
     models = ModelSlot(_never)
     await models.use(build_model("sprout", engine, format, tokenizer))
     with open_store(tmp_path) as store:
         async with Service(store, models) as service:
             chat = service.chat(store.users.ensure().id)
             wanted = {"max_tokens": 6, "temperature": 0}
-            talk_to = await chat.create(parameters=wanted)
-            first = await chat.say(talk_to.id, None, user("What is 2 + 3?"))
-            await entries(chat, first.reply.id)
+            talk_to = await chat.create_conversation(parameters=wanted)
+            first = await chat.send_message(talk_to.id, None, user("What is 2 + 3?"))
+            await read_entries(chat, first.reply.id)
             undisturbed = [token.token_id for token in await chat.tokens(first.reply.id)]
             place = 0
             while True:
-                talk_to = await chat.create(parameters=wanted)
+                talk_to = await chat.create_conversation(parameters=wanted)
                 faults.arm(place, KINDS[place % len(KINDS)])
-                said = await chat.say(talk_to.id, None, user("What is 2 + 3?"))
+                sent = await chat.send_message(talk_to.id, None, user("What is 2 + 3?"))
                 async with asyncio.timeout(SECONDS):
-                    told = await entries(chat, said.reply.id)
+                    received = await read_entries(chat, sent.reply.id)
                 faults.disarm()
                 if faults.raised is None:
                     break
-                last = told[-1].event
+                last = received[-1].event
                 assert isinstance(last, Failed)
                 assert type(faults.raised).__name__ in last.error
-                before = [token.token_id for token in await chat.tokens(said.reply.id)]
+                before = [token.token_id for token in await chat.tokens(sent.reply.id)]
                 assert before == undisturbed[: len(before)]
-                again = await chat.reply(talk_to.id, said.message.id)
+                again = await chat.start_reply(talk_to.id, sent.message.id)
                 async with asyncio.timeout(SECONDS):
-                    told = await entries(chat, again.id)
-                assert isinstance(told[-1].event, Finished)
+                    received = await read_entries(chat, again.id)
+                assert isinstance(received[-1].event, Finished)
                 assert [token.token_id for token in await chat.tokens(again.id)] == undisturbed
                 place += 1
             assert place >= 6
 
 
-async def _never(name: str, told: ReportProgress) -> Model:
+async def _never(name: str, report: ReportProgress) -> Model:
     raise AssertionError("nothing is loaded here")
 
 
 async def test_one_replys_fault_does_not_fail_the_others(tmp_path: Path) -> None:
-    """Tokens of several replies are one transaction; what can't be written of one is not the others'."""
+    """Tokens of several replies are one transaction; a token that can't be written does not affect the others."""
     hold = asyncio.Event()
-    async with staged(tmp_path, [[*SHORT[:2], HoldScript(hold), *SHORT[2:]]]) as stage:
-        talks = [await stage.chat.create() for _ in range(3)]
-        said = [await stage.chat.say(talk.id, None, user("Well?")) for talk in talks]
-        for one in said:
-            await until(stage.chat, one.reply.id, 1)
-        replies, bad = stage.service.store.replies, said[1].reply.id
+    async with open_stage(tmp_path, [[*SHORT[:2], HoldScript(hold), *SHORT[2:]]]) as stage:
+        talks = [await stage.chat.create_conversation() for _ in range(3)]
+        sent = [await stage.chat.send_message(talk.id, None, user("Well?")) for talk in talks]
+        for one in sent:
+            await read_until(stage.chat, one.reply.id, 1)
+        replies, bad = stage.service.store.replies, sent[1].reply.id
         append = replies.append
 
-        def appended(lease: Any, pieces: Any) -> Any:
-            if bad in {piece.reply_id for piece in pieces}:
+        def appended(lease: Any, frames: Any) -> Any:
+            if bad in {frame.reply_id for frame in frames}:
                 raise ValueError("this one alone")
-            return append(lease, pieces)
+            return append(lease, frames)
 
         replies.append = appended  # type: ignore[method-assign]
         hold.set()
         async with asyncio.timeout(SECONDS):
-            endings = [(await entries(stage.chat, one.reply.id))[-1].event for one in said]
+            endings = [(await read_entries(stage.chat, one.reply.id))[-1].event for one in sent]
     assert [type(ending) for ending in endings] == [Finished, Failed, Finished]
 
 
-async def test_a_caller_that_leaves_leaves_no_reply_that_never_runs(tmp_path: Path) -> None:
-    async with staged(tmp_path, [SHORT]) as stage:
+async def test_a_cancelled_caller_leaves_no_reply_that_never_runs(tmp_path: Path) -> None:
+    async with open_stage(tmp_path, [SHORT]) as stage:
         chat, replies = stage.chat, stage.service.store.replies
-        talk = await chat.create()
+        talk = await chat.create_conversation()
         loop, started, start = asyncio.get_running_loop(), asyncio.Event(), replies.start
 
         def starting(*values: Any, **named: Any) -> Any:
@@ -276,7 +278,7 @@ async def test_a_caller_that_leaves_leaves_no_reply_that_never_runs(tmp_path: Pa
             return start(*values, **named)
 
         replies.start = starting  # type: ignore[method-assign]
-        saying = asyncio.create_task(chat.say(talk.id, None, user("Well?")))
+        saying = asyncio.create_task(chat.send_message(talk.id, None, user("Well?")))
         await started.wait()
         saying.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -284,102 +286,102 @@ async def test_a_caller_that_leaves_leaves_no_reply_that_never_runs(tmp_path: Pa
         async with asyncio.timeout(SECONDS):
             while len(nodes := await chat.nodes(talk.id)) < 2:
                 await asyncio.sleep(0.01)
-            assert isinstance((await entries(chat, nodes[-1].id))[-1].event, Finished)
+            assert isinstance((await read_entries(chat, nodes[-1].id))[-1].event, Finished)
 
 
 async def lose_lease(store: Store, stage: Stage) -> None:
     """What another process does that takes this one for dead."""
     lease = stage.service.turns._lease
-    with store.database.writing() as connection:
+    with store.database.write_transaction() as connection:
         from palaver.store.schema import holders
 
         connection.execute(holders.update().where(holders.c.id == lease.id).values(expires_at=0))
 
 
 @pytest.mark.parametrize("resume", [True, False])
-async def test_whoever_lost_its_lease_stops_writing_and_later_turns_work(tmp_path: Path, resume: bool) -> None:
+async def test_a_lost_lease_stops_writing_and_later_turns_work(tmp_path: Path, resume: bool) -> None:
     with open_store(tmp_path) as store, open_store(tmp_path) as other:
-        async with serving(store, [SHORT], held=True) as here:
-            talk = await here.chat.create()
-            said = await here.chat.say(talk.id, None, user("Well?"))
-            await until(here.chat, said.reply.id, 1)
-            reader = asyncio.create_task(entries(here.chat, said.reply.id))
+        async with run_service(store, [SHORT], held=True) as here:
+            talk = await here.chat.create_conversation()
+            sent = await here.chat.send_message(talk.id, None, user("Well?"))
+            await read_until(here.chat, sent.reply.id, 1)
+            reader = asyncio.create_task(read_entries(here.chat, sent.reply.id))
             await lose_lease(store, here)
-            async with serving(other, [SHORT], resume=resume) as there:
+            async with run_service(other, [SHORT], resume=resume) as there:
                 await there.service.recovered.wait()
-                second = await here.chat.create()
-                later = await here.chat.say(second.id, None, user("And?"))  # here it is found out
+                second = await here.chat.create_conversation()
+                later = await here.chat.send_message(second.id, None, user("And?"))  # here it is found out
                 async with asyncio.timeout(SECONDS):
                     assert (await reader)[-1].event == Failed(LOST)
                 here.hold.set()
                 async with asyncio.timeout(SECONDS):
-                    assert isinstance((await entries(here.chat, later.reply.id))[-1].event, Finished)
+                    assert isinstance((await read_entries(here.chat, later.reply.id))[-1].event, Finished)
                     assert len(await here.chat.nodes(second.id)) == 2
                     if not resume:
-                        await there.chat.go_on(said.reply.id)
-                    await entries(there.chat, said.reply.id)
-                    told = await entries(here.chat, said.reply.id)  # from the store, now that it is another's
-                assert isinstance(told[-1].event, Finished)
-                assert [token.token_id for token in await here.chat.tokens(said.reply.id)] == SHORT
+                        await there.chat.continue_reply(sent.reply.id)
+                    await read_entries(there.chat, sent.reply.id)
+                    received = await read_entries(here.chat, sent.reply.id)  # from the store, now that it is another's
+                assert isinstance(received[-1].event, Finished)
+                assert [token.token_id for token in await here.chat.tokens(sent.reply.id)] == SHORT
 
 
 async def test_a_lost_lease_is_noticed_when_it_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("palaver.chat.turns.SECONDS", 0.06)
+    monkeypatch.setattr("palaver.chat.turns.LEASE_SECONDS", 0.06)
     with open_store(tmp_path) as store, open_store(tmp_path) as other:
-        async with serving(store, [SHORT], held=True) as here:
-            talk = await here.chat.create()
-            said = await here.chat.say(talk.id, None, user("Well?"))
-            await until(here.chat, said.reply.id, 1)
-            monkeypatch.setattr("palaver.chat.turns.SECONDS", 3600)
+        async with run_service(store, [SHORT], held=True) as here:
+            talk = await here.chat.create_conversation()
+            sent = await here.chat.send_message(talk.id, None, user("Well?"))
+            await read_until(here.chat, sent.reply.id, 1)
+            monkeypatch.setattr("palaver.chat.turns.LEASE_SECONDS", 3600)
             await asyncio.sleep(0.1)
             await lose_lease(store, here)
             await asyncio.to_thread(other.replies.interrupt_orphans)
             here.service.turns._renewing.cancel()
-            monkeypatch.setattr("palaver.chat.turns.SECONDS", 0.06)
+            monkeypatch.setattr("palaver.chat.turns.LEASE_SECONDS", 0.06)
             here.service.turns._renewing = asyncio.create_task(here.service.turns._renew())
             async with asyncio.timeout(SECONDS):
-                async with here.chat.events(said.reply.id) as stream:
+                async with here.chat.events(sent.reply.id) as stream:
                     last = [entry async for entry in stream][-1]
             assert isinstance(last.event, Failed)
-            found = await here.chat.message(said.reply.id)
+            found = await here.chat.message(sent.reply.id)
             assert found.reply is not None
             assert found.reply.status is ReplyStatus.INTERRUPTED
 
 
-async def test_one_reply_that_cant_be_recovered_does_not_keep_the_others_from_it(tmp_path: Path) -> None:
+async def test_a_reply_that_cant_be_recovered_does_not_affect_others(tmp_path: Path) -> None:
     """Such as one whose conversation was deleted meanwhile."""
     for resume in (True, False):
         with open_store(tmp_path / str(resume)) as store:
-            async with serving(store, [SHORT], held=True) as stage:
-                talks = [await stage.chat.create() for _ in range(2)]
-                said = [await stage.chat.say(talk.id, None, user("Well?")) for talk in talks]
-                for one in said:
-                    await until(stage.chat, one.reply.id, 1)
+            async with run_service(store, [SHORT], held=True) as stage:
+                talks = [await stage.chat.create_conversation() for _ in range(2)]
+                sent = [await stage.chat.send_message(talk.id, None, user("Well?")) for talk in talks]
+                for one in sent:
+                    await read_until(stage.chat, one.reply.id, 1)
                 await stage.service.turns.park(leave=True)
             store.conversations.delete(talks[0].id)
-            async with serving(store, [SHORT], resume=resume) as stage:
+            async with run_service(store, [SHORT], resume=resume) as stage:
                 await stage.service.recovered.wait()
                 async with asyncio.timeout(SECONDS):
-                    told = await entries(stage.chat, said[1].reply.id)
-                assert isinstance(told[-1].event, Finished if resume else Failed)
-                await stage.chat.undelete(talks[0].id)
-                first = await stage.chat.message(said[0].reply.id)
+                    received = await read_entries(stage.chat, sent[1].reply.id)
+                assert isinstance(received[-1].event, Finished if resume else Failed)
+                await stage.chat.restore_conversation(talks[0].id)
+                first = await stage.chat.message(sent[0].reply.id)
                 assert first.reply is not None
                 assert first.reply.status is ReplyStatus.INTERRUPTED
 
 
-async def test_what_a_dead_process_left_is_recovered_when_a_later_model_is_there(
+async def test_orphans_are_recovered_when_a_later_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("palaver.chat.service.LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("palaver.chat.service.RECOVERY_INTERVAL_S", 0.01)
     with open_store(tmp_path) as store:
-        async with serving(store, [SHORT], held=True) as stage:
-            talk = await stage.chat.create()
-            said = await stage.chat.say(talk.id, None, user("Well?"))
-            await until(stage.chat, said.reply.id, 1)
+        async with run_service(store, [SHORT], held=True) as stage:
+            talk = await stage.chat.create_conversation()
+            sent = await stage.chat.send_message(talk.id, None, user("Well?"))
+            await read_until(stage.chat, sent.reply.id, 1)
             await stage.service.turns.park(leave=True)
 
-        async def load(name: str, told: ReportProgress) -> Model:
+        async def load(name: str, report: ReportProgress) -> Model:
             if name == "missing":
                 raise BadParameter("model", name, "there is none")
             return model([SHORT], name)
@@ -389,34 +391,34 @@ async def test_what_a_dead_process_left_is_recovered_when_a_later_model_is_there
         async with Service(store, models) as service:
             await service.recovered.wait()
             chat = service.chat(store.users.ensure().id)
-            await chat.load("scripted")
+            await chat.load_model("scripted")
             async with asyncio.timeout(SECONDS):
-                assert isinstance((await entries(chat, said.reply.id))[-1].event, Failed)
-            found = await chat.message(said.reply.id)
+                assert isinstance((await read_entries(chat, sent.reply.id))[-1].event, Failed)
+            found = await chat.message(sent.reply.id)
             assert found.reply is not None
             assert found.reply.status is ReplyStatus.INTERRUPTED
 
 
-async def test_an_engine_that_does_not_stop_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_does_not_stop_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("palaver.chat.turns.PARK_SECONDS", 0.05)
-    async with staged(tmp_path, [SHORT], held=True) as stage:
-        talk = await stage.chat.create()
-        said = await stage.chat.say(talk.id, None, user("Well?"))
-        await until(stage.chat, said.reply.id, 1)
-        turn = stage.service.turns.get(said.reply.id)
+    async with open_stage(tmp_path, [SHORT], held=True) as stage:
+        talk = await stage.chat.create_conversation()
+        sent = await stage.chat.send_message(talk.id, None, user("Well?"))
+        await read_until(stage.chat, sent.reply.id, 1)
+        turn = stage.service.turns.get(sent.reply.id)
         assert turn is not None
-        turn.utterance.stop = lambda: None  # type: ignore[method-assign]
+        turn.reply_stream.stop = lambda: None  # type: ignore[method-assign]
         async with asyncio.timeout(SECONDS):
             await stage.service.turns.park()
-            assert isinstance((await entries(stage.chat, said.reply.id))[-1].event, Failed)
-        await stage.service.turns.settle()
-        found = await stage.chat.message(said.reply.id)
+            assert isinstance((await read_entries(stage.chat, sent.reply.id))[-1].event, Failed)
+        await stage.service.turns.write_pending_endings()
+        found = await stage.chat.message(sent.reply.id)
         assert found.reply is not None
         assert found.reply.status is ReplyStatus.INTERRUPTED
 
 
 async def test_a_model_that_cant_be_loaded_says_why(tmp_path: Path) -> None:
-    async def load(name: str, told: ReportProgress) -> Model:
+    async def load(name: str, report: ReportProgress) -> Model:
         raise RuntimeError("the wrong magic")
 
     models = ModelSlot(load)
@@ -426,8 +428,8 @@ async def test_a_model_that_cant_be_loaded_says_why(tmp_path: Path) -> None:
     assert "the wrong magic" in models.card().note
 
 
-async def test_a_model_that_cant_be_put_away_does_not_keep_the_next_one_from_loading() -> None:
-    async def load(name: str, told: ReportProgress) -> Model:
+async def test_an_error_while_unloading_does_not_prevent_the_next_load() -> None:
+    async def load(name: str, report: ReportProgress) -> Model:
         return model([SHORT], name)
 
     async def park() -> None:
@@ -444,10 +446,10 @@ async def test_a_model_that_cant_be_put_away_does_not_keep_the_next_one_from_loa
     assert (await models.ready()).name == "third"
 
 
-async def test_a_listener_that_is_behind_misses_something_and_the_others_do_not() -> None:
+async def test_a_slow_subscriber_misses_changes_and_others_do_not() -> None:
     changes = ChangeFeed()
-    async with changes.listen("me") as slow, changes.listen("me") as quick:
-        for number in range(MAX_BEHIND + 1):
-            changes.tell("me", ConversationChange(str(number), "message"))
+    async with changes.subscribe("me") as slow, changes.subscribe("me") as quick:
+        for number in range(MAX_QUEUED + 1):
+            changes.publish("me", ConversationChange(str(number), "message"))
             assert await anext(quick) == ConversationChange(str(number), "message")
         assert await anext(slow) == ConversationChange("", "missed")

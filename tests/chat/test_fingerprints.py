@@ -1,4 +1,4 @@
-"""Every reply stores which engine computed it; where another one goes on, that is said."""
+"""Every reply stores which engine computed it; a continuation by another engine gives a notice."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from palaver.engines.host.supervisor import ReportProgress
 from palaver.engines.torch import EngineOptions, load
 from palaver.events import Started, fold
 from palaver.messages import user
+from palaver.models.resolver import ResolvedModel
 from palaver.sampling import Sampling
 from palaver.store import Store, StoredMessage, open_store
-from palaver.store.json_values import ReplySettings, settings_from_json, settings_to_json
-from tests.chat.making import Stage, entries
+from palaver.store.encoding import ReplySettings, decode_settings, encode_settings
+from tests.chat.scripted_service import Stage, read_entries
 
 SHORT = {"max_tokens": 6, "seed": 1, "temperature": 1.0}
 OWN_CODE = EngineOptions(compiled=False, fused=False)
@@ -33,8 +34,8 @@ FUSED = EngineOptions(compiled=False)
 async def serving(store: Store, folder: Path, options: EngineOptions, resume: bool = False) -> AsyncIterator[Stage]:
     """A service on the real engine."""
 
-    async def load_model(name: str, told: ReportProgress) -> Model:
-        tokenizer, format = load_model_format(folder, LoadOptions())
+    async def load_model(name: str, report: ReportProgress) -> Model:
+        tokenizer, format = load_model_format(ResolvedModel(folder), LoadOptions())
         engine = await asyncio.to_thread(load, folder, vocabulary=tokenizer.vocabulary, options=options)
         return build_model(str(folder), engine, format, tokenizer)
 
@@ -48,10 +49,10 @@ async def serving(store: Store, folder: Path, options: EngineOptions, resume: bo
 
 
 async def cut_short(stage: Stage) -> StoredMessage:
-    conversation = await stage.chat.create()
-    said = await stage.chat.say(conversation.id, None, user("Hi"), parameters=SHORT)
-    await entries(stage.chat, said.reply.id)
-    return await stage.chat.message(said.reply.id)
+    conversation = await stage.chat.create_conversation()
+    sent = await stage.chat.send_message(conversation.id, None, user("Hi"), parameters=SHORT)
+    await read_entries(stage.chat, sent.reply.id)
+    return await stage.chat.message(sent.reply.id)
 
 
 def fingerprints(reply: StoredMessage) -> tuple[tuple[int, str], ...]:
@@ -61,10 +62,10 @@ def fingerprints(reply: StoredMessage) -> tuple[tuple[int, str], ...]:
 
 async def continued(stage: Stage, reply: StoredMessage) -> tuple[StoredMessage, str]:
     """The reply after it went on, and the notice its readers were shown."""
-    await stage.chat.go_on(reply.id)
-    told = [entry.event for entry in await entries(stage.chat, reply.id)]
-    (started,) = [event for event in told if isinstance(event, Started)]
-    assert fold(told).notices == ((started.notice,) if started.notice else ())
+    await stage.chat.continue_reply(reply.id)
+    received = [entry.event for entry in await read_entries(stage.chat, reply.id)]
+    (started,) = [event for event in received if isinstance(event, Started)]
+    assert fold(received).notices == ((started.notice,) if started.notice else ())
     return await stage.chat.message(reply.id), started.notice
 
 
@@ -91,43 +92,43 @@ async def test_a_reply_that_another_engine_continues_says_so(tmp_path: Path, tin
             assert fingerprints(again) == fingerprints(changed)
 
 
-async def test_a_sibling_that_another_engine_begins_says_so(tmp_path: Path, tiny_model: Path) -> None:
+async def test_a_sibling_that_another_engine_starts_says_so(tmp_path: Path, tiny_model: Path) -> None:
     with open_store(tmp_path) as store:
         async with serving(store, tiny_model, FUSED) as stage:
             begun = await cut_short(stage)
         async with serving(store, tiny_model, OWN_CODE) as stage:
             other = (await stage.chat.model()).fingerprint
-            fork = await stage.chat.fork(begun.id, 4)
-            told = [entry.event for entry in await entries(stage.chat, fork.id)]
-            assert [event.notice != "" for event in told if isinstance(event, Started)] == [True]
+            fork = await stage.chat.fork_reply(begun.id, 4)
+            received = [entry.event for entry in await read_entries(stage.chat, fork.id)]
+            assert [event.notice != "" for event in received if isinstance(event, Started)] == [True]
             assert fingerprints(fork) == (*fingerprints(begun), (4, other))
 
 
-async def test_what_a_dead_server_left_is_continued_by_another_engine(tmp_path: Path, tiny_model: Path) -> None:
+async def test_an_orphan_is_continued_by_another_engine(tmp_path: Path, tiny_model: Path) -> None:
     with open_store(tmp_path) as store:
         async with serving(store, tiny_model, FUSED) as stage:
-            conversation = await stage.chat.create()
+            conversation = await stage.chat.create_conversation()
             long = {"max_tokens": 400, "seed": 1, "temperature": 1.0}
-            said = await stage.chat.say(conversation.id, None, user("Hi"), parameters=long)
-            async with stage.chat.events(said.reply.id) as stream:
+            sent = await stage.chat.send_message(conversation.id, None, user("Hi"), parameters=long)
+            async with stage.chat.events(sent.reply.id) as stream:
                 async for entry in stream:
                     if entry.number:
                         break
             await stage.service.turns.park(leave=True)
-        begun = len(store.replies.token_ids(said.reply.id))
+        begun = len(store.replies.token_ids(sent.reply.id))
         async with serving(store, tiny_model, OWN_CODE, resume=True) as stage:
             await stage.service.recovered.wait()
-            told = [entry.event for entry in await entries(stage.chat, said.reply.id)]
-            ((_, first), (start, second)) = fingerprints(await stage.chat.message(said.reply.id))
+            received = [entry.event for entry in await read_entries(stage.chat, sent.reply.id)]
+            ((_, first), (start, second)) = fingerprints(await stage.chat.message(sent.reply.id))
             assert (first.split("/")[0], start, second.split("/")[0]) == ("fused", begun, "library")
-            assert any(isinstance(event, Started) and event.notice for event in told)
+            assert any(isinstance(event, Started) and event.notice for event in received)
 
 
-async def test_a_reply_of_before_has_none_and_says_nothing(tmp_path: Path, tiny_model: Path) -> None:
+async def test_an_old_reply_has_no_fingerprint_and_no_notice(tmp_path: Path, tiny_model: Path) -> None:
     with open_store(tmp_path) as store:
         async with serving(store, tiny_model, FUSED) as stage:
             begun = await cut_short(stage)
-            with store.database.writing() as connection:  # as it was stored before
+            with store.database.write_transaction() as connection:  # as it was stored before
                 connection.exec_driver_sql("UPDATE replies SET settings = json_remove(settings, '$.fingerprints')")
             old = await stage.chat.message(begun.id)
             assert fingerprints(old) == ()
@@ -176,4 +177,4 @@ def test_which_engine_computed_which_tokens(
 ) -> None:
     settings = ReplySettings("model", Sampling(), fingerprints=before).continued_by("new", tokens)
     assert settings.fingerprints == after
-    assert settings_from_json("model", "", settings_to_json(settings)) == settings
+    assert decode_settings("model", "", encode_settings(settings)) == settings

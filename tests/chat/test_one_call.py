@@ -1,4 +1,4 @@
-"""A reply that may make one call ends there as a whole one, and says no more however it is read again."""
+"""With `one_call`, a reply is complete after its first call, however it is read again."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from palaver.formats.base import RenderOptions
 from palaver.generation import Finish
 from palaver.messages import user
 from palaver.sampling import Sampling
-from tests.formats.families import FAMILIES, TOOLS, ids, made
+from tests.formats.families import FAMILIES, TOOLS, ids, make_format
 from tests.scripted_engine import ScriptedEngine
 
 
-async def test_the_reply_is_whole_with_its_first_call() -> None:
-    format, pieces = made(FAMILIES["JSON in tags"])
-    twice = next(said for said in FAMILIES["JSON in tags"].replies if len(said.calls) == 2)
+async def test_the_reply_is_complete_with_its_first_call() -> None:
+    format, pieces = make_format(FAMILIES["JSON in tags"])
+    twice = next(case for case in FAMILIES["JSON in tags"].replies if len(case.calls) == 2)
     script = [*ids(pieces, twice.text), pieces.control["<|done|>"]]
     model = Model(ScriptedEngine([script], pieces.vocabulary), format, "scripted", "pieces", pieces.vocabulary)
     both = await model.reply(ReplyRequest((user("q"),), Sampling(), TOOLS))
@@ -25,4 +25,4 @@ async def test_the_reply_is_whole_with_its_first_call() -> None:
     assert len(one.token_ids) < len(both.token_ids)
     reader = model.reader(one.request, one.token_ids)
     reader.open()
-    assert reader.whole
+    assert reader.complete

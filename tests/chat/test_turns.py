@@ -20,78 +20,87 @@ from palaver.generation import Finish
 from palaver.messages import assistant, user
 from palaver.store import DiskFull, NotFound, ReplyStatus, Store, open_store
 from tests.chat.conformance import ANSWER, THOUGHT
-from tests.chat.killing import run, written
-from tests.chat.making import CONTROL, OTHER, TOKENIZER, WAVE, Stage, entries, reply, serving, staged, until
+from tests.chat.process_kills import event_text, run
+from tests.chat.scripted_service import (
+    CONTROL,
+    OTHER,
+    TOKENIZER,
+    WAVE,
+    Stage,
+    open_stage,
+    read_entries,
+    read_until,
+    reply,
+    run_service,
+)
 from tests.scripted_engine import FailScript, HoldScript, Script, ScriptedEngine
 
 
 async def left_running(store: Store) -> str:
     """A reply in the midst of which its process died."""
-    async with serving(store, held=True) as stage:
-        talk = await stage.chat.create()
-        said = await stage.chat.say(talk.id, None, user("Wave!"))
-        await until(stage.chat, said.reply.id, 2)
-        turn = stage.service.turns.get(said.reply.id)
+    async with run_service(store, held=True) as stage:
+        conversation = await stage.chat.create_conversation()
+        sent = await stage.chat.send_message(conversation.id, None, user("Wave!"))
+        await read_until(stage.chat, sent.reply.id, 2)
+        turn = stage.service.turns.get(sent.reply.id)
         assert turn is not None
         assert turn.task is not None
         turn.task.cancel()
         await asyncio.gather(turn.task, return_exceptions=True)
-        stage.service.turns._turns.clear()  # as a dead process would: no end is written
-        store.leases.let_go()
-    return said.reply.id
+        stage.service.turns._turns.clear()  # as a dead process would: no end is event_text
+        store.leases.release()
+    return sent.reply.id
 
 
-async def test_what_a_dead_process_left_is_interrupted_and_goes_on_exactly(tmp_path: Path) -> None:
+async def test_an_orphan_is_interrupted_and_continues_exactly(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         reply_id = await left_running(store)
-        async with serving(store) as stage:
+        async with run_service(store) as stage:
             await stage.service.recovered.wait()
             found = await stage.chat.message(reply_id)
             assert found.reply is not None
             assert found.reply.status is ReplyStatus.INTERRUPTED
             assert found.thinking == "think "[: len(found.thinking)]
             assert found.thinking
-            told = await entries(stage.chat, reply_id)
-            assert isinstance(told[-1].event, Failed)
-            await stage.chat.go_on(reply_id)
-            whole = await entries(stage.chat, reply_id)
-            assert fold([entry.event for entry in whole]).message == assistant(ANSWER, THOUGHT)
-            numbered = [entry for entry in told if not isinstance(entry.event, Failed)]
-            assert [entry for entry in whole if entry in numbered] == numbered
+            received = await read_entries(stage.chat, reply_id)
+            assert isinstance(received[-1].event, Failed)
+            await stage.chat.continue_reply(reply_id)
+            complete = await read_entries(stage.chat, reply_id)
+            assert fold([entry.event for entry in complete]).message == assistant(ANSWER, THOUGHT)
+            numbered = [entry for entry in received if not isinstance(entry.event, Failed)]
+            assert [entry for entry in complete if entry in numbered] == numbered
 
 
-async def test_what_a_dead_process_left_is_resumed_where_that_is_wanted(tmp_path: Path) -> None:
+async def test_an_orphan_is_resumed_with_resume(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         reply_id = await left_running(store)
-        async with serving(store, resume=True) as stage:
+        async with run_service(store, resume=True) as stage:
             await stage.service.recovered.wait()
-            whole = await entries(stage.chat, reply_id)
-            assert fold([entry.event for entry in whole]).message == assistant(ANSWER, THOUGHT)
+            complete = await read_entries(stage.chat, reply_id)
+            assert fold([entry.event for entry in complete]).message == assistant(ANSWER, THOUGHT)
             done = await stage.chat.message(reply_id)
             assert done.reply is not None
             assert done.reply.status is ReplyStatus.DONE
 
 
-async def test_what_a_process_leaves_while_a_server_runs_is_gone_on_with_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("palaver.chat.service.LOOK_AGAIN_S", 0.02)
+async def test_a_running_server_resumes_new_orphans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("palaver.chat.service.RECOVERY_INTERVAL_S", 0.02)
     with open_store(tmp_path) as other, open_store(tmp_path) as store:
-        async with serving(other, resume=True) as server:
+        async with run_service(other, resume=True) as server:
             await server.service.recovered.wait()
             reply_id = await left_running(store)
-            whole = await entries(server.chat, reply_id)
-            assert fold([entry.event for entry in whole]).message == assistant(ANSWER, THOUGHT)
+            complete = await read_entries(server.chat, reply_id)
+            assert fold([entry.event for entry in complete]).message == assistant(ANSWER, THOUGHT)
 
 
-async def test_a_turn_of_another_process_is_read_as_it_grows(tmp_path: Path) -> None:
+async def test_a_turn_of_another_process_is_followed(tmp_path: Path) -> None:
     with open_store(tmp_path) as store, open_store(tmp_path) as other:
-        async with serving(store, held=True) as here, serving(other) as there:
-            talk = await here.chat.create()
-            said = await here.chat.say(talk.id, None, user("Wave!"))
-            await there.chat.ready()
-            first = await until(there.chat, said.reply.id, 2)
-            reader = asyncio.create_task(entries(there.chat, said.reply.id, first[-1].number))
+        async with run_service(store, held=True) as here, run_service(other) as there:
+            conversation = await here.chat.create_conversation()
+            sent = await here.chat.send_message(conversation.id, None, user("Wave!"))
+            await there.chat.wait_until_ready()
+            first = await read_until(there.chat, sent.reply.id, 2)
+            reader = asyncio.create_task(read_entries(there.chat, sent.reply.id, first[-1].number))
             here.hold.set()
             rest = await reader
             joined = [entry.event for entry in (*first, *rest)]
@@ -99,28 +108,28 @@ async def test_a_turn_of_another_process_is_read_as_it_grows(tmp_path: Path) -> 
             assert isinstance(rest[-1].event, Finished)
 
 
-async def test_a_failing_engine_ends_the_turn_and_keeps_what_was_said(tmp_path: Path) -> None:
+async def test_a_failing_engine_ends_the_turn_and_keeps_the_text(tmp_path: Path) -> None:
     script: Script = [*WAVE[:6], FailScript(), *WAVE[6:]]
-    async with staged(tmp_path, [script]) as stage:
-        talk = await stage.chat.create()
-        said = await stage.chat.say(talk.id, None, user("Wave!"))
-        told = await entries(stage.chat, said.reply.id)
-        assert isinstance(told[-1].event, Failed)
-        failed = await stage.chat.message(said.reply.id)
+    async with open_stage(tmp_path, [script]) as stage:
+        conversation = await stage.chat.create_conversation()
+        sent = await stage.chat.send_message(conversation.id, None, user("Wave!"))
+        received = await read_entries(stage.chat, sent.reply.id)
+        assert isinstance(received[-1].event, Failed)
+        failed = await stage.chat.message(sent.reply.id)
         assert failed.reply is not None
         assert failed.reply.status is ReplyStatus.FAILED
         assert failed.reply.error == str(EngineError("The script says to fail here."))
         assert failed.thinking.startswith("think")
-        assert len(await stage.chat.tokens(said.reply.id)) == 6
+        assert len(await stage.chat.tokens(sent.reply.id)) == 6
 
 
-async def test_a_full_disk_ends_the_turn_with_a_clear_error_and_it_goes_on_later(
+async def test_a_full_disk_ends_the_turn_with_a_clear_error_and_it_continues_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with staged(tmp_path, held=True) as stage:
-        talk = await stage.chat.create()
-        said = await stage.chat.say(talk.id, None, user("Wave!"))
-        await until(stage.chat, said.reply.id, 2)
+    async with open_stage(tmp_path, held=True) as stage:
+        conversation = await stage.chat.create_conversation()
+        sent = await stage.chat.send_message(conversation.id, None, user("Wave!"))
+        await read_until(stage.chat, sent.reply.id, 2)
         replies = stage.service.store.replies
 
         def full(*_: object, **__: object) -> None:
@@ -130,114 +139,114 @@ async def test_a_full_disk_ends_the_turn_with_a_clear_error_and_it_goes_on_later
             patched.setattr(replies, "append", full)
             patched.setattr(replies, "finish", full)
             stage.hold.set()
-            told = await entries(stage.chat, said.reply.id)
-            ending = told[-1].event
+            received = await read_entries(stage.chat, sent.reply.id)
+            ending = received[-1].event
             assert isinstance(ending, Failed)
             assert "no room" in ending.error
-        await stage.chat.go_on(said.reply.id)
-        whole = await entries(stage.chat, said.reply.id)
-        assert fold([entry.event for entry in whole]).message == assistant(ANSWER, THOUGHT)
+        await stage.chat.continue_reply(sent.reply.id)
+        complete = await read_entries(stage.chat, sent.reply.id)
+        assert fold([entry.event for entry in complete]).message == assistant(ANSWER, THOUGHT)
 
 
-async def test_a_model_that_did_not_say_it_gives_a_snapshot(tmp_path: Path) -> None:
+async def test_another_model_gives_a_snapshot(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
-        async with serving(store) as stage:
-            talk = await stage.chat.create()
-            said = await stage.chat.say(talk.id, None, user("Wave!"))
-            await entries(stage.chat, said.reply.id)
-        async with serving(store) as stage:
-            await stage.chat.ready()
-            await stage.chat.unload()
-            told = await entries(stage.chat, said.reply.id)
-            assert told[0].event == Snapshot(assistant(ANSWER, THOUGHT))
-            assert isinstance(told[-1].event, Finished)
+        async with run_service(store) as stage:
+            conversation = await stage.chat.create_conversation()
+            sent = await stage.chat.send_message(conversation.id, None, user("Wave!"))
+            await read_entries(stage.chat, sent.reply.id)
+        async with run_service(store) as stage:
+            await stage.chat.wait_until_ready()
+            await stage.chat.unload_model()
+            received = await read_entries(stage.chat, sent.reply.id)
+            assert received[0].event == Snapshot(assistant(ANSWER, THOUGHT))
+            assert isinstance(received[-1].event, Finished)
 
 
 async def test_a_reply_ended_by_a_stop_string_says_so_after_a_restart(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
-        async with serving(store) as stage:
-            talk = await stage.chat.create(parameters={"stop": ["👋🏽"]})
-            said = await stage.chat.say(talk.id, None, user("Wave!"))
-            before = await entries(stage.chat, said.reply.id)
-        async with serving(store) as stage:
-            await stage.chat.ready()
-            after = await entries(stage.chat, said.reply.id)
+        async with run_service(store) as stage:
+            conversation = await stage.chat.create_conversation(parameters={"stop": ["👋🏽"]})
+            sent = await stage.chat.send_message(conversation.id, None, user("Wave!"))
+            before = await read_entries(stage.chat, sent.reply.id)
+        async with run_service(store) as stage:
+            await stage.chat.wait_until_ready()
+            after = await read_entries(stage.chat, sent.reply.id)
         assert after[-1] == before[-1]
 
 
 async def test_answer_now_closes_the_thought(tmp_path: Path) -> None:
-    async with staged(tmp_path, held=True) as stage:
-        talk = await stage.chat.create()
-        said = await stage.chat.say(talk.id, None, user("Wave!"))
-        await until(stage.chat, said.reply.id, 2)
-        await stage.chat.answer_now(said.reply.id)
+    async with open_stage(tmp_path, held=True) as stage:
+        conversation = await stage.chat.create_conversation()
+        sent = await stage.chat.send_message(conversation.id, None, user("Wave!"))
+        await read_until(stage.chat, sent.reply.id, 2)
+        await stage.chat.answer_now(sent.reply.id)
         stage.hold.set()
-        await entries(stage.chat, said.reply.id)
-        ids = [token.token_id for token in await stage.chat.tokens(said.reply.id)]
+        await read_entries(stage.chat, sent.reply.id)
+        ids = [token.token_id for token in await stage.chat.tokens(sent.reply.id)]
         assert ids[4:].index(CONTROL["</think>"]) < WAVE[4:].index(CONTROL["</think>"])
 
 
-async def test_the_next_prompt_begins_with_what_was_computed(tmp_path: Path) -> None:
+async def test_the_next_prompt_starts_with_the_computed_tokens(tmp_path: Path) -> None:
     """A reply spelled by other tokens than its text would be encoded to is handed back as it was said."""
     letters = [TOKENIZER.encode([letter])[0] for letter in "think"]
     spelled = [CONTROL["<think>"], *TOKENIZER.encode(["\nhm\n"]), CONTROL["</think>"], *TOKENIZER.encode(["\n\n"])]
     spelled += [*letters, CONTROL["<|im_end|>"]]
     assert TOKENIZER.encode(["think"]) != letters
-    async with staged(tmp_path, [spelled, OTHER]) as stage:
+    async with open_stage(tmp_path, [spelled, OTHER]) as stage:
         chat = stage.chat
-        talk = await chat.create()
-        first = await chat.say(talk.id, None, user("Wave!"))
-        await entries(chat, first.reply.id)
-        second = await chat.say(talk.id, first.reply.id, user("Again!"))
-        await entries(chat, second.reply.id)
+        conversation = await chat.create_conversation()
+        first = await chat.send_message(conversation.id, None, user("Wave!"))
+        await read_entries(chat, first.reply.id)
+        second = await chat.send_message(conversation.id, first.reply.id, user("Again!"))
+        await read_entries(chat, second.reply.id)
         engine = stage.service.models.current().engine
         assert isinstance(engine, ScriptedEngine)
         before, after = (call.prompt.context_ids for call in engine.calls)
-        said = (*before, *letters, CONTROL["<|im_end|>"])
-        assert after[: len(said)] == said
+        sent = (*before, *letters, CONTROL["<|im_end|>"])
+        assert after[: len(sent)] == sent
 
 
-async def test_a_reply_is_made_again_from_its_record(tmp_path: Path) -> None:
-    async with staged(tmp_path, [WAVE]) as stage:
-        talk = await stage.chat.create()
-        said = await stage.chat.say(talk.id, None, user("Wave!"))
-        await entries(stage.chat, said.reply.id)
-        again = await replay(stage.service.store, stage.service.models.current(), said.reply.id)
+async def test_a_reply_is_replayed_from_its_record(tmp_path: Path) -> None:
+    async with open_stage(tmp_path, [WAVE]) as stage:
+        conversation = await stage.chat.create_conversation()
+        sent = await stage.chat.send_message(conversation.id, None, user("Wave!"))
+        await read_entries(stage.chat, sent.reply.id)
+        again = await replay(stage.service.store, stage.service.models.current(), sent.reply.id)
         assert again.same
         assert again.difference is None
     with open_store(tmp_path) as store:
-        async with serving(store, [reply("think 👋", "Wave? No.")]) as stage:
+        async with run_service(store, [reply("think 👋", "Wave? No.")]) as stage:
             model = await stage.service.models.ready()
-            again = await replay(store, model, said.reply.id)
+            again = await replay(store, model, sent.reply.id)
             assert not again.same
             assert again.difference is not None
-            assert again.recorded[: again.difference] == again.made[: again.difference]
+            assert again.recorded[: again.difference] == again.replayed[: again.difference]
 
 
-async def test_another_users_things_are_not_found(tmp_path: Path) -> None:
-    async with staged(tmp_path) as stage:
+async def test_conversations_of_other_users_are_not_found(tmp_path: Path) -> None:
+    async with open_stage(tmp_path) as stage:
         stranger = stage.service.chat(stage.service.store.users.ensure("stranger").id)
-        talk = await stage.chat.create()
-        said = await stage.chat.say(talk.id, None, user("Wave!"))
-        await entries(stage.chat, said.reply.id)
+        conversation = await stage.chat.create_conversation()
+        sent = await stage.chat.send_message(conversation.id, None, user("Wave!"))
+        await read_entries(stage.chat, sent.reply.id)
         digest = await stage.chat.put_blob(b"mine")
         attempts = (
-            stranger.conversation(talk.id),
-            stranger.message(said.reply.id),
-            stranger.path(said.reply.id),
-            stranger.nodes(talk.id),
-            stranger.go_on(said.reply.id),
-            stranger.stop(said.reply.id),
-            stranger.tokens(said.reply.id),
-            stranger.raw(said.reply.id),
-            stranger.edit(said.message.id, said.message.parts),
-            stranger.say(talk.id, None, user("Hello")),
-            stranger.export(talk.id, "jsonl"),
+            stranger.conversation(conversation.id),
+            stranger.message(sent.reply.id),
+            stranger.path(sent.reply.id),
+            stranger.nodes(conversation.id),
+            stranger.continue_reply(sent.reply.id),
+            stranger.stop_reply(sent.reply.id),
+            stranger.tokens(sent.reply.id),
+            stranger.raw_text(sent.reply.id),
+            stranger.edit_message(sent.message.id, sent.message.parts),
+            stranger.send_message(conversation.id, None, user("Hello")),
+            stranger.export_conversation(conversation.id, "jsonl"),
             stranger.blob(digest),
-            stranger.change(talk.id, title="Mine now"),
-            stranger.delete(talk.id),
-            stranger.cursor(talk.id, "c"),
-            entries(stranger, said.reply.id),
+            stranger.update_conversation(conversation.id, title="Mine now"),
+            stranger.delete_conversation(conversation.id),
+            stranger.cursor(conversation.id, "c"),
+            read_entries(stranger, sent.reply.id),
         )
         for attempt in attempts:
             with pytest.raises(NotFound):
@@ -246,22 +255,22 @@ async def test_another_users_things_are_not_found(tmp_path: Path) -> None:
         assert await stranger.search("Wave") == ()
 
 
-async def test_slow_readers_do_not_slow_the_turn(tmp_path: Path) -> None:
+async def test_slow_subscribers_do_not_slow_the_turn(tmp_path: Path) -> None:
     gate = asyncio.Event()
-    async with staged(tmp_path, [WAVE]) as stage:
-        talk = await stage.chat.create()
-        said = await stage.chat.say(talk.id, None, user("Wave!"))
+    async with open_stage(tmp_path, [WAVE]) as stage:
+        conversation = await stage.chat.create_conversation()
+        sent = await stage.chat.send_message(conversation.id, None, user("Wave!"))
 
         async def slow() -> list[object]:
             seen: list[object] = []
-            async with stage.chat.events(said.reply.id) as stream:
+            async with stage.chat.events(sent.reply.id) as stream:
                 async for entry in stream:
                     seen.append(entry.event)
                     await gate.wait()
             return seen
 
         readers = [asyncio.create_task(slow()) for _ in range(20)]
-        await entries(stage.chat, said.reply.id)  # comes to the end while the others stand still
+        await read_entries(stage.chat, sent.reply.id)  # comes to the end while the others stand still
         gate.set()
         for seen in await asyncio.gather(*readers):
             assert isinstance(seen[-1], Finished)
@@ -270,67 +279,67 @@ async def test_slow_readers_do_not_slow_the_turn(tmp_path: Path) -> None:
 
 async def test_a_stop_before_the_first_token_keeps_an_empty_reply(tmp_path: Path) -> None:
     hold = asyncio.Event()
-    async with staged(tmp_path, [[HoldScript(hold), *WAVE]]) as stage:
-        talk = await stage.chat.create()
-        said = await stage.chat.say(talk.id, None, user("Wave!"))
-        await stage.chat.stop(said.reply.id)
-        told = await entries(stage.chat, said.reply.id)
-        assert isinstance(told[-1].event, Finished)
-        assert told[-1].event.finish is Finish.STOPPED
+    async with open_stage(tmp_path, [[HoldScript(hold), *WAVE]]) as stage:
+        conversation = await stage.chat.create_conversation()
+        sent = await stage.chat.send_message(conversation.id, None, user("Wave!"))
+        await stage.chat.stop_reply(sent.reply.id)
+        received = await read_entries(stage.chat, sent.reply.id)
+        assert isinstance(received[-1].event, Finished)
+        assert received[-1].event.finish is Finish.STOPPED
         hold.set()
-        await stage.chat.go_on(said.reply.id)
-        await entries(stage.chat, said.reply.id)
-        assert (await stage.chat.message(said.reply.id)).text == ANSWER
+        await stage.chat.continue_reply(sent.reply.id)
+        await read_entries(stage.chat, sent.reply.id)
+        assert (await stage.chat.message(sent.reply.id)).text == ANSWER
 
 
 async def read_underway(stage: Stage) -> tuple[SentMessage, asyncio.Task[list[LogEntry]]]:
     """A reply that has said something, and somebody who reads it."""
-    talk = await stage.chat.create()
-    said = await stage.chat.say(talk.id, None, user("Wave!"))
-    await until(stage.chat, said.reply.id, 2)
-    reader = asyncio.create_task(entries(stage.chat, said.reply.id))
+    conversation = await stage.chat.create_conversation()
+    sent = await stage.chat.send_message(conversation.id, None, user("Wave!"))
+    await read_until(stage.chat, sent.reply.id, 2)
+    reader = asyncio.create_task(read_entries(stage.chat, sent.reply.id))
     await asyncio.sleep(0)
-    return said, reader
+    return sent, reader
 
 
 async def test_parking_leaves_replies_that_can_be_continued(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
-        async with serving(store, held=True) as stage:
-            said, reader = await read_underway(stage)
+        async with run_service(store, held=True) as stage:
+            sent, reader = await read_underway(stage)
         assert isinstance((await reader)[-1].event, Failed)
-        async with serving(store) as stage:
-            found = await stage.chat.message(said.reply.id)
+        async with run_service(store) as stage:
+            found = await stage.chat.message(sent.reply.id)
             assert found.reply is not None
             assert found.reply.status is ReplyStatus.INTERRUPTED
             assert found.thinking
-            await stage.chat.go_on(said.reply.id)
-            await entries(stage.chat, said.reply.id)
-            assert (await stage.chat.message(said.reply.id)).text == ANSWER
+            await stage.chat.continue_reply(sent.reply.id)
+            await read_entries(stage.chat, sent.reply.id)
+            assert (await stage.chat.message(sent.reply.id)).text == ANSWER
 
 
 @pytest.mark.parametrize("resume", [True, False])
-async def test_what_a_server_leaves_at_its_end_is_as_if_it_had_died(tmp_path: Path, resume: bool) -> None:
+async def test_turns_left_open_are_as_after_a_crash(tmp_path: Path, resume: bool) -> None:
     with open_store(tmp_path) as store:
-        async with serving(store, held=True) as stage:
-            said, reader = await read_underway(stage)
+        async with run_service(store, held=True) as stage:
+            sent, reader = await read_underway(stage)
             await stage.service.turns.park(leave=True)
-            told = await reader
-            assert isinstance(told[-1].event, Failed)
-            assert told[-1].event.error == LEFT
-        async with serving(store, resume=resume) as stage:
+            received = await reader
+            assert isinstance(received[-1].event, Failed)
+            assert received[-1].event.error == LEFT
+        async with run_service(store, resume=resume) as stage:
             await stage.service.recovered.wait()
             if not resume:
-                found = await stage.chat.message(said.reply.id)
+                found = await stage.chat.message(sent.reply.id)
                 assert found.reply is not None
                 assert found.reply.status is ReplyStatus.INTERRUPTED
-                await stage.chat.go_on(said.reply.id)
-            whole = await entries(stage.chat, said.reply.id)
-            assert fold([entry.event for entry in whole]).message == assistant(ANSWER, THOUGHT)
-            meanings = {entry.number: written(entry) for entry in whole if written(entry)}
-            assert all(meanings[entry.number] == written(entry) for entry in told if written(entry))
+                await stage.chat.continue_reply(sent.reply.id)
+            complete = await read_entries(stage.chat, sent.reply.id)
+            assert fold([entry.event for entry in complete]).message == assistant(ANSWER, THOUGHT)
+            meanings = {entry.number: event_text(entry) for entry in complete if event_text(entry)}
+            assert all(meanings[entry.number] == event_text(entry) for entry in received if event_text(entry))
 
 
-def test_kill_9_loses_nothing_that_was_told(tmp_path: Path) -> None:
+def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     count = run(tmp_path, "scripted", kills=4, seconds=0.4, seed=3)
     assert count.wrong == []
     assert count.messages
@@ -347,42 +356,44 @@ async def test_a_reply_renders_its_prompt_once_and_not_in_the_event_loop(
         renders.append(threading.current_thread().name)
         return render(self, *values, **named)
 
-    async with staged(tmp_path) as stage:
-        talk = await stage.chat.create()
-        await stage.chat.ready()
+    async with open_stage(tmp_path) as stage:
+        conversation = await stage.chat.create_conversation()
+        await stage.chat.wait_until_ready()
         monkeypatch.setattr(Template, "render", counted)
-        said = await stage.chat.say(talk.id, None, user("Wave!"))
-        await entries(stage.chat, said.reply.id)
+        sent = await stage.chat.send_message(conversation.id, None, user("Wave!"))
+        await read_entries(stage.chat, sent.reply.id)
         assert len(renders) == 1
-        said = await stage.chat.say(talk.id, said.reply.id, user("Again!"))
-        await entries(stage.chat, said.reply.id)
+        sent = await stage.chat.send_message(conversation.id, sent.reply.id, user("Again!"))
+        await read_entries(stage.chat, sent.reply.id)
         assert len(renders) == 2
-        again = await stage.chat.reply(talk.id, said.message.id, parameters={"max_tokens": 2})
-        await entries(stage.chat, again.id)
+        again = await stage.chat.start_reply(conversation.id, sent.message.id, parameters={"max_tokens": 2})
+        await read_entries(stage.chat, again.id)
         assert len(renders) == 3
-        await stage.chat.go_on(again.id)
-        await entries(stage.chat, again.id)
+        await stage.chat.continue_reply(again.id)
+        await read_entries(stage.chat, again.id)
         assert threading.main_thread().name not in renders
 
 
-async def test_a_reply_stopped_in_prefill_is_no_turn_in_later_prompts(tmp_path: Path) -> None:
+async def test_a_reply_stopped_in_prefill_is_not_in_later_prompts(tmp_path: Path) -> None:
     hold = asyncio.Event()
-    async with staged(tmp_path, [[HoldScript(hold), *WAVE], OTHER]) as stage:
+    async with open_stage(tmp_path, [[HoldScript(hold), *WAVE], OTHER]) as stage:
         chat = stage.chat
-        talk = await chat.create()
-        first = await chat.say(talk.id, None, user("Wave!"))
-        await chat.stop(first.reply.id)
-        await entries(chat, first.reply.id)
-        second = await chat.say(talk.id, first.reply.id, user("Please!"))
-        await entries(chat, second.reply.id)
+        conversation = await chat.create_conversation()
+        first = await chat.send_message(conversation.id, None, user("Wave!"))
+        await chat.stop_reply(first.reply.id)
+        await read_entries(chat, first.reply.id)
+        second = await chat.send_message(conversation.id, first.reply.id, user("Please!"))
+        await read_entries(chat, second.reply.id)
         engine = stage.service.models.current().engine
         assert isinstance(engine, ScriptedEngine)
-        said = b"".join(TOKENIZER.vocabulary[id] for id in engine.calls[-1].prompt.context_ids).decode()
-        assert said.count("<|im_start|>assistant") == 1
-        assert "Wave!\n\nPlease!" in said
+        sent = b"".join(TOKENIZER.vocabulary[id] for id in engine.calls[-1].prompt.context_ids).decode()
+        assert sent.count("<|im_start|>assistant") == 1
+        assert "Wave!\n\nPlease!" in sent
         hold.set()
         await replay(stage.service.store, stage.service.models.current(), second.reply.id)
         assert engine.calls[-1].prompt.context_ids == engine.calls[-2].prompt.context_ids
-        going = await chat.go_on(first.reply.id)  # it can still be continued: beside, as the conversation went on
-        await entries(chat, going.id)
+        going = await chat.continue_reply(
+            first.reply.id
+        )  # it can still be continued: beside, as the conversation went on
+        await read_entries(chat, going.id)
         assert (await chat.message(going.id)).text == "Another answer."

@@ -1,4 +1,4 @@
-"""A line to a server that can be cut: passes bytes on until it is told not to."""
+"""A proxy in front of a server that cuts connections on demand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 
-class Line:
+class CuttingProxy:
     def __init__(self, server: str) -> None:
         parts = urlsplit(server)
         self._to = (parts.hostname, parts.port)
@@ -17,7 +17,7 @@ class Line:
         self.cuts = 0
         self.requests: list[bytes] = []
         self.down = False
-        """Whether nobody gets through at all."""
+        """Whether all connections are refused."""
         self._open: set[asyncio.StreamWriter] = set()
         self._listening: asyncio.Server
         self.url = ""
@@ -88,8 +88,8 @@ class Line:
 
 
 @asynccontextmanager
-async def line_to(server: str) -> AsyncIterator[Line]:
-    line = Line(server)
+async def line_to(server: str) -> AsyncIterator[CuttingProxy]:
+    line = CuttingProxy(server)
     await line.start()
     try:
         yield line

@@ -18,12 +18,12 @@ from palaver.client import announce_server, find_server
 
 
 @asynccontextmanager
-async def healthy(told: dict[str, str]) -> AsyncIterator[str]:
+async def healthy(received: dict[str, str]) -> AsyncIterator[str]:
     """Something that answers every request with the same JSON."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         seen.append(await reader.readuntil(b"\r\n\r\n"))
-        body = json.dumps(told)
+        body = json.dumps(received)
         writer.write(f"HTTP/1.1 503 Loading\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
         await writer.drain()
         writer.close()
@@ -37,24 +37,24 @@ async def healthy(told: dict[str, str]) -> AsyncIterator[str]:
 
 
 async def test_a_server_is_found_while_it_is_there(tmp_path: Path) -> None:
-    told: dict[str, str] = {}
-    async with healthy(told) as url:
+    received: dict[str, str] = {}
+    async with healthy(received) as url:
         assert await find_server(tmp_path) is None
         with announce_server(tmp_path, f"{url}/", "a secret") as announcement:
-            told["instance"] = announcement.instance
+            received["instance"] = announcement.instance
             assert await find_server(tmp_path) == announcement
             assert (announcement.url, announcement.secret, announcement.pid) == (url, "a secret", os.getpid())
         assert await find_server(tmp_path) is None
         with announce_server(tmp_path, f"{url}/chat") as announcement:
-            told["instance"] = announcement.instance
+            received["instance"] = announcement.instance
             assert await find_server(tmp_path) == announcement
 
 
 async def test_the_file_is_private(tmp_path: Path) -> None:
-    told: dict[str, str] = {}
-    async with healthy(told) as url:
+    received: dict[str, str] = {}
+    async with healthy(received) as url:
         with announce_server(tmp_path, url, "a secret") as announcement:
-            told["instance"] = announcement.instance
+            received["instance"] = announcement.instance
             (path,) = (tmp_path / "servers").iterdir()
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
             assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -62,17 +62,17 @@ async def test_the_file_is_private(tmp_path: Path) -> None:
             assert await find_server(tmp_path) is None
 
 
-async def test_another_server_on_the_same_port_is_not_taken_for_ours(tmp_path: Path) -> None:
+async def test_another_server_on_the_same_port_is_not_found(tmp_path: Path) -> None:
     async with healthy({"instance": "another"}) as url:
         with announce_server(tmp_path, url, "a secret"):
             assert await find_server(tmp_path) is None
 
 
-async def test_a_server_of_another_store_is_not_taken(tmp_path: Path) -> None:
-    told: dict[str, str] = {}
-    async with healthy(told) as url:
+async def test_a_server_of_another_store_is_not_found(tmp_path: Path) -> None:
+    received: dict[str, str] = {}
+    async with healthy(received) as url:
         with announce_server(tmp_path / "one", url, store="postgresql://me:word@here/a") as announcement:
-            told["instance"] = announcement.instance
+            received["instance"] = announcement.instance
             assert "word" not in announcement.store
             assert await find_server(tmp_path / "two", "postgresql://me:word@here/a") is None
             assert await find_server(tmp_path / "one") is None
@@ -80,13 +80,13 @@ async def test_a_server_of_another_store_is_not_taken(tmp_path: Path) -> None:
             assert await find_server(tmp_path / "one", "postgresql://me:***@here/a") == announcement
 
 
-async def test_what_a_dead_server_left_is_removed(tmp_path: Path) -> None:
-    told: dict[str, str] = {}
-    async with healthy(told) as url:
+async def test_files_of_dead_servers_are_removed(tmp_path: Path) -> None:
+    received: dict[str, str] = {}
+    async with healthy(received) as url:
         dead = subprocess.Popen([sys.executable, "-c", ""])
         dead.wait()
         with announce_server(tmp_path, url) as announcement:
-            told["instance"] = announcement.instance
+            received["instance"] = announcement.instance
             (path,) = (tmp_path / "servers").iterdir()
             left = path.with_name(f"{dead.pid}.json")
             left.write_text(json.dumps({**json.loads(path.read_text()), "pid": dead.pid}))
@@ -96,7 +96,7 @@ async def test_what_a_dead_server_left_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"url": 3}', '{"unknown": 1}'])
-async def test_what_is_no_announcement_is_passed_over(tmp_path: Path, text: str) -> None:
+async def test_other_files_are_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "servers").mkdir()
     path = tmp_path / "servers" / "1.json"
     path.write_text(text)

@@ -44,17 +44,17 @@ def reference(model: Any, prompt: Prompt, sampling: Sampling, choice: int = 0) -
     reply = ReplyState(Prompt(prompt.context_ids, phases=prompt.phases), sampling, VOCABULARY, ends, limit)
     out = Reference()
     while reply.ended is None:
-        logits = _logits(model, [*prompt.context_ids, *reply.ids])
+        logits = _logits(model, [*prompt.context_ids, *reply.token_ids])
         scores = _adjust(logits, list(prompt.context_ids), reply, sampling)
-        token_id, close = _choose(scores, sampling, uniform(sampling.seed, choice, len(reply.ids)))
-        if reply.forced is not None:
-            token_id, close = reply.forced, False
+        token_id, close = _choose(scores, sampling, uniform(sampling.seed, choice, len(reply.token_ids)))
+        if reply.forced_id is not None:
+            token_id, close = reply.forced_id, False
         if close:
-            out.close.add(len(reply.ids))
+            out.close.add(len(reply.token_ids))
         norm = math.log(sum(math.exp(x - max(logits)) for x in logits)) + max(logits)
         out.logprobs.append(logits[token_id] - norm)
-        reply.take(token_id)
-    out.ids, out.finish = reply.ids, reply.ended.finish.value
+        reply.append_token(token_id)
+    out.ids, out.finish = reply.token_ids, reply.ended.finish.value
     return out
 
 
@@ -66,19 +66,19 @@ def _logits(model: Any, ids: Sequence[int]) -> list[float]:
 
 def _adjust(logits: Sequence[float], context: list[int], reply: ReplyState, sampling: Sampling) -> list[float]:
     scores = list(logits)
-    for i in {*context, *reply.ids}:
+    for i in {*context, *reply.token_ids}:
         scores[i] = _scale(scores[i], sampling.repetition_penalty)
-    for i in set(reply.ids):
-        scores[i] -= sampling.presence_penalty + sampling.frequency_penalty * reply.ids.count(i)
-    for i in reply.closers:
+    for i in set(reply.token_ids):
+        scores[i] -= sampling.presence_penalty + sampling.frequency_penalty * reply.token_ids.count(i)
+    for i in reply.stop_token_ids:
         scores[i] = _scale(scores[i], sampling.end_penalty)
     for i, bias in sampling.logit_bias:
         scores[i] += bias
-    said = b"".join(VOCABULARY[i] for i in reply.ids)
+    said = b"".join(VOCABULARY[i] for i in reply.token_ids)
     for i, text in enumerate(VOCABULARY[:256]):
         if any((said + text).endswith(banned.encode()) for banned in sampling.banned_strings):
             scores[i] = -math.inf
-    early = reply.closers if len(reply.ids) < sampling.min_tokens else ()
+    early = reply.stop_token_ids if len(reply.token_ids) < sampling.min_tokens else ()
     for i in (*sampling.banned_ids, *early):
         scores[i] = -math.inf
     return scores

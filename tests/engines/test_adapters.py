@@ -28,7 +28,7 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def said(folder: Path, adapter: Path | None) -> list[int]:
+async def generate_ids(folder: Path, adapter: Path | None) -> list[int]:
     engine = load(folder, vocabulary=load_tokenizer(folder).vocabulary, adapter=adapter)
     try:
         async with engine.generate(Prompt((5, 6, 7)), Sampling(temperature=0, max_tokens=12)) as steps:
@@ -41,8 +41,8 @@ async def test_an_adapter_changes_the_replies_as_peft_would(tiny_model: Path, ad
     import torch
     from transformers import AutoModelForCausalLM
 
-    plain = await said(tiny_model, None)
-    adapted = await said(tiny_model, adapter)
+    plain = await generate_ids(tiny_model, None)
+    adapted = await generate_ids(tiny_model, adapter)
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), str(adapter))
     with torch.inference_mode():
         ids = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False)[0, 3:].tolist()
@@ -52,7 +52,7 @@ async def test_an_adapter_changes_the_replies_as_peft_would(tiny_model: Path, ad
 
 async def test_what_is_no_adapter_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(BrokenModel, match="no adapter"):
-        await said(tiny_model, tmp_path)
+        await generate_ids(tiny_model, tmp_path)
     (tmp_path / "adapter_model.bin").write_bytes(b"x")
     with pytest.raises(UnsafeWeights):
-        await said(tiny_model, tmp_path)
+        await generate_ids(tiny_model, tmp_path)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from palaver.engines.torch import load
-from palaver.engines.torch.checkpoint import find, open_checkpoint
+from palaver.engines.torch.checkpoint import open_checkpoint
 from palaver.errors import BadParameter, BrokenModel, NoWeights, UnknownModel, UnsafeCode, UnsafeWeights
 from tests.engines.tiny import VOCABULARY
 
@@ -27,28 +27,7 @@ def test_a_whole_folder_opens_with_its_sizes(folder: Path) -> None:
 def test_no_such_folder_or_file_names_it(tmp_path: Path) -> None:
     for name in (tmp_path / "nowhere", str(tmp_path / "nowhere"), "./nowhere", "~/no/where/at/all"):
         with pytest.raises(UnknownModel, match="no such folder"):
-            find(name)
-
-
-def test_a_hub_id_that_is_not_on_disk_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import huggingface_hub
-
-    def offline(*_: object, **__: object) -> None:
-        raise ConnectionError("no route to the hub")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", offline)
-    with pytest.raises(UnknownModel, match=r"isn't on disk and couldn't be fetched \(no route to the hub\)"):
-        find("someone/some-model")
-
-
-def test_a_hub_id_with_pickles_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_: ["config.json", "pytorch_model.bin"])
-    monkeypatch.setattr("palaver.engines.torch.checkpoint._on_disk", lambda name: None)
-    with pytest.raises(UnsafeWeights, match=r"pytorch_model\.bin"):
-        find("someone/some-model")
+            open_checkpoint(name)
 
 
 def test_without_weights_or_with_pickles(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Compiled steps give the model's own tokens; their bits depend on the text alone; what can't be had is said."""
+"""Compiled steps give the model's own tokens, and their bits depend on the text alone. Errors name what is missing."""
 
 import asyncio
 import gc
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from palaver.engines.compiled import build
 from palaver.engines.compiled.build import load_compiled_library
-from palaver.engines.compiled.decoder import ROWS, CompiledDecoder
+from palaver.engines.compiled.decoder import MAX_ROWS, CompiledDecoder
 from palaver.engines.torch import EngineOptions, SchedulerLimits, load, memory
 from palaver.engines.torch.batch import build_batch, sequence_chunk
 from palaver.engines.torch.checkpoint import open_checkpoint
@@ -32,9 +32,9 @@ from palaver.errors import CantCompile, DoesNotFit
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
-from tests.engines.compiling import needs_a_compiler
+from tests.engines.compiler import needs_a_compiler
+from tests.engines.generate import continued, run
 from tests.engines.reference import reference
-from tests.engines.running import continued, run
 
 pytestmark = needs_a_compiler
 
@@ -64,7 +64,7 @@ def rounded(model: Any, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_says_what_the_model_says(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Weights that another type holds without loss are kept in it."""
+    """Weights are stored in the narrowest dtype that holds them without loss."""
     family, overrides = SHAPES[shape]
     model = rounded(tiny.build(family, **overrides), dtype)
     with quiet():
@@ -86,20 +86,20 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 @torch.inference_mode()
-def logits_by(model: Any, cuts: Sequence[Sequence[int]], threads: int) -> Tensor:
-    """The logits at the end of several texts, each computed in pieces of these sizes, all texts side by side."""
+def logits_by(model: Any, chunk_sizes: Sequence[Sequence[int]], threads: int) -> Tensor:
+    """The logits at the end of several texts in one batch, each computed in chunks of these sizes."""
     layout = ModelProbe(model, tiny.SIZE).layout()
     decoder = CompiledDecoder(PlainDecoder(model, 512), layout, load_compiled_library(), threads)
-    lanes = SlotAllocator(layout, 1 << 24)
-    opened = [lanes.open(TOKENS) for _ in cuts]
-    at, out = [0] * len(cuts), torch.zeros(len(cuts), tiny.SIZE)
+    allocator = SlotAllocator(layout, 1 << 24)
+    slots = [allocator.allocate(TOKENS) for _ in chunk_sizes]
+    at, out = [0] * len(chunk_sizes), torch.zeros(len(chunk_sizes), tiny.SIZE)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    for piece in range(max(map(len, cuts))):
-        here = [i for i, sizes in enumerate(cuts) if piece < len(sizes)]
-        runs = [sequence_chunk(opened[i], at[i], text(i)[at[i] : at[i] + cuts[i][piece]]) for i in here]
-        for i, row in zip(here, decoder(build_batch(runs, CPU)), strict=True):
-            at[i] += cuts[i][piece]
+    for step in range(max(map(len, chunk_sizes))):
+        here = [i for i, sizes in enumerate(chunk_sizes) if step < len(sizes)]
+        chunks = [sequence_chunk(slots[i], at[i], text(i)[at[i] : at[i] + chunk_sizes[i][step]]) for i in here]
+        for i, row in zip(here, decoder(build_batch(chunks, CPU)), strict=True):
+            at[i] += chunk_sizes[i][step]
             out[i] = row
     torch.set_num_threads(before)
     return out
@@ -109,8 +109,8 @@ def text(number: int) -> list[int]:
     return [(7 * i * i + 5 * i + 11 * number) % 256 for i in range(TOKENS)]
 
 
-def cut_up(rng: random.Random, length: int) -> list[int]:
-    """Pieces of all sizes, many of them single tokens."""
+def random_chunks(rng: random.Random, length: int) -> list[int]:
+    """Chunks of all sizes, many of them single tokens."""
     sizes: list[int] = []
     while sum(sizes) < length:
         sizes.append(min(rng.choice([1, 1, 2, 5, 16, 60, 150]), length - sum(sizes)))
@@ -119,28 +119,28 @@ def cut_up(rng: random.Random, length: int) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_bits_depend_on_the_text_alone(seed: int, model: Any) -> None:
-    """Not on how much of it is computed at once, nor on what else is, nor on the threads."""
+    """They depend neither on the chunk size, nor on the batch, nor on the threads."""
     rng = random.Random(seed)
     lengths = [rng.randint(1, TOKENS) for _ in range(rng.randint(1, 9))]
     alone = [logits_by(model, [[]] * i + [[length]], 1)[i] for i, length in enumerate(lengths)]
-    together = logits_by(model, [cut_up(rng, length) for length in lengths], rng.choice([1, 2, 3]))
+    together = logits_by(model, [random_chunks(rng, length) for length in lengths], rng.choice([1, 2, 3]))
     assert all(torch.equal(row, one) for row, one in zip(together, alone, strict=True))
 
 
 @torch.inference_mode()
-def test_it_holds_no_lanes(model: Any) -> None:
+def test_it_holds_no_pools(model: Any) -> None:
     layout = ModelProbe(model, tiny.SIZE).layout()
     decoder = CompiledDecoder(PlainDecoder(model, 512), layout, load_compiled_library(), 1)
-    lane = SlotAllocator(layout, 1 << 24).open(TOKENS)
-    bank = weakref.ref(lane.bank)
-    decoder(build_batch([sequence_chunk(lane, 0, text(0))], CPU))
-    del lane
+    slot = SlotAllocator(layout, 1 << 24).allocate(TOKENS)
+    pool = weakref.ref(slot.pool)
+    decoder(build_batch([sequence_chunk(slot, 0, text(0))], CPU))
+    del slot
     gc.collect()
-    assert bank() is None
+    assert pool() is None
 
 
 async def test_after_a_restart_the_same_bits(folder_of: Callable[[str], Path]) -> None:
-    """What was said token by token is computed again at once, and nothing changes: log-probabilities included."""
+    """A reply that was decoded by token is prefilled at once, and nothing changes, log-probabilities included."""
     sampling = Sampling(temperature=1.0, seed=3, max_tokens=40, banned_ids=(tiny.END,), logprobs=5)
     prompt = Prompt(tuple(b"Say something long."))
     engines = [load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=COMPILED) for _ in range(2)]
@@ -153,9 +153,9 @@ async def test_after_a_restart_the_same_bits(folder_of: Callable[[str], Path]) -
 
 async def test_many_at_once(folder_of: Callable[[str], Path]) -> None:
     model = tiny.build("qwen3")
-    options = EngineOptions(compiled=True, limits=SchedulerLimits(running=ROWS + 8))
+    options = EngineOptions(compiled=True, limits=SchedulerLimits(max_running=MAX_ROWS + 8))
     engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
-    prompts = [Prompt(tuple(b"number " + str(number).encode())) for number in range(ROWS + 3)]
+    prompts = [Prompt(tuple(b"number " + str(number).encode())) for number in range(MAX_ROWS + 3)]
     short = Sampling(temperature=0, max_tokens=4, banned_ids=(tiny.END,))
     outs = await asyncio.gather(*(run(engine, prompt, short) for prompt in prompts))
     await engine.close()
@@ -164,11 +164,11 @@ async def test_many_at_once(folder_of: Callable[[str], Path]) -> None:
 
 async def test_to_the_end_of_the_context(folder_of: Callable[[str], Path]) -> None:
     engine = load(folder_of("llama"), vocabulary=tiny.VOCABULARY, options=EngineOptions(compiled=True, context=100))
-    said = Sampling(temperature=0, max_tokens=500, banned_ids=(tiny.END,))
-    out = await run(engine, Prompt(tuple(b"a" * 70)), said)
+    sampling = Sampling(temperature=0, max_tokens=500, banned_ids=(tiny.END,))
+    out = await run(engine, Prompt(tuple(b"a" * 70)), sampling)
     await engine.close()
     assert len(out.ids) == 30
-    assert reference(tiny.build("llama"), Prompt(tuple(b"a" * 70)), Sampling(**vars_of(said, 30))).agrees(out.ids)
+    assert reference(tiny.build("llama"), Prompt(tuple(b"a" * 70)), Sampling(**vars_of(sampling, 30))).agrees(out.ids)
 
 
 def vars_of(sampling: Sampling, tokens: int) -> dict[str, Any]:
@@ -306,25 +306,25 @@ def test_it_is_built_once(cache: Path) -> None:
 @pytest.mark.parametrize("damage", ["empty", "cut", "another program's", "crashes"])
 def test_a_damaged_library_is_built_anew(damage: str, cache: Path, tmp_path: Path) -> None:
     """It is tried in another process: loading a file that was cut, or code of another processor, ends a process."""
-    command = "import palaver.engines.compiled.build as b; b.load_library()"
+    command = "import palaver.engines.compiled.build as b; b.load_compiled_library()"
     subprocess.run([sys.executable, "-c", command], check=True)  # a library of this process is never unloaded
     (built,) = built_in(cache)
-    whole = built.read_bytes()
+    library = built.read_bytes()
     source = tmp_path / "crash.c"
     source.write_text("int palaver_check(void) { __builtin_trap(); }")
     crashing = tmp_path / "crash.so"
     subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(crashing)], check=True)
     damaged = {
         "empty": b"",
-        "cut": whole[: len(whole) // 2],
+        "cut": library[: len(library) // 2],
         "another program's": b"#!/bin/sh\n",
         "crashes": crashing.read_bytes(),
     }
     built.write_bytes(damaged[damage])
     load_compiled_library()
     assert built_in(cache) == [built]
-    assert built.stat().st_size > len(whole) // 2
-    assert build.runs(built)
+    assert built.stat().st_size > len(library) // 2
+    assert build.passes_self_check(built)
 
 
 def test_a_cache_that_can_not_be_written(cache: Path) -> None:
@@ -333,7 +333,7 @@ def test_a_cache_that_can_not_be_written(cache: Path) -> None:
 
 
 def test_built_by_many_at_once(cache: Path) -> None:
-    command = "import palaver.engines.compiled.build as b; b.load_library()"
+    command = "import palaver.engines.compiled.build as b; b.load_compiled_library()"
     running = [subprocess.Popen([sys.executable, "-c", command]) for _ in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
     assert len(built_in(cache)) == 1
@@ -341,7 +341,7 @@ def test_built_by_many_at_once(cache: Path) -> None:
 
 def test_another_processor_has_another_library(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     here = load_compiled_library().build
-    monkeypatch.setattr(build, "_processor", lambda: "flags: of another machine")
+    monkeypatch.setattr(build, "_processor_features", lambda: "flags: of another machine")
     assert load_compiled_library().build != here
 
 

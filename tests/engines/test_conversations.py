@@ -11,8 +11,8 @@ from palaver.engines.torch import EngineOptions, TorchEngine, load
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
-from tests.engines.compiling import needs_a_compiler
-from tests.engines.running import Run, continued, run
+from tests.engines.compiler import needs_a_compiler
+from tests.engines.generate import Run, continued, run
 
 GREEDY = Sampling(temperature=0, max_tokens=8, banned_ids=(tiny.END,))
 
@@ -28,7 +28,7 @@ async def test_twenty_turns_compute_what_is_new_in_each(engine: TorchEngine) -> 
         question = tuple(f"Question {turn}?".encode())
         history += question
         out = await run(engine, Prompt(history), GREEDY)
-        # the last token of a reply is said, not read: it is computed when the next turn reads it
+        # the last token of a reply was sampled but not computed: the next turn computes it
         assert new_tokens(out) == len(question) + (turn > 0)
         history += tuple(out.ids)
 
@@ -62,12 +62,12 @@ async def test_stop_and_continue_cycles_compute_one_token_each(
         prompt = Prompt(tuple(b"A question about number " + str(seed).encode()))
         sampling = Sampling(temperature=seed * 0.5, seed=seed, max_tokens=60, banned_ids=(tiny.END,))
         uncut = await run(engine, prompt, sampling)
-        said: list[int] = []
-        while len(said) < 60:
-            out = await run(engine, continued(prompt, said), sampling, stop_after=rng.randint(1, 9))
-            assert new_tokens(out) == (1 if said else 0)
-            said += out.ids
-        assert said == uncut.ids
+        reply: list[int] = []
+        while len(reply) < 60:
+            out = await run(engine, continued(prompt, reply), sampling, stop_after=rng.randint(1, 9))
+            assert new_tokens(out) == (1 if reply else 0)
+            reply += out.ids
+        assert reply == uncut.ids
     await engine.close()
 
 
@@ -82,12 +82,12 @@ async def test_statistics_tell_the_hits(engine: TorchEngine) -> None:
 
 
 async def test_memory_is_flat_over_many_requests(folder_of: Callable[[str], Path]) -> None:
-    room = 768 * 2000
-    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=EngineOptions(cache_bytes=room))
+    cache_bytes = 768 * 2000
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=EngineOptions(cache_bytes=cache_bytes))
     rng = random.Random(2)
     for _ in range(120):
         prompt = Prompt(tuple(rng.randrange(256) for _ in range(rng.randint(1, 120))))
         await run(engine, prompt, replace(GREEDY, max_tokens=2))
-        assert engine.statistics.cache.used_bytes <= room
+        assert engine.statistics.cache.used_bytes <= cache_bytes
     assert engine.statistics.cache.evictions > 0
     await engine.close()

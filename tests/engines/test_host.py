@@ -46,8 +46,10 @@ def prompt(number: int = 0) -> Prompt:
     return Prompt(tuple((7 * number + place * 3) % 90 + 3 for place in range(12)))
 
 
-async def said(engine: Engine, number: int = 0, sampling: Sampling = SAMPLED, asked: Prompt | None = None) -> list[int]:
-    async with engine.generate(asked or prompt(number), sampling) as outputs:
+async def generate_ids(
+    engine: Engine, number: int = 0, sampling: Sampling = SAMPLED, request: Prompt | None = None
+) -> list[int]:
+    async with engine.generate(request or prompt(number), sampling) as outputs:
         return [output.token_id async for output in outputs if isinstance(output, Step)]
 
 
@@ -59,15 +61,15 @@ async def until_ready(engine: HostedEngine) -> None:
 async def test_the_same_replies_as_in_process(engine: HostedEngine, model: Path) -> None:
     own = load(model, vocabulary=tiny.VOCABULARY)
     try:
-        expected = [await said(own, number) for number in range(4)]
+        expected = [await generate_ids(own, number) for number in range(4)]
     finally:
         await own.close()
     assert engine.info.model == own.info.model
-    assert await asyncio.gather(*(said(engine, number) for number in range(4))) == expected
+    assert await asyncio.gather(*(generate_ids(engine, number) for number in range(4))) == expected
 
 
 async def test_replies_go_on_when_the_process_is_killed(engine: HostedEngine) -> None:
-    whole = [await said(engine, number) for number in range(3)]
+    whole = [await generate_ids(engine, number) for number in range(3)]
     first = asyncio.Event()
 
     async def killed(number: int) -> list[int]:
@@ -103,20 +105,20 @@ async def test_a_process_that_only_dies_is_given_up_and_the_next_request_is_serv
 
     task = asyncio.create_task(killer())
     with pytest.raises(EngineError, match=f"died {MAX_DEATHS} times"):
-        await said(engine)
+        await generate_ids(engine)
     task.cancel()
     with pytest.raises(EngineError, match=f"died {MAX_DEATHS} times"):
-        await said(engine)
+        await generate_ids(engine)
     await until_ready(engine)
-    assert await said(engine)
+    assert await generate_ids(engine)
 
 
 async def test_errors_keep_their_type(engine: HostedEngine, tmp_path: Path) -> None:
     with pytest.raises(ContextOverflow) as overflow:
-        await said(engine, asked=Prompt((5,) * 100_000))
+        await generate_ids(engine, request=Prompt((5,) * 100_000))
     assert overflow.value.tokens == 100_000
     with pytest.raises(BadParameter, match="top_p"):
-        await said(engine, sampling=Sampling(top_p=9.0))
+        await generate_ids(engine, sampling=Sampling(top_p=9.0))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(NoWeights):
         await HostedEngine(torch_spec(tmp_path, tiny.VOCABULARY)).start()
@@ -133,14 +135,14 @@ async def test_stop_and_leaving_end_a_generation(engine: HostedEngine) -> None:
     async with engine.generate(prompt(), endless) as outputs:
         async for _ in outputs:
             break
-    assert await said(engine)
+    assert await generate_ids(engine)
 
 
 async def test_a_conversation_is_forgotten_in_the_process(engine: HostedEngine) -> None:
-    await said(engine, asked=replace(prompt(), conversation="a talk"))
-    assert (await engine.counted())["kept_bytes"] > 0
+    await generate_ids(engine, request=replace(prompt(), conversation="a talk"))
+    assert (await engine.metrics())["kept_bytes"] > 0
     await engine.forget("a talk")
-    assert (await engine.counted())["kept_bytes"] == 0
+    assert (await engine.metrics())["kept_bytes"] == 0
 
 
 async def test_a_closed_engine_says_so(model: Path) -> None:
@@ -188,7 +190,7 @@ import asyncio, sys
 from pathlib import Path
 from palaver.engines.base import Engine
 from palaver.engines.host import HostedEngine
-from palaver.engines.host.hosted import torch_spec
+from palaver.engines.host.supervisor import torch_spec
 from tests.engines import tiny
 
 async def main():

@@ -1,4 +1,6 @@
-from collections.abc import Callable
+"""Whether a model fits, the bound on the cache, and the number of threads."""
+
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -6,7 +8,7 @@ import torch
 
 from palaver.engines.torch import describe_fit, load
 from palaver.engines.torch.checkpoint import open_checkpoint
-from palaver.engines.torch.memory import cache_bytes, fit, weights_bytes
+from palaver.engines.torch.memory import LARGE_PASS_PAIRS, ThreadCounts, cache_bytes, fit, weights_bytes
 from palaver.errors import DoesNotFit
 from tests.engines.tiny import VOCABULARY, build
 
@@ -26,15 +28,58 @@ def test_whether_it_fits_is_said_with_figures(folder_of: Callable[[str], Path]) 
 
 
 def test_what_does_not_fit_is_not_loaded(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("palaver.engines.torch.memory._available", lambda: 1000)
+    monkeypatch.setattr("palaver.engines.torch.memory._available_bytes", lambda: 1000)
     with pytest.raises(DoesNotFit, match=r"needs about 0\.0 GB of memory but cpu has 0\.0 GB free"):
         load(folder_of("qwen3"), vocabulary=VOCABULARY)
 
 
 def test_the_cache_is_bounded_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("palaver.engines.torch.memory._available", lambda: 1 << 40)
+    monkeypatch.setattr("palaver.engines.torch.memory._available_bytes", lambda: 1 << 40)
     assert cache_bytes(CPU) == 2 << 30
-    monkeypatch.setattr("palaver.engines.torch.memory._available", lambda: 1 << 30)
+    monkeypatch.setattr("palaver.engines.torch.memory._available_bytes", lambda: 1 << 30)
     assert cache_bytes(CPU) == 1 << 29
-    monkeypatch.setattr("palaver.engines.torch.memory._available", lambda: None)
+    monkeypatch.setattr("palaver.engines.torch.memory._available_bytes", lambda: None)
     assert cache_bytes(CPU) == 1 << 30
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_a_large_pass_has_more_threads() -> None:
+    threads = ThreadCounts(1, 2)
+    threads.apply()
+    with threads.scaled_for(LARGE_PASS_PAIRS):
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_a_small_pass_has_few_threads() -> None:
+    threads = ThreadCounts(1, 2)
+    threads.apply()
+    with threads.scaled_for(LARGE_PASS_PAIRS - 1):
+        assert torch.get_num_threads() == 1
+
+
+@pytest.mark.usefixtures("restore_threads")
+def test_a_failing_pass_restores_the_thread_count() -> None:
+    threads = ThreadCounts(1, 2)
+    with pytest.raises(RuntimeError, match="no"), threads.scaled_for(LARGE_PASS_PAIRS):
+        raise RuntimeError("no")
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_a_requested_number_holds_for_all_passes(small: bool) -> None:
+    assert ThreadCounts.choose(3, small) == ThreadCounts(3, 3)
+
+
+def test_a_small_model_uses_half_of_the_cores() -> None:
+    small, big = ThreadCounts.choose(None, True), ThreadCounts.choose(None, False)
+    assert small.large_pass == big.large_pass == big.small_pass
+    assert small.small_pass == max(1, big.small_pass // 2)

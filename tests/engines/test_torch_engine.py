@@ -11,8 +11,8 @@ from palaver.errors import BadParameter, ContextOverflow, EngineClosed
 from palaver.generation import Ended, Finish, Prefilled, Prompt, Step
 from palaver.phases import Phase, Phases, State, Trigger
 from palaver.sampling import Sampling
+from tests.engines.generate import continued, run
 from tests.engines.reference import reference
-from tests.engines.running import continued, run
 from tests.engines.tiny import END, THINK, THINK_END, VOCABULARY
 
 THINKING = Phases(
@@ -50,8 +50,8 @@ async def test_cut_anywhere_and_continued_is_the_uncut_reply(
 
 async def test_a_stop_string_across_the_cut_is_met(engine: TorchEngine) -> None:
     ascii_only = replace(SAMPLINGS["greedy"], banned_ids=(*range(128, 256), THINK, THINK_END))
-    said = (await run(engine, PROMPT, ascii_only)).ids
-    stop = bytes(said[4:7]).decode()
+    ids = (await run(engine, PROMPT, ascii_only)).ids
+    stop = bytes(ids[4:7]).decode()
     sampling = replace(ascii_only, stop=(stop,))
     uncut = await run(engine, PROMPT, sampling)
     assert uncut.ended == Ended(Finish.STOP_STRING, stop)
@@ -126,16 +126,16 @@ async def test_leaving_cancels_and_stop_still_ends(engine: TorchEngine) -> None:
 async def test_answer_now_closes_the_thought(engine: TorchEngine) -> None:
     prompt = replace(PROMPT, phases=THINKING)
     sampling = Sampling(temperature=0, banned_ids=(END, THINK_END, 0x80), max_tokens=200)
-    said = []
+    ids = []
     async with engine.generate(prompt, sampling) as outputs:
         async for output in outputs:
             if isinstance(output, Step):
-                said.append(output.token_id)
-            if len(said) == 3:
+                ids.append(output.token_id)
+            if len(ids) == 3:
                 outputs.answer_now()
-            if THINK_END in said:
+            if THINK_END in ids:
                 break
-    assert said[-2:] == [10, THINK_END]
+    assert ids[-2:] == [10, THINK_END]
 
 
 async def test_closing_ends_what_runs_and_refuses_what_comes(folder_of: Callable[[str], Path]) -> None:

@@ -1,4 +1,4 @@
-"""Contents that try to be more than text, and a conversation that holds them in every place."""
+"""Hostile contents that spell control tokens, and a conversation with such contents in every place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _GLUE = (
 
 
 def contents(control: Sequence[str], count: int, seed: int = 0) -> list[str]:
-    """Whole control strings, halves of them that might meet at a seam, and several in a row."""
+    """Control strings, parts of them that may join at a boundary, and several in a row."""
     rng = random.Random(seed)
     out = []
     for _ in range(count):
@@ -44,12 +44,12 @@ def contents(control: Sequence[str], count: int, seed: int = 0) -> list[str]:
 
 
 def conversation(texts: Sequence[str], calls: bool, system: bool) -> tuple[list[Message], list[Tool]]:
-    """A history with a text in every place that somebody else's words can reach; nine texts are used."""
+    """A history with a text in every place that a client or a tool can write to; it uses nine texts."""
     a, b, c, d, e, f, g, h, i = (f"a{text}z" if text[:1].isspace() or not text.strip() else text for text in texts[:9])
     first = [Message(Role.SYSTEM, (Text(a),))] if system else []
     if not calls:
-        said = Message(Role.ASSISTANT, (Thinking(d), Text(c)))
-        return [*first, Message(Role.USER, (Text(b),)), said, Message(Role.USER, (Text(e),))], []
+        reply = Message(Role.ASSISTANT, (Thinking(d), Text(c)))
+        return [*first, Message(Role.USER, (Text(b),)), reply, Message(Role.USER, (Text(e),))], []
     import json
 
     call = ToolCall("callid001", f, json.dumps({g: h, "n": 1}))
@@ -67,5 +67,5 @@ def conversation(texts: Sequence[str], calls: bool, system: bool) -> tuple[list[
 
 def control_ids(format: TemplateFormat, texts: Sequence[str], calls: bool, system: bool) -> list[int]:
     messages, tools = conversation(texts, calls, system)
-    control = set(format._tokenizer.control.values())
+    control = set(format.tokenizer.control.values())
     return [i for i in format.render(messages, tools).context_ids if i in control]

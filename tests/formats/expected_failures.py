@@ -1,4 +1,4 @@
-"""What of the published templates and recorded cases is known to fail, by name.
+"""Known failures among the published templates and recorded cases, by name.
 
 Tests mark these strictly: one that passes is reported as a failure, so that its entry is deleted.
 """
@@ -21,10 +21,10 @@ RECORDED_CASES = {
 """Lines of `cases.jsonl`, counted from 0 as `palaver formats check` does, whose message is not read as expected."""
 CONTINUATIONS = ("Kimi-K3", "MiniMax-M3", "Reka-Edge", "muse-glimmer")
 """Templates with continuations that are not byte-exact."""
-BEGUN_ANSWERS = ("Kimi-K3", "muse-glimmer")
-"""Formats in which a begun answer is not read back as it was given."""
+PARTIAL_ANSWERS = ("Kimi-K3", "muse-glimmer")
+"""Formats in which a partial answer is not read back as it was given."""
 FORCED_CALLS = ("Kimi-K3-tokens", "Kimi-K3-text", "MiniMax-M3-tokens", "muse-glimmer-tokens", "muse-glimmer-text")
-"""Formats in which a call that must come does not read back as that call."""
+"""Formats in which a forced call is not read back as that call."""
 
 
 def expected(value: Any, name: str, failures: Collection[str]) -> Any:

@@ -1,4 +1,4 @@
-"""Chat templates of our own, one for every family of formats, with replies in them and what they mean."""
+"""Chat templates for tests, one for every family of formats, with replies and their expected messages."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ TOOLS = (
 
 
 @dataclass(frozen=True)
-class Said:
-    """A reply in a format and what it means. A `\0` keeps the letters of a marker from being its token."""
+class Case:
+    """A reply and its expected message. A `\0` inside a marker makes it plain text instead of a token."""
 
     text: str
     thinking: str = ""
     answer: str = ""
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()
     thinks: bool | None = None
-    """How thinking is switched for it."""
+    """The value of the thinking option."""
     as_text: bool = True
-    """Whether it means the same where markers are ordinary text, which count only where a part of a reply begins."""
+    """Whether the message is the same if markers are plain text, which count only at the start of a part."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,10 +85,10 @@ class Family:
     name: str
     source: str
     markers: tuple[str, ...]
-    """What a tokenizer of such a model may hold as tokens, beside what opens and ends turns."""
-    replies: tuple[Said, ...]
+    """Markers that may be tokens of the tokenizer, beside those that open and end turns."""
+    replies: tuple[Case, ...]
     calls: str | None = None
-    """The syntax of tool calls that must be learned."""
+    """The expected syntax of tool calls."""
     thinking: tuple[str, str] | None = None
     reasoning: str | None = None
     switch: str | None = None
@@ -97,7 +97,7 @@ class Family:
 
 
 class Kind(StrEnum):
-    """What a marker is to the tokenizer."""
+    """Whether the tokenizer has markers as special tokens, as added tokens or as plain text."""
 
     SPECIAL = "special"
     ADDED = "added"
@@ -105,20 +105,20 @@ class Kind(StrEnum):
 
 
 def tokenizer(family: Family, kind: Kind) -> PieceTokenizer:
-    """Cuts text anywhere; turns are always special tokens, unless all is text."""
+    """A tokenizer that can split text anywhere. Turn markers are special tokens, unless all markers are text."""
     pieces = PieceTokenizer(() if kind is Kind.TEXT else (*family.turns, *family.markers))
     special = (*family.turns, *(family.markers if kind is Kind.SPECIAL else ()))
     pieces.special_ids = frozenset(pieces.control[text] for text in special if text in pieces.control)
     return pieces
 
 
-def made(family: Family, kind: Kind = Kind.ADDED) -> tuple[TemplateFormat, PieceTokenizer]:
+def make_format(family: Family, kind: Kind = Kind.ADDED) -> tuple[TemplateFormat, PieceTokenizer]:
     pieces = tokenizer(family, kind)
     return TemplateFormat(Template(family.source, family.name), pieces, family.strings), pieces
 
 
 def ids(pieces: PieceTokenizer, text: str) -> list[int]:
-    """A reply's tokens: the markers, and the runs between them in one piece each."""
+    """The tokens of a reply: its markers, and one token for each text between them."""
     runs = (run.replace("\0", "") if isinstance(run, str) else run for run in pieces.runs(text))
     return [run if isinstance(run, int) else pieces.piece(run) for run in runs]
 
@@ -136,17 +136,17 @@ def _plain(text: str) -> str:
     return text.replace("<", "<\0")
 
 
-def _thoughts(preopened: bool) -> tuple[Said, ...]:
+def _thoughts(preopened: bool) -> tuple[Case, ...]:
     start = "" if preopened else "<think>\n"
-    off = Said("No thought.", answer="No thought.", thinks=False)
+    off = Case("No thought.", answer="No thought.", thinks=False)
     return (
         off,
-        Said(f"{start}Why?\n</think>\n\nBecause.", "Why?", "Because."),
-        Said(f"{start}never clos", "never clos"),
-        Said(f"{start}one\n</think>\n\na<think>\ntwo\n</think>\n\nb", "onetwo", "ab", as_text=False)
+        Case(f"{start}Why?\n</think>\n\nBecause.", "Why?", "Because."),
+        Case(f"{start}never clos", "never clos"),
+        Case(f"{start}one\n</think>\n\na<think>\ntwo\n</think>\n\nb", "onetwo", "ab", as_text=False)
         if preopened
-        else Said(f"{start}a < b\n</think>\n\n    code", "a < b", "    code"),
-        Said(f"{start}\n</think>\n\n \n", "", ""),
+        else Case(f"{start}a < b\n</think>\n\n    code", "a < b", "    code"),
+        Case(f"{start}\n</think>\n\n \n", "", ""),
     )
 
 
@@ -161,10 +161,10 @@ def _thinking_families() -> list[Family]:
 {%- else %}"""
     typed_source = framed(thought=typed).replace("{{- m.content or '' }}\n", "{{- m.content or '' }}{%- endif %}\n", 1)
     split = (
-        "{%- set said = m.content.split('</think>')[-1] if m.content and '</think>' in m.content else m.content %}\n"
+        "{%- set case = m.content.split('</think>')[-1] if m.content and '</think>' in m.content else m.content %}\n"
     )
     split_source = framed(thought=split, opening="{{- '<think>\\n' }}").replace(
-        "{{- m.content or '' }}", "{{- said or '' }}"
+        "{{- m.content or '' }}", "{{- case or '' }}"
     )
     return [
         Family("tags, self-opened", framed(thought=_THOUGHT, opening=_CLOSED), think, _thoughts(False), **common,
@@ -172,12 +172,12 @@ def _thinking_families() -> list[Family]:
         Family("tags, opened by the prompt", framed(thought=_THOUGHT, opening=_OPENED), think, _thoughts(True),
                **common, switch="enable_thinking"),
         Family("typed parts", typed_source, ("[THINK]", "[/THINK]"),
-               (Said("[THINK]Why?[/THINK]Because.", "Why?", "Because."), Said("plain", answer="plain")),
+               (Case("[THINK]Why?[/THINK]Because.", "Why?", "Because."), Case("plain", answer="plain")),
                thinking=("[THINK]", "[/THINK]"), reasoning="content"),
         Family("dropped by a split", split_source, think,
-               (Said("Why?\n</think>\n\nBecause.", "Why?", "Because."), Said("open", "open"))),
+               (Case("Why?\n</think>\n\nBecause.", "Why?", "Because."), Case("open", "open"))),
         Family("no thinking", framed(), (),
-               (Said("  plain \n", answer="  plain \n"), Said("<think>x", answer="<think>x"))),
+               (Case("  plain \n", answer="  plain \n"), Case("<think>x", answer="<think>x"))),
     ]  # fmt: skip
 
 
@@ -214,20 +214,20 @@ def _json_families() -> list[Family]:
     with_ids = ", ".join(_json(ONE, id="abcdefghi"))
     return [
         Family("JSON in tags", framed(tags, _THOUGHT, _CLOSED), ("<think>", "</think>", "<tool_call>", "</tool_call>"),
-               (Said(tagged, calls=TWO), Said(f"So:\n{tagged}", answer="So:", calls=TWO),
-                Said(f"<tool_call>\n{_plain(_json(QUOTED)[0])}\n</tool_call>", calls=QUOTED),
-                Said(f"<think>\nhm\n</think>\n\n{tagged}", "hm", calls=TWO),
-                Said(f"<think>\nhm\n{tagged}\nmore\n</think>\n\nok", "hmmore", "ok", TWO)),
+               (Case(tagged, calls=TWO), Case(f"So:\n{tagged}", answer="So:", calls=TWO),
+                Case(f"<tool_call>\n{_plain(_json(QUOTED)[0])}\n</tool_call>", calls=QUOTED),
+                Case(f"<think>\nhm\n</think>\n\n{tagged}", "hm", calls=TWO),
+                Case(f"<think>\nhm\n{tagged}\nmore\n</think>\n\nok", "hmmore", "ok", TWO)),
                "json_calls", ("<think>\n", "\n</think>\n\n"), "reasoning_content", "enable_thinking"),
         Family("JSON list", framed(listed), ("[TOOL_CALLS]",),
-               (Said(f"[TOOL_CALLS][{with_ids}]", calls=ONE), Said("just text [x]", answer="just text [x]")),
+               (Case(f"[TOOL_CALLS][{with_ids}]", calls=ONE), Case("just text [x]", answer="just text [x]")),
                "json_calls"),
         Family("JSON lines", framed(lines), ("<tool_calls>", "</tool_calls>"),
-               (Said("<tool_calls>\n" + "\n".join(_json(TWO)) + "\n</tool_calls>", calls=TWO),), "json_calls"),
+               (Case("<tool_calls>\n" + "\n".join(_json(TWO)) + "\n</tool_calls>", calls=TWO),), "json_calls"),
         Family("bare JSON", framed(bare), (),
-               (Said(parameters, calls=ONE), Said("No {brace} here", answer="No {brace} here")), "json_calls"),
+               (Case(parameters, calls=ONE), Case("No {brace} here", answer="No {brace} here")), "json_calls"),
         Family("the name as key", framed(keyed), ("<|calls|>", "<|/calls|>"),
-               (Said(f"<|calls|>{named}<|/calls|>", calls=TWO),), "json_calls"),
+               (Case(f"<|calls|>{named}<|/calls|>", calls=TWO),), "json_calls"),
     ]  # fmt: skip
 
 
@@ -260,18 +260,18 @@ def _tagged_families() -> list[Family]:
     odd = (("look_up", {"word": "two\nlines </tool_call> <x>"}),)
     return [
         Family("function XML", framed(xml, _THOUGHT, _OPENED), ("<think>", "</think>", "<tool_call>", "</tool_call>"),
-               (Said(f"hm\n</think>\n\n<tool_call>\n<function=look_up>\n{one}</function>\n</tool_call>\n{two}", "hm",
+               (Case(f"hm\n</think>\n\n<tool_call>\n<function=look_up>\n{one}</function>\n</tool_call>\n{two}", "hm",
                      calls=TWO),
-                Said("<tool_call>\n<function=look_up>\n<parameter=word>\ntwo\nlines <\0/tool_call> <x>\n</parameter>\n"
+                Case("<tool_call>\n<function=look_up>\n<parameter=word>\ntwo\nlines <\0/tool_call> <x>\n</parameter>\n"
                      "</function>\n</tool_call>", calls=odd, thinks=False)),
                "parameters", ("<think>\n", "\n</think>\n\n"), "reasoning_content", "enable_thinking"),
         Family("key and value tags", framed(pairs),
                ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-               (Said("<tool_call>look_up\n<arg_key>word</arg_key>\n<arg_value>tree</arg_value>\n<arg_key>times</arg_key>"
+               (Case("<tool_call>look_up\n<arg_key>word</arg_key>\n<arg_value>tree</arg_value>\n<arg_key>times</arg_key>"
                      "\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>", calls=TWO),),
                "parameters"),
         Family("typed parameters", framed(typed), ("<calls>", "</calls>"),
-               (Said('<calls>\n<invoke name="look_up">\n<parameter name="word" string="true">tree</parameter>\n'
+               (Case('<calls>\n<invoke name="look_up">\n<parameter name="word" string="true">tree</parameter>\n'
                      '<parameter name="times" string="false">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n'
                      "</calls>", calls=TWO),), "parameters"),
     ]  # fmt: skip
@@ -293,14 +293,14 @@ def _named_families() -> list[Family]:
     return [
         Family("sections with counted ids", framed(counted),
                ("<|section|>", "<|/section|>", "<|call|>", "<|/call|>", "<|args|>"),
-               (Said(f"<|section|><|call|>functions.look_up:0<|args|>{given}<|/call|><|call|>functions.now:1<|args|>{{}}"
+               (Case(f"<|section|><|call|>functions.look_up:0<|args|>{given}<|/call|><|call|>functions.now:1<|args|>{{}}"
                      "<|/call|><|/section|>", calls=TWO),), "named_json"),
         Family("name, separator, JSON", framed(separated),
                ("<|section|>", "<|/section|>", "<|call|>", "<|/call|>", "<|args|>"),
-               (Said(f"<|section|><|call|>look_up<|args|>{given}<|/call|><|call|>now<|args|>{{}}<|/call|><|/section|>",
+               (Case(f"<|section|><|call|>look_up<|args|>{given}<|/call|><|call|>now<|args|>{{}}<|/call|><|/section|>",
                      calls=TWO),), "named_json"),
         Family("marker and arguments", framed(marked), ("[TOOL_CALLS]", "[ARGS]"),
-               (Said(f"So [TOOL_CALLS]look_up[ARGS]{given}[TOOL_CALLS]now[ARGS]{{}}", answer="So", calls=TWO),),
+               (Case(f"So [TOOL_CALLS]look_up[ARGS]{given}[TOOL_CALLS]now[ARGS]{{}}", answer="So", calls=TWO),),
                "named_json"),
     ]  # fmt: skip
 
@@ -344,15 +344,15 @@ def _other_families() -> list[Family]:
     control = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>")
     return [
         Family("Python calls", framed(python), ("<|calls|>", "<|/calls|>"),
-               (Said('<|calls|>[look_up(word="tree", times=2), now()]<|/calls|>', calls=TWO),), "python_calls"),
+               (Case('<|calls|>[look_up(word="tree", times=2), now()]<|/calls|>', calls=TWO),), "python_calls"),
         Family("braces with own quotes", framed(braces), ("<|call>", "<call|>", '<|"|>'),
-               (Said('<|call>call:look_up{word:<|"|>tree<|"|>,times:2}<call|><|call>call:now{}<call|>', calls=TWO),),
+               (Case('<|call>call:look_up{word:<|"|>tree<|"|>,times:2}<call|><|call>call:now{}<call|>', calls=TWO),),
                "braces"),
         Family("actions", framed(actions), ("<|ACTIONS|>", "<|/ACTIONS|>"),
-               (Said(f"<|ACTIONS|>{action}<|/ACTIONS|>", calls=ONE),), "json_calls"),
+               (Case(f"<|ACTIONS|>{action}<|/ACTIONS|>", calls=ONE),), "json_calls"),
         Family("typed headers", channels, (),
-               (Said(f"{thought}<|channel|>final<|message|>It is.", "hm", "It is."),
-                Said(f"{thought} to=functions.look_up<|channel|>commentary json<|message|>{given}<|call|>", "hm",
+               (Case(f"{thought}<|channel|>final<|message|>It is.", "hm", "It is."),
+                Case(f"{thought} to=functions.look_up<|channel|>commentary json<|message|>{given}<|call|>", "hm",
                      calls=ONE)),
                "named_json", None, "thinking", turns=control, strings={}),
     ]  # fmt: skip

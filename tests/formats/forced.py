@@ -1,4 +1,4 @@
-"""Calls drawn at random under the grammar that forces them, with nothing but the engine's own holding in between."""
+"""Samples random replies under the grammar of forced calls, with the engine's own grammar and no model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from palaver.generation import Prompt
 from palaver.messages import Message, Tool, ToolCall, user
 from palaver.sampling import Sampling
 
-MOST = 4000
+MAX_TOKENS = 4000
 PLACE = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "zip": {"type": "integer"}},
@@ -82,93 +82,93 @@ PLAIN = (
     ),
     NOW,
 )
-"""For templates that fail where a schema is out of the ordinary."""
+"""For templates that fail with unusual schemas."""
 
 
-class Drawn:
-    """Replies, drawn evenly from what is allowed; what may end something is drawn more often, so that it ends. The
-    first 256 tokens are the bytes."""
+class CallSampler:
+    """Samples replies uniformly from the allowed tokens; tokens that may end something are more likely, so that replies
+    end. The first 256 tokens are the bytes."""
 
     def __init__(self, format: TemplateFormat, end: int) -> None:
         vocabulary = format.tokenizer.vocabulary
         self._format = format
         self._compiler = GrammarCompiler(vocabulary)
         self._grammars: dict[Constraint, CompiledGrammar] = {}
-        self._spelling = VocabularyIndex(vocabulary)
+        self._index = VocabularyIndex(vocabulary)
         self._end = end
-        self.tools = TOOLS if self._takes(TOOLS) else PLAIN
-        self._enders = torch.zeros(len(vocabulary), dtype=torch.bool)
+        self.tools = TOOLS if self._accepts(TOOLS) else PLAIN
+        self._end_tokens = torch.zeros(len(vocabulary), dtype=torch.bool)
         for token_id, text in enumerate(vocabulary):
-            self._enders[token_id] = text in (b'"', b"}", b"]", b"<", b"\n", b")", b"/") or len(text) > 4
+            self._end_tokens[token_id] = text in (b'"', b"}", b"]", b"<", b"\n", b")", b"/") or len(text) > 4
 
-    def _takes(self, tools: tuple[Tool, ...]) -> bool:
+    def _accepts(self, tools: tuple[Tool, ...]) -> bool:
         try:
             self._format.render((user("Hi"),), tools)
         except TemplateError:
             return False
         return True
 
-    def message(self, called: Sequence[Tool], seed: int) -> tuple[Message, str]:
-        """What the reply reads as, and its text."""
-        options = RenderOptions(must_call=tuple(tool.name for tool in called))
+    def message(self, forced: Sequence[Tool], seed: int) -> tuple[Message, str]:
+        """The message of a sampled reply, and its text."""
+        options = RenderOptions(must_call=tuple(tool.name for tool in forced))
         prompt = self._format.render((user("Hi"),), self.tools, options)
         ids = self._ids(prompt, random.Random(seed))
         reader = self._format.reader(prompt, (), self.tools, options)
         events = [*reader.open(), *(event for one in ids for event in reader.feed(one)), *reader.close()]
-        return fold(events).message, b"".join(self._spelling.vocabulary[i] for i in ids).decode("utf-8", "replace")
+        return fold(events).message, b"".join(self._index.vocabulary[i] for i in ids).decode("utf-8", "replace")
 
-    def _ids(self, prompt: Prompt, dice: random.Random) -> list[int]:
-        vocabulary = self._spelling.vocabulary
+    def _ids(self, prompt: Prompt, rng: random.Random) -> list[int]:
+        vocabulary = self._index.vocabulary
         reply = ReplyState(prompt, Sampling(), vocabulary, frozenset({self._end}))
         assert prompt.phases.held is not None
         for constraint in (prompt.phases.held.first, prompt.phases.held.later):
             if constraint not in self._grammars:
                 self._grammars[constraint] = self._compiler.compile(constraint)
-        holding = ReplyGrammar(prompt.phases, self._grammars, self._spelling)
+        grammar = ReplyGrammar(prompt.phases, self._grammars, self._index)
         spelled: list[int] = []
         while reply.ended is None:
-            assert len(reply.ids) < MOST, f"no end: {self._said(reply)[-300:]!r}"
+            assert len(reply.token_ids) < MAX_TOKENS, f"no end: {self._reply_bytes(reply)[-300:]!r}"
             scores = torch.zeros(len(vocabulary))
-            holding.forbid(scores, reply)
+            grammar.apply_mask(scores, reply)
             allowed = scores > -torch.inf
-            assert bool(allowed.any()), f"nothing can be said: {self._said(reply)[-300:]!r}"
-            if not spelled and dice.random() < 0.1:
-                spelled = self._marker(prompt, reply, dice)
+            assert bool(allowed.any()), f"no token is allowed: {self._reply_bytes(reply)[-300:]!r}"
+            if not spelled and rng.random() < 0.1:
+                spelled = self._marker(prompt, reply, rng)
             spelled = spelled if spelled and allowed[spelled[0]] else []
-            token_id = spelled.pop(0) if spelled else self._draw(allowed, dice)
-            reply.take(token_id)
-            holding.take(token_id, reply, False)
-        return reply.ids
+            token_id = spelled.pop(0) if spelled else self._draw(allowed, rng)
+            reply.append_token(token_id)
+            grammar.accept_token(token_id, reply, False)
+        return reply.token_ids
 
-    def _marker(self, prompt: Prompt, reply: ReplyState, dice: random.Random) -> list[int]:
-        """A way out of the state, spelled letter by letter where it is text: by chance that would hardly come."""
+    def _marker(self, prompt: Prompt, reply: ReplyState, rng: random.Random) -> list[int]:
+        """A trigger of the current state, byte by byte if it is text: random bytes hardly ever spell one."""
         triggers = prompt.phases.states[reply.state].triggers
         if not triggers:
             return []
-        marker = dice.choice(triggers).marker
-        return [marker] if isinstance(marker, int) else list(dice.choice((b"", b"\n")) + marker)
+        marker = rng.choice(triggers).marker
+        return [marker] if isinstance(marker, int) else list(rng.choice((b"", b"\n")) + marker)
 
-    def _draw(self, allowed: torch.Tensor, dice: random.Random) -> int:
-        likely = allowed & self._enders
-        if bool(likely.any()) and dice.random() < 0.4:
+    def _draw(self, allowed: torch.Tensor, rng: random.Random) -> int:
+        likely = allowed & self._end_tokens
+        if bool(likely.any()) and rng.random() < 0.4:
             allowed = likely
-        return int(dice.choice(torch.nonzero(allowed).flatten().tolist()))
+        return int(rng.choice(torch.nonzero(allowed).flatten().tolist()))
 
-    def _said(self, reply: ReplyState) -> bytes:
-        return b"".join(self._spelling.vocabulary[i] for i in reply.ids)
+    def _reply_bytes(self, reply: ReplyState) -> bytes:
+        return b"".join(self._index.vocabulary[i] for i in reply.token_ids)
 
 
-def wrong(message: Message, tools: Sequence[Tool]) -> str:
-    """What is wrong with a reply that must call one of these, or nothing."""
+def find_error(message: Message, tools: Sequence[Tool]) -> str:
+    """The error in a reply that must call one of these tools; empty if there is none."""
     if not message.tool_calls:
         return "there is no call"
     if message.text.strip():
         return f"something is answered: {message.text!r}"
     schemas = {tool.name: dict(tool.parameters) for tool in tools}
-    return next((why for call in message.tool_calls if (why := _wrong_call(call, schemas))), "")
+    return next((why for call in message.tool_calls if (why := _find_call_error(call, schemas))), "")
 
 
-def _wrong_call(call: ToolCall, schemas: Mapping[str, Any]) -> str:
+def _find_call_error(call: ToolCall, schemas: Mapping[str, Any]) -> str:
     if call.name not in schemas:
         return f"{call.name!r} is called"
     try:

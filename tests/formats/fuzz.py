@@ -1,7 +1,7 @@
-"""Right and broken replies in every family, cut at random: `python -m tests.formats.fuzz 100000`.
+"""Fuzzes readers with valid and broken replies in every family: `python -m tests.formats.fuzz 100000`.
 
-Words that are no part of any format are strewn into replies. Whatever a reader makes of such a reply, each of the
-words must be in some event, and how the reply is cut into tokens must make no difference.
+Replies get random words that are no part of any format. Each word must be in some event, and the events must not depend
+on how the reply is split into tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from palaver.formats.base import RenderOptions
 from palaver.formats.format import TemplateFormat
 from palaver.generation import Prompt
 from palaver.messages import user
-from tests.formats.families import FAMILIES, TOOLS, Family, Kind, made
+from tests.formats.families import FAMILIES, TOOLS, Family, Kind, make_format
 
 _SCRAPS = ('"', "'", "\\", "{", "}", "[", "]", "(", ")", ",", ":", "=", " ", "\n", "<", ">", "</", "|>", "é", "👋🏽",
            "```json\n", '{"name": ', '"arguments": {', "null", "-1.5e3", "look_up", "to=", "functions.")  # fmt: skip
@@ -46,7 +46,7 @@ class Subject:
 
 
 def subject(family: Family, kind: Kind) -> Subject:
-    format, pieces = made(family, kind)
+    format, pieces = make_format(family, kind)
     tools = TOOLS if family.calls else ()
     prompts = {
         (thinks, calls): format.render([user("q")], tools, RenderOptions(thinking=thinks, calls=calls))
@@ -57,7 +57,7 @@ def subject(family: Family, kind: Kind) -> Subject:
 
 
 def broken(subject: Subject, rng: random.Random) -> str:
-    """A reply of the family, cut up and put together wrongly, with words strewn in."""
+    """A reply of the family with random edits and random words."""
     markers = (*subject.family.markers, *re.findall(r"<[^<>\s]*>", " ".join(s.text for s in subject.family.replies)))
     text = rng.choice(subject.family.replies).text
     for number in range(rng.randint(0, 6)):
@@ -81,7 +81,7 @@ def broken(subject: Subject, rng: random.Random) -> str:
 
 
 def tokens(subject: Subject, text: str, rng: random.Random | None) -> list[int]:
-    """The reply's tokens, uncut where there are no dice."""
+    """The tokens of the reply, split at random if there is an `rng`."""
     out: list[int] = []
     for run in subject.pieces.runs(text):
         if isinstance(run, int):
@@ -99,7 +99,7 @@ def _cuts(data: bytes, rng: random.Random | None) -> Iterator[bytes]:
         data = data[size:]
 
 
-def shown(events: list[ReadEvent]) -> str:
+def event_text(events: list[ReadEvent]) -> str:
     out = []
     for event in events:
         match event:
@@ -111,7 +111,7 @@ def shown(events: list[ReadEvent]) -> str:
 
 
 def trial(subject: Subject, text: str, rng: random.Random, cuts: int = 1) -> str:
-    """What is wrong with how the reply is read; empty where nothing is."""
+    """The error in how the reply is read; empty if there is none."""
     thinks, calls = rng.choice(list(subject.prompts))
     stops = rng.choice(((), (), ("tree", "w1q w"), ("\n\n",)))
     whole = subject.read(tokens(subject, text, None), thinks, calls, stops)
@@ -119,8 +119,9 @@ def trial(subject: Subject, text: str, rng: random.Random, cuts: int = 1) -> str
         cut = subject.read(tokens(subject, text, rng), thinks, calls, stops)
         if fold(cut) != fold(whole):
             return f"cut {fold(cut)} whole {fold(whole)}"
-    said = shown(whole)
-    lost = [word for word in _WORD.findall(text) if word not in said] if not stops and not _ends(subject, text) else []
+    text_of_events = event_text(whole)
+    lost = [word for word in _WORD.findall(text) if word not in text_of_events]
+    lost = [] if stops or _ends(subject, text) else lost
     return f"{lost} are in no event: {whole}" if lost else ""
 
 

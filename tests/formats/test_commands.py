@@ -30,21 +30,21 @@ def recorded(path: Path, wrong: bool = False) -> Path:
     """Cases in the recorded form, from what our own families' replies mean."""
     lines = []
     for name in CHOSEN:
-        for said in FAMILIES[name].replies:
-            if not said.as_text or "\0" in said.text:
+        for case in FAMILIES[name].replies:
+            if not case.as_text or "\0" in case.text:
                 continue
-            calls = [{"function": {"name": n, "arguments": json.dumps(a)}} for n, a in said.calls]
-            answer = "wrong" if wrong else said.answer
+            calls = [{"function": {"name": n, "arguments": json.dumps(a)}} for n, a in case.calls]
+            answer = "wrong" if wrong else case.answer
             expected = {
                 "content": answer,
-                "reasoning_content": said.thinking,
+                "reasoning_content": case.thinking,
                 "tool_calls": calls,
             }
             tools = [{"function": {"name": t.name, "parameters": t.parameters}} for t in TOOLS]
             lines.append({
-                "template": name, "input": said.text, "expect": [expected],
+                "template": name, "input": case.text, "expect": [expected],
                 "messages": [{"role": "user", "content": "q"}],
-                "tools": tools if FAMILIES[name].calls else None, "enable_thinking": said.thinks is not False,
+                "tools": tools if FAMILIES[name].calls else None, "enable_thinking": case.thinks is not False,
                 "reasoning_format": "auto" if FAMILIES[name].thinking else "none",
                 "tool_choice": 0, "continue": 0, "json_schema": "", "is_partial": False,
             })  # fmt: skip

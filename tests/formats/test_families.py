@@ -1,4 +1,4 @@
-"""Every family of formats, learned from a template of our own: facts, reading in every cut, writing, continuing."""
+"""Every family of formats: learned facts, reading however a reply is split, escaping, continuations."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from palaver.formats.tool_calls import syntaxes
 from palaver.messages import Message, user
 from palaver.phases import Phase
 from tests.formats.adversarial import contents, control_ids
-from tests.formats.families import FAMILIES, TOOLS, Family, Kind, Said, ids
-from tests.formats.families import made as make
+from tests.formats.families import FAMILIES, TOOLS, Case, Family, Kind, ids
+from tests.formats.families import make_format as make_uncached
 
 ALL = [pytest.param(family, kind, id=f"{name}, {kind}") for name, family in FAMILIES.items() for kind in Kind]
-made = cache(make)
+make_format = cache(make_uncached)
 
 
 def cut(pieces: PieceTokenizer, text: str, rng: random.Random | None) -> Iterator[int]:
@@ -49,13 +49,13 @@ def meaning(message: Message) -> tuple[str, str, tuple[tuple[str, object], ...]]
     return message.thinking, message.text, calls
 
 
-def replies(family: Family, kind: Kind) -> list[Said]:
-    return [said for said in family.replies if kind is not Kind.TEXT or said.as_text]
+def replies(family: Family, kind: Kind) -> list[Case]:
+    return [case for case in family.replies if kind is not Kind.TEXT or case.as_text]
 
 
 @pytest.mark.parametrize(("family", "kind"), ALL)
 def test_what_is_learned(family: Family, kind: Kind) -> None:
-    facts = made(family, kind)[0].facts
+    facts = make_format(family, kind)[0].facts
     assert (syntaxes.syntax_name(facts.calls) if facts.calls else None) == family.calls
     assert (facts.switch.name if facts.switch else None) == family.switch
     assert facts.reasoning_field == family.reasoning
@@ -69,41 +69,42 @@ def test_what_is_learned(family: Family, kind: Kind) -> None:
 
 @pytest.mark.parametrize(("family", "kind"), ALL)
 def test_replies_are_read_however_they_are_cut(family: Family, kind: Kind) -> None:
-    format, pieces = made(family, kind)
-    for said in replies(family, kind):
-        options = RenderOptions(thinking=said.thinks)
+    format, pieces = make_format(family, kind)
+    for case in replies(family, kind):
+        options = RenderOptions(thinking=case.thinks)
         for rng in (None, *map(random.Random, range(4))):
-            tokens = list(cut(pieces, said.text, rng))
+            tokens = list(cut(pieces, case.text, rng))
             assert meaning(fold(read(format, tokens, family, options)).message) == (
-                said.thinking,
-                said.answer,
-                said.calls,
+                case.thinking,
+                case.answer,
+                case.calls,
             )
-        events = read(format, ids(pieces, said.text), family, options)
-        assert meaning(fold(events).message) == (said.thinking, said.answer, said.calls)
+        events = read(format, ids(pieces, case.text), family, options)
+        assert meaning(fold(events).message) == (case.thinking, case.answer, case.calls)
         assert not any(isinstance(event, Notice) for event in events)
 
 
 @pytest.mark.parametrize(("family", "kind"), ALL)
-def test_what_has_been_told_at_any_token_is_a_beginning_of_the_whole(family: Family, kind: Kind) -> None:
-    format, pieces = made(family, kind)
+def test_the_events_up_to_any_token_are_a_prefix_of_the_message(family: Family, kind: Kind) -> None:
+    format, pieces = make_format(family, kind)
     tools = TOOLS if family.calls else ()
-    for said in replies(family, kind):
-        options = RenderOptions(thinking=said.thinks)
+    for case in replies(family, kind):
+        options = RenderOptions(thinking=case.thinks)
         reader = format.reader(format.render([user("q")], tools, options), (), tools, options)
         events = reader.open()
-        for token in cut(pieces, said.text, random.Random(1)):
+        for token in cut(pieces, case.text, random.Random(1)):
             events += reader.feed(token)
-            told = fold(events).message
-            assert said.thinking.startswith(told.thinking)
-            assert said.answer.startswith(told.text)
-            assert [call.name for call in told.tool_calls] == [name for name, _ in said.calls][: len(told.tool_calls)]
+            message = fold(events).message
+            names = [call.name for call in message.tool_calls]
+            assert case.thinking.startswith(message.thinking)
+            assert case.answer.startswith(message.text)
+            assert names == [name for name, _ in case.calls][: len(names)]
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES.values() if f.calls], ids=lambda f: f.name)
-def test_without_leave_to_call_the_markup_of_calls_is_text(family: Family) -> None:
-    format, pieces = made(family, Kind.TEXT)
-    called = next(said for said in reversed(family.replies) if said.calls)
+def test_without_calls_allowed_the_markup_of_calls_is_text(family: Family) -> None:
+    format, pieces = make_format(family, Kind.TEXT)
+    called = next(case for case in reversed(family.replies) if case.calls)
     options = RenderOptions(calls=False, thinking=called.thinks)
     folded = fold(read(format, ids(pieces, called.text), family, options))
     assert not folded.message.tool_calls
@@ -113,7 +114,7 @@ def test_without_leave_to_call_the_markup_of_calls_is_text(family: Family) -> No
 
 
 def attack(family: Family, count: int) -> None:
-    format, pieces = made(family, Kind.ADDED)
+    format, pieces = make_format(family, Kind.ADDED)
     hostile = contents(sorted(pieces.control), count)
     for calls in (False, True) if family.calls else (False,):
         harmless = control_ids(format, ["harmless"] * 9, calls, True)
@@ -143,7 +144,7 @@ def test_continuations_are_byte_exact(tmp_path: Path) -> None:
 
 
 def test_a_phase_that_the_prompt_opens_is_announced_before_the_first_token() -> None:
-    format, _ = made(FAMILIES["tags, opened by the prompt"], Kind.ADDED)
+    format, _ = make_format(FAMILIES["tags, opened by the prompt"], Kind.ADDED)
     assert format.reader(format.render([user("q")])).open() == [PhaseOpened(Phase.THINKING)]
     off = RenderOptions(thinking=False)
     assert format.reader(format.render([user("q")], options=off), options=off).open() == []
@@ -152,7 +153,7 @@ def test_a_phase_that_the_prompt_opens_is_announced_before_the_first_token() -> 
 def test_what_looks_like_a_call_and_is_none_is_text_with_a_notice() -> None:
     family = FAMILIES["JSON in tags"]
     for kind in Kind:
-        format, pieces = made(family, kind)
+        format, pieces = make_format(family, kind)
         events = read(format, ids(pieces, "<tool_call>\nno JSON at all\n</tool_call>\nafter"), family, RenderOptions())
         folded = fold(events)
         assert folded.message.text.split() == "<tool_call> no JSON at all </tool_call> after".split()
@@ -162,10 +163,10 @@ def test_what_looks_like_a_call_and_is_none_is_text_with_a_notice() -> None:
 
 def test_a_call_inside_a_thought_leads_back_into_it() -> None:
     family = FAMILIES["JSON in tags"]
-    said = family.replies[-1]
+    case = family.replies[-1]
     for kind in Kind:
-        format, pieces = made(family, kind)
-        message = fold(read(format, ids(pieces, said.text), family, RenderOptions())).message
+        format, pieces = make_format(family, kind)
+        message = fold(read(format, ids(pieces, case.text), family, RenderOptions())).message
         assert [type(part).__name__ for part in message.parts] == [
             "Thinking",
             "ToolCall",
@@ -178,15 +179,15 @@ def test_a_call_inside_a_thought_leads_back_into_it() -> None:
 
 def test_positional_arguments_go_by_the_names_that_the_tool_has() -> None:
     family = FAMILIES["Python calls"]
-    format, pieces = made(family, Kind.ADDED)
+    format, pieces = make_format(family, Kind.ADDED)
     events = read(format, ids(pieces, '<|calls|>[look_up("tree", 2, 3)]<|/calls|>'), family, RenderOptions())
     (call,) = fold(events).message.tool_calls
     assert json.loads(call.arguments) == {"word": "tree", "times": 2, "argument_3": 3}
 
 
-def test_words_among_calls_are_told_and_not_lost() -> None:
+def test_words_between_calls_are_in_a_notice() -> None:
     family = FAMILIES["name, separator, JSON"]
-    format, pieces = made(family, Kind.SPECIAL)
+    format, pieces = make_format(family, Kind.SPECIAL)
     text = "<|section|><|call|>now<|args|>{}<|/call|> and by the way <|/section|>"
     folded = fold(read(format, ids(pieces, text), family, RenderOptions()))
     assert [call.name for call in folded.message.tool_calls] == ["now"]

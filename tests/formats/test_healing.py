@@ -1,4 +1,4 @@
-"""Healing: the end of a begun reply that a token would go beyond is cut off, to the byte, and control tokens stay."""
+"""Token healing: the end of a partial reply that a longer token extends is cut off; control tokens stay."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ def data(ids: tuple[int, ...]) -> bytes:
     return b"".join(TOKENIZER.vocabulary[i] for i in ids)
 
 
+EMPTY_THOUGHT = b"<think>\n\n</think>\n\n"
+"""The model thinks by default, so an answer without a thought follows an empty one."""
+
+
 def test_the_longest_end_that_a_token_goes_beyond_is_cut_off() -> None:
-    prompt = FORMAT.render([user("x")], options=RenderOptions(healing=True), begun=assistant("I say th"))
+    prompt = FORMAT.render([user("x")], options=RenderOptions(healing=True), partial_reply=assistant("I say th"))
     assert prompt.healing == b"th"  # `thi` and `think` are tokens
-    assert data(prompt.reply_ids) == b"I say "
-    whole = FORMAT.render([user("x")], begun=assistant("I say th"))
+    assert data(prompt.reply_ids) == EMPTY_THOUGHT + b"I say "
+    whole = FORMAT.render([user("x")], partial_reply=assistant("I say th"))
     assert whole.healing == b""
-    assert data(whole.reply_ids) == b"I say th"
+    assert data(whole.reply_ids) == EMPTY_THOUGHT + b"I say th"
 
 
 def test_control_tokens_are_never_cut_off() -> None:

@@ -25,7 +25,7 @@ from palaver.formats.template import Template
 from palaver.formats.tokenizer import FastTokenizer
 from palaver.messages import Message, Tool, ToolCall, assistant, system, tool, user
 from tests.formats.adversarial import contents, control_ids
-from tests.formats.test_unseen import unproved
+from tests.formats.test_unseen import facts_without_evidence
 from tests.tiny import MERGES, byte_level
 
 transformers_logging.set_verbosity_error()
@@ -59,24 +59,25 @@ def definition(path: Path) -> str:
 
 
 @cache
-def made(path: Path) -> TemplateFormat:
+def make_format(path: Path) -> TemplateFormat:
     source = path.read_text(encoding="utf-8")
     return TemplateFormat(Template(source, path.stem), FastTokenizer(definition(path)), STRINGS)
 
 
 def library_ids(path: Path, messages: list[Message], tools: list[Tool]) -> list[int] | str:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(definition(path)), **STRINGS)
-    format = made(path)
-    given: dict[str, Any] = {**tool_variables(format.facts, _schemas(tools)), **format.dates(RenderOptions(now=NOW))}
+    format = make_format(path)
+    dates = format.date_variables(RenderOptions(now=NOW))
+    variables: dict[str, Any] = {**tool_variables(format.facts, _schemas(tools)), **dates}
     try:
         ids = tokenizer.apply_chat_template(
-            [format._message(m) for m in messages],
-            tools=given.pop("tools", None),
+            [format.template_message(m) for m in messages],
+            tools=variables.pop("tools", None),
             chat_template=path.read_text(encoding="utf-8"),
             add_generation_prompt=True,
             return_dict=False,
             tokenize=True,
-            **given,
+            **variables,
         )
     except Exception as error:  # the library raises what the template raises
         return f"{type(error).__name__}: {error}"
@@ -95,17 +96,17 @@ def test_harmless_contents_give_the_ids_of_apply_chat_template(path: Path) -> No
         if isinstance(theirs, str) and IMMUTABLE in theirs:
             continue
         try:
-            ours: list[int] | None = list(made(path).render(messages, tools, RenderOptions(now=NOW)).context_ids)
+            ours: list[int] | None = list(make_format(path).render(messages, tools, RenderOptions(now=NOW)).context_ids)
         except TemplateError:
             ours = None
         assert ours == (None if isinstance(theirs, str) else theirs), (name, theirs)
 
 
 def attack(path: Path, count: int) -> None:
-    format = made(path)
-    hostile = contents(sorted(format._tokenizer.control), count)
+    format = make_format(path)
+    hostile = contents(sorted(format.tokenizer.control), count)
     for calls in (False, True):
-        shape = next((s for s in (True, False) if takes(format, calls, s)), None)
+        shape = next((s for s in (True, False) if accepts(format, calls, s)), None)
         if shape is None:
             continue
         harmless = control_ids(format, ["harmless"] * 9, calls, shape)
@@ -114,7 +115,7 @@ def attack(path: Path, count: int) -> None:
             assert control_ids(format, texts, calls, shape) == harmless, texts
 
 
-def takes(format: TemplateFormat, calls: bool, system: bool) -> bool:
+def accepts(format: TemplateFormat, calls: bool, system: bool) -> bool:
     try:
         control_ids(format, ["harmless"] * 9, calls, system)
     except TemplateError:
@@ -150,14 +151,14 @@ SWITCHES = {
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_what_a_variable_is_for_is_learned(name: str) -> None:
-    found = {switch.name: switch for switch in made(FOLDER / f"{name}.jinja").switches}
+    found = {switch.name: switch for switch in make_format(FOLDER / f"{name}.jinja").switches}
     variable, kind, default, values = SWITCHES[name]
     assert (found[variable].kind, found[variable].default, found[variable].values) == (kind, default, values)
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_every_fact_has_evidence(path: Path) -> None:
-    assert unproved(made(path).facts) == []
+    assert facts_without_evidence(make_format(path).facts) == []
 
 
 @pytest.mark.slow
@@ -167,4 +168,4 @@ def test_every_template_is_learned_the_same_way_whatever_else_is_there() -> None
         again = TemplateFormat(
             Template(path.read_text(encoding="utf-8"), "another name"), FastTokenizer(definition(path)), STRINGS
         )
-        assert again.facts == made(path).facts
+        assert again.facts == make_format(path).facts

@@ -1,4 +1,4 @@
-"""Recorded replies in published formats mean the message they are recorded with; continuations are byte-exact."""
+"""Recorded replies in published formats are read as the recorded message; continuations are byte-exact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not TEMPLATES, reason="NOTHING IS SHOWN HERE: th
 )
 def test_a_recorded_reply_means_its_message(numbered: tuple[int, dict[str, Any]]) -> None:
     number, case = numbered
-    assert [outcome for outcome in REPLAY.outcomes(case, number) if outcome.why] == []
+    assert [result for result in REPLAY.results(case, number) if result.error] == []
 
 
 @pytest.mark.parametrize("path", [expected(path, path.stem, CONTINUATIONS) for path in TEMPLATES])

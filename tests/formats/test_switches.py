@@ -1,4 +1,4 @@
-"""Wishes in neutral words come to a template's own variables, or are refused by name."""
+"""Switches: neutral options become the variables of a template, or are refused by name."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from palaver.formats.switches import Switch, SwitchKind, match_effort, order_eff
 from palaver.formats.template import Template
 from palaver.messages import user
 from palaver.phases import Phase
-from tests.formats.unseen import made
+from tests.formats.unseen import make_format
 
 
-def told(name: str, **options: Any) -> dict[str, Any]:
-    return made(name)[0].switched(RenderOptions(**options))
+def resolve(name: str, **options: Any) -> dict[str, Any]:
+    return make_format(name)[0].switch_variables(RenderOptions(**options))
 
 
 def prompt(name: str, **options: Any) -> str:
-    format, pieces = made(name)
+    format, pieces = make_format(name)
     return pieces.text(format.render([user("q")], (), RenderOptions(**options)).context_ids)
 
 
@@ -57,8 +57,8 @@ def prompt(name: str, **options: Any) -> str:
         ("dune", {}, {}),
     ],
 )
-def test_a_wish_becomes_the_templates_own_variable(name: str, options: Any, variables: dict[str, Any]) -> None:
-    assert told(name, **options) == variables
+def test_an_option_becomes_a_variable_of_the_template(name: str, options: Any, variables: dict[str, Any]) -> None:
+    assert resolve(name, **options) == variables
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_what_a_template_does_not_have_is_refused_by_name(name: str, options: An
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_wishes_reach_the_prompt() -> None:
+def test_options_reach_the_prompt() -> None:
     assert "Think at length" in prompt("amber", effort="high")
     assert "reasoning strength=low" in prompt("fjord", effort="low")
     assert "Reasoning effort: high." in prompt("moss", effort="high")
@@ -100,7 +100,7 @@ def test_wishes_reach_the_prompt() -> None:
 
 def test_the_reply_opens_as_it_was_switched() -> None:
     def opens(name: str, **options: Any) -> Phase:
-        return made(name)[0].render([user("q")], (), RenderOptions(**options)).phases.opens_in
+        return make_format(name)[0].render([user("q")], (), RenderOptions(**options)).phases.opens_in
 
     assert opens("heath") is Phase.THINKING
     assert opens("heath", effort="none") is Phase.ANSWER
@@ -116,16 +116,16 @@ def test_a_day_is_written_as_the_template_writes_it() -> None:
     assert "Today is soon." in prompt("dune", now=now, variables={"today": "soon"})
 
 
-def correct(tmp_path: Path, name: str, text: str) -> dict[str, Switch]:
+def override(tmp_path: Path, name: str, text: str) -> dict[str, Switch]:
     path = tmp_path / "palaver-format.toml"
     path.write_text(text, encoding="utf-8")
-    return {switch.name: switch for switch in apply_overrides(made(name)[0].facts, path).switches}
+    return {switch.name: switch for switch in apply_overrides(make_format(name)[0].facts, path).switches}
 
 
 def test_an_operator_corrects_a_switch_or_gives_a_new_one(tmp_path: Path) -> None:
     text = '[switches.reasoning]\nvalues = ["low", "high", "extreme"]\n'
     text += '[switches.other]\nkind = "budget"\ntype = "integer"\n'
-    switches = correct(tmp_path, "grove", text)
+    switches = override(tmp_path, "grove", text)
     assert switches["reasoning"].values == ("low", "high", "extreme")
     assert switches["reasoning"].default == "medium"
     assert switches["other"] == Switch("other", SwitchKind.BUDGET, "integer")
@@ -144,12 +144,12 @@ def test_an_operator_corrects_a_switch_or_gives_a_new_one(tmp_path: Path) -> Non
 )
 def test_a_correction_of_a_switch_that_is_none_is_refused(tmp_path: Path, text: str, named: str) -> None:
     with pytest.raises(BadParameter) as error:
-        correct(tmp_path, "grove", text)
+        override(tmp_path, "grove", text)
     assert named in str(error.value)
 
 
-def asked(source: str) -> dict[str, TemplateVariable]:
-    return {given.name: given for given in template_variables(Template(source).tree, {"messages"})}
+def find_variables(source: str) -> dict[str, TemplateVariable]:
+    return {variable.name: variable for variable in template_variables(Template(source).tree, {"messages"})}
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def asked(source: str) -> dict[str, TemplateVariable]:
         ("{% set ns = namespace(a=1) %}{% set ns.a = q %}{{ ns.a }}", {"q"}),
     ],
 )
-def test_only_what_others_may_give_is_an_input(source: str, names: set[str]) -> None:
-    assert set(asked(source)) == names
+def test_only_names_that_the_template_does_not_set_are_variables(source: str, names: set[str]) -> None:
+    assert set(find_variables(source)) == names
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_only_what_others_may_give_is_an_input(source: str, names: set[str]) -> 
     ],
 )
 def test_the_syntax_tells_values_and_defaults(source: str, values: tuple[Any, ...], defaults: tuple[Any, ...]) -> None:
-    assert (asked(source)["e"].values, asked(source)["e"].defaults) == (values, defaults)
+    assert (find_variables(source)["e"].values, find_variables(source)["e"].defaults) == (values, defaults)
 
 
 def test_words_of_effort_have_an_order() -> None:

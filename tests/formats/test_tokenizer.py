@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 import palaver.models
 from palaver.errors import BrokenModel
 from palaver.formats import tokenizer
-from palaver.formats.tokenizer import EncodingCache, FastTokenizer, reads_parts_alone
+from palaver.formats.tokenizer import EncodingCache, FastTokenizer, encodes_runs_independently
 from tests.tiny import MERGES, THINK, TURNS, byte_level
 
 DEFINITION = byte_level(merges=MERGES)
@@ -34,11 +34,11 @@ def test_control_tokens_and_harmless_text_give_the_librarys_ids(parts: list[str]
 
 
 @given(st.lists(st.lists(PIECES, max_size=6), max_size=4))
-def test_what_is_remembered_is_what_is_encoded_whole(texts: list[list[str]]) -> None:
-    for remembering, forgetful in _both_ways():
+def test_cached_runs_give_the_ids_of_the_whole_text(texts: list[list[str]]) -> None:
+    for cached, uncached in _both_ways():
         for text in texts:
-            runs = [remembering.control.get(part, part) for part in text]
-            assert remembering.encode(runs) == forgetful.encode(runs)
+            runs = [cached.control.get(part, part) for part in text]
+            assert cached.encode(runs) == uncached.encode(runs)
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_what_is_remembered_is_what_is_encoded_whole(texts: list[list[str]]) -> 
         {"added_tokens": [{"id": 0, "content": "<s>", "special": True, "lstrip": False, "rstrip": True}]},
     ],
 )
-def test_what_stands_around_a_text_may_matter(changed: dict[str, object]) -> None:
-    assert reads_parts_alone(json.loads(DEFINITION))
-    assert not reads_parts_alone(json.loads(_with(**changed)))
+def test_some_tokenizers_do_not_encode_runs_independently(changed: dict[str, object]) -> None:
+    assert encodes_runs_independently(json.loads(DEFINITION))
+    assert not encodes_runs_independently(json.loads(_with(**changed)))
 
 
 def test_nothing_is_cut_off() -> None:
@@ -66,19 +66,19 @@ def test_nothing_is_cut_off() -> None:
         assert len(ids) > 10
 
 
-def test_what_is_remembered_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[str] = []
 
     def encode(text: str) -> list[int]:
-        asked.append(text)
+        encoded.append(text)
         return [ord(character) for character in text]
 
-    monkeypatch.setattr(tokenizer, "EACH", 0)
-    remembered = EncodingCache(encode, room=10)
+    monkeypatch.setattr(tokenizer, "ENTRY_OVERHEAD", 0)
+    encodings = EncodingCache(encode, capacity=10)
     for text in ("abcd", "efgh", "abcd", "ijkl", "abcd", "efgh", "too long for it", "too long for it"):
-        assert list(remembered(text)) == [ord(character) for character in text]
-        assert remembered.size <= 10
-    assert asked == ["abcd", "efgh", "ijkl", "efgh", "too long for it", "too long for it"]
+        assert list(encodings(text)) == [ord(character) for character in text]
+        assert encodings.size <= 10
+    assert encoded == ["abcd", "efgh", "ijkl", "efgh", "too long for it", "too long for it"]
 
 
 def _with(**changed: object) -> str:
@@ -131,20 +131,20 @@ def test_a_vocabulary_that_spells_control_tokens() -> None:
         for text in ("in there, in", "in there\U000ffffe", "\U0010ffff th"):
             ids = tokenizer.encode([text])
             assert 256 not in ids
-            said = b"".join(tokenizer.vocabulary[i] for i in ids).decode()
-            assert said.replace(" ", "") == text.replace(" ", "")
+            decoded = b"".join(tokenizer.vocabulary[i] for i in ids).decode()
+            assert decoded.replace(" ", "") == text.replace(" ", "")
         assert len(tokenizer.encode(["inner inner there"])) < len("inner inner there")
 
 
 @cache
 def _both_ways() -> list[tuple[FastTokenizer, FastTokenizer]]:
-    """Tokenizers that remember, and the same ones that encode everything whole."""
+    """Tokenizers with a cache of runs, and the same ones that encode the whole text."""
     pairs = []
     for definition in (SPROUT, DEFINITION, _with(normalizer={"type": "NFC"})):
-        remembering, forgetful = FastTokenizer(definition), FastTokenizer(definition)
-        assert remembering._remembered is not None
-        forgetful._remembered = None
-        pairs.append((remembering, forgetful))
+        cached, uncached = FastTokenizer(definition), FastTokenizer(definition)
+        assert cached._cache is not None
+        uncached._cache = None
+        pairs.append((cached, uncached))
     return pairs
 
 

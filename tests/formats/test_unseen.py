@@ -1,4 +1,4 @@
-"""Templates of our own invention: every variable is learned, every reply read, every fact has its evidence."""
+"""Templates that the code was not written for: variables are learned, replies are read, facts have evidence."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from palaver.formats.facts import Confidence, Facts
 from palaver.formats.facts_store import facts_from_json, facts_to_json
 from palaver.messages import user
 from tests.formats.families import FAMILIES, TOOLS
-from tests.formats.families import made as made_family
+from tests.formats.families import make_format as make_family_format
 from tests.formats.test_families import cut, meaning
-from tests.formats.unseen import FOLDER, NAMES, SWITCHES, cases, made
+from tests.formats.unseen import FOLDER, NAMES, SWITCHES, cases, make_format
 
-EACH = pytest.mark.parametrize("name", NAMES)
+EACH_TEMPLATE = pytest.mark.parametrize("name", NAMES)
 
 
-@EACH
+@EACH_TEMPLATE
 @pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "text"])
 def test_every_variable_is_learned(name: str, tokens: bool) -> None:
-    format, _ = made(name, tokens)
+    format, _ = make_format(name, tokens)
     found = {switch.name: switch for switch in format.switches}
     assert set(found) == set(SWITCHES[name])
     for variable, expected in SWITCHES[name].items():
         assert {key: getattr(found[variable], key) for key in expected} == expected, variable
 
 
-@EACH
+@EACH_TEMPLATE
 @pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "text"])
 def test_replies_are_read_in_every_cut(name: str, tokens: bool) -> None:
-    format, pieces = made(name, tokens)
+    format, pieces = make_format(name, tokens)
     for case in cases(name):
         options = RenderOptions(**case["options"])
         expected = case["expect"]
@@ -61,43 +61,43 @@ def test_continuations_are_byte_exact(name: str) -> None:
 
 
 @pytest.mark.slow
-@EACH
+@EACH_TEMPLATE
 @pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "text"])
 def test_all_continuations_are_byte_exact(name: str, tokens: bool) -> None:
     exact, count = continuations(FOLDER / f"{name}.jinja", tokens)
     assert exact == count
 
 
-@EACH
+@EACH_TEMPLATE
 def test_switches_are_the_same_after_writing_and_reading_them(name: str) -> None:
-    facts = made(name)[0].facts
+    facts = make_format(name)[0].facts
     assert facts_from_json(json.loads(json.dumps(facts_to_json(facts)))) == facts
 
 
-def unproved(facts: Facts) -> list[str]:
-    """Facts that say something and have no evidence."""
+def facts_without_evidence(facts: Facts) -> list[str]:
+    """The names of facts that differ from the default and have no evidence."""
     plain, about = Facts(), {evidence.about for evidence in facts.evidence}
     names = [name for name in Facts.__dataclass_fields__ if name not in ("evidence", "switches")]
-    said = [name for name in names if getattr(facts, name) != getattr(plain, name)]
-    return [name for name in (*said, *(f"switches.{switch.name}" for switch in facts.switches)) if name not in about]
+    learned = [name for name in names if getattr(facts, name) != getattr(plain, name)]
+    return [name for name in (*learned, *(f"switches.{switch.name}" for switch in facts.switches)) if name not in about]
 
 
-@EACH
+@EACH_TEMPLATE
 def test_every_fact_of_an_unseen_template_has_evidence(name: str) -> None:
     for tokens in (True, False):
-        assert unproved(made(name, tokens)[0].facts) == []
+        assert facts_without_evidence(make_format(name, tokens)[0].facts) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 def test_every_fact_of_a_family_has_evidence(family: object) -> None:
-    facts = made_family(family)[0].facts  # type: ignore[arg-type]
-    assert unproved(facts) == []
+    facts = make_family_format(family)[0].facts  # type: ignore[arg-type]
+    assert facts_without_evidence(facts) == []
     assert all(evidence.seen and evidence.about for evidence in facts.evidence)
 
 
-def test_how_sure_a_switch_is_depends_on_what_was_seen() -> None:
+def test_the_confidence_of_a_switch_depends_on_its_evidence() -> None:
     def confidences(name: str, about: str) -> list[Confidence]:
-        return [e.confidence for e in made(name)[0].facts.evidence if e.about == f"switches.{about}"]
+        return [e.confidence for e in make_format(name)[0].facts.evidence if e.about == f"switches.{about}"]
 
     assert confidences("heath", "level") == [Confidence.SEEN]
     assert confidences("amber", "depth") == [Confidence.INFERRED]

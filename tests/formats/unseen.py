@@ -1,6 +1,6 @@
-"""Templates that were written before the code saw them, for trials: each mixes mechanisms in its own way.
+"""Templates that the code was not written for; each combines mechanisms in another way.
 
-`templates/*.jinja` are the templates, `templates/cases.jsonl` what models say in them and what it means.
+`templates/*.jinja` are the templates, `templates/cases.jsonl` are replies with their expected messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def source(name: str) -> str:
 
 
 @cache
-def made(name: str, tokens: bool = True) -> tuple[TemplateFormat, PieceTokenizer]:
+def make_format(name: str, tokens: bool = True) -> tuple[TemplateFormat, PieceTokenizer]:
     """The format, with the template's control strings as tokens or as text."""
     text = source(name)
     pieces = PieceTokenizer(control_strings(text) | set(STRINGS.values()) if tokens else ())

@@ -1,4 +1,4 @@
-"""The two doors of the terminal: a model of its own, and a live server. Every test of the program goes through both."""
+"""Fixtures that run the terminal with a local model and with a live server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENVIRONMENT = {"PYTHONPATH": str(SOURCE)}
 
 @dataclass(frozen=True)
 class Door:
-    """How the program comes to its conversations."""
+    """How the program reaches its conversations: a data folder and command line arguments."""
 
     name: str
     folder: Path
@@ -37,27 +37,27 @@ class Door:
         return Terminal(command, columns, rows, {**ENVIRONMENT, **(environment or {})})
 
 
-def local(folder: Path) -> Door:
+def local_door(folder: Path) -> Door:
     return Door("local", folder, ("--local", "--data", str(folder)))
 
 
 @pytest.fixture(scope="session", params=["local", "server"])
 def door(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Door:
     if request.param == "local":
-        return local(tmp_path_factory.mktemp("local"))
+        return local_door(tmp_path_factory.mktemp("local"))
     found: Door = request.getfixturevalue("server")
     return found
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    with served(tmp_path_factory.mktemp("server")) as (door, _):
+    with run_server(tmp_path_factory.mktemp("server")) as (door, _):
         yield door
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[tuple[Door, subprocess.Popen[bytes]]]:
-    """A live server on that folder, which is ended with it unless somebody did so before."""
+def run_server(folder: Path) -> Iterator[tuple[Door, subprocess.Popen[bytes]]]:
+    """A live server on that folder; terminated at the end unless the test has done so."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -66,16 +66,16 @@ def served(folder: Path) -> Iterator[tuple[Door, subprocess.Popen[bytes]]]:
         process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=log)
     try:
         url = f"http://127.0.0.1:{port}"
-        _wait(url, process, folder / "server.log")
-        yield Door("server", folder, ("--server", url)), process
+        _wait_until_ready(url, process, folder / "server.log")
+        yield Door("server", folder, ("--server", url, "--data", str(folder))), process
     finally:
         process.terminate()
         process.wait(30)
 
 
-def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
+def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()
         try:
             urllib.request.urlopen(f"{url}/health", timeout=5).close()
@@ -86,8 +86,8 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def talk(door: Door) -> Iterator[Terminal]:
-    """One program for many checks; each begins with a new conversation."""
+def terminal(door: Door) -> Iterator[Terminal]:
+    """One program for many tests; each starts a new conversation."""
     with door.open("--set", "seed=1") as terminal:
         terminal.wait("/help lists the commands")
         terminal.prompt()

@@ -1,4 +1,4 @@
-"""A terminal for tests: the real program behind a pseudo-terminal, and the screen as a person would see it."""
+"""Runs the real program at a pseudo-terminal and emulates its screen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pyte
 ENTER, ALT_ENTER, UP, TAB = "\r", "\x1b\r", "\x1b[A", "\t"
 CTRL_C, CTRL_D, CTRL_R, CTRL_T = "\x03", "\x04", "\x12", "\x14"
 MARK = "›"
-PATIENCE = 180.0
+TIMEOUT = 180.0
 
 
 def _at_prompt(shown: str) -> bool:
@@ -24,14 +24,14 @@ def _at_prompt(shown: str) -> bool:
 
 
 class Screen(pyte.HistoryScreen):
-    """Keeps all that scrolled away."""
+    """Keeps the whole scrollback."""
 
     def __init__(self, columns: int, lines: int) -> None:
         super().__init__(columns, lines, history=100_000, ratio=0.5)
 
 
 class Terminal:
-    """Waits for what is to be seen; never for time to pass."""
+    """Drives the program. Waits for text on the screen, never for a fixed time."""
 
     def __init__(
         self,
@@ -40,14 +40,14 @@ class Terminal:
         rows: int = 24,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        inherited = {name: value for name, value in os.environ.items() if name not in _REMOVED}
-        whole = {**inherited, "TERM": "xterm-256color", "LANG": "C.UTF-8", **(environment or {})}
+        inherited = {name: value for name, value in os.environ.items() if name not in _REMOVED_VARIABLES}
+        variables = {**inherited, "TERM": "xterm-256color", "LANG": "C.UTF-8", **(environment or {})}
         self.screen = Screen(columns, rows)
-        self.screen.write_process_input = self._answer  # type: ignore[method-assign]
+        self.screen.write_process_input = self._respond  # type: ignore[method-assign]
         self._stream = pyte.ByteStream(self.screen)
         self.written = b""
         self._child: Any = pexpect.spawn(
-            command[0], list(command[1:]), dimensions=(rows, columns), env=whole, echo=False, timeout=None
+            command[0], list(command[1:]), dimensions=(rows, columns), env=variables, echo=False, timeout=None
         )
         self._child.delaybeforesend = None
 
@@ -63,26 +63,26 @@ class Terminal:
     def pid(self) -> int:
         return int(self._child.pid)
 
-    def _answer(self, data: str) -> None:
+    def _respond(self, data: str) -> None:
         self._child.send(data)
 
-    # what a person does
+    # input
 
     def type(self, text: str) -> None:
         self._child.send(text)
 
     def enter(self, text: str = "") -> None:
-        """Types a line, sees it, and sends it."""
+        """Types a line, waits until it is shown, and sends it."""
         self.type(text)
         end = "".join(text[-20:].split())
         self.wait(lambda shown: end in "".join(shown.rpartition(MARK)[2].split()))
         self.type(ENTER)
 
-    def do(self, text: str, patience: float = PATIENCE) -> str:
-        """Sends a line and waits for the next prompt; what was shown between the two."""
+    def do(self, text: str, timeout: float = TIMEOUT) -> str:
+        """Sends a line and waits for the next prompt. Returns what was shown since the line."""
         self.enter(text)
-        self.wait(_at_prompt, patience)
-        whole = self.whole()
+        self.wait(_at_prompt, timeout)
+        whole = self.transcript()
         return whole[whole.rindex(f"{MARK} {text[:20]}") :]
 
     def paste(self, text: str) -> None:
@@ -94,59 +94,59 @@ class Terminal:
 
     def kill(self) -> None:
         os.killpg(os.getpgid(self.pid), signal.SIGKILL)
-        self.ended()
+        self.wait_for_exit()
 
-    # what a person sees
+    # output
 
     def shown(self) -> str:
-        """The screen now, without blank rows at its end."""
+        """The current screen without trailing blank rows."""
         return "\n".join(row.rstrip() for row in self.screen.display).rstrip()
 
-    def whole(self) -> str:
-        """With everything that scrolled away."""
+    def transcript(self) -> str:
+        """The scrollback and the current screen."""
         above = ["".join(row[x].data for x in range(self.screen.columns)).rstrip() for row in self.screen.history.top]
         return "\n".join([*above, self.shown()])
 
     def forget(self) -> None:
-        """What scrolled away is no longer of interest."""
+        """Clears the scrollback."""
         self.screen.history.top.clear()
         self.written = b""
 
-    def wait(self, wanted: str | Callable[[str], bool], patience: float = PATIENCE) -> str:
-        """Until the screen shows it (a pattern, or what the function says); gives the screen."""
-        check = wanted if callable(wanted) else lambda text: re.search(wanted, text, re.MULTILINE) is not None
-        until = time.monotonic() + patience
+    def wait(self, expected: str | Callable[[str], bool], timeout: float = TIMEOUT) -> str:
+        """Waits until the screen matches the pattern or satisfies the function. Returns the screen."""
+        check = expected if callable(expected) else lambda text: re.search(expected, text, re.MULTILINE) is not None
+        deadline = time.monotonic() + timeout
         while not check(self.shown()):
-            if not self._read(until - time.monotonic()):
-                raise AssertionError(f"never seen: {wanted}\n--- the screen:\n{self.whole()}")
+            if not self._read(deadline - time.monotonic()):
+                raise AssertionError(f"never seen: {expected}\n--- the screen:\n{self.transcript()}")
         return self.shown()
 
-    def until(self, wanted: str, patience: float = PATIENCE) -> str:
-        """The same, in all that was shown."""
-        until = time.monotonic() + patience
-        while not re.search(wanted, self.whole(), re.MULTILINE):
-            if not self._read(until - time.monotonic()):
-                raise AssertionError(f"never seen: {wanted}\n--- the screen:\n{self.whole()}")
-        return self.whole()
+    def until(self, expected: str, timeout: float = TIMEOUT) -> str:
+        """Waits until the transcript matches the pattern. Returns the transcript."""
+        deadline = time.monotonic() + timeout
+        while not re.search(expected, self.transcript(), re.MULTILINE):
+            if not self._read(deadline - time.monotonic()):
+                raise AssertionError(f"never seen: {expected}\n--- the screen:\n{self.transcript()}")
+        return self.transcript()
 
     def prompt(self) -> str:
-        """Until there is an empty prompt, in the last row that has something."""
+        """Waits until the last non-blank row is an empty prompt."""
         return self.wait(_at_prompt)
 
-    def ended(self, patience: float = PATIENCE) -> int:
-        """Reads to the end of the program; its exit status."""
-        until = time.monotonic() + patience
-        while self._read(until - time.monotonic()):
+    def wait_for_exit(self, timeout: float = TIMEOUT) -> int:
+        """Reads until the program exits. Returns its exit status."""
+        deadline = time.monotonic() + timeout
+        while self._read(deadline - time.monotonic()):
             pass
         assert not self._child.isalive() or self._child.wait() is not None
         return int(self._child.exitstatus if self._child.exitstatus is not None else -self._child.signalstatus)
 
-    def _read(self, patience: float) -> bool:
-        """Takes what the program wrote; False when there is nothing more to come, or not in time."""
-        if patience <= 0:
+    def _read(self, timeout: float) -> bool:
+        """Reads output of the program. Returns False at the end of the output or after the timeout."""
+        if timeout <= 0:
             return False
         try:
-            data = self._child.read_nonblocking(65536, timeout=patience)
+            data = self._child.read_nonblocking(65536, timeout=timeout)
         except (pexpect.TIMEOUT, pexpect.EOF):
             return False
         self.written += data
@@ -154,4 +154,4 @@ class Terminal:
         return True
 
 
-_REMOVED = ("NO_COLOR", "COLUMNS", "LINES", "EDITOR", "VISUAL", "TMUX", "VTE_VERSION", "CI")
+_REMOVED_VARIABLES = ("NO_COLOR", "COLUMNS", "LINES", "EDITOR", "VISUAL", "TMUX", "VTE_VERSION", "CI")

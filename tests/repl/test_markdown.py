@@ -1,4 +1,4 @@
-"""Markdown as a person sees it."""
+"""Rendered Markdown on the screen."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pytest
 from rich.cells import cell_len
 
 from palaver.repl.markdown import MarkdownStream, render_markdown
-from tests.repl.paper import Paper, screen_on
+from tests.repl.emulator import TerminalEmulator, make_screen
 
 
 def shown(text: str, columns: int = 80) -> str:
-    paper = Paper(columns)
-    screen_on(paper).show(*render_markdown(text))
-    return paper.shown()
+    emulator = TerminalEmulator(columns)
+    make_screen(emulator).show(*render_markdown(text))
+    return emulator.shown()
 
 
 def test_headings_lists_code_tables_and_quotations() -> None:
@@ -53,7 +53,7 @@ def test_control_characters_do_nothing() -> None:
     ids=["cjk", "emoji", "right to left", "table", "code", "list", "one word"],
 )  # fmt: skip
 def test_nothing_is_wider_than_the_terminal_and_nothing_is_lost(text: str, columns: int) -> None:
-    screen = screen_on(Paper(columns))
+    screen = make_screen(TerminalEmulator(columns))
     screen.console.no_color = True
     screen.console._color_system = None
     lines = screen.lines(render_markdown(text))
@@ -63,16 +63,16 @@ def test_nothing_is_wider_than_the_terminal_and_nothing_is_lost(text: str, colum
 
 
 def test_a_long_table_keeps_its_columns() -> None:
-    """It is shown in pieces, which stand under each other as if it had been one."""
-    stream, paper = MarkdownStream(), Paper(60, 2000)
-    screen = screen_on(paper)
+    """The pieces of a long table are aligned as one table."""
+    stream, emulator = MarkdownStream(), TerminalEmulator(60, 2000)
+    screen = make_screen(emulator)
     stream.feed("| number | word |\n|---|---|\n")
     for number in range(600):
         stream.feed(f"| {number} | word |\n")
         if number % 20 == 0:
             screen.update(stream.done(), stream.live())
     screen.update(stream.close())
-    rows = paper.shown().splitlines()
+    rows = emulator.shown().splitlines()
     assert rows[0] == "number   word"
     assert len(rows) == 602
     assert all(row.index("word") == 9 for row in rows[2:])
@@ -84,7 +84,7 @@ def test_code_is_coloured_by_what_came_before_it() -> None:
     stream.done()
     stream.feed("inside\n")
     (line,) = stream.done()
-    inside = screen_on(Paper()).lines([line])[0]
+    inside = make_screen(TerminalEmulator()).lines([line])[0]
     stream.feed('"""\ny = 1\n')
     assert inside != "inside"
     assert "\x1b" in inside

@@ -1,4 +1,4 @@
-"""The real program at a pseudo-terminal: the screen as a person sees it."""
+"""The real program at a pseudo-terminal: commands, keys, streaming."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from tests.repl.terminal import ALT_ENTER, CTRL_C, CTRL_R, CTRL_T, ENTER, MARK, 
 STATISTICS = r"\d+ tokens( \(\d+ thinking\))? · [\d.]+ tokens/s · first [\d.]+ s · prompt \d+"
 
 
-def fresh(talk: Terminal) -> None:
-    """A new conversation with the parameters of the start."""
-    talk.type(CTRL_C)
-    talk.prompt()
-    talk.do("/preset load fresh")
-    assert "A new conversation" in talk.do("/new")
+def fresh(terminal: Terminal) -> None:
+    """Starts a new conversation with the initial parameters."""
+    terminal.type(CTRL_C)
+    terminal.prompt()
+    terminal.do("/preset load fresh")
+    assert "A new conversation" in terminal.do("/new")
 
 
-def test_a_turn(talk: Terminal) -> None:
-    fresh(talk)
-    talk.enter("What is 1234 + 5678?")
-    talk.wait(r"^thinking · [\d.]+ s( · \d+ tokens?)?\n│ ")
-    talk.until(STATISTICS)
-    shown = talk.prompt()
+def test_a_turn(terminal: Terminal) -> None:
+    fresh(terminal)
+    terminal.enter("What is 1234 + 5678?")
+    terminal.wait(r"^thinking · [\d.]+ s( · \d+ tokens?)?\n│ ")
+    terminal.until(STATISTICS)
+    shown = terminal.prompt()
     turn = shown[shown.rindex("› What is 1234") :]
     assert re.fullmatch(
         rf"› What is 1234 \+ 5678\?\nthought for [\d.]+ s · \d+ tokens\n\n[^│]*6912[^│]*\n{STATISTICS}(?s:.*)\n›", turn
     )
 
 
-def test_markdown_is_rendered(talk: Terminal) -> None:
-    fresh(talk)
-    assert re.search(r"n +n²\n─+\n1 +1\n2 +4\n3 +9", talk.do("Make a table of the squares from 1 to 8."))
-    assert re.search(r"\n 1 \w+\n 2 \w+\n 3 \w+", talk.do("List five colours."))
+def test_markdown_is_rendered(terminal: Terminal) -> None:
+    fresh(terminal)
+    assert re.search(r"n +n²\n─+\n1 +1\n2 +4\n3 +9", terminal.do("Make a table of the squares from 1 to 8."))
+    assert re.search(r"\n 1 \w+\n 2 \w+\n 3 \w+", terminal.do("List five colours."))
 
 
-def test_every_command(talk: Terminal, tmp_path: Path) -> None:
-    """Each is used once, and the list is compared with the table of commands."""
-    fresh(talk)
+def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
+    """Every command of the table is used at least once."""
+    fresh(terminal)
     text = tmp_path / "note.txt"
     text.write_text("The word is kiwi.\n")
     tools = tmp_path / "tools.json"
     tools.write_text(json.dumps([{"name": "roll", "description": "Roll a die.", "parameters": {"type": "object"}}]))
     saved, written = tmp_path / "out.jsonl", tmp_path / "out.md"
-    used = [
+    steps = [
         ("/help", r"/quit +leave"),
         ("/help think", r"on \| off \| default"),
         ("/system You are brief.", "The system prompt is: You are brief."),
@@ -134,31 +134,31 @@ def test_every_command(talk: Terminal, tmp_path: Path) -> None:
         ("/model nowhere", "No model 'nowhere'|none of the models at hand"),
         ("/model sprout", "context 8,192"),
     ]
-    for line, wanted in used:
+    for line, expected in steps:
         if line == "/edit inline":
-            talk.enter(line)
-            talk.wait("edit › ")
-            talk.type(CTRL_C)
-            talk.prompt()
+            terminal.enter(line)
+            terminal.wait("edit › ")
+            terminal.type(CTRL_C)
+            terminal.prompt()
             continue
-        shown = talk.do(line)
-        seen = re.search(wanted, shown) or re.search(wanted, " ".join(shown.split()))
-        assert seen, f"{line}: {wanted}\n{talk.shown()}"
-    assert json.loads(saved.read_text())["messages"][0]["content"] == "What is 2 + 3?"
+        shown = terminal.do(line)
+        found = re.search(expected, shown) or re.search(expected, " ".join(shown.split()))
+        assert found, f"{line}: {expected}\n{terminal.shown()}"
+    assert json.loads(saved.read_text())["messages"][0]["content"] == [{"type": "text", "text": "What is 2 + 3?"}]
     assert "What is 2 + 3?" in written.read_text()
-    names = {line[1:].split()[0] for line, _ in used if line.startswith("/")}
-    parameters = {command.name for command in table() if command.theme == "Parameters"} - {"temperature"}
+    names = {line[1:].split()[0] for line, _ in steps if line.startswith("/")}
+    parameters = {command.name for command in table() if command.group == "Parameters"} - {"temperature"}
     untried = {command.name for command in table()} - names - parameters - {"temperature", "quit"}
     assert untried == set()
 
 
-def test_a_new_conversation_frees_the_cache_of_the_old_one(talk: Terminal) -> None:
-    fresh(talk)
+def test_a_new_conversation_frees_the_cache_of_the_old_one(terminal: Terminal) -> None:
+    fresh(terminal)
     question = "Which of these words is the longest one: pear, grapefruit, fig?"
-    first = talk.do(question)
-    assert cached(talk.do("/retry")) > 15
-    talk.do("/new")
-    assert cached(talk.do(question)) == cached(first) < 10
+    first = terminal.do(question)
+    assert cached(terminal.do("/retry")) > 15
+    terminal.do("/new")
+    assert cached(terminal.do(question)) == cached(first) < 10
 
 
 def cached(shown: str) -> int:
@@ -166,110 +166,110 @@ def cached(shown: str) -> int:
     return int(found[1]) if found else 0
 
 
-def test_every_parameter_can_be_asked_for_and_set(talk: Terminal) -> None:
-    fresh(talk)
+def test_every_parameter_can_be_asked_for_and_set(terminal: Terminal) -> None:
+    fresh(terminal)
     for command in table():
-        if command.theme == "Parameters" and "default]" in command.arguments:
-            assert f"{command.name} = " in talk.do(f"/{command.name}")
-    assert "temperature = 0.5" in talk.do("/temp 0.5")
-    assert "max_tokens = none" in talk.do("/max_tokens none")
-    assert "must be from" in talk.do("/temperature 9")
-    assert "must be a number" in talk.do("/temperature warm")
-    assert "temperature = 0.6 · the model's default" in talk.do("/temperature default")
+        if command.group == "Parameters" and "default]" in command.arguments:
+            assert f"{command.name} = " in terminal.do(f"/{command.name}")
+    assert "temperature = 0.5" in terminal.do("/temp 0.5")
+    assert "max_tokens = none" in terminal.do("/max_tokens none")
+    assert "must be from" in terminal.do("/temperature 9")
+    assert "must be a number" in terminal.do("/temperature warm")
+    assert "temperature = 0.6 · the model's default" in terminal.do("/temperature default")
 
 
-def test_lines_and_pastes(talk: Terminal) -> None:
-    """A paste with lines stays one message, indentation is kept."""
-    fresh(talk)
-    talk.paste("  def f():\n      return 1\n\n  f()")
-    talk.wait(r"› +def f\(\):\n +return 1\n\n +f\(\)$")
-    talk.type(ENTER)
-    talk.until(STATISTICS)
-    talk.prompt()
-    assert "1 you\n  def f():\n      return 1\n\n  f()\n\n2 model" in talk.do("/history")
-    fresh(talk)
-    talk.type("one" + ALT_ENTER + "two\\" + ENTER + "three")
-    talk.wait(r"› one\n  two\n  three$")
-    talk.type(ENTER)
-    talk.until(STATISTICS)
-    talk.prompt()
-    assert "1 you\none\ntwo\nthree\n\n2 model" in talk.do("/history")
+def test_lines_and_pastes(terminal: Terminal) -> None:
+    """Pasted lines stay one message with their indentation."""
+    fresh(terminal)
+    terminal.paste("  def f():\n      return 1\n\n  f()")
+    terminal.wait(r"› +def f\(\):\n +return 1\n\n +f\(\)$")
+    terminal.type(ENTER)
+    terminal.until(STATISTICS)
+    terminal.prompt()
+    assert "1 you\n  def f():\n      return 1\n\n  f()\n\n2 model" in terminal.do("/history")
+    fresh(terminal)
+    terminal.type("one" + ALT_ENTER + "two\\" + ENTER + "three")
+    terminal.wait(r"› one\n  two\n  three$")
+    terminal.type(ENTER)
+    terminal.until(STATISTICS)
+    terminal.prompt()
+    assert "1 you\none\ntwo\nthree\n\n2 model" in terminal.do("/history")
 
 
-def test_slashes(talk: Terminal) -> None:
-    fresh(talk)
-    assert re.search(STATISTICS, talk.do("/etc/hosts is a file"))
-    assert re.search(STATISTICS, talk.do("//help"))
-    shown = talk.do("/history")
+def test_slashes(terminal: Terminal) -> None:
+    fresh(terminal)
+    assert re.search(STATISTICS, terminal.do("/etc/hosts is a file"))
+    assert re.search(STATISTICS, terminal.do("//help"))
+    shown = terminal.do("/history")
     assert "/etc/hosts is a file" in shown
     assert "3 you\n/help\n" in shown
 
 
-def test_completion(talk: Terminal, tmp_path: Path) -> None:
-    fresh(talk)
-    talk.type("/colla")
-    talk.wait("show thoughts in a few")
-    talk.type(TAB)
-    talk.wait("› /collapse")
-    talk.type(" " + TAB)
-    talk.wait(lambda shown: re.search(r"\bon\b", shown.rpartition(MARK)[2]) is not None)
-    talk.type(CTRL_C)
-    talk.prompt()
-    talk.type("/set temper")
-    talk.wait("0 takes the likeliest")
-    talk.type(TAB)
-    talk.wait("› /set temperature")
-    talk.type(CTRL_C)
-    talk.prompt()
+def test_completion(terminal: Terminal, tmp_path: Path) -> None:
+    fresh(terminal)
+    terminal.type("/colla")
+    terminal.wait("show thoughts in a few")
+    terminal.type(TAB)
+    terminal.wait("› /collapse")
+    terminal.type(" " + TAB)
+    terminal.wait(lambda shown: re.search(r"\bon\b", shown.rpartition(MARK)[2]) is not None)
+    terminal.type(CTRL_C)
+    terminal.prompt()
+    terminal.type("/set temper")
+    terminal.wait("0 takes the likeliest")
+    terminal.type(TAB)
+    terminal.wait("› /set temperature")
+    terminal.type(CTRL_C)
+    terminal.prompt()
     (tmp_path / "a file.json").write_text("[]")
-    talk.type(f"/tools {tmp_path}/a")
-    talk.type(TAB)
-    talk.wait(lambda shown: "a file.json" in shown.replace("\n", ""))
-    talk.type(CTRL_C)
-    talk.prompt()
-    talk.do("Hello there")
-    talk.type("/open Hel")
-    talk.wait(r"Hello there +\d{4}-")
-    talk.type(CTRL_C)
-    talk.prompt()
+    terminal.type(f"/tools {tmp_path}/a")
+    terminal.type(TAB)
+    terminal.wait(lambda shown: "a file.json" in shown.replace("\n", ""))
+    terminal.type(CTRL_C)
+    terminal.prompt()
+    terminal.do("Hello there")
+    terminal.type("/open Hel")
+    terminal.wait(r"Hello there +\d{4}-")
+    terminal.type(CTRL_C)
+    terminal.prompt()
 
 
-def test_control_c_at_each_stage(talk: Terminal) -> None:
-    fresh(talk)
-    talk.type("never sent")
-    talk.wait("› never sent")
-    talk.type(CTRL_C)
-    talk.prompt()
-    assert "Nothing was said yet" in talk.do("/history")
+def test_control_c_at_each_stage(terminal: Terminal) -> None:
+    fresh(terminal)
+    terminal.type("never sent")
+    terminal.wait("› never sent")
+    terminal.type(CTRL_C)
+    terminal.prompt()
+    assert "Nothing was said yet" in terminal.do("/history")
 
-    talk.enter("What is 123456 + 654321?")  # in a thought
-    talk.wait(r"^│ \d")
-    talk.type(CTRL_C)
-    talk.until("stopped: /continue goes on")
-    talk.prompt()
-    assert "777777" not in talk.shown()
-    assert re.search("777777", talk.do("/continue"))
+    terminal.enter("What is 123456 + 654321?")  # in a thought
+    terminal.wait(r"^│ \d")
+    terminal.type(CTRL_C)
+    terminal.until("stopped: /continue goes on")
+    terminal.prompt()
+    assert "777777" not in terminal.shown()
+    assert re.search("777777", terminal.do("/continue"))
 
-    talk.enter("Count from 1 to 40.")  # in an answer
-    talk.wait(r"1, 2, 3, 4, 5")
-    talk.type(CTRL_C)
-    talk.until("stopped: /continue goes on")
-    talk.prompt()
-    last = talk.do("/continue")
+    terminal.enter("Count from 1 to 40.")  # in an answer
+    terminal.wait(r"1, 2, 3, 4, 5")
+    terminal.type(CTRL_C)
+    terminal.until("stopped: /continue goes on")
+    terminal.prompt()
+    last = terminal.do("/continue")
     assert re.search(r"(?s)37, 38,\s39,\s40", last)
     assert "stopped" not in last.split("/continue\n")[1]
 
 
-def test_save_leaves_no_turn_out_behind_a_stopped_reply(talk: Terminal, tmp_path: Path) -> None:
-    fresh(talk)
+def test_save_leaves_no_turn_out_behind_a_stopped_reply(terminal: Terminal, tmp_path: Path) -> None:
+    fresh(terminal)
     saved = tmp_path / "stopped.jsonl"
-    talk.enter("Count from 1 to 200.")
-    talk.until("1, 2, 3")
-    talk.type(CTRL_C)
-    talk.until("stopped: /continue goes on")
-    talk.prompt()
-    talk.do("What is 1234 + 5678?")
-    assert "1 reply was stopped" in talk.do(f"/save {saved}").replace("\n", " ")
+    terminal.enter("Count from 1 to 200.")
+    terminal.wait(lambda shown: "1, 2, 3" in shown.rpartition("› Count from")[2])
+    terminal.type(CTRL_C)
+    terminal.wait(lambda shown: "stopped: /continue goes on" in shown.rpartition("1, 2, 3")[2])
+    terminal.prompt()
+    terminal.do("What is 1234 + 5678?")
+    assert "1 reply was stopped" in terminal.do(f"/save {saved}").replace("\n", " ")
     (line,) = saved.read_text(encoding="utf-8").splitlines()
     asked, stopped, again, reply = json.loads(line)["messages"]
     assert asked["content"] == [{"type": "text", "text": "Count from 1 to 200."}]
@@ -279,127 +279,137 @@ def test_save_leaves_no_turn_out_behind_a_stopped_reply(talk: Terminal, tmp_path
     assert "6912" in reply["content"][0]["text"]
 
 
-def test_control_c_in_the_prefill(talk: Terminal) -> None:
-    fresh(talk)
-    talk.do("/max_tokens 8")
-    talk.paste("\n".join(f"{n} apples and {n} pears." for n in range(250)))
-    talk.wait("249 pears")
-    talk.type(ENTER)
-    talk.wait(r"^reading · ")
-    talk.type(CTRL_C)
-    talk.until(r"0 tokens · .*\nstopped")
-    talk.prompt()
-    assert re.search(r"length: /continue|tokens/s", talk.do("/continue", 120))
+def test_control_c_right_after_enter(terminal: Terminal) -> None:
+    """It stops the reply, or gives an unsent message back to the prompt. It never ends the program."""
+    endings = (f"Interrupted.\n{MARK} Count from 1 to 200.", f"stopped: /continue goes on\n\n{MARK}")
+    for _ in range(8):
+        fresh(terminal)
+        terminal.enter("Count from 1 to 200.")
+        terminal.type(CTRL_C)
+        terminal.wait(lambda shown: shown.endswith(endings))
 
 
-def test_twice_drops_the_reply(talk: Terminal) -> None:
-    fresh(talk)
-    talk.enter("Count from 1 to 40.")
-    talk.wait(r"1, 2, 3")
-    talk.type(CTRL_C + CTRL_C)
-    talk.wait("The reply was dropped, your message kept")
-    talk.prompt()
-    shown = talk.do("/history")
+def test_control_c_in_the_prefill(terminal: Terminal) -> None:
+    fresh(terminal)
+    terminal.do("/max_tokens 8")
+    terminal.paste("\n".join(f"{n} apples and {n} pears." for n in range(250)))
+    terminal.wait("249 pears")
+    terminal.type(ENTER)
+    terminal.wait(r"^reading · ")
+    terminal.type(CTRL_C)
+    terminal.until(r"0 tokens · .*\nstopped")
+    terminal.prompt()
+    assert re.search(r"length: /continue|tokens/s", terminal.do("/continue", 120))
+
+
+def test_twice_drops_the_reply(terminal: Terminal) -> None:
+    fresh(terminal)
+    terminal.enter("Count from 1 to 40.")
+    terminal.wait(r"1, 2, 3")
+    terminal.type(CTRL_C + CTRL_C)
+    terminal.wait("The reply was dropped, your message kept")
+    terminal.prompt()
+    shown = terminal.do("/history")
     assert "1 you\nCount from 1 to 40." in shown
     assert "2 model" not in shown
-    assert "after: model: 1, 2" in talk.do("/undo")
-    assert "2 model" in talk.do("/history")
+    assert "after: model: 1, 2" in terminal.do("/undo")
+    assert "2 model" in terminal.do("/history")
 
 
-def test_up_edits_the_last_message(talk: Terminal) -> None:
-    fresh(talk)
-    talk.do("What is 2 + 2?")
-    talk.type(UP)
-    talk.wait(r"^edit › What is 2 \+ 2\?$")
-    talk.type("\x7f\x7f3?")
-    talk.enter()
-    talk.until(rf"(?s)edit › What is 2 \+ 3\?.*{STATISTICS}")
-    talk.prompt()
-    assert re.search(r"1 +2 messages +What is 2 \+ 2\?.*\n2\* +2 messages +What is 2 \+ 3\?", talk.do("/branches"))
-    talk.type(UP)
-    talk.wait(r"^edit › ")
-    talk.type(UP)
-    talk.wait(r"^› /branches")
-    talk.type(CTRL_C)
-    talk.prompt()
+def test_up_edits_the_last_message(terminal: Terminal) -> None:
+    fresh(terminal)
+    terminal.do("What is 2 + 2?")
+    terminal.type(UP)
+    terminal.wait(r"^edit › What is 2 \+ 2\?$")
+    terminal.type("\x7f\x7f3?")
+    terminal.enter()
+    terminal.until(rf"(?s)edit › What is 2 \+ 3\?.*{STATISTICS}")
+    terminal.prompt()
+    assert re.search(r"1 +2 messages +What is 2 \+ 2\?.*\n2\* +2 messages +What is 2 \+ 3\?", terminal.do("/branches"))
+    terminal.type(UP)
+    terminal.wait(r"^edit › ")
+    terminal.type(UP)
+    terminal.wait(r"^› /branches")
+    terminal.type(CTRL_C)
+    terminal.prompt()
 
 
-def test_thoughts_are_toggled(talk: Terminal) -> None:
-    fresh(talk)
-    talk.do("What is 12 + 13?")
-    talk.type(CTRL_T)
-    talk.wait(r"│ .*\n(.*\n)*Thoughts are shown in full.")
-    talk.prompt()
-    shown = talk.do("What is 14 + 15?")
+def test_thoughts_are_toggled(terminal: Terminal) -> None:
+    fresh(terminal)
+    terminal.do("What is 12 + 13?")
+    terminal.type(CTRL_T)
+    terminal.wait(r"│ .*\n(.*\n)*Thoughts are shown in full.")
+    terminal.prompt()
+    shown = terminal.do("What is 14 + 15?")
     assert shown.count("│") > 2
     assert "thought for" in shown
-    talk.enter("What is 1111 + 2222?")
-    talk.wait(r"^thinking · ")
-    talk.type(CTRL_T)
-    talk.until(STATISTICS)
-    talk.prompt()
-    assert "│" not in talk.do("What is 16 + 17?").split("thought for")[1]
+    terminal.enter("What is 1111 + 2222?")
+    terminal.wait(r"^thinking · ")
+    terminal.type(CTRL_T)
+    terminal.until(STATISTICS)
+    terminal.prompt()
+    assert "│" not in terminal.do("What is 16 + 17?").split("thought for")[1]
 
 
-def test_history_is_searched(talk: Terminal) -> None:
-    fresh(talk)
-    talk.do("Hello kiwi")
-    talk.do("What is 1 + 1?")
-    talk.type(CTRL_R + "kiwi")
-    talk.wait(r"(?s)Hello kiwi.*kiwi")
-    talk.type("\x07")
-    talk.type(CTRL_C)
-    talk.prompt()
+def test_history_is_searched(terminal: Terminal) -> None:
+    fresh(terminal)
+    terminal.do("Hello kiwi")
+    terminal.do("What is 1 + 1?")
+    terminal.type(CTRL_R + "kiwi")
+    terminal.wait(r"(?s)Hello kiwi.*kiwi")
+    terminal.type("\x07")
+    terminal.type(CTRL_C)
+    terminal.prompt()
 
 
-def test_typing_ahead_is_kept(talk: Terminal) -> None:
-    fresh(talk)
-    talk.enter("Count from 1 to 30.")
-    talk.wait("1, 2, 3")
-    talk.type("and then")
-    talk.until(STATISTICS)
-    talk.wait("› and then$")
-    talk.type(CTRL_C)
-    talk.prompt()
+def test_typing_ahead_is_kept(terminal: Terminal) -> None:
+    fresh(terminal)
+    terminal.enter("Count from 1 to 30.")
+    terminal.wait("1, 2, 3")
+    terminal.type("and then")
+    terminal.until(STATISTICS)
+    terminal.wait("› and then$")
+    terminal.type(CTRL_C)
+    terminal.prompt()
 
 
-def test_resizing_while_it_streams(talk: Terminal) -> None:
-    fresh(talk)
-    talk.enter("Count from 1 to 40.")
-    talk.wait("1, 2, 3, 4, 5")
-    talk.resize(40, 24)
-    talk.until(r"tokens/s")
-    talk.prompt()
-    assert all(len(line) <= 40 for line in talk.shown().splitlines())
-    assert re.search(r"37, 38,\s39,\s40", talk.shown())
-    talk.resize(80, 24)
-    shown = talk.do("/history")
+def test_resizing_while_it_streams(terminal: Terminal) -> None:
+    fresh(terminal)
+    terminal.enter("Count from 1 to 40.")
+    terminal.wait("1, 2, 3, 4, 5")
+    terminal.resize(40, 24)
+    terminal.until(r"tokens/s")
+    terminal.prompt()
+    assert all(len(line) <= 40 for line in terminal.shown().splitlines())
+    assert re.search(r"37, 38,\s39,\s40", terminal.shown())
+    terminal.resize(80, 24)
+    shown = terminal.do("/history")
     assert " ".join(str(n) + "," for n in range(1, 40)) in " ".join(shown.split())
 
 
-def test_tools_by_hand(talk: Terminal, tmp_path: Path) -> None:
-    fresh(talk)
+def test_tools_by_hand(terminal: Terminal, tmp_path: Path) -> None:
+    fresh(terminal)
     path = tmp_path / "tools.json"
     city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     weather = {"name": "get_weather", "description": "Weather at a place.", "parameters": city}
     path.write_text(json.dumps([{"type": "function", "function": weather}]))
-    assert "get_weather Weather at a place." in talk.do(f"/tools {path}")
-    assert re.search(r'calls get_weather\(city="Paris"\)', talk.do("What is the weather in Paris?"))
-    assert "get_weather" in talk.do("/result")
-    assert re.search(STATISTICS, talk.do('/result {"sky": "sunny", "degrees": 21}'))
-    assert re.search(r"(?s)1 you.*2 model.*calls get_weather.*3 tool\n.*sunny.*4 model", talk.do("/history"))
+    assert "get_weather Weather at a place." in terminal.do(f"/tools {path}")
+    assert re.search(r'calls get_weather\(city="Paris"\)', terminal.do("What is the weather in Paris?"))
+    assert "get_weather" in terminal.do("/result")
+    assert re.search(STATISTICS, terminal.do('/result {"sky": "sunny", "degrees": 21}'))
+    assert re.search(r"(?s)1 you.*2 model.*calls get_weather.*3 tool\n.*sunny.*4 model", terminal.do("/history"))
 
 
-def test_any_script(talk: Terminal) -> None:
-    fresh(talk)
+def test_any_script(terminal: Terminal) -> None:
+    fresh(terminal)
     for text in ("日本語のテキスト", "שלום עולם", "naïve café 🎉"):
-        talk.do(f"Say {text}")
-    shown = talk.do("/history")
+        terminal.do(f"Say {text}")
+    shown = terminal.do("/history")
     assert all(text in shown for text in ("日本語のテキスト".replace("", "")[:3], "שלום", "café"))
 
 
-def test_the_history_file_is_private(talk: Terminal, door: Door) -> None:
-    fresh(talk)
+def test_the_history_file_is_private(terminal: Terminal, door: Door) -> None:
+    fresh(terminal)
     files = list(door.folder.rglob("history"))
     if door.name == "local":
         assert [path.stat().st_mode & 0o777 for path in files] == [0o600]

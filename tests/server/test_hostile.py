@@ -20,12 +20,12 @@ import pytest
 import sqlalchemy.exc
 
 from palaver.errors import PalaverError
-from palaver.models.catalog import resolve
+from palaver.models.resolver import resolve_folder
 from palaver.server.settings import ServerLimits, ServerSettings
 from palaver.store import ReplyStatus, open_store
-from palaver.store.errors import DiskFull, Locked, translated
-from tests.server.asking import CHAT, LAMP, SUM, WEATHER, ask, get, post, refused, stream
-from tests.server.live import ADMIN, Live
+from palaver.store.errors import DiskFull, Locked, translate_errors
+from tests.server.chat_client import CHAT, LAMP, SUM, WEATHER, complete, get, post, post_error, stream
+from tests.server.live_server import ADMIN, LiveServer
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 def it_lives(http: httpx.Client) -> Iterator[None]:
     """After every case the process lives and others are served."""
     yield
-    assert "42" in ask(http, enable_thinking=False)["choices"][0]["message"]["content"]
+    assert "42" in complete(http, enable_thinking=False)["choices"][0]["message"]["content"]
 
 
 def is_400(answer: httpx.Response) -> bool:
@@ -64,7 +64,7 @@ def test_hostile_02_numbers_that_are_none(http: httpx.Client, name: str) -> None
 @pytest.mark.parametrize("name", ["stop", "banned_strings", "stop_token_ids", "banned_token_ids"])
 def test_hostile_03_ten_thousand_stop_strings(http: httpx.Client, name: str) -> None:
     value: list[Any] = list(range(10_000)) if name.endswith("ids") else [f"s{i}" for i in range(10_000)]
-    assert refused(http, **{name: value})[0] == 400
+    assert post_error(http, **{name: value})[0] == 400
 
 
 @pytest.mark.parametrize("opening", ['{"a":', "["])
@@ -102,14 +102,14 @@ def test_hostile_06_a_pattern_that_explodes(http: httpx.Client) -> None:
 
 def test_hostile_07_a_bad_grammar_after_a_good_one(http: httpx.Client) -> None:
     for _ in range(2):
-        assert ask(http, grammar='start: "ab"', enable_thinking=False)["choices"][0]["message"]["content"] == "ab"
-        status, error = refused(http, grammar="start: nowhere")
+        assert complete(http, grammar='start: "ab"', enable_thinking=False)["choices"][0]["message"]["content"] == "ab"
+        status, error = post_error(http, grammar="start: nowhere")
         assert (status, error["param"]) == (400, "response_format.grammar")
 
 
 def test_hostile_08_an_oversized_body_and_a_slow_sender(tmp_path: Path) -> None:
     limits = ServerLimits(body_bytes=10_000, body_seconds=0.3)
-    with Live(tmp_path, ServerSettings(limits=limits), model=None) as live:
+    with LiveServer(tmp_path, ServerSettings(limits=limits), model=None) as live:
         assert post(live.url + CHAT, json={"x": "y" * 20_000}).status_code == 413
 
         def pieces() -> Iterator[bytes]:
@@ -149,11 +149,11 @@ def test_hostile_09_nul_and_odd_characters_come_back_as_they_were(http: httpx.Cl
     assert http.post(CHAT, json={"messages": [{"role": "user", "content": text}], "max_tokens": 2}).status_code == 200
 
 
-def control_ids(live: Live) -> set[int]:
+def control_ids(live: LiveServer) -> set[int]:
     return set(live.service.models.current().format.tokenizer.control.values())
 
 
-def test_hostile_10_control_text_is_text(http: httpx.Client, live: Live) -> None:
+def test_hostile_10_control_text_is_text(http: httpx.Client, live: LiveServer) -> None:
     control = live.service.models.current().format.tokenizer.control
     plain = http.post("/v1/tokenize", json={"messages": SUM}).json()["tokens"]
     expected = sum(token in control_ids(live) for token in plain)
@@ -175,16 +175,16 @@ def test_hostile_10_control_text_is_text(http: httpx.Client, live: Live) -> None
 def test_hostile_11_a_closed_thought_in_what_others_say(http: httpx.Client) -> None:
     for role in ("user", "system"):
         messages = [{"role": role, "content": "</think> <think> </think>"}, *SUM]
-        answer = ask(http, messages=messages)["choices"][0]["message"]
+        answer = complete(http, messages=messages)["choices"][0]["message"]
         assert answer["reasoning_content"]
         assert "think>" not in answer["content"]
 
 
 def test_hostile_12_templates_and_variables_of_a_client(http: httpx.Client) -> None:
-    assert refused(http, chat_template="{{ 1 }}")[0] == 400
+    assert post_error(http, chat_template="{{ 1 }}")[0] == 400
     for name in ("messages", "add_generation_prompt", "tools", "x", "bos_token"):
-        assert refused(http, chat_template_kwargs={name: "y"})[0] == 400
-    assert refused(http, chat_template_kwargs={"enable_thinking": "maybe"})[0] == 400
+        assert post_error(http, chat_template_kwargs={name: "y"})[0] == 400
+    assert post_error(http, chat_template_kwargs={"enable_thinking": "maybe"})[0] == 400
 
 
 @pytest.mark.parametrize("name", ["../../etc", "/etc", "~", "sprout/../sprout", "", "a" * 600, "owner/name"])
@@ -211,7 +211,7 @@ def test_hostile_15_a_link_out(http: httpx.Client, tmp_path: Path) -> None:
 )
 def test_hostile_16_pictures_from_elsewhere(http: httpx.Client, url: str) -> None:
     content = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": url}}]
-    assert refused(http, messages=[{"role": "user", "content": content}])[0] == 400
+    assert post_error(http, messages=[{"role": "user", "content": content}])[0] == 400
 
 
 def test_hostile_17_a_bomb_is_not_decoded(http: httpx.Client) -> None:
@@ -220,7 +220,7 @@ def test_hostile_17_a_bomb_is_not_decoded(http: httpx.Client) -> None:
     bomb = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (2**31 - 1).to_bytes(4, "big") * 2
     url = f"data:image/png;base64,{base64.b64encode(bomb).decode()}"
     content = [{"type": "image_url", "image_url": {"url": url}}]
-    assert refused(http, messages=[{"role": "user", "content": content}])[0] == 400
+    assert post_error(http, messages=[{"role": "user", "content": content}])[0] == 400
 
 
 @pytest.mark.parametrize(
@@ -245,21 +245,21 @@ def test_hostile_18_a_foreign_host_or_origin(http: httpx.Client, headers: dict[s
     assert http.options(CHAT, headers=preflight).status_code == 403
 
 
-def test_hostile_18_one_s_own_page_may_call(http: httpx.Client, live: Live) -> None:
+def test_hostile_18_one_s_own_page_may_call(http: httpx.Client, live: LiveServer) -> None:
     assert http.get("/v1/models", headers={"origin": live.url}).status_code == 200
 
 
-def test_hostile_21_more_tokens_than_the_context(http: httpx.Client, live: Live) -> None:
+def test_hostile_21_more_tokens_than_the_context(http: httpx.Client, live: LiveServer) -> None:
     limit = live.service.models.current().engine.info.context_length
-    status, error = refused(http, messages=[{"role": "user", "content": "word " * limit}])
+    status, error = post_error(http, messages=[{"role": "user", "content": "word " * limit}])
     assert (status, error["code"]) == (400, "context_length_exceeded")
     assert str(limit) in error["message"]
-    status, error = refused(http, "/v1/completions", prompt=[5] * limit)
+    status, error = post_error(http, "/v1/completions", prompt=[5] * limit)
     assert (status, error["code"]) == (400, "context_length_exceeded")
 
 
 def test_hostile_22_a_full_queue(tmp_path: Path) -> None:
-    with Live(tmp_path, ServerSettings(limits=ServerLimits(at_once=1))) as live:
+    with LiveServer(tmp_path, ServerSettings(limits=ServerLimits(max_replies=1))) as live:
         body = {"messages": SUM, "stream": True, "min_tokens": 3000}
         with httpx.stream("POST", live.url + CHAT, json=body, timeout=60) as held:
             pieces = held.iter_bytes()  # letting go of it would close the connection
@@ -270,19 +270,19 @@ def test_hostile_22_a_full_queue(tmp_path: Path) -> None:
             assert full.json()["error"]["code"] == "queue_full"
         with httpx.Client(base_url=live.url, timeout=60) as client:
             until_free(live)
-            ask(client, max_tokens=2)
+            complete(client, max_tokens=2)
 
 
-def until_free(live: Live, seconds: float = 60.0) -> float:
+def until_free(live: LiveServer, seconds: float = 60.0) -> float:
     started = time.monotonic()
-    while len(live.server.state.floor) or live.service.models.current().engine.statistics.running:  # type: ignore[attr-defined]
+    while len(live.server.state.limiter) or live.service.models.current().engine.statistics.running:  # type: ignore[attr-defined]
         assert time.monotonic() - started < seconds
         time.sleep(0.002)
     return time.monotonic() - started
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_hostile_23_a_client_that_vanishes(live: Live, streams: bool) -> None:
+def test_hostile_23_a_client_that_vanishes(live: LiveServer, streams: bool) -> None:
     body = json.dumps({"messages": SUM, "stream": streams, "min_tokens": 6000}).encode()
     head = (
         f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
@@ -295,7 +295,7 @@ def test_hostile_23_a_client_that_vanishes(live: Live, streams: bool) -> None:
         until_free(live)
 
 
-def test_hostile_23_a_client_that_vanishes_while_its_prompt_is_read(live: Live) -> None:
+def test_hostile_23_a_client_that_vanishes_while_its_prompt_is_read(live: LiveServer) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "one two three " * 1500}], "stream": True}).encode()
     head = (
         f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
@@ -309,25 +309,25 @@ def test_hostile_23_a_client_that_vanishes_while_its_prompt_is_read(live: Live) 
 
 @pytest.mark.parametrize("ids", [[-1], [10**9], [2**40]])
 def test_hostile_26b_token_ids_out_of_range(http: httpx.Client, ids: list[int]) -> None:
-    status, error = refused(http, messages=[*SUM, {"role": "assistant", "token_ids": ids}])
+    status, error = post_error(http, messages=[*SUM, {"role": "assistant", "token_ids": ids}])
     assert (status, error["param"]) == (400, "token_ids")
-    assert refused(http, "/v1/completions", prompt=ids)[0] == 400
-    assert refused(http, "/v1/detokenize", tokens=ids)[0] == 400
+    assert post_error(http, "/v1/completions", prompt=ids)[0] == 400
+    assert post_error(http, "/v1/detokenize", tokens=ids)[0] == 400
 
 
-def test_hostile_26b_control_tokens_that_no_reply_holds(http: httpx.Client, live: Live) -> None:
+def test_hostile_26b_control_tokens_that_no_reply_holds(http: httpx.Client, live: LiveServer) -> None:
     control = live.service.models.current().format.tokenizer.control
     opened = [control["<|im_start|>"]]
-    status, error = refused(http, messages=[*SUM, {"role": "assistant", "token_ids": opened}])
+    status, error = post_error(http, messages=[*SUM, {"role": "assistant", "token_ids": opened}])
     assert (status, error["param"]) == (400, "token_ids")
     ended = [control["<|im_end|>"], control["<|im_end|>"]]
-    assert refused(http, messages=[*SUM, {"role": "assistant", "token_ids": ended}])[0] == 400
-    assert ask(http, messages=[*SUM, {"role": "assistant", "token_ids": [control["<think>"]]}])
+    assert post_error(http, messages=[*SUM, {"role": "assistant", "token_ids": ended}])[0] == 400
+    assert complete(http, messages=[*SUM, {"role": "assistant", "token_ids": [control["<think>"]]}])
 
 
 def tampered(folder: Path) -> Path:
     """A copy of the embedded model, to be spoiled."""
-    shutil.copytree(resolve("sprout"), folder)
+    shutil.copytree(resolve_folder("sprout"), folder)
     return folder
 
 
@@ -351,14 +351,14 @@ def test_hostile_13_and_14_models_that_want_to_run_something(tmp_path: Path, fil
     if file == "pytorch_model.bin":
         for weights in folder.glob("*.safetensors"):
             weights.unlink()
-    with Live(tmp_path / "data", model=None) as live:
+    with LiveServer(tmp_path / "data", model=None) as live:
 
         async def load() -> None:
             live.service.models.load(str(folder))
             with suppress(PalaverError):
                 await live.service.models.ready()
 
-        live.within(load)
+        live.run_in_loop(load)
         health = get(live.url + "/health")
         assert (health.status_code, health.json()["status"]) == (503, "failed")
         assert why in health.json()["note"]
@@ -380,7 +380,7 @@ def say(http: httpx.Client, conversation: str, **more: Any) -> httpx.Response:
 
 def test_hostile_24_kill_in_the_midst_of_a_reply(tmp_path: Path) -> None:
     """What was acknowledged is there, and the turn is marked as interrupted."""
-    command = [sys.executable, "-m", "tests.client.serving", str(tmp_path), "0", "held"]
+    command = [sys.executable, "-m", "tests.client.server_process", str(tmp_path), "0", "held"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -402,7 +402,12 @@ def test_hostile_24_kill_in_the_midst_of_a_reply(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("error", "status", "code"), [(DiskFull, 507, "storage_full"), (Locked, 503, "storage_busy")])
 def test_hostile_25_a_full_disk_or_a_locked_database(
-    http: httpx.Client, live: Live, monkeypatch: pytest.MonkeyPatch, error: type[Exception], status: int, code: str
+    http: httpx.Client,
+    live: LiveServer,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception],
+    status: int,
+    code: str,
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise error
@@ -419,13 +424,13 @@ def test_hostile_25_a_full_disk_or_a_locked_database(
 
 
 def test_hostile_25_a_database_that_is_away_does_not_tell_its_address(
-    http: httpx.Client, live: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    http: httpx.Client, live: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The driver's words are in the log alone."""
     refused = 'connection to server at "10.1.2.3", port 5432 failed: Connection refused'
 
     def fail(*_: Any, **__: Any) -> None:
-        with translated():
+        with translate_errors():
             raise sqlalchemy.exc.OperationalError("SELECT 1", {}, Exception(refused))
 
     monkeypatch.setattr(live.service.store.conversations, "create", fail)
@@ -451,11 +456,11 @@ def test_hostile_26_a_stale_tab_and_a_double_send(http: httpx.Client) -> None:
 
 def test_hostile_27_a_reader_of_what_can_not_be_told_again(tmp_path: Path) -> None:
     """Without the model that said it a reply's events can't be read: there is a snapshot, from whichever number on."""
-    with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60) as http:
+    with LiveServer(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60) as http:
         turn = say(http, conversation(http)).json()["reply"]["id"]
         http.get(f"/api/turns/{turn}/events")
-        live.within(live.service.models.unload)
-        live.within(lambda: _forgotten(live))
+        live.run_in_loop(live.service.models.unload)
+        live.run_in_loop(lambda: _forgotten(live))
         for number in (0, 3, 10_000):
             events = http.get(f"/api/turns/{turn}/events", params={"after": number}).text
             told = [json.loads(line[6:])["event"] for line in events.splitlines() if line.startswith("data: ")]
@@ -463,14 +468,14 @@ def test_hostile_27_a_reader_of_what_can_not_be_told_again(tmp_path: Path) -> No
             assert "42" in json.dumps(told[0]["message"])
 
 
-async def _forgotten(live: Live) -> None:
+async def _forgotten(live: LiveServer) -> None:
     """As after a restart: the turn's events are no longer in memory."""
     live.service.turns._turns.clear()
 
 
 def test_the_log_holds_nothing_of_what_is_said(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
-        ask(http, messages=[{"role": "user", "content": "Xylophone secret?"}], tools=[WEATHER, LAMP], max_tokens=5)
+        complete(http, messages=[{"role": "user", "content": "Xylophone secret?"}], tools=[WEATHER, LAMP], max_tokens=5)
         stream(http, messages=[{"role": "user", "content": "Xylophone secret?"}], max_tokens=5)
         http.get("/v1/models", headers={"authorization": "Bearer hushhush"})
     assert "POST /v1/chat/completions 200" in caplog.text

@@ -1,4 +1,4 @@
-"""What costs more than its size lets expect, by its number in the list of hostile things: bounded before work."""
+"""Limits: requests that cost more than their size suggests (numbered as in test_hostile), bodies, rates and places."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.server.asking import CHAT, SUM, post
-from tests.server.live import Live
+from palaver.errors import QueueFull
+from palaver.server.errors import NotJson
+from palaver.server.limits import ConcurrencyLimiter, RateLimiter, check_json
+from palaver.server.settings import ServerLimits
+from tests.server.chat_client import CHAT, SUM, post
+from tests.server.live_server import LiveServer
 
 
 def conversation(http: httpx.Client) -> str:
@@ -132,7 +137,7 @@ def lines(count: int) -> bytes:
 
 def test_hostile_31_an_import_ends_with_its_sender(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    with Live(tmp_path, model=None) as live:
+    with LiveServer(tmp_path, model=None) as live:
         store, owner = live.service.store, live.service.store.users.ensure().id
         body = lines(9_000)
         head = "POST /api/import HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: text/plain\r\n"
@@ -146,7 +151,7 @@ def test_hostile_31_an_import_ends_with_its_sender(tmp_path: Path, caplog: pytes
 
 
 def test_hostile_31_an_import_ends_with_the_server(tmp_path: Path) -> None:
-    with Live(tmp_path, model=None) as live:
+    with LiveServer(tmp_path, model=None) as live:
         store, owner = live.service.store, live.service.store.users.ensure().id
 
         async def close() -> None:
@@ -155,7 +160,44 @@ def test_hostile_31_an_import_ends_with_the_server(tmp_path: Path) -> None:
             await live.server.close(grace=0)
 
         with ThreadPoolExecutor(1) as closing:
-            closed = closing.submit(live.within, close)
+            closed = closing.submit(live.run_in_loop, close)
             answer = post(f"{live.url}/api/import", content=lines(9_000), headers={"content-type": "text/plain"})
             closed.result()
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+
+
+def test_depth_is_that_of_brackets_outside_of_texts() -> None:
+    check_json(b'{"a": "' + b"[" * 500 + b'\\"' + b"{" * 500 + b'"}', ServerLimits(depth=10))
+    with pytest.raises(NotJson):
+        check_json(b"[" * 11 + b"]" * 11, ServerLimits(depth=10))
+    check_json(b"[" * 10 + b"]" * 10, ServerLimits(depth=10))
+    check_json(b"[" + b"[]," * 1000 + b"[]]", ServerLimits(depth=10))
+
+
+async def test_places_are_given_back() -> None:
+    limiter = ConcurrencyLimiter(2)
+    with limiter.acquire("ann", lambda: None, 2):
+        assert len(limiter) == 2
+    assert len(limiter) == 0
+    await limiter.close(0)
+
+
+def test_one_owner_cannot_lock_out_others() -> None:
+    limiter = ConcurrencyLimiter(16)
+    with ExitStack() as running:
+        for _ in range(14):
+            running.enter_context(limiter.acquire("ann", lambda: None))
+        with pytest.raises(QueueFull):
+            running.enter_context(limiter.acquire("ann", lambda: None))
+        running.enter_context(limiter.acquire("bob", lambda: None))
+        running.enter_context(limiter.acquire("eve", lambda: None))
+        with pytest.raises(QueueFull):
+            running.enter_context(limiter.acquire("joe", lambda: None))
+    running.enter_context(limiter.acquire("ann", lambda: None, 16))
+    running.close()
+
+
+def test_no_limit_is_no_limit() -> None:
+    limiter = RateLimiter(0)
+    for _ in range(1000):
+        limiter.acquire("x")

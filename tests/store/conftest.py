@@ -17,14 +17,14 @@ _NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a test's store lives: opening it again finds the same store."""
+class StoreLocation:
+    """The folder and the database of a test's store: opening it again gives the same store."""
 
     folder: Path
     database: URL | None
 
-    def open(self, wait: float = 5.0) -> Store:
-        return open_store(self.folder, self.database, wait)
+    def open(self, lock_timeout: float = 5.0) -> Store:
+        return open_store(self.folder, self.database, lock_timeout)
 
 
 @pytest.fixture(scope="session")
@@ -41,38 +41,38 @@ def postgres() -> Iterator[URL]:
 @pytest.fixture(scope="session")
 def prepared_postgres(postgres: URL, tmp_path_factory: pytest.TempPathFactory) -> URL:
     """A database with the schema in it, to be copied."""
-    Place(tmp_path_factory.mktemp("prepared"), postgres.set(database="prepared")).open().close()
+    StoreLocation(tmp_path_factory.mktemp("prepared"), postgres.set(database="prepared")).open().close()
     return postgres
 
 
 @pytest.fixture(scope="session")
 def prepared_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
-    Place(folder, None).open().close()
+    StoreLocation(folder, None).open().close()
     return folder / "palaver.db"
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def empty(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def empty(request: pytest.FixtureRequest, tmp_path: Path) -> StoreLocation:
     """A place without a schema."""
     if request.param == "sqlite":
-        return Place(tmp_path / "store", None)
-    return Place(tmp_path / "store", fresh_database(request.getfixturevalue("postgres")))
+        return StoreLocation(tmp_path / "store", None)
+    return StoreLocation(tmp_path / "store", fresh_database(request.getfixturevalue("postgres")))
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> StoreLocation:
     """A place with an empty store."""
     folder = tmp_path / "store"
     folder.mkdir()
     if request.param == "sqlite":
         copy_sqlite(request.getfixturevalue("prepared_sqlite"), folder / "palaver.db")
-        return Place(folder, None)
-    return Place(folder, fresh_database(request.getfixturevalue("prepared_postgres"), "prepared"))
+        return StoreLocation(folder, None)
+    return StoreLocation(folder, fresh_database(request.getfixturevalue("prepared_postgres"), "prepared"))
 
 
 @pytest.fixture
-def store(place: Place) -> Iterator[Store]:
+def store(place: StoreLocation) -> Iterator[Store]:
     with place.open() as opened:
         yield opened
 

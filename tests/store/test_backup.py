@@ -13,18 +13,18 @@ from palaver.store.backup import backup, restore
 from palaver.store.errors import BadBackup, NotEmpty
 from palaver.store.store import open_store
 from palaver.transcripts import read_conversation
-from tests.store.conftest import Place, fresh_database
-from tests.store.making import SETTINGS, answered, conversation, said, steps
+from tests.store.conftest import StoreLocation, fresh_database
+from tests.store.factories import SETTINGS, add_message, add_reply, new_conversation, steps
 
 
 @pytest.fixture
 def filled(store: Store) -> str:
     """A conversation with everything, one reply of which is still running."""
-    made = conversation(store, title="All", tags=["t"], system="S")
+    made = new_conversation(store, title="All", tags=["t"], system="S")
     picture = Message(Role.USER, (Text("看 this"), Image("image/png", b"pixels")))
     root = store.messages.append(made.id, None, picture)
     lease = store.leases.open()
-    answered(store, lease, made.id, root.id, "needle")
+    add_reply(store, lease, made.id, root.id, "needle")
     running = store.replies.start(lease, made.id, root.id, SETTINGS)
     store.replies.append(lease, [TokenFrame(running.id, 0, steps(1, 2))])
     store.cursors.move(made.id, "tab", root.id)
@@ -33,19 +33,19 @@ def filled(store: Store) -> str:
 
 def check_same(old: Store, new: Store, id: str) -> None:
     assert read_conversation(new, id) == read_conversation(old, id)
-    owner = new.users.named("local").id
+    owner = new.users.get_by_name("local").id
     assert len(new.search.find(owner, "needle")) == 1
     assert len(new.search.find(owner, "看")) == 1
     assert new.cursors.get(id, "tab") == old.cursors.get(id, "tab")
     statuses = []
-    for stored in new.messages.everything(id):
+    for stored in new.messages.all(id):
         assert new.replies.tokens(stored.id) == old.replies.tokens(stored.id)
         statuses += [stored.reply.status] if stored.reply else []
     assert statuses == [ReplyStatus.DONE, ReplyStatus.INTERRUPTED]
-    assert said(new, id, None, "goes on").id
+    assert add_message(new, id, None, "goes on").id
 
 
-def test_what_was_backed_up_comes_back(store: Store, filled: str, place: Place, tmp_path: Path) -> None:
+def test_a_backup_is_restored(store: Store, filled: str, place: StoreLocation, tmp_path: Path) -> None:
     manifest = backup(store, tmp_path / "one.zip")
     assert manifest.blobs == 1
     target = None if place.database is None else fresh_database(place.database.set(database="postgres"))
@@ -59,7 +59,7 @@ def test_what_was_backed_up_comes_back(store: Store, filled: str, place: Place, 
 
 
 def test_a_backup_goes_from_one_kind_of_database_to_the_other(
-    store: Store, filled: str, place: Place, tmp_path: Path, postgres: URL
+    store: Store, filled: str, place: StoreLocation, tmp_path: Path, postgres: URL
 ) -> None:
     backup(store, tmp_path / "one.zip")
     target = fresh_database(postgres) if place.database is None else None
@@ -68,15 +68,15 @@ def test_a_backup_goes_from_one_kind_of_database_to_the_other(
         check_same(store, new, filled)
 
 
-def test_a_backup_under_load_is_one_consistent_moment(store: Store, tmp_path: Path, place: Place) -> None:
-    id = conversation(store).id
-    parent = said(store, id, None, "0").id
+def test_a_backup_under_load_is_consistent(store: Store, tmp_path: Path, place: StoreLocation) -> None:
+    id = new_conversation(store).id
+    parent = add_message(store, id, None, "0").id
     stop = threading.Event()
 
     def write() -> None:
         above = parent
         while not stop.is_set():
-            above = said(store, id, above, "more").id
+            above = add_message(store, id, above, "more").id
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -107,7 +107,7 @@ def test_a_damaged_backup_is_refused_and_leaves_nothing(store: Store, filled: st
         assert not (tmp_path / name / "palaver.db").exists()
 
 
-def test_a_blob_that_is_missing_is_said_to_be(store: Store, filled: str, tmp_path: Path) -> None:
+def test_a_missing_blob_is_reported(store: Store, filled: str, tmp_path: Path) -> None:
     for digest in store.blobs.digests():
         store.blobs.path(digest).unlink()
     with pytest.raises(NotFound, match="blob"):

@@ -6,7 +6,7 @@ from palaver.messages import Image, Message, Role, user
 from palaver.store import NotFound, Store
 from palaver.store.messages import NewMessage
 from palaver.store.records import derive_title
-from tests.store.making import conversation, said
+from tests.store.factories import add_message, new_conversation
 
 
 def test_a_conversation_keeps_what_it_was_given(store: Store, owner: str) -> None:
@@ -22,11 +22,11 @@ def test_a_conversation_keeps_what_it_was_given(store: Store, owner: str) -> Non
     assert store.conversations.tags(owner) == ("c",)
 
 
-def test_the_first_message_gives_the_title_unless_a_person_did(store: Store) -> None:
-    untitled, titled = conversation(store), conversation(store, title="Mine")
+def test_the_title_is_derived_from_the_first_message_unless_given(store: Store) -> None:
+    untitled, titled = new_conversation(store), new_conversation(store, title="Mine")
     for made in (untitled, titled):
-        said(store, made.id, None, "\n## How do I\nboil an egg?")
-        said(store, made.id, None, "Something else")
+        add_message(store, made.id, None, "\n## How do I\nboil an egg?")
+        add_message(store, made.id, None, "Something else")
     assert store.conversations.get(untitled.id).title == "How do I"
     assert store.conversations.get(titled.id).title == "Mine"
     assert store.conversations.rename(titled.id, "made up", given=False).title == "Mine"
@@ -48,9 +48,10 @@ def test_a_title_is_short_and_cut_between_words(text: str, title: str) -> None:
 
 def test_lists_are_the_newest_first_page_by_page(store: Store, owner: str) -> None:
     made = [
-        conversation(store, title=f"Number {number}", tags=["even"] if number % 2 == 0 else []) for number in range(5)
+        new_conversation(store, title=f"Number {number}", tags=["even"] if number % 2 == 0 else [])
+        for number in range(5)
     ]
-    said(store, made[0].id, None, "again")
+    add_message(store, made[0].id, None, "again")
     first = store.conversations.list(owner, limit=2)
     rest = store.conversations.list(owner, before=first[-1])
     assert [one.title for one in (*first, *rest)] == [f"Number {number}" for number in (0, 4, 3, 2, 1)]
@@ -59,15 +60,15 @@ def test_lists_are_the_newest_first_page_by_page(store: Store, owner: str) -> No
     assert store.conversations.list(owner, title="%") == ()
 
 
-def test_what_is_deleted_is_out_of_sight_and_comes_back(store: Store, owner: str) -> None:
-    made = conversation(store)
-    message = said(store, made.id, None, "findme")
+def test_a_deleted_conversation_is_hidden_until_restored(store: Store, owner: str) -> None:
+    made = new_conversation(store)
+    message = add_message(store, made.id, None, "findme")
     store.conversations.delete(made.id)
     for look in (
         lambda: store.conversations.get(made.id),
         lambda: store.messages.get(message.id),
         lambda: store.messages.path(message.id),
-        lambda: said(store, made.id, message.id, "more"),
+        lambda: add_message(store, made.id, message.id, "more"),
         lambda: store.conversations.delete(made.id),
     ):
         with pytest.raises(NotFound):
@@ -78,16 +79,16 @@ def test_what_is_deleted_is_out_of_sight_and_comes_back(store: Store, owner: str
     assert store.messages.get(message.id).text == "findme"
 
 
-def test_purge_is_final_and_takes_blobs_that_nobody_names(store: Store, owner: str) -> None:
-    gone, kept = conversation(store), conversation(store)
+def test_purge_removes_unreferenced_blobs(store: Store, owner: str) -> None:
+    gone, kept = new_conversation(store), new_conversation(store)
     shared, alone = Image("image/png", b"shared"), Image("image/png", b"alone")
     store.messages.append(gone.id, None, Message(Role.USER, (shared, alone)))
     stays = store.messages.append(kept.id, None, Message(Role.USER, (shared,)))
     store.conversations.delete(gone.id)
     assert store.conversations.purge() == 1
-    assert len(list(store.blobs.digests())) == 2  # young ones wait: somebody may be about to name them
+    assert len(list(store.blobs.digests())) == 2  # recent ones are kept: a message may be about to reference them
     store.blobs.sweep({part.digest for part in stays.parts if hasattr(part, "digest")}, grace=-1)
-    assert store.messages.full(stays).parts == (shared,)
+    assert store.messages.load(stays).parts == (shared,)
     assert len(list(store.blobs.digests())) == 1
     with pytest.raises(NotFound):
         store.conversations.undelete(gone.id)
@@ -109,7 +110,7 @@ def test_users_see_their_own(store: Store) -> None:
 
 
 def test_a_very_long_branch_is_opened_and_purged(store: Store, owner: str) -> None:
-    made = conversation(store)
+    made = new_conversation(store)
     row = [NewMessage(str(n), str(n - 1) if n else None, user(f"number {n}")) for n in range(1200)]
     store.messages.append_all(made.id, row)
     head = store.conversations.get(made.id).head_id

@@ -19,9 +19,9 @@ from sqlalchemy import URL, create_engine, event, text
 from palaver.store import Conflict, DiskFull, Lease, Locked, NotFound, Store, TokenFrame, open_store
 from palaver.store.blobs import Blobs
 from palaver.store.database import Durability
-from palaver.store.errors import Damaged, StoreError, Unreachable, Unstorable, translated
-from tests.store.conftest import Place, run_sql
-from tests.store.making import SETTINGS, conversation, said, steps
+from palaver.store.errors import Damaged, StoreError, Unreachable, Unstorable, translate_errors
+from tests.store.conftest import StoreLocation, run_sql
+from tests.store.factories import SETTINGS, add_message, new_conversation, steps
 from tests.store.postgres import server_account
 
 
@@ -45,25 +45,25 @@ def small_disk(request: pytest.FixtureRequest) -> Iterator[Path]:
 def test_a_full_disk_is_an_error_and_the_conversation_goes_on_when_there_is_room(small_disk: Path) -> None:
     ballast = small_disk / "ballast"
     with open_store(small_disk / "store") as store:
-        id = conversation(store).id
+        id = new_conversation(store).id
         lease = store.leases.open()
         reply = store.replies.start(lease, id, None, SETTINGS)
-        kept = [said(store, id, None, "first").id]
-        _fill(ballast)
+        ids = [add_message(store, id, None, "first").id]
+        _fill_disk(ballast)
         with pytest.raises(DiskFull, match="room"):
-            _talk(store, id, kept)
+            _append_messages(store, id, ids)
         with pytest.raises(DiskFull):
-            _reply(store, lease, reply.id)
+            _append_tokens(store, lease, reply.id)
         with pytest.raises(DiskFull):
             store.blobs.put(b"y" * 600_000)
         assert [path.name for path in store.blobs.folder.rglob("*.*")] == [], "no half a file is left"
-        assert [message.id for message in store.messages.path(kept[-1])] == kept
+        assert [message.id for message in store.messages.path(ids[-1])] == ids
         tokens = store.replies.token_ids(reply.id)
         assert tokens == tuple(range(len(tokens)))
         ballast.unlink()
-        after = said(store, id, kept[-1], "there is room again")
+        after = add_message(store, id, ids[-1], "there is room again")
         store.replies.append(lease, [TokenFrame(reply.id, len(tokens), steps(1))])
-        assert len(store.messages.path(after.id)) == len(kept) + 1
+        assert len(store.messages.path(after.id)) == len(ids) + 1
     assert _integrity(small_disk / "store" / "palaver.db") == "ok"
 
 
@@ -78,31 +78,31 @@ def test_a_full_disk_under_postgresql(small_disk: Path, tmp_path: Path, prepared
     url = prepared_postgres.set(database="small")
     try:
         with open_store(tmp_path / "store", url) as store:
-            id = conversation(store).id
-            kept = [said(store, id, None, "first").id]
+            id = new_conversation(store).id
+            ids = [add_message(store, id, None, "first").id]
             with pytest.raises(DiskFull, match="room"):
-                _talk(store, id, kept)
-            assert [message.id for message in store.messages.path(kept[-1])] == kept
+                _append_messages(store, id, ids)
+            assert [message.id for message in store.messages.path(ids[-1])] == ids
             subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
-            after = said(store, id, kept[-1], "there is room again")
-            assert len(store.messages.path(after.id)) == len(kept) + 1 == len(store.messages.nodes(id))
+            after = add_message(store, id, ids[-1], "there is room again")
+            assert len(store.messages.path(after.id)) == len(ids) + 1 == len(store.messages.nodes(id))
     finally:
         run_sql(prepared_postgres, "DROP DATABASE small WITH (FORCE)")
         run_sql(prepared_postgres, "DROP TABLESPACE small")
 
 
-def _talk(store: Store, id: str, kept: list[str]) -> None:
-    chance = random.Random(0)
+def _append_messages(store: Store, id: str, ids: list[str]) -> None:
+    rng = random.Random(0)
     for _ in range(2000):
-        kept.append(said(store, id, kept[-1], chance.randbytes(10_000).hex()).id)
+        ids.append(add_message(store, id, ids[-1], rng.randbytes(10_000).hex()).id)
 
 
-def _reply(store: Store, lease: Lease, id: str) -> None:
+def _append_tokens(store: Store, lease: Lease, id: str) -> None:
     for start in range(0, 100_000, 1000):
         store.replies.append(lease, [TokenFrame(id, start, steps(*range(start, start + 1000)))])
 
 
-def _fill(ballast: Path) -> None:
+def _fill_disk(ballast: Path) -> None:
     size = 1 << 16
     with ballast.open("wb", buffering=0) as file:
         while size:
@@ -119,58 +119,58 @@ def _integrity(path: Path) -> str:
     return found
 
 
-def test_a_locked_database_is_waited_for_then_told_of(place: Place) -> None:
-    with place.open(wait=0.2) as store:
-        id = conversation(store).id
-        first = said(store, id, None, "1")
-        with _locked(store):
-            begun = time.monotonic()
+def test_a_locked_database_is_waited_for_then_reported(place: StoreLocation) -> None:
+    with place.open(lock_timeout=0.2) as store:
+        id = new_conversation(store).id
+        first = add_message(store, id, None, "1")
+        with _Locked(store):
+            start = time.monotonic()
             with pytest.raises(Locked, match="Another program"):
-                said(store, id, first.id, "2")
-            assert time.monotonic() - begun > 0.15
+                add_message(store, id, first.id, "2")
+            assert time.monotonic() - start > 0.15
             assert len(store.messages.path(first.id)) == 1, "reading goes on meanwhile"
-        assert said(store, id, first.id, "2").parent_id == first.id
+        assert add_message(store, id, first.id, "2").parent_id == first.id
 
 
 def test_a_lock_is_waited_for_as_long_by_all_writers_of_a_process(tmp_path: Path) -> None:
     """They queue for one writer's turn: each waits as long as one alone, not for those before it too."""
     count, wait = 16, 1.0
-    with open_store(tmp_path, wait=wait) as store:
-        id = conversation(store).id
-        first = said(store, id, None, "1")
+    with open_store(tmp_path, lock_timeout=wait) as store:
+        id = new_conversation(store).id
+        first = add_message(store, id, None, "1")
         seconds: list[float] = []
 
         def write(number: int) -> None:
-            begun = time.monotonic()
+            start = time.monotonic()
             with pytest.raises(Locked):
-                said(store, id, first.id, str(number))
-            seconds.append(time.monotonic() - begun)
+                add_message(store, id, first.id, str(number))
+            seconds.append(time.monotonic() - start)
 
-        with _locked(store):
-            begun = time.monotonic()
+        with _Locked(store):
+            start = time.monotonic()
             writers = [threading.Thread(target=write, args=(number,)) for number in range(count)]
             for writer in writers:
                 writer.start()
             for writer in writers:
                 writer.join()
-            assert time.monotonic() - begun < wait * count / 2
+            assert time.monotonic() - start < wait * count / 2
             assert len(seconds) == count
             assert min(seconds) > 0.9 * wait
-        assert said(store, id, first.id, "2").parent_id == first.id
+        assert add_message(store, id, first.id, "2").parent_id == first.id
 
 
-def test_tokens_that_met_a_lock_can_be_sent_again(place: Place) -> None:
-    with place.open(wait=0.2) as store:
+def test_tokens_can_be_written_again_after_a_lock(place: StoreLocation) -> None:
+    with place.open(lock_timeout=0.2) as store:
         lease = store.leases.open()
-        reply = store.replies.start(lease, conversation(store).id, None, SETTINGS)
-        with _locked(store, "running"), pytest.raises(Locked):
+        reply = store.replies.start(lease, new_conversation(store).id, None, SETTINGS)
+        with _Locked(store, "running"), pytest.raises(Locked):
             store.replies.append(lease, [TokenFrame(reply.id, 0, steps(0, 1))])
         assert store.replies.token_ids(reply.id) == ()
         store.replies.append(lease, [TokenFrame(reply.id, 0, steps(0, 1))])
         assert store.replies.token_ids(reply.id) == (0, 1)
 
 
-class _locked:
+class _Locked:
     """Another program's transaction; SQLite's is on everything."""
 
     def __init__(self, store: Store, table: str = "conversations") -> None:
@@ -189,31 +189,31 @@ class _locked:
         self._engine.dispose()
 
 
-def test_a_short_lock_is_not_noticed(place: Place) -> None:
-    with place.open(wait=5) as store:
-        id = conversation(store).id
-        lock = _locked(store)
+def test_a_short_lock_is_not_noticed(place: StoreLocation) -> None:
+    with place.open(lock_timeout=5) as store:
+        id = new_conversation(store).id
+        lock = _Locked(store)
         lock.__enter__()
         threading.Timer(0.3, lock.__exit__).start()
-        assert said(store, id, None, "waited").text == "waited"
+        assert add_message(store, id, None, "waited").text == "waited"
         time.sleep(0.1)
 
 
-def test_what_raises_in_the_middle_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = conversation(store)
+def test_an_error_inside_a_transaction_rolls_it_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = new_conversation(store)
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("palaver.store.tree.index", fail)
     with pytest.raises(DiskFull):
-        said(store, made.id, None, "half")
+        add_message(store, made.id, None, "half")
     monkeypatch.undo()
     assert store.messages.nodes(made.id) == ()
     assert store.conversations.get(made.id) == made
 
 
-def test_damage_is_told_of(tmp_path: Path) -> None:
+def test_damage_is_reported(tmp_path: Path) -> None:
     tmp_path.joinpath("palaver.db").write_bytes(b"this is no database, " * 100)
     with pytest.raises(Damaged, match="backup"):
         open_store(tmp_path)
@@ -226,31 +226,31 @@ def test_damage_is_told_of(tmp_path: Path) -> None:
         blobs.get("0" * 64)
 
 
-def test_a_server_that_is_not_there_is_told_of(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_reported(tmp_path: Path) -> None:
     with pytest.raises(Unreachable):
         open_store(tmp_path, f"postgresql://nobody@/none?host={tmp_path}")
     with pytest.raises(StoreError):
         open_store(tmp_path, f"sqlite:///{tmp_path}/no/such/folder/x.db")
 
 
-def test_ids_no_database_can_hold_are_refused(store: Store) -> None:
+def test_ids_that_cannot_be_stored_are_refused(store: Store) -> None:
     for odd in ("\x00", "\ud800"):
         with pytest.raises((NotFound, Unstorable)):
             store.messages.get(odd)
 
 
-def test_other_errors_pass_as_they_are() -> None:
-    with pytest.raises(FileNotFoundError), translated():
+def test_other_errors_are_not_translated() -> None:
+    with pytest.raises(FileNotFoundError), translate_errors():
         raise FileNotFoundError(2, "not there")
-    with pytest.raises(Conflict), translated():
+    with pytest.raises(Conflict), translate_errors():
         raise Conflict("ours")
 
 
-def test_a_persons_words_are_synced_and_tokens_are_not(tmp_path: Path) -> None:
+def test_user_messages_are_synced_and_tokens_are_not(tmp_path: Path) -> None:
     """The order of writes and syncs, as the kernel saw it."""
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
-    calls = _traced(tmp_path)
+    calls = _trace_syscalls(tmp_path)
     message = _between(calls, "MESSAGE")
     assert [name for name in message if name.startswith("sync")] == ["sync blob", "sync folder", "sync wal"]
     assert message.index("sync blob") < message.index("rename") < message.index("sync folder")
@@ -261,17 +261,17 @@ def test_a_persons_words_are_synced_and_tokens_are_not(tmp_path: Path) -> None:
     assert not any(name.startswith("sync") for name in tokens)
 
 
-_TRACED = """
+_TRACED_PROGRAM = """
 import hashlib, os, sys
 from pathlib import Path
 from palaver.messages import *
 from palaver.store import *
-from tests.store.making import *
+from tests.store.factories import *
 store = open_store(Path(sys.argv[1]))
-made = conversation(store)
+made = new_conversation(store)
 lease = store.leases.open()
 reply = store.replies.start(lease, made.id, None, SETTINGS)
-store.blobs.put(b"warm"), store.replies.append(lease, [Piece(reply.id, 0, steps(0))])
+store.blobs.put(b"warm"), store.replies.append(lease, [TokenFrame(reply.id, 0, steps(0))])
 picture = b"picture"
 store.blobs.path(hashlib.sha256(picture).hexdigest()).parent.mkdir(parents=True, exist_ok=True)
 os.write(2, b"MESSAGE\\n")
@@ -279,24 +279,24 @@ store.messages.append(made.id, None, Message(Role.USER, (Text("x"), Image("image
 os.write(2, b"MESSAGE\\n")
 os.write(2, b"TOKENS\\n")
 for place in range(1, 20):
-    store.replies.append(lease, [Piece(reply.id, place, steps(place))])
+    store.replies.append(lease, [TokenFrame(reply.id, place, steps(place))])
 os.write(2, b"TOKENS\\n")
 """
 
 
-def _traced(folder: Path) -> list[str]:
+def _trace_syscalls(folder: Path) -> list[str]:
     """Writes, renames and syncs of a small program, by what they were done to."""
     log = folder / "trace"
     root = Path(__file__).parents[2]
     subprocess.run(
         ["strace", "-f", "-y", "-o", log, "-e", "trace=write,pwrite64,fsync,fdatasync,rename,renameat,renameat2",
-         sys.executable, "-c", _TRACED, folder / "store"],
+         sys.executable, "-c", _TRACED_PROGRAM, folder / "store"],
         check=True, capture_output=True, env={"PYTHONPATH": f"{root / 'src'}:{root}", "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
-    return [name for line in log.read_text().splitlines() if (name := _named(line))]
+    return [name for line in log.read_text().splitlines() if (name := _classify(line))]
 
 
-def _named(line: str) -> str:
+def _classify(line: str) -> str:
     for mark in ("MESSAGE", "TOKENS"):
         if f'"{mark}' in line:
             return mark
@@ -313,15 +313,15 @@ def _between(calls: list[str], mark: str) -> list[str]:
     return calls[first + 1 : calls.index(mark, first + 1)]
 
 
-def test_every_commit_has_the_durability_it_was_asked_for(store: Store) -> None:
+def test_every_commit_has_the_requested_durability(store: Store) -> None:
     if not store.database.is_sqlite:
-        with store.database.writing(Durability.NORMAL) as connection:
+        with store.database.write_transaction(Durability.NORMAL) as connection:
             assert connection.execute(text("SHOW synchronous_commit")).scalar() == "off"
-        with store.database.writing() as connection:
+        with store.database.write_transaction() as connection:
             assert connection.execute(text("SHOW synchronous_commit")).scalar() == "on"
         return
     for durability, level in ((Durability.NORMAL, 1), (Durability.FULL, 2), (Durability.NORMAL, 1)):
-        with store.database.writing(durability) as connection:
+        with store.database.write_transaction(durability) as connection:
             assert connection.execute(text("PRAGMA synchronous")).scalar() == level
             assert connection.execute(text("PRAGMA foreign_keys")).scalar() == 1
             assert connection.execute(text("PRAGMA journal_mode")).scalar() == "wal"

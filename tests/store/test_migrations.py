@@ -16,12 +16,12 @@ from palaver.store.errors import NewerSchema
 from palaver.store.migrations import current_revision, migrate
 from palaver.store.schema import HEAD, metadata
 from palaver.store.store import data_folder, database_url
-from tests.store.conftest import Place
+from tests.store.conftest import StoreLocation
 
 VERSIONS = ["0001", "0002", "0003", "0004", "0005", "0006", "0007"]
 
 
-def database(place: Place) -> Database:
+def database(place: StoreLocation) -> Database:
     return Database(database_url(data_folder(place.folder), place.database))
 
 
@@ -29,22 +29,22 @@ def _ours(_: object, name: str | None, kind: str, *__: object) -> bool:
     return kind != "table" or not (name or "").startswith("search_words")
 
 
-def test_the_list_of_versions_is_whole_and_ends_at_the_schema() -> None:
+def test_versions_are_complete_and_end_at_the_schema() -> None:
     scripts = ScriptDirectory(str(migrations.__path__[0]))
     assert [script.revision for script in scripts.walk_revisions()] == VERSIONS[::-1]
     assert VERSIONS[-1] == HEAD
 
 
 @pytest.mark.parametrize("earlier", [None, *VERSIONS])
-def test_every_earlier_schema_becomes_the_one_we_have(empty: Place, earlier: str | None) -> None:
+def test_every_earlier_schema_is_migrated(empty: StoreLocation, earlier: str | None) -> None:
     before = database(empty)
     if earlier is not None:
         migrate(before, earlier)
-        with before.writing() as connection:
+        with before.write_transaction() as connection:
             _write_something(connection)
     before.close()
     with empty.open() as store:
-        with store.database.reading() as connection:
+        with store.database.read_transaction() as connection:
             options = {"include_object": _ours, "compare_type": True}
             context = MigrationContext.configure(connection, opts=options)
             assert compare_metadata(context, metadata) == []
@@ -78,7 +78,7 @@ def current_has_index(connection: Connection) -> bool:
     return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one() >= "0003"
 
 
-def test_two_processes_may_begin_at_once(empty: Place) -> None:
+def test_two_processes_may_migrate_at_once(empty: StoreLocation) -> None:
     def begin(_: int) -> None:
         empty.open().close()
 
@@ -99,15 +99,15 @@ def test_a_new_file_that_another_program_is_writing_is_waited_for(
     other.execute("BEGIN IMMEDIATE")
     monkeypatch.setattr("palaver.store.database.time.sleep", lambda _: other.execute("ROLLBACK"))
     made = Database(f"sqlite:///{path}")
-    with made.reading() as connection:
+    with made.read_transaction() as connection:
         assert connection.execute(text("PRAGMA journal_mode")).scalar_one() == "wal"
     made.close()
     other.close()
 
 
-def test_a_newer_schema_is_left_alone(place: Place) -> None:
+def test_a_newer_schema_is_refused(place: StoreLocation) -> None:
     later = database(place)
-    with later.writing() as connection:
+    with later.write_transaction() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     later.close()
     with pytest.raises(NewerSchema, match="9999"):

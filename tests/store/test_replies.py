@@ -10,7 +10,6 @@ import pytest
 from palaver.constraints import Constraint, Grammar
 from palaver.errors import NothingToContinue
 from palaver.events import Usage
-from palaver.generation import Alternative, Step
 from palaver.messages import Text, Thinking, Tool
 from palaver.sampling import Sampling
 from palaver.store import (
@@ -24,10 +23,9 @@ from palaver.store import (
     Store,
     TokenFrame,
 )
-from palaver.store.errors import Damaged
-from palaver.store.token_codec import as_stored, given_tokens, pack_tokens, unpack_tokens
-from tests.store.conftest import Place
-from tests.store.making import SETTINGS, answered, conversation, said, steps
+from palaver.store.token_codec import prefill_steps
+from tests.store.conftest import StoreLocation
+from tests.store.factories import SETTINGS, add_message, add_reply, new_conversation, steps
 
 
 @pytest.fixture
@@ -35,7 +33,7 @@ def lease(store: Store) -> Lease:
     return store.leases.open()
 
 
-def test_a_reply_keeps_text_tokens_and_everything_that_made_it(store: Store, lease: Lease, place: Place) -> None:
+def test_a_reply_keeps_its_text_tokens_and_settings(store: Store, lease: Lease, place: StoreLocation) -> None:
     made_by = ReplySettings(
         model="sprout",
         sampling=Sampling(
@@ -51,8 +49,8 @@ def test_a_reply_keeps_text_tokens_and_everything_that_made_it(store: Store, lea
         tools=(Tool("look", "looks", {"type": "object"}),),
         choice=2,
     )
-    id = conversation(store).id
-    question = said(store, id, None, "?")
+    id = new_conversation(store).id
+    question = add_message(store, id, None, "?")
     reply = store.replies.start(lease, id, question.id, made_by)
     assert store.replies.append(lease, [TokenFrame(reply.id, 0, steps(1, 2)), TokenFrame("gone", 0, steps(1))]) == {
         "gone"
@@ -73,26 +71,26 @@ def test_a_reply_keeps_text_tokens_and_everything_that_made_it(store: Store, lea
 
 
 def test_tokens_of_many_replies_are_one_transaction(store: Store, lease: Lease) -> None:
-    id = conversation(store).id
+    id = new_conversation(store).id
     first, second = (store.replies.start(lease, id, None, SETTINGS) for _ in range(2))
     with pytest.raises(Conflict, match="has 0 tokens, not 5"):
         store.replies.append(lease, [TokenFrame(first.id, 0, steps(1)), TokenFrame(second.id, 5, steps(1))])
     assert store.replies.token_ids(first.id) == ()
     store.replies.append(lease, [TokenFrame(first.id, 0, steps(1)), TokenFrame(second.id, 0, steps(2))])
     assert store.replies.token_ids(second.id) == (2,)
-    assert set(store.replies.held(lease)) == {first.id, second.id}
+    assert set(store.replies.running_ids(lease)) == {first.id, second.id}
 
 
 def test_a_retry_is_a_sibling(store: Store, lease: Lease) -> None:
-    id = conversation(store).id
-    question = said(store, id, None, "?")
-    first = answered(store, lease, id, question.id, "a")
-    second = answered(store, lease, id, question.id, "b")
+    id = new_conversation(store).id
+    question = add_message(store, id, None, "?")
+    first = add_reply(store, lease, id, question.id, "a")
+    second = add_reply(store, lease, id, question.id, "b")
     assert [one.id for one in store.messages.siblings(first.id)] == [first.id, second.id]
 
 
-def test_a_stopped_reply_goes_on_on_top_of_its_tokens(store: Store, lease: Lease) -> None:
-    id = conversation(store).id
+def test_a_stopped_reply_is_resumed_from_its_tokens(store: Store, lease: Lease) -> None:
+    id = new_conversation(store).id
     reply = store.replies.start(lease, id, None, SETTINGS)
     store.replies.append(lease, [TokenFrame(reply.id, 0, steps(1, 2))])
     with pytest.raises(Conflict, match="running"):
@@ -107,42 +105,42 @@ def test_a_stopped_reply_goes_on_on_top_of_its_tokens(store: Store, lease: Lease
         store.replies.resume(lease, reply.id)
 
 
-def test_a_reply_with_something_below_goes_on_in_a_sibling(store: Store, lease: Lease) -> None:
-    id = conversation(store).id
+def test_a_reply_with_children_is_continued_in_a_sibling(store: Store, lease: Lease) -> None:
+    id = new_conversation(store).id
     reply = store.replies.start(lease, id, None, SETTINGS)
     store.replies.append(lease, [TokenFrame(reply.id, 0, steps(1))])
     store.replies.finish(lease, reply.id, ReplyEnding(ReplyStatus.LENGTH, (Text("a"),)))
-    said(store, id, reply.id, "and?")
+    add_message(store, id, reply.id, "and?")
     with pytest.raises(Conflict, match="branch"):
         store.replies.resume(lease, reply.id)
     going = store.replies.tokens(reply.id)
-    sibling = store.replies.start(lease, id, None, SETTINGS, goes_on_from=going)
+    sibling = store.replies.start(lease, id, None, SETTINGS, prefix=going)
     store.replies.append(lease, [TokenFrame(sibling.id, 1, steps(2))])
     assert store.replies.token_ids(sibling.id) == (1, 2)
     assert store.replies.token_ids(reply.id) == (1,)
 
 
-def test_an_edited_reply_goes_on_from_tokens_nobody_drew(store: Store, lease: Lease) -> None:
-    id = conversation(store).id
-    old = answered(store, lease, id, None, "so")
+def test_an_edited_reply_is_continued_from_prefilled_tokens(store: Store, lease: Lease) -> None:
+    id = new_conversation(store).id
+    old = add_reply(store, lease, id, None, "so")
     edited = store.messages.edit(old.id, (Text("thus"),))
     with pytest.raises(NotFound):
         store.replies.resume(lease, edited.id)
-    on = store.replies.start(lease, id, edited.parent_id, SETTINGS, goes_on_from=given_tokens((8, 9)), key="once")
+    on = store.replies.start(lease, id, edited.parent_id, SETTINGS, prefix=prefill_steps((8, 9)), key="once")
     assert store.replies.start(lease, id, edited.parent_id, SETTINGS, key="once").id == on.id
     first = store.replies.tokens(on.id)[0]
     assert first.token_id == 8
     assert first.logprob != first.logprob
 
 
-def test_only_the_holder_writes_and_only_a_dead_one_is_followed(store: Store) -> None:
+def test_only_the_holder_writes_and_only_a_dead_holder_loses_its_replies(store: Store) -> None:
     old, new = store.leases.open(), store.leases.open()
-    reply = store.replies.start(old, conversation(store).id, None, SETTINGS)
-    assert store.replies.take_over(new) == ()
+    reply = store.replies.start(old, new_conversation(store).id, None, SETTINGS)
+    assert store.replies.claim_orphans(new) == ()
     assert store.replies.interrupt_orphans() == ()
     assert store.replies.append(new, [TokenFrame(reply.id, 0, steps(1))]) == {reply.id}
     old.close()
-    assert store.replies.take_over(new) == (reply.id,)
+    assert store.replies.claim_orphans(new) == (reply.id,)
     assert store.replies.append(old, [TokenFrame(reply.id, 0, steps(1))]) == {reply.id}
     with pytest.raises(LeaseLost):
         store.replies.finish(old, reply.id, ReplyEnding(ReplyStatus.DONE, ()))
@@ -151,8 +149,8 @@ def test_only_the_holder_writes_and_only_a_dead_one_is_followed(store: Store) ->
     assert store.replies.append(new, [TokenFrame(reply.id, 0, steps(1))]) == frozenset()
 
 
-def test_a_reply_ends_even_where_its_conversation_was_deleted(store: Store, lease: Lease) -> None:
-    id = conversation(store).id
+def test_a_reply_of_a_deleted_conversation_is_finished(store: Store, lease: Lease) -> None:
+    id = new_conversation(store).id
     reply = store.replies.start(lease, id, None, SETTINGS)
     store.conversations.delete(id)
     assert store.replies.append(lease, [TokenFrame(reply.id, 0, steps(1))]) == frozenset()
@@ -162,16 +160,18 @@ def test_a_reply_ends_even_where_its_conversation_was_deleted(store: Store, leas
 
 
 def test_one_key_at_once_starts_one_reply(store: Store, lease: Lease) -> None:
-    id = conversation(store).id
+    id = new_conversation(store).id
     with ThreadPoolExecutor(4) as pool:
         started = pool.map(lambda _: store.replies.start(lease, id, None, SETTINGS, key="k").id, range(8))
         assert len(set(started)) == 1
-    assert len(store.replies.held(lease)) == 1
+    assert len(store.replies.running_ids(lease)) == 1
 
 
-def test_a_holder_elsewhere_is_dead_when_its_time_is_over(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_on_another_machine_is_dead_when_its_lease_expires(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lease = store.leases.open(seconds=0.2)
-    reply = store.replies.start(lease, conversation(store).id, None, SETTINGS)
+    reply = store.replies.start(lease, new_conversation(store).id, None, SETTINGS)
     time.sleep(0.3)
     assert store.replies.interrupt_orphans() == (), "it lives on this machine, however late it is"
     lease.renew()
@@ -181,8 +181,10 @@ def test_a_holder_elsewhere_is_dead_when_its_time_is_over(store: Store, monkeypa
     assert store.replies.interrupt_orphans() == (reply.id,)
 
 
-def test_a_killed_holders_replies_are_interrupted_and_continued(store: Store, place: Place, tmp_path: Path) -> None:
-    id = conversation(store).id
+def test_a_killed_holders_replies_are_interrupted_and_continued(
+    store: Store, place: StoreLocation, tmp_path: Path
+) -> None:
+    id = new_conversation(store).id
     told = tmp_path / "told"
     process = multiprocessing.get_context("spawn").Process(target=_hold_and_wait, args=(place, id, told))
     process.start()
@@ -203,7 +205,7 @@ def test_a_killed_holders_replies_are_interrupted_and_continued(store: Store, pl
     assert store.replies.token_ids(reply_id) == (1, 2, 3)
 
 
-def _hold_and_wait(place: Place, id: str, told: Path) -> None:
+def _hold_and_wait(place: StoreLocation, id: str, told: Path) -> None:
     store = place.open()
     lease = store.leases.open()
     reply = store.replies.start(lease, id, None, SETTINGS)
@@ -212,21 +214,3 @@ def _hold_and_wait(place: Place, id: str, told: Path) -> None:
     told.with_suffix(".new").write_text(reply.id)
     told.with_suffix(".new").rename(told)
     time.sleep(60)
-
-
-def test_tokens_are_read_as_they_were_packed() -> None:
-    few = Step(5, -0.1, (Alternative(1, -0.1),) * 7, -1e300, (Alternative(2, float("-inf")),))
-    many = [Step(number, -number / 3, (Alternative(number, -0.5),)) for number in range(300)]
-    for row in ([few], many, [*many, few], []):
-        kept = unpack_tokens(pack_tokens(row))
-        assert [step.token_id for step in kept] == [step.token_id for step in row]
-        assert kept == tuple(as_stored(step) for step in kept)
-    assert len(unpack_tokens(pack_tokens([few]))[0].alternatives) == 5
-    assert unpack_tokens(pack_tokens(steps(1, 2))) == steps(1, 2)
-    assert unpack_tokens(pack_tokens([many[0], few]))[0].drawn_logprob is None
-
-
-@pytest.mark.parametrize("data", [b"", b"\x01", pack_tokens(steps(1, 2))[:-1], b"\x02\x00\x05\x00\x00\x00nonsense"])
-def test_tokens_that_were_damaged_are_said_to_be(data: bytes) -> None:
-    with pytest.raises(Damaged):
-        unpack_tokens(data)

@@ -5,7 +5,7 @@ import pytest
 from palaver.messages import Text
 from palaver.store import ReplyEnding, ReplyStatus, Store
 from palaver.store.search_index import query_terms, split_words
-from tests.store.making import SETTINGS, conversation, said
+from tests.store.factories import SETTINGS, add_message, new_conversation
 
 TEXTS = (
     "The quick brown fox, a Café in Zürich",
@@ -34,9 +34,9 @@ FOUND = {
 NOT_FOUND = ("", "  ", '"', "''", "*", "京東", '"fox brown"', "uick", "\x00", "\ud800", ":)", "NEAR(")
 
 
-def test_every_script_is_found_and_what_is_not_there_is_not(store: Store, owner: str) -> None:
-    id = conversation(store).id
-    made = [said(store, id, None, text).id for text in TEXTS]
+def test_every_script_is_searchable(store: Store, owner: str) -> None:
+    id = new_conversation(store).id
+    made = [add_message(store, id, None, text).id for text in TEXTS]
     for number, queries in FOUND.items():
         for query in queries:
             assert [hit.message_id for hit in store.search.find(owner, query)] == [made[number]], query
@@ -44,10 +44,10 @@ def test_every_script_is_found_and_what_is_not_there_is_not(store: Store, owner:
         assert store.search.find(owner, query) == (), query
 
 
-def test_the_newest_come_first_with_their_surroundings(store: Store, owner: str) -> None:
-    first, second = conversation(store), conversation(store)
+def test_the_newest_come_first_with_a_snippet(store: Store, owner: str) -> None:
+    first, second = new_conversation(store), new_conversation(store)
     for made in (first, second, first):
-        said(store, made.id, None, "x " * 100 + "needle" + " y" * 100)
+        add_message(store, made.id, None, "x " * 100 + "needle" + " y" * 100)
     hits = store.search.find(owner, "needle")
     assert [hit.conversation_id for hit in hits] == [first.id, second.id, first.id]
     assert "needle" in hits[0].snippet
@@ -56,16 +56,16 @@ def test_the_newest_come_first_with_their_surroundings(store: Store, owner: str)
     assert len(store.search.find(owner, "needle", conversation_id=second.id)) == 1
 
 
-def test_everybody_finds_their_own_and_nothing_that_was_deleted(store: Store, owner: str) -> None:
+def test_a_search_is_limited_to_the_owner_and_to_conversations_that_exist(store: Store, owner: str) -> None:
     other = store.users.ensure("other").id
-    made = conversation(store)
+    made = new_conversation(store)
     for number in range(30):
-        said(store, made.id, None, f"needle {number}")
-    gone = conversation(store)
+        add_message(store, made.id, None, f"needle {number}")
+    gone = new_conversation(store)
     for number in range(60):
-        said(store, gone.id, None, f"needle {number}")
+        add_message(store, gone.id, None, f"needle {number}")
     theirs = store.conversations.create(other).id
-    hers = said(store, theirs, None, "a needle").id
+    hers = add_message(store, theirs, None, "a needle").id
     store.conversations.delete(gone.id)
     assert [hit.message_id for hit in store.search.find(other, "needle")] == [hers]
     hits = store.search.find(owner, "needle", limit=25)
@@ -84,12 +84,12 @@ def test_everybody_finds_their_own_and_nothing_that_was_deleted(store: Store, ow
 def test_rare_and_common_words_are_found_behind_many_newer_messages(
     store: Store, owner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("palaver.store.search._NEWEST", 5)
-    monkeypatch.setattr("palaver.store.search._NEWEST_FOR_PHRASES", 5)
-    id = conversation(store).id
-    old = [said(store, id, None, text).id for text in ("一二三 old rare words", "old and 二三一", "old")]
+    monkeypatch.setattr("palaver.store.search._RECENT", 5)
+    monkeypatch.setattr("palaver.store.search._RECENT_FOR_PHRASES", 5)
+    id = new_conversation(store).id
+    old = [add_message(store, id, None, text).id for text in ("一二三 old rare words", "old and 二三一", "old")]
     for number in range(12):
-        said(store, id, None, f"new {number}")
+        add_message(store, id, None, f"new {number}")
     found = {
         "old": old[::-1],
         "ol rar": old[:1],
@@ -106,10 +106,10 @@ def test_rare_and_common_words_are_found_behind_many_newer_messages(
 
 
 def test_terms_far_apart_and_phrases_anywhere_in_a_long_message_are_found(store: Store, owner: str) -> None:
-    id = conversation(store).id
+    id = new_conversation(store).id
     numbers = [f"w{number}" for number in range(2000)]
-    message = said(store, id, None, " ".join(numbers))
-    repeated = said(store, id, None, "的" * 700 + "尾巴")
+    message = add_message(store, id, None, " ".join(numbers))
+    repeated = add_message(store, id, None, "的" * 700 + "尾巴")
     assert store.search.find(owner, "w1 w1999")[0].message_id == message.id
     for start in range(0, 1990, 97):
         phrase = " ".join(numbers[start : start + 10])
@@ -117,14 +117,14 @@ def test_terms_far_apart_and_phrases_anywhere_in_a_long_message_are_found(store:
     assert store.search.find(owner, "的尾巴")[0].message_id == repeated.id
     assert store.search.find(owner, "的 w1") == ()
     assert store.search.find(owner, '"w5 w7"') == (), "both words are there, but not one after the other"
-    huge = said(store, id, None, " ".join(f"h{number}" for number in range(25_000)))
+    huge = add_message(store, id, None, " ".join(f"h{number}" for number in range(25_000)))
     for query in ("h0", "h24999", '"h12000 h12001"'):
         assert [hit.message_id for hit in store.search.find(owner, f"{query}")] == [huge.id]
 
 
-def test_a_reply_is_found_by_what_it_said_at_the_end(store: Store, owner: str) -> None:
+def test_a_reply_is_indexed_by_its_final_text(store: Store, owner: str) -> None:
     lease = store.leases.open()
-    reply = store.replies.start(lease, conversation(store).id, None, SETTINGS)
+    reply = store.replies.start(lease, new_conversation(store).id, None, SETTINGS)
     store.replies.finish(lease, reply.id, ReplyEnding(ReplyStatus.STOPPED, (Text("alpha"),)))
     store.replies.resume(lease, reply.id)
     store.replies.finish(lease, reply.id, ReplyEnding(ReplyStatus.DONE, (Text("alphabeta gamma"),)))
@@ -134,12 +134,12 @@ def test_a_reply_is_found_by_what_it_said_at_the_end(store: Store, owner: str) -
     assert len(store.search.find(owner, "alpha")) == 1
 
 
-def test_what_was_purged_is_gone_from_the_index(store: Store, owner: str) -> None:
-    made = conversation(store)
-    said(store, made.id, None, "needle")
+def test_purged_messages_are_not_indexed(store: Store, owner: str) -> None:
+    made = new_conversation(store)
+    add_message(store, made.id, None, "needle")
     store.conversations.delete(made.id)
     store.conversations.purge()
-    with store.database.reading() as connection:
+    with store.database.read_transaction() as connection:
         assert connection.exec_driver_sql("SELECT count(*) FROM search_words").scalar() == 0
 
 
@@ -147,4 +147,4 @@ def test_words_are_folded_and_cut() -> None:
     assert split_words("Hello, ÉCOLE!") == ["hello", "ecole"]
     assert split_words("が行く") == ["が", "行", "く"]
     assert split_words("x" * 100) == ["x" * 64]
-    assert [term.open for term in query_terms('ab "cd" 京')] == [True, False, False]
+    assert [term.is_prefix for term in query_terms('ab "cd" 京')] == [True, False, False]

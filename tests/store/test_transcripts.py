@@ -21,8 +21,8 @@ from palaver.transcripts import (
     write_transcript,
 )
 from palaver.transcripts.import_export import UnknownFormat
-from palaver.transcripts.transcript import linear
-from tests.store.making import SETTINGS, answered, conversation, said
+from palaver.transcripts.transcript import linear_transcript
+from tests.store.factories import SETTINGS, add_message, add_reply, new_conversation
 from tests.store.test_messages import EVERY_PART
 
 CALL = ToolCall("c1", "look", '{"at": "東京"}')
@@ -42,12 +42,12 @@ def lines(text: str) -> list[Any]:
 
 def messages(text: str) -> list[Message]:
     (found,) = read_file(text).transcripts
-    return [entry.message for entry in found.main()]
+    return [entry.message for entry in found.main_branch()]
 
 
-def test_training_lines_hold_everything_a_model_learns_from() -> None:
-    transcript = linear([Message(Role.SYSTEM, (Text("be kind"),)), *TALK])
-    (line,) = lines(write_transcript(transcript, TranscriptFormat.TRAINING))
+def test_training_lines_contain_every_part() -> None:
+    transcript = linear_transcript([Message(Role.SYSTEM, (Text("be kind"),)), *TALK])
+    (line,) = lines(write_transcript(transcript, TranscriptFormat.JSONL))
     first, _, reply, picture, calls, result, *_ = line["messages"]
     assert first == {"role": "system", "content": [{"type": "text", "text": "be kind"}]}
     assert reply == {
@@ -59,7 +59,7 @@ def test_training_lines_hold_everything_a_model_learns_from() -> None:
     assert calls["tool_calls"][0]["function"] == {"name": "look", "arguments": CALL.arguments}
     tower = [{"type": "text", "text": "tower"}]
     assert result == {"role": "tool", "tool_call_id": "c1", "content": tower, "name": "look"}
-    assert tuple(messages(write_transcript(transcript, TranscriptFormat.TRAINING))) == TALK
+    assert tuple(messages(write_transcript(transcript, TranscriptFormat.JSONL))) == TALK
 
 
 def spoken(line: Any) -> list[tuple[str, str, int]]:
@@ -75,12 +75,12 @@ def test_training_lines_leave_no_turn_out_and_join_the_users_messages() -> None:
         TranscriptEntry("1", None, user("a")),
         TranscriptEntry("2", "1", user("b")),
         TranscriptEntry("3", "2", assistant("whole")),
-        TranscriptEntry("4", "2", assistant("cut"), whole=False),
+        TranscriptEntry("4", "2", assistant("cut"), complete=False),
         TranscriptEntry("5", "3", user("unanswered")),
         TranscriptEntry("6", "2", assistant("other")),
     )
     transcript = Transcript(entries, head="3")
-    (line,) = lines(write_transcript(transcript, TranscriptFormat.TRAINING))
+    (line,) = lines(write_transcript(transcript, TranscriptFormat.JSONL))
     asked = ("user", "a\n\nb", 1)
     assert spoken(line) == [asked, ("assistant", "whole", 1), ("user", "unanswered", 1)]
     every = lines(write_transcript(transcript, TranscriptFormat.BRANCHES))
@@ -91,35 +91,35 @@ def test_training_lines_leave_no_turn_out_and_join_the_users_messages() -> None:
     ]
 
 
-def test_training_lines_go_on_behind_a_reply_that_was_stopped() -> None:
+def test_training_lines_continue_after_a_stopped_reply() -> None:
     entries = (
         TranscriptEntry("1", None, user("a")),
-        TranscriptEntry("2", "1", assistant("cut"), whole=False),
+        TranscriptEntry("2", "1", assistant("cut"), complete=False),
         TranscriptEntry("3", "2", user("b")),
-        TranscriptEntry("4", "3", Message(Role.ASSISTANT, ()), whole=False),
+        TranscriptEntry("4", "3", Message(Role.ASSISTANT, ()), complete=False),
         TranscriptEntry("5", "4", user("c")),
         TranscriptEntry("6", "5", assistant("whole")),
     )
-    (line,) = lines(write_transcript(Transcript(entries, head="6"), TranscriptFormat.TRAINING))
+    (line,) = lines(write_transcript(Transcript(entries, head="6"), TranscriptFormat.JSONL))
     assert spoken(line) == [("user", "a", 1), ("assistant", "cut", 0), ("user", "b\n\nc", 1), ("assistant", "whole", 1)]
 
 
-def test_sharegpt_names_media_that_it_can_not_hold() -> None:
+def test_sharegpt_describes_media() -> None:
     picture = Message(Role.USER, (Text("What is this?"), Image("image/png", b"12345")))
-    (line,) = lines(write_transcript(linear([picture, assistant("A dot.")]), TranscriptFormat.SHAREGPT))
+    (line,) = lines(write_transcript(linear_transcript([picture, assistant("A dot.")]), TranscriptFormat.SHAREGPT))
     assert line["conversations"][0]["value"] == "What is this?(image/png, 5 bytes)\n"
 
 
-def test_a_whole_tree_comes_back_as_it_was(store: Store) -> None:
-    made = conversation(store, title="T", system="S", tags=["x"], parameters={"seed": 1})
+def test_a_whole_tree_round_trips(store: Store) -> None:
+    made = new_conversation(store, title="T", system="S", tags=["x"], parameters={"seed": 1})
     root = store.messages.append(made.id, None, EVERY_PART)
-    said(store, made.id, root.id, "one")
+    add_message(store, made.id, root.id, "one")
     lease = store.leases.open()
-    answered(store, lease, made.id, root.id, "two")
+    add_reply(store, lease, made.id, root.id, "two")
     cut = store.replies.start(lease, made.id, root.id, SETTINGS)
     store.replies.finish(lease, cut.id, ReplyEnding(ReplyStatus.STOPPED, (Thinking("hm"),)))
     taken = read_conversation(store, made.id)
-    (found,) = read_file(write_transcript(taken, TranscriptFormat.WHOLE)).transcripts
+    (found,) = read_file(write_transcript(taken, TranscriptFormat.TREE)).transcripts
     assert found == taken
     other = store.users.ensure("other").id
     kept = store_transcript(store, other, found)
@@ -140,29 +140,30 @@ PIECES = st.lists(st.sampled_from(["## User", "\\## User", "</details>", "x", ""
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(PIECES.map("\n".join), PIECES.map("\n".join)), min_size=1, max_size=4))
-def test_markdown_and_jsonl_keep_texts_to_the_letter(pairs: list[tuple[str, str]]) -> None:
-    row = [message for said, thought in pairs for message in (user(said or "?"), assistant("ok", thinking=thought))]
-    transcript = linear(row)
+def test_markdown_and_jsonl_keep_texts_unchanged(pairs: list[tuple[str, str]]) -> None:
+    row = [message for text, thought in pairs for message in (user(text or "?"), assistant("ok", thinking=thought))]
+    transcript = linear_transcript(row)
     assert messages(write_transcript(transcript, TranscriptFormat.MARKDOWN)) == row
-    assert messages(write_transcript(transcript, TranscriptFormat.TRAINING)) == row
+    assert messages(write_transcript(transcript, TranscriptFormat.JSONL)) == row
 
 
 def test_markdown_reads_well() -> None:
     text = write_transcript(
-        linear([user("Hello"), assistant("Hi", thinking="greet")], title="Greeting"), TranscriptFormat.MARKDOWN
+        linear_transcript([user("Hello"), assistant("Hi", thinking="greet")], title="Greeting"),
+        TranscriptFormat.MARKDOWN,
     )
     assert text == (
         "# Greeting\n\n## User\n\nHello\n\n## Assistant\n\n"
         "<details><summary>Thinking</summary>\n\ngreet\n\n</details>\n\nHi\n"
     )
-    everything = write_transcript(linear([user("x"), EVERY_PART, *TALK]), TranscriptFormat.MARKDOWN)
+    everything = write_transcript(linear_transcript([user("x"), EVERY_PART, *TALK]), TranscriptFormat.MARKDOWN)
     assert "Calls `look`:" in everything
     assert "*(image/png, 4 bytes)*" in everything
 
 
-def test_sharegpt_goes_and_comes() -> None:
+def test_sharegpt_round_trips() -> None:
     row = [user("Hello"), assistant("Hi", thinking="greet"), assistant("", calls=(CALL,)), user("x")]
-    (line,) = lines(write_transcript(linear(row), TranscriptFormat.SHAREGPT))
+    (line,) = lines(write_transcript(linear_transcript(row), TranscriptFormat.SHAREGPT))
     assert [turn["from"] for turn in line["conversations"]] == ["human", "gpt", "function_call", "human"]
     found = messages(json.dumps([line]))
     assert found[:2] == row[:2]
@@ -220,12 +221,12 @@ def test_open_webui_is_read_with_its_branches() -> None:
     report = read_file(json.dumps(OPEN_WEBUI))
     (found,) = report.transcripts
     assert (found.title, found.system, found.tags) == ("Trip", "be kind", ("travel",))
-    question, reply = found.main()
+    question, reply = found.main_branch()
     assert question.message.parts == (Image("image/png", b"1"), Text("How?"))
     assert reply.message.text == "Go by train."
     assert reply.message.thinking == "I <think>\nso"
     assert reply.created_at == datetime.fromtimestamp(1700000001, UTC)
-    assert [entry.whole for entry in found.entries if entry.message.text == "By bus."] == [False]
+    assert [entry.complete for entry in found.entries if entry.message.text == "By bus."] == [False]
     assert len(report.skipped) == 4
 
 
@@ -257,21 +258,21 @@ def test_llama_cpp_is_read_with_its_branches(text: str) -> None:
     report = read_file(text)
     (found,) = report.transcripts
     assert (found.title, found.system) == ("Maths", "be exact")
-    question, reply = found.main()
+    question, reply = found.main_branch()
     assert question.message == user("1+1?")
     assert (reply.message.thinking, reply.message.tool_calls[0].name) == ("spell", "add")
     assert reply.message.text == "a.txt:\n\nhello\n\ntwo"
     assert found.entries[1].message == assistant("2", thinking="add")
-    assert any("MCP" in one.why for one in report.skipped)
+    assert any("MCP" in one.reason for one in report.skipped)
 
 
 @pytest.mark.parametrize("text", ["", "hello", "[]", "[1, 2]", '{"a": 1}', "null", '{"a": 1}\n{"b": 2}', "# Title"])
-def test_what_is_no_conversation_is_said_to_be_none(text: str) -> None:
+def test_an_unknown_format_is_refused(text: str) -> None:
     with pytest.raises(UnknownFormat):
         read_file(text)
 
 
-def test_a_circle_of_messages_is_cut() -> None:
+def test_a_cycle_of_messages_is_cut() -> None:
     circle = {
         "history": {
             "messages": {

@@ -28,8 +28,8 @@ from palaver.errors import NothingToContinue
 from palaver.messages import Role, Text, user
 from palaver.store import Conflict, Lease, NotFound, ReplyEnding, ReplyStatus, Store, StoreError, TokenFrame, tree
 from palaver.store.schema import conversations
-from tests.store.conftest import Place
-from tests.store.making import SETTINGS, conversation, steps
+from tests.store.conftest import StoreLocation
+from tests.store.factories import SETTINGS, new_conversation, steps
 
 EXAMPLES = int(os.environ.get("PALAVER_EXAMPLES", "8"))
 """More of them find more."""
@@ -38,8 +38,8 @@ ENDS = st.sampled_from([ReplyStatus.DONE, ReplyStatus.STOPPED, ReplyStatus.LENGT
 
 
 @dataclass
-class Known:
-    """What the model of the store knows of a message."""
+class ExpectedMessage:
+    """A message in the model of the store."""
 
     parent: str | None
     text: str
@@ -47,18 +47,18 @@ class Known:
     tokens: list[int] = field(default_factory=list)
 
 
-class Tree(RuleBasedStateMachine):
+class TreeMachine(RuleBasedStateMachine):
     ids = Bundle("ids")
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StoreLocation) -> None:
         super().__init__()
         self.place = place
         self.store: Store = place.open()
         self.store.replies.interrupt_orphans()  # those of the run before
         self.lease: Lease = self.store.leases.open()
-        self.known: dict[str, Known] = {}
+        self.expected: dict[str, ExpectedMessage] = {}
         self.journal: list[str | None] = []
-        self.at = -1
+        self.position = -1
         self.deleted = False
         self.head: str | None = None
 
@@ -67,16 +67,16 @@ class Tree(RuleBasedStateMachine):
 
     @initialize(target=ids)
     def begin(self) -> str | None:
-        self.id = conversation(self.store).id
+        self.id = new_conversation(self.store).id
         return None
 
     @precondition(lambda self: not self.deleted)
     @rule(target=ids, parent=ids, text=TEXTS)
     def append(self, parent: str | None, text: str) -> str:
-        stored = self.store.messages.append(self.id, parent, user(text), key=f"key {len(self.known)}")
-        again = self.store.messages.append(self.id, parent, user(text), key=f"key {len(self.known)}")
+        stored = self.store.messages.append(self.id, parent, user(text), key=f"key {len(self.expected)}")
+        again = self.store.messages.append(self.id, parent, user(text), key=f"key {len(self.expected)}")
         assert again == stored
-        return self._added(stored.id, Known(parent, text), expected=parent)
+        return self._added(stored.id, ExpectedMessage(parent, text), expected_head=parent)
 
     @precondition(lambda self: not self.deleted)
     @rule(target=ids, old=ids, text=TEXTS)
@@ -84,17 +84,17 @@ class Tree(RuleBasedStateMachine):
         if old is None:
             return multiple()
         stored = self.store.messages.edit(old, (Text(text),))
-        return self._added(stored.id, Known(self.known[old].parent, text), expected=old)
+        return self._added(stored.id, ExpectedMessage(self.expected[old].parent, text), expected_head=old)
 
     @precondition(lambda self: not self.deleted)
     @rule(target=ids, parent=ids)
     def start(self, parent: str | None) -> str:
         stored = self.store.replies.start(self.lease, self.id, parent, SETTINGS)
-        return self._added(stored.id, Known(parent, "", ReplyStatus.RUNNING), expected=parent)
+        return self._added(stored.id, ExpectedMessage(parent, "", ReplyStatus.RUNNING), expected_head=parent)
 
-    def _added(self, id: str, known: Known, expected: str | None) -> str:
-        self.known[id] = known
-        if self.head == expected:
+    def _added(self, id: str, message: ExpectedMessage, expected_head: str | None) -> str:
+        self.expected[id] = message
+        if self.head == expected_head:
             self.head = id
         return id
 
@@ -102,74 +102,74 @@ class Tree(RuleBasedStateMachine):
     def frame(self, count: int) -> None:
         """Tokens for every running reply, in one transaction."""
         pieces = []
-        for id, known in self.known.items():
-            if known.status is ReplyStatus.RUNNING:
-                start = len(known.tokens)
-                known.tokens += range(start, start + count)
-                pieces.append(TokenFrame(id, start, steps(*known.tokens[start:])))
+        for id, expected in self.expected.items():
+            if expected.status is ReplyStatus.RUNNING:
+                start = len(expected.tokens)
+                expected.tokens += range(start, start + count)
+                pieces.append(TokenFrame(id, start, steps(*expected.tokens[start:])))
         assert self.store.replies.append(self.lease, pieces) == frozenset()
 
     @precondition(lambda self: not self.deleted)
     @rule(id=ids, status=ENDS, text=TEXTS)
     def finish(self, id: str | None, status: ReplyStatus, text: str) -> None:
-        if id is not None and self.known[id].status is ReplyStatus.RUNNING:
+        if id is not None and self.expected[id].status is ReplyStatus.RUNNING:
             self.store.replies.finish(self.lease, id, ReplyEnding(status, (Text(text),)))
-            self.known[id].status, self.known[id].text = status, text
+            self.expected[id].status, self.expected[id].text = status, text
 
     @precondition(lambda self: not self.deleted)
     @rule(id=ids)
     def resume(self, id: str | None) -> None:
         if id is None:
             return
-        known = self.known[id]
-        below = any(other.parent == id for other in self.known.values())
+        expected = self.expected[id]
+        below = any(other.parent == id for other in self.expected.values())
         try:
             self.store.replies.resume(self.lease, id)
         except NotFound:
-            assert known.status is None
+            assert expected.status is None
         except NothingToContinue:
-            assert known.status is ReplyStatus.DONE
+            assert expected.status is ReplyStatus.DONE
         except Conflict:
-            assert known.status is ReplyStatus.RUNNING or below
+            assert expected.status is ReplyStatus.RUNNING or below
         else:
             assert not below
-            known.status = ReplyStatus.RUNNING
+            expected.status = ReplyStatus.RUNNING
 
     @rule(take_over=st.booleans())
     def crash(self, take_over: bool) -> None:
         """The process dies in the middle of a transaction, and another begins."""
-        self.place = _found_after_a_kill(self.place, self.store, self.id)
+        self.place = _reopen_after_kill(self.place, self.store, self.id)
         self.store = self.place.open()
         self.lease = self.store.leases.open()
-        running = {id for id, known in self.known.items() if known.status is ReplyStatus.RUNNING}
+        running = {id for id, expected in self.expected.items() if expected.status is ReplyStatus.RUNNING}
         if take_over:
-            assert set(self.store.replies.take_over(self.lease)) == running
+            assert set(self.store.replies.claim_orphans(self.lease)) == running
             return
         assert set(self.store.replies.interrupt_orphans()) == running
         for id in running:
-            self.known[id].status = ReplyStatus.INTERRUPTED
+            self.expected[id].status = ReplyStatus.INTERRUPTED
 
     @precondition(lambda self: not self.deleted)
     @rule(to=ids)
     def move(self, to: str | None) -> None:
-        if self.at < 0:
-            self.journal, self.at = [self.head], 0
-        if self.journal[self.at] != to:
-            self.journal = [*self.journal[: self.at + 1], to]
-            self.at += 1
+        if self.position < 0:
+            self.journal, self.position = [self.head], 0
+        if self.journal[self.position] != to:
+            self.journal = [*self.journal[: self.position + 1], to]
+            self.position += 1
         assert self.store.cursors.move(self.id, "tab", to).message_id == to
 
     @precondition(lambda self: not self.deleted)
-    @rule(way=st.sampled_from([-1, 1]))
-    def walk(self, way: int) -> None:
-        walk = self.store.cursors.undo if way < 0 else self.store.cursors.redo
+    @rule(direction=st.sampled_from([-1, 1]))
+    def undo_or_redo(self, direction: int) -> None:
+        step = self.store.cursors.undo if direction < 0 else self.store.cursors.redo
         try:
-            found = walk(self.id, "tab").message_id
+            found = step(self.id, "tab").message_id
         except Conflict:
-            assert self.at < 0 or not 0 <= self.at + way < len(self.journal)
+            assert self.position < 0 or not 0 <= self.position + direction < len(self.journal)
         else:
-            self.at += way
-            assert found == self.journal[self.at]
+            self.position += direction
+            assert found == self.journal[self.position]
 
     @precondition(lambda self: not self.deleted)
     @rule(expected=ids, to=ids)
@@ -192,35 +192,35 @@ class Tree(RuleBasedStateMachine):
     def the_tree_is_the_models(self) -> None:
         if not hasattr(self, "id") or self.deleted:
             return
-        everything = self.store.messages.everything(self.id)
+        everything = self.store.messages.all(self.id)
         assert [(stored.id, stored.parent_id) for stored in everything] == [
-            (id, known.parent) for id, known in self.known.items()
+            (id, expected.parent) for id, expected in self.expected.items()
         ]
         for stored in everything:
-            known = self.known[stored.id]
-            assert stored.text == known.text
-            assert (stored.reply.status if stored.reply else None) is known.status
-            assert list(self.store.replies.token_ids(stored.id)) == known.tokens
+            expected = self.expected[stored.id]
+            assert stored.text == expected.text
+            assert (stored.reply.status if stored.reply else None) is expected.status
+            assert list(self.store.replies.token_ids(stored.id)) == expected.tokens
         assert self.store.conversations.get(self.id).head_id == self.head
         if everything:
             self._check_path(everything[-1].id)
 
     def _check_path(self, leaf: str) -> None:
-        wanted, above = [], leaf
-        while above is not None:
-            wanted.append(above)
-            above = self.known[above].parent  # type: ignore[assignment]
-        assert [stored.id for stored in self.store.messages.path(leaf)] == wanted[::-1]
+        path, ancestor = [], leaf
+        while ancestor is not None:
+            path.append(ancestor)
+            ancestor = self.expected[ancestor].parent  # type: ignore[assignment]
+        assert [stored.id for stored in self.store.messages.path(leaf)] == path[::-1]
 
 
-def _found_after_a_kill(place: Place, store: Store, id: str) -> Place:
-    """What is there when nothing was closed, rolled back or let go."""
-    with suppress(StoreError, _Killed), store.database.writing() as connection:
+def _reopen_after_kill(place: StoreLocation, store: Store, id: str) -> StoreLocation:
+    """The store as found when nothing was closed, rolled back or released."""
+    with suppress(StoreError, _Killed), store.database.write_transaction() as connection:
         connection.execute(update(conversations).values(title="half done"))
-        tree.insert_new(connection, tree.TreeMessage(id, None, Role.USER, (Text("never acknowledged"),)))
+        tree.insert_row(connection, tree.TreeMessage(id, None, Role.USER, (Text("never acknowledged"),)))
         if place.database is None:
             folder = Path(tempfile.mkdtemp(dir=place.folder.parent))
-            place = Place(Path(shutil.copytree(place.folder, folder, dirs_exist_ok=True)), None)
+            place = StoreLocation(Path(shutil.copytree(place.folder, folder, dirs_exist_ok=True)), None)
         else:
             _kill_connections(place.database)
         raise _Killed
@@ -240,7 +240,7 @@ def _kill_connections(database: URL) -> None:
     engine.dispose()
 
 
-def test_the_store_is_the_tree_whatever_happens(place: Place) -> None:
+def test_the_store_matches_the_model_under_random_operations(place: StoreLocation) -> None:
     plan = settings(
         max_examples=EXAMPLES,
         stateful_step_count=25,
@@ -249,7 +249,7 @@ def test_the_store_is_the_tree_whatever_happens(place: Place) -> None:
         database=None,
     )
 
-    class Here(Tree):
+    class Here(TreeMachine):
         def __init__(self) -> None:
             super().__init__(place)
 

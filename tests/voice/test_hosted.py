@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 
 from palaver.errors import BadParameter, BrokenModel
-from palaver.voice.base import RATE, Samples, VoiceSettings
+from palaver.voice.base import SAMPLE_RATE, Samples, VoiceSettings
 from palaver.voice.hosted import HostedSpeaker
 from palaver.voice.loader import SpeakerCache, load_speaker
-from palaver.voice.speech import synthesize
-from tests.voice.tiny import make_pocket, make_vits
+from palaver.voice.speech import stream_speech
+from tests.voice.tiny_models import make_pocket, make_vits
 
 pytest.importorskip("soxr")
 
 
-def never() -> bool:
+def not_stopped() -> bool:
     return False
 
 
 def say(speaker: HostedSpeaker, words: str = "hello there", **voice: object) -> Samples:
-    return speaker.say(words, "en", VoiceSettings(**voice), never)  # type: ignore[arg-type]
+    return speaker.synthesize(words, "en", VoiceSettings(**voice), not_stopped)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +44,17 @@ def pocket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostedSpeaker]:
 
 
 async def test_vits_speaks_clause_by_clause(vits: HostedSpeaker) -> None:
-    pieces = [piece async for piece in synthesize("Hello there. And 2 more words!", vits)]
+    pieces = [piece async for piece in stream_speech("Hello there. And 2 more words!", vits)]
     assert [piece.clause.words for piece in pieces] == ["Hello there.", "And two more words!"]
-    again = [piece async for piece in synthesize("Hello there. And 2 more words!", vits)]
+    again = [piece async for piece in stream_speech("Hello there. And 2 more words!", vits)]
     for piece, same in zip(pieces, again, strict=True):
         assert piece.samples.dtype == np.float32
         assert np.array_equal(piece.samples, same.samples)
-        assert len(piece.samples) > 0.2 * RATE
+        assert len(piece.samples) > 0.2 * SAMPLE_RATE
         assert float(np.abs(piece.samples).max()) <= 1
 
 
-def test_vits_has_its_speakers_for_voices_and_a_pace(vits: HostedSpeaker) -> None:
+def test_vits_voices_and_speed(vits: HostedSpeaker) -> None:
     assert {"0", "1", "2", "alloy"} <= set(vits.voices)
     assert not np.array_equal(say(vits, name="0"), say(vits, name="1"))
     assert np.array_equal(say(vits, name="alloy"), say(vits, name="0"))
@@ -65,12 +65,12 @@ def test_vits_has_its_speakers_for_voices_and_a_pace(vits: HostedSpeaker) -> Non
             say(vits, **wrong)
 
 
-def test_pocket_follows_a_recording(pocket: HostedSpeaker) -> None:
-    assert pocket.follows
+def test_pocket_clones_a_recording(pocket: HostedSpeaker) -> None:
+    assert pocket.can_clone
     assert {"anna", "bert"} <= set(pocket.voices)
-    recording = (0.1 * np.sin(np.arange(RATE) / 20)).astype(np.float32).tobytes()
+    recording = (0.1 * np.sin(np.arange(SAMPLE_RATE) / 20)).astype(np.float32).tobytes()
     said = [say(pocket, name="anna"), say(pocket, name="bert"), say(pocket, reference=recording)]
-    assert all(len(sound) > 0.1 * RATE for sound in said)
+    assert all(len(sound) > 0.1 * SAMPLE_RATE for sound in said)
     assert not np.array_equal(said[0], said[1])
     assert not np.array_equal(said[0], said[2])
     assert np.array_equal(say(pocket, reference=recording), said[2])
@@ -79,13 +79,13 @@ def test_pocket_follows_a_recording(pocket: HostedSpeaker) -> None:
 
 
 def test_stop_does_not_wait_for_the_model(vits: HostedSpeaker) -> None:
-    asked = iter((False, True))
-    assert len(vits.say("hello " * 200, "en", VoiceSettings(), lambda: next(asked, True))) == 0
+    calls = iter((False, True))
+    assert len(vits.synthesize("hello " * 200, "en", VoiceSettings(), lambda: next(calls, True))) == 0
     first = say(vits)
-    assert np.array_equal(say(vits), first), "the answer that nobody waited for is not taken for another"
+    assert np.array_equal(say(vits), first), "the response of the stopped request is discarded"
 
 
-def test_a_killed_process_is_begun_again(vits: HostedSpeaker) -> None:
+def test_a_killed_process_is_restarted(vits: HostedSpeaker) -> None:
     before = say(vits)
     process = vits._process
     os.kill(process.pid, signal.SIGKILL)
@@ -93,13 +93,13 @@ def test_a_killed_process_is_begun_again(vits: HostedSpeaker) -> None:
     assert np.array_equal(say(vits), before)
 
 
-async def test_what_can_not_be_loaded_says_why(tmp_path: Path) -> None:
+async def test_a_model_that_cannot_be_loaded_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(BrokenModel, match="llama"):
         await SpeakerCache(str(tmp_path)).current()
 
 
-async def test_the_speaker_in_use_is_let_go(tmp_path: Path) -> None:
+async def test_the_cached_speaker_is_closed(tmp_path: Path) -> None:
     speakers = SpeakerCache(str(make_vits(tmp_path / "one")))
     speaker = await speakers.current()
     assert isinstance(speaker, HostedSpeaker)
@@ -110,7 +110,7 @@ async def test_the_speaker_in_use_is_let_go(tmp_path: Path) -> None:
     await speakers.close()
 
 
-def test_its_process_ends_with_ours(tmp_path: Path) -> None:
+def test_the_child_process_ends_when_its_input_is_closed(tmp_path: Path) -> None:
     """As when this program is killed: its end of the pipe is closed."""
     speaker = HostedSpeaker(str(make_vits(tmp_path / "one")))
     assert speaker._process.stdin is not None

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from palaver.errors import BadParameter
-from palaver.voice.audio_format import FORMS, audio_format, encode_audio, pcm, wav_header
-from palaver.voice.base import RATE, Samples, VoiceMissing, VoiceSettings
+from palaver.voice.audio_format import FORMATS, audio_format, encode_audio, pcm, wav_header
+from palaver.voice.base import SAMPLE_RATE, Samples, VoiceMissing, VoiceSettings
 from palaver.voice.espeak import Espeak
 from palaver.voice.loader import SpeakerCache
-from palaver.voice.speech import Speech, SpokenAudio, synthesize
+from palaver.voice.speech import Speech, SpokenAudio, stream_speech
 
 pytest.importorskip("espeakng_loader")
 
@@ -27,19 +27,19 @@ def espeak() -> Espeak:
     return Espeak()
 
 
-def never() -> bool:
+def not_stopped() -> bool:
     return False
 
 
 def say(espeak: Espeak, words: str, **voice: object) -> Samples:
-    return espeak.say(words, "en", VoiceSettings(**voice), never)  # type: ignore[arg-type]
+    return espeak.synthesize(words, "en", VoiceSettings(**voice), not_stopped)  # type: ignore[arg-type]
 
 
-async def heard(speech: Speech) -> list[SpokenAudio]:
+async def collect(speech: Speech) -> list[SpokenAudio]:
     return [piece async for piece in speech]
 
 
-def joined(pieces: list[SpokenAudio]) -> Samples:
+def join_samples(pieces: list[SpokenAudio]) -> Samples:
     return np.concatenate([piece.samples for piece in pieces])
 
 
@@ -47,46 +47,50 @@ def loudness(samples: Samples) -> float:
     return float(np.sqrt(np.mean(samples**2)))
 
 
-def test_it_is_speech(espeak: Espeak) -> None:
+def test_espeak_makes_speech(espeak: Espeak) -> None:
     short, long = say(espeak, "Yes."), say(espeak, "Yes, and this is quite a lot longer than the other one was.")
     assert short.dtype == np.float32
-    assert 0.2 < len(short) / RATE < 1.0
-    assert 2.5 < len(long) / RATE < 5.0
+    assert 0.2 < len(short) / SAMPLE_RATE < 1.0
+    assert 2.5 < len(long) / SAMPLE_RATE < 5.0
     for sound in (short, long):
         assert loudness(sound) > 0.03
         assert float(np.abs(sound).max()) <= 1.0
         assert float(np.abs(np.diff(sound)).max()) < 0.9, "no clicks"
 
 
-async def test_pieces_join_to_what_one_call_gives(espeak: Espeak) -> None:
-    whole = [piece async for piece in synthesize(TEXT, espeak)]
+async def test_streamed_audio_equals_that_of_one_call(espeak: Espeak) -> None:
+    whole = [piece async for piece in stream_speech(TEXT, espeak)]
     speech = Speech(espeak)
-    hearing = asyncio.create_task(heard(speech))
+    collecting = asyncio.create_task(collect(speech))
     for character in TEXT:
         speech.feed(character)
         await asyncio.sleep(0)
     speech.end()
-    pieces = await hearing
+    pieces = await collecting
     assert "".join(piece.clause.text for piece in pieces) == TEXT
     assert [piece.clause for piece in pieces] == [piece.clause for piece in whole]
-    assert np.array_equal(joined(pieces), joined(whole))
-    alone = [espeak.say(p.clause.words, p.clause.language, VoiceSettings(), never) for p in whole if p.clause.words]
+    assert np.array_equal(join_samples(pieces), join_samples(whole))
+    alone = [
+        espeak.synthesize(p.clause.words, p.clause.language, VoiceSettings(), not_stopped)
+        for p in whole
+        if p.clause.words
+    ]
     assert [len(p.samples) > 0 for p in whole] == [bool(p.clause.words) for p in whole]
     for sound, piece in zip(alone, (p for p in whole if p.clause.words), strict=True):
         assert np.array_equal(piece.samples[: len(sound)], sound)
         assert not piece.samples[len(sound) :].any(), "a pause"
 
 
-def test_the_same_words_sound_the_same_whatever_came_before(espeak: Espeak) -> None:
+def test_audio_does_not_depend_on_earlier_clauses(espeak: Espeak) -> None:
     first = say(espeak, "Once more.")
     for other in ("Sss!", "Völlig anders?", "..."):
-        espeak.say(other, "de", VoiceSettings("de"), never)
+        espeak.synthesize(other, "de", VoiceSettings("de"), not_stopped)
         assert np.array_equal(say(espeak, "Once more."), first)
 
 
-async def test_many_may_speak_at_once(espeak: Espeak) -> None:
+async def test_concurrent_speech(espeak: Espeak) -> None:
     async def one(text: str) -> Samples:
-        return joined([piece async for piece in synthesize(text, espeak)])
+        return join_samples([piece async for piece in stream_speech(text, espeak)])
 
     texts = [f"Number {count} speaks. And ends." for count in range(12)]
     alone = [await one(text) for text in texts]
@@ -94,7 +98,7 @@ async def test_many_may_speak_at_once(espeak: Espeak) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
-async def test_the_first_sound_does_not_wait_for_the_rest(espeak: Espeak) -> None:
+async def test_the_first_clause_does_not_wait_for_the_rest(espeak: Espeak) -> None:
     speech = Speech(espeak)
     sounds = aiter(speech)
     speech.feed("The first clause. And the second")
@@ -104,7 +108,7 @@ async def test_the_first_sound_does_not_wait_for_the_rest(espeak: Espeak) -> Non
     await sounds.aclose()
 
 
-async def test_stop_stops_at_once(espeak: Espeak) -> None:
+async def test_stop_ends_the_audio(espeak: Espeak) -> None:
     speech = Speech(espeak)
     speech.feed("One. Two. Three. ")
     sounds = aiter(speech)
@@ -114,16 +118,16 @@ async def test_stop_stops_at_once(espeak: Espeak) -> None:
     speech.end()
     assert [piece async for piece in sounds] == []
     waiting = Speech(espeak)
-    hearing = asyncio.create_task(heard(waiting))
+    collecting = asyncio.create_task(collect(waiting))
     await asyncio.sleep(0)
     waiting.stop()
-    assert await hearing == []
+    assert await collecting == []
 
 
-def test_a_clause_is_cut_off_in_its_midst(espeak: Espeak) -> None:
+def test_a_clause_is_cancelled(espeak: Espeak) -> None:
     words = "This is a clause that would go on and on for quite some time if nobody stopped it. " * 3
-    asked = iter(range(1000))
-    cut = espeak.say(words, "en", VoiceSettings(), lambda: next(asked) >= 5)
+    calls = iter(range(1000))
+    cut = espeak.synthesize(words, "en", VoiceSettings(), lambda: next(calls) >= 5)
     assert len(cut) < 0.1 * len(say(espeak, words))
 
 
@@ -142,19 +146,19 @@ def test_voices(espeak: Espeak) -> None:
         Speech(espeak, VoiceSettings("nobody"))
 
 
-async def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "espeakng_loader", None)
     with pytest.raises(VoiceMissing, match=r"pip install 'palaver\[voice\]'"):
         await SpeakerCache().current()
 
 
 @pytest.mark.parametrize("name", ["wav", "flac", "mp3", "opus"])
-def test_forms_are_what_they_say(espeak: Espeak, name: str) -> None:
+def test_formats_are_decodable(espeak: Espeak, name: str) -> None:
     soundfile = pytest.importorskip("soundfile")
     sound = say(espeak, "A short sentence.")
     read, rate = soundfile.read(io.BytesIO(encode_audio(sound, audio_format(name))), dtype="float32")
-    assert rate == RATE
-    assert abs(len(read) - len(sound)) < 0.1 * RATE
+    assert rate == SAMPLE_RATE
+    assert abs(len(read) - len(sound)) < 0.1 * SAMPLE_RATE
     assert 0.8 < loudness(read) / loudness(sound) < 1.25
     if name in ("wav", "flac"):
         assert float(np.abs(read - sound).max()) < 1e-4
@@ -166,9 +170,9 @@ def test_pcm_and_wav(espeak: Espeak) -> None:
     assert data == pcm(sound)
     assert len(data) == 2 * len(sound)
     with wave.open(io.BytesIO(encode_audio(sound, audio_format("wav")))) as file:
-        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2)
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (SAMPLE_RATE, 1, 2)
         assert file.readframes(file.getnframes()) == data
     assert len(wav_header()) == len(wav_header(10)) == 44
     with pytest.raises(BadParameter, match="aac"):
         audio_format("aac")
-    assert FORMS["pcm"].streams
+    assert FORMATS["pcm"].streams

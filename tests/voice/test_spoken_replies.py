@@ -10,7 +10,7 @@ from palaver.chat.reply_stream import ReplyRequest
 from palaver.engines.core.logits_processors import unspeakable_characters
 from palaver.messages import Message, user
 from palaver.sampling import Sampling
-from tests.test_sprout import WEATHER, talking
+from tests.test_sprout import WEATHER, loaded_model
 
 ASKED = (
     "Write a program that prints the first ten squares in Python.",
@@ -27,7 +27,7 @@ ASKED = (
 
 
 async def replies(count: int, spoken: bool) -> list[Message]:
-    async with talking() as chat:
+    async with loaded_model() as chat:
         requests = [
             ReplyRequest((user(ASKED[seed % len(ASKED)]),), Sampling(max_tokens=250, seed=seed, spoken=spoken))
             for seed in range(count)
@@ -40,7 +40,7 @@ def unfit(messages: list[Message]) -> set[str]:
 
 
 @pytest.mark.slow
-async def test_200_replies_hold_none_of_the_forbidden_characters() -> None:
+async def test_200_replies_contain_no_unspeakable_characters() -> None:
     said = await replies(200, spoken=True)
     assert unfit(said) == set()
     assert sum(bool(message.text.strip()) for message in said) >= 195
@@ -48,12 +48,12 @@ async def test_200_replies_hold_none_of_the_forbidden_characters() -> None:
     assert thoughts & unspeakable_characters(), "thinking is free"
 
 
-async def test_without_voice_markdown_is_free() -> None:
+async def test_without_voice_markdown_is_allowed() -> None:
     assert {"`", "/"} <= unfit(await replies(30, spoken=False))
 
 
-async def test_a_tool_is_called_as_ever() -> None:
-    async with talking() as chat:
+async def test_tool_calls_are_not_restricted() -> None:
+    async with loaded_model() as chat:
         request = ReplyRequest((user("What's the weather in Oslo?"),), Sampling(temperature=0, spoken=True), (WEATHER,))
         message = (await chat.reply(request)).message
     assert message.tool_calls[0].arguments == '{"city": "Oslo"}'

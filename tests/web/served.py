@@ -24,7 +24,7 @@ from palaver.server.app import Server
 from palaver.server.run import UvicornServer, run_server
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
-from tests.chat.making import TOKENIZER, reply
+from tests.chat.scripted_service import TOKENIZER, reply
 from tests.scripted_engine import Script, ScriptedEngine
 from tests.tiny import CHATML, STRINGS
 
@@ -60,7 +60,7 @@ async def serve(asked: argparse.Namespace) -> None:
         told(0.3, "warming up")
         if asked.script:
             return scripted(asked.script, asked.rate, asked.context)
-        from tests.server.live import sprout  # torch is not for servers that only recite
+        from tests.server.live_server import sprout  # torch is not for servers that only recite
 
         return await sprout(name, told)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, CDPSession, expect
 
-from tests.chat.making import TOKENIZER
+from tests.chat.scripted_service import TOKENIZER
 from tests.web.conftest import Served
 from tests.web.screen import ask, ended, last_reply
 

@@ -1,4 +1,4 @@
-"""Who wants to know what happens in a user's conversations."""
+"""Publishes changes of a user's conversations to subscribers."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from contextlib import asynccontextmanager
 
 from palaver.chat.interface import ConversationChange
 
-MAX_BEHIND = 1000
-"""A listener that is further behind is told that it missed something."""
+MAX_QUEUED = 1000
+"""Changes that wait for one subscriber. If there are more, they are replaced by one change of kind "missed"."""
 
 
 class ChangeFeed:
     def __init__(self) -> None:
-        self._listeners: dict[asyncio.Queue[ConversationChange], str] = {}
+        self._subscribers: dict[asyncio.Queue[ConversationChange], str] = {}
 
-    def tell(self, owner: str, change: ConversationChange) -> None:
-        for queue, listener in self._listeners.items():
-            if listener == owner:
-                if queue.qsize() >= MAX_BEHIND:
+    def publish(self, owner: str, change: ConversationChange) -> None:
+        for queue, subscriber in self._subscribers.items():
+            if subscriber == owner:
+                if queue.qsize() >= MAX_QUEUED:
                     while not queue.empty():
                         queue.get_nowait()
                     queue.put_nowait(ConversationChange("", "missed"))
@@ -27,15 +27,16 @@ class ChangeFeed:
                     queue.put_nowait(change)
 
     @asynccontextmanager
-    async def listen(self, owner: str) -> AsyncIterator[AsyncIterator[ConversationChange]]:
+    async def subscribe(self, owner: str) -> AsyncIterator[AsyncIterator[ConversationChange]]:
+        """The changes that are published for this user from now on."""
         queue: asyncio.Queue[ConversationChange] = asyncio.Queue()
-        self._listeners[queue] = owner
+        self._subscribers[queue] = owner
         try:
-            yield _taken(queue)
+            yield _drain(queue)
         finally:
-            del self._listeners[queue]
+            del self._subscribers[queue]
 
 
-async def _taken(queue: asyncio.Queue[ConversationChange]) -> AsyncIterator[ConversationChange]:
+async def _drain(queue: asyncio.Queue[ConversationChange]) -> AsyncIterator[ConversationChange]:
     while True:
         yield await queue.get()

@@ -1,4 +1,4 @@
-"""How a reply goes on: the same message where that can be, else a sibling that begins with all it said."""
+"""Continuing and forking replies: in the same message if possible, else in a sibling that starts with its tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from palaver.errors import BadParameter
 from palaver.generation import Step
 from palaver.store import Conflict, Conversation, ReplySettings, ReplyStatus, Store, StoredMessage
 from palaver.store.replies import was_resumed_with
-from palaver.store.token_codec import given_tokens
+from palaver.store.token_codec import prefill_steps
 
 
 class Continuation:
@@ -23,13 +23,13 @@ class Continuation:
         self._turns = turns
         self._requests = requests
 
-    async def go_on(
+    async def continue_reply(
         self, model: Model, conversation: Conversation, reply: StoredMessage, key: str | None = None
     ) -> StoredMessage:
-        """The rest of a reply that is not whole: from its tokens where this model knows them, else from its words."""
+        """Continues an incomplete reply from its tokens, or from its text if the tokenizer is another one."""
         if reply.reply is None or not is_same_tokenizer(model, reply):
             return await self._from_text(model, conversation, reply, key)
-        request = await to_thread(self._requests.of, model, reply, conversation.owner_id)
+        request = await to_thread(self._requests.rebuild, model, reply, conversation.owner_id)
         steps = await to_thread(self._store.replies.tokens, reply.id)
         if reply.reply.status is ReplyStatus.LENGTH:
             request = replace(request, sampling=extend_limit(request.sampling, len(steps)))
@@ -38,14 +38,14 @@ class Continuation:
         except Conflict:
             latest = await to_thread(self._store.messages.get, reply.id)
             if latest.reply is not None and latest.reply.status is ReplyStatus.RUNNING:
-                return latest  # somebody else was quicker
-        return await self._beside(model, conversation, reply, request, reply.reply.settings, steps, key)
+                return latest  # another request has resumed it
+        return await self._start_sibling(model, conversation, reply, request, reply.reply.settings, steps, key)
 
-    async def done(self, reply: StoredMessage, key: str) -> StoredMessage | None:
-        """What a wish with this key has led to before: the same reply, gone on with, or another beside it."""
+    async def find_continued(self, reply: StoredMessage, key: str) -> StoredMessage | None:
+        """The reply that an earlier request with this key continued or started."""
         if was_resumed_with(reply, key):
             return reply
-        return await to_thread(self._store.replies.keyed, reply.conversation_id, reply.parent_id, key)
+        return await to_thread(self._store.replies.find_by_key, reply.conversation_id, reply.parent_id, key)
 
     async def fork(
         self,
@@ -56,8 +56,8 @@ class Continuation:
         instead: int | None,
         key: str | None = None,
     ) -> StoredMessage:
-        """A sibling that begins with the reply's first tokens, then `instead`. Without it the rest is drawn anew: with
-        another seed, unless the conversation has one, as the same one would say the same again."""
+        """Starts a sibling with the reply's first tokens, then `instead`. Without `instead` the rest is sampled again,
+        with a new seed unless the conversation has one: the same seed would give the same tokens."""
         if tokens < 0:
             raise BadParameter("tokens", tokens, "must not be negative")
         if reply.reply is None or not is_same_tokenizer(model, reply):
@@ -66,45 +66,45 @@ class Continuation:
         if instead is not None:
             if not 0 <= instead < model.engine.info.vocabulary_size:
                 raise BadParameter("instead", instead, "there is no such token")
-            steps = (*steps, *given_tokens((instead,)))
-        request = await to_thread(self._requests.of, model, reply, conversation.owner_id)
-        made_by = reply.reply.settings
-        if request.answer_at is not None and request.answer_at >= tokens:  # asked for later than the fork begins
-            request, made_by = replace(request, answer_at=None), replace(made_by, answer_at=None)
+            steps = (*steps, *prefill_steps((instead,)))
+        request = await to_thread(self._requests.rebuild, model, reply, conversation.owner_id)
+        settings = reply.reply.settings
+        if request.answer_at is not None and request.answer_at >= tokens:  # requested after the fork
+            request, settings = replace(request, answer_at=None), replace(settings, answer_at=None)
         if instead is None and "seed" not in conversation.parameters:
             sampling = replace(request.sampling, seed=draw_seed())
-            request, made_by = replace(request, sampling=sampling), replace(made_by, sampling=sampling)
-        return await self._beside(model, conversation, reply, request, made_by, steps, key)
+            request, settings = replace(request, sampling=sampling), replace(settings, sampling=sampling)
+        return await self._start_sibling(model, conversation, reply, request, settings, steps, key)
 
     async def _from_text(
         self, model: Model, conversation: Conversation, reply: StoredMessage, key: str | None
     ) -> StoredMessage:
-        """A sibling that begins with the words of a reply whose tokens are not known."""
+        """Starts a sibling with the text of a reply whose tokens are not known."""
         path = await to_thread(self._store.messages.path, reply.parent_id) if reply.parent_id else ()
-        asked = await to_thread(self._requests.new, model, conversation, path, (), {})
-        begun = await to_thread(self._store.messages.full, reply)
-        prompt = await to_thread(model.prompt, asked.request, (), begun)
-        steps = given_tokens(prompt.reply_ids)
-        return await self._beside(model, conversation, reply, asked.request, asked.settings, steps, key)
+        prepared = await to_thread(self._requests.build, model, conversation, path, (), {})
+        partial_reply = await to_thread(self._store.messages.load, reply)
+        prompt = await to_thread(model.prompt, prepared.request, (), partial_reply)
+        steps = prefill_steps(prompt.reply_ids)
+        return await self._start_sibling(model, conversation, reply, prepared.request, prepared.settings, steps, key)
 
-    async def _beside(
+    async def _start_sibling(
         self,
         model: Model,
         conversation: Conversation,
         reply: StoredMessage,
         request: ReplyRequest,
-        made_by: ReplySettings,
+        settings: ReplySettings,
         steps: tuple[Step, ...],
         key: str | None,
     ) -> StoredMessage:
-        kept = {name: value for name, value in made_by.options.items() if name != "resumed"}
-        beginning = NewTurn(
+        options = {name: value for name, value in settings.options.items() if name != "resumed"}
+        new_turn = NewTurn(
             conversation.id,
             reply.parent_id,
             request,
-            replace(made_by, options=kept).continued_by(model.engine.info.fingerprint, len(steps)),
+            replace(settings, options=options).continued_by(model.engine.info.fingerprint, len(steps)),
             steps,
             key=key,
             expected_head=conversation.head_id,
         )
-        return await self._turns.begin(model, beginning)
+        return await self._turns.start(model, new_turn)

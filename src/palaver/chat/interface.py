@@ -1,7 +1,7 @@
-"""Chat: the one interface that front-ends use, the same in-process and over HTTP.
+"""`Chat`: the interface of all front-ends, the same in-process (`LocalChat`) and over HTTP (`HttpChat`).
 
-Writes name their parent and may carry a key that makes them happen once. A turn is named by the id of its reply; it
-belongs to the system, and whoever reads it may leave and come back by number.
+Writes name their parent and may have an idempotency key. A turn is identified by the id of its reply. It runs
+independently of its subscribers, who may reconnect with the number of the last event.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ class ModelState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The model in use, or on its way. What is known only of a loaded model is empty until then."""
+    """The model in use or being loaded. Fields that only a loaded model has are empty until then."""
 
     name: str
     state: ModelState
     progress: float | None = None
-    """From 0 to 1 while it loads, where that is known."""
+    """From 0 to 1 while it loads; None if it is not known."""
     note: str = ""
-    """What it is doing while it loads, or why it could not be loaded."""
+    """The current step while it loads, or the reason why loading failed."""
     context_length: int = 0
     device: str = ""
     dtype: str = ""
     reuse: str = ""
-    """What is reused of what was computed before."""
+    """How the prefix cache works for this model."""
     exactness: str = ""
-    """What the bits of a reply depend on."""
+    """What the exact logits of a reply depend on."""
     steps: str = ""
-    """Whose code computes the next tokens, and why not compiled code."""
+    """The code that computes decoding steps, and why it is not compiled code."""
     fingerprint: str = ""
-    """What computes its replies: stored with each of them."""
+    """The fingerprint of the engine, which is stored with each reply."""
     defaults: Sampling = field(default_factory=Sampling)
     thinks: bool = False
-    """Whether the format knows thoughts."""
+    """Whether the chat format has a thinking phase."""
     switches: tuple[Switch, ...] = ()
-    """What the template really lets one choose."""
+    """The variables that the chat template really uses."""
     takes_tools: bool = False
     media: tuple[str, ...] = ()
-    """What it takes besides text: image, audio, video."""
+    """The media that it accepts besides text: image, audio, video."""
     notices: tuple[str, ...] = ()
-    """What a person should know, such as a template that teaches too little."""
+    """Notices for the user, such as a chat template that could not be learned completely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class TokenAlternative:
 
 @dataclass(frozen=True, slots=True)
 class ReplyToken:
-    """One token of a reply as a person sees it. `logprob` is None for words that nobody drew."""
+    """One token of a reply as text. `logprob` is None for a token that was not sampled."""
 
     token_id: int
     text: str
@@ -78,17 +78,17 @@ class ReplyToken:
 
 @dataclass(frozen=True, slots=True)
 class ContextUsage:
-    """How full the context is: what the next turn's prompt would hold, and what the model can take."""
+    """How full the context is: the tokens of the next turn's prompt, and the model's limit."""
 
     used: int
     limit: int
     cached: int = 0
-    """Of the last turn's prompt, how much had been computed before."""
+    """The tokens of the last turn's prompt that were in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentMessage:
-    """A message and the reply that was begun to it."""
+    """A message, and the reply that was started to it."""
 
     message: StoredMessage
     reply: StoredMessage
@@ -96,37 +96,37 @@ class SentMessage:
 
 @dataclass(frozen=True, slots=True)
 class ConversationChange:
-    """Something happened in a conversation: whoever shows it may look again."""
+    """A change in a conversation, for clients that show it."""
 
     conversation_id: str
     what: str
-    """created, changed, deleted, message, turn (begun or gone on), ended; or missed, of no conversation in particular:
-    what happened in a while is not known, look at everything again."""
+    """created, changed, deleted, message, turn (started or continued), ended; or missed, without a conversation: some
+    changes were lost, so reload everything."""
     message_id: str | None = None
 
 
 class Chat(Protocol):
-    """One user's conversations and the model they are held with. Every method may raise a PalaverError."""
+    """The conversations of one user, and the model. Every method may raise a PalaverError."""
 
     # the model
     async def model(self) -> ModelCard: ...
 
     async def models(self) -> tuple[str, ...]:
-        """The names of models that are at hand."""
+        """The names of the available models."""
         ...
 
-    async def load(self, name: str) -> ModelCard:
-        """Puts another model into use; running turns are parked and can be continued. Returns at once, loading."""
+    async def load_model(self, name: str) -> ModelCard:
+        """Starts loading another model and returns at once. Running turns are parked and can be continued."""
         ...
 
-    async def unload(self) -> ModelCard: ...
+    async def unload_model(self) -> ModelCard: ...
 
-    async def ready(self) -> ModelCard:
-        """Waits until the model can be talked to; raises what loading raised."""
+    async def wait_until_ready(self) -> ModelCard:
+        """Waits until the model is loaded. Raises the error of the loading."""
         ...
 
     # conversations
-    async def create(
+    async def create_conversation(
         self,
         *,
         title: str = "",
@@ -147,10 +147,10 @@ class Chat(Protocol):
         title: str = "",
         deleted: bool = False,
     ) -> tuple[Conversation, ...]:
-        """The newest first; `before` is the id of the last one of the page before."""
+        """The newest first; `before` is the id of the last conversation of the previous page."""
         ...
 
-    async def change(
+    async def update_conversation(
         self,
         id: str,
         *,
@@ -159,17 +159,17 @@ class Chat(Protocol):
         parameters: Mapping[str, Any] | None = None,
         tags: Iterable[str] | None = None,
     ) -> Conversation:
-        """Sets what is given. The parameters are set as a whole: see `palaver.chat.parameters` for their names."""
+        """Sets the given fields. `parameters` replaces all parameters; `palaver.chat.parameters` has their names."""
         ...
 
-    async def delete(self, id: str) -> None: ...
+    async def delete_conversation(self, id: str) -> None: ...
 
-    async def undelete(self, id: str) -> Conversation: ...
+    async def restore_conversation(self, id: str) -> Conversation: ...
 
-    async def forget(self, id: str) -> None:
-        """Frees what the model keeps of the conversation to go on quickly; the conversation itself stays as it is.
+    async def clear_cache(self, id: str) -> None:
+        """Frees the conversation's part of the KV cache. The conversation itself stays.
 
-        What other conversations share with it, and a reply that is running, are left alone.
+        Cache that other conversations share, and that of a running reply, stays too.
         """
         ...
 
@@ -178,14 +178,14 @@ class Chat(Protocol):
     async def search(self, query: str, limit: int = 20) -> tuple[SearchHit, ...]: ...
 
     def changes(self) -> AbstractAsyncContextManager[AsyncIterator[ConversationChange]]:
-        """What happens from now on in the user's conversations, whoever does it."""
+        """The changes of the user's conversations from now on, by any client."""
         ...
 
-    # what a user likes to set
+    # presets
     async def presets(self) -> tuple[Preset, ...]: ...
 
     async def save_preset(self, name: str, system: str, parameters: Mapping[str, Any]) -> Preset:
-        """In place of one of that name. An empty `system` says nothing of the system prompt."""
+        """Replaces a preset of that name. With an empty `system`, the preset leaves the system prompt as it is."""
         ...
 
     async def delete_preset(self, name: str) -> None: ...
@@ -194,7 +194,7 @@ class Chat(Protocol):
     async def message(self, id: str) -> StoredMessage: ...
 
     async def path(self, leaf: str) -> tuple[StoredMessage, ...]:
-        """A branch: from the root to this message."""
+        """The branch from the root to this message."""
         ...
 
     async def siblings(self, id: str) -> tuple[StoredMessage, ...]: ...
@@ -203,27 +203,29 @@ class Chat(Protocol):
 
     async def newest_leaf(self, conversation_id: str, start: str | None = None) -> str | None: ...
 
-    async def append(
+    async def append_message(
         self, conversation_id: str, parent: str | None, message: Message, *, key: str | None = None
     ) -> StoredMessage:
-        """Puts a message into the tree without asking for a reply."""
+        """Adds a message to the tree without starting a reply."""
         ...
 
-    async def edit(self, message_id: str, parts: Iterable[Part | Blob], *, key: str | None = None) -> StoredMessage:
-        """Another wording, as a sibling. An edited reply can be continued."""
+    async def edit_message(
+        self, message_id: str, parts: Iterable[Part | Blob], *, key: str | None = None
+    ) -> StoredMessage:
+        """Adds an edited copy of the message as a sibling. An edited reply can be continued."""
         ...
 
-    # where a client stands
+    # cursors
     async def cursor(self, conversation_id: str, client: str) -> Cursor: ...
 
-    async def move(self, conversation_id: str, client: str, to: str | None) -> Cursor: ...
+    async def move_cursor(self, conversation_id: str, client: str, to: str | None) -> Cursor: ...
 
     async def undo(self, conversation_id: str, client: str) -> Cursor: ...
 
     async def redo(self, conversation_id: str, client: str) -> Cursor: ...
 
     # turns
-    async def say(
+    async def send_message(
         self,
         conversation_id: str,
         parent: str | None,
@@ -232,11 +234,13 @@ class Chat(Protocol):
         parameters: Mapping[str, Any] | None = None,
         key: str | None = None,
     ) -> SentMessage:
-        """Puts a message into the tree, durably, and begins the reply to it. What can't be answered (a full context,
-        a parameter out of bounds) is refused before anything is written."""
+        """Stores a message and starts the reply to it.
+
+        Nothing is written if the request is refused, such as for a full context or a parameter out of bounds.
+        """
         ...
 
-    async def reply(
+    async def start_reply(
         self,
         conversation_id: str,
         parent: str,
@@ -244,51 +248,53 @@ class Chat(Protocol):
         parameters: Mapping[str, Any] | None = None,
         key: str | None = None,
     ) -> StoredMessage:
-        """Begins a reply under a message: a retry is a second one under the same."""
+        """Starts a reply to a message. Another reply to the same message is a retry."""
         ...
 
-    async def go_on(self, reply_id: str, *, key: str | None = None) -> StoredMessage:
+    async def continue_reply(self, reply_id: str, *, key: str | None = None) -> StoredMessage:
         """Continues a reply that was stopped, cut, interrupted, failed, edited or imported.
 
-        The same message runs on, where nothing hangs on it and its tokens are known; else a sibling that begins with
-        all it said.
+        Continues the same message if it has no children and its tokens are known; else starts a sibling with the same
+        beginning.
         """
         ...
 
-    async def fork(
+    async def fork_reply(
         self, reply_id: str, tokens: int, instead: int | None = None, *, key: str | None = None
     ) -> StoredMessage:
-        """A sibling that begins with the reply's first tokens, then `instead`, and goes on from there: the model is
-        the same and so are its dice. Without `instead` the rest is drawn anew."""
+        """Starts a sibling with the reply's first tokens, then the token `instead`. The seed stays the same. Without
+        `instead` the rest is sampled again with another seed."""
         ...
 
     def events(self, reply_id: str, after: int = 0) -> AbstractAsyncContextManager[AsyncIterator[LogEntry]]:
-        """The turn's events after that number, as they come, to its end. Of an ended turn: all there were."""
+        """Subscribes to the turn's events after that number, up to its end. An ended turn gives all its events."""
         ...
 
-    async def stop(self, reply_id: str) -> None:
-        """Keeps everything so far. The turn's last event tells when it has ended. A turn that is over stays so."""
+    async def stop_reply(self, reply_id: str) -> None:
+        """Stops the reply and keeps its text. The turn's last event follows. Does nothing for an ended turn."""
         ...
 
-    async def answer_now(self, reply_id: str) -> None: ...
+    async def answer_now(self, reply_id: str) -> None:
+        """Closes an open thought, so that the answer comes next."""
+        ...
 
     async def tokens(self, reply_id: str) -> tuple[ReplyToken, ...]: ...
 
-    async def raw(self, reply_id: str) -> str:
-        """The reply as the model wrote it, markers and all."""
+    async def raw_text(self, reply_id: str) -> str:
+        """The reply's text as generated, including special tokens."""
         ...
 
-    async def gauge(
+    async def context_usage(
         self, conversation_id: str, leaf: str | None, parameters: Mapping[str, Any] | None = None
     ) -> ContextUsage: ...
 
-    # in and out
-    async def export(self, conversation_id: str, form: str, leaf: str | None = None) -> str:
+    # files
+    async def export_conversation(self, conversation_id: str, form: str, leaf: str | None = None) -> str:
         """jsonl, branches, tree, markdown or sharegpt."""
         ...
 
-    async def take_in(self, text: str) -> tuple[Conversation, ...]:
-        """Imports a file's text, whichever of the known forms it has; the same text twice only once."""
+    async def import_conversations(self, text: str) -> tuple[Conversation, ...]:
+        """Imports conversations from a file of any supported format. Importing the same text again adds nothing."""
         ...
 
     async def put_blob(self, data: bytes) -> str: ...

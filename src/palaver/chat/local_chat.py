@@ -1,4 +1,4 @@
-"""Chat in this process: the store, the turns and the model behind the one interface."""
+"""The `Chat` interface in this process, on top of the store, the turns and the model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class LocalChat:
-    """One user's view. Whatever is another user's is not found."""
+    """The conversations of one user. Those of other users are not found."""
 
     def __init__(self, service: Service, owner: str) -> None:
         self._service = service
@@ -62,21 +62,21 @@ class LocalChat:
     async def models(self) -> tuple[str, ...]:
         return self._service.models.names
 
-    async def load(self, name: str) -> ModelCard:
+    async def load_model(self, name: str) -> ModelCard:
         self._service.models.load(name)
         return self._service.models.card()
 
-    async def unload(self) -> ModelCard:
+    async def unload_model(self) -> ModelCard:
         await self._service.models.unload()
         return self._service.models.card()
 
-    async def ready(self) -> ModelCard:
+    async def wait_until_ready(self) -> ModelCard:
         await self._service.models.ready()
         return self._service.models.card()
 
     # conversations
 
-    async def create(
+    async def create_conversation(
         self,
         *,
         title: str = "",
@@ -85,7 +85,7 @@ class LocalChat:
         tags: Iterable[str] = (),
         key: str | None = None,
     ) -> Conversation:
-        made = await _thread(
+        conversation = await _thread(
             self._store.conversations.create,
             self._owner,
             title=title,
@@ -94,7 +94,7 @@ class LocalChat:
             tags=tuple(tags),
             key=key,
         )
-        return self._changed(made, "created")
+        return self._publish(conversation, "created")
 
     async def conversation(self, id: str) -> Conversation:
         return await _thread(self._store.conversations.get, id, self._owner)
@@ -121,7 +121,7 @@ class LocalChat:
             deleted=deleted,
         )
 
-    async def change(
+    async def update_conversation(
         self,
         id: str,
         *,
@@ -130,32 +130,32 @@ class LocalChat:
         parameters: Mapping[str, Any] | None = None,
         tags: Iterable[str] | None = None,
     ) -> Conversation:
-        changed = await self.conversation(id)
+        conversation = await self.conversation(id)
         conversations = self._store.conversations
         if parameters is not None:
-            changed = await _thread(conversations.set_parameters, id, settings.check_parameters(parameters))
+            conversation = await _thread(conversations.set_parameters, id, settings.check_parameters(parameters))
         if system is not None:
-            changed = await _thread(conversations.set_system, id, system)
+            conversation = await _thread(conversations.set_system, id, system)
         if tags is not None:
-            changed = await _thread(conversations.set_tags, id, tuple(tags))
+            conversation = await _thread(conversations.set_tags, id, tuple(tags))
         if title is not None:
-            changed = await _thread(conversations.rename, id, title)
-        return self._changed(changed, "changed")
+            conversation = await _thread(conversations.rename, id, title)
+        return self._publish(conversation, "changed")
 
-    async def delete(self, id: str) -> None:
+    async def delete_conversation(self, id: str) -> None:
         conversation = await self.conversation(id)
         for turn in self._turns.running:
             if turn.reply.conversation_id == id:
-                turn.utterance.stop()
+                turn.reply_stream.stop()
         await _thread(self._store.conversations.delete, id)
-        self._changed(conversation, "deleted")
+        self._publish(conversation, "deleted")
         await self._service.models.forget(id)
 
-    async def undelete(self, id: str) -> Conversation:
+    async def restore_conversation(self, id: str) -> Conversation:
         await _thread(self._store.conversations.get, id, self._owner, True)
-        return self._changed(await _thread(self._store.conversations.undelete, id), "created")
+        return self._publish(await _thread(self._store.conversations.undelete, id), "created")
 
-    async def forget(self, id: str) -> None:
+    async def clear_cache(self, id: str) -> None:
         await self.conversation(id)
         await self._service.models.forget(id)
 
@@ -167,10 +167,10 @@ class LocalChat:
 
     @asynccontextmanager
     async def changes(self) -> AsyncIterator[AsyncIterator[ConversationChange]]:
-        async with self._service.changes.listen(self._owner) as changes:
+        async with self._service.changes.subscribe(self._owner) as changes:
             yield changes
 
-    # what a user likes to set
+    # presets
 
     async def presets(self) -> tuple[Preset, ...]:
         return await _thread(self._store.presets.all, self._owner)
@@ -209,31 +209,33 @@ class LocalChat:
             await self.message(start)
         return await _thread(self._store.messages.newest_leaf, conversation_id, start)
 
-    async def append(
+    async def append_message(
         self, conversation_id: str, parent: str | None, message: Message, *, key: str | None = None
     ) -> StoredMessage:
         conversation = await self.conversation(conversation_id)
         await self._check_parent(parent)
         stored = await _thread(self._store.messages.append, conversation_id, parent, message, key=key)
-        self._changed(conversation, "message", stored.id)
+        self._publish(conversation, "message", stored.id)
         return stored
 
-    async def edit(self, message_id: str, parts: Iterable[Part | Blob], *, key: str | None = None) -> StoredMessage:
+    async def edit_message(
+        self, message_id: str, parts: Iterable[Part | Blob], *, key: str | None = None
+    ) -> StoredMessage:
         old = await self.message(message_id)
         stored = await _thread(self._store.messages.edit, message_id, tuple(parts), key=key)
-        self._changed(await self.conversation(old.conversation_id), "message", stored.id)
+        self._publish(await self.conversation(old.conversation_id), "message", stored.id)
         return stored
 
-    # where a client stands
+    # cursors
 
     async def cursor(self, conversation_id: str, client: str) -> Cursor:
         await self.conversation(conversation_id)
         return await _thread(self._store.cursors.get, conversation_id, client)
 
-    async def move(self, conversation_id: str, client: str, to: str | None) -> Cursor:
+    async def move_cursor(self, conversation_id: str, client: str, to: str | None) -> Cursor:
         conversation = await self.conversation(conversation_id)
         cursor = await _thread(self._store.cursors.move, conversation_id, client, to)
-        with suppress(Conflict):  # the head is a hint: whoever comes new begins where somebody was last
+        with suppress(Conflict):  # the head is a hint for clients without a cursor
             await _thread(self._store.conversations.move_head, conversation_id, conversation.head_id, to)
         return cursor
 
@@ -247,7 +249,7 @@ class LocalChat:
 
     # turns
 
-    async def say(
+    async def send_message(
         self,
         conversation_id: str,
         parent: str | None,
@@ -261,16 +263,18 @@ class LocalChat:
         model = await self._service.models.ready()
         self._turns.check_open()
         path = await self._path(parent)
-        asked = await _thread(self._service.requests.new, model, conversation, path, (message,), _checked(parameters))
-        stored = await _thread(self._store.messages.append, conversation_id, parent, message, key=key)
-        self._changed(conversation, "message", stored.id)
-        reply_key = None if key is None else f"{key} reply"
-        beginning = NewTurn(
-            conversation_id, stored.id, asked.request, asked.settings, key=reply_key, prompt=asked.prompt
+        prepared = await _thread(
+            self._service.requests.build, model, conversation, path, (message,), _check_parameters(parameters)
         )
-        return SentMessage(stored, await self._turns.begin(model, beginning))
+        stored = await _thread(self._store.messages.append, conversation_id, parent, message, key=key)
+        self._publish(conversation, "message", stored.id)
+        reply_key = None if key is None else f"{key} reply"
+        new_turn = NewTurn(
+            conversation_id, stored.id, prepared.request, prepared.settings, key=reply_key, prompt=prepared.prompt
+        )
+        return SentMessage(stored, await self._turns.start(model, new_turn))
 
-    async def reply(
+    async def start_reply(
         self,
         conversation_id: str,
         parent: str,
@@ -282,78 +286,80 @@ class LocalChat:
         await self._check_parent(parent)
         model = await self._service.models.ready()
         path = await self._path(parent)
-        asked = await _thread(self._service.requests.new, model, conversation, path, (), _checked(parameters))
-        beginning = NewTurn(
+        prepared = await _thread(
+            self._service.requests.build, model, conversation, path, (), _check_parameters(parameters)
+        )
+        new_turn = NewTurn(
             conversation_id,
             parent,
-            asked.request,
-            asked.settings,
+            prepared.request,
+            prepared.settings,
             key=key,
             expected_head=conversation.head_id,
-            prompt=asked.prompt,
+            prompt=prepared.prompt,
         )
-        return await self._turns.begin(model, beginning)
+        return await self._turns.start(model, new_turn)
 
-    async def go_on(self, reply_id: str, *, key: str | None = None) -> StoredMessage:
-        reply = await self._an_answer(reply_id)
-        if key is not None and (done := await self._service.continuing.done(reply, key)) is not None:
-            return done
+    async def continue_reply(self, reply_id: str, *, key: str | None = None) -> StoredMessage:
+        reply = await self._get_reply(reply_id)
+        if key is not None and (continued := await self._service.continuation.find_continued(reply, key)) is not None:
+            return continued
         running = self._turns.get(reply_id)
         if running is not None and not running.log.ended:
             return reply
-        if (settled := await self._settled(reply)) is not reply and _is_done(settled):
-            return settled  # it was whole: only its end had not been written
-        reply = settled
+        if (latest := await self._with_ending(reply)) is not reply and _is_done(latest):
+            return latest  # it was complete: only its ending had not been written
+        reply = latest
         if _is_done(reply):
             raise NothingToContinue("The reply is whole: there is nothing to continue.")
         model = await self._service.models.ready()
         conversation = await self.conversation(reply.conversation_id)
-        return await self._service.continuing.go_on(model, conversation, reply, key)
+        return await self._service.continuation.continue_reply(model, conversation, reply, key)
 
-    async def fork(
+    async def fork_reply(
         self, reply_id: str, tokens: int, instead: int | None = None, *, key: str | None = None
     ) -> StoredMessage:
-        reply = await self._an_answer(reply_id)
+        reply = await self._get_reply(reply_id)
         model = await self._service.models.ready()
         conversation = await self.conversation(reply.conversation_id)
-        return await self._service.continuing.fork(model, conversation, reply, tokens, instead, key)
+        return await self._service.continuation.fork(model, conversation, reply, tokens, instead, key)
 
     @asynccontextmanager
     async def events(self, reply_id: str, after: int = 0) -> AsyncIterator[AsyncIterator[LogEntry]]:
         reply = await self.message(reply_id)
         if _is_running(reply) and self._turns.get(reply_id) is None:
-            await self._service.recovered.wait()  # a dead process left it: it goes on when the model is there
-            reply = await self._settled(await self.message(reply_id))
+            await self._service.recovered.wait()  # of a dead process: it is resumed once the model is loaded
+            reply = await self._with_ending(await self.message(reply_id))
         try:
             model: Model | None = self._service.models.current()
         except PalaverError:
             model = None
-        async with aclosing(await self._service.reading.read(model, reply, after)) as entries:
+        async with aclosing(await self._service.subscriptions.subscribe(model, reply, after)) as entries:
             yield entries
 
-    async def stop(self, reply_id: str) -> None:
-        if turn := await self._running(reply_id):
-            turn.utterance.stop()
+    async def stop_reply(self, reply_id: str) -> None:
+        if turn := await self._running_turn(reply_id):
+            turn.reply_stream.stop()
 
     async def answer_now(self, reply_id: str) -> None:
-        if turn := await self._running(reply_id):
-            turn.utterance.answer_now()
+        if turn := await self._running_turn(reply_id):
+            turn.reply_stream.answer_now()
 
     async def tokens(self, reply_id: str) -> tuple[ReplyToken, ...]:
-        reply, model = await self._an_answer(reply_id), await self._service.models.ready()
+        reply, model = await self._get_reply(reply_id), await self._service.models.ready()
         if not is_same_tokenizer(model, reply):
             return ()
         steps = await _thread(self._store.replies.tokens, reply_id)
-        return tuple(_token(model, step) for step in steps)
+        return tuple(_reply_token(model, step) for step in steps)
 
-    async def raw(self, reply_id: str) -> str:
-        reply, model = await self._an_answer(reply_id), await self._service.models.ready()
+    async def raw_text(self, reply_id: str) -> str:
+        reply, model = await self._get_reply(reply_id), await self._service.models.ready()
         if not is_same_tokenizer(model, reply):
             raise Conflict("The reply's tokens are not known to this model.")
         ids = await _thread(self._store.replies.token_ids, reply_id)
         return b"".join(model.vocabulary[id] for id in ids).decode("utf-8", "replace")
 
-    async def gauge(
+    async def context_usage(
         self, conversation_id: str, leaf: str | None, parameters: Mapping[str, Any] | None = None
     ) -> ContextUsage:
         conversation = await self.conversation(conversation_id)
@@ -365,14 +371,16 @@ class LocalChat:
         if not path:
             return ContextUsage(0, limit)
         try:
-            asked = await _thread(self._service.requests.new, model, conversation, path, (), _checked(parameters))
-            return ContextUsage(len(asked.prompt), limit, cached)
+            prepared = await _thread(
+                self._service.requests.build, model, conversation, path, (), _check_parameters(parameters)
+            )
+            return ContextUsage(len(prepared.prompt), limit, cached)
         except ContextOverflow as error:
             return ContextUsage(error.tokens, limit, cached)
 
-    # in and out
+    # files
 
-    async def export(self, conversation_id: str, form: str, leaf: str | None = None) -> str:
+    async def export_conversation(self, conversation_id: str, form: str, leaf: str | None = None) -> str:
         await self.conversation(conversation_id)
         if form not in set(TranscriptFormat):
             raise BadParameter("form", form, f"must be one of {', '.join(TranscriptFormat)}")
@@ -382,12 +390,12 @@ class LocalChat:
             transcript = replace(transcript, head=leaf)
         return await _thread(write_transcript, transcript, TranscriptFormat(form))
 
-    async def take_in(self, text: str) -> tuple[Conversation, ...]:
-        found = await _thread(read_file, text)
-        kept = [
-            await _thread(store_transcript, self._store, self._owner, transcript) for transcript in found.transcripts
+    async def import_conversations(self, text: str) -> tuple[Conversation, ...]:
+        file = await _thread(read_file, text)
+        stored = [
+            await _thread(store_transcript, self._store, self._owner, transcript) for transcript in file.transcripts
         ]
-        return tuple(self._changed(one.conversation, "created") for one in kept)
+        return tuple(self._publish(one.conversation, "created") for one in stored)
 
     async def put_blob(self, data: bytes) -> str:
         digest = await _thread(self._store.blobs.put, data)
@@ -395,44 +403,44 @@ class LocalChat:
         return digest
 
     async def blob(self, digest: str) -> bytes:
-        named = (self._owner, digest) in self._service.uploads
-        if not named and not await _thread(self._store.conversations.name_blob, self._owner, digest):
+        is_upload = (self._owner, digest) in self._service.uploads
+        if not is_upload and not await _thread(self._store.conversations.references_blob, self._owner, digest):
             raise NotFound("blob", digest)
         return await _thread(self._store.blobs.get, digest)
 
-    # what the above share
+    # helpers
 
-    def _changed(self, conversation: Conversation, what: str, message: str | None = None) -> Conversation:
-        self._service.changes.tell(self._owner, ConversationChange(conversation.id, what, message))
+    def _publish(self, conversation: Conversation, what: str, message: str | None = None) -> Conversation:
+        self._service.changes.publish(self._owner, ConversationChange(conversation.id, what, message))
         return conversation
 
     async def _path(self, leaf: str | None) -> tuple[StoredMessage, ...]:
         return await self.path(leaf) if leaf is not None else ()
 
     async def _check_parent(self, parent: str | None) -> None:
-        """Nothing can be said to a reply that is still running: its words are not known yet."""
+        """Raises Conflict if the parent is a reply that is still running: its text is not complete."""
         if parent is None:
             return
-        if _is_running(await self._settled(await self.message(parent))):
+        if _is_running(await self._with_ending(await self.message(parent))):
             raise Conflict("The reply is still running: wait for it, or stop it first.")
 
-    async def _settled(self, reply: StoredMessage) -> StoredMessage:
-        """The reply as it is once its end is written, where this process could not write it before."""
+    async def _with_ending(self, reply: StoredMessage) -> StoredMessage:
+        """The reply after its ending is written, if this process could not write it before."""
         turn = self._turns.get(reply.id)
-        stray = turn is None and _is_running(reply)
-        if not stray and not self._turns.is_unsettled(reply.id):
+        orphan = turn is None and _is_running(reply)
+        if not orphan and not self._turns.has_pending_ending(reply.id):
             return reply
-        await self._turns.settle()
+        await self._turns.write_pending_endings()
         return await self.message(reply.id)
 
-    async def _an_answer(self, id: str) -> StoredMessage:
+    async def _get_reply(self, id: str) -> StoredMessage:
         stored = await self.message(id)
         if stored.role is not Role.ASSISTANT:
             raise NotFound("reply", id)
         return stored
 
-    async def _running(self, reply_id: str) -> Turn | None:
-        reply = await self._settled(await self.message(reply_id))
+    async def _running_turn(self, reply_id: str) -> Turn | None:
+        reply = await self._with_ending(await self.message(reply_id))
         turn = self._turns.get(reply_id)
         if turn is None and _is_running(reply):
             raise Conflict("The reply runs in another process: stop it there.")
@@ -451,15 +459,17 @@ def _is_done(stored: StoredMessage) -> bool:
     return stored.reply is not None and stored.reply.status is ReplyStatus.DONE
 
 
-def _checked(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+def _check_parameters(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     return settings.check_parameters(parameters or {})
 
 
-def _token(model: Model, step: Step) -> ReplyToken:
+def _reply_token(model: Model, step: Step) -> ReplyToken:
     logprob = None if step.logprob != step.logprob else step.logprob
-    others = tuple(TokenAlternative(one.token_id, _text(model, one.token_id), one.logprob) for one in step.alternatives)
-    return ReplyToken(step.token_id, _text(model, step.token_id), logprob, others)
+    others = tuple(
+        TokenAlternative(one.token_id, _token_text(model, one.token_id), one.logprob) for one in step.alternatives
+    )
+    return ReplyToken(step.token_id, _token_text(model, step.token_id), logprob, others)
 
 
-def _text(model: Model, token_id: int) -> str:
+def _token_text(model: Model, token_id: int) -> str:
     return model.vocabulary[token_id].decode("utf-8", "replace")

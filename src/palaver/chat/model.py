@@ -1,4 +1,4 @@
-"""A model that can be talked to: its engine and its format, under one name."""
+"""A loaded model: its engine, its chat format and its tokenizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from palaver.chat.reply_stream import Keep, ReplyRecord, ReplyRequest, ReplyStream
+from palaver.chat.reply_stream import RecordStep, ReplyRecord, ReplyRequest, ReplyStream
 from palaver.engines.base import Engine
 from palaver.errors import ContextOverflow, NothingToContinue
 from palaver.formats.base import Format
@@ -16,26 +16,26 @@ from palaver.formats.reader import ReplyReader
 from palaver.generation import Finish, Prompt
 from palaver.messages import Message, Text, Tool, ToolResult
 from palaver.phases import Vocabulary
-from palaver.sampling import MAX_SEED, MAX_TOKENS, Sampling, checked
+from palaver.sampling import MAX_SEED, MAX_TOKENS, Sampling, check_sampling
 
 
 def draw_seed() -> int:
-    """A seed small enough to be read aloud and typed again."""
+    """A random seed that is short enough to type."""
     return secrets.randbelow(min(2**32, MAX_SEED))
 
 
-def extend_limit(sampling: Sampling, said: int) -> Sampling:
-    """The sampling of a reply that was cut for its length and goes on: as much again."""
-    return sampling if sampling.max_tokens is None else replace(sampling, max_tokens=said + sampling.max_tokens)
+def extend_limit(sampling: Sampling, reply_tokens: int) -> Sampling:
+    """The sampling for continuing a reply that reached `max_tokens`: the same number of tokens again."""
+    return sampling if sampling.max_tokens is None else replace(sampling, max_tokens=reply_tokens + sampling.max_tokens)
 
 
 def offset_limits(sampling: Sampling, tokens: int) -> Sampling:
-    """The same limits for what comes after the reply's first `tokens` tokens."""
+    """The same limits, counted after the reply's first `tokens` tokens."""
     if not tokens:
         return sampling
-    least = min(tokens + sampling.min_tokens, MAX_TOKENS) if sampling.min_tokens else 0
-    most = None if sampling.max_tokens is None else min(tokens + sampling.max_tokens, MAX_TOKENS)
-    return replace(sampling, min_tokens=least, max_tokens=most)
+    min_tokens = min(tokens + sampling.min_tokens, MAX_TOKENS) if sampling.min_tokens else 0
+    max_tokens = None if sampling.max_tokens is None else min(tokens + sampling.max_tokens, MAX_TOKENS)
+    return replace(sampling, min_tokens=min_tokens, max_tokens=max_tokens)
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,15 @@ class Model:
     """The tokenizer's fingerprint: token ids of another one mean nothing here."""
     vocabulary: Vocabulary = ()
     notices: tuple[str, ...] = ()
-    """What a person should know of how it was loaded."""
+    """Notices for the user about how it was loaded."""
 
-    def prompt(self, request: ReplyRequest, reply_so_far: Sequence[int] = (), begun: Message | None = None) -> Prompt:
-        """What the model reads. ContextOverflow where that leaves no room for a reply."""
+    def prompt(
+        self, request: ReplyRequest, reply_so_far: Sequence[int] = (), partial_reply: Message | None = None
+    ) -> Prompt:
+        """Renders the request. Raises ContextOverflow if no token is left for the reply."""
         self.check_size(text_size(request.messages, request.tools))
         rendered = self.format.render(
-            request.messages, request.tools, request.options, reply_so_far, begun, request.past
+            request.messages, request.tools, request.options, reply_so_far, partial_reply, request.past_replies
         )
         limit = self.engine.info.context_length
         if len(rendered) >= limit:
@@ -68,9 +70,9 @@ class Model:
         )
 
     def check_size(self, characters: int) -> None:
-        """ContextOverflow, before anything is tokenized, where a text is far too long for the context.
+        """Raises ContextOverflow, before tokenizing, if the text is far too long for the context.
 
-        Four times what the longest tokens could hold passes: a tokenizer or a template may leave something out.
+        The limit is four times the longest text that fits: a tokenizer or a template may drop characters.
         """
         limit = self.engine.info.context_length
         if self._longest_token and characters > 4 * limit * self._longest_token:
@@ -78,70 +80,70 @@ class Model:
 
     @cached_property
     def _longest_token(self) -> int:
-        """In bytes; 0 where the tokens are not known."""
+        """In bytes; 0 if the vocabulary is not known."""
         return max(map(len, self.vocabulary), default=0)
 
-    def utterance(
+    def stream_reply(
         self,
         request: ReplyRequest,
         reply_so_far: Sequence[int] = (),
-        begun: Message | None = None,
-        keep: Keep | None = None,
+        partial_reply: Message | None = None,
+        record_step: RecordStep | None = None,
         limit_added: bool = False,
         prompt: Prompt | None = None,
     ) -> ReplyStream:
-        """A reply to enter; with `reply_so_far`, the token ids of one that goes on; with `begun`, its text alone.
+        """A stream to enter. It continues the token ids `reply_so_far`, or the text of `partial_reply`.
 
-        `prompt` is all of it, rendered before. `limit_added`: `min_tokens` and `max_tokens` count what is
-        added to that, not the whole reply.
+        `prompt` is the rendered request, if it is rendered already. `limit_added`: `min_tokens` and `max_tokens` count
+        the tokens that are added, not the complete reply.
         """
-        request = self._stopping(request)
+        request = self._with_stop_strings(request)
         if prompt is None:
-            prompt = self.prompt(request, reply_so_far, begun)
+            prompt = self.prompt(request, reply_so_far, partial_reply)
         prompt = replace(prompt, conversation=request.conversation)
         if limit_added:
             request = replace(request, sampling=offset_limits(request.sampling, len(prompt.reply_ids)))
-        return ReplyStream(request, prompt, self._reader(request, prompt), self.engine, keep)
+        return ReplyStream(request, prompt, self._reader(request, prompt), self.engine, record_step)
 
     def reader(self, request: ReplyRequest, reply_so_far: Sequence[int]) -> ReplyReader:
-        """Reads a reply that somebody else generates, or that is over."""
-        request = self._stopping(request)
+        """A reader for stored tokens, or for tokens that another process generates."""
+        request = self._with_stop_strings(request)
         return self._reader(request, self.prompt(request, reply_so_far))
 
     def _reader(self, request: ReplyRequest, prompt: Prompt) -> ReplyReader:
         return self.format.reader(prompt, request.sampling.stop, request.tools, request.options)
 
-    def _stopping(self, request: ReplyRequest) -> ReplyRequest:
-        """With the stop strings that the template itself declares."""
+    def _with_stop_strings(self, request: ReplyRequest) -> ReplyRequest:
+        """The request with the stop strings of the chat template added."""
         stops = tuple(dict.fromkeys((*request.sampling.stop, *self.format.stop_strings)))
-        return replace(request, sampling=checked(replace(request.sampling, stop=stops)))
+        return replace(request, sampling=check_sampling(replace(request.sampling, stop=stops)))
 
-    def continued(self, reply: ReplyRecord) -> ReplyStream:
-        """Goes on with a stopped reply, token for token as if it had not been stopped.
+    def continue_reply(self, reply: ReplyRecord) -> ReplyStream:
+        """Continues a stopped reply, token for token as if it had not been stopped.
 
-        One that was cut for its length gets the same length again.
+        A reply that reached `max_tokens` gets the same number of tokens again.
         """
         if reply.finish in (Finish.END, Finish.STOP_STRING):
             raise NothingToContinue("The reply is whole: there is nothing to continue.")
         request = reply.request
         if reply.finish is Finish.LENGTH:
             request = replace(request, sampling=extend_limit(request.sampling, len(reply.token_ids)))
-        return self.utterance(request, reply.token_ids)
+        return self.stream_reply(request, reply.token_ids)
 
     async def reply(self, request: ReplyRequest, reply_so_far: Sequence[int] = ()) -> ReplyRecord:
-        """The whole reply at once: the same stream, folded."""
-        async with self.utterance(request, reply_so_far) as utterance:
-            async for _ in utterance:
+        """The complete reply: the same stream, folded."""
+        async with self.stream_reply(request, reply_so_far) as stream:
+            async for _ in stream:
                 pass
-            return utterance.reply()
+            return stream.reply()
 
 
 def text_size(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
-    """Characters that every template shows; thoughts of the past are often left out."""
+    """The characters that every template renders. Past thinking is not counted: most templates drop it."""
     parts = [part for message in messages for part in message.parts]
-    said = sum(len(part.text) for part in parts if isinstance(part, Text))
+    texts = sum(len(part.text) for part in parts if isinstance(part, Text))
     results = sum(len(part.content) for part in parts if isinstance(part, ToolResult))
-    return said + results + sum(len(tool.description) + _size(tool.parameters) for tool in tools)
+    return texts + results + sum(len(tool.description) + _size(tool.parameters) for tool in tools)
 
 
 def _size(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""The model in use: none, on its way, or ready; another one may take its place."""
+"""The model slot of a service, which loads, swaps and unloads models, and how a model is loaded."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from palaver.formats.format import TemplateFormat
 from palaver.formats.loader import load_completion, load_format, named_tokens, template_text
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
-from palaver.models.axolotl import TrainedModel, is_configuration, read_configuration
-from palaver.models.catalog import resolve
+from palaver.models.resolver import ResolvedModel, resolve_model
 from palaver.models.templates import TEMPLATES
 
 _log = logging.getLogger(__name__)
@@ -29,14 +28,14 @@ Park = Callable[[], Awaitable[None]]
 
 class ModelSlot:
     def __init__(self, load: Load, names: Sequence[str] = ()) -> None:
-        """`load` makes a model by its name; `names` are those at hand."""
+        """`load` loads a model by name; `names` are the available models."""
         self._load = load
         self.names = tuple(names)
         self.park: Park | None = None
-        """What is done before a model goes: its turns are put aside."""
+        """Called before a model is unloaded, to park its turns."""
         self._model: Model | None = None
-        self._leaving: Model | None = None
-        """The one that another takes the place of, until it is closed."""
+        self._unloading: Model | None = None
+        """The previous model, until it is closed."""
         self._name = ""
         self._progress: float | None = None
         self._note = ""
@@ -59,15 +58,15 @@ class ModelSlot:
         return ModelCard(self._name, state, self._progress, self._note)
 
     async def use(self, model: Model) -> None:
-        """A model that is loaded already."""
+        """Puts a model into use that is loaded already."""
         await self.unload()
         self._model, self._name = model, model.name
 
     def load(self, name: str) -> None:
-        """Begins to load; the model that was in use is parked and closed first."""
+        """Starts loading. The turns of the current model are parked and the model is closed first."""
         previous, self._name = self._loading, name
         if self._model is not None:
-            self._leaving, self._model = self._model, None
+            self._unloading, self._model = self._model, None
         self._error, self._progress, self._note = None, None, ""
         self._loading = asyncio.create_task(self._replace(name, previous))
 
@@ -80,7 +79,7 @@ class ModelSlot:
         return self.current()
 
     async def forget(self, conversation: str) -> None:
-        """Frees what the model keeps of it; where there is none, there is nothing."""
+        """Frees the conversation's cache; does nothing if no model is loaded."""
         if self._model is not None:
             await self._model.engine.forget(conversation)
 
@@ -89,7 +88,7 @@ class ModelSlot:
             self._loading.cancel()
             await asyncio.wait([self._loading])
             self._loading = None
-        await self._let_go()
+        await self._close_model()
         self._name, self._error = "", None
 
     async def _replace(self, name: str, previous: asyncio.Task[None] | None) -> None:
@@ -97,8 +96,8 @@ class ModelSlot:
             if previous is not None:
                 previous.cancel()
                 await asyncio.wait([previous])
-            await self._let_go()
-            self._model = await self._load(name, self._told)
+            await self._close_model()
+            self._model = await self._load(name, self._report)
         except PalaverError as error:
             self._error = error
         except Exception as error:
@@ -108,8 +107,8 @@ class ModelSlot:
             if self._loading is asyncio.current_task():
                 self._loading = None
 
-    async def _let_go(self) -> None:
-        model = self._model or self._leaving
+    async def _close_model(self) -> None:
+        model = self._model or self._unloading
         if model is None:
             return
         self._model = None
@@ -117,15 +116,15 @@ class ModelSlot:
             if self.park is not None:
                 await self.park()
         finally:
-            self._leaving = None
+            self._unloading = None
             await model.engine.close()
 
-    def _told(self, progress: float | None, note: str) -> None:
+    def _report(self, progress: float | None, note: str) -> None:
         self._progress, self._note = progress, note
 
 
 def _with_status(card: ModelCard, status: EngineStatus) -> ModelCard:
-    """A loaded model is ready only while its engine can make a reply."""
+    """The card with the engine's state: a loaded model is ready only while its engine is."""
     match status.state:
         case EngineState.READY:
             return card
@@ -158,7 +157,7 @@ def _card(model: Model) -> ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How models are loaded."""
+    """Options for loading models."""
 
     template: Path | None = None
     """A chat template to use instead of the model's."""
@@ -172,7 +171,7 @@ class LoadOptions:
     cache_bytes: int | None = None
     """The bound on the KV cache. None: a share of the free memory."""
     max_running: int | None = None
-    """How many requests are computed at once. None: as many as the engine likes."""
+    """How many requests are computed at once. None: the engine decides."""
 
     def __post_init__(self) -> None:
         if self.template is not None and not self.template.is_file():
@@ -182,74 +181,66 @@ class LoadOptions:
 def hosted_loader(loading: LoadOptions) -> Load:
     """Loads models into engine hosts."""
 
-    async def load(name: str, told: ReportProgress) -> Model:
-        told(None, "looking for the model")
-        trained = await asyncio.to_thread(resolve_source, name)
-        folder = await asyncio.to_thread(resolve, trained.model)
-        told(None, "reading the tokenizer and the template")
-        tokenizer, format = await asyncio.to_thread(load_model_format, folder, loading, trained)
+    async def load(name: str, report: ReportProgress) -> Model:
+        report(None, "looking for the model")
+        resolved = await asyncio.to_thread(resolve_model, name)
+        report(None, "reading the tokenizer and the template")
+        tokenizer, format = await asyncio.to_thread(load_model_format, resolved, loading)
         spec = torch_spec(
-            folder,
+            resolved.folder,
             tokenizer.vocabulary,
             loading.device,
             loading.dtype,
             loading.exact,
-            trained.adapter,
-            trained.context,
+            resolved.adapter,
+            resolved.context_length,
             loading.compiled,
             loading.cache_bytes,
             loading.max_running,
         )
-        engine = HostedEngine(spec, told)
+        engine = HostedEngine(spec, report)
         await engine.start()
-        notices = (*trained.notes, *(() if loading.template else missing_template_notices(trained)), engine.info.hint)
+        notices = (*resolved.notes, *(() if loading.template else missing_template_notices(resolved)), engine.info.hint)
         return replace(build_model(name, engine, format, tokenizer), notices=tuple(filter(None, notices)))
 
     return load
 
 
-def resolve_source(name: str) -> TrainedModel:
-    """What a name stands for: a model, or what a training configuration made."""
-    return read_configuration(Path(name).expanduser()) if is_configuration(name) else TrainedModel(name)
-
-
-def load_model_format(
-    folder: Path, loading: LoadOptions, trained: TrainedModel | None = None
-) -> tuple[FastTokenizer, Format]:
-    """How the model talks: by the template one asks for, by what it was trained with, else by its own."""
+def load_model_format(model: ResolvedModel, loading: LoadOptions) -> tuple[FastTokenizer, Format]:
+    """The tokenizer and the chat format: from the given template, the one it was trained with, or the model's own."""
+    folder = model.folder
     tokenizer = load_tokenizer(folder)
     if loading.raw:
         return tokenizer, load_completion(folder, tokenizer)
-    wanted = _trained_with(trained) if trained is not None and loading.template is None else None
-    if wanted is not None and wanted != template_text(folder):
-        return tokenizer, _talking(wanted, folder, tokenizer)
+    template = _training_template(model) if loading.template is None else None
+    if template is not None and template != template_text(folder):
+        return tokenizer, _template_format(template, folder, tokenizer)
     try:
         return tokenizer, load_format(folder, tokenizer, loading.template)
     except NoTemplate:
-        fallback = TEMPLATES.get(trained.fallback or "") if trained is not None else None
+        fallback = TEMPLATES.get(model.fallback_template or "")
         if fallback is None:
             raise
-        return tokenizer, _talking(fallback, folder, tokenizer)
+        return tokenizer, _template_format(fallback, folder, tokenizer)
 
 
-def missing_template_notices(trained: TrainedModel) -> tuple[str, ...]:
-    """What a person should know where a template is only named, and not at hand."""
-    if trained.name is None or _trained_with(trained) is not None:
+def missing_template_notices(model: ResolvedModel) -> tuple[str, ...]:
+    """A notice if the training configuration names a template that is not available."""
+    if model.template_name is None or _training_template(model) is not None:
         return ()
-    return (
-        f"The chat template {trained.name!r} is not at hand here: the model's own is used; --template FILE sets one.",
-    )
+    name = model.template_name
+    return (f"The chat template {name!r} is not at hand here: the model's own is used; --template FILE sets one.",)
 
 
-def _trained_with(trained: TrainedModel) -> str | None:
-    """The template in the configuration; else the one that was saved with what it trained; else the one it names."""
-    if trained.template is not None:
-        return trained.template
-    saved = template_text(trained.saved) if trained.saved is not None else None
-    return saved or TEMPLATES.get(trained.name or "")
+def _training_template(model: ResolvedModel) -> str | None:
+    """The template in the configuration, else the one saved with the trained model, else the one it names."""
+    if model.template is not None:
+        return model.template
+    saved = template_text(model.output_folder) if model.output_folder is not None else None
+    return saved or TEMPLATES.get(model.template_name or "")
 
 
-def _talking(template: str, folder: Path, tokenizer: FastTokenizer) -> TemplateFormat:
+def _template_format(template: str, folder: Path, tokenizer: FastTokenizer) -> TemplateFormat:
     return TemplateFormat(Template(template, f"chat template for {folder.name}"), tokenizer, named_tokens(folder))
 
 

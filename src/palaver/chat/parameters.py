@@ -1,5 +1,4 @@
-"""What a person or a program sets for a conversation or for one turn, as names and values that JSON can say, and
-what follows from it for a reply."""
+"""The parameters of a conversation or a turn: names and JSON values, checked and resolved for a reply."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from palaver.constraints import Constraint, Grammar
 from palaver.errors import BadParameter
 from palaver.formats.base import RenderOptions
 from palaver.messages import Tool
-from palaver.sampling import NUMBERS, STRINGS, Sampling, apply, checked_strings
+from palaver.sampling import NUMBERS, STRINGS, Sampling, apply_settings, check_strings
 
 Overflow = Literal["refuse", "shorten"]
 LOGPROBS = 5
-"""How many alternatives of every token are kept with a reply."""
+"""The number of alternatives stored for every token of a reply."""
 
 MAX_ID = 2**31 - 1
-"""No vocabulary is as large, and no number of choices."""
+"""An upper bound for token ids and choice indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +30,19 @@ class ReplyParameters:
     choice: int = 0
     overflow: Overflow = "refuse"
     system: str | None = None
-    """The system prompt of this turn alone, in place of the conversation's."""
+    """The system prompt of this turn, instead of the conversation's."""
     note: Mapping[str, Any] = field(default_factory=dict)
-    """What whoever asked wants to find again with the reply; it decides nothing."""
+    """Metadata of the client that is stored with the reply. It has no effect."""
 
 
 def merge_parameters(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Later layers go before earlier ones; None takes a setting back."""
-    whole = {name: value for layer in layers for name, value in layer.items()}
-    return {name: value for name, value in whole.items() if value is not None}
+    """Later layers override earlier ones; None removes a parameter."""
+    merged = {name: value for layer in layers for name, value in layer.items()}
+    return {name: value for name, value in merged.items() if value is not None}
 
 
 def check_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The same parameters, or BadParameter for the first that is none or is out of bounds."""
+    """The same parameters. Raises BadParameter for the first that is unknown or out of bounds."""
     for name, value in parameters.items():
         if name not in NAMES:
             raise BadParameter(name, value, "there is no such parameter")
@@ -54,14 +53,14 @@ def check_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
 def resolve_parameters(
     defaults: Sampling, parameters: Mapping[str, Any], seed: int, now: datetime | None
 ) -> ReplyParameters:
-    """`seed` counts where the parameters name none, and `now` is the time that the template is told."""
+    """`seed` is used if the parameters have none; `now` is the time for the template."""
     numbers = {name: NUMBERS[name].check(value) for name, value in parameters.items() if name in NUMBERS}
     strings = {name: _strings(name, parameters[name]) for name in STRINGS if name in parameters}
-    sampling = apply(defaults, {"seed": seed, **numbers, **strings, **_read(_SAMPLING, parameters)})
-    others = _read(_OTHERS, parameters)
+    sampling = apply_settings(defaults, {"seed": seed, **numbers, **strings, **_parse(_SAMPLING, parameters)})
+    others = _parse(_OTHERS, parameters)
     return ReplyParameters(
         sampling,
-        RenderOptions(now=now, **_read(_OPTIONS, parameters)),
+        RenderOptions(now=now, **_parse(_OPTIONS, parameters)),
         others.get("tools", ()),
         others.get("choice", 0),
         others.get("overflow", "refuse"),
@@ -70,15 +69,15 @@ def resolve_parameters(
     )
 
 
-def _read(readers: Mapping[str, Reading], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: read(name, parameters[name]) for name, read in readers.items() if name in parameters}
+def _parse(parsers: Mapping[str, Parse], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: parse(name, parameters[name]) for name, parse in parsers.items() if name in parameters}
 
 
 def options_to_json(options: RenderOptions) -> dict[str, Any]:
-    """Only what differs from the plainest options, so that a new one changes no old record."""
-    plain = RenderOptions()
+    """Only options that differ from the defaults, so that a new option does not change old records."""
+    defaults = RenderOptions()
     values = {one.name: getattr(options, one.name) for one in fields(RenderOptions)}
-    found = {name: value for name, value in values.items() if value != getattr(plain, name)}
+    found = {name: value for name, value in values.items() if value != getattr(defaults, name)}
     return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in found.items()}
 
 
@@ -95,7 +94,7 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
         value = (value,)
     if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
         raise BadParameter(name, value, "must be a list of strings")
-    return checked_strings(name, tuple(value))
+    return check_strings(name, tuple(value))
 
 
 def _tools(name: str, value: Any) -> tuple[Tool, ...]:
@@ -177,15 +176,15 @@ def _constraint(name: str, value: Any) -> Constraint:
             raise BadParameter(name, value, f"must have a grammar ({', '.join(Grammar)}) and its text")
 
 
-Reading = Callable[[str, Any], Any]
-_SAMPLING: dict[str, Reading] = {
+Parse = Callable[[str, Any], Any]
+_SAMPLING: dict[str, Parse] = {
     "logit_bias": _biases,
     "banned_ids": _ids,
     "stop_ids": _ids,
     "constraint": _constraint,
     "spoken": _flag,
 }
-_OPTIONS: dict[str, Reading] = {
+_OPTIONS: dict[str, Parse] = {
     "thinking": _flag,
     "effort": _text,
     "budget": _count,
@@ -197,7 +196,7 @@ _OPTIONS: dict[str, Reading] = {
     "json_answer": _flag,
     "healing": _flag,
 }
-_OTHERS: dict[str, Reading] = {
+_OTHERS: dict[str, Parse] = {
     "tools": _tools,
     "overflow": _overflow,
     "choice": _count,

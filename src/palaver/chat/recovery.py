@@ -1,4 +1,4 @@
-"""After a crash: replies that a dead process left running are gone on with, or marked and folded."""
+"""After a crash: resumes the replies that a dead process left running, or marks them interrupted."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ class Recovery:
         self._resume = resume
 
     async def run(self, model: Model) -> None:
-        """Each reply on its own: one that can't be recovered is marked as interrupted and keeps its tokens."""
-        for id in await self._turns.orphans(self._resume):
+        """Recovers each reply on its own. One that fails is marked interrupted and keeps its tokens."""
+        for id in await self._turns.claim_orphans(self._resume):
             try:
                 await self._recover(model, id)
             except Exception as error:
                 _log.warning("a reply that another process left was not recovered: %s", error)
                 if self._resume:
-                    await self._turns.give_up(id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
+                    await self._turns.end_recovering(id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
 
     async def _recover(self, model: Model, id: str) -> None:
         reply = await asyncio.to_thread(self._store.messages.get, id)
         if self._resume:
             await self._take_over(model, reply)
         elif is_same_tokenizer(model, reply):
-            parts = await asyncio.to_thread(self.folded, model, reply)
+            parts = await asyncio.to_thread(self._fold_tokens, model, reply)
             await asyncio.to_thread(self._store.replies.rewrite, id, parts)
 
     async def _take_over(self, model: Model, reply: StoredMessage) -> None:
         assert reply.reply is not None
         if not is_same_tokenizer(model, reply):
-            await self._turns.give_up(reply.id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
+            await self._turns.end_recovering(reply.id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
             return
         conversation = await asyncio.to_thread(self._store.conversations.get, reply.conversation_id)
-        request = await asyncio.to_thread(self._requests.of, model, reply, conversation.owner_id)
+        request = await asyncio.to_thread(self._requests.rebuild, model, reply, conversation.owner_id)
         steps = await asyncio.to_thread(self._store.replies.tokens, reply.id)
         await self._turns.take_over(model, reply, request, steps)
 
-    def folded(self, model: Model, reply: StoredMessage) -> tuple[Part, ...]:
-        """What the reply's tokens say."""
+    def _fold_tokens(self, model: Model, reply: StoredMessage) -> tuple[Part, ...]:
+        """The parts of the message that the reply's tokens encode."""
         owner = self._store.conversations.get(reply.conversation_id, deleted=True).owner_id
-        reader = model.reader(self._requests.of(model, reply, owner), self._store.replies.token_ids(reply.id))
+        reader = model.reader(self._requests.rebuild(model, reply, owner), self._store.replies.token_ids(reply.id))
         return fold((*reader.open(), *reader.close())).message.parts
 
 
 def is_same_tokenizer(model: Model, reply: StoredMessage) -> bool:
-    """Whether the reply's token ids mean something to this model."""
+    """Whether the reply's token ids are of this model's tokenizer."""
     return reply.reply is not None and reply.reply.settings.tokenizer == model.tokenizer

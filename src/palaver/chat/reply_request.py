@@ -1,4 +1,4 @@
-"""From a branch in the store to what decides a reply, and back from a reply to what decided it."""
+"""Builds the request of a reply from a branch in the store, and rebuilds it from a stored reply."""
 
 from __future__ import annotations
 
@@ -42,61 +42,61 @@ class RequestBuilder:
         self.adjust: Adjust | None = None
         """Applies an operator's own parameters to those of a turn."""
 
-    def new(
+    def build(
         self,
         model: Model,
         conversation: Conversation,
         path: Sequence[StoredMessage],
-        more: Sequence[Message],
+        new_messages: Sequence[Message],
         parameters: Mapping[str, Any],
     ) -> PreparedRequest:
-        """What a new reply behind the path (and `more`, which isn't stored yet) is decided by.
+        """The request of a new reply to the path and to `new_messages`, which are not stored yet.
 
-        Raises whatever makes it impossible, such as ContextOverflow where shortening is not wanted.
+        Raises ContextOverflow if the prompt is too long and `overflow` is "refuse".
         """
         now = conversation.created_at.replace(tzinfo=None)
         parameters = merge_parameters(conversation.parameters, parameters)
         if self.adjust is not None:
             parameters = self.adjust(parameters, model.format)
-        decided = resolve_parameters(model.engine.info.defaults, parameters, draw_seed(), now)
-        sampling = replace(decided.sampling, logprobs=max(decided.sampling.logprobs, LOGPROBS))
-        path = spoken(path)
-        said = (*self._store.messages.full_path(path), *more)
-        system = conversation.system if decided.system is None else decided.system
+        resolved = resolve_parameters(model.engine.info.defaults, parameters, draw_seed(), now)
+        sampling = replace(resolved.sampling, logprobs=max(resolved.sampling.logprobs, LOGPROBS))
+        path = without_empty_replies(path)
+        history = (*self._store.messages.load_path(path), *new_messages)
+        system = conversation.system if resolved.system is None else resolved.system
         request = ReplyRequest(
-            prompt_messages(system, said),
+            prompt_messages(system, history),
             sampling,
-            decided.tools,
-            decided.options,
-            decided.choice,
+            resolved.tools,
+            resolved.options,
+            resolved.choice,
             conversation.owner_id,
-            self.past(model, path),
+            self.past_replies(model, path),
             conversation.id,
         )
-        dropped, rendered = fit(model, request, decided.overflow)
+        dropped, rendered = fit_prompt(model, request, resolved.overflow)
         request = replace(request, messages=without_oldest(request.messages, dropped))
-        return PreparedRequest(request, _settings(model, request, system, dropped, decided.note), rendered)
+        return PreparedRequest(request, _settings(model, request, system, dropped, resolved.note), rendered)
 
-    def of(self, model: Model, reply: StoredMessage, owner: str) -> ReplyRequest:
-        """What a reply was decided by, from its record and the branch above it."""
+    def rebuild(self, model: Model, reply: StoredMessage, owner: str) -> ReplyRequest:
+        """The request of a stored reply, from its settings and the branch above it."""
         assert reply.reply is not None
-        made_by = reply.reply.settings
-        path = spoken(self._store.messages.path(reply.parent_id)) if reply.parent_id else ()
-        whole = prompt_messages(made_by.options.get("system", ""), self._store.messages.full_path(path))
+        settings = reply.reply.settings
+        path = without_empty_replies(self._store.messages.path(reply.parent_id)) if reply.parent_id else ()
+        messages = prompt_messages(settings.options.get("system", ""), self._store.messages.load_path(path))
         return ReplyRequest(
-            without_oldest(whole, made_by.options.get("dropped", 0)),
-            made_by.sampling,
-            made_by.tools,
-            options_from_json(made_by.options),
-            made_by.choice,
+            without_oldest(messages, settings.options.get("dropped", 0)),
+            settings.sampling,
+            settings.tools,
+            options_from_json(settings.options),
+            settings.choice,
             owner,
-            self.past(model, path),
+            self.past_replies(model, path),
             reply.conversation_id,
-            made_by.answer_at,
+            settings.answer_at,
         )
 
-    def past(self, model: Model, path: Sequence[StoredMessage]) -> tuple[tuple[int, ...] | None, ...]:
-        """The ids of the replies on the path, where this model's tokenizer made them. The path is a `spoken` one."""
+    def past_replies(self, model: Model, path: Sequence[StoredMessage]) -> tuple[tuple[int, ...] | None, ...]:
+        """The token ids of the replies on a path `without_empty_replies`; None for those of another tokenizer."""
         return tuple(self._ids(model, stored) for stored in path if stored.role is Role.ASSISTANT)
 
     def _ids(self, model: Model, stored: StoredMessage) -> tuple[int, ...] | None:
@@ -105,8 +105,8 @@ class RequestBuilder:
         return self._store.replies.token_ids(stored.id)
 
 
-def spoken(path: Sequence[StoredMessage]) -> tuple[StoredMessage, ...]:
-    """The path without replies that were cut before they said anything: to a model they would be empty turns."""
+def without_empty_replies(path: Sequence[StoredMessage]) -> tuple[StoredMessage, ...]:
+    """The path without replies that were cut before their first text: a model would read empty turns."""
     return tuple(stored for stored in path if not _is_empty(stored))
 
 
@@ -118,34 +118,34 @@ def _is_empty(stored: StoredMessage) -> bool:
 
 def without_oldest(messages: Sequence[Message], dropped: int) -> tuple[Message, ...]:
     """Without that many of the oldest messages; the system prompt stays."""
-    kept = 1 if messages and messages[0].role is Role.SYSTEM else 0
-    return (*messages[:kept], *messages[kept + dropped :])
+    start = 1 if messages and messages[0].role is Role.SYSTEM else 0
+    return (*messages[:start], *messages[start + dropped :])
 
 
 def oldest_to_drop(model: Model, request: ReplyRequest, overflow: Overflow) -> int:
-    """How many of the oldest messages have to go, whole exchanges at a time, so that the prompt fits."""
-    return fit(model, request, overflow)[0]
+    """How many of the oldest messages to drop, in whole exchanges, so that the prompt fits."""
+    return fit_prompt(model, request, overflow)[0]
 
 
-def fit(model: Model, request: ReplyRequest, overflow: Overflow) -> tuple[int, Prompt]:
-    """How many of the oldest messages have to go, and the prompt without them."""
+def fit_prompt(model: Model, request: ReplyRequest, overflow: Overflow) -> tuple[int, Prompt]:
+    """How many of the oldest messages to drop, and the prompt without them."""
     dropped = 0
     while True:
         try:
             prompt = model.prompt(replace(request, messages=without_oldest(request.messages, dropped)))
         except ContextOverflow:
-            further = _next_exchange(without_oldest(request.messages, dropped))
-            if overflow == "refuse" or further is None:
+            exchange = _oldest_exchange(without_oldest(request.messages, dropped))
+            if overflow == "refuse" or exchange is None:
                 raise
-            dropped += further
+            dropped += exchange
         else:
             return dropped, prompt
 
 
-def _next_exchange(messages: Sequence[Message]) -> int | None:
-    """How many messages the oldest exchange has; None where it is the only one."""
-    said = [message for message in messages if message.role is not Role.SYSTEM]
-    later = [place for place, message in enumerate(said) if message.role is Role.USER and place > 0]
+def _oldest_exchange(messages: Sequence[Message]) -> int | None:
+    """The number of messages of the oldest exchange; None if it is the only one."""
+    turns = [message for message in messages if message.role is not Role.SYSTEM]
+    later = [index for index, message in enumerate(turns) if message.role is Role.USER and index > 0]
     return later[0] if later else None
 
 
@@ -157,5 +157,5 @@ def _settings(model: Model, request: ReplyRequest, system: str, dropped: int, no
         options["dropped"] = dropped
     if note:
         options["note"] = dict(note)
-    made_by = ReplySettings(model.name, request.sampling, model.tokenizer, options, request.tools, request.choice)
-    return made_by.continued_by(model.engine.info.fingerprint, 0)
+    settings = ReplySettings(model.name, request.sampling, model.tokenizer, options, request.tools, request.choice)
+    return settings.continued_by(model.engine.info.fingerprint, 0)

@@ -1,4 +1,4 @@
-"""The service: a store, a model and the turns between them, for all users of one process."""
+"""The service: the store, the model and the turns of one process, for all users."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from palaver.chat.subscription import TurnSubscription
 from palaver.chat.turns import Turns
 from palaver.errors import PalaverError
 from palaver.store import Store, StoredMessage
-from palaver.store.leases import SECONDS
+from palaver.store.leases import LEASE_SECONDS
 
 _log = logging.getLogger(__name__)
-LOOK_AGAIN_S = SECONDS / 3
-"""How often it is looked for replies that another process left."""
+RECOVERY_INTERVAL_S = LEASE_SECONDS / 3
+"""How often the service looks for replies of dead processes."""
 
 
 class Service:
-    """Enter it to take up the work, leave it to put aside what runs. The store stays its owner's."""
+    """Entering starts the recovery, leaving parks the running turns. The owner of the store closes it."""
 
     def __init__(self, store: Store, models: ModelSlot, *, resume: bool = False) -> None:
-        """`resume`: whether replies that a dead process left are gone on with; else they are marked interrupted."""
+        """`resume`: whether to resume the replies of dead processes; else they are marked interrupted."""
         self.store = store
         self.models = models
         self.changes = ChangeFeed()
         self.turns = Turns(store, self.changes)
         self.requests = RequestBuilder(store)
-        self.continuing = Continuation(store, self.turns, self.requests)
-        self.reading = TurnSubscription(store, self.turns, self.requests)
+        self.continuation = Continuation(store, self.turns, self.requests)
+        self.subscriptions = TurnSubscription(store, self.turns, self.requests)
         self.recovered = asyncio.Event()
-        """Set when what an earlier process left has been taken care of."""
-        self.resumes = resume
-        self.continues: Callable[[StoredMessage], bool] | None = None
-        """Tells which interrupted replies are continued when the service starts, though nobody asks for it."""
+        """Set when the replies of dead processes have been recovered."""
+        self.resume = resume
+        self.should_continue: Callable[[StoredMessage], bool] | None = None
+        """Selects the interrupted replies that are continued when the service starts."""
         self._recovery = Recovery(store, self.turns, self.requests, resume)
         self.uploads: set[tuple[str, str]] = set()
-        """Blobs that no message names yet, and who put them there."""
+        """Blobs that no message refers to yet, as pairs of owner and digest."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Service:
         await self._stack.enter_async_context(self.turns)
         self.models.park = self.turns.park
         recovering = asyncio.create_task(self._recover())
-        self._stack.push_async_callback(_ended, recovering)
+        self._stack.push_async_callback(_cancel, recovering)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -61,40 +61,40 @@ class Service:
             await self.models.unload()
 
     def chat(self, owner: str) -> LocalChat:
-        """The interface for one user, by its id."""
+        """The chat interface for one user, by id."""
         return LocalChat(self, owner)
 
     async def _recover(self) -> None:
-        """When the model is there, because only its format can read what was said. Another process may die any time."""
+        """Recovers once the model is loaded, since its format reads the tokens, and then repeatedly."""
         try:
             done = await self._recover_once()
-            if done and self.resumes and self.continues is not None:
-                await self._continue_interrupted(self.continues)
+            if done and self.resume and self.should_continue is not None:
+                await self._continue_interrupted(self.should_continue)
         finally:
             self.recovered.set()
-        while self.resumes or not done:
-            await asyncio.sleep(LOOK_AGAIN_S)
+        while self.resume or not done:
+            await asyncio.sleep(RECOVERY_INTERVAL_S)
             if self.models.card().state is ModelState.READY and not self.turns.closing:
                 done = await self._recover_once()
 
-    async def _continue_interrupted(self, wanted: Callable[[StoredMessage], bool]) -> None:
+    async def _continue_interrupted(self, should_continue: Callable[[StoredMessage], bool]) -> None:
         try:
             model = self.models.current()
-            replies = await asyncio.to_thread(self.store.replies.interrupted)
+            replies = await asyncio.to_thread(self.store.replies.list_interrupted)
         except PalaverError as error:
             _log.warning("interrupted replies were not continued: %s", error)
             return
         for reply in replies:
-            if not wanted(reply) or not is_same_tokenizer(model, reply):
+            if not should_continue(reply) or not is_same_tokenizer(model, reply):
                 continue
             try:
                 conversation = await asyncio.to_thread(self.store.conversations.get, reply.conversation_id)
-                await self.continuing.go_on(model, conversation, reply)
+                await self.continuation.continue_reply(model, conversation, reply)
             except Exception as error:
                 _log.warning("an interrupted reply was not continued: %s", error)
 
     async def _recover_once(self) -> bool:
-        """Whether it was done. Where not, those replies stay as they are, all else goes on, and it is tried again."""
+        """Whether it succeeded. If not, the replies stay as they are, and it is tried again later."""
         try:
             await self._recovery.run(await self.models.ready())
         except PalaverError as error:
@@ -106,7 +106,7 @@ class Service:
         return True
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
+async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task

@@ -1,8 +1,8 @@
-"""The events of one turn, numbered, and its readers, who come and go.
+"""The numbered event log of one turn, and the recorder that stores its tokens.
 
-Only what is read from tokens has a number, so that a number means the same after any crash: event n is always made
-of the same tokens. How the turn stands just now (waiting, started, ended) is told to every reader beside that, and
-told again to whoever comes back."""
+Only events that are read from tokens have a number, so that event n is the same after a crash: it is always made of
+the same tokens. The status of the turn (waiting, started, ended) has no number: every subscriber gets the current one,
+and gets it again after reconnecting."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from palaver.store.token_codec import as_stored
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """`number` counts the numbered events up to here: whoever comes back asks for what is after it."""
+    """`number` is the count of numbered events up to here. A subscriber that reconnects continues after it."""
 
     number: int
     event: Event
 
 
 class TurnLog:
-    """Append-only. Readers never slow the writer: each has its own place in the list."""
+    """Append-only. Subscribers never slow the writer down: each keeps its own position."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self._events: list[ReadEvent] = []
         self._snapshot: Snapshot | None = None
-        self._standing: Waiting | Started | None = None
+        self._status: Waiting | Started | None = None
         self._ending: Finished | Failed | None = None
         self._changed = asyncio.Event()
         for event in events:
-            self.tell(event)
+            self.append(event)
 
     def __len__(self) -> int:
         return len(self._events)
@@ -48,12 +48,12 @@ class TurnLog:
     @property
     def started(self) -> bool:
         """Whether the turn has left the queue."""
-        return isinstance(self._standing, Started)
+        return isinstance(self._status, Started)
 
-    def tell(self, event: Event) -> None:
+    def append(self, event: Event) -> None:
         match event:
             case Waiting() | Started():
-                self._standing = event
+                self._status = event
             case Finished() | Failed():
                 self._ending = event
             case Snapshot():
@@ -63,42 +63,42 @@ class TurnLog:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def folded(self, ending: Finished | Failed | None = None) -> Folded:
-        """What was said so far, ended as told."""
+    def fold(self, ending: Finished | Failed | None = None) -> Folded:
+        """The reply so far as one value, with this ending."""
         return fold([*self._events, *((ending,) if ending else ())])
 
-    def so_far(self, after: int = 0) -> list[LogEntry]:
-        """What there is after that number, without waiting."""
-        return [LogEntry(place + 1, self._events[place]) for place in range(after, len(self))]
+    def entries(self, after: int = 0) -> list[LogEntry]:
+        """The entries after that number that exist already."""
+        return [LogEntry(index + 1, self._events[index]) for index in range(after, len(self))]
 
-    async def reaches(self, after: int) -> None:
-        """Waits until all is known that was ever told of the turn. BadParameter for a number beyond that."""
-        while after > len(self) and not (self.ended or self.started):  # taken up again: what it said is being read
+    async def wait_for(self, after: int) -> None:
+        """Waits until the log holds that number of events. Raises BadParameter if the turn never had as many."""
+        while after > len(self) and not (self.ended or self.started):  # resumed: its stored tokens are still being read
             await self._changed.wait()
-        self.check(after)
+        self.check_number(after)
 
-    def check(self, after: int) -> None:
-        """BadParameter for a number that was not told yet; who gets a snapshot may have had any."""
+    def check_number(self, after: int) -> None:
+        """Raises BadParameter for a number beyond the log. With a snapshot every number is accepted."""
         if self._snapshot is None and not 0 <= after <= len(self):
             raise BadParameter("after", after, f"the turn has {len(self)} events")
 
     async def read(self, after: int = 0) -> AsyncGenerator[LogEntry]:
         """Everything after that number, as it comes, to the end of the turn."""
-        await self.reaches(after)
-        at, told = after, None
+        await self.wait_for(after)
+        number, sent = after, None
         if self._snapshot is not None:
-            yield LogEntry(at, self._snapshot)
+            yield LogEntry(number, self._snapshot)
         while True:
             changed = self._changed
-            if self._standing is not told:
-                told = self._standing
-                assert told is not None
-                yield LogEntry(at, told)
-            while at < len(self):
-                at += 1
-                yield LogEntry(at, self._events[at - 1])
+            if self._status is not sent:
+                sent = self._status
+                assert sent is not None
+                yield LogEntry(number, sent)
+            while number < len(self):
+                number += 1
+                yield LogEntry(number, self._events[number - 1])
             if self._ending is not None:
-                yield LogEntry(at, self._ending)
+                yield LogEntry(number, self._ending)
                 return
             await changed.wait()
 
@@ -109,7 +109,7 @@ class RecorderClosed(StoreError):
 
 
 class TokenRecorder:
-    """While one transaction is under way the next one gathers, so that a slow disk makes larger ones."""
+    """Stores the tokens of all turns in batches: tokens that arrive during one transaction go into the next."""
 
     def __init__(self, store: Store, lease: Lease) -> None:
         self._store = store
@@ -118,13 +118,13 @@ class TokenRecorder:
         self._waiting: list[tuple[TokenFrame, asyncio.Future[Step]]] = []
         self._writing: asyncio.Task[None] | None = None
 
-    async def keep(self, reply_id: str, place: int, step: Step) -> Step:
-        """Gives the step as it is stored, once it is. Raises whatever writing it raised, LeaseLost among it."""
-        kept: asyncio.Future[Step] = asyncio.get_running_loop().create_future()
-        self._waiting.append((TokenFrame(reply_id, place, (step,)), kept))
+    async def record(self, reply_id: str, position: int, step: Step) -> Step:
+        """Returns the step as it is stored, once it is committed. Raises the error of the write, such as LeaseLost."""
+        recorded: asyncio.Future[Step] = asyncio.get_running_loop().create_future()
+        self._waiting.append((TokenFrame(reply_id, position, (step,)), recorded))
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())
-        return await kept
+        return await recorded
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -134,33 +134,33 @@ class TokenRecorder:
         while self._waiting:
             batch: list[tuple[TokenFrame, asyncio.Future[Step]]] = []
             try:
-                await asyncio.sleep(0)  # the other turns of the same engine frame put theirs in too
+                await asyncio.sleep(0)  # lets the other turns of the same engine step add their tokens
                 batch, self._waiting = self._waiting, []
-                pieces = [piece for piece, _ in batch]
-                _answer(batch, await loop.run_in_executor(self._thread, self._commit, pieces))
+                frames = [frame for frame, _ in batch]
+                _resolve(batch, await loop.run_in_executor(self._thread, self._commit, frames))
             except Exception as error:
-                _answer(batch, [error] * len(batch))
-            except BaseException:  # this task was cancelled: nothing is written any more
+                _resolve(batch, [error] * len(batch))
+            except BaseException:  # this task was cancelled: nothing more is written
                 batch += self._waiting
                 self._waiting = []
-                _answer(batch, [RecorderClosed()] * len(batch))
+                _resolve(batch, [RecorderClosed()] * len(batch))
                 raise
 
-    def _commit(self, pieces: list[TokenFrame]) -> list[Step | Exception]:
+    def _commit(self, frames: list[TokenFrame]) -> list[Step | Exception]:
         try:
-            lost = self._store.replies.append(self.lease, pieces)
+            lost = self._store.replies.append(self.lease, frames)
         except StoreError:
             raise
-        except Exception as error:  # not the database: one reply's tokens must not fail those of the others
-            if len(pieces) == 1:
+        except Exception as error:  # not the database: one reply must not fail the others
+            if len(frames) == 1:
                 return [error]
-            return [kept for piece in pieces for kept in self._commit([piece])]
-        return [LeaseLost(piece.reply_id) if piece.reply_id in lost else as_stored(piece.steps[0]) for piece in pieces]
+            return [result for frame in frames for result in self._commit([frame])]
+        return [LeaseLost(frame.reply_id) if frame.reply_id in lost else as_stored(frame.steps[0]) for frame in frames]
 
 
-def _answer(batch: list[tuple[TokenFrame, asyncio.Future[Step]]], kept: Sequence[Step | Exception]) -> None:
-    for (_, future), step in zip(batch, kept, strict=True):
-        if future.done():  # nobody waits any more
+def _resolve(batch: list[tuple[TokenFrame, asyncio.Future[Step]]], results: Sequence[Step | Exception]) -> None:
+    for (_, future), step in zip(batch, results, strict=True):
+        if future.done():  # its turn was cancelled
             continue
         if isinstance(step, Step):
             future.set_result(step)

@@ -1,6 +1,7 @@
-"""Turns: replies that run for the system, not for whoever asked; begun, stopped, gone on with, put aside.
+"""Turns: replies that run independently of the connection that requested them.
 
-Every token is committed before it is told, and so is the end. A turn is named by the id of its reply.
+Every token is committed before its events are sent, and so is the end of the reply. A turn is identified by the id of
+its reply.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from palaver.generation import Finish, Prompt, Step
 from palaver.messages import Message
 from palaver.phases import Phase
 from palaver.store import Lease, LeaseLost, ReplyEnding, ReplySettings, ReplyStatus, Store, StoredMessage
-from palaver.store.leases import SECONDS
-from palaver.store.token_codec import given_tokens
+from palaver.store.leases import LEASE_SECONDS
+from palaver.store.token_codec import prefill_steps
 
-REMEMBERED = 64
-"""Turns whose events stay in memory after their end, for readers that come back soon."""
+MAX_ENDED_TURNS = 64
+"""Ended turns whose events stay in memory, for subscribers that reconnect soon."""
 PARK_SECONDS = 10.0
-"""How long a turn that was told to stop may take before it is cancelled."""
+"""The time that a parked turn has to stop before it is cancelled."""
 PARKED = "The model was put aside: the reply can be continued."
 LEFT = "The server ended: the reply goes on when it is back."
 LOST = "Another process has taken over this reply."
@@ -46,37 +47,38 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class NewTurn:
-    """A reply to be begun: where it hangs, and all that decides it."""
+    """A reply to start: its place in the tree, its request and its settings."""
 
     conversation_id: str
     parent_id: str | None
     request: ReplyRequest
     settings: ReplySettings
-    goes_on_from: tuple[Step, ...] = ()
+    initial_steps: tuple[Step, ...] = ()
+    """The tokens that the reply starts with."""
     key: str | None = None
     expected_head: str | None = None
-    begun: Message | None = None
-    """Its first words, where only their text is known."""
+    partial_reply: Message | None = None
+    """The text that the reply starts with, if its tokens are not known."""
     prompt: Prompt | None = None
-    """All of it, where it is rendered already."""
+    """The rendered request, if it is rendered already."""
 
 
 @dataclass(eq=False)
 class Turn:
-    """A reply that runs, or ran not long ago."""
+    """A reply that runs, or has ended recently."""
 
     reply: StoredMessage
     owner: str
-    utterance: ReplyStream
-    clock: TurnTimer
+    reply_stream: ReplyStream
+    timer: TurnTimer
     log: TurnLog = field(default_factory=TurnLog)
     parked: bool = False
-    left: bool = False
-    """Whether it stays open in the store, for the next process to go on with."""
-    lost: bool = False
-    """Whether another process has taken it over, so that nothing of it may be written here."""
+    left_open: bool = False
+    """Whether it stays running in the store, for the next process to resume."""
+    lease_lost: bool = False
+    """Whether another process has taken it over: this process must not write any more of it."""
     error: PalaverError | None = None
-    """Why it failed, where that is known."""
+    """The error that ended it, if it is one of Palaver's."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -85,23 +87,23 @@ class Turn:
 
 
 class Turns:
-    """The turns of this process. Enter it to hold a lease, leave it to put aside what still runs."""
+    """The turns of this process. Entering opens a lease; leaving parks the running turns and closes the lease."""
 
     def __init__(self, store: Store, changes: ChangeFeed) -> None:
         self._store = store
         self._changes = changes
         self._turns: dict[str, Turn] = {}
-        self._unsettled: dict[str, ReplyEnding] = {}
-        """Endings that could not be written when they came."""
+        self._pending_endings: dict[str, ReplyEnding] = {}
+        """Endings that could not be written yet, by reply id."""
         self._recovering: set[str] = set()
-        """Replies of dead processes that this one holds and has not started yet."""
-        self._beginning = asyncio.Lock()
-        """Held while a reply is stored but not among the turns yet, and while the lease changes."""
+        """Replies of dead processes that this one has claimed and not started yet."""
+        self._start_lock = asyncio.Lock()
+        """Held while a reply is stored and not yet in `_turns`, and while the lease changes."""
         self._starts: set[asyncio.Task[StoredMessage]] = set()
         self.closing = False
-        """Whether nothing new is begun any more."""
-        self.heard: Callable[[Turn, Event], None] | None = None
-        """Hears of every event of every turn: for whoever counts."""
+        """Whether new turns are refused."""
+        self.on_event: Callable[[Turn, Event], None] | None = None
+        """A callback for every event of every turn, for metrics."""
         self._lease: Lease
         self._recorder: TokenRecorder
         self._renewing: asyncio.Task[None]
@@ -123,125 +125,125 @@ class Turns:
         await self._write_endings()
         try:
             await asyncio.to_thread(self._lease.close)
-        except Exception as failure:  # the next process finds it by its file, or by its time
+        except Exception as failure:  # the next process detects it by its file or its expiry
             _log.warning("the lease could not be closed: %s", failure)
 
     def get(self, reply_id: str) -> Turn | None:
         return self._turns.get(reply_id)
 
-    def is_unsettled(self, reply_id: str) -> bool:
-        """Whether its end could not be written yet, or not for certain."""
-        return reply_id in self._unsettled
+    def has_pending_ending(self, reply_id: str) -> bool:
+        """Whether the ending of the reply has not been written for certain."""
+        return reply_id in self._pending_endings
 
     @property
     def running(self) -> tuple[Turn, ...]:
         return tuple(turn for turn in self._turns.values() if not turn.log.ended)
 
-    async def begin(self, model: Model, beginning: NewTurn) -> StoredMessage:
-        """A new reply, running. With a key that was used before: the one that was begun then.
+    async def start(self, model: Model, new_turn: NewTurn) -> StoredMessage:
+        """Starts a reply. With a key that was used before, returns the reply of the first request.
 
-        A caller that is cancelled meanwhile does not leave a reply that is stored and never runs.
+        If the caller is cancelled, a reply that is stored still runs.
         """
         self.check_open()
-        utterance, reply_id = await asyncio.to_thread(
-            self._utterance,
+        stream, set_reply_id = await asyncio.to_thread(
+            self._stream_reply,
             model,
-            beginning.request,
-            _ids(beginning.goes_on_from),
-            beginning.begun,
-            beginning.prompt,
+            new_turn.request,
+            _ids(new_turn.initial_steps),
+            new_turn.partial_reply,
+            new_turn.prompt,
         )
-        if not beginning.goes_on_from:  # first words that were asked for
-            beginning = replace(beginning, goes_on_from=given_tokens(utterance.prompt.reply_ids))
-        return await self._shielded(self._begin(beginning, utterance, reply_id))
+        if not new_turn.initial_steps:  # the text that the request starts the reply with
+            new_turn = replace(new_turn, initial_steps=prefill_steps(stream.prompt.reply_ids))
+        return await self._shielded(self._start(new_turn, stream, set_reply_id))
 
-    async def _begin(
-        self, beginning: NewTurn, utterance: ReplyStream, reply_id: Callable[[str], None]
+    async def _start(
+        self, new_turn: NewTurn, stream: ReplyStream, set_reply_id: Callable[[str], None]
     ) -> StoredMessage:
-        async with self._beginning:
+        async with self._start_lock:
             self.check_open()
-            reply, ours = await self._under_lease(lambda lease: self._start(lease, beginning))
-            if ours:
-                reply_id(reply.id)
-                self._run(reply, beginning.request.owner, utterance, TurnTimer())
+            reply, is_new = await self._under_lease(lambda lease: self._store_reply(lease, new_turn))
+            if is_new:
+                set_reply_id(reply.id)
+                self._launch(reply, new_turn.request.owner, stream, TurnTimer())
         return reply
 
     async def resume(
         self, model: Model, reply: StoredMessage, request: ReplyRequest, steps: Sequence[Step], key: str | None = None
     ) -> StoredMessage:
-        """The same reply runs on, on top of its tokens. Conflict where it can't: see `Replies.resume`."""
+        """Continues the same reply after its tokens. Raises Conflict if it can't: see `Replies.resume`."""
         self.check_open()
-        utterance, reply_id = await asyncio.to_thread(self._utterance, model, request, _ids(steps))
+        stream, set_reply_id = await asyncio.to_thread(self._stream_reply, model, request, _ids(steps))
         fingerprint = model.engine.info.fingerprint
-        return await self._shielded(self._resume(reply, request.owner, utterance, reply_id, key, fingerprint))
+        return await self._shielded(self._resume(reply, request.owner, stream, set_reply_id, key, fingerprint))
 
     async def _resume(
         self,
         reply: StoredMessage,
         owner: str,
-        utterance: ReplyStream,
-        reply_id: Callable[[str], None],
+        stream: ReplyStream,
+        set_reply_id: Callable[[str], None],
         key: str | None,
         fingerprint: str,
     ) -> StoredMessage:
         assert reply.reply is not None
-        async with self._beginning:
+        async with self._start_lock:
             self.check_open()
             await self._write_ending(reply.id)
             resumed = await self._under_lease(
                 lambda lease: self._store.replies.resume(lease, reply.id, key, fingerprint)
             )
-            reply_id(reply.id)
+            set_reply_id(reply.id)
             previous = self._turns.get(reply.id)
-            if previous is not None and previous.utterance.answers_now:
-                utterance.answer_now()
-            self._run(resumed, owner, utterance, TurnTimer(reply.reply.timings))
+            if previous is not None and previous.reply_stream.answer_requested:
+                stream.answer_now()
+            self._launch(resumed, owner, stream, TurnTimer(reply.reply.timings))
         return resumed
 
     async def take_over(self, model: Model, reply: StoredMessage, request: ReplyRequest, steps: Sequence[Step]) -> None:
-        """Goes on with a reply of a dead process, which this one holds already."""
-        utterance, reply_id = await asyncio.to_thread(self._utterance, model, request, _ids(steps))
-        reply_id(reply.id)
+        """Resumes a reply of a dead process that this one has claimed."""
+        stream, set_reply_id = await asyncio.to_thread(self._stream_reply, model, request, _ids(steps))
+        set_reply_id(reply.id)
         fingerprint = model.engine.info.fingerprint
-        reply = await asyncio.to_thread(self._store.replies.computed_by, reply.id, fingerprint)
-        self._run(reply, request.owner, utterance, TurnTimer(reply.reply.timings if reply.reply else None))
+        reply = await asyncio.to_thread(self._store.replies.record_engine, reply.id, fingerprint)
+        self._launch(reply, request.owner, stream, TurnTimer(reply.reply.timings if reply.reply else None))
         self._recovering.discard(reply.id)
 
-    async def orphans(self, resume: bool) -> tuple[str, ...]:
-        """The running replies of dead processes: held by this one now, or marked as interrupted."""
-        async with self._beginning:
+    async def claim_orphans(self, resume: bool) -> tuple[str, ...]:
+        """The running replies of dead processes, which are now claimed by this one or marked interrupted."""
+        async with self._start_lock:
             if not resume:
                 return await asyncio.to_thread(self._store.replies.interrupt_orphans, self._lease)
-            found = await self._under_lease(self._store.replies.take_over)
-            self._recovering.update(found)
-            return found
+            claimed = await self._under_lease(self._store.replies.claim_orphans)
+            self._recovering.update(claimed)
+            return claimed
 
-    async def give_up(self, reply_id: str, ending: ReplyEnding) -> None:
-        """Ends a reply that this process holds and can't go on with."""
-        self._unsettled[reply_id] = ending
+    async def end_recovering(self, reply_id: str, ending: ReplyEnding) -> None:
+        """Ends a reply that this process has claimed and can't resume."""
+        self._pending_endings[reply_id] = ending
         self._recovering.discard(reply_id)
-        await self.settle()
+        await self.write_pending_endings()
 
-    async def finish(self, seconds: float) -> None:
-        """Begins nothing more, and waits for what runs, for so long at most."""
+    async def drain(self, seconds: float) -> None:
+        """Refuses new turns and waits for the running ones, up to that time."""
         self.closing = True
         if tasks := [turn.task for turn in self.running if turn.task is not None]:
             await asyncio.wait(tasks, timeout=seconds)
 
     def check_open(self) -> None:
-        """ShuttingDown where nothing is begun any more."""
+        """Raises ShuttingDown if new turns are refused."""
         if self.closing:
             raise ShuttingDown
 
     async def park(self, leave: bool = False) -> None:
-        """Ends what runs so that it can be continued: for a model that goes, or a program that ends.
+        """Stops the running turns so that they can be continued: the model is unloaded, or the program ends.
 
-        `leave`: nothing is written of an end, as if this process had died, and the next one goes on by itself.
+        `leave`: no ending is written, as if this process had died, and the next process resumes them.
         """
         running = self.running
         for turn in running:
-            turn.parked, turn.left = True, leave
-            turn.utterance.stop()
+            turn.parked, turn.left_open = True, leave
+            turn.reply_stream.stop()
         tasks = [turn.task for turn in running if turn.task is not None]
         if tasks:
             _, hanging = await asyncio.wait(tasks, timeout=PARK_SECONDS)
@@ -249,47 +251,49 @@ class Turns:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def settle(self) -> None:
-        """Writes the endings that could not be written when they came, and ends replies that this process holds and
-        that no turn of it runs. What still can't be written is tried again later."""
-        async with self._beginning:
+    async def write_pending_endings(self) -> None:
+        """Writes the endings that could not be written before, and ends claimed replies that have no turn.
+
+        Endings that fail again are retried later.
+        """
+        async with self._start_lock:
             try:
-                held = await asyncio.to_thread(self._store.replies.held, self._lease)
+                claimed = await asyncio.to_thread(self._store.replies.running_ids, self._lease)
             except Exception as error:
                 _log.warning("the replies of this process could not be read: %s", error)
-                held = ()
-            for id in held:
+                claimed = ()
+            for id in claimed:
                 if id not in self._turns and id not in self._recovering:
-                    self._unsettled.setdefault(id, ReplyEnding(ReplyStatus.FAILED, None, error=NOT_BEGUN))
+                    self._pending_endings.setdefault(id, ReplyEnding(ReplyStatus.FAILED, None, error=NOT_BEGUN))
             await self._write_endings()
 
     async def _write_endings(self) -> None:
-        for id in list(self._unsettled):
+        for id in list(self._pending_endings):
             try:
                 await self._write_ending(id)
             except Exception as error:
                 _log.warning("the end of a reply could not be written: %s", error)
 
     async def _write_ending(self, id: str) -> None:
-        ending = self._unsettled.get(id)
+        ending = self._pending_endings.get(id)
         if ending is None:
             return
-        with suppress(LeaseLost):  # whoever has taken the reply over writes its end
+        with suppress(LeaseLost):  # the process that has taken the reply over writes its ending
             await asyncio.to_thread(self._store.replies.finish, self._lease, id, ending)
-        if self._unsettled.get(id) is ending:
-            del self._unsettled[id]
+        if self._pending_endings.get(id) is ending:
+            del self._pending_endings[id]
         if (turn := self._turns.get(id)) is not None and turn.log.ended:
-            del self._turns[id]  # it told that its end was not written: from now on it is read from the store
+            del self._turns[id]  # its log ends with the failed write: from now on the store is read
 
     async def _shielded(self, starting: Coroutine[None, None, StoredMessage]) -> StoredMessage:
-        """Not cancelled with its caller: what is stored is also run."""
+        """Runs to its end even if the caller is cancelled: a reply that is stored also runs."""
         task = asyncio.create_task(starting)
         self._starts.add(task)
         task.add_done_callback(self._starts.discard)
         return await asyncio.shield(task)
 
     async def _under_lease(self, write: Callable[[Lease], T]) -> T:
-        """Writes under the lease of this process, or under a new one where that was lost. Needs the lock."""
+        """Writes under the lease of this process, or under a new one if it was lost. Call with the lock held."""
         lease = self._lease
         try:
             return await asyncio.to_thread(write, lease)
@@ -298,117 +302,119 @@ class Turns:
             return await asyncio.to_thread(write, self._lease)
 
     async def _replace_lease(self, lost: Lease) -> None:
-        """Another process took over all that this one held: those turns end here, new ones get a new lease."""
+        """Another process has taken over the replies of this one: their turns end here, new turns get a new lease."""
         if self._lease is not lost:
             return
         _log.warning("the lease ran out and was taken over: %d replies go on elsewhere", len(self.running))
         self._lease = self._recorder.lease = await asyncio.to_thread(self._store.leases.open)
-        lost.let_go()
+        lost.release()
         for turn in self.running:
-            turn.lost = True
-            turn.utterance.stop()
+            turn.lease_lost = True
+            turn.reply_stream.stop()
 
-    def _utterance(
+    def _stream_reply(
         self,
         model: Model,
         request: ReplyRequest,
-        said: tuple[int, ...],
-        begun: Message | None = None,
+        initial_ids: tuple[int, ...],
+        partial_reply: Message | None = None,
         prompt: Prompt | None = None,
     ) -> tuple[ReplyStream, Callable[[str], None]]:
-        """The reply's id is known only once it is in the store: the second value takes it."""
-        known: list[str] = []
+        """The stream, and a function that sets the reply's id: it is known only once the reply is stored."""
+        ids: list[str] = []
 
-        async def keep(step: Step) -> Step:
-            place = utterance.said
-            self._turns[known[0]].clock.token(utterance.phase is Phase.THINKING)
-            return await self._recorder.keep(known[0], place, step)
+        async def record_step(step: Step) -> Step:
+            position = stream.token_count
+            self._turns[ids[0]].timer.token(stream.phase is Phase.THINKING)
+            return await self._recorder.record(ids[0], position, step)
 
-        async def keep_answer_at(position: int) -> None:
-            await asyncio.to_thread(self._store.replies.record_answer_at, self._lease, known[0], position)
+        async def record_answer_at(position: int) -> None:
+            await asyncio.to_thread(self._store.replies.record_answer_at, self._lease, ids[0], position)
 
-        utterance = model.utterance(request, said, begun, keep, prompt=prompt)
-        utterance.keep_answer_at = keep_answer_at
-        return utterance, known.append
+        stream = model.stream_reply(request, initial_ids, partial_reply, record_step, prompt=prompt)
+        stream.record_answer_at = record_answer_at
+        return stream, ids.append
 
-    def _start(self, lease: Lease, beginning: NewTurn) -> tuple[StoredMessage, bool]:
-        """The reply, and whether it is ours to run: one that the key found runs already or is over."""
+    def _store_reply(self, lease: Lease, new_turn: NewTurn) -> tuple[StoredMessage, bool]:
+        """The reply, and whether to run it: a reply that was found by its key runs already or has ended."""
         reply = self._store.replies.start(
             lease,
-            beginning.conversation_id,
-            beginning.parent_id,
-            beginning.settings,
-            goes_on_from=beginning.goes_on_from,
-            key=beginning.key,
-            expected_head=beginning.expected_head,
+            new_turn.conversation_id,
+            new_turn.parent_id,
+            new_turn.settings,
+            prefix=new_turn.initial_steps,
+            key=new_turn.key,
+            expected_head=new_turn.expected_head,
         )
-        if beginning.key is None:
+        if new_turn.key is None:
             return reply, True
-        runs = reply.reply is not None and reply.reply.status is ReplyStatus.RUNNING and reply.id not in self._turns
-        return reply, runs and reply.id in self._store.replies.held(lease)
+        is_running = (
+            reply.reply is not None and reply.reply.status is ReplyStatus.RUNNING and reply.id not in self._turns
+        )
+        return reply, is_running and reply.id in self._store.replies.running_ids(lease)
 
-    def _run(self, reply: StoredMessage, owner: str, utterance: ReplyStream, clock: TurnTimer) -> None:
+    def _launch(self, reply: StoredMessage, owner: str, stream: ReplyStream, timer: TurnTimer) -> None:
         if reply.reply is not None:
-            utterance.notice = engine_notice(reply.reply.settings, utterance.said)
-        turn = Turn(reply, owner, utterance, clock)
+            stream.notice = engine_notice(reply.reply.settings, stream.token_count)
+        turn = Turn(reply, owner, stream, timer)
         self._turns.pop(reply.id, None)
         self._turns[reply.id] = turn
-        turn.task = asyncio.create_task(self._play(turn))
-        self._tell(turn, "turn")
+        turn.task = asyncio.create_task(self._run(turn))
+        self._publish(turn, "turn")
 
-    async def _play(self, turn: Turn) -> None:
-        """Whatever happens, the log gets an end: somebody may be waiting for it."""
+    async def _run(self, turn: Turn) -> None:
+        """Runs a turn. The log always gets an ending: subscribers wait for it."""
         ending: Finished | Failed = Failed(LEFT)
         try:
-            ending = await self._heard(turn)
+            ending = await self._generate(turn)
             if not (isinstance(ending, Failed) and ending.error in (LOST, LEFT)):
                 ending = await self._finish(turn, ending)
         except asyncio.CancelledError as error:
-            if turn.parked and not turn.left:  # it did not stop when it was told to
+            if turn.parked and not turn.left_open:  # it did not stop in time
                 ending = Failed(PARKED)
             elif not _is_cancelled():
                 ending = Failed(_internal(error))
             else:
                 raise
-            self._unsettled[turn.id] = ReplyEnding(ReplyStatus.INTERRUPTED, None, error=ending.error)
+            self._pending_endings[turn.id] = ReplyEnding(ReplyStatus.INTERRUPTED, None, error=ending.error)
         finally:
-            turn.log.tell(ending)
-            self._hear(turn, ending)
+            turn.log.append(ending)
+            self._emit(turn, ending)
             if isinstance(ending, Failed) and ending.error == LOST and self._turns.get(turn.id) is turn:
-                del self._turns[turn.id]  # from now on it is read from the store
-            self._tell(turn, "ended")
-            self._forget()
+                del self._turns[turn.id]  # from now on the store is read
+            self._publish(turn, "ended")
+            self._evict_ended()
 
-    async def _heard(self, turn: Turn) -> Finished | Failed:
-        """Runs the reply to its end, telling what it says."""
-        utterance = turn.utterance
+    async def _generate(self, turn: Turn) -> Finished | Failed:
+        """Generates the reply and appends its events to the log."""
+        stream = turn.reply_stream
         try:
-            async with utterance:
-                async for event in utterance:
+            async with stream:
+                async for event in stream:
                     if isinstance(event, Finished):
-                        return _cut(turn, event)
+                        return _ending(turn, event)
                     if isinstance(event, Started):
-                        turn.clock.prefilled()
-                    turn.log.tell(event)
-                    self._hear(turn, event)
+                        turn.timer.prefilled()
+                    turn.log.append(event)
+                    self._emit(turn, event)
             raise EngineError("The engine ended the reply without a word.")
         except LeaseLost:
             return Failed(LOST)
         except PalaverError as error:
             turn.error = error
-            return Failed(str(error), _tail(utterance))
+            return Failed(str(error), _tail(stream))
         except asyncio.CancelledError as error:
             if _is_cancelled():
                 raise
-            return Failed(_internal(error), _tail(utterance))  # something that the turn waited for was cancelled
+            return Failed(_internal(error), _tail(stream))  # a task that the turn awaited was cancelled
         except Exception as error:
-            return Failed(_internal(error), _tail(utterance))
+            return Failed(_internal(error), _tail(stream))
 
     async def _finish(self, turn: Turn, ending: Finished | Failed) -> Finished | Failed:
-        """Writes the end. Where that fails it is written later; the tokens are safe already."""
+        """Writes the ending. If that fails it is written later; the tokens are committed already."""
         try:
-            stored = _stored(turn, ending)
-        except Exception as error:  # the text can't be folded: the tokens are the record
+            stored = _reply_ending(turn, ending)
+        except Exception as error:  # the text can't be folded: only the tokens are stored
             ending = Failed(_internal(error))
             stored = ReplyEnding(ReplyStatus.FAILED, None, error=ending.error)
         try:
@@ -416,46 +422,48 @@ class Turns:
         except LeaseLost:
             return Failed(LOST)
         except Exception as error:
-            self._unsettled[turn.id] = stored
+            self._pending_endings[turn.id] = stored
             return Failed(str(error) if isinstance(error, PalaverError) else _internal(error), ending.tail)
         return ending
 
     async def _renew(self) -> None:
         while True:
-            await asyncio.sleep(SECONDS / 3)
+            await asyncio.sleep(LEASE_SECONDS / 3)
             try:
                 lease = self._lease
                 if not await asyncio.to_thread(lease.renew):
-                    async with self._beginning:
+                    async with self._start_lock:
                         await self._replace_lease(lease)
-                await self.settle()
-            except Exception as error:  # a full disk or a locked database: there is another time
+                await self.write_pending_endings()
+            except Exception as error:  # a full disk or a locked database: retried later
                 _log.warning("the lease could not be renewed: %s", error)
 
-    def _hear(self, turn: Turn, event: Event) -> None:
-        if self.heard is None:
+    def _emit(self, turn: Turn, event: Event) -> None:
+        if self.on_event is None:
             return
         try:
-            self.heard(turn, event)
-        except Exception:  # whoever counts must not end a reply
+            self.on_event(turn, event)
+        except Exception:  # an error in the metrics must not end a reply
             _log.exception("an event was not counted")
 
-    def _tell(self, turn: Turn, what: str) -> None:
-        self._changes.tell(turn.owner, ConversationChange(turn.reply.conversation_id, what, turn.id))
+    def _publish(self, turn: Turn, what: str) -> None:
+        self._changes.publish(turn.owner, ConversationChange(turn.reply.conversation_id, what, turn.id))
 
-    def _forget(self) -> None:
-        over = [
-            id for id, turn in self._turns.items() if turn.log.ended and not turn.left and id not in self._unsettled
+    def _evict_ended(self) -> None:
+        ended = [
+            id
+            for id, turn in self._turns.items()
+            if turn.log.ended and not turn.left_open and id not in self._pending_endings
         ]
-        for id in over[: max(0, len(over) - REMEMBERED)]:
+        for id in ended[: max(0, len(ended) - MAX_ENDED_TURNS)]:
             del self._turns[id]
 
 
-def engine_notice(made_by: ReplySettings, tokens: int) -> str:
-    """What a reader should know where another engine than before goes on with a reply after so many tokens."""
-    if len(made_by.fingerprints) < 2:
+def engine_notice(settings: ReplySettings, tokens: int) -> str:
+    """The notice for a reply that another engine continues after that many tokens; empty if it is the same engine."""
+    if len(settings.fingerprints) < 2:
         return ""
-    (_, before), (start, now) = made_by.fingerprints[-2:]
+    (_, before), (start, now) = settings.fingerprints[-2:]
     if start != tokens:
         return ""
     return (
@@ -468,25 +476,25 @@ def _ids(steps: Sequence[Step]) -> tuple[int, ...]:
     return tuple(step.token_id for step in steps)
 
 
-def _cut(turn: Turn, event: Finished) -> Finished | Failed:
-    """A stop that nobody asked for, but that the turn was put aside or taken away by, is told as that."""
-    if event.finish is not Finish.STOPPED or not (turn.lost or turn.parked):
+def _ending(turn: Turn, event: Finished) -> Finished | Failed:
+    """The ending of a stopped turn: `Failed` if it was parked or its lease was lost, not stopped by a user."""
+    if event.finish is not Finish.STOPPED or not (turn.lease_lost or turn.parked):
         return event
-    if turn.lost:
+    if turn.lease_lost:
         return Failed(LOST)
-    return Failed(LEFT if turn.left else PARKED, event.tail)
+    return Failed(LEFT if turn.left_open else PARKED, event.tail)
 
 
 def _is_cancelled() -> bool:
-    """Whether this task was cancelled, and not only something that it waited for."""
+    """Whether this task was cancelled, and not only a task that it awaited."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-def _tail(utterance: ReplyStream) -> tuple[ReadEvent, ...]:
-    """What the reader held back; nothing where it was the reader that failed."""
+def _tail(stream: ReplyStream) -> tuple[ReadEvent, ...]:
+    """The events that the reader held back; none if the reader failed."""
     try:
-        return utterance.tail()
+        return stream.tail()
     except Exception:
         _log.exception("the end of a reply could not be read")
         return ()
@@ -497,12 +505,12 @@ def _internal(error: BaseException) -> str:
     return f"An internal error ended the reply ({type(error).__name__}): the log has the details. It can be continued."
 
 
-def _stored(turn: Turn, ending: Finished | Failed) -> ReplyEnding:
+def _reply_ending(turn: Turn, ending: Finished | Failed) -> ReplyEnding:
     return ReplyEnding(
         _status(turn, ending),
-        turn.log.folded(ending).message.parts,
-        turn.utterance.usage,
-        turn.clock.timings(),
+        turn.log.fold(ending).message.parts,
+        turn.reply_stream.usage,
+        turn.timer.timings(),
         ending.error if isinstance(ending, Failed) else None,
     )
 

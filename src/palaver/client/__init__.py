@@ -1,4 +1,4 @@
-"""The Chat interface over HTTP, and how a server of one's own on this machine is found."""
+"""The `Chat` interface over HTTP, and the discovery of the user's own server on this machine."""
 
 from palaver.client.connection import NoServer, ServerFailed, ServerRefused
 from palaver.client.discovery import Announcement, announce_server, find_server

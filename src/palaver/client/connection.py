@@ -1,4 +1,4 @@
-"""Requests to one server: sent, sent again where that is harmless, and answered with values or with our errors."""
+"""The connection to one server: requests with retries, responses as values, errors as Palaver's own types."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from palaver.errors import PalaverError, RequestError
 from palaver.store.errors import Unstorable
 from palaver.wire.errors import ErrorBody
-from palaver.wire.sse import MEDIA_TYPE, Decoder, Sent
+from palaver.wire.sse import MEDIA_TYPE, ServerSentEvent, SseDecoder
 
 
 class NoServer(PalaverError):
@@ -30,7 +30,7 @@ class NoServer(PalaverError):
 
 
 class ServerRefused(RequestError):
-    """The server says no, in a way that this program has no type for."""
+    """The server refused the request with an error that this program has no type for."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -38,56 +38,56 @@ class ServerRefused(RequestError):
 
 
 class ServerFailed(PalaverError):
-    """The server could not do what it should have done."""
+    """The server failed to process the request."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
 
 
-FIRST_S = 0.05
-LONGEST_S = 5.0
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 5.0
 
 
 class RetryPolicy:
-    """Pauses between attempts. Whatever works makes it new."""
+    """Pauses between attempts, with exponential backoff."""
 
     def __init__(self, seconds: float) -> None:
-        """`seconds`: for how long in all it is tried without success."""
+        """`seconds`: the total time without success after which to give up."""
         self._seconds = seconds
-        self.renew()
+        self.reset()
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         self._since = time.monotonic()
-        self._pause = FIRST_S
+        self._pause = FIRST_PAUSE_S
 
     @property
-    def over(self) -> bool:
+    def expired(self) -> bool:
         return time.monotonic() - self._since >= self._seconds
 
     async def pause(self) -> None:
-        """Not all clients of a server that comes back come at once."""
+        """With jitter, so that clients do not reconnect at the same time."""
         await asyncio.sleep(self._pause * random.uniform(0.5, 1.0))
-        self._pause = min(self._pause * 2, LONGEST_S)
+        self._pause = min(self._pause * 2, MAX_PAUSE_S)
 
 
 T = TypeVar("T")
 Query = Mapping[str, str | int | float | bool | None]
 CONNECT_S = 10.0
 ANSWER_S = 600.0
-"""A message may wait for a model that is being loaded."""
+"""Requests may wait for a model that is being loaded."""
 SILENCE_S = 60.0
-"""After so long without even a comment a stream is taken for dead; servers send one every quarter of a minute."""
-_AWAY = (502, 503, 504)
-"""What a proxy says while the server behind it is away."""
+"""A stream without data or comments for this time is considered dead; servers send a comment every 15 seconds."""
+_UNAVAILABLE = (502, 503, 504)
+"""The statuses with which a proxy reports that the server is down."""
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 
 
 class ConnectionLost(Exception):
-    """The line to the server is cut: it may be tried again."""
+    """The connection was lost: the request may be retried."""
 
 
-class Connection:
+class ServerConnection:
     def __init__(
         self,
         url: str,
@@ -97,7 +97,7 @@ class Connection:
         verify: bool | str | ssl.SSLContext = True,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`patience`: for how many seconds a server that was there is waited for when it goes away."""
+        """`patience`: for how many seconds to retry when a server that was reachable goes away."""
         self.url = url.rstrip("/")
         self._patience = patience
         self._reached = False
@@ -108,21 +108,21 @@ class Connection:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
             verify=verify,
             transport=transport,
-            trust_env=not _is_near(self.url),  # a proxy of the surroundings is no way to one's own machine
+            trust_env=not _is_loopback(self.url),  # the environment's proxy does not reach this machine
         )
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    def patience(self) -> RetryPolicy:
-        """A server that was never there is not waited for: the address may be wrong."""
+    def retry_policy(self) -> RetryPolicy:
+        """A server that was never reached is not waited for: the address may be wrong."""
         return RetryPolicy(self._patience if self._reached else 0.0)
 
     async def get(self, kind: type[T], path: str, **query: str | int | float | bool | None) -> T:
-        return parse_response(await self.send("GET", path, query=query, again=True), kind)
+        return parse_response(await self.send("GET", path, query=query, idempotent=True), kind)
 
-    async def post(self, kind: type[T], path: str, body: BaseModel | None = None, *, again: bool = False) -> T:
-        return parse_response(await self.send("POST", path, body=body, again=again), kind)
+    async def post(self, kind: type[T], path: str, body: BaseModel | None = None, *, idempotent: bool = False) -> T:
+        return parse_response(await self.send("POST", path, body=body, idempotent=idempotent), kind)
 
     async def send(
         self,
@@ -133,51 +133,55 @@ class Connection:
         content: bytes | None = None,
         media_type: str = "",
         query: Query | None = None,
-        again: bool = False,
+        idempotent: bool = False,
     ) -> httpx.Response:
-        """`again`: whether it may be sent twice without harm. What never arrived is always sent again."""
+        """`idempotent`: whether the request may be sent twice. A request that did not arrive is always sent again."""
         request = self._request(method, path, body, content, media_type, query)
-        patience = self.patience()
+        retry = self.retry_policy()
         while True:
             try:
-                answer = await self._client.send(request)
+                response = await self._client.send(request)
             except httpx.TransportError as error:
-                if patience.over or not (again or isinstance(error, _NOT_SENT)):
-                    raise NoServer(self.url, _why(error)) from error
+                if retry.expired or not (idempotent or isinstance(error, _NOT_SENT)):
+                    raise NoServer(self.url, _reason(error)) from error
             else:
                 self._reached = True
-                if answer.is_success:
-                    return answer
-                if patience.over or not (again and _is_away(answer)):
-                    raise _refusal(answer)
-            await patience.pause()
+                if response.is_success:
+                    return response
+                if retry.expired or not (idempotent and _is_unavailable(response)):
+                    raise _response_error(response)
+            await retry.pause()
 
     @asynccontextmanager
-    async def stream(self, path: str, query: Query) -> AsyncIterator[AsyncGenerator[Sent]]:
-        """What is sent until the line is cut or the server ends it. Raises Cut, or what the server refuses it with."""
+    async def stream(self, path: str, query: Query) -> AsyncIterator[AsyncGenerator[ServerSentEvent]]:
+        """The events up to the end of the stream. Raises ConnectionLost, or the error of the server."""
         request = self._request("GET", path, query=query)
         request.headers["accept"] = MEDIA_TYPE
         request.extensions["timeout"] = httpx.Timeout(SILENCE_S, connect=CONNECT_S).as_dict()
         try:
-            answer = await self._client.send(request, stream=True)
+            response = await self._client.send(request, stream=True)
         except httpx.TransportError as error:
-            raise ConnectionLost(_why(error)) from error
+            raise ConnectionLost(_reason(error)) from error
         try:
-            await self._check(answer)
-            async with aclosing(_sent(answer)) as sent:
-                yield sent
+            await self._check(response)
+            async with aclosing(_decode_events(response)) as events:
+                yield events
         finally:
-            await answer.aclose()
+            await response.aclose()
 
-    async def _check(self, answer: httpx.Response) -> None:
+    async def _check(self, response: httpx.Response) -> None:
         self._reached = True
-        if answer.is_success:
+        if response.is_success:
             return
         try:
-            await answer.aread()
+            await response.aread()
         except httpx.TransportError as error:
-            raise ConnectionLost(_why(error)) from error
-        raise ConnectionLost(f"it answers {answer.status_code}") if _is_away(answer) else _refusal(answer)
+            raise ConnectionLost(_reason(error)) from error
+        raise (
+            ConnectionLost(f"it answers {response.status_code}")
+            if _is_unavailable(response)
+            else _response_error(response)
+        )
 
     def _request(
         self,
@@ -194,79 +198,79 @@ class Connection:
                 content, media_type = body.model_dump_json(exclude_unset=True).encode(), "application/json"
             headers = {"content-type": media_type} if content is not None else {}
             return self._client.build_request(method, path, content=content, headers=headers, params=params)
-        except ValueError as error:  # half of a character somewhere in a text
+        except ValueError as error:  # a lone surrogate in a text
             raise Unstorable(error) from None
 
 
-def parse_response(answer: httpx.Response, kind: type[T]) -> T:
+def parse_response(response: httpx.Response, kind: type[T]) -> T:
     try:
-        return TypeAdapter(kind).validate_json(answer.content)
+        return TypeAdapter(kind).validate_json(response.content)
     except ValidationError as error:
-        raise _unreadable(error) from None
+        raise _invalid_response(error) from None
 
 
-def parse_event(sent: Sent, kind: Any) -> Any:
-    """The data as a value. Raises the error that it may be instead."""
+def parse_event(event: ServerSentEvent, kind: Any) -> Any:
+    """The event's data as a value. Raises the error if the event is one."""
     try:
-        if sent.event == "error":
-            raise _error(ErrorBody.model_validate_json(sent.data), 500)
-        return TypeAdapter(kind).validate_json(sent.data)
+        if event.event == "error":
+            raise _body_error(ErrorBody.model_validate_json(event.data), 500)
+        return TypeAdapter(kind).validate_json(event.data)
     except ValidationError as error:
-        raise _unreadable(error) from None
+        raise _invalid_response(error) from None
 
 
-async def _sent(answer: httpx.Response) -> AsyncGenerator[Sent]:
-    decoder = Decoder()
+async def _decode_events(response: httpx.Response) -> AsyncGenerator[ServerSentEvent]:
+    decoder = SseDecoder()
     try:
-        async for chunk in answer.aiter_bytes():
-            for sent in decoder.feed(chunk):
-                yield sent
+        async for chunk in response.aiter_bytes():
+            for event in decoder.feed(chunk):
+                yield event
     except httpx.TransportError as error:
-        raise ConnectionLost(_why(error)) from error
+        raise ConnectionLost(_reason(error)) from error
 
 
-def _refusal(answer: httpx.Response) -> PalaverError:
-    body = _body(answer)
+def _response_error(response: httpx.Response) -> PalaverError:
+    body = _parse_error_body(response)
     if body is None:
-        message = f"The server answered {answer.status_code} {answer.reason_phrase}: is this a Palaver server?"
-        return _by_status(answer.status_code, message)
-    return _error(body, answer.status_code)
+        message = f"The server answered {response.status_code} {response.reason_phrase}: is this a Palaver server?"
+        return _status_error(response.status_code, message)
+    return _body_error(body, response.status_code)
 
 
-def _error(body: ErrorBody, status: int) -> PalaverError:
-    return body.error.value() or _by_status(status, body.error.message)
+def _body_error(body: ErrorBody, status: int) -> PalaverError:
+    return body.error.to_value() or _status_error(status, body.error.message)
 
 
-def _by_status(status: int, message: str) -> PalaverError:
+def _status_error(status: int, message: str) -> PalaverError:
     return ServerFailed(status, message) if status >= 500 else ServerRefused(status, message)
 
 
-def _is_away(answer: httpx.Response) -> bool:
-    """Whether somebody on the way says that the server isn't there; or it says so itself, going down."""
-    if answer.status_code not in _AWAY:
+def _is_unavailable(response: httpx.Response) -> bool:
+    """Whether a proxy reports that the server is down, or the server that it is shutting down."""
+    if response.status_code not in _UNAVAILABLE:
         return False
-    body = _body(answer)
+    body = _parse_error_body(response)
     return body is None or body.error.name == "shutting_down"
 
 
-def _body(answer: httpx.Response) -> ErrorBody | None:
+def _parse_error_body(response: httpx.Response) -> ErrorBody | None:
     try:
-        return ErrorBody.model_validate_json(answer.content)
+        return ErrorBody.model_validate_json(response.content)
     except ValidationError:
         return None
 
 
-def _unreadable(error: ValidationError) -> ServerFailed:
+def _invalid_response(error: ValidationError) -> ServerFailed:
     return ServerFailed(
         200, f"The server's answer is not understood ({error.errors()[0]['msg']}): is it of another age?"
     )
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _is_near(url: str) -> bool:
+def _is_loopback(url: str) -> bool:
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -278,15 +282,15 @@ _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE--
 
 
 def leaf_certificate(chain: Path) -> str:
-    """The server's own certificate of a file, which may hold those of who signed it, and even its key, too."""
+    """The server's own certificate from a file, which may also hold its issuers' certificates and its key."""
     found = _CERTIFICATE.search(chain.read_text(encoding="ascii", errors="replace"))
     return found[0] + "\n" if found else ""
 
 
 def pinned_context(certificate: str) -> ssl.SSLContext:
-    """Talks to whoever has the key of this very certificate, and to nobody else."""
+    """An SSL context that trusts exactly this certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # it is known by its key: its names may be those of another place
+    context.check_hostname = False  # the certificate is pinned: its host names may differ
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(cadata=certificate)
     return context

@@ -1,6 +1,6 @@
-"""A server of one's own on this machine is found by a private file in the folder of the store that it serves.
+"""Discovery of the user's own server: it announces itself by a private file in the data folder of its store.
 
-So only whoever can read the store is led to its server, and never to the server of another store.
+Only a user who can read the store finds its server, and never the server of another store.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import httpx
 
 from palaver.client.connection import pinned_context
 
-PATIENCE_S = 3.0
-"""A server that does not answer for so long is not there; where nobody listens that is known at once."""
+HEALTH_TIMEOUT_S = 3.0
+"""The timeout for the health check of an announced server."""
 
 TOKEN = "token"
-"""The file in the data folder that holds it."""
+"""The name of the token's file in the data folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,17 @@ class Announcement:
     url: str
     pid: int
     instance: str
-    """Says which server answers: another one may have taken over the port. No secret."""
+    """Identifies the server: another one may have taken over the port. Not secret."""
     secret: str = ""
-    """The token in the data folder, which this server takes for an administrator's key of the local user."""
+    """The token in the data folder, which the server accepts as an administrator's key of the local user."""
     store: str = ""
-    """The database's address without its password, where it is not the folder's own."""
+    """The database's address without its password; empty for the folder's own database."""
     certificate: str = ""
-    """What it shows over TLS."""
+    """Its TLS certificate; empty without TLS."""
 
     @property
     def trust(self) -> ssl.SSLContext | bool:
-        """Whom to trust at its address: over TLS nobody but the server that wrote this."""
+        """How to verify the server: over TLS only by the announced certificate."""
         return pinned_context(self.certificate) if self.certificate else True
 
 
@@ -49,18 +49,20 @@ class Announcement:
 def announce_server(
     folder: Path, url: str, secret: str = "", store: str = "", certificate: str = ""
 ) -> Iterator[Announcement]:
-    """Inside, the server can be found by whoever may read the folder of its store."""
-    told = Announcement(url.rstrip("/"), os.getpid(), secrets.token_hex(8), secret, _address(store), certificate)
-    path = _place(folder) / f"{told.pid}.json"
-    _write(path, json.dumps(asdict(told)))
+    """While entered, users who can read the folder find the server."""
+    announcement = Announcement(
+        url.rstrip("/"), os.getpid(), secrets.token_hex(8), secret, _address(store), certificate
+    )
+    path = _servers_folder(folder) / f"{announcement.pid}.json"
+    _write(path, json.dumps(asdict(announcement)))
     try:
-        yield told
+        yield announcement
     finally:
         path.unlink(missing_ok=True)
 
 
 def local_token(folder: Path) -> str:
-    """The token that proves to a server of this folder that its client may read it; made where there is none."""
+    """The token that proves that a client can read this folder; created if there is none."""
     path = folder / TOKEN
     if not path.is_file() or not path.read_text().strip():
         _write(path, secrets.token_urlsafe(32))
@@ -69,15 +71,15 @@ def local_token(folder: Path) -> str:
 
 
 async def find_server(folder: Path, store: str = "") -> Announcement | None:
-    """The server of this store that was started last and is there; what dead ones left is removed."""
+    """The running server of this store that was started last. Files of dead servers are removed."""
     for path in _newest_first(folder):
-        told = _read(path)
-        if told is None or told.store != _address(store):
+        announcement = _read(path)
+        if announcement is None or announcement.store != _address(store):
             continue
-        if not _lives(told.pid):
+        if not _is_alive(announcement.pid):
             path.unlink(missing_ok=True)
-        elif await _answers(told):
-            return told
+        elif await _is_running(announcement):
+            return announcement
     return None
 
 
@@ -87,18 +89,18 @@ def _address(store: str) -> str:
     return parts._replace(netloc=f"{user.partition(':')[0]}{at}{host}").geturl()
 
 
-def _place(folder: Path) -> Path:
-    place = folder / "servers"
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return place
+def _servers_folder(folder: Path) -> Path:
+    servers = folder / "servers"
+    servers.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return servers
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all, and for nobody else's eyes from the first moment."""
-    beside = path.with_suffix(f".{secrets.token_hex(4)}")
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    """Writes the file atomically, readable by its owner alone."""
+    temporary = path.with_suffix(f".{secrets.token_hex(4)}")
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
-    beside.replace(path)
+    temporary.replace(path)
 
 
 def _newest_first(folder: Path) -> list[Path]:
@@ -113,7 +115,7 @@ def _time(path: Path) -> float:
 
 
 def _read(path: Path) -> Announcement | None:
-    """None for what is no announcement, or was written by somebody else, or could be read by others."""
+    """None for a file that is not an announcement, is of another user, or is readable by others."""
     try:
         status = path.stat()
         if os.name == "posix" and (status.st_uid != os.getuid() or status.st_mode & 0o077):
@@ -123,8 +125,8 @@ def _read(path: Path) -> Announcement | None:
         return None
 
 
-def _lives(pid: int) -> bool:
-    if os.name != "posix":  # elsewhere asking would end the process
+def _is_alive(pid: int) -> bool:
+    if os.name != "posix":  # on Windows os.kill would end the process
         return True
     try:
         os.kill(pid, 0)
@@ -135,11 +137,11 @@ def _lives(pid: int) -> bool:
     return True
 
 
-async def _answers(told: Announcement) -> bool:
-    """Whether it is that very server. The secret is not sent to whoever else may be there."""
+async def _is_running(announcement: Announcement) -> bool:
+    """Whether this server runs at its address. The secret is not sent: another process may listen there."""
     try:
-        async with httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False, verify=told.trust) as client:
-            health = (await client.get(f"{told.url}/health")).json()
+        async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S, trust_env=False, verify=announcement.trust) as client:
+            health = (await client.get(f"{announcement.url}/health")).json()
     except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError, ValueError):
         return False
-    return isinstance(health, dict) and health.get("instance") == told.instance
+    return isinstance(health, dict) and health.get("instance") == announcement.instance

@@ -1,4 +1,4 @@
-"""Chat over HTTP: the same interface as in-process, held with a server."""
+"""The `Chat` interface over HTTP, to a Palaver server."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pydantic import BaseModel, ValidationError
 from palaver.chat.interface import ContextUsage, ConversationChange, ModelCard, ModelState, ReplyToken, SentMessage
 from palaver.chat.turn_log import LogEntry
 from palaver.client import streams
-from palaver.client.connection import Connection, parse_response
+from palaver.client.connection import ServerConnection, parse_response
 from palaver.errors import BadParameter
 from palaver.messages import Message, Part
 from palaver.store import Blob, Conversation, Cursor, NotFound, Preset, SearchHit, StoredMessage, TreeNode
 from palaver.store.errors import Unstorable
-from palaver.wire import conversations as wire
-from palaver.wire import messages, requests
-from palaver.wire import model as cards
-from palaver.wire import turns as seen
+from palaver.wire import requests, responses, values
 
 B = TypeVar("B", bound=BaseModel)
-READY_S = 25.0
+READY_WAIT_S = 25.0
 _ID = re.compile(r"[A-Za-z0-9_-]{1,200}")
 
 
 class HttpChat:
-    """Enter it, or close it when done. Writes are given a key of their own, so that after a cut they are sent again
-    and still happen once; streams go on by themselves from the last number."""
+    """Enter it, or call `close` when done.
+
+    Every write gets an idempotency key, so that it can be retried after a lost connection. Streams reconnect and
+    continue after the last number.
+    """
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class HttpChat:
         verify: bool | str | ssl.SSLContext = True,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`verify` is what a server over TLS is known by, where the usual authorities don't vouch for it: the file of
-        another one, or an `SSLContext` such as `palaver.client.trust` makes."""
-        self._server = Connection(url, key, patience=patience, verify=verify, transport=transport)
+        """`verify`: how to verify a server's certificate: by the usual authorities, by a file of others, or by an
+        `SSLContext` such as `palaver.client.connection.pinned_context` makes."""
+        self._connection = ServerConnection(url, key, patience=patience, verify=verify, transport=transport)
 
     async def __aenter__(self) -> HttpChat:
         return self
@@ -54,36 +54,36 @@ class HttpChat:
         await self.close()
 
     async def close(self) -> None:
-        await self._server.close()
+        await self._connection.close()
 
     @property
     def url(self) -> str:
-        return self._server.url
+        return self._connection.url
 
     # the model
 
     async def model(self) -> ModelCard:
-        return (await self._server.get(cards.ModelCard, "model")).value()
+        return (await self._connection.get(responses.ModelCardSchema, "model")).to_value()
 
     async def models(self) -> tuple[str, ...]:
-        return tuple(await self._server.get(list[str], "models"))
+        return tuple(await self._connection.get(list[str], "models"))
 
-    async def load(self, name: str) -> ModelCard:
-        body = _asked(requests.Load, name=name)
-        return (await self._server.post(cards.ModelCard, "model/load", body)).value()
+    async def load_model(self, name: str) -> ModelCard:
+        body = _request_body(requests.LoadModelRequest, name=name)
+        return (await self._connection.post(responses.ModelCardSchema, "model/load", body)).to_value()
 
-    async def unload(self) -> ModelCard:
-        return (await self._server.post(cards.ModelCard, "model/unload")).value()
+    async def unload_model(self) -> ModelCard:
+        return (await self._connection.post(responses.ModelCardSchema, "model/unload")).to_value()
 
-    async def ready(self) -> ModelCard:
+    async def wait_until_ready(self) -> ModelCard:
         while True:
-            card = (await self._server.get(cards.ModelCard, "model/ready", wait=READY_S)).value()
+            card = (await self._connection.get(responses.ModelCardSchema, "model/ready", wait=READY_WAIT_S)).to_value()
             if card.state is not ModelState.LOADING:
                 return card
 
     # conversations
 
-    async def create(
+    async def create_conversation(
         self,
         *,
         title: str = "",
@@ -92,18 +92,20 @@ class HttpChat:
         tags: Iterable[str] = (),
         key: str | None = None,
     ) -> Conversation:
-        body = _asked(
-            requests.Create,
+        body = _request_body(
+            requests.CreateConversationRequest,
             title=title,
             system=system,
             parameters=dict(parameters or {}),
             tags=list(tags),
-            key=_key(key),
+            key=_idempotency_key(key),
         )
-        return (await self._server.post(wire.Conversation, "conversations", body, again=True)).value()
+        return (
+            await self._connection.post(responses.ConversationSchema, "conversations", body, idempotent=True)
+        ).to_value()
 
     async def conversation(self, id: str) -> Conversation:
-        return (await self._server.get(wire.Conversation, _conversation(id))).value()
+        return (await self._connection.get(responses.ConversationSchema, _conversation(id))).to_value()
 
     async def conversations(
         self,
@@ -114,12 +116,18 @@ class HttpChat:
         title: str = "",
         deleted: bool = False,
     ) -> tuple[Conversation, ...]:
-        found = await self._server.get(
-            list[wire.Conversation], "conversations", limit=limit, before=before, tag=tag, title=title, deleted=deleted
+        found = await self._connection.get(
+            list[responses.ConversationSchema],
+            "conversations",
+            limit=limit,
+            before=before,
+            tag=tag,
+            title=title,
+            deleted=deleted,
         )
-        return tuple(one.value() for one in found)
+        return tuple(one.to_value() for one in found)
 
-    async def change(
+    async def update_conversation(
         self,
         id: str,
         *,
@@ -128,108 +136,132 @@ class HttpChat:
         parameters: Mapping[str, Any] | None = None,
         tags: Iterable[str] | None = None,
     ) -> Conversation:
-        body = _asked(
-            requests.ChangeConversation,
+        body = _request_body(
+            requests.UpdateConversationRequest,
             title=title,
             system=system,
             parameters=None if parameters is None else dict(parameters),
             tags=None if tags is None else list(tags),
         )
-        answer = await self._server.send("PATCH", _conversation(id), body=body, again=True)
-        return parse_response(answer, wire.Conversation).value()
+        response = await self._connection.send("PATCH", _conversation(id), body=body, idempotent=True)
+        return parse_response(response, responses.ConversationSchema).to_value()
 
-    async def delete(self, id: str) -> None:
-        await self._server.send("DELETE", _conversation(id))
+    async def delete_conversation(self, id: str) -> None:
+        await self._connection.send("DELETE", _conversation(id))
 
-    async def undelete(self, id: str) -> Conversation:
-        return (await self._server.post(wire.Conversation, f"{_conversation(id)}/undelete", again=True)).value()
+    async def restore_conversation(self, id: str) -> Conversation:
+        return (
+            await self._connection.post(responses.ConversationSchema, f"{_conversation(id)}/undelete", idempotent=True)
+        ).to_value()
 
-    async def forget(self, id: str) -> None:
-        await self._server.send("POST", f"{_conversation(id)}/forget", again=True)
+    async def clear_cache(self, id: str) -> None:
+        await self._connection.send("POST", f"{_conversation(id)}/forget", idempotent=True)
 
     async def tags(self) -> tuple[str, ...]:
-        return tuple(await self._server.get(list[str], "tags"))
+        return tuple(await self._connection.get(list[str], "tags"))
 
     async def search(self, query: str, limit: int = 20) -> tuple[SearchHit, ...]:
-        found = await self._server.get(list[wire.Hit], "search", query=query, limit=limit)
-        return tuple(hit.value() for hit in found)
+        found = await self._connection.get(list[responses.SearchHitSchema], "search", query=query, limit=limit)
+        return tuple(hit.to_value() for hit in found)
 
     @asynccontextmanager
     async def changes(self) -> AsyncIterator[AsyncIterator[ConversationChange]]:
-        """After a cut a Change says "missed": what happened meanwhile is not known."""
-        async with aclosing(streams.resumable_stream(self._server, "events", lambda: {"changes": True})) as sent:
-            await anext(sent)  # the connection is there
-            await anext(sent)  # and the server listens: nothing is missed from now on
-            async with aclosing(streams.conversation_changes(sent)) as told:
-                yield told
+        """After reconnecting, a change of kind "missed" is sent: changes may have been lost."""
+        async with aclosing(streams.resumable_stream(self._connection, "events", lambda: {"changes": True})) as stream:
+            await anext(stream)  # connected
+            await anext(stream)  # and subscribed: no change is missed from now on
+            async with aclosing(streams.conversation_changes(stream)) as changes:
+                yield changes
 
-    # what a user likes to set
+    # presets
 
     async def presets(self) -> tuple[Preset, ...]:
-        return tuple(one.value() for one in await self._server.get(list[wire.Preset], "presets"))
+        return tuple(one.to_value() for one in await self._connection.get(list[responses.PresetSchema], "presets"))
 
     async def save_preset(self, name: str, system: str, parameters: Mapping[str, Any]) -> Preset:
-        body = _asked(requests.SavePreset, name=name, system=system, parameters=dict(parameters))
-        return parse_response(await self._server.send("PUT", "presets", body=body, again=True), wire.Preset).value()
+        body = _request_body(requests.SavePresetRequest, name=name, system=system, parameters=dict(parameters))
+        return parse_response(
+            await self._connection.send("PUT", "presets", body=body, idempotent=True), responses.PresetSchema
+        ).to_value()
 
     async def delete_preset(self, name: str) -> None:
-        await self._server.send("POST", "presets/delete", body=_asked(requests.DeletePreset, name=name))
+        await self._connection.send(
+            "POST", "presets/delete", body=_request_body(requests.DeletePresetRequest, name=name)
+        )
 
     # the tree
 
     async def message(self, id: str) -> StoredMessage:
-        return (await self._server.get(wire.Stored, _message(id))).value()
+        return (await self._connection.get(responses.StoredMessageSchema, _message(id))).to_value()
 
     async def path(self, leaf: str) -> tuple[StoredMessage, ...]:
-        return _stored(await self._server.get(list[wire.Stored], f"{_message(leaf)}/path"))
+        return _stored_messages(
+            await self._connection.get(list[responses.StoredMessageSchema], f"{_message(leaf)}/path")
+        )
 
     async def siblings(self, id: str) -> tuple[StoredMessage, ...]:
-        return _stored(await self._server.get(list[wire.Stored], f"{_message(id)}/siblings"))
+        return _stored_messages(
+            await self._connection.get(list[responses.StoredMessageSchema], f"{_message(id)}/siblings")
+        )
 
     async def nodes(self, conversation_id: str) -> tuple[TreeNode, ...]:
-        found = await self._server.get(list[wire.Node], f"{_conversation(conversation_id)}/nodes")
-        return tuple(node.value() for node in found)
+        found = await self._connection.get(list[responses.TreeNodeSchema], f"{_conversation(conversation_id)}/nodes")
+        return tuple(node.to_value() for node in found)
 
     async def newest_leaf(self, conversation_id: str, start: str | None = None) -> str | None:
         path = f"{_conversation(conversation_id)}/newest-leaf"
-        return (await self._server.get(wire.Leaf, path, start=start)).id
+        return (await self._connection.get(responses.LeafSchema, path, start=start)).id
 
-    async def append(
+    async def append_message(
         self, conversation_id: str, parent: str | None, message: Message, *, key: str | None = None
     ) -> StoredMessage:
         path = f"{_conversation(conversation_id)}/messages"
-        body = _asked(requests.Append, parent=parent, message=_message_of(message), key=_key(key))
-        return (await self._server.post(wire.Stored, path, body, again=True)).value()
+        body = _request_body(
+            requests.AppendMessageRequest, parent=parent, message=_encode_message(message), key=_idempotency_key(key)
+        )
+        return (await self._connection.post(responses.StoredMessageSchema, path, body, idempotent=True)).to_value()
 
-    async def edit(self, message_id: str, parts: Iterable[Part | Blob], *, key: str | None = None) -> StoredMessage:
-        told = [_part_of(part) for part in parts]
-        body = _asked(requests.Edit, parts=told, key=_key(key))
-        return (await self._server.post(wire.Stored, f"{_message(message_id)}/edit", body, again=True)).value()
+    async def edit_message(
+        self, message_id: str, parts: Iterable[Part | Blob], *, key: str | None = None
+    ) -> StoredMessage:
+        schemas = [_encode_part(part) for part in parts]
+        body = _request_body(requests.EditMessageRequest, parts=schemas, key=_idempotency_key(key))
+        return (
+            await self._connection.post(
+                responses.StoredMessageSchema, f"{_message(message_id)}/edit", body, idempotent=True
+            )
+        ).to_value()
 
-    # where a client stands
+    # cursors
 
     async def cursor(self, conversation_id: str, client: str) -> Cursor:
         path = f"{_conversation(conversation_id)}/cursor"
-        return (await self._server.get(wire.Cursor, path, client=client)).value()
+        return (await self._connection.get(responses.CursorSchema, path, client=client)).to_value()
 
-    async def move(self, conversation_id: str, client: str, to: str | None) -> Cursor:
-        body = _asked(requests.Move, client=client, to=to)
+    async def move_cursor(self, conversation_id: str, client: str, to: str | None) -> Cursor:
+        body = _request_body(requests.MoveCursorRequest, client=client, to=to)
         path = f"{_conversation(conversation_id)}/cursor"
-        return parse_response(await self._server.send("PUT", path, body=body, again=True), wire.Cursor).value()
+        return parse_response(
+            await self._connection.send("PUT", path, body=body, idempotent=True), responses.CursorSchema
+        ).to_value()
 
     async def undo(self, conversation_id: str, client: str) -> Cursor:
-        return await self._walk(conversation_id, client, "undo")
+        return await self._step_cursor(conversation_id, client, "undo")
 
     async def redo(self, conversation_id: str, client: str) -> Cursor:
-        return await self._walk(conversation_id, client, "redo")
+        return await self._step_cursor(conversation_id, client, "redo")
 
-    async def _walk(self, conversation_id: str, client: str, way: str) -> Cursor:
-        path = f"{_conversation(conversation_id)}/cursor/{way}"
-        return (await self._server.post(wire.Cursor, path, _asked(requests.Client, client=client))).value()
+    async def _step_cursor(self, conversation_id: str, client: str, direction: str) -> Cursor:
+        path = f"{_conversation(conversation_id)}/cursor/{direction}"
+        return (
+            await self._connection.post(
+                responses.CursorSchema, path, _request_body(requests.CursorRequest, client=client)
+            )
+        ).to_value()
 
     # turns
 
-    async def say(
+    async def send_message(
         self,
         conversation_id: str,
         parent: str | None,
@@ -238,17 +270,17 @@ class HttpChat:
         parameters: Mapping[str, Any] | None = None,
         key: str | None = None,
     ) -> SentMessage:
-        body = _asked(
-            requests.Say,
+        body = _request_body(
+            requests.SendMessageRequest,
             parent=parent,
-            message=_message_of(message),
+            message=_encode_message(message),
             parameters=dict(parameters or {}),
-            key=_key(key),
+            key=_idempotency_key(key),
         )
         path = f"{_conversation(conversation_id)}/say"
-        return (await self._server.post(wire.Said, path, body, again=True)).value()
+        return (await self._connection.post(responses.SentMessageSchema, path, body, idempotent=True)).to_value()
 
-    async def reply(
+    async def start_reply(
         self,
         conversation_id: str,
         parent: str,
@@ -256,71 +288,83 @@ class HttpChat:
         parameters: Mapping[str, Any] | None = None,
         key: str | None = None,
     ) -> StoredMessage:
-        body = _asked(requests.Reply, parent=parent, parameters=dict(parameters or {}), key=_key(key))
+        body = _request_body(
+            requests.StartReplyRequest, parent=parent, parameters=dict(parameters or {}), key=_idempotency_key(key)
+        )
         path = f"{_conversation(conversation_id)}/replies"
-        return (await self._server.post(wire.Stored, path, body, again=True)).value()
+        return (await self._connection.post(responses.StoredMessageSchema, path, body, idempotent=True)).to_value()
 
-    async def go_on(self, reply_id: str, *, key: str | None = None) -> StoredMessage:
-        body = _asked(requests.Continue, key=_key(key))
-        return (await self._server.post(wire.Stored, f"{_turn(reply_id)}/continue", body, again=True)).value()
+    async def continue_reply(self, reply_id: str, *, key: str | None = None) -> StoredMessage:
+        body = _request_body(requests.ContinueReplyRequest, key=_idempotency_key(key))
+        return (
+            await self._connection.post(
+                responses.StoredMessageSchema, f"{_turn(reply_id)}/continue", body, idempotent=True
+            )
+        ).to_value()
 
-    async def fork(
+    async def fork_reply(
         self, reply_id: str, tokens: int, instead: int | None = None, *, key: str | None = None
     ) -> StoredMessage:
-        body = _asked(requests.Fork, tokens=tokens, instead=instead, key=_key(key))
-        return (await self._server.post(wire.Stored, f"{_turn(reply_id)}/fork", body, again=True)).value()
+        body = _request_body(requests.ForkReplyRequest, tokens=tokens, instead=instead, key=_idempotency_key(key))
+        return (
+            await self._connection.post(responses.StoredMessageSchema, f"{_turn(reply_id)}/fork", body, idempotent=True)
+        ).to_value()
 
     @asynccontextmanager
     async def events(self, reply_id: str, after: int = 0) -> AsyncIterator[AsyncIterator[LogEntry]]:
-        place = streams.StreamPosition(after)
+        position = streams.StreamPosition(after)
         path = f"{_turn(reply_id)}/events"
-        async with aclosing(streams.resumable_stream(self._server, path, lambda: {"after": place.number})) as sent:
-            await anext(sent)  # raises now what it would be refused with
-            async with aclosing(streams.log_entries(sent, place)) as entries:
+        async with aclosing(
+            streams.resumable_stream(self._connection, path, lambda: {"after": position.number})
+        ) as stream:
+            await anext(stream)  # raises the error if the server refuses
+            async with aclosing(streams.log_entries(stream, position)) as entries:
                 yield entries
 
-    async def stop(self, reply_id: str) -> None:
-        await self._server.send("POST", f"{_turn(reply_id)}/stop", again=True)
+    async def stop_reply(self, reply_id: str) -> None:
+        await self._connection.send("POST", f"{_turn(reply_id)}/stop", idempotent=True)
 
     async def answer_now(self, reply_id: str) -> None:
-        await self._server.send("POST", f"{_turn(reply_id)}/answer-now", again=True)
+        await self._connection.send("POST", f"{_turn(reply_id)}/answer-now", idempotent=True)
 
     async def tokens(self, reply_id: str) -> tuple[ReplyToken, ...]:
-        found = await self._server.get(list[seen.Token], f"{_turn(reply_id)}/tokens")
-        return tuple(token.value() for token in found)
+        found = await self._connection.get(list[responses.ReplyTokenSchema], f"{_turn(reply_id)}/tokens")
+        return tuple(token.to_value() for token in found)
 
-    async def raw(self, reply_id: str) -> str:
-        return (await self._server.get(seen.Raw, f"{_turn(reply_id)}/raw")).text
+    async def raw_text(self, reply_id: str) -> str:
+        return (await self._connection.get(responses.RawReplySchema, f"{_turn(reply_id)}/raw")).text
 
-    async def gauge(
+    async def context_usage(
         self, conversation_id: str, leaf: str | None, parameters: Mapping[str, Any] | None = None
     ) -> ContextUsage:
-        body = _asked(requests.MeasureContext, leaf=leaf, parameters=dict(parameters or {}))
+        body = _request_body(requests.ContextUsageRequest, leaf=leaf, parameters=dict(parameters or {}))
         path = f"{_conversation(conversation_id)}/gauge"
-        return (await self._server.post(seen.Gauge, path, body, again=True)).value()
+        return (await self._connection.post(responses.ContextUsageSchema, path, body, idempotent=True)).to_value()
 
-    # in and out
+    # files
 
-    async def export(self, conversation_id: str, form: str, leaf: str | None = None) -> str:
+    async def export_conversation(self, conversation_id: str, form: str, leaf: str | None = None) -> str:
         path = f"{_conversation(conversation_id)}/export"
-        answer = await self._server.send("GET", path, query={"form": form, "leaf": leaf}, again=True)
-        return answer.content.decode()
+        response = await self._connection.send("GET", path, query={"form": form, "leaf": leaf}, idempotent=True)
+        return response.content.decode()
 
-    async def take_in(self, text: str) -> tuple[Conversation, ...]:
+    async def import_conversations(self, text: str) -> tuple[Conversation, ...]:
         try:
             content = text.encode()
         except UnicodeEncodeError as error:
             raise Unstorable(error) from None
-        answer = await self._server.send("POST", "import", content=content, media_type="text/plain", again=True)
-        return tuple(one.value() for one in parse_response(answer, list[wire.Conversation]))
+        response = await self._connection.send(
+            "POST", "import", content=content, media_type="text/plain", idempotent=True
+        )
+        return tuple(one.to_value() for one in parse_response(response, list[responses.ConversationSchema]))
 
     async def put_blob(self, data: bytes) -> str:
         kind = "application/octet-stream"
-        answer = await self._server.send("POST", "blobs", content=data, media_type=kind, again=True)
-        return parse_response(answer, wire.BlobPut).digest
+        response = await self._connection.send("POST", "blobs", content=data, media_type=kind, idempotent=True)
+        return parse_response(response, responses.BlobUploadSchema).digest
 
     async def blob(self, digest: str) -> bytes:
-        return (await self._server.send("GET", _path("blobs", "blob", digest), again=True)).content
+        return (await self._connection.send("GET", _path("blobs", "blob", digest), idempotent=True)).content
 
 
 def _conversation(id: str) -> str:
@@ -335,19 +379,19 @@ def _turn(id: str) -> str:
     return _path("turns", "message", id)
 
 
-def _path(place: str, kind: str, id: str) -> str:
-    """What can't be an id is not looked for: it would be read as another path."""
+def _path(collection: str, kind: str, id: str) -> str:
+    """Raises NotFound for a string that can't be an id: it would change the path."""
     if not _ID.fullmatch(id):
         raise NotFound(kind, id)
-    return f"{place}/{id}"
+    return f"{collection}/{id}"
 
 
-def _key(given: str | None) -> str:
-    return secrets.token_hex(16) if given is None else given
+def _idempotency_key(key: str | None) -> str:
+    return secrets.token_hex(16) if key is None else key
 
 
-def _asked(kind: type[B], **values: Any) -> B:
-    """The body of a request. What can't be sent is refused as the server would."""
+def _request_body(kind: type[B], **values: Any) -> B:
+    """The body of a request. Raises BadParameter for an invalid field, as the server would."""
     try:
         return kind(**values)
     except ValidationError as error:
@@ -356,19 +400,19 @@ def _asked(kind: type[B], **values: Any) -> B:
         raise BadParameter(name, first["input"], first["msg"]) from None
 
 
-def _message_of(message: Message) -> messages.Message:
+def _encode_message(message: Message) -> values.MessageSchema:
     try:
-        return messages.Message.of(message)
+        return values.MessageSchema.from_value(message)
     except ValidationError as error:
         raise Unstorable(error.errors(include_url=False)[0]["msg"]) from None
 
 
-def _part_of(part: Part | Blob) -> messages.AnyPart:
+def _encode_part(part: Part | Blob) -> values.PartSchema:
     try:
-        return messages.part_of(part)
+        return values.encode_part(part)
     except ValidationError as error:
         raise Unstorable(error.errors(include_url=False)[0]["msg"]) from None
 
 
-def _stored(found: Iterable[wire.Stored]) -> tuple[StoredMessage, ...]:
-    return tuple(one.value() for one in found)
+def _stored_messages(found: Iterable[responses.StoredMessageSchema]) -> tuple[StoredMessage, ...]:
+    return tuple(one.to_value() for one in found)

@@ -1,4 +1,4 @@
-"""Streams that outlive their connections: after a cut they go on from the last number."""
+"""Event streams that reconnect and continue after the last number."""
 
 from __future__ import annotations
 
@@ -7,84 +7,88 @@ from dataclasses import dataclass
 
 from palaver.chat.interface import ConversationChange
 from palaver.chat.turn_log import LogEntry
-from palaver.client.connection import Connection, ConnectionLost, NoServer, Query, parse_event
+from palaver.client.connection import ConnectionLost, NoServer, Query, ServerConnection, parse_event
 from palaver.events import Failed, Finished, Snapshot, Started, Waiting
-from palaver.wire import events as wire
-from palaver.wire.sse import Sent
+from palaver.wire import events
+from palaver.wire.sse import ServerSentEvent
 
 MISSED = ConversationChange("", "missed")
-"""Told after a cut: what changed meanwhile is not known."""
+"""Sent after reconnecting: changes may have been missed."""
 
 
 class Reconnected:
-    """Stands between what was sent over one connection and what over the next, and at the very beginning."""
+    """Marks a new connection in the stream, including the first."""
 
 
-REOPENED = Reconnected()
+RECONNECTED = Reconnected()
 
 
 async def resumable_stream(
-    connection: Connection, path: str, query: Callable[[], Query]
-) -> AsyncGenerator[Sent | Reconnected]:
-    """What is sent, over as many connections as it takes. It has no end: whoever reads knows when it is enough."""
-    patience = connection.patience()
+    connection: ServerConnection, path: str, query: Callable[[], Query]
+) -> AsyncGenerator[ServerSentEvent | Reconnected]:
+    """The events of all connections. It has no end: the consumer closes it."""
+    retry = connection.retry_policy()
     while True:
-        why = "it closed the stream"
+        reason = "it closed the stream"
         try:
             async with connection.stream(path, query()) as stream:
-                yield REOPENED
-                async for sent in stream:
-                    patience = connection.patience()
-                    if sent.event == "closing":
+                yield RECONNECTED
+                async for event in stream:
+                    retry = connection.retry_policy()
+                    if event.event == "closing":
                         break
-                    yield sent
-        except ConnectionLost as cut:
-            why = str(cut)
-        if patience.over:
-            raise NoServer(connection.url, why)
-        await patience.pause()
+                    yield event
+        except ConnectionLost as lost:
+            reason = str(lost)
+        if retry.expired:
+            raise NoServer(connection.url, reason)
+        await retry.pause()
 
 
 @dataclass
 class StreamPosition:
-    """How far a turn has been read."""
+    """The position of a subscriber in a turn's events."""
 
     number: int
-    standing: Waiting | Started | Snapshot | None = None
+    status: Waiting | Started | Snapshot | None = None
 
-    def take(self, entry: LogEntry) -> bool:
-        """Whether the entry is new: how the turn stands is told again after a cut."""
+    def advance(self, entry: LogEntry) -> bool:
+        """Moves on to the entry. Returns False if it was seen before: the status is sent again after reconnecting."""
         match entry.event:
             case Waiting() | Started() | Snapshot():
-                known = entry.event == self.standing
-                self.standing = entry.event
+                seen = entry.event == self.status
+                self.status = entry.event
                 self.number = max(self.number, entry.number)
-                return not known
+                return not seen
             case Finished() | Failed():
                 return True
             case _:
-                known = entry.number <= self.number
+                seen = entry.number <= self.number
                 self.number = max(self.number, entry.number)
-                return not known
+                return not seen
 
 
-async def log_entries(sent: AsyncIterator[Sent | Reconnected], place: StreamPosition) -> AsyncGenerator[LogEntry]:
-    """The turn's events, each once, to its end."""
-    async for one in sent:
-        if isinstance(one, Reconnected):
+async def log_entries(
+    stream: AsyncIterator[ServerSentEvent | Reconnected], position: StreamPosition
+) -> AsyncGenerator[LogEntry]:
+    """The turn's entries, each once, up to its end."""
+    async for event in stream:
+        if isinstance(event, Reconnected):
             continue
-        entry: LogEntry = parse_event(one, wire.Entry).value()
-        if place.take(entry):
+        entry: LogEntry = parse_event(event, events.LogEntrySchema).to_value()
+        if position.advance(entry):
             yield entry
         if isinstance(entry.event, Finished | Failed):
             return
 
 
-async def conversation_changes(sent: AsyncIterator[Sent | Reconnected]) -> AsyncGenerator[ConversationChange]:
-    async for one in sent:
-        if isinstance(one, Reconnected):
+async def conversation_changes(
+    stream: AsyncIterator[ServerSentEvent | Reconnected],
+) -> AsyncGenerator[ConversationChange]:
+    async for event in stream:
+        if isinstance(event, Reconnected):
             yield MISSED
             continue
-        item = parse_event(one, wire.StreamItem)
-        if isinstance(item, wire.Changed):
-            yield item.change.value()
+        item = parse_event(event, events.StreamItem)
+        if isinstance(item, events.StreamChangeSchema):
+            yield item.change.to_value()

@@ -1,1 +1,1 @@
-"""Groups of commands of the command line."""
+"""The commands of the command line, one module per command or group."""

@@ -1,4 +1,4 @@
-"""`palaver ask`: one question, one answer, nothing kept."""
+"""`palaver ask`: one question, one answer, nothing stored."""
 
 from __future__ import annotations
 
@@ -50,47 +50,46 @@ def ask(
     import asyncio
 
     from palaver.chat.model_loader import LoadOptions
-    from palaver.repl.plain import PlainPrinter, show_turn
+    from palaver.repl.plain import PlainPrinter, print_reply
 
     with report_errors():
-        text, overrides = _question(question), parse_settings(set_)
-        loading = LoadOptions(template, raw, device, exact=exact, compiled=compiled)
+        text, overrides = _read_question(question), parse_settings(set_)
+        options = LoadOptions(template, raw, device, exact=exact, compiled=compiled)
 
-        async def session() -> ReplyRecord:
-            async with _loaded(model, loading) as talker:
+        async def run() -> ReplyRecord:
+            async with _load_model(model, options) as loaded:
                 silent = no_thinking or as_json
                 printer = PlainPrinter(None if as_json else sys.stdout, None if silent else sys.stderr)
-                return await show_turn(talker.utterance(_request(talker, text, system, think, overrides)), printer)
+                return await print_reply(loaded.stream_reply(_request(loaded, text, system, think, overrides)), printer)
 
-        reply = asyncio.run(session())
+        reply = asyncio.run(run())
         if as_json:
-            print(_as_json(reply))
+            print(_to_json(reply))
 
 
 @asynccontextmanager
-async def _loaded(name: str | None, loading: LoadOptions) -> AsyncIterator[Model]:
-    """In this process: a host would only make one question slower."""
-    from palaver.chat.model_loader import build_model, load_model_format, missing_template_notices, resolve_source
+async def _load_model(name: str | None, options: LoadOptions) -> AsyncIterator[Model]:
+    """Loads the engine in this process: an engine host would only slow down a single question."""
+    from palaver.chat.model_loader import build_model, load_model_format, missing_template_notices
     from palaver.engines.torch import EngineOptions, load
-    from palaver.models.catalog import DEFAULT, resolve
+    from palaver.models.resolver import DEFAULT_MODEL, resolve_model
 
-    trained = resolve_source(name or DEFAULT)
-    folder = resolve(trained.model)
-    tokenizer, format = load_model_format(folder, loading, trained)
-    for note in (*trained.notes, *(() if loading.template else missing_template_notices(trained))):
+    resolved = resolve_model(name or DEFAULT_MODEL)
+    tokenizer, format = load_model_format(resolved, options)
+    for note in (*resolved.notes, *(() if options.template else missing_template_notices(resolved))):
         print(note, file=sys.stderr)
     engine = load(
-        folder,
+        resolved.folder,
         vocabulary=tokenizer.vocabulary,
-        device=loading.device,
-        dtype=loading.dtype,
-        options=EngineOptions(exact=loading.exact, context=trained.context, compiled=loading.compiled),
-        adapter=trained.adapter,
+        device=options.device,
+        dtype=options.dtype,
+        options=EngineOptions(exact=options.exact, context=resolved.context_length, compiled=options.compiled),
+        adapter=resolved.adapter,
     )
     if engine.info.hint:
         print(engine.info.hint, file=sys.stderr)
     try:
-        yield build_model(name or DEFAULT, engine, format, tokenizer)
+        yield build_model(name or DEFAULT_MODEL, engine, format, tokenizer)
     finally:
         await engine.close()
 
@@ -105,27 +104,27 @@ def _request(
     from palaver.formats.base import RenderOptions
     from palaver.messages import system as system_message
     from palaver.messages import user
-    from palaver.sampling import apply
+    from palaver.sampling import apply_settings
 
-    sampling = apply(model.engine.info.defaults, {"seed": draw_seed(), **overrides})
-    before = (system_message(system),) if system else ()
+    sampling = apply_settings(model.engine.info.defaults, {"seed": draw_seed(), **overrides})
+    system_messages = (system_message(system),) if system else ()
     return ReplyRequest(
-        (*before, user(text)), sampling, options=RenderOptions(thinking=think.wanted, now=datetime.now())
+        (*system_messages, user(text)), sampling, options=RenderOptions(thinking=think.enabled, now=datetime.now())
     )
 
 
-def _question(question: str | None) -> str:
-    """The argument, what comes through a pipe, or both."""
-    piped = "" if sys.stdin is None or sys.stdin.isatty() else _piped(wait=question is None)
+def _read_question(question: str | None) -> str:
+    """The question from the argument, from the pipe, or both joined."""
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else _read_pipe(wait=question is None)
     text = "\n\n".join(part for part in (question, piped.rstrip("\n")) if part)
     if not text.strip():
         raise EmptyMessage
     return text
 
 
-def _piped(wait: bool) -> str:
-    """With a question given, a pipe that stays open and silent is not waited for."""
-    if not wait and not _something_comes():
+def _read_pipe(wait: bool) -> str:
+    """The text from the pipe. If `wait` is False, an open pipe without data is ignored after a second."""
+    if not wait and not _has_input():
         print("palaver: nothing came through the pipe; only the question is asked.", file=sys.stderr)
         return ""
     try:
@@ -134,20 +133,20 @@ def _piped(wait: bool) -> str:
         raise BadParameter("the text from the pipe", "...", "must be UTF-8") from None
 
 
-def _something_comes() -> bool:
+def _has_input() -> bool:
     try:
         return bool(select.select([sys.stdin], [], [], 1.0)[0])
-    except (OSError, ValueError):  # a stdin that is no file never blocks
+    except (OSError, ValueError):  # a stdin that is not a file never blocks
         return True
 
 
-def _as_json(reply: ReplyRecord) -> str:
+def _to_json(reply: ReplyRecord) -> str:
     import json
     from dataclasses import asdict
 
     finished = reply.folded.finished
     message = reply.message
-    whole = {
+    fields = {
         "answer": message.text,
         "thinking": message.thinking or None,
         "tool_calls": [asdict(call) for call in message.tool_calls],
@@ -158,4 +157,4 @@ def _as_json(reply: ReplyRecord) -> str:
         "token_ids": reply.token_ids,
         "notices": reply.folded.notices,
     }
-    return json.dumps(whole, ensure_ascii=False)
+    return json.dumps(fields, ensure_ascii=False)

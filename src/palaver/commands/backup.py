@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from palaver.commands.options import DatabaseOption, DataOption, opened_store, report_errors
+from palaver.commands.options import DatabaseOption, DataOption, report_errors, store_context
 
 
 def backup(
@@ -16,11 +16,11 @@ def backup(
     database: DatabaseOption = None,
 ) -> None:
     """Write all conversations and their media into one file, also while they are in use."""
-    with opened_store(data, database) as store:
+    with store_context(data, database) as store:
         from palaver.store.backup import backup
 
-        made = backup(store, file)
-        print(f"{file}: {file.stat().st_size:,} bytes, {_count(made.conversations)}, {made.blobs} media files")
+        result = backup(store, file)
+        print(f"{file}: {file.stat().st_size:,} bytes, {_count(result.conversations)}, {result.blobs} media files")
 
 
 def restore(
@@ -32,8 +32,8 @@ def restore(
     from palaver.store.backup import restore
 
     with report_errors():
-        made = restore(file, data, database)
-        print(f"{_count(made.conversations)} and {made.blobs} media files restored from {file}")
+        result = restore(file, data, database)
+        print(f"{_count(result.conversations)} and {result.blobs} media files restored from {file}")
 
 
 def _count(conversations: int) -> str:

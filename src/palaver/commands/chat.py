@@ -1,4 +1,4 @@
-"""`palaver chat`: a conversation at the terminal, with a model of this process or with a server's."""
+"""`palaver chat`: a conversation at the terminal, with a local model or a running server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from palaver.commands.options import (
-    FAILED,
+    EXIT_FAILED,
     CacheOption,
     CompileOption,
     DatabaseOption,
@@ -80,7 +80,7 @@ def chat(
     import asyncio
 
     from palaver.chat.model_loader import LoadOptions
-    from palaver.repl.session import run
+    from palaver.repl.session import run as run_session
     from palaver.repl.settings import SessionSettings, ThinkingDisplay
     from palaver.store.store import data_folder
 
@@ -88,74 +88,77 @@ def chat(
         name = single_model(model, model_option)
         exclusive(resume=resume, conversation=conversation)
         exclusive(expand=expand, no_thinking=no_thinking)
-        own_models: dict[str, object] = {"model": name, "template": template, "device": device, "exact": exact}
-        own_models |= {"compile": compiled, "no_compile": compiled is False}
-        own_models |= {"kv_cache_memory": cache_memory, "max_num_seqs": max_running}
-        for flag, value in {**own_models, "local": local}.items():
+        engine_flags: dict[str, object] = {"model": name, "template": template, "device": device, "exact": exact}
+        engine_flags |= {"compile": compiled, "no_compile": compiled is False}
+        engine_flags |= {"kv_cache_memory": cache_memory, "max_num_seqs": max_running}
+        for flag, value in {**engine_flags, "local": local}.items():
             exclusive(server=server, **{flag: value})
         parameters: dict[str, Any] = parse_settings(set_)
-        if think.wanted is not None:
-            parameters["thinking"] = think.wanted
-        thoughts = (
+        if think.enabled is not None:
+            parameters["thinking"] = think.enabled
+        thinking_display = (
             ThinkingDisplay.EXPANDED if expand else ThinkingDisplay.HIDDEN if no_thinking else ThinkingDisplay.COLLAPSED
         )
         folder = data_folder(data)
-        wanted = SessionSettings(folder, conversation, resume, system, parameters, plain, thoughts)
+        settings = SessionSettings(folder, conversation, resume, system, parameters, plain, thinking_display)
         cache_bytes = parse_size("--kv-cache-memory", cache_memory)
-        loading = LoadOptions(
+        options = LoadOptions(
             template, device=device, exact=exact, compiled=compiled, cache_bytes=cache_bytes, max_running=max_running
         )
-        own = local or name is not None or loading != LoadOptions()
+        needs_engine = local or name is not None or options != LoadOptions()
 
-        async def session() -> bool:
-            async with _held(server, key, own, name, loading, folder, database) as talk:
-                return await run(talk, wanted)
+        async def run() -> bool:
+            async with _open_chat(server, key, needs_engine, name, options, folder, database) as chat_client:
+                return await run_session(chat_client, settings)
 
-        went_well = asyncio.run(session())
-    if not went_well and not sys.stdin.isatty():
-        raise typer.Exit(FAILED)
+        succeeded = asyncio.run(run())
+    if not succeeded and not sys.stdin.isatty():
+        raise typer.Exit(EXIT_FAILED)
 
 
 @asynccontextmanager
-async def _held(
+async def _open_chat(
     server: str | None,
     key: str | None,
-    own: bool,
+    needs_engine: bool,
     name: str | None,
-    loading: LoadOptions,
+    options: LoadOptions,
     folder: Path,
     database: str | None,
 ) -> AsyncIterator[Chat]:
-    """The conversations at a server that is named or found, or with a model in an engine host of this program."""
+    """The chat at the given server, at a running server of the same data folder, or with a local model."""
     from palaver.client import HttpChat, find_server
 
+    running = None if needs_engine else await find_server(folder, database or "")
     if server is not None:
-        async with HttpChat(server, key or "") as chat:
+        own = running if not key and running is not None and running.url == server.rstrip("/") else None
+        async with HttpChat(server, own.secret if own else key or "", verify=own.trust if own else True) as chat:
             yield chat
         return
-    running = None if own else await find_server(folder, database or "")
     if running is not None:
         print(f"palaver: attached to your server at {running.url} (--local loads the model here)", file=sys.stderr)
         async with HttpChat(running.url, running.secret, verify=running.trust) as chat:
             yield chat
         return
-    async with _served(name, loading, folder, database) as chat:
+    async with _local_chat(name, options, folder, database) as chat:
         yield chat
 
 
 @asynccontextmanager
-async def _served(name: str | None, loading: LoadOptions, folder: Path, database: str | None) -> AsyncIterator[Chat]:
+async def _local_chat(
+    name: str | None, options: LoadOptions, folder: Path, database: str | None
+) -> AsyncIterator[Chat]:
     import asyncio
 
     from palaver.chat.model_loader import ModelSlot, hosted_loader
     from palaver.chat.service import Service
-    from palaver.models.catalog import DEFAULT, embedded
+    from palaver.models.resolver import DEFAULT_MODEL, embedded_models
     from palaver.store import open_store
 
     store = await asyncio.to_thread(open_store, folder, database)
     try:
-        models = ModelSlot(hosted_loader(loading), embedded())
-        models.load(name or DEFAULT)
+        models = ModelSlot(hosted_loader(options), embedded_models())
+        models.load(name or DEFAULT_MODEL)
         async with Service(store, models) as service:
             owner = await asyncio.to_thread(store.users.ensure)
             yield service.chat(owner.id)

@@ -1,4 +1,4 @@
-"""`palaver conversations`, `delete` and `undelete`: what is there, out of sight, and back."""
+"""`palaver conversations`, `delete` and `undelete`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from palaver.commands.options import DatabaseOption, DataOption, UserOption, find_owner, opened_store
+from palaver.commands.options import DatabaseOption, DataOption, UserOption, find_owner, store_context
 from palaver.errors import BadParameter
 
 if TYPE_CHECKING:
@@ -29,63 +29,65 @@ def conversations(
     database: DatabaseOption = None,
 ) -> None:
     """List conversations, the newest first."""
-    with opened_store(data, database) as store:
+    with store_context(data, database) as store:
         if search is not None and deleted:
             raise BadParameter("--search", search, "deleted conversations are not searched; leave --deleted out")
-        whose = find_owner(store, user)
+        owner_id = find_owner(store, user)
         if search is None:
-            _print(store.conversations.list(whose, limit=limit, deleted=deleted))
+            _print_list(store.conversations.list(owner_id, limit=limit, deleted=deleted))
         else:
-            _print(*_found(store, whose, search, limit))
+            _print_list(*_search(store, owner_id, search, limit))
 
 
 def delete(ids: IdsArgument, data: DataOption = None, database: DatabaseOption = None) -> None:
     """Put conversations out of sight; `palaver undelete` brings them back."""
-    with opened_store(data, database) as store:
+    with store_context(data, database) as store:
         for one in [store.conversations.resolve(id) for id in ids]:
             store.conversations.delete(one.id)
-            print(f"{one.id} deleted: {_readable(one.title)}")
+            print(f"{one.id} deleted: {_printable(one.title)}")
 
 
 def undelete(ids: IdsArgument, data: DataOption = None, database: DatabaseOption = None) -> None:
     """Bring deleted conversations back."""
-    with opened_store(data, database) as store:
+    with store_context(data, database) as store:
         for one in [store.conversations.resolve(id, deleted=True) for id in ids]:
             store.conversations.undelete(one.id)
-            print(f"{one.id} is back: {_readable(one.title)}")
+            print(f"{one.id} is back: {_printable(one.title)}")
 
 
-def _found(store: Store, whose: str, search: str, limit: int) -> tuple[tuple[Conversation, ...], dict[str, SearchHit]]:
-    """The conversations, and the newest hit in each that has one; a conversation is shown once."""
+def _search(
+    store: Store, owner_id: str, search: str, limit: int
+) -> tuple[tuple[Conversation, ...], dict[str, SearchHit]]:
+    """The matching conversations, each once, and the newest search hit of each."""
     hits: dict[str, SearchHit] = {}
-    for hit in store.search.find(whose, search, limit=limit):
+    for hit in store.search.find(owner_id, search, limit=limit):
         hits.setdefault(hit.conversation_id, hit)
-    listed = {one.id: one for one in store.conversations.list(whose, title=search, limit=limit)}
+    conversations = {one.id: one for one in store.conversations.list(owner_id, title=search, limit=limit)}
     for id in hits:
-        listed.setdefault(id, store.conversations.get(id))
-    newest = sorted(listed.values(), key=lambda one: one.updated_at, reverse=True)
+        conversations.setdefault(id, store.conversations.get(id))
+    newest = sorted(conversations.values(), key=lambda one: one.updated_at, reverse=True)
     return tuple(newest[:limit]), hits
 
 
-def _print(listed: tuple[Conversation, ...], hits: dict[str, SearchHit] | None = None) -> None:
+def _print_list(conversations: tuple[Conversation, ...], hits: dict[str, SearchHit] | None = None) -> None:
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
-    for one in listed:
+    for one in conversations:
         console.print(Text.assemble(*_line(one)))
         if hits and one.id in hits:
-            console.print(Text(f"    {hits[one.id].role}: {_readable(hits[one.id].snippet)}", "dim"))
+            console.print(Text(f"    {hits[one.id].role}: {_printable(hits[one.id].snippet)}", "dim"))
 
 
 def _line(one: Conversation) -> Iterator[tuple[str, str]]:
     yield one.id, "cyan"
     yield f"  {one.updated_at.astimezone():%Y-%m-%d %H:%M}  ", "dim"
-    yield _readable(one.title) or "(no title)", ""
+    yield _printable(one.title) or "(no title)", ""
     if one.tags:
-        yield f"  [{', '.join(map(_readable, one.tags))}]", "green"
+        yield f"  [{', '.join(map(_printable, one.tags))}]", "green"
 
 
-def _readable(text: str) -> str:
-    """Without characters that would steer a terminal."""
-    return "".join(letter if letter.isprintable() else "�" for letter in text)
+def _printable(text: str) -> str:
+    """Replaces characters that would control a terminal."""
+    return "".join(character if character.isprintable() else "�" for character in text)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from palaver.commands.options import USAGE, DatabaseOption, DataOption, UserOption, find_owner, opened_store
+from palaver.commands.options import EXIT_USAGE, DatabaseOption, DataOption, UserOption, find_owner, store_context
 from palaver.errors import BadParameter, RequestError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _STDIN = Path("-")
 
 
 class ExportFormat(StrEnum):
-    """What `palaver.transcripts` writes, said here again because help must not wait for the store."""
+    """The formats of `palaver.transcripts`, repeated here so that help does not import the store."""
 
     JSONL = "jsonl"
     BRANCHES = "branches"
@@ -35,7 +35,7 @@ def export(
         list[str] | None,
         typer.Argument(metavar="CONVERSATION...", help="As `palaver conversations` shows them; a beginning is enough."),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every conversation that is not deleted.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Every conversation that is not deleted.")] = False,
     format: Annotated[
         ExportFormat,
         typer.Option(
@@ -52,14 +52,14 @@ def export(
     database: DatabaseOption = None,
 ) -> None:
     """Write conversations for training, for reading or for another program."""
-    with opened_store(data, database) as store:
-        if everything == bool(ids):
+    with store_context(data, database) as store:
+        if all_ == bool(ids):
             raise BadParameter("CONVERSATION", " ".join(ids or ()), "name conversations, or say --all")
-        chosen = store.conversations.ids(find_owner(store, user)) if everything else _named(store, ids or [])
-        if format is ExportFormat.MARKDOWN and (everything or len(chosen) > 1):
-            _write_pages(store, chosen, output)
+        conversation_ids = store.conversations.ids(find_owner(store, user)) if all_ else _resolve_ids(store, ids or [])
+        if format is ExportFormat.MARKDOWN and (all_ or len(conversation_ids) > 1):
+            _write_pages(store, conversation_ids, output)
         else:
-            _write(store, chosen, format, output)
+            _write(store, conversation_ids, format, output)
 
 
 def import_(
@@ -75,49 +75,49 @@ def import_(
     database: DatabaseOption = None,
 ) -> None:
     """Read conversations from files; the same one twice is kept once."""
-    with opened_store(data, database) as store:
-        whose = find_owner(store, user)
-        failed = [file for file in files if not _import_one(store, whose, file)]
+    with store_context(data, database) as store:
+        owner_id = find_owner(store, user)
+        failed = [file for file in files if not _import_file(store, owner_id, file)]
     if failed:
-        raise typer.Exit(USAGE)
+        raise typer.Exit(EXIT_USAGE)
 
 
-def _named(store: Store, ids: Sequence[str]) -> tuple[str, ...]:
+def _resolve_ids(store: Store, ids: Sequence[str]) -> tuple[str, ...]:
     return tuple(store.conversations.resolve(id).id for id in ids)
 
 
-def _write(store: Store, chosen: Sequence[str], format: ExportFormat, output: Path | None) -> None:
-    """To stdout as it comes; to a file that is there whole or not at all."""
-    from palaver.store.blobs import whole_file
+def _write(store: Store, conversation_ids: Sequence[str], format: ExportFormat, output: Path | None) -> None:
+    """Streams to stdout, or writes a file atomically."""
+    from palaver.store.blobs import atomic_file
 
-    texts = _texts(store, chosen, format)
+    texts = _encode(store, conversation_ids, format)
     if output is None:
         sys.stdout.buffer.writelines(texts)
         sys.stdout.buffer.flush()
         return
-    with whole_file(output, private=False) as out:
+    with atomic_file(output, private=False) as out:
         count = sum(bool(out.write(text)) for text in texts)
-    print(f"{output}: {count} of {len(chosen)} conversations written", file=sys.stderr)
+    print(f"{output}: {count} of {len(conversation_ids)} conversations written", file=sys.stderr)
 
 
-def _texts(store: Store, chosen: Sequence[str], format: ExportFormat) -> Iterator[bytes]:
-    """UTF-8 whatever the terminal's encoding is; a lone surrogate, which no file can hold, becomes a question mark."""
+def _encode(store: Store, conversation_ids: Sequence[str], format: ExportFormat) -> Iterator[bytes]:
+    """Each conversation as UTF-8, independent of the terminal's encoding. Lone surrogates become question marks."""
     from palaver.transcripts import TranscriptFormat, read_conversation, write_transcript
 
-    for id in chosen:
+    for id in conversation_ids:
         text = write_transcript(read_conversation(store, id), TranscriptFormat(format))
         if not text:
-            print(f"palaver: {id} has no whole reply, so there is nothing to train on.", file=sys.stderr)
+            print(f"palaver: {id} has no messages, so there is nothing to export.", file=sys.stderr)
         yield text.encode(errors="replace")
 
 
-def _write_pages(store: Store, chosen: Sequence[str], output: Path | None) -> None:
-    """A page each, because a Markdown file holds one conversation."""
+def _write_pages(store: Store, conversation_ids: Sequence[str], output: Path | None) -> None:
+    """Writes one Markdown file per conversation."""
     if output is None or output.is_file():
-        why = "must name a folder: in Markdown every conversation is a file of its own"
-        raise BadParameter("--output", str(output or ""), why)
+        reason = "must name a folder: in Markdown every conversation is a file of its own"
+        raise BadParameter("--output", str(output or ""), reason)
     output.mkdir(parents=True, exist_ok=True)
-    for id in chosen:
+    for id in conversation_ids:
         _write(store, [id], ExportFormat.MARKDOWN, output / f"{_file_name(store.conversations.get(id))}.md")
 
 
@@ -126,29 +126,29 @@ def _file_name(one: Conversation) -> str:
     return f"{words}-{one.id}" if words else one.id
 
 
-def _import_one(store: Store, whose: str, file: Path) -> bool:
-    """Whether the file could be read; a file that can't doesn't keep the others out."""
+def _import_file(store: Store, owner_id: str, file: Path) -> bool:
+    """Imports one file. Returns False if it can't be read, so that the other files are still imported."""
     from palaver.transcripts import read_file, store_transcript
 
     try:
-        found = read_file(_content(file))
+        found = read_file(_read_text(file))
     except (RequestError, OSError) as error:
         print(f"palaver: {file}: {error}", file=sys.stderr)
         return False
     for skipped in found.skipped:
-        print(f"palaver: {file}: {skipped.what} was left out: {skipped.why}", file=sys.stderr)
+        print(f"palaver: {file}: {skipped.item} was left out: {skipped.reason}", file=sys.stderr)
     new = 0
     for transcript in found.transcripts:
-        kept = store_transcript(store, whose, transcript)
-        new += kept.new
-        if kept.conversation.deleted_at is not None:
-            id = kept.conversation.id
+        stored = store_transcript(store, owner_id, transcript)
+        new += stored.new
+        if stored.conversation.deleted_at is not None:
+            id = stored.conversation.id
             print(f"palaver: {id} is there but deleted; `palaver undelete {id}` brings it back.", file=sys.stderr)
     print(f"{file}: {new} imported, {len(found.transcripts) - new} there already")
     return True
 
 
-def _content(file: Path) -> str:
+def _read_text(file: Path) -> str:
     data = sys.stdin.buffer.read() if file == _STDIN else file.read_bytes()
     try:
         return data.decode()

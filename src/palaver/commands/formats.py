@@ -1,4 +1,4 @@
-"""`palaver formats`: what was learned of a template, and trials of it."""
+"""`palaver formats`: shows what was learned from a chat template, and tests it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 formats = typer.Typer(help="What Palaver has learned of how models talk.", no_args_is_help=True)
 
-_COLOURS = {"header": "dim", "marker": "cyan", "thinking": "yellow", "answer": "green", "call": "magenta"}
+_PHASE_COLOURS = {"header": "dim", "marker": "cyan", "thinking": "yellow", "answer": "green", "call": "magenta"}
 
 
 @formats.command()
@@ -26,7 +26,7 @@ def show(
 ) -> None:
     """Show what was learned of a format: an example turn, the switches, the tool calls, the evidence."""
     with report_errors():
-        facts = _facts(what)
+        facts = _load_facts(what)
         if as_json:
             import json
 
@@ -37,17 +37,17 @@ def show(
             _print_page(what, facts)
 
 
-def _facts(what: str) -> Facts:
+def _load_facts(what: str) -> Facts:
     from palaver.commands.format_trials.cases import STRINGS
     from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer, control_strings
     from palaver.formats.learn.learner import learn
     from palaver.formats.loader import load_format
     from palaver.formats.template import Template
-    from palaver.models.catalog import resolve
+    from palaver.models.resolver import resolve_folder
 
     path = Path(what)
     if not path.is_file():
-        return load_format(resolve(what)).facts
+        return load_format(resolve_folder(what, weights=False)).facts
     source = path.read_text(encoding="utf-8", errors="replace")
     return learn(Template(source, path.name), STRINGS, PieceTokenizer(control_strings(source)).control)
 
@@ -68,8 +68,8 @@ def _print_page(what: str, facts: Facts) -> None:
     console.print(Text(f"How {what} talks", "bold"))
     turn = Text()
     for span in example_turn(facts):
-        turn.append(span.text, _COLOURS[span.kind])
-    console.print(Text("\nA turn, by its phases:"), Text(", ".join(_COLOURS), "dim"))
+        turn.append(span.text, _PHASE_COLOURS[span.kind])
+    console.print(Text("\nA turn, by its phases:"), Text(", ".join(_PHASE_COLOURS), "dim"))
     console.print(turn)
     for title, rows in (
         ("What is known", describe_facts(facts)),
@@ -104,23 +104,23 @@ def check(
     from palaver.commands.format_trials.cases import CaseReplay, load_cases
 
     with report_errors():
-        _need_folder(templates)
+        _check_folder(templates)
         if not cases.is_file():
             raise BadParameter("CASES_JSONL", str(cases), "there is no such file")
         replay = CaseReplay(templates)
-        good, total = defaultdict[str, int](int), defaultdict[str, int](int)
+        passed, total = defaultdict[str, int](int), defaultdict[str, int](int)
         for number, case in enumerate(load_cases(cases)):
-            failed = [outcome for outcome in replay.outcomes(case, number) if outcome.why]
+            failed = [result for result in replay.results(case, number) if result.error]
             total[case["template"]] += 1
-            good[case["template"]] += not failed
+            passed[case["template"]] += not failed
             if failed:
-                ways = ", ".join(f"{o.way} {'as tokens' if o.tokens else 'as text'}" for o in failed)
-                print(f"case {number} ({case['template']}; {ways}): {failed[0].why}")
+                splits = ", ".join(f"{r.split} {'as tokens' if r.tokens else 'as text'}" for r in failed)
+                print(f"case {number} ({case['template']}; {splits}): {failed[0].error}")
     for name in sorted(total):
-        print(f"{good[name]:4d} of {total[name]:4d}  {name}")
-    whole = sum(good[name] == total[name] for name in total)
-    print(f"{sum(good.values())} of {sum(total.values())} cases, {whole} of {len(total)} templates")
-    if whole != len(total):
+        print(f"{passed[name]:4d} of {total[name]:4d}  {name}")
+    complete = sum(passed[name] == total[name] for name in total)
+    print(f"{sum(passed.values())} of {sum(total.values())} cases, {complete} of {len(total)} templates")
+    if complete != len(total):
         raise typer.Exit(1)
 
 
@@ -134,7 +134,7 @@ def roundtrip(
     from palaver.commands.format_trials.roundtrip import run_roundtrips
 
     with report_errors():
-        _need_folder(templates)
+        _check_folder(templates)
         exact, count, tried = 0, 0, set()
         reasons: dict[str, set[str]] = defaultdict(set)
         for trial in run_roundtrips(templates, load_cases(cases) if cases else ()):
@@ -153,6 +153,6 @@ def roundtrip(
         raise typer.Exit(1)
 
 
-def _need_folder(templates: Path) -> None:
+def _check_folder(templates: Path) -> None:
     if not templates.is_dir() or not any(templates.glob("*.jinja")):
         raise BadParameter("TEMPLATES_DIR", str(templates), "there is no folder with *.jinja files of that name")

@@ -1,4 +1,4 @@
-"""`palaver inspect`: what a model is, whether it fits, how it talks and what of its work is reused."""
+"""`palaver inspect`: describes a model: its size, engine, defaults and format."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def inspect(
     from palaver.engines.torch import EngineOptions, describe_fit, load
     from palaver.formats.loader import load_format
     from palaver.formats.tokenizer import load_tokenizer
-    from palaver.models.catalog import DEFAULT, resolve
+    from palaver.models.resolver import DEFAULT_MODEL, resolve_folder
 
     with report_errors():
-        folder = resolve(model or DEFAULT)
+        folder = resolve_folder(model or DEFAULT_MODEL)
         print(describe_fit(folder, device=device, dtype=dtype, compiled=compiled))
         tokenizer = load_tokenizer(folder)
         options = EngineOptions(exact=exact, compiled=compiled)
@@ -39,11 +39,11 @@ def inspect(
         info = engine.info
         asyncio.run(engine.close())
         facts = load_format(folder, tokenizer).facts
-        for name, value in (*_about(info), *describe_facts(facts), *describe_variables(facts)):
+        for name, value in (*_describe_engine(info), *describe_facts(facts), *describe_variables(facts)):
             print(f"{name}: {value}")
 
 
-def _about(info: EngineInfo) -> Iterator[tuple[str, str]]:
+def _describe_engine(info: EngineInfo) -> Iterator[tuple[str, str]]:
     from palaver.engines.base import COMPILED
 
     yield "model", Path(info.model).name
@@ -54,10 +54,10 @@ def _about(info: EngineInfo) -> Iterator[tuple[str, str]]:
     yield "the next tokens are computed by", "a compiled step" if info.steps == COMPILED else info.steps
     yield "the bits of a reply", info.exactness
     yield "fingerprint of its replies", info.fingerprint
-    yield "sampling defaults", _defaults(info.defaults)
+    yield "sampling defaults", _describe_defaults(info.defaults)
 
 
-def _defaults(sampling: Sampling) -> str:
+def _describe_defaults(sampling: Sampling) -> str:
     from dataclasses import asdict
 
     from palaver.sampling import Sampling

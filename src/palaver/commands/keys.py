@@ -1,4 +1,4 @@
-"""`palaver keys`: who may use a server that others can reach. Every user has conversations of their own."""
+"""`palaver keys`: API keys of a server's users. Every user has separate conversations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from palaver.commands.options import DatabaseOption, DataOption, opened_store
+from palaver.commands.options import DatabaseOption, DataOption, store_context
 
 if TYPE_CHECKING:
     from palaver.store.users import Key
@@ -22,7 +22,7 @@ def add(
     database: DatabaseOption = None,
 ) -> None:
     """Make a key. It is shown once: only a digest of it is kept."""
-    with opened_store(data, database) as store:
+    with store_context(data, database) as store:
         _, text = store.keys.add(store.users.ensure(user).id, admin)
         print(text)
 
@@ -30,9 +30,9 @@ def add(
 @keys.command("list")
 def list_(data: DataOption = None, database: DatabaseOption = None) -> None:
     """Show which keys there are, not what they are."""
-    with opened_store(data, database) as store:
+    with store_context(data, database) as store:
         for key in store.keys.all():
-            print(_line(key))
+            print(_format_key(key))
 
 
 @keys.command()
@@ -42,12 +42,12 @@ def revoke(
     database: DatabaseOption = None,
 ) -> None:
     """Make keys worthless; a running server takes notice within seconds."""
-    with opened_store(data, database) as store:
+    with store_context(data, database) as store:
         for key in [store.keys.get(id) for id in ids]:
-            print(_line(store.keys.revoke(key.id)))
+            print(_format_key(store.keys.revoke(key.id)))
 
 
-def _line(key: Key) -> str:
+def _format_key(key: Key) -> str:
     rights = "admin" if key.admin else "user"
     state = f"revoked {key.revoked_at.astimezone():%Y-%m-%d %H:%M}" if key.revoked_at else "valid"
     return f"{key.id}  {key.created_at.astimezone():%Y-%m-%d %H:%M}  {rights:5}  {state}  {key.user}"

@@ -1,4 +1,4 @@
-"""`palaver replay`: a stored reply made again, and whether the tokens are the same."""
+"""`palaver replay`: generates a stored reply again and compares the tokens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from palaver.commands.options import (
-    FAILED,
+    EXIT_FAILED,
     CompileOption,
     DatabaseOption,
     DataOption,
     DeviceOption,
     ExactOption,
     ModelOption,
-    opened_store,
+    store_context,
 )
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from palaver.chat.replay import ReplayResult
     from palaver.store import Store
 
-Recorded: TypeAlias = tuple[tuple[int, str], ...]
-"""The fingerprints of the engines that computed a reply, each with its first token."""
+Fingerprints: TypeAlias = tuple[tuple[int, str], ...]
+"""Pairs of first token and fingerprint, one for each engine that computed a part of a reply."""
 
 
 def replay(
@@ -41,46 +41,46 @@ def replay(
 
     from palaver.chat.model_loader import LoadOptions
 
-    with opened_store(data, database) as store:
+    with store_context(data, database) as store:
         reply_id = _reply_id(store, id)
         stored = store.messages.get(reply_id).reply
-        made_by = stored.settings if stored else None
-        name = model or (made_by.model if made_by else None)
-        recorded = made_by.fingerprints if made_by else ()
-        loading = _as_recorded(recorded, LoadOptions(device=device, exact=exact, compiled=compiled))
-        replayed, fingerprint = asyncio.run(_replayed(store, reply_id, name, loading))
-        for line in _engines(recorded, fingerprint):
+        settings = stored.settings if stored else None
+        name = model or (settings.model if settings else None)
+        recorded = settings.fingerprints if settings else ()
+        options = _recorded_options(recorded, LoadOptions(device=device, exact=exact, compiled=compiled))
+        result, fingerprint = asyncio.run(_replay(store, reply_id, name, options))
+        for line in _describe_engines(recorded, fingerprint):
             print(line)
-        if replayed.same:
-            print(f"the same: {len(replayed.made)} tokens")
+        if result.same:
+            print(f"the same: {len(result.replayed)} tokens")
             return
         print(
-            f"different from token {replayed.difference} on: "
-            f"{len(replayed.recorded)} were recorded, {len(replayed.made)} made"
+            f"different from token {result.difference} on: "
+            f"{len(result.recorded)} were recorded, {len(result.replayed)} made"
         )
-    raise typer.Exit(FAILED)
+    raise typer.Exit(EXIT_FAILED)
 
 
-def _as_recorded(recorded: Recorded, asked: LoadOptions) -> LoadOptions:
-    """Loads the model as it was loaded for the reply, as far as this machine can and the flags leave it open."""
+def _recorded_options(recorded: Fingerprints, options: LoadOptions) -> LoadOptions:
+    """Load options as recorded with the reply; explicit flags take precedence."""
     from dataclasses import replace
 
     from palaver.engines.base import BATCHED, COMPILED_RUNNER, Fingerprint
 
-    before = Fingerprint.parse(recorded[0][1]) if recorded else None
-    if before is None:
-        return asked
-    compiled = before.runner == COMPILED_RUNNER
+    original = Fingerprint.parse(recorded[0][1]) if recorded else None
+    if original is None:
+        return options
+    compiled = original.runner == COMPILED_RUNNER
     return replace(
-        asked,
-        device=asked.device or ("cpu" if before.device == "cpu" else None),
-        dtype=asked.dtype or (before.dtype if before.device == "cpu" else None),
-        exact=asked.exact or (before.exactness != BATCHED and not compiled),
-        compiled=asked.compiled if asked.compiled is not None or compiled else False,
+        options,
+        device=options.device or ("cpu" if original.device == "cpu" else None),
+        dtype=options.dtype or (original.dtype if original.device == "cpu" else None),
+        exact=options.exact or (original.exactness != BATCHED and not compiled),
+        compiled=options.compiled if options.compiled is not None or compiled else False,
     )
 
 
-def _engines(recorded: Recorded, fingerprint: str) -> Iterator[str]:
+def _describe_engines(recorded: Fingerprints, fingerprint: str) -> Iterator[str]:
     if not recorded:
         yield "computed by an engine that was not recorded"
     for start, one in recorded:
@@ -101,14 +101,14 @@ def _reply_id(store: Store, id: str) -> str:
         return head
 
 
-async def _replayed(store: Store, reply_id: str, name: str | None, loading: LoadOptions) -> tuple[ReplayResult, str]:
-    """What came of it, and the fingerprint of the engine that made it now."""
+async def _replay(store: Store, reply_id: str, name: str | None, options: LoadOptions) -> tuple[ReplayResult, str]:
+    """The comparison, and the fingerprint of the engine that ran it."""
     from palaver.chat.model_loader import hosted_loader
-    from palaver.chat.replay import replay as made_again
-    from palaver.models.catalog import DEFAULT
+    from palaver.chat.replay import replay as replay_reply
+    from palaver.models.resolver import DEFAULT_MODEL
 
-    model = await hosted_loader(loading)(name or DEFAULT, lambda *_: None)
+    model = await hosted_loader(options)(name or DEFAULT_MODEL, lambda *_: None)
     try:
-        return await made_again(store, model, reply_id), model.engine.info.fingerprint
+        return await replay_reply(store, model, reply_id), model.engine.info.fingerprint
     finally:
         await model.engine.close()

@@ -1,4 +1,4 @@
-"""`palaver serve`: the OpenAI API and the conversations, for programs, terminals and pages."""
+"""`palaver serve`: the web page, the API servers and the conversations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from palaver.server.settings import ServerSettings
     from palaver.store import Store
 
-Texts = list[str] | None
+Strings = list[str] | None
 
 
 def serve(
@@ -50,17 +50,18 @@ def serve(
     ] = False,
     think: ThinkOption = ThinkingOption.DEFAULT,
     defaults: Annotated[
-        Texts, typer.Option("--set", metavar="NAME=VALUE", help="A parameter for requests that name none; repeatable.")
+        Strings,
+        typer.Option("--set", metavar="NAME=VALUE", help="A parameter for requests that name none; repeatable."),
     ] = None,
     forced: Annotated[
-        Texts, typer.Option("--force", metavar="NAME=VALUE", help="One that no request can change; repeatable.")
+        Strings, typer.Option("--force", metavar="NAME=VALUE", help="One that no request can change; repeatable.")
     ] = None,
-    alias: Annotated[Texts, typer.Option("--alias", metavar="NAME", help="Another name of the model.")] = None,
+    alias: Annotated[Strings, typer.Option("--alias", metavar="NAME", help="Another name of the model.")] = None,
     allow_host: Annotated[
-        Texts, typer.Option("--allow-host", metavar="NAME", help="Another name of this server; repeatable.")
+        Strings, typer.Option("--allow-host", metavar="NAME", help="Another name of this server; repeatable.")
     ] = None,
     allow_origin: Annotated[
-        Texts, typer.Option("--allow-origin", metavar="URL", help="Pages from elsewhere that may call; repeatable.")
+        Strings, typer.Option("--allow-origin", metavar="URL", help="Pages from elsewhere that may call; repeatable.")
     ] = None,
     prefix: Annotated[str, typer.Option("--prefix", metavar="PATH", help="The path it has behind a proxy.")] = "",
     tls_cert: Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="A certificate, for TLS.")] = None,
@@ -107,15 +108,15 @@ def serve(
     from palaver.store import open_store
 
     with report_errors():
-        wished: dict[str, Any] = {} if think.wanted is None else {"thinking": think.wanted}
-        chosen = ServerSettings(
+        thinking_default: dict[str, Any] = {} if think.enabled is None else {"thinking": think.enabled}
+        settings = ServerSettings(
             host=host,
             port=port,
-            prefix=_checked_prefix(prefix),
+            prefix=_check_prefix(prefix),
             hosts=tuple(allow_host or ()),
             origins=tuple(allow_origin or ()),
             limits=ServerLimits(body_bytes=max_body << 20, requests_per_minute=rate, socket_grace_seconds=socket_grace),
-            defaults={**wished, **operator_settings(defaults)},
+            defaults={**thinking_default, **operator_settings(defaults)},
             forced=operator_settings(forced),
             any_variables=any_variables,
             any_model=any_model,
@@ -124,22 +125,22 @@ def serve(
             debug=debug_log,
         )
         cache_bytes = parse_size("--kv-cache-memory", cache_memory)
-        loading = LoadOptions(
+        options = LoadOptions(
             template, device=device, exact=exact, compiled=compiled, cache_bytes=cache_bytes, max_running=max_running
         )
         with open_store(data, database) as store:
-            _keys_where_needed(store, chosen, make_key)
+            _ensure_keys(store, settings, make_key)
             certificate = _certificate(tls_cert, tls_key)
             name = single_model(model, model_option)
             log_to_stderr(debug_log)
-            asyncio.run(_run(store, database or "", name, loading, chosen, certificate, grace, resume))
+            asyncio.run(_run(store, database or "", name, options, settings, certificate, grace, resume))
 
 
 async def _run(
     store: Store,
     database: str,
     name: str | None,
-    loading: LoadOptions,
+    options: LoadOptions,
     settings: ServerSettings,
     certificate: TLSCertificate | None,
     grace: float,
@@ -153,40 +154,41 @@ async def _run(
     from palaver.chat.service import Service
     from palaver.client.connection import leaf_certificate
     from palaver.client.discovery import announce_server, local_token
-    from palaver.models.catalog import DEFAULT, embedded
+    from palaver.models.resolver import DEFAULT_MODEL, embedded_models
     from palaver.server.app import Server
-    from palaver.server.run import UvicornServer, listen, server_url
-    from palaver.server.run import run_server as serve_until_told
+    from palaver.server.run import UvicornServer, listen, run_server, server_url
 
-    models = ModelSlot(hosted_loader(loading), embedded())
-    listening = listen(settings)
-    url = server_url(settings, listening, certificate is not None)
+    models = ModelSlot(hosted_loader(options), embedded_models())
+    listener = listen(settings)
+    url = server_url(settings, listener, certificate is not None)
     secret, login = local_token(store.folder), secrets.token_urlsafe(16)
-    shows = leaf_certificate(certificate.chain) if certificate is not None else ""
-    with listening, announce_server(store.folder, url, secret, _shown(database), shows) as told:
+    leaf = leaf_certificate(certificate.chain) if certificate is not None else ""
+    with listener, announce_server(store.folder, url, secret, _without_password(database), leaf) as announced:
         async with Service(store, models, resume=resume) as service:
-            models.load(name or DEFAULT)
-            settings = replace(settings, instance=told.instance, secret=secret, login_code=login)
+            models.load(name or DEFAULT_MODEL)
+            settings = replace(settings, instance=announced.instance, secret=secret, login_code=login)
             server = Server(service, settings)
-            print(f"palaver: {name or DEFAULT} at {url} (OpenAI API: {url}/v1)", file=sys.stderr)
-            if sys.stderr.isatty():  # a log is no place for it
+            print(f"palaver: {name or DEFAULT_MODEL} at {url} (OpenAI API: {url}/v1)", file=sys.stderr)
+            if sys.stderr.isatty():  # the login link must not be logged
                 print(f"palaver: the page with the right to change the model: {url}/?login={login}", file=sys.stderr)
-            showing = asyncio.create_task(_show_notices(models))
-            await serve_until_told(UvicornServer(server, grace, certificate), listening, server)
-            showing.cancel()
+            notices = asyncio.create_task(_show_notices(models))
+            await run_server(UvicornServer(server, grace, certificate), listener, server)
+            notices.cancel()
 
 
 async def _show_notices(models: ModelSlot) -> None:
-    """Prints what a person should know of the model, once it is loaded."""
+    """Prints the model's notices once it is loaded."""
     with suppress(PalaverError):
         for notice in (await models.ready()).notices:
             print(f"palaver: {notice}", file=sys.stderr)
 
 
-def _keys_where_needed(store: Store, settings: ServerSettings, make_key: bool) -> None:
+def _ensure_keys(store: Store, settings: ServerSettings, make_key: bool) -> None:
+    from palaver.server.auth import is_loopback
+
     if store.keys.any():
         return
-    if settings.is_local:
+    if is_loopback(settings.host):
         if settings.hosts:
             print(
                 f"palaver: requests to {', '.join(settings.hosts)} need a key, and there is none: "
@@ -216,15 +218,15 @@ def _certificate(chain: Path | None, key: Path | None) -> TLSCertificate | None:
     return TLSCertificate(chain, key) if chain is not None else None
 
 
-def _checked_prefix(prefix: str) -> str:
+def _check_prefix(prefix: str) -> str:
     path = prefix.rstrip("/")
     if path and not path.startswith("/"):
         raise BadParameter("--prefix", prefix, "must begin with a slash")
     return path
 
 
-def _shown(database: str) -> str:
-    """The database without its password."""
+def _without_password(database: str) -> str:
+    """The database URL without its password."""
     from sqlalchemy import make_url
 
     return make_url(database).render_as_string() if database else ""

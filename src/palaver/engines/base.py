@@ -1,4 +1,4 @@
-"""The protocol of every engine."""
+"""The engine protocol: token ids in, token ids out. Every engine implements it, in this process or hosted."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from palaver.sampling import Sampling
 COMPILED = "compiled"
 BY_TEXT = "depend on the text alone"
 BY_CACHE = "depend on the text and on what was cached of it, not on other requests"
-BY_COMPANY = "may depend on the requests that run beside it"
+BY_BATCH = "may depend on the requests that run beside it"
+"""What the bits of a reply depend on, as `EngineInfo.exactness` says it."""
+BATCHED = "batched"
+EXACTNESS_LABELS = {BY_TEXT: "exact", BY_CACHE: "exact-with-cache", BY_BATCH: BATCHED}
+"""The same as one word, as fingerprints say it."""
+COMPILED_RUNNER = "compiled"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says of the model it runs."""
+    """An engine's description of itself and the model it runs."""
 
     model: str
     context_length: int
@@ -31,47 +36,47 @@ class EngineInfo:
     device: str
     dtype: str
     reuse: str = "none"
-    """What is reused of what was computed before: "to the token", "snapshots", or "none" and why."""
+    """What the prefix cache can reuse: "to the token", "snapshots", or "none" and why."""
     steps: str = "the model's own code"
-    """Whose code computes the next tokens: "the model's own code", "few operations", either with ", recorded", or
-    COMPILED; and why no more."""
-    exactness: str = BY_COMPANY
-    """What the bits of a reply do, as a probe found when the model was loaded: BY_TEXT, BY_CACHE or BY_COMPANY."""
+    """Which code computes the next tokens: "the model's own code", "few operations", either with ", recorded", or
+    COMPILED; with the reason why it is not a faster one."""
+    exactness: str = BY_BATCH
+    """What the bits of a reply depend on: BY_TEXT, BY_CACHE or BY_BATCH. A probe finds it when the model is loaded."""
     hint: str = ""
-    """What would make it faster on this machine, in one sentence."""
+    """How to make it faster on this machine, in one sentence."""
     fingerprint: str = ""
-    """What computes its replies (`engines.fingerprint`): stored with each of them."""
+    """The code that computes the replies (`Fingerprint`); stored with each reply."""
 
 
 class EngineState(StrEnum):
     READY = "ready"
     STARTING = "starting"
-    """For the first time, or again: requests wait."""
+    """The first start, or a restart: requests wait."""
     FAILED = "failed"
     """Requests are refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Whether a reply can be made now, and why not."""
+    """Whether the engine can generate now, and the reason if not."""
 
     state: EngineState
     reason: str = ""
 
 
 class EngineGeneration(Protocol):
-    """The outputs of one generation, and what may be asked of it while it runs."""
+    """The outputs of one generation, and its controls while it runs."""
 
     def __aiter__(self) -> AsyncIterator[Output]: ...
 
     async def __anext__(self) -> Output: ...
 
     def stop(self) -> None:
-        """Ends it within one step; what was said before, and `Ended`, still arrive."""
+        """Ends the generation within one step. Earlier outputs and `Ended` still arrive."""
         ...
 
     def answer_now(self) -> None:
-        """Closes an open thought, from the next token on. `AnswerAsked` tells which one that is."""
+        """Closes an open thought from the next token on. `AnswerRequested` has that token's position."""
         ...
 
 
@@ -81,27 +86,28 @@ class Engine(Protocol):
 
     @property
     def status(self) -> EngineStatus:
-        """Whether a reply can be made now."""
+        """Whether the engine can generate now."""
         ...
 
     def generate(
         self, prompt: Prompt, sampling: Sampling, choice: int = 0
     ) -> AbstractAsyncContextManager[EngineGeneration]:
-        """Opens one generation. Its owner leaves the context to end it: that cancels it within one step.
+        """Opens one generation. Leaving the context cancels it within one step.
 
-        Yields `Queued` (any number), `Prefilled`, `Step`s and at last `Ended`, or raises a PalaverError; `AnswerAsked`
-        where `answer_now` was called.
-        The tokens depend on the prompt, the sampling and `choice` alone: everything of the reply so far is
-        restored from `prompt.reply_ids`. Where those already end the reply, only `Ended` comes.
+        Yields `Queued` (any number), `Prefilled`, `Step`s, `AnswerRequested` after `answer_now`, and at last `Ended`.
+        Raises a PalaverError if it fails.
+
+        The tokens depend on the prompt, the sampling and `choice` alone: the state of a continued reply is restored
+        from `prompt.reply_ids`. If those already end the reply, only `Ended` is yielded.
         """
         ...
 
-    async def counted(self) -> dict[str, float]:
-        """What it does and holds just now, and what it did since the start, by name; may be empty."""
+    async def metrics(self) -> dict[str, float]:
+        """The engine's figures by name: current load and cache, and counts since the start. May be empty."""
         ...
 
     async def forget(self, conversation: str) -> None:
-        """Frees what it keeps of prompts of this name and no other one shares. What runs goes on."""
+        """Evicts the cached prefixes that only this conversation uses. Running generations are not affected."""
         ...
 
     async def close(self) -> None:
@@ -109,26 +115,20 @@ class Engine(Protocol):
         ...
 
 
-BATCHED = "batched"
-EXACTNESS = {BY_TEXT: "exact", BY_CACHE: "exact-with-cache", BY_COMPANY: BATCHED}
-"""`EngineInfo.exactness` in a word."""
-COMPILED_RUNNER = "compiled"
-
-
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Written as its six fields with slashes between, such as compiled/1f0c…/cpu/float32/exact/sampler-1."""
+    """Identifies the code that computes replies. Its text: compiled/1f0c…/cpu/float32/exact/sampler-1."""
 
     runner: str
-    """Whose code runs the model: compiled, fused or library."""
+    """Which code runs the model: compiled, fused or library."""
     build: str
     """The build of that code: a hash, or the library's version and what it uses of the processor."""
     device: str
     dtype: str
     exactness: str
-    """One of EXACTNESS: what the bits of a reply depend on."""
+    """One of `EXACTNESS_LABELS`: what the bits of a reply depend on."""
     sampler: str
-    """The version of the rules by which a token is drawn."""
+    """The version of the sampling rules."""
 
     def __str__(self) -> str:
         fields = (self.runner, self.build, self.device, self.dtype, self.exactness, self.sampler)
@@ -136,6 +136,6 @@ class Fingerprint:
 
     @classmethod
     def parse(cls, text: str) -> Fingerprint | None:
-        """None for a text of another form, such as that of an engine that is none of these."""
+        """None if the text has another form, such as that of a scripted engine."""
         fields = text.split("/")
         return cls(*fields) if len(fields) == 6 else None

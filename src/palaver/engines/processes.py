@@ -1,4 +1,4 @@
-"""What child processes have in common."""
+"""Helpers for child processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ _PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """On Linux the kernel kills this process with its parent; elsewhere the closed connection ends it."""
+    """Asks the Linux kernel to kill this process when its parent dies. Elsewhere the closed connection ends it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)

@@ -1,1 +1,1 @@
-"""Formats: how one family of models talks. Messages to token ids, tokens back to events."""
+"""Formats: chat messages to prompt token ids, and reply tokens back to events, for one chat template."""

@@ -1,4 +1,4 @@
-"""The two verbs of every format."""
+"""The interface of a format: `render` makes a prompt of messages, `reader` makes events of reply tokens."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from palaver.messages import Message, Tool
 @dataclass(frozen=True, slots=True)
 class RenderOptions:
     thinking: bool | None = None
-    """None leaves it to the template."""
+    """None leaves it to the template's default."""
     effort: str | None = None
-    """How hard to think, in a word that the template knows; one such as "none" switches thinking off."""
+    """The reasoning effort, as a word that the template knows. "none" and its synonyms switch thinking off."""
     budget: int | None = None
-    """For how many tokens to think, where the template tells the model; 0 switches thinking off."""
+    """The thinking budget in tokens, for templates that tell it to the model. 0 switches thinking off."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the template by their own names. One that it never asks for is refused."""
+    """Template variables by name (`chat_template_kwargs`). A name that the template never reads is refused."""
     now: datetime | None = None
-    """The time a template that asks for it is told; fixed for a conversation, so that caches hit."""
+    """The time for templates that ask for it. It is fixed for a conversation, so that prefixes stay cacheable."""
     calls: bool = True
-    """Whether tools may be called; without, markup of calls is text."""
+    """Whether tools may be called. If not, the markup of calls is text."""
     must_call: Collection[str] = ()
-    """The tools of which one must be called before anything is answered."""
+    """Names of tools; one of them must be called before any answer (`tool_choice`)."""
     one_call: bool = False
-    """Whether the reply ends where it would begin a second call."""
+    """Whether the reply ends before a second call (`parallel_tool_calls=False`)."""
     response_prefix: str = ""
-    """The reply's own first words, markers and all."""
+    """The first text of the reply. Markers in it count as markers."""
     unsplit: bool = False
-    """Thinking stays in the answer, as the model wrote it."""
+    """Thinking and its markers stay in the answer, as the model wrote them."""
     healing: bool = False
-    """Whether a begun reply may be cut back to where a token begins; for engines that take `Prompt.healing`."""
+    """Token healing: a partial reply is cut back to a token boundary. For engines that support `Prompt.healing`."""
     json_answer: bool = False
-    """The answer is to be JSON: a code fence around it is no part of it."""
+    """The answer is JSON. A code fence around it is removed."""
 
 
 class Format(Protocol):
@@ -48,32 +48,32 @@ class Format(Protocol):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Texts that end an answer by the template's own word."""
+        """Stop strings that the template itself declares."""
         ...
 
     @property
     def switches(self) -> tuple[Switch, ...]:
-        """The variables by which the format can be told what to do."""
+        """The template variables that a request can set."""
         ...
 
     @property
     def thinking_switch(self) -> Switch | None:
-        """The one that turns thinking on and off, where there is one."""
+        """The switch that turns thinking on and off, if any."""
         ...
 
     @property
     def thinks(self) -> bool:
-        """Whether it knows thoughts."""
+        """Whether the format has thinking."""
         ...
 
     @property
     def takes_tools(self) -> bool:
-        """Whether tools can be offered and calls be read."""
+        """Whether the format has tool calls."""
         ...
 
     @property
     def call_marker(self) -> int | str | None:
-        """What a tool call opens with, as a token id or as text; None where that could be text of an answer."""
+        """The marker that opens a tool call, as a token id or as text. None if an answer could contain it."""
         ...
 
     def render(
@@ -82,12 +82,13 @@ class Format(Protocol):
         tools: Sequence[Tool] = (),
         options: RenderOptions = ...,
         reply_so_far: Sequence[int] = (),
-        begun: Message | None = None,
-        past: Sequence[Sequence[int] | None] = (),
+        partial_reply: Message | None = None,
+        past_replies: Sequence[Sequence[int] | None] = (),
     ) -> Prompt:
-        """The prompt for the assistant's next turn, or for the rest of a reply that has been begun.
+        """The prompt for the assistant's next turn, or for the rest of a partial reply.
 
-        `past`: the token ids of the replies among the messages, in their order, where they are known.
+        A partial reply is given by its token ids (`reply_so_far`), or as a message if only its text is known.
+        `past_replies` are the token ids of the assistant messages, in order; None for those that are not known.
         """
         ...
 

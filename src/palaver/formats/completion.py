@@ -1,4 +1,4 @@
-"""The format of a model that only completes text: the message is the text, the reply is what follows."""
+"""The format of a base model without a chat template: the message is the text that the model completes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CompletionFormat:
     thinking_switch: Switch | None = None
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = self.tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def render(
         self,
@@ -31,11 +31,11 @@ class CompletionFormat:
         tools: Sequence[Tool] = (),
         options: RenderOptions = RenderOptions(),  # noqa: B008 - frozen
         reply_so_far: Sequence[int] = (),
-        begun: Message | None = None,
-        past: Sequence[Sequence[int] | None] = (),
+        partial_reply: Message | None = None,
+        past_replies: Sequence[Sequence[int] | None] = (),
     ) -> Prompt:
-        wishes = (options.thinking, options.effort, options.budget)
-        if any(wish is not None for wish in wishes) or options.variables or tools:
+        thinking_options = (options.thinking, options.effort, options.budget)
+        if any(option is not None for option in thinking_options) or options.variables or tools:
             raise BadParameter("raw", "on", "text is completed as it is: no thinking switch, no variables, no tools")
         if not messages:
             raise NoMessages
@@ -44,9 +44,9 @@ class CompletionFormat:
         text = messages[0].text
         if not text:
             raise EmptyMessage
-        ids = self._tokenizer.encode((*self._tokenizer.prefix, text))
-        phases = Phases((State(Phase.ANSWER),), hidden=self._tokenizer.special_ids)
-        reply = tuple(reply_so_far) or tuple(self._tokenizer.encode([begun.text] if begun else []))
+        ids = self.tokenizer.encode((*self.tokenizer.prefix, text))
+        phases = Phases((State(Phase.ANSWER),), hidden=self.tokenizer.special_ids)
+        reply = tuple(reply_so_far) or tuple(self.tokenizer.encode([partial_reply.text] if partial_reply else []))
         return Prompt(tuple(ids), reply, phases)
 
     def reader(
@@ -56,4 +56,4 @@ class CompletionFormat:
         tools: Sequence[Tool] = (),
         options: RenderOptions = RenderOptions(),  # noqa: B008 - frozen
     ) -> ReplyReader:
-        return ReplyReader(prompt, self._tokenizer.vocabulary, ReaderOptions(stops))
+        return ReplyReader(prompt, self.tokenizer.vocabulary, ReaderOptions(stops))

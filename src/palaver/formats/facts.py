@@ -1,4 +1,4 @@
-"""What is known of how a model talks, each fact with the evidence it was learned from."""
+"""The facts of a format, each with the evidence it was learned from."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from palaver.formats.tool_calls.syntaxes import CallSyntax
 
 @dataclass(frozen=True, slots=True)
 class ThinkingFacts:
-    """`opening` and `closing` are what the model writes around a thought, white space included."""
+    """`opening` and `closing` are the text around a thought, white space included."""
 
     opening: str
     closing: str
     by_convention: bool = False
-    """Nothing in the template shows it; most models that think write it so."""
+    """Nothing in the template shows it; most models use these markers."""
 
     @property
     def opener(self) -> str:
@@ -25,7 +25,7 @@ class ThinkingFacts:
 
     @property
     def closer(self) -> str:
-        """The marker alone: what comes behind it in the closing opens the answer."""
+        """The marker that closes the thought; the rest of `closing` opens the answer."""
         found = split_marker(self.closing)
         first = next((place for place, part in enumerate(found) if CONTROL_LIKE.fullmatch(part)), None)
         return self.closing.strip() if first is None else " ".join(found[: first + 1])
@@ -33,13 +33,13 @@ class ThinkingFacts:
 
 class Confidence(StrEnum):
     SEEN = "seen"
-    """The template itself wrote it in answer to a probe."""
+    """The template wrote it for a probe."""
     INFERRED = "inferred"
-    """It follows from what the template wrote, dropped or described."""
+    """It follows from text that the template wrote, dropped or described."""
     CONVENTION = "convention"
-    """Nothing in the template shows it; most models do it so."""
+    """Nothing in the template shows it; most models do it this way."""
     GIVEN = "given"
-    """An operator's correction says so."""
+    """It comes from an operator's `palaver-format.toml`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,45 +54,45 @@ class Evidence:
 @dataclass(frozen=True, slots=True)
 class Facts:
     header: str = ""
-    """What opens the assistant's turn, without anything of the reply."""
+    """The text that opens the assistant's turn, without any part of the reply."""
     reasoning_field: str | None = None
-    """The name under which the template takes a message's thinking; `content` for typed parts."""
+    """The message field that the template reads thinking from; `content` for typed parts."""
     thinking: ThinkingFacts | None = None
     switches: tuple[Switch, ...] = ()
-    """Every variable that the template reads and that not everybody gives."""
+    """The variables that the template reads, beside those that every template gets."""
     keeps_thinking: bool = False
     """Whether the thinking of earlier turns stays in the prompt."""
     answer_opening: str = ""
-    """What the model writes before an answer beside a closed thought."""
+    """The text before an answer, beside a closed thought."""
     answer_closing: str = ""
     turn_ends: tuple[str, ...] = ()
     """The strings that end the assistant's turn."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that the template itself declares to end an answer."""
+    """Stop strings that the template itself declares."""
     calls: CallSyntax | None = None
     space_before_calls: str = ""
-    """Between an answer and the calls behind it."""
+    """The text between an answer and the calls after it."""
     space_after_thought: str = ""
-    """Between a closed thought and the calls behind it."""
+    """The text between a closed thought and the calls after it."""
     no_tools: str = "null"
-    """How the template wants to be told that there are no tools: null, empty or absent."""
+    """The value of `tools` that means no tools to the template: null, empty or absent."""
     asks_for: tuple[str, ...] = ()
-    """Variables it asks for beside those that every template gets."""
+    """Undeclared names in the template, beside those that every template gets."""
     arguments_as_text: bool = False
-    """Whether the template wants a call's arguments as JSON text instead of an object."""
+    """Whether the template takes the arguments of a call as JSON text instead of an object."""
     evidence: tuple[Evidence, ...] = field(default=())
 
     @property
     def empty_answer(self) -> str:
-        """What stands around an answer, without one."""
+        """The text around an answer, without an answer."""
         return self.answer_opening.strip() + self.answer_closing.strip() if self.answer_closing.strip() else ""
 
     @property
     def switch(self) -> Switch | None:
-        """What turns thinking on and off."""
+        """The switch that turns thinking on and off."""
         return thinking_switch(self.switches)
 
     @property
     def keeping(self) -> Switch | None:
-        """What decides whether the thinking of earlier turns is kept."""
+        """The switch that keeps the thinking of earlier turns."""
         return switch_of_kind(self.switches, SwitchKind.KEEPING)

@@ -1,4 +1,4 @@
-"""Facts as plain values and back: for pages, for the cache and for the corrections an operator writes."""
+"""Facts to JSON values and back, the cache of learned facts, and the overrides in `palaver-format.toml`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ _FAMILIES: dict[str, Any] = {
 }
 
 
-_OPEN = ("calls.", "switches.")
-"""Tables in which new keys may come."""
+_OPEN_TABLES = ("calls.", "switches.")
+"""Tables that accept new keys."""
+FILE_NAME = "palaver-format.toml"
+_VERSION = 2
+"""The version of the cached JSON."""
 
 
 def facts_to_json(facts: Facts) -> dict[str, Any]:
-    """The facts as plain values; the tool calls' syntax says its family, switches go by their names."""
+    """The facts as JSON values. The syntax of tool calls has a `family`; switches are keyed by name."""
     values = asdict(facts)
     values["switches"] = {switch.pop("name"): switch for switch in values["switches"]}
     if facts.calls is not None:
@@ -42,9 +45,8 @@ def facts_to_json(facts: Facts) -> dict[str, Any]:
 
 
 def facts_from_json(values: Mapping[str, Any], base: Facts | None = None) -> Facts:
-    """Facts from plain values, on top of others where given. An unknown key is an error."""
-    given = facts_to_json(base or Facts())
-    merged = _merged(given, dict(values), "")
+    """Facts from JSON values, on top of `base`. An unknown key is an error."""
+    merged = _merge(facts_to_json(base or Facts()), dict(values), "")
     calls = merged.pop("calls")
     evidence = tuple(_evidence(item) for item in merged.pop("evidence"))
     switches = _switches(merged.pop("switches"))
@@ -80,8 +82,8 @@ def _with_calls(facts: Facts, calls: Mapping[str, Any] | None) -> Facts:
     return replace(facts, calls=_build(_FAMILIES[family], rest, "calls."))
 
 
-def _merged(base: dict[str, Any], values: dict[str, Any], place: str) -> dict[str, Any]:
-    unknown = sorted(set(values) - set(base)) if base and place not in _OPEN else []
+def _merge(base: dict[str, Any], values: dict[str, Any], place: str) -> dict[str, Any]:
+    unknown = sorted(set(values) - set(base)) if base and place not in _OPEN_TABLES else []
     if unknown:
         raise BadParameter(
             f"{place}{unknown[0]}", values[unknown[0]], f"there is no such fact; known are {', '.join(base)}"
@@ -94,7 +96,7 @@ def _merged(base: dict[str, Any], values: dict[str, Any], place: str) -> dict[st
             and isinstance(inner, dict)
             and value.get("family", inner.get("family")) == inner.get("family")
         ):
-            out[key] = _merged(inner, value, f"{place}{key}.")
+            out[key] = _merge(inner, value, f"{place}{key}.")
         else:
             out[key] = value
     return out
@@ -109,12 +111,12 @@ def _build(kind: Any, values: Mapping[str, Any], place: str) -> Any:
                 f"{place}{key}", values[key], f"there is no such fact; known are {', '.join(sorted(known))}"
             )
     try:
-        return kind(**{key: _value(hints[key], value, f"{place}{key}.") for key, value in values.items()})
+        return kind(**{key: _build_value(hints[key], value, f"{place}{key}.") for key, value in values.items()})
     except TypeError as error:
         raise BadParameter(place.rstrip(".") or "facts", dict(values), str(error)) from None
 
 
-def _value(hint: Any, value: Any, place: str) -> Any:
+def _build_value(hint: Any, value: Any, place: str) -> Any:
     arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) in arms:
         return None
@@ -126,30 +128,27 @@ def _value(hint: Any, value: Any, place: str) -> Any:
     kind = next((arm for arm in arms if is_dataclass(arm)), None)
     if kind is not None and isinstance(value, Mapping):
         return _build(kind, value, place)
-    if hint is Any or (kind is None and any(_is(arm, value) for arm in arms)):
+    if hint is Any or (kind is None and any(_is_instance(arm, value) for arm in arms)):
         return tuple(value) if isinstance(value, list) else value
-    raise BadParameter(place.rstrip("."), value, f"must be {' or '.join(map(_called, arms))}")
+    raise BadParameter(place.rstrip("."), value, f"must be {' or '.join(map(_type_name, arms))}")
 
 
-def _is(hint: Any, value: Any) -> bool:
+def _is_instance(hint: Any, value: Any) -> bool:
     if get_origin(hint) is tuple:
         item_type = get_args(hint)[0]
         return isinstance(value, list | tuple) and (item_type is Any or all(isinstance(i, item_type) for i in value))
     return isinstance(hint, type) and isinstance(value, hint)
 
 
-def _called(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     names = {str: "a text", bool: "true or false", type(None): "nothing"}
     if get_origin(hint) is tuple:
         return "a list" if get_args(hint)[0] is Any else "a list of texts"
     return names.get(hint, "a table")
 
 
-FILE_NAME = "palaver-format.toml"
-
-
 def apply_overrides(facts: Facts, path: Path) -> Facts:
-    """The facts with the file's on top. An unknown key is an error that names it."""
+    """The facts with those of the file on top. An unknown key is an error that names it."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -159,19 +158,15 @@ def apply_overrides(facts: Facts, path: Path) -> Facts:
     return replace(merged, evidence=(*merged.evidence, note))
 
 
-_VERSION = 2
-"""Of what facts are written as."""
-
-
 def cached_facts(
     source: str, strings: Mapping[str, str], control: Mapping[str, int], learn: Callable[[], Facts]
 ) -> Facts:
-    """The facts from the cache, or learned now and kept."""
+    """The facts from the cache; if there are none, they are learned and cached."""
     key = json.dumps([_VERSION, __version__, _code_version(), source, sorted(strings.items()), sorted(control)])
     path = user_cache_path("palaver") / "formats" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    known = _read(path)
-    if known is not None:
-        return known
+    cached = _read(path)
+    if cached is not None:
+        return cached
     facts = learn()
     with suppress(OSError):
         _write(path, json.dumps(facts_to_json(facts), ensure_ascii=False))
@@ -179,7 +174,7 @@ def cached_facts(
 
 
 def _code_version() -> int:
-    """Changes with the code that learns, so that work on it is never hidden by what an older version learned."""
+    """Changes with the code of this package, so that changed code never reads facts of older code."""
     return max(path.stat().st_mtime_ns for path in Path(__file__).parent.rglob("*.py"))
 
 
@@ -191,7 +186,7 @@ def _read(path: Path) -> Facts | None:
 
 
 def _write(path: Path, text: str) -> None:
-    """In one step, so that a reader never sees half a file."""
+    """Writes the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(text, encoding="utf-8")

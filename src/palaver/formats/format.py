@@ -1,4 +1,4 @@
-"""A learned format: the two verbs `render` and `reader` over one template and one tokenizer."""
+"""The format of a chat template: renders prompts and builds reply readers from the facts learned about it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from palaver.phases import Phase, Phases
 
 
 class TemplateFormat:
-    """How one model talks."""
+    """One chat template with one tokenizer."""
 
     def __init__(
         self, template: Template, tokenizer: Tokenizer, strings: Mapping[str, str], facts: Facts | None = None
@@ -46,8 +46,8 @@ class TemplateFormat:
         self.facts: Facts = facts or cached_facts(
             template.source, strings, tokenizer.control, lambda: learn(template, strings, tokenizer.control)
         )
-        self._known_leads: dict[str, LeadingSpace] = {}
-        self._anatomy = ReplyStates(self.facts, tokenizer.control, tokenizer.special_ids)
+        self._leading_space_cache: dict[str, LeadingSpace] = {}
+        self._reply_states = ReplyStates(self.facts, tokenizer.control, tokenizer.special_ids)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -84,14 +84,14 @@ class TemplateFormat:
         first = next(iter(split_marker(syntaxes.opening(self.facts.calls), control)), "")
         return control.get(first, first if CONTROL_LIKE.fullmatch(first) else None)
 
-    def corrected(self, path: Path) -> TemplateFormat:
-        """The same format with an operator's corrections."""
+    def with_overrides(self, path: Path) -> TemplateFormat:
+        """The same format with the facts of a `palaver-format.toml` on top."""
         return TemplateFormat(self._template, self._tokenizer, self._strings, apply_overrides(self.facts, path))
 
     def with_thinking(self, thinking: ThinkingFacts) -> TemplateFormat:
-        """The same format for a model known to think, though its template does not show it."""
-        told = Evidence("thinking is taken for granted", repr(thinking), Confidence.CONVENTION)
-        facts = replace(self.facts, thinking=thinking, evidence=(*self.facts.evidence, told))
+        """The same format for a model that is known to think, though its template does not show it."""
+        evidence = Evidence("thinking is taken for granted", repr(thinking), Confidence.CONVENTION)
+        facts = replace(self.facts, thinking=thinking, evidence=(*self.facts.evidence, evidence))
         return TemplateFormat(self._template, self._tokenizer, self._strings, facts)
 
     def render(
@@ -100,43 +100,47 @@ class TemplateFormat:
         tools: Sequence[Tool] = (),
         options: RenderOptions = RenderOptions(),  # noqa: B008 - frozen
         reply_so_far: Sequence[int] = (),
-        begun: Message | None = None,
-        past: Sequence[Sequence[int] | None] = (),
+        partial_reply: Message | None = None,
+        past_replies: Sequence[Sequence[int] | None] = (),
     ) -> Prompt:
-        """The prompt for the assistant's next turn. Depends on its arguments alone.
+        """The prompt for the assistant's next turn. Depends on its arguments only.
 
-        A reply that has been begun is given by its token ids, or as a message where there is only text.
+        A partial reply is given by its token ids (`reply_so_far`), or as a message if only its text is known.
         """
-        _check(messages)
-        said = {"messages": [self._message(m) for m in messages], **tool_variables(self.facts, _schemas(tools))}
-        guarded = self._fence.guard({**said, **options.variables})
-        given = {**self._strings, **guarded.values, **self.switched(options), **self.dates(options)}
-        text = self._template.render({**given, "add_generation_prompt": True}, options.now)
-        opens_in = self._opens_in(text, given, options.now)
-        ids = self._context_ids(text, guarded.mark, past)
+        _check_messages(messages)
+        inputs = {
+            "messages": [self.template_message(m) for m in messages],
+            **tool_variables(self.facts, _schemas(tools)),
+        }
+        escaped = self._escaper.escape({**inputs, **options.variables})
+        switches = {**self.switch_variables(options), **self.date_variables(options)}
+        variables = {**self._strings, **escaped.values, **switches}
+        text = self._template.render({**variables, "add_generation_prompt": True}, options.now)
+        opens_in = self._opens_in(text, variables, options.now)
+        ids = self._context_ids(text, escaped.mark, past_replies)
         phases = self._phases(opens_in, tools, options)
-        if reply_so_far or not (options.healing and begun):
-            reply = tuple(reply_so_far) or self.begun_ids(begun, options, opens_in)
+        if reply_so_far or not (options.healing and partial_reply):
+            reply = tuple(reply_so_far) or self.partial_reply_ids(partial_reply, options, opens_in)
             return Prompt(tuple(ids), reply, phases)
-        reply, healing = self._healer.heal(self.begun_ids(begun, options, opens_in))
+        reply, healing = self._healer.heal(self.partial_reply_ids(partial_reply, options, opens_in))
         return Prompt(tuple(ids), reply, phases, healing=healing)
 
     def _phases(self, opens_in: Phase, tools: Sequence[Tool], options: RenderOptions) -> Phases:
-        offers = bool(tools) and options.calls
+        offers_tools = bool(tools) and options.calls
         if not options.must_call:
-            return self._anatomy.phases(opens_in, offers, self._closing_ids)
-        called = [tool for tool in tools if tool.name in options.must_call]
-        if not called or not options.calls:
+            return self._reply_states.phases(opens_in, offers_tools, self._closing_ids)
+        forced = [tool for tool in tools if tool.name in options.must_call]
+        if not forced or not options.calls:
             raise BadParameter("must_call", ", ".join(options.must_call), "there is no such tool among the tools")
-        must = forced_call_grammar(
-            self.facts, called, self._tokenizer.control, self._leads(options).calls, options.thinking is not False
-        )
-        return replace(self._anatomy.phases(opens_in, offers, self._closer_ids, must_call=True), held=must)
+        lead = self._leading_space(options).calls
+        grammar = forced_call_grammar(self.facts, forced, self._tokenizer.control, lead, options.thinking is not False)
+        phases = self._reply_states.phases(opens_in, offers_tools, self._closer_ids, must_call=True)
+        return replace(phases, held=grammar)
 
-    def _context_ids(self, text: str, mark: str, past: Sequence[Sequence[int] | None]) -> list[int]:
+    def _context_ids(self, text: str, mark: str, past_replies: Sequence[Sequence[int] | None]) -> list[int]:
         opening = self.facts.thinking.opening if self.facts.thinking else ""
         ids: list[int] = []
-        for piece in match_history(text, self.facts.header, opening, past, self._tokenizer.vocabulary):
+        for piece in match_history(text, self.facts.header, opening, past_replies, self._tokenizer.vocabulary):
             ids += self._tokenizer.encode(self._runs(piece, mark)) if isinstance(piece, str) else piece
         return ids
 
@@ -147,17 +151,23 @@ class TemplateFormat:
         tools: Sequence[Tool] = (),
         options: RenderOptions = RenderOptions(),  # noqa: B008 - frozen
     ) -> ReplyReader:
-        reads = partial(syntaxes.reader, self.facts.calls) if self.facts.calls is not None else None
+        call_reader = partial(syntaxes.reader, self.facts.calls) if self.facts.calls is not None else None
         opening = self.facts.thinking.opening if self.facts.thinking else ""
-        trims = self.facts.thinking is not None
-        reading = ReaderOptions(
-            stops, tools, reads, options.unsplit, opening, trims, options.json_answer, options.one_call
+        reader_options = ReaderOptions(
+            stops,
+            tools,
+            call_reader,
+            unsplit=options.unsplit,
+            opening=opening,
+            trim_start=self.facts.thinking is not None,
+            strip_fence=options.json_answer,
+            one_call=options.one_call,
         )
-        return ReplyReader(prompt, self._tokenizer.vocabulary, reading)
+        return ReplyReader(prompt, self._tokenizer.vocabulary, reader_options)
 
     @cached_property
-    def _fence(self) -> ControlTextEscaper:
-        """What no content may spell as more than text: the tokenizer's own tokens and the format's markers."""
+    def _escaper(self) -> ControlTextEscaper:
+        """Escapes the tokenizer's control tokens and the markers of thinking in contents."""
         thinking = self.facts.thinking
         markers = CONTROL_LIKE.findall(thinking.opener + thinking.closer) if thinking else ()
         return ControlTextEscaper([*self._tokenizer.control, *markers])
@@ -173,7 +183,7 @@ class TemplateFormat:
 
     @cached_property
     def _closer_ids(self) -> tuple[int, ...]:
-        """What closes a thought, and no more: what comes behind it may be something else than an answer."""
+        """The ids up to the marker that closes a thought; something else than an answer may follow."""
         thinking = self.facts.thinking
         if thinking is None:
             return ()
@@ -181,102 +191,103 @@ class TemplateFormat:
         end = thinking.closing.index(last) + len(last)
         return tuple(self._tokenizer.encode(self._runs(thinking.closing[:end])))
 
-    def begun_ids(self, message: Message | None, options: RenderOptions, opens_in: Phase) -> tuple[int, ...]:
-        """The ids of a reply of which only the text is known; control text in it stays text."""
+    def partial_reply_ids(self, message: Message | None, options: RenderOptions, opens_in: Phase) -> tuple[int, ...]:
+        """The ids of a partial reply of which only the text is known. Control text in it stays text."""
         prefix = tuple(self._tokenizer.encode(self._runs(options.response_prefix)))
         if message is None:
             return prefix
-        guarded = self._fence.guard({"parts": [_parts(part) for part in message.parts]})
-        pairs = zip(message.parts, guarded.values["parts"], strict=True)
-        safe = Message(message.role, tuple(_with_parts(part, values) for part, values in pairs))
-        text = write_partial_reply(self.facts, safe, opens_in, self._leads(options))
-        return (*self._tokenizer.encode(self._runs(text, guarded.mark)), *prefix)
+        escaped = self._escaper.escape({"parts": [_part_texts(part) for part in message.parts]})
+        pairs = zip(message.parts, escaped.values["parts"], strict=True)
+        safe = Message(message.role, tuple(_with_texts(part, values) for part, values in pairs))
+        text = write_partial_reply(self.facts, safe, opens_in, self._leading_space(options))
+        return (*self._tokenizer.encode(self._runs(text, escaped.mark)), *prefix)
 
-    def begins_behind_empty_thought(self, options: RenderOptions) -> bool:
-        """Whether an answer without a thought is begun behind a closed, empty one."""
-        return bool(self._leads(options).empty_thought)
+    def prefills_empty_thought(self, options: RenderOptions) -> bool:
+        """Whether a partial answer without a thought is written after a closed, empty thought."""
+        return bool(self._leading_space(options).empty_thought)
 
-    def _leads(self, options: RenderOptions) -> LeadingSpace:
-        """What the template writes between its own generation prompt and a reply, by what the reply begins with."""
-        chosen = {**options.variables, **self.switched(options)}
-        key = repr(sorted(chosen.items()))
-        if key not in self._known_leads:
-            self._known_leads[key] = self._probed_leads(chosen)
-        return self._known_leads[key]
+    def _leading_space(self, options: RenderOptions) -> LeadingSpace:
+        """The text between the generation prompt and a reply, as the template writes it."""
+        variables = {**options.variables, **self.switch_variables(options)}
+        key = repr(sorted(variables.items()))
+        if key not in self._leading_space_cache:
+            self._leading_space_cache[key] = self._probe_leading_space(variables)
+        return self._leading_space_cache[key]
 
-    def _probed_leads(self, chosen: Mapping[str, Any]) -> LeadingSpace:
+    def _probe_leading_space(self, variables: Mapping[str, Any]) -> LeadingSpace:
         prober = Prober(self._template, self._strings)
-        given = {name: value for name, value in chosen.items() if name != "tools"}
+        given = {name: value for name, value in variables.items() if name != "tools"}
         field = self.facts.reasoning_field
         thought = {field: THOUGHT} if field and field != "content" else {}
-        called = {"content": "", "tool_calls": sample_calls(1, self.facts.arguments_as_text)}
+        call = {"content": "", "tool_calls": sample_calls(1, self.facts.arguments_as_text)}
         anchor = next(iter(split_marker(syntaxes.opening(self.facts.calls))), NAME) if self.facts.calls else NAME
         return LeadingSpace(
-            prober.lead({"content": ANSWER, **thought}, THOUGHT, **given),
-            prober.lead({"content": ANSWER}, ANSWER, **given),
-            prober.lead(called, anchor, self.facts.empty_answer, tools=sample_tools(), **given),
+            prober.leading_space({"content": ANSWER, **thought}, THOUGHT, **given),
+            prober.leading_space({"content": ANSWER}, ANSWER, **given),
+            prober.leading_space(call, anchor, self.facts.empty_answer, tools=sample_tools(), **given),
             *self._empty_thought(prober, given),
         )
 
     def _empty_thought(self, prober: Prober, given: Mapping[str, Any]) -> tuple[str, bool]:
-        """What stands between a generation prompt that leaves open whether the model thinks, and an answer without a
-        thought: as the template writes it in a history (then before calls, too), or else as the generation prompt
-        does with thinking off."""
+        """The empty thought before an answer without thinking, where the generation prompt lets the model think.
+
+        As the template writes it in a history (then it also stands before calls), or else as the generation prompt
+        writes it with thinking off."""
         thinking = self.facts.thinking
         if thinking is None or self.facts.answer_opening.strip():
             return "", False
         written = prober.between({"content": ANSWER}, ANSWER, **given) or ""
         if written.rstrip().endswith(thinking.closer):
             return written, True
-        return self._switched_off(prober, given, thinking), False
+        return self._closed_thought(prober, given, thinking), False
 
-    def _switched_off(self, prober: Prober, given: Mapping[str, Any], thinking: ThinkingFacts) -> str:
-        """The closed thought that the generation prompt ends with where thinking is off, if it is on now."""
+    def _closed_thought(self, prober: Prober, given: Mapping[str, Any], thinking: ThinkingFacts) -> str:
+        """The closed thought at the end of the generation prompt with thinking off; empty if it is off already."""
         switch = self.facts.switch
         if switch is None or not switch.thinks(given):
             return ""
         off = {**given, switch.name: switch.off}
-        left_open, closed = prober.opening(**given) or "", prober.opening(**off) or ""
-        block = closed[len(left_open) :] if closed.startswith(left_open) else ""
+        open_prompt, closed_prompt = prober.opening(**given) or "", prober.opening(**off) or ""
+        block = closed_prompt[len(open_prompt) :] if closed_prompt.startswith(open_prompt) else ""
         if not block.rstrip().endswith(thinking.closer):
             return ""
         if "".join(block.split()) != "".join((thinking.opener + thinking.closer).split()):  # it gives a reason
             return thinking.opening + thinking.closing
-        return block + prober.lead({"content": ANSWER}, ANSWER, **off)
+        return block + prober.leading_space({"content": ANSWER}, ANSWER, **off)
 
-    def switched(self, options: RenderOptions) -> dict[str, Any]:
-        """What the options come to in the template's own variables."""
-        return self._wishes.variables(options)
+    def switch_variables(self, options: RenderOptions) -> dict[str, Any]:
+        """The template variables that express the options."""
+        return self._switch_resolver.variables(options)
 
     @cached_property
-    def _wishes(self) -> SwitchResolver:
+    def _switch_resolver(self) -> SwitchResolver:
         return SwitchResolver(self.facts.switches, self.facts.asks_for)
 
-    def dates(self, options: RenderOptions) -> dict[str, Any]:
-        """Some templates ask for the day by a variable instead of a function."""
+    def date_variables(self, options: RenderOptions) -> dict[str, Any]:
+        """Template variables that hold the date, for templates that do not call `strftime_now`."""
         day = options.now or datetime(2024, 1, 1)
-        asked = (switch for switch in self.facts.switches if switch.kind is SwitchKind.DATE and switch.form)
-        return {switch.name: day.strftime(switch.form) for switch in asked if switch.name not in options.variables}
+        dates = (switch for switch in self.facts.switches if switch.kind is SwitchKind.DATE and switch.form)
+        return {switch.name: day.strftime(switch.form) for switch in dates if switch.name not in options.variables}
 
-    def _closed(self, given: Mapping[str, Any], now: datetime | None) -> str:
+    def _without_generation_prompt(self, variables: Mapping[str, Any], now: datetime | None) -> str:
         try:
-            return self._template.render({**given, "add_generation_prompt": False}, now)
-        except TemplateError:  # some refuse a conversation that doesn't end in a reply
+            return self._template.render({**variables, "add_generation_prompt": False}, now)
+        except TemplateError:  # some templates refuse a conversation that does not end in a reply
             return ""
 
-    def _opens_in(self, text: str, given: Mapping[str, Any], now: datetime | None) -> Phase:
-        """Only what the template itself wrote as the reply's opening is looked at: the end of the text."""
+    def _opens_in(self, text: str, variables: Mapping[str, Any], now: datetime | None) -> Phase:
+        """The phase the reply opens in, by the generation prompt at the end of the text."""
         thinking = self.facts.thinking
         if thinking is None or text.rfind(thinking.opener) <= text.rfind(thinking.closer):
-            return Phase.ANSWER  # no end of the text has an opener that is not closed
-        closed = self._closed(given, now)
-        opening = text[len(closed) :] if closed and text.startswith(closed) else ""
-        if not opening:  # a template that always writes the opening
+            return Phase.ANSWER  # no thought is open
+        before = self._without_generation_prompt(variables, now)
+        opening = text[len(before) :] if before and text.startswith(before) else ""
+        if not opening:  # the template always writes the generation prompt
             opening = text[text.rfind(self.facts.header) :] if self.facts.header else ""
         return Phase.THINKING if opening.rfind(thinking.opener) > opening.rfind(thinking.closer) else Phase.ANSWER
 
     def _runs(self, text: str, mark: str = "") -> Iterator[Run]:
-        """The text parted into control tokens and the runs between them, without the marks."""
+        """Splits the text into control tokens and plain text; escape marks are removed."""
         control = self._tokenizer.control
         at = 0
         for match in self._control_pattern.finditer(text) if control else ():
@@ -291,7 +302,8 @@ class TemplateFormat:
     def _control_pattern(self) -> re.Pattern[str]:
         return match_any(self._tokenizer.control)
 
-    def _message(self, message: Message) -> dict[str, Any]:
+    def template_message(self, message: Message) -> dict[str, Any]:
+        """The message as the template takes it."""
         out: dict[str, Any] = {"role": str(message.role), "content": _content(message)}
         if message.thinking and self.facts.reasoning_field == "content":
             text = [{"type": "text", "text": message.text}] if message.text else []
@@ -305,7 +317,7 @@ class TemplateFormat:
         return out
 
 
-def _check(messages: Sequence[Message]) -> None:
+def _check_messages(messages: Sequence[Message]) -> None:
     if not any(message.role is Role.USER for message in messages):
         raise NoMessages
     last = messages[-1]
@@ -329,7 +341,7 @@ def _content(message: Message) -> str:
 
 
 def _call(call: ToolCall, as_text: bool) -> dict[str, Any]:
-    """Arguments as the template wants them; what can't be parsed stays text."""
+    """A call with its arguments as the template takes them. Arguments that are no JSON stay text."""
     arguments: Any = call.arguments or "{}"
     if not as_text:
         try:
@@ -349,11 +361,11 @@ def _schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     ]
 
 
-def _parts(part: Any) -> dict[str, str]:
+def _part_texts(part: Any) -> dict[str, str]:
     return {"name": part.name, "text": part.arguments} if isinstance(part, ToolCall) else {"text": part.text}
 
 
-def _with_parts(part: Any, values: Mapping[str, str]) -> Any:
+def _with_texts(part: Any, values: Mapping[str, str]) -> Any:
     if isinstance(part, ToolCall):
         return replace(part, name=values["name"], arguments=values["text"])
     return replace(part, text=values["text"])

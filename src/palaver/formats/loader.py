@@ -1,4 +1,4 @@
-"""From a model's folder to its format: the tokenizer, the chat template and the named tokens."""
+"""Loads the format of a model folder: the tokenizer, the chat template and the special tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 def load_format(
@@ -23,16 +23,16 @@ def load_format(
     template: Path | None = None,
     corrections: Path | None = None,
 ) -> TemplateFormat:
-    """Raises NoTemplate where the model brings none and none is given. `corrections` is a TOML file of facts;
-    one beside the model is taken by itself."""
-    config = _config(folder)
+    """Raises NoTemplate if the model has no chat template and none is given. `corrections` is a TOML file of facts; the
+    default is `palaver-format.toml` in the model's folder, if it exists."""
+    config = _read_config(folder)
     source = template.read_text(encoding="utf-8") if template else template_text(folder, config)
     if source is None:
         raise NoTemplate(folder.name)
     name = template.name if template else f"chat template of {folder.name}"
     format = TemplateFormat(Template(source, name), tokenizer or load_tokenizer(folder), named_tokens(folder, config))
-    beside = corrections or folder / FILE_NAME
-    return format.corrected(beside) if corrections or beside.is_file() else format
+    overrides = corrections or folder / FILE_NAME
+    return format.with_overrides(overrides) if corrections or overrides.is_file() else format
 
 
 def load_completion(folder: Path, tokenizer: FastTokenizer | None = None) -> CompletionFormat:
@@ -40,34 +40,34 @@ def load_completion(folder: Path, tokenizer: FastTokenizer | None = None) -> Com
 
 
 def named_tokens(folder: Path, config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """The tokens that templates know by name, such as bos_token."""
-    found = {**_json(folder / "special_tokens_map.json"), **(_config(folder) if config is None else config)}
-    return {name: text for name in _NAMED if (text := _text(found.get(name))) is not None}
+    """The special tokens that templates read by name, such as bos_token."""
+    found = {**_read_json(folder / "special_tokens_map.json"), **(_read_config(folder) if config is None else config)}
+    return {name: text for name in _TOKEN_NAMES if (text := _token_text(found.get(name))) is not None}
 
 
 def template_text(folder: Path, config: Mapping[str, Any] | None = None) -> str | None:
-    """The chat template that lies in a folder, where one does."""
-    config = _config(folder) if config is None else config
+    """The chat template in a folder, if any."""
+    config = _read_config(folder) if config is None else config
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    beside = _json(folder / "chat_template.json").get("chat_template")
-    return _choose(beside if beside is not None else config.get("chat_template"))
+    separate = _read_json(folder / "chat_template.json").get("chat_template")
+    return _default_template(separate if separate is not None else config.get("chat_template"))
 
 
-def _choose(source: Any) -> str | None:
-    """Some models bring several templates by name; the default one is meant for chat."""
+def _default_template(source: Any) -> str | None:
+    """Some models have several named templates; `default` is the one for chat."""
     if isinstance(source, list):
         named = {entry["name"]: entry["template"] for entry in source}
         source = named.get("default") or next(iter(named.values()), None)
     return source if isinstance(source, str) else None
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    return _json(folder / "tokenizer_config.json")
+def _read_config(folder: Path) -> dict[str, Any]:
+    return _read_json(folder / "tokenizer_config.json")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
@@ -77,7 +77,7 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _text(token: Any) -> str | None:
+def _token_text(token: Any) -> str | None:
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None

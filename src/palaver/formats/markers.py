@@ -1,4 +1,4 @@
-"""Markers: what a template writes around contents, taken apart into what may be a token and plain words."""
+"""Markers: the text that a template writes around contents, split into control tokens, tags and plain words."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterable
 
 CONTROL_LIKE = re.compile(r"<[^<>\s]*>|\[/?[A-Z][A-Z_]+\]")
-"""What looks like a control token: in angle brackets, or capitals in square ones."""
+"""Text that looks like a control token: in angle brackets, or capitals in square brackets."""
 _SPECIAL_LOOKING = re.compile(r"[|｜]|^\[")
 
 
 def split_marker(marker: str, control: Iterable[str] = ()) -> tuple[str, ...]:
-    """The pieces of a marker in their order, white space left out: tokens of the tokenizer, tags, words."""
-    known = sorted((re.escape(text) for text in control if text.strip()), key=len, reverse=True)
-    pattern = re.compile("|".join([*known, CONTROL_LIKE.pattern]))
+    """The parts of a marker in order, without white space: control tokens, tags and words."""
+    escaped = sorted((re.escape(text) for text in control if text.strip()), key=len, reverse=True)
+    pattern = re.compile("|".join([*escaped, CONTROL_LIKE.pattern]))
     out: list[str] = []
     at = 0
     for match in pattern.finditer(marker):
@@ -23,24 +23,24 @@ def split_marker(marker: str, control: Iterable[str] = ()) -> tuple[str, ...]:
 
 
 def match_any(texts: Iterable[str]) -> re.Pattern[str]:
-    """Finds each of them, and where one begins with another, the longer."""
+    """A pattern that matches any of the texts, longest first."""
     longest_first = sorted(texts, key=lambda text: (-len(text), text))
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
 
 def looks_special(marker: str) -> bool:
-    """Whether the marker can't be meant as text by anybody."""
+    """Whether the marker can't be meant as text, such as `<|im_end|>`."""
     return bool(_SPECIAL_LOOKING.search(marker))
 
 
 def visible_text(text: str) -> str:
-    """The words of a text on one line, without control strings that nobody means as text."""
+    """The words of a text on one line, without control strings."""
     words = (word for word in text.split() if not (CONTROL_LIKE.fullmatch(word) and looks_special(word)))
     return " ".join(words)
 
 
 def common_start(first: str, second: str) -> str:
-    """What both begin with, never cut inside of something that looks like a control token."""
+    """The common prefix, never cut inside something that looks like a control token."""
     size = next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
     size = min(len(first), len(second)) if size is None else size
     for text in (first, second):
@@ -51,7 +51,7 @@ def common_start(first: str, second: str) -> str:
 
 
 def common_end(first: str, second: str) -> str:
-    """What both end with, never cut inside of something that looks like a control token."""
+    """The common suffix, never cut inside something that looks like a control token."""
     size = 0
     while size < min(len(first), len(second)) and first[-1 - size] == second[-1 - size]:
         size += 1
@@ -65,7 +65,7 @@ def common_end(first: str, second: str) -> str:
 
 
 def split_space(text: str) -> tuple[str, str, str]:
-    """The white space before, the text, the white space after."""
+    """The leading white space, the text, the trailing white space."""
     core = text.strip()
     if not core:
         return text, "", ""
@@ -73,8 +73,8 @@ def split_space(text: str) -> tuple[str, str, str]:
     return text[:at], core, text[at + len(core) :]
 
 
-def paired(opener: str, closer: str) -> bool:
-    """Whether two markers are the two sides of one block."""
+def are_paired(opener: str, closer: str) -> bool:
+    """Whether two markers open and close the same block."""
     bare = re.sub(r"[^\w]", "", opener)
     other = re.sub(r"[^\w]", "", closer)
     return opener != closer and bool(bare) and (bare == other or other in (f"end{bare}", bare.replace("START", "END")))

@@ -1,4 +1,4 @@
-"""A reply that has been begun, as the model itself would have written it: the text half of an exact continue."""
+"""Writes a partial reply as the model would have written it, so that the model can continue it (prefill)."""
 
 from __future__ import annotations
 
@@ -16,78 +16,80 @@ from palaver.phases import Phase, Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class LeadingSpace:
-    """The white space with which a reply begins, right behind the generation prompt, by what it begins with."""
+    """The text between the generation prompt and a reply, depending on what the reply starts with."""
 
     thought: str = ""
     answer: str = ""
     calls: str = ""
     empty_thought: str = ""
-    """The closed, empty thought before an answer without one, where the model thinks by default."""
+    """The closed, empty thought before an answer without thinking, if the model thinks by default."""
     thought_before_calls: bool = False
-    """Whether the template writes it before calls, too."""
+    """Whether the template also writes it before calls."""
 
 
-def write_partial_reply(facts: Facts, message: Message, opens_in: Phase, leads: LeadingSpace) -> str:
-    """The text after the generation prompt. An open thought stays open, a closed one is closed as the model would,
-    the last tool call is left open. A reply without a thought begins behind an empty one, where the model always
-    thinks first: it would take the begun answer for its thought."""
+def write_partial_reply(facts: Facts, message: Message, opens_in: Phase, leading: LeadingSpace) -> str:
+    """The text of the partial reply after the generation prompt.
+
+    An open thought stays open, a closed one is closed as the model does it, the last tool call is left open. If the
+    model always thinks first, a reply without a thought starts after an empty one: the model would take the answer for
+    its thought."""
     out = ""
     thinking = opens_in is Phase.THINKING
     calls: list[ToolCall] = []
     for part in message.parts:
         match part:
             case Thinking(text):
-                out += _written_calls(facts, calls, False) + _before_thought(facts, thinking, out, leads) + text
+                out += _write_calls(facts, calls, False) + _before_thought(facts, thinking, out, leading) + text
                 thinking, calls = True, []
             case Text(text):
-                out += _written_calls(facts, calls, False)
-                lead = _before_answer(facts, thinking, out, leads)
-                out += ("" if _has(text, lead) else lead) + text
+                out += _write_calls(facts, calls, False)
+                lead = _before_answer(facts, thinking, out, leading)
+                out += ("" if _includes_space(text, lead) else lead) + text
                 thinking, calls = False, []
             case ToolCall():
                 if not calls:
-                    out += _before_calls(facts, thinking, part.in_thought, out, leads)
+                    out += _before_calls(facts, thinking, part.in_thought, out, leading)
                 thinking = part.in_thought
                 calls.append(part)
             case _:
                 raise UnsupportedContent(f"A reply can't hold {type(part).__name__.lower()}.")
-    return out + _written_calls(facts, calls, True)
+    return out + _write_calls(facts, calls, True)
 
 
-def _has(text: str, lead: str) -> bool:
-    """Whether the text was read with the white space it begins with."""
+def _includes_space(text: str, lead: str) -> bool:
+    """Whether the text already starts with the leading white space."""
     return not lead.strip() and text.startswith(lead)
 
 
-def _before_thought(facts: Facts, thinking: bool, written: str, leads: LeadingSpace) -> str:
+def _before_thought(facts: Facts, thinking: bool, written: str, leading: LeadingSpace) -> str:
     if facts.thinking is None:
         raise UnsupportedContent("This model's format has no thinking, so a thought can't be continued.")
     if thinking:
-        return "" if written else leads.thought
+        return "" if written else leading.thought
     return facts.thinking.opening
 
 
-def _before_answer(facts: Facts, thinking: bool, written: str, leads: LeadingSpace) -> str:
+def _before_answer(facts: Facts, thinking: bool, written: str, leading: LeadingSpace) -> str:
     if thinking and facts.thinking is not None:
         return facts.thinking.closing
-    return "" if written else facts.answer_opening or leads.empty_thought or leads.answer
+    return "" if written else facts.answer_opening or leading.empty_thought or leading.answer
 
 
-def _before_calls(facts: Facts, thinking: bool, in_thought: bool, written: str, leads: LeadingSpace) -> str:
+def _before_calls(facts: Facts, thinking: bool, in_thought: bool, written: str, leading: LeadingSpace) -> str:
     if thinking and not in_thought and facts.thinking is not None:
-        if find_headers(facts) is not None:  # the call is a message of its own
-            return facts.thinking.closing.partition(facts.header)[0] + facts.header + leads.calls
+        if find_headers(facts) is not None:  # the call is a separate message
+            return facts.thinking.closing.partition(facts.header)[0] + facts.header + leading.calls
         return facts.thinking.closing.rstrip() + facts.space_after_thought
     if in_thought and written:  # there is no answer to close
         return facts.space_before_calls.removeprefix(facts.answer_closing)
     if written:
         return facts.space_before_calls
-    if leads.thought_before_calls and not in_thought:
-        return leads.empty_thought.rstrip() + facts.space_after_thought
-    return leads.calls
+    if leading.thought_before_calls and not in_thought:
+        return leading.empty_thought.rstrip() + facts.space_after_thought
+    return leading.calls
 
 
-def _written_calls(facts: Facts, calls: list[ToolCall], is_open: bool) -> str:
+def _write_calls(facts: Facts, calls: list[ToolCall], is_open: bool) -> str:
     if not calls:
         return ""
     if facts.calls is None:
@@ -96,17 +98,17 @@ def _written_calls(facts: Facts, calls: list[ToolCall], is_open: bool) -> str:
 
 
 class Healer:
-    """Cuts the end off a begun reply that some token of the vocabulary would go beyond."""
+    """Token healing: cuts off the end of a partial reply if some token of the vocabulary extends it."""
 
     def __init__(self, vocabulary: Vocabulary, control: Collection[int]) -> None:
         self._vocabulary = vocabulary
         self._control = frozenset(control)
-        words = (data for token_id, data in enumerate(vocabulary) if token_id not in self._control)
-        self._words = sorted(set(words))
-        self._longest = max(map(len, self._words), default=0)
+        texts = (data for token_id, data in enumerate(vocabulary) if token_id not in self._control)
+        self._token_texts = sorted(set(texts))
+        self._longest = max(map(len, self._token_texts), default=0)
 
     def heal(self, ids: Sequence[int]) -> tuple[tuple[int, ...], bytes]:
-        """The ids that stay, and the bytes of those cut off, which must be written first."""
+        """The ids that stay, and the bytes that were cut off; the next tokens must write them first."""
         tail, cut, healing = b"", len(ids), b""
         for place in range(len(ids) - 1, -1, -1):
             tail = self._vocabulary[ids[place]] + tail
@@ -117,6 +119,6 @@ class Healer:
         return tuple(ids[:cut]), healing
 
     def _extends(self, tail: bytes) -> bool:
-        """Whether some token begins with these bytes and goes on."""
-        at = bisect_left(self._words, tail + b"\0")
-        return at < len(self._words) and self._words[at].startswith(tail)
+        """Whether some longer token starts with these bytes."""
+        at = bisect_left(self._token_texts, tail + b"\0")
+        return at < len(self._token_texts) and self._token_texts[at].startswith(tail)

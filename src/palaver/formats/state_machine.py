@@ -1,4 +1,4 @@
-"""Builds the automaton of a reply's phases from markers given as text."""
+"""Builds the state machine of a reply from markers given as text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _StateDraft:
 
 
 class StateMachineBuilder:
-    """States first, then the markers between them. A marker of several parts becomes a chain of states."""
+    """Add states first, then the markers between them. A marker of several parts becomes a chain of states."""
 
     def __init__(self, control: Mapping[str, int]) -> None:
         self._control = control
@@ -33,22 +33,25 @@ class StateMachineBuilder:
 
     @property
     def marker_ids(self) -> frozenset[int]:
-        """The markers so far that are tokens."""
+        """The token ids of the markers so far."""
         return frozenset(key for draft in self._drafts for key in draft.triggers if isinstance(key, int))
 
-    def state(self, phase: Phase, slot: str = "", quotes: bytes = b"") -> int:
+    def add_state(self, phase: Phase, slot: str = "", quotes: bytes = b"") -> int:
         self._drafts.append(_StateDraft(phase, slot, quotes=quotes))
         return len(self._drafts) - 1
 
-    def leads(self, state: int, other: int) -> None:
-        """Visible text in the state leads to another one."""
+    def set_default(self, state: int, other: int) -> None:
+        """Visible text that is no marker leads to another state."""
         self._drafts[state].other = other
 
-    def closes(self, state: int, ids: tuple[int, ...]) -> None:
+    def set_closing(self, state: int, ids: tuple[int, ...]) -> None:
+        """The token ids that lead from the state to the answer."""
         self._drafts[state].closing = ids
 
-    def on(self, state: int, marker: str, to: int, keep: bool = False, fallback: int | None = None) -> None:
-        """The marker leads from the state to another. The first marker that claims a way keeps it."""
+    def add_marker(self, state: int, marker: str, to: int, keep: bool = False, fallback: int | None = None) -> None:
+        """The marker leads from the state to another. If it already leads elsewhere, the first one wins.
+
+        Text that breaks off a marker of several parts leads to `fallback`, or else back to the state."""
         pieces = split_marker(marker, self._control)
         if not pieces:
             return
@@ -59,8 +62,8 @@ class StateMachineBuilder:
             self._key(pieces[-1]), Trigger(self._key(pieces[-1]), to, keep and len(pieces) == 1)
         )
 
-    def on_text(self, state: int, text: str, to: int, keep: bool = False) -> None:
-        """The text, white space and all, leads from the state to another."""
+    def add_text_marker(self, state: int, text: str, to: int, keep: bool = False) -> None:
+        """The exact text, white space included, leads from the state to another."""
         key = self._key(text)
         self._drafts[state].triggers.setdefault(key, Trigger(key, to, keep))
 
@@ -73,16 +76,16 @@ class StateMachineBuilder:
         return Phases(states, start, ends, hidden, markers | self.marker_ids)
 
     def _chain(self, state: int, key: int | bytes, back: int) -> int:
-        """The state after one part of a longer marker; text that doesn't go on with it leads back."""
-        known = self._drafts[state].triggers.get(key)
-        if known is not None and (state, key) not in self._chains:
-            return known.to
+        """The state after one part of a longer marker; other text leads back."""
+        existing = self._drafts[state].triggers.get(key)
+        if existing is not None and (state, key) not in self._chains:
+            return existing.to
         if (state, key) not in self._chains:
-            link = self.state(Phase.CONTROL)
-            self.leads(link, back)
+            link = self.add_state(Phase.CONTROL)
+            self.set_default(link, back)
             self._chains[state, key] = link
             self._drafts[state].triggers[key] = Trigger(key, link)
-            self._drafts[link].triggers[key] = Trigger(key, link)  # a model that stutters begins anew
+            self._drafts[link].triggers[key] = Trigger(key, link)  # a repeated part restarts the marker
         return self._chains[state, key]
 
     def _key(self, piece: str) -> int | bytes:

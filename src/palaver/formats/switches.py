@@ -1,6 +1,6 @@
-"""The variables by which a template can be told what to do, and how a wish is said with them.
+"""Switches: the variables of a template that a request can set, such as `enable_thinking` or `reasoning_effort`.
 
-A wish is neutral (think, or not; how hard; how long); the template's own names and values are its format's matter."""
+A request is neutral (thinking on or off, effort, budget). `SwitchResolver` translates it to template variables."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from palaver.errors import BadParameter
 if TYPE_CHECKING:
     from palaver.formats.base import RenderOptions
 
-CONVENTIONAL = ("low", "medium", "high")
-"""What is offered where a template writes the word as it is given and shows no other."""
+CONVENTIONAL_EFFORTS = ("low", "medium", "high")
+"""Efforts that are offered if a template writes the word as it is given and names no values."""
 
 _SCALE = (
     "none off no never disabled disable no_think nothink no_thinking zero without silent quiet",
@@ -27,11 +27,11 @@ _SCALE = (
 )
 _RANKS = {word: rank for rank, words in enumerate(_SCALE) for word in words.split()}
 _AUTOMATIC = {"auto", "automatic", "adaptive", "dynamic"}
-_SWITCHES = {*_SCALE[0].split(), *_AUTOMATIC, "on", "yes", "enabled", "enable", "true", "false"}
+_SWITCH_WORDS = {*_SCALE[0].split(), *_AUTOMATIC, "on", "yes", "enabled", "enable", "true", "false"}
 
 
 def effort_rank(word: Any) -> int | None:
-    """Where a word stands from nothing (0) up; None for one that is not of the scale."""
+    """The rank of an effort, from none (0) up; None for an unknown word."""
     return _RANKS.get(str(word).casefold().replace("-", "_").replace(" ", "_"))
 
 
@@ -40,17 +40,17 @@ def is_effort_off(word: Any) -> bool:
 
 
 def is_effort_automatic(word: Any) -> bool:
-    """Whether the word leaves it to the model."""
+    """Whether the word leaves the effort to the model."""
     return str(word).casefold() in _AUTOMATIC
 
 
 def are_only_switches(words: Iterable[Any]) -> bool:
-    """Whether the words say on, off or automatic, and nothing about how much."""
-    return all(str(word).casefold() in _SWITCHES for word in words)
+    """Whether the words mean on, off or automatic only, and no effort."""
+    return all(str(word).casefold() in _SWITCH_WORDS for word in words)
 
 
 def order_efforts(words: Iterable[Any]) -> tuple[Any, ...]:
-    """Weakest first, where all have a place; else as they came."""
+    """Weakest first, if all words have a rank; else in the given order."""
     given = list(words)
     if all(isinstance(word, int) for word in given):
         return tuple(sorted(given))
@@ -59,13 +59,13 @@ def order_efforts(words: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(sorted(given, key=lambda word: effort_rank(word) or 0))
 
 
-def match_effort(asked: str, words: Iterable[Any]) -> Any:
-    """The word that was asked for: by its letters, or as the only one of the same strength; else None."""
+def match_effort(effort: str, words: Iterable[Any]) -> Any:
+    """The word for this effort: the same word, or the only one of the same rank; else None."""
     given = list(words)
-    same = [word for word in given if str(word).casefold() == asked.casefold()]
-    place = effort_rank(asked)
-    alike = [word for word in given if place is not None and effort_rank(word) == place]
-    return same[0] if same else alike[0] if len(alike) == 1 else None
+    equal = [word for word in given if str(word).casefold() == effort.casefold()]
+    rank = effort_rank(effort)
+    same_rank = [word for word in given if rank is not None and effort_rank(word) == rank]
+    return equal[0] if equal else same_rank[0] if len(same_rank) == 1 else None
 
 
 class SwitchKind(StrEnum):
@@ -79,7 +79,7 @@ class SwitchKind(StrEnum):
     """Whether the thinking of earlier turns stays in the prompt."""
     DATE = "date"
     TOOLS = "tools"
-    """Which tools are told, or how."""
+    """Which tools are in the prompt, or how they are written."""
     OTHER = "other"
 
 
@@ -95,42 +95,42 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """One variable of a template."""
+    """One variable of a template that a request can set."""
 
     name: str
     kind: SwitchKind = SwitchKind.OTHER
     type: str = "any"
     """One of `TYPES`."""
     values: tuple[Any, ...] = ()
-    """What it is known to take; efforts from the weakest on."""
+    """The known values; efforts from the weakest to the strongest."""
     others: bool = True
-    """Whether it takes other values, too."""
+    """Whether other values are accepted, too."""
     default: Any = None
-    """The value that does what leaving it out does; None where that is unknown or is no value."""
+    """The value that is equivalent to leaving the variable out; None if it is unknown or there is none."""
     on: Any = None
-    """What switches thinking (or keeping it) on, and off; None where no value does."""
+    """The values that switch thinking (or keeping it) on and off; None if no value does."""
     off: Any = None
     form: str = ""
-    """How a date is written, as `strftime` takes it."""
+    """The `strftime` format of a date."""
     changes: str = ""
-    """What it changes, for people."""
+    """A description of what it changes."""
 
     def thinks(self, variables: Mapping[str, Any]) -> bool:
-        """Whether the model thinks with these variables; without this one among them, whether it does by default."""
+        """Whether the model thinks with these variables; without this variable, whether it thinks by default."""
         if self.name in variables:
             return bool(variables[self.name] != self.off)
         return bool(self.default == self.on)
 
     def check(self, value: Any) -> None:
-        """Raises BadParameter for a value that the template can't be meant to get."""
+        """Raises BadParameter for a value that the template does not accept."""
         fits = isinstance(value, TYPES[self.type]) and (self.type != "integer" or not isinstance(value, bool))
         if not fits:
-            raise BadParameter(self.name, value, f"must be {_A[self.type]} for this model's chat template")
+            raise BadParameter(self.name, value, f"must be {_TYPE_NAMES[self.type]} for this model's chat template")
         if not self.others and not any(value == known and type(value) is type(known) for known in self.values):
             raise BadParameter(self.name, value, f"this model's chat template takes {list_values(self.values)}")
 
 
-_A = {"boolean": "true or false", "text": "a text", "integer": "a whole number", "list": "a list",
+_TYPE_NAMES = {"boolean": "true or false", "text": "a text", "integer": "a whole number", "list": "a list",
       "object": "an object", "any": "something"}  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def list_values(values: Iterable[Any]) -> str:
 
 
 def thinking_switch(switches: Iterable[Switch]) -> Switch | None:
-    """What turns thinking on and off: a switch for it, or else an effort or a budget that can be nothing."""
+    """The switch that turns thinking on and off: a thinking switch, or else an effort or budget that can be off."""
     given = list(switches)
     for kind in (SwitchKind.THINKING, SwitchKind.EFFORT, SwitchKind.BUDGET):
         for switch in given:
@@ -153,39 +153,39 @@ def switch_of_kind(switches: Iterable[Switch], kind: SwitchKind) -> Switch | Non
 
 
 class SwitchResolver:
-    """Says wishes with one template's switches."""
+    """Translates render options to the variables of one template."""
 
-    def __init__(self, switches: tuple[Switch, ...], known: Iterable[str]) -> None:
+    def __init__(self, switches: tuple[Switch, ...], variables: Iterable[str]) -> None:
         self._switches = {switch.name: switch for switch in switches}
-        self._known = {*self._switches, *known}
+        self._variables = {*self._switches, *variables}
 
     def variables(self, options: RenderOptions) -> dict[str, Any]:
-        """The variables that the options come to. What the template can't be told is a BadParameter."""
-        thinking = _settled(options)
-        told = {**self._effort(options, thinking), **self._budget(options)}
+        """The variables that express the options. BadParameter if the template has no variable for one."""
+        thinking = _requested_thinking(options)
+        resolved = {**self._effort(options, thinking), **self._budget(options)}
         if thinking is not None:
-            told = {**self._thinking(thinking, told), **told}
+            resolved = {**self._thinking(thinking, resolved), **resolved}
         for name, value in options.variables.items():
             self._check(name, value)
-            if name in told and told[name] != value:
-                raise BadParameter(name, value, f"contradicts what was asked for, which is {told[name]!r}")
-        return told
+            if name in resolved and resolved[name] != value:
+                raise BadParameter(name, value, f"contradicts what was asked for, which is {resolved[name]!r}")
+        return resolved
 
     def _check(self, name: str, value: Any) -> None:
         if name in self._switches:
             self._switches[name].check(value)
-        elif name not in self._known:
+        elif name not in self._variables:
             has = list_values(self._switches) or "none"
             raise BadParameter(name, value, f"this model's chat template asks for no such variable; it has {has}")
 
-    def _thinking(self, thinking: bool, told: Mapping[str, Any]) -> dict[str, Any]:
-        """Where the effort or the budget is what switches, it has been said with it already."""
+    def _thinking(self, thinking: bool, resolved: Mapping[str, Any]) -> dict[str, Any]:
+        """`resolved` are the variables for effort and budget, which may switch thinking already."""
         switch = thinking_switch(self._switches.values())
         if switch is None:
-            if thinking and told:
-                return {}  # asked for by an effort, and nothing stands in its way
-            wanted = "on" if thinking else "off"
-            raise BadParameter("think", wanted, "this model's chat template has no switch for thinking")
+            if thinking and resolved:
+                return {}  # the effort or budget implies thinking, and no switch turns it off
+            state = "on" if thinking else "off"
+            raise BadParameter("think", state, "this model's chat template has no switch for thinking")
         value = switch.on if thinking else switch.off
         return {} if value is None else {switch.name: value}
 
@@ -194,7 +194,7 @@ class SwitchResolver:
             return {}
         switch = switch_of_kind(self._switches.values(), SwitchKind.EFFORT)
         if switch is None:
-            raise BadParameter("effort", options.effort, f"this model's chat template knows no effort{self._has()}")
+            raise BadParameter("effort", options.effort, f"this model's chat template knows no effort{self._hint()}")
         value = match_effort(options.effort, [value for value in switch.values if value != switch.off])
         if value is None and switch.type == "integer" and switch.others and options.effort.isdecimal():
             value = int(options.effort)
@@ -208,26 +208,26 @@ class SwitchResolver:
             return {}
         switch = switch_of_kind(self._switches.values(), SwitchKind.BUDGET)
         if switch is None:
-            raise BadParameter("budget", options.budget, f"this model's chat template knows no budget{self._has()}")
+            raise BadParameter("budget", options.budget, f"this model's chat template knows no budget{self._hint()}")
         switch.check(options.budget)
         return {switch.name: options.budget}
 
-    def _has(self) -> str:
+    def _hint(self) -> str:
         kinds = (SwitchKind.THINKING, SwitchKind.EFFORT, SwitchKind.BUDGET)
         has = [f"{s.name} ({s.kind})" for s in self._switches.values() if s.kind in kinds]
         return f"; it has {', '.join(has)}" if has else " and no other switch for thinking"
 
 
-def _settled(options: RenderOptions) -> bool | None:
-    """Whether thinking is wanted: said outright, or by an effort or a budget, which must not contradict it."""
-    said: list[tuple[str, Any, bool]] = []
+def _requested_thinking(options: RenderOptions) -> bool | None:
+    """Whether thinking is requested, directly or by an effort or budget. They must not contradict each other."""
+    requests: list[tuple[str, Any, bool]] = []
     if options.thinking is not None:
-        said.append(("think", "on" if options.thinking else "off", options.thinking))
+        requests.append(("think", "on" if options.thinking else "off", options.thinking))
     if options.effort is not None:
-        said.append(("effort", options.effort, not is_effort_off(options.effort)))
+        requests.append(("effort", options.effort, not is_effort_off(options.effort)))
     if options.budget is not None:
-        said.append(("budget", options.budget, options.budget != 0))
-    for name, value, wish in said[1:]:
-        if wish != said[0][2]:
-            raise BadParameter(name, value, f"contradicts {said[0][0]} = {said[0][1]!r}")
-    return said[0][2] if said else None
+        requests.append(("budget", options.budget, options.budget != 0))
+    for name, value, thinking in requests[1:]:
+        if thinking != requests[0][2]:
+            raise BadParameter(name, value, f"contradicts {requests[0][0]} = {requests[0][1]!r}")
+    return requests[0][2] if requests else None

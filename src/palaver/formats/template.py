@@ -1,7 +1,7 @@
-"""A chat template run in a sandbox with fuel: loops, calls and output are bounded, attributes are guarded.
+"""Runs a chat template in a Jinja sandbox with fuel: loops, calls and output are bounded, attributes are guarded.
 
-Published templates run unchanged; one that loops for ever, allocates without end or reaches for Python's
-insides is refused with the template's name and line.
+Published templates run unchanged. A template that loops for ever, allocates without end or accesses Python internals is
+refused with the template's name and line.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ MAX_TAGS = 3_000
 MAX_STEPS = 2_000_000
 MAX_TEXT = 50_000_000
 MAX_ARGUMENT = 100_000
-SCAN = 1_000
-"""How many characters are looked through in a step."""
+SCAN_UNIT = 1_000
+"""Characters that may be scanned per step."""
 
 
 class OutOfFuel(Exception):
-    """The template did more than any honest one does."""
+    """The template exceeded a limit."""
 
 
 class HostileTemplate(TemplateError):
-    """What no honest template does: it is not tried again."""
+    """The template exceeded a limit or broke out of the sandbox. Probing stops."""
 
 
 class Fuel:
-    """Counts what one rendering does."""
+    """Counts the steps and the text of one rendering."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -54,12 +54,13 @@ class Fuel:
             raise OutOfFuel(f"it ran for more than {MAX_STEPS} steps")
 
     def scan(self, value: Any) -> Any:
-        """Looking through a long text is work, too."""
-        if isinstance(value, str | list | tuple) and len(value) > SCAN:
-            self.step(len(value) // SCAN)
+        """Charges steps for scanning a long value; returns the value."""
+        if isinstance(value, str | list | tuple) and len(value) > SCAN_UNIT:
+            self.step(len(value) // SCAN_UNIT)
         return value
 
-    def made(self, value: Any) -> Any:
+    def charge_text(self, value: Any) -> Any:
+        """Charges the size of a created text or list; returns the value."""
         if isinstance(value, str | list | tuple | bytes):
             self.text += len(value)
             if self.text > MAX_TEXT:
@@ -68,7 +69,7 @@ class Fuel:
 
 
 class Metered:
-    """An iterable that costs fuel; keeps its length, which `loop` asks for."""
+    """An iterable that charges a step per item. Has the length of its items, which `loop` needs."""
 
     def __init__(self, fuel: Fuel, items: Iterable[Any]) -> None:
         self._fuel = fuel
@@ -84,7 +85,7 @@ class Metered:
 
 
 class GenerationBlocks(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what a model writes; here it renders as its content."""
+    """`{% generation %}...{% endgeneration %}` marks text of the assistant; it renders as its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -94,7 +95,7 @@ class GenerationBlocks(Extension):
 
 
 class Sandbox(SandboxedEnvironment):
-    """The environment templates run in; `fuel` belongs to the rendering under way."""
+    """The environment that templates run in. `fuel` belongs to the current rendering."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -104,8 +105,8 @@ class Sandbox(SandboxedEnvironment):
         self.filters |= {"tojson": tojson, "from_json": from_json, "fromjson": from_json}
         self.filters = {name: self._guarded(func) for name, func in self.filters.items()}
         self.filters |= {"__metered": self._metered, "__joined": self._joined, "__scanned": self._scanned}
-        within: Any = self.tests["in"]
-        self.tests["in"] = self._guarded(within)
+        contains: Any = self.tests["in"]
+        self.tests["in"] = self._guarded(contains)
         self.globals["raise_exception"] = _raise_exception
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
@@ -114,7 +115,7 @@ class Sandbox(SandboxedEnvironment):
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         self.fuel.step()
         self._check(getattr(obj, "__self__", None), *args, *kwargs.values())
-        return self.fuel.made(super().call(context, obj, *args, **kwargs))
+        return self.fuel.charge_text(super().call(context, obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         text = getattr(value, "__self__", "")
@@ -124,35 +125,35 @@ class Sandbox(SandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         self.fuel.step()
-        if operator == "*" and _repeats(left, right):
+        if operator == "*" and _repeats_too_often(left, right):
             raise OutOfFuel("it repeats a text too often")
         if operator == "**" and abs(right) > 64:
             raise OutOfFuel("it raises a number to a huge power")
         if operator == "%" and isinstance(left, str) and re.search(r"%[^a-zA-Z%]*([0-9]{6}|\*)", left):
             raise OutOfFuel("it formats a text to a huge width")
-        return self.fuel.made(super().call_binop(context, operator, left, right))
+        return self.fuel.charge_text(super().call_binop(context, operator, left, right))
 
     def _guarded(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """A built-in filter that costs fuel. Keeps the marks by which Jinja passes its context."""
+        """A built-in filter that charges fuel. Keeps the attributes by which Jinja passes its context."""
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             self.fuel.step()
             self._check(*args, *kwargs.values())
-            return self.fuel.made(func(*args, **kwargs))
+            return self.fuel.charge_text(func(*args, **kwargs))
 
         for name, value in getattr(func, "__dict__", {}).items():
             setattr(guarded, name, value)
         return guarded
 
     def _check(self, *values: Any) -> None:
-        """Refuses what would make a huge text of small ones before it is made."""
+        """Refuses arguments that would create a huge text, before the call."""
         texts = [value for value in values if isinstance(value, str)]
         for value in values:
             self.fuel.scan(value)
             if isinstance(value, int) and abs(value) > MAX_ARGUMENT:
                 raise OutOfFuel(f"it calls something with the number {value}")
             times = value if isinstance(value, int) else len(value) if isinstance(value, list | tuple) else 0
-            if texts and times * (1 + min(map(_breaks, texts))) > MAX_TEXT:
+            if texts and times * (1 + min(map(_line_breaks, texts))) > MAX_TEXT:
                 raise OutOfFuel(f"it makes more than {MAX_TEXT} characters of text")
         if len(texts) > 2 and texts[0].count(texts[1]) * len(texts[2]) > MAX_TEXT:
             raise OutOfFuel(f"it makes more than {MAX_TEXT} characters of text")
@@ -164,12 +165,12 @@ class Sandbox(SandboxedEnvironment):
         return Metered(self.fuel, items)
 
     def _joined(self, items: Sequence[Any]) -> str:
-        text: str = self.fuel.made("".join(str(item) for item in items))
+        text: str = self.fuel.charge_text("".join(str(item) for item in items))
         return text
 
 
 def _metered_tree(tree: nodes.Template) -> nodes.Template:
-    """The template with every loop metered and every `~` measured."""
+    """The syntax tree with loops, comparisons, slices and `~` charged."""
     for loop in tree.find_all(nodes.For):
         loop.iter = nodes.Filter(loop.iter, "__metered", [], [], None, None, lineno=loop.lineno)
     for compared in tree.find_all(nodes.Compare):
@@ -188,8 +189,8 @@ def _scanned(value: nodes.Expr) -> nodes.Expr:
     return nodes.Filter(value, "__scanned", [], [], None, None, lineno=value.lineno)
 
 
-def _breaks(text: str) -> int:
-    """The places in a text that may grow by a number: lines and tabs are widened."""
+def _line_breaks(text: str) -> int:
+    """The number of lines and tabs in a text: `indent` and `expandtabs` widen each of them."""
     return text.count("\n") + text.count("\t")
 
 
@@ -202,7 +203,7 @@ def _replace_concat(value: Any) -> Any:
     return value
 
 
-def _repeats(left: Any, right: Any) -> bool:
+def _repeats_too_often(left: Any, right: Any) -> bool:
     text, times = (left, right) if not isinstance(left, int | float) else (right, left)
     return isinstance(text, str | list | tuple) and isinstance(times, int) and len(text) * times > MAX_TEXT
 
@@ -225,7 +226,7 @@ def tojson(
 
 
 def _ascii(text: str) -> str:
-    """Escapes as JSON does, but for private characters, by which contents are kept apart from control text."""
+    """Escapes characters beyond ASCII as JSON does, except private-use ones: they escape control text in contents."""
     return re.sub(r"[^\x00-\x7f\ue000-\uf8ff]", lambda m: json.dumps(m[0])[1:-1], text)
 
 
@@ -234,7 +235,7 @@ def from_json(text: str) -> Any:
 
 
 class Template:
-    """One compiled chat template. Rendering has no side effects and depends on its arguments alone."""
+    """One compiled chat template. Rendering has no side effects and depends on its arguments only."""
 
     def __init__(self, source: str, name: str = "chat template") -> None:
         self.source = source
@@ -248,19 +249,19 @@ class Template:
         text = []
         try:
             for piece in self._compiled.generate(strftime_now=day.strftime, **variables):
-                text.append(self._sandbox.fuel.made(piece))
+                text.append(self._sandbox.fuel.charge_text(piece))
         except Exception as error:
-            raise self._refusal(error) from None
+            raise self._to_template_error(error) from None
         return "".join(text)
 
     @property
     def steps(self) -> int:
-        """What the last rendering took."""
+        """The steps of the last rendering."""
         return self._sandbox.fuel.steps
 
     @cached_property
     def tree(self) -> nodes.Template:
-        """The syntax tree, for those who learn from it."""
+        """The syntax tree, for learning."""
         return Sandbox().parse(self.source)
 
     def _compile(self) -> jinja2.Template:
@@ -268,9 +269,9 @@ class Template:
             _check_source(self.source)
             return self._sandbox.from_string(self.source)
         except Exception as error:
-            raise self._refusal(error) from None
+            raise self._to_template_error(error) from None
 
-    def _refusal(self, error: Exception) -> TemplateError:
+    def _to_template_error(self, error: Exception) -> TemplateError:
         why = str(error) or type(error).__name__
         if isinstance(error, RecursionError):
             why = "it is nested too deeply"

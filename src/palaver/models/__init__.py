@@ -1,1 +1,1 @@
-"""Models by name: those shipped with Palaver, folders on disk, and ids on the hub."""
+"""Models by name: embedded models, folders, hub ids and training configurations."""

@@ -1,6 +1,6 @@
-"""A training configuration of axolotl as the name of a model: what it trained can be talked to.
+"""Reads axolotl's training configurations, so that one can be used as the name of the model it trained.
 
-Only what says how to load the result is read; how it was trained does not matter here.
+Only the settings that determine how to load the result are read.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from typing import Any
 
 from palaver.errors import BrokenModel
 
-_OWN = "tokenizer_default"
-_FALLBACK = "tokenizer_default_fallback_"
+_TOKENIZER_DEFAULT = "tokenizer_default"
+_FALLBACK_PREFIX = "tokenizer_default_fallback_"
 _ADAPTERS = ("lora", "qlora")
-_OUTPUT = "./model-out"
-"""Where results go when the configuration does not say."""
+_DEFAULT_OUTPUT = "./model-out"
+"""axolotl's default for `output_dir`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """What is to be loaded."""
+    """The result of a training configuration."""
 
     model: str
     """A folder or a hub id."""
     adapter: Path | None = None
-    """The folder of a LoRA adapter that belongs on top of the model."""
-    saved: Path | None = None
-    """The folder that the training wrote, where there is one: a chat template in it is the one it trained with."""
+    """The folder of a LoRA adapter to merge into the model."""
+    output_folder: Path | None = None
+    """The folder that training wrote, if it exists: a chat template in it is the one that was trained with."""
     template: str | None = None
-    """The text of a chat template that stands in the configuration."""
-    name: str | None = None
-    """The name of the chat template it was trained with."""
-    fallback: str | None = None
-    """The name of one for a model that brings none."""
-    context: int | None = None
-    """How many tokens it was trained on at most."""
+    """The text of a chat template in the configuration."""
+    template_name: str | None = None
+    """The name of the chat template that the model was trained with."""
+    fallback_template: str | None = None
+    """The name of the chat template for a model without one."""
+    context_length: int | None = None
+    """The sequence length of the training."""
     notes: tuple[str, ...] = ()
-    """What a person should know of what was chosen, or could not be."""
+    """Notices for the user about what was chosen."""
 
 
 def is_configuration(name: str) -> bool:
@@ -47,17 +47,17 @@ def is_configuration(name: str) -> bool:
 
 
 def read_configuration(path: Path) -> TrainedModel:
-    """BrokenModel for what is no such configuration, or names what is not there."""
-    config = _mapping(path)
+    """Raises BrokenModel if the file is no configuration or refers to missing files."""
+    config = _read_yaml(path)
     base = config.get("base_model")
     if not isinstance(base, str) or not base:
         raise BrokenModel(f"{path}: there is no base_model.")
-    weights = _weights(path, config, _place(path, base) or base)
+    weights = _find_weights(path, config, _find_path(path, base) or base)
     length = config.get("sequence_len")
-    return replace(_talking(path, config, weights), context=length if isinstance(length, int) else None)
+    return replace(_with_template(path, config, weights), context_length=length if isinstance(length, int) else None)
 
 
-def _mapping(path: Path) -> Mapping[str, Any]:
+def _read_yaml(path: Path) -> Mapping[str, Any]:
     import yaml
 
     try:
@@ -69,72 +69,74 @@ def _mapping(path: Path) -> Mapping[str, Any]:
     return value
 
 
-def _weights(path: Path, config: Mapping[str, Any], base: str) -> TrainedModel:
-    """The model, the adapter on top of it, and what to tell of the choice."""
-    kind = config.get("adapter")
-    output = str(config.get("lora_model_dir") or config.get("output_dir") or _OUTPUT)
-    folder = _folder(path, output)
-    if not kind:
+def _find_weights(path: Path, config: Mapping[str, Any], base: str) -> TrainedModel:
+    """The model, its adapter, and notices about the choice."""
+    adapter_type = config.get("adapter")
+    output = str(config.get("lora_model_dir") or config.get("output_dir") or _DEFAULT_OUTPUT)
+    folder = _find_folder(path, output)
+    if not adapter_type:
         if folder is not None and (folder / "config.json").is_file():
-            return TrainedModel(str(folder), saved=folder)
+            return TrainedModel(str(folder), output_folder=folder)
         return TrainedModel(base, notes=(f"{output} holds no trained model yet: this is {base} as it was before.",))
-    if kind not in _ADAPTERS:
-        raise BrokenModel(f"{path}: adapters of the kind {kind!r} can't be loaded; known are {', '.join(_ADAPTERS)}.")
+    if adapter_type not in _ADAPTERS:
+        raise BrokenModel(
+            f"{path}: adapters of the kind {adapter_type!r} can't be loaded; known are {', '.join(_ADAPTERS)}."
+        )
     if folder is None or not (folder / "adapter_config.json").is_file():
         raise BrokenModel(f"{path}: there is no adapter in {output} (adapter_config.json): train it first.")
-    return TrainedModel(base, folder, saved=folder)
+    return TrainedModel(base, folder, output_folder=folder)
 
 
-def _talking(path: Path, config: Mapping[str, Any], trained: TrainedModel) -> TrainedModel:
-    """With the chat template that the configuration names, else its data sets; else the model's own is meant."""
-    for place in (config, *_datasets(config)):
-        name = place.get("chat_template")
+def _with_template(path: Path, config: Mapping[str, Any], trained: TrainedModel) -> TrainedModel:
+    """Adds the chat template of the configuration, else of its data sets; by default the model's own is used."""
+    for section in (config, *_datasets(config)):
+        name = section.get("chat_template")
         if name:
-            return _named(path, str(name), place.get("chat_template_jinja"), trained)
+            return _with_named_template(path, str(name), section.get("chat_template_jinja"), trained)
     types = {one["type"] for one in _datasets(config) if isinstance(one.get("type"), str)}
     if any("chatml" in one for one in types):
-        return replace(trained, name="chatml")
+        return replace(trained, template_name="chatml")
     if any(one.startswith("alpaca") for one in types):
-        return replace(trained, fallback="alpaca")
+        return replace(trained, fallback_template="alpaca")
     return trained
 
 
-def _named(path: Path, name: str, jinja: Any, trained: TrainedModel) -> TrainedModel:
-    if name == _OWN:
+def _with_named_template(path: Path, name: str, jinja: Any, trained: TrainedModel) -> TrainedModel:
+    if name == _TOKENIZER_DEFAULT:
         return trained
-    if name.startswith(_FALLBACK):
-        return replace(trained, fallback=name.removeprefix(_FALLBACK))
+    if name.startswith(_FALLBACK_PREFIX):
+        return replace(trained, fallback_template=name.removeprefix(_FALLBACK_PREFIX))
     if name == "jinja" and isinstance(jinja, str):
-        return replace(trained, template=_text(path, jinja))
+        return replace(trained, template=_template_text(path, jinja))
     if "{{" in name or "{%" in name or name.endswith(".jinja"):
-        return replace(trained, template=_text(path, name))
-    return replace(trained, name=name)
+        return replace(trained, template=_template_text(path, name))
+    return replace(trained, template_name=name)
 
 
-def _text(path: Path, value: str) -> str:
-    """A template's text, or that of the file it names."""
+def _template_text(path: Path, value: str) -> str:
+    """The text of a template, given directly or as a file."""
     if "{" in value:
         return value
-    found = _place(path, value)
-    if found is None:
+    resolved = _find_path(path, value)
+    if resolved is None:
         raise BrokenModel(f"{path}: there is no chat template {value}.")
-    return Path(found).read_text(encoding="utf-8")
+    return Path(resolved).read_text(encoding="utf-8")
 
 
 def _datasets(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    given = config.get("datasets")
-    return [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+    value = config.get("datasets")
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
-def _place(path: Path, name: str) -> str | None:
-    """Where a relative path leads, from the folder one is in or from the configuration's."""
-    given = Path(name).expanduser()
-    for candidate in (given, path.parent / given):
+def _find_path(path: Path, name: str) -> str | None:
+    """Resolves a path relative to the working directory, then to the configuration's folder."""
+    value = Path(name).expanduser()
+    for candidate in (value, path.parent / value):
         if candidate.exists():
             return str(candidate)
     return None
 
 
-def _folder(path: Path, name: str) -> Path | None:
-    found = _place(path, name)
-    return Path(found) if found is not None and Path(found).is_dir() else None
+def _find_folder(path: Path, name: str) -> Path | None:
+    resolved = _find_path(path, name)
+    return Path(resolved) if resolved is not None and Path(resolved).is_dir() else None

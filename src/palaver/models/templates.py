@@ -1,7 +1,7 @@
-"""Chat templates by the names that training configurations call them, for models that bring none.
+"""Chat templates by the names that training configurations use, for models without one.
 
-Each is written here from what is known of its form: markers, and the blanks between them. A form that has no place for
-a system prompt gets it before the first message. Forms that hold a prompt of their makers' are left out.
+Each is written from the known format: markers, and the whitespace between them. In a format without a system role, the
+system prompt is put before the first message. Formats with a built-in system prompt are left out.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ PHI = """\
 
 
 def _mistral(opens: str, closes: str, answers: str) -> str:
-    """The three differ in blanks alone."""
+    """The three versions differ only in whitespace."""
     return (
         "{{- bos_token -}}\n"
         + _BEFORE

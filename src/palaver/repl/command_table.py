@@ -1,4 +1,4 @@
-"""The commands of the terminal, in one table: from it come help, completion and the nearest names."""
+"""The table of slash commands: source of help, completion and suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from palaver.errors import RequestError
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-Run = Callable[["Session", str], Awaitable[None]]
-"""Takes what was written behind the command's name, as it was written."""
+CommandFunction = Callable[["Session", str], Awaitable[None]]
+"""Called with the text after the command's name, unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentChoice:
-    """Something an argument may be, and what it means."""
+    """A possible value of an argument, with a description."""
 
     text: str
-    meaning: str = ""
-    whole: bool = False
-    """Whether it takes the place of all arguments, not of the last word alone."""
+    description: str = ""
+    replaces_all: bool = False
+    """Whether it replaces all arguments instead of the last word."""
 
 
 Choices = Callable[["Session", str], Awaitable[Iterable[ArgumentChoice]]]
-"""Takes what was written of the arguments so far; gives what may stand in place of the last word."""
+"""Called with the arguments typed so far; returns the choices for the last word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
     name: str
-    meaning: str
-    run: Run
+    description: str
+    run: CommandFunction
     arguments: str = ""
-    """How they are written, for help."""
+    """The usage shown in help."""
     aliases: tuple[str, ...] = ()
     choices: Choices | None = None
-    theme: str = ""
+    group: str = ""
 
 
 class UnknownCommand(RequestError):
-    def __init__(self, name: str, near: Sequence[str]) -> None:
-        nearest = f" Near it: {', '.join(f'/{one}' for one in near)}." if near else " /help lists them all."
-        super().__init__(f"There is no command /{name}.{nearest} To send it as text, write //{name}.")
+    def __init__(self, name: str, suggestions: Sequence[str]) -> None:
+        hint = f" Near it: {', '.join(f'/{one}' for one in suggestions)}." if suggestions else " /help lists them all."
+        super().__init__(f"There is no command /{name}.{hint} To send it as text, write //{name}.")
 
 
 class CommandGroup:
@@ -58,25 +58,25 @@ class CommandGroup:
     def command(
         self,
         name: str,
-        meaning: str,
+        description: str,
         arguments: str = "",
         aliases: Iterable[str] = (),
         choices: Choices | None = None,
-    ) -> Callable[[Run], Run]:
-        def put(run: Run) -> Run:
-            self.commands.append(Command(name, meaning, run, arguments, tuple(aliases), choices, self.name))
+    ) -> Callable[[CommandFunction], CommandFunction]:
+        def register(run: CommandFunction) -> CommandFunction:
+            self.commands.append(Command(name, description, run, arguments, tuple(aliases), choices, self.name))
             return run
 
-        return put
+        return register
 
 
 class CommandTable:
-    def __init__(self, themes: Iterable[CommandGroup]) -> None:
-        self.themes = tuple(themes)
+    def __init__(self, groups: Iterable[CommandGroup]) -> None:
+        self.groups = tuple(groups)
         self._by_name = {name: one for one in self for name in (one.name, *one.aliases)}
 
     def __iter__(self) -> Iterator[Command]:
-        return (command for theme in self.themes for command in theme.commands)
+        return (command for group in self.groups for command in group.commands)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,8 +85,8 @@ class CommandTable:
     def get(self, name: str) -> Command | None:
         return self._by_name.get(name)
 
-    def near(self, name: str) -> list[str]:
-        """The nearest names, the nearest first."""
+    def suggest(self, name: str) -> list[str]:
+        """Similar command names, the most similar first."""
         starts = [one for one in self._by_name if len(name) > 1 and one.startswith(name.lower())]
         return list(dict.fromkeys([*starts, *difflib.get_close_matches(name.lower(), self._by_name, 3, 0.7)]))[:4]
 
@@ -105,23 +105,23 @@ class CommandLine:
 
 
 def parse_line(line: str, table: CommandTable) -> MessageLine | CommandLine:
-    """What a line is. `//text` is a message that begins with a slash, and so is a path that is near no command."""
+    """Parses a line. `//text` is a message that begins with a slash, and so is a path that resembles no command."""
     if not line.startswith("/"):
         return MessageLine(line)
     if line.startswith("//"):
         return MessageLine(line[1:])
-    name, arguments = _parted(line[1:])
+    name, arguments = _split_command(line[1:])
     command = table.get(name.lower())
     if command is not None:
         return CommandLine(command, arguments)
-    near = table.near(name)
-    if not near and ("/" in name or not name):
+    suggestions = table.suggest(name)
+    if not suggestions and ("/" in name or not name):
         return MessageLine(line)
-    raise UnknownCommand(name, near)
+    raise UnknownCommand(name, suggestions)
 
 
-def _parted(text: str) -> tuple[str, str]:
-    """The first word, and what comes behind the one space or newline after it."""
+def _split_command(text: str) -> tuple[str, str]:
+    """The first word, and the text after the one whitespace character that follows it."""
     for place, character in enumerate(text):
         if character.isspace():
             return text[:place], text[place + 1 :]

@@ -1,4 +1,4 @@
-"""Completion of commands, their arguments, parameters and paths, from the table of commands."""
+"""Tab completion of commands, their arguments, parameters and paths, from the command table."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from palaver.repl.command_table import ArgumentChoice, Choices, CommandTable
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-MOST = 200
+MAX_CHOICES = 200
 
 
 class CommandCompleter(Completer):
-    """Only for lines that begin with a slash: what is said to a model is not guessed at."""
+    """Completes lines that begin with a slash; messages are not completed."""
 
     def __init__(self, table: CommandTable, session: Session) -> None:
         self._table = table
@@ -48,54 +48,55 @@ class CommandCompleter(Completer):
         except PalaverError:
             return
         for choice in matching_choices(choices, arguments):
-            yield _completion(choice, _begun(choice, arguments))
+            yield _completion(choice, _replaced_text(choice, arguments))
 
-    def _names(self, begun: str) -> list[ArgumentChoice]:
-        """Names first; an alias only where the name itself does not begin so."""
+    def _names(self, prefix: str) -> list[ArgumentChoice]:
+        """Commands whose name, or else an alias, starts with the prefix."""
         return [
-            ArgumentChoice(name, command.meaning)
+            ArgumentChoice(name, command.description)
             for command in self._table
-            for name in [next((one for one in (command.name, *command.aliases) if one.startswith(begun)), None)]
+            for name in [next((one for one in (command.name, *command.aliases) if one.startswith(prefix)), None)]
             if name is not None
         ]
 
 
 def matching_choices(choices: Iterable[ArgumentChoice], arguments: str) -> list[ArgumentChoice]:
-    """Those that begin as what was written first, then those that hold it."""
-    given = [(one, _begun(one, arguments).lower()) for one in choices]
-    starts = [one for one, begun in given if one.text.lower().startswith(begun)]
-    holds = [one for one, begun in given if begun in f"{one.text}\n{one.meaning}".lower()]
-    return list(dict.fromkeys([*starts, *holds]))[:MOST]
+    """The choices that start with the typed text first, then those that contain it."""
+    pairs = [(one, _replaced_text(one, arguments).lower()) for one in choices]
+    starting = [one for one, typed in pairs if one.text.lower().startswith(typed)]
+    containing = [one for one, typed in pairs if typed in f"{one.text}\n{one.description}".lower()]
+    return list(dict.fromkeys([*starting, *containing]))[:MAX_CHOICES]
 
 
-def _begun(choice: ArgumentChoice, arguments: str) -> str:
-    """What the choice takes the place of."""
-    return arguments if choice.whole else arguments.rpartition(" ")[2]
+def _replaced_text(choice: ArgumentChoice, arguments: str) -> str:
+    """The typed text that the choice replaces."""
+    return arguments if choice.replaces_all else arguments.rpartition(" ")[2]
 
 
 async def complete_paths(session: Session, arguments: str) -> list[ArgumentChoice]:
-    """Files and folders, for what was written of a path."""
-    begun = arguments.strip()
-    folder, _, name = begun.rpartition(os.sep)
-    parent = f"{folder}{os.sep}" if folder or begun.startswith(os.sep) else ""
+    """Files and folders that complete a typed path."""
+    path_text = arguments.strip()
+    folder, _, name = path_text.rpartition(os.sep)
+    parent = f"{folder}{os.sep}" if folder or path_text.startswith(os.sep) else ""
     try:
         entries = sorted(Path(parent or ".").expanduser().iterdir(), key=lambda path: path.name)
     except OSError:
         return []
-    found = [path for path in entries if path.name.startswith(name) and (name or not path.name.startswith("."))]
+    matches = [path for path in entries if path.name.startswith(name) and (name or not path.name.startswith("."))]
     return [
-        ArgumentChoice(f"{parent}{path.name}{os.sep if path.is_dir() else ''}", whole=True) for path in found[:MOST]
+        ArgumentChoice(f"{parent}{path.name}{os.sep if path.is_dir() else ''}", replaces_all=True)
+        for path in matches[:MAX_CHOICES]
     ]
 
 
 def fixed_choices(*choices: str) -> Choices:
-    """Always the same few."""
+    """A completer with a fixed list."""
 
-    async def given(session: Session, arguments: str) -> list[ArgumentChoice]:
+    async def complete(session: Session, arguments: str) -> list[ArgumentChoice]:
         return [ArgumentChoice(one) for one in choices] if " " not in arguments else []
 
-    return given
+    return complete
 
 
-def _completion(choice: ArgumentChoice, begun: str) -> Completion:
-    return Completion(choice.text, start_position=-len(begun), display_meta=choice.meaning)
+def _completion(choice: ArgumentChoice, replaced: str) -> Completion:
+    return Completion(choice.text, start_position=-len(replaced), display_meta=choice.description)

@@ -1,7 +1,7 @@
-"""Where the terminal stands: a conversation and a message in it, or a conversation that is yet to be made.
+"""The terminal's position: a conversation and a message in it, or a new conversation that is not stored yet.
 
-Nothing is kept here that the chat knows: the branch, the system prompt and the parameters are asked for each time,
-because somebody else may have changed them."""
+The branch, the system prompt and the parameters are read from the chat each time and never cached here, because
+another client may change them."""
 
 from __future__ import annotations
 
@@ -16,123 +16,129 @@ from palaver.store import Conversation, Cursor, NotFound, ReplyStatus, StoredMes
 
 
 @dataclass(frozen=True, slots=True)
-class ConversationDraft:
-    """What a conversation begins with. It is made with its first message, so that empty ones are not left about."""
+class ConversationSettings:
+    """The system prompt and the parameters of a conversation. A new conversation is stored with its first message."""
 
     system: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ConversationCursor:
-    def __init__(self, chat: Chat, client: str, draft: ConversationDraft) -> None:
+    def __init__(self, chat: Chat, client: str, settings: ConversationSettings) -> None:
         self._chat = chat
         self._client = client
-        self._draft = draft
-        self.id: str | None = None
-        """The conversation's."""
+        self._new_settings = settings
+        self.conversation_id: str | None = None
+        """None for a new conversation."""
 
     async def conversation(self) -> Conversation | None:
-        return None if self.id is None else await self._chat.conversation(self.id)
+        return None if self.conversation_id is None else await self._chat.conversation(self.conversation_id)
 
-    async def made(self) -> Conversation:
-        """The conversation, made now where there was none."""
+    async def ensure_conversation(self) -> Conversation:
+        """The current conversation, created if it is new."""
         found = await self.conversation()
         if found is None:
-            found = await self._chat.create(system=self._draft.system, parameters=self._draft.parameters)
-            self.id = found.id
-            await self._chat.move(found.id, self._client, None)  # undo leads back to here
+            found = await self._chat.create_conversation(
+                system=self._new_settings.system, parameters=self._new_settings.parameters
+            )
+            self.conversation_id = found.id
+            await self._chat.move_cursor(found.id, self._client, None)  # the first entry of the undo history
         return found
 
     async def open(self, id: str) -> None:
-        """Goes to where this client was, or to where somebody went on since then; an undo is respected."""
+        """Moves to the conversation's head, or to this client's own position if it has undone moves."""
         conversation = await self._chat.conversation(id)
         cursor = await self._chat.cursor(id, self._client)
         at = cursor.message_id
         if not cursor.can_redo and conversation.head_id is not None:
             at = conversation.head_id
-        await self._chat.move(id, self._client, at)
-        self.id = id
+        await self._chat.move_cursor(id, self._client, at)
+        self.conversation_id = id
 
-    async def leave(self) -> None:
-        """To a new conversation, with the system prompt and the parameters of this one."""
-        self._draft = await self.begins_with()
-        self.id = None
+    async def start_new(self) -> None:
+        """Starts a new conversation with the system prompt and the parameters of this one."""
+        self._new_settings = await self.settings()
+        self.conversation_id = None
 
-    async def begins_with(self) -> ConversationDraft:
+    async def settings(self) -> ConversationSettings:
         found = await self.conversation()
-        return self._draft if found is None else ConversationDraft(found.system, found.parameters)
+        return self._new_settings if found is None else ConversationSettings(found.system, found.parameters)
 
     # the branch
 
-    async def cursor(self) -> Cursor:
-        return Cursor(None, False, False) if self.id is None else await self._chat.cursor(self.id, self._client)
+    async def position(self) -> Cursor:
+        return (
+            Cursor(None, False, False)
+            if self.conversation_id is None
+            else await self._chat.cursor(self.conversation_id, self._client)
+        )
 
     async def path(self) -> tuple[StoredMessage, ...]:
-        at = (await self.cursor()).message_id
+        at = (await self.position()).message_id
         return () if at is None else await self._chat.path(at)
 
-    async def last(self, role: Role) -> StoredMessage | None:
+    async def last_message(self, role: Role) -> StoredMessage | None:
         return next((stored for stored in reversed(await self.path()) if stored.role is role), None)
 
-    async def move(self, to: str | None) -> None:
-        assert self.id is not None
-        await self._chat.move(self.id, self._client, to)
+    async def move(self, message_id: str | None) -> None:
+        assert self.conversation_id is not None
+        await self._chat.move_cursor(self.conversation_id, self._client, message_id)
 
     async def undo(self) -> None:
-        assert self.id is not None
-        await self._chat.undo(self.id, self._client)
+        assert self.conversation_id is not None
+        await self._chat.undo(self.conversation_id, self._client)
 
     async def redo(self) -> None:
-        assert self.id is not None
-        await self._chat.redo(self.id, self._client)
+        assert self.conversation_id is not None
+        await self._chat.redo(self.conversation_id, self._client)
 
-    async def running(self) -> StoredMessage | None:
-        """The reply at the end of the branch, where it is still being written."""
+    async def running_reply(self) -> StoredMessage | None:
+        """The reply at the end of the branch, if it is still running."""
         path = await self.path()
         last = path[-1] if path else None
         return last if last and last.reply and last.reply.status is ReplyStatus.RUNNING else None
 
-    # what is set
+    # settings
 
-    async def set(self, **parameters: Any) -> None:
-        """Sets parameters, for the turns to come; None takes one back to the model's default."""
-        draft = await self.begins_with()
-        whole = check_parameters(merge_parameters(draft.parameters, parameters))
-        if self.id is None:
-            self._draft = ConversationDraft(draft.system, whole)
+    async def set_parameters(self, **parameters: Any) -> None:
+        """Sets parameters for the following turns; None resets one to the model's default."""
+        settings = await self.settings()
+        checked = check_parameters(merge_parameters(settings.parameters, parameters))
+        if self.conversation_id is None:
+            self._new_settings = ConversationSettings(settings.system, checked)
         else:
-            await self._chat.change(self.id, parameters=whole)
+            await self._chat.update_conversation(self.conversation_id, parameters=checked)
 
-    async def replace(self, parameters: Mapping[str, Any]) -> None:
-        """Sets exactly these."""
-        draft = await self.begins_with()
-        await self.set(**{**dict.fromkeys(draft.parameters), **parameters})
+    async def replace_parameters(self, parameters: Mapping[str, Any]) -> None:
+        """Replaces all parameters."""
+        settings = await self.settings()
+        await self.set_parameters(**{**dict.fromkeys(settings.parameters), **parameters})
 
     async def set_system(self, system: str) -> None:
-        if self.id is None:
-            self._draft = ConversationDraft(system, self._draft.parameters)
+        if self.conversation_id is None:
+            self._new_settings = ConversationSettings(system, self._new_settings.parameters)
         else:
-            await self._chat.change(self.id, system=system)
+            await self._chat.update_conversation(self.conversation_id, system=system)
 
 
-async def find_conversation(chat: Chat, wanted: str) -> Conversation:
-    """The conversation with that id, or the only one whose id begins so."""
+async def find_conversation(chat: Chat, id: str) -> Conversation:
+    """The conversation with that id, or the only one whose id starts with it."""
     try:
-        return await chat.conversation(wanted)
+        return await chat.conversation(id)
     except NotFound:
-        near = [one for one in await list_conversations(chat) if one.id.startswith(wanted)]
-        if len(near) != 1 or not wanted:
+        matches = [one for one in await list_conversations(chat) if one.id.startswith(id)]
+        if len(matches) != 1 or not id:
             raise
-        return near[0]
+        return matches[0]
 
 
-async def list_conversations(chat: Chat, most: int = 1000) -> list[Conversation]:
+async def list_conversations(chat: Chat, limit: int = 1000) -> list[Conversation]:
     """The newest conversations first."""
-    page = 200
-    whole: list[Conversation] = []
-    while len(whole) < most:
-        more = await chat.conversations(limit=page, before=whole[-1].id if whole else None)
-        whole += more
-        if len(more) < page:
+    page_size = 200
+    conversations: list[Conversation] = []
+    while len(conversations) < limit:
+        page = await chat.conversations(limit=page_size, before=conversations[-1].id if conversations else None)
+        conversations += page
+        if len(page) < page_size:
             break
-    return whole
+    return conversations

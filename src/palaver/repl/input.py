@@ -1,4 +1,4 @@
-"""Where what is said to the session comes from: a person at a prompt, or a pipe."""
+"""Input of a session: the protocol of line sources, and the one that reads a stream."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
-from palaver.repl.plain import interrupts
+from palaver.repl.plain import handle_interrupt
 
 
 @dataclass(frozen=True, slots=True)
 class TypedLine:
     text: str
-    edited: str | None = None
-    """The id of the message of which this is another wording."""
+    edited_id: str | None = None
+    """The id of the message that this line edits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,41 +28,41 @@ class LastMessage:
 
 @dataclass(frozen=True, slots=True)
 class KeyActions:
-    """What keys do while no prompt is shown."""
+    """Callbacks for Ctrl+C and Ctrl+T while no prompt is shown."""
 
-    interrupted: Callable[[], object]
-    toggled: Callable[[], object] = lambda: None
+    on_interrupt: Callable[[], object]
+    on_toggle: Callable[[], object] = lambda: None
 
 
 class ReplyDropped(Exception):
-    """Ctrl+C came again within a second: the reply that was stopped is not wanted."""
+    """A second Ctrl+C within a second: the stopped reply is dropped."""
 
 
 class LineSource(Protocol):
-    is_person: bool
+    is_interactive: bool
 
-    async def read(self, begun: TypedLine | None = None, last: LastMessage | None = None) -> TypedLine:
-        """The next message or command. EOFError when there are no more, Dropped for the second of two Ctrl+C."""
+    async def read(self, initial: TypedLine | None = None, last: LastMessage | None = None) -> TypedLine:
+        """The next message or command. Raises EOFError at the end, ReplyDropped for the second of two Ctrl+C."""
         ...
 
     async def ask(self, question: str) -> str:
-        """A short answer, on the side. EOFError where nobody can be asked."""
+        """Asks a short question. Raises EOFError if the source is not interactive."""
         ...
 
-    def watching(self, watched: KeyActions) -> AbstractContextManager[None]:
-        """Inside, keys are looked at without a prompt."""
+    def watch_keys(self, actions: KeyActions) -> AbstractContextManager[None]:
+        """Inside the context, keys call the actions although no prompt is shown."""
         ...
 
 
 class StreamLineSource:
-    """A line a message, from a pipe or from a terminal that can do nothing else."""
+    """One line per message, from a pipe or a terminal without cursor control."""
 
     def __init__(self, stream: TextIO, prompt_to: TextIO | None = None) -> None:
         self._stream = stream
         self._prompt_to = prompt_to
-        self.is_person = prompt_to is not None
+        self.is_interactive = prompt_to is not None
 
-    async def read(self, begun: TypedLine | None = None, last: LastMessage | None = None) -> TypedLine:
+    async def read(self, initial: TypedLine | None = None, last: LastMessage | None = None) -> TypedLine:
         return TypedLine(await self._line("> "))
 
     async def ask(self, question: str) -> str:
@@ -70,13 +70,13 @@ class StreamLineSource:
             raise EOFError
         return await self._line(f"{question} ")
 
-    def watching(self, watched: KeyActions) -> AbstractContextManager[None]:
-        return interrupts(watched.interrupted)
+    def watch_keys(self, actions: KeyActions) -> AbstractContextManager[None]:
+        return handle_interrupt(actions.on_interrupt)
 
     async def _line(self, prompt: str) -> str:
         if self._prompt_to is not None:
             print(prompt, end="", file=self._prompt_to, flush=True)
-        with interrupts(lambda: None):  # the terminal itself throws the line away
+        with handle_interrupt(lambda: None):  # the terminal itself discards the line
             line = await asyncio.to_thread(self._stream.readline)
         if not line:
             raise EOFError

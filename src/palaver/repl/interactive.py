@@ -1,4 +1,4 @@
-"""A session with a person at a terminal: the prompt is there while the model loads."""
+"""An interactive session: the prompt is usable while the model loads."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from palaver.repl.status import banner, loading_line
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-_LOOKS = 0.25
-"""Seconds between looks at how far a model is."""
+_POLL_SECONDS = 0.25
+"""Interval at which the loading progress is read."""
 
 
 async def run_interactive(session: Session) -> None:
     tasks: set[asyncio.Task[None]] = set()
 
-    def toggled() -> None:
-        task = asyncio.create_task(_toggled(session))
+    def on_toggle() -> None:
+        task = asyncio.create_task(_toggle_thinking(session))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
@@ -40,33 +40,33 @@ async def run_interactive(session: Session) -> None:
         open_history(session.settings.folder / "history"),
         CommandCompleter(session.table, session),
         lambda: session.stopped_at,
-        toggled,
+        on_toggle,
     )
     session.lines = prompt
-    watching = asyncio.create_task(_watched(session, prompt))
+    watcher = asyncio.create_task(_watch_model(session, prompt))
     try:
-        await session.begin()
+        await session.open_initial()
         await session.run()
     finally:
-        watching.cancel()
+        watcher.cancel()
         with suppress(asyncio.CancelledError):
-            await watching
+            await watcher
 
 
-async def _watched(session: Session, prompt: PromptLine) -> None:
-    """Tells how far the model is, and what it is when it is there."""
+async def _watch_model(session: Session, prompt: PromptLine) -> None:
+    """Shows the loading progress below the prompt, then the banner."""
     card = await session.chat.model()
     while card.state is ModelState.LOADING:
-        prompt.tell(loading_line(card))
-        await asyncio.sleep(_LOOKS)
+        prompt.set_status(loading_line(card))
+        await asyncio.sleep(_POLL_SECONDS)
         with suppress(PalaverError):
             card = await session.chat.model()
-    prompt.tell("")
+    prompt.set_status("")
     async with in_terminal():
         session.screen.show(*banner(card), Text())
 
 
-async def _toggled(session: Session) -> None:
+async def _toggle_thinking(session: Session) -> None:
     async with in_terminal():
         with suppress(PalaverError):
             await toggle(session)

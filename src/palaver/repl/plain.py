@@ -1,4 +1,4 @@
-"""Replies as plain text: the answer on one stream, thinking on another."""
+"""Replies as plain text: the answer on one stream, thinking on another; Ctrl+C as a callback."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _ENDINGS = {Finish.LENGTH: "cut: the length is used up", Finish.STOPPED: "stoppe
 
 
 class PlainPrinter:
-    """Writes events as they come: answers to one stream, thoughts to another; None is nowhere.
+    """Writes events as they come: answers to one stream, thinking to another. None discards the text.
 
-    On a terminal the text is made safe for it; into a file or a pipe it goes as it is.
+    Text for a terminal is sanitized; text for a file or a pipe is written unchanged.
     """
 
-    def __init__(self, answers: TextIO | None, thoughts: TextIO | None) -> None:
-        self._answers = answers
-        self._thoughts = thoughts
-        self._thinking = False
+    def __init__(self, answer_stream: TextIO | None, thinking_stream: TextIO | None) -> None:
+        self._answer_stream = answer_stream
+        self._thinking_stream = thinking_stream
+        self._is_thinking = False
 
     def show(self, event: Event) -> None:
         match event:
@@ -49,46 +49,46 @@ class PlainPrinter:
                 pass
             case Started(notice=notice):
                 if notice:
-                    self._show(Notice(notice))
+                    self._print(Notice(notice))
             case Snapshot(message):
-                self._write(self._thoughts, message.thinking)
-                self._write(self._answers, message.text)
+                self._write(self._thinking_stream, message.thinking)
+                self._write(self._answer_stream, message.text)
             case Finished(finish, tail=tail):
                 self._end(tail, _ENDINGS.get(finish))
             case Failed(error, tail):
                 self._end(tail, error)
             case _:
-                self._show(event)
+                self._print(event)
 
-    def _show(self, event: ReadEvent) -> None:
+    def _print(self, event: ReadEvent) -> None:
         match event:
             case PhaseOpened(phase):
-                self._turn_to(phase)
+                self._set_phase(phase)
             case ThinkingDelta(text):
-                self._write(self._thoughts, text)
+                self._write(self._thinking_stream, text)
             case AnswerDelta(text):
-                self._write(self._answers, text)
+                self._write(self._answer_stream, text)
             case ToolCallOpened(_, _, name):
-                self._write(self._answers, f"\n[calls {name}] ")
+                self._write(self._answer_stream, f"\n[calls {name}] ")
             case ToolCallDelta(_, arguments):
-                self._write(self._answers, arguments)
+                self._write(self._answer_stream, arguments)
             case Notice(text):
-                self._write(self._thoughts, f"\n[{text}]\n")
+                self._write(self._thinking_stream, f"\n[{text}]\n")
             case _:
                 assert_never(event)
 
-    def _turn_to(self, phase: Phase) -> None:
-        if self._thinking and phase is not Phase.THINKING:
-            self._write(self._thoughts, "\n\n")
-        self._thinking = phase is Phase.THINKING
+    def _set_phase(self, phase: Phase) -> None:
+        if self._is_thinking and phase is not Phase.THINKING:
+            self._write(self._thinking_stream, "\n\n")
+        self._is_thinking = phase is Phase.THINKING
 
     def _end(self, tail: tuple[ReadEvent, ...], note: str | None) -> None:
         for event in tail:
-            self._show(event)
-        self._turn_to(Phase.END)
-        self._write(self._answers, "\n")
+            self._print(event)
+        self._set_phase(Phase.END)
+        self._write(self._answer_stream, "\n")
         if note is not None:
-            self._write(self._thoughts, f"[{note}]\n")
+            self._write(self._thinking_stream, f"[{note}]\n")
 
     def _write(self, stream: TextIO | None, text: str) -> None:
         if stream is not None:
@@ -97,43 +97,43 @@ class PlainPrinter:
 
 
 class PlainView:
-    """A turn of a conversation as plain text; what is `known` was shown before."""
+    """A turn of a conversation as plain text. Events up to `last_event` were shown before."""
 
-    def __init__(self, printer: PlainPrinter, known: int = 0) -> None:
+    def __init__(self, printer: PlainPrinter, last_event: int = 0) -> None:
         self._printer = printer
-        self._known = known
+        self._last_event = last_event
         self.ending: Finished | Failed | None = None
-        self.first: float | None = None
+        self.time_to_first_token: float | None = None
 
-    def take(self, entry: LogEntry) -> None:
+    def handle(self, entry: LogEntry) -> None:
         if isinstance(entry.event, Finished | Failed):
             self.ending = entry.event
-        elif entry.number <= self._known and not isinstance(entry.event, Started):
+        elif entry.number <= self._last_event and not isinstance(entry.event, Started):
             return
         self._printer.show(entry.event)
 
     def paint(self) -> None:
-        """Everything is written as it comes."""
+        """Does nothing: events are written as they come."""
 
     def toggle(self) -> None:
-        """What was written stays."""
+        """Does nothing: written text can't be redrawn."""
 
-    def leave(self) -> None:
-        """Nothing is held back."""
+    def close(self) -> None:
+        """Does nothing: no text is buffered."""
 
 
-async def show_turn(utterance: ReplyStream, printer: PlainPrinter) -> ReplyRecord:
-    """Runs it to its end or to Ctrl+C, which stops it and keeps what was said."""
-    async with utterance:
-        with interrupts(utterance.stop):
-            async for event in utterance:
+async def print_reply(stream: ReplyStream, printer: PlainPrinter) -> ReplyRecord:
+    """Prints the stream to its end. Ctrl+C stops the reply and keeps what was generated."""
+    async with stream:
+        with handle_interrupt(stream.stop):
+            async for event in stream:
                 printer.show(event)
-        return utterance.reply()
+        return stream.reply()
 
 
 @contextmanager
-def interrupts(handler: Callable[[], object]) -> Iterator[None]:
-    """Inside, Ctrl+C calls the handler; how it was before comes back at the end."""
+def handle_interrupt(handler: Callable[[], object]) -> Iterator[None]:
+    """Inside the context, Ctrl+C calls the handler instead of raising KeyboardInterrupt."""
     loop = asyncio.get_running_loop()
     try:
         loop.add_signal_handler(signal.SIGINT, handler)

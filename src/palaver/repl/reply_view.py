@@ -1,4 +1,4 @@
-"""A reply on the screen: its thoughts, answers and calls in their order, shown while they come."""
+"""A streaming reply on the screen: thinking, answer and tool calls, each a section that renders itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from palaver.messages import Text as TextPart
 from palaver.phases import Phase
 from palaver.repl.input import KeyActions, LineSource
 from palaver.repl.markdown import MarkdownStream, highlight_code
-from palaver.repl.prompt import TWICE
+from palaver.repl.prompt import DOUBLE_PRESS_SECONDS
 from palaver.repl.sanitize import one_line, sanitize
 from palaver.repl.screen import Screen
 from palaver.repl.settings import ThinkingDisplay
@@ -44,200 +44,19 @@ from palaver.repl.settings import ThinkingDisplay
 if TYPE_CHECKING:
     from palaver.repl.voice import SpokenReply
 
-_SHORT = 60
-
-
-class ToolCallView:
-    """One call of a reply while its arguments are written."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._arguments: list[str] = []
-
-    def feed(self, arguments: str) -> None:
-        self._arguments.append(arguments)
-
-    def done(self) -> list[RenderableType]:
-        return []
-
-    def live(self, now: float) -> list[RenderableType]:
-        return [Text.assemble((f"calls {sanitize(self._name)} ", "call"), sanitize("".join(self._arguments))[-400:])]
-
-    def close(self, now: float) -> list[RenderableType]:
-        return format_call(self._name, "".join(self._arguments))
-
-
-def format_call(name: str, arguments: str) -> list[RenderableType]:
-    """`calls weather(city="Oslo")`, or the arguments below the name where they are long or no object."""
-    try:
-        values = json.loads(arguments or "{}")
-    except ValueError:
-        return [Text.assemble((f"calls {sanitize(name)} ", "call"), sanitize(arguments)), _not_json()]
-    short = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in _items(values))
-    if isinstance(values, dict) and len(short) <= _SHORT:
-        return [Text.assemble((f"calls {sanitize(name)}", "call"), sanitize(f"({short})"))]
-    text = json.dumps(values, ensure_ascii=False, indent=2)
-    return [Text(f"calls {sanitize(name)}", style="call"), highlight_code(sanitize(text), "json")]
-
-
-def unanswered_calls(calls: Iterable[ToolCall], answered: Iterable[str]) -> list[ToolCall]:
-    known = set(answered)
-    return [call for call in calls if call.id not in known]
-
-
-def _items(values: object) -> list[tuple[str, object]]:
-    return list(values.items()) if isinstance(values, dict) else []
-
-
-def _not_json() -> Text:
-    return Text("The arguments are no JSON, or were cut off.", style="note")
-
-
-SHOWN = 6
-"""Lines of a collapsed thought."""
-_TAIL = 4000
-"""Characters that are enough to fill them, and after which an open line is cut."""
-
-
-def format_seconds(value: float) -> str:
-    """3.2 s, 2 min 5 s"""
-    if value < 60:
-        return f"{value:.1f} s"
-    return f"{int(value) // 60} min {int(value) % 60} s"
-
-
-def format_tokens(count: int) -> str:
-    return f"{count:,} token{'' if count == 1 else 's'}"
-
-
-class ThinkingSection:
-    """One thought of a reply. `done` and `live` as in every section of a reply."""
-
-    def __init__(self, mode: ThinkingDisplay, now: float | None, before: int = 0) -> None:
-        """`now`: None where it is open, but the prompt is still read. `before`: how many tokens of the reply were
-        thought before this thought."""
-        self.mode = mode
-        self._begun = now
-        self._before = before
-        self._counted = before
-        self._text: list[str] = []
-        self._open = ""
-        """Expanded: the line that still grows. Collapsed: the last lines."""
-        self._first = True
-
-    def begin(self, now: float) -> None:
-        """From here on its time is taken."""
-        self._begun = now
-
-    def count(self, tokens: int) -> None:
-        """How many tokens of the reply were thought up to now, this thought's among them."""
-        self._counted = max(self._counted, tokens)
-
-    def feed(self, text: str) -> None:
-        text = sanitize(text)
-        self._text.append(text)
-        self._open += text
-        if self.mode is not ThinkingDisplay.EXPANDED and len(self._open) > 2 * _TAIL:
-            self._open = self._open[-_TAIL:]
-
-    def toggle(self, mode: ThinkingDisplay) -> None:
-        """In full from its start on; what was shown in full stays where it is."""
-        if mode is ThinkingDisplay.EXPANDED and self.mode is not mode:
-            self._open = "".join(self._text)
-            self._first = True
-        self.mode = mode
-
-    def done(self) -> list[RenderableType]:
-        if self.mode is not ThinkingDisplay.EXPANDED:
-            return []
-        place = self._open.rfind("\n")
-        if place < 0 and len(self._open) > _TAIL:
-            place = self._open.rfind(" ")
-        if place < 0:
-            return []
-        text, self._open = self._open[:place], self._open[place + 1 :]
-        return self._lines(text)
-
-    def live(self, now: float) -> list[RenderableType]:
-        head = Text(f"thinking · {self._told(now)}" if self._begun is not None else "thinking", style="thought")
-        match self.mode:
-            case ThinkingDisplay.COLLAPSED:
-                return [head, BarredText(self._open.strip("\n"), SHOWN)]
-            case ThinkingDisplay.HIDDEN:
-                return [head]
-            case ThinkingDisplay.EXPANDED:
-                return [BarredText(self._open), head]
-
-    def close(self, now: float) -> list[RenderableType]:
-        shown = [*self.done(), *(self._lines(self._open) if self._open.strip() else ())]
-        if self.mode is ThinkingDisplay.HIDDEN:
-            return []
-        told = Text(f"thought for {self._told(now)}", style="thought")
-        return [*(shown if self.mode is ThinkingDisplay.EXPANDED else ()), told]
-
-    def _told(self, now: float) -> str:
-        count = self._counted - self._before
-        return format_seconds(now - (now if self._begun is None else self._begun)) + (
-            f" · {format_tokens(count)}" if count else ""
-        )
-
-    def _lines(self, text: str) -> list[RenderableType]:
-        text = text.lstrip("\n") if self._first else text
-        self._first = self._first and not text
-        return [BarredText(text)] if text else []
-
-
-class BarredText:
-    """Dim text with a bar at its left, so that it can be told from an answer without colours too."""
-
-    def __init__(self, text: str, last: int = 0) -> None:
-        self._text = text
-        self._last = last
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        text = Text(self._text if not self._last else self._text[-_TAIL:], style="thought", overflow="fold")
-        if not text.plain:
-            return
-        lines = console.render_lines(text, options.update(width=max(1, options.max_width - 2)), pad=False)
-        for line in lines[-self._last :] if self._last else lines:
-            yield Segment("│ ", console.get_style("thought"))
-            yield from line
-            yield Segment.line()
-
-
-def render_thinking(thoughts: Iterable[str]) -> list[RenderableType]:
-    """Thoughts of a past reply, in full."""
-    return [BarredText(sanitize(thought).strip("\n")) for thought in thoughts if thought.strip()]
-
-
-_PATIENCE = 0.3
-"""Seconds after which it is told what is being waited for."""
-
-
-class TurnView(Protocol):
-    """Shows one turn; whoever follows the turn's events tells it everything, and when to paint."""
-
-    def take(self, entry: LogEntry) -> None: ...
-
-    def paint(self) -> None: ...
-
-    def toggle(self) -> None: ...
-
-    def leave(self) -> None:
-        """No more comes, ended or not."""
-        ...
-
-    @property
-    def ending(self) -> Finished | Failed | None: ...
-
-    @property
-    def first(self) -> float | None:
-        """After how many seconds something came."""
-        ...
+PAINTS_PER_SECOND = 15.0
+"""Frame rate of the live lines."""
+COLLAPSED_LINES = 6
+"""Lines of collapsed thinking that are shown."""
+_TAIL_CHARACTERS = 4000
+"""Characters that suffice to fill the collapsed lines. Longer open lines are split."""
+_MAX_INLINE_ARGUMENTS = 60
+_STATUS_DELAY_SECONDS = 0.3
+"""Delay before the status line is shown."""
 
 
 class ReplySection(Protocol):
-    """A part of a reply of one kind. What is done is given once, what is live as often as it is asked for."""
+    """A part of a reply. `done` returns finished lines once; `live` returns the unfinished ones at every call."""
 
     def feed(self, text: str) -> None: ...
 
@@ -265,36 +84,178 @@ class AnswerSection:
         return self._stream.close()
 
 
+class ThinkingSection:
+    """One block of thinking. Implements ReplySection."""
+
+    def __init__(self, mode: ThinkingDisplay, now: float | None, tokens_before: int = 0) -> None:
+        """`now` is None if the prompt is still being prefilled. `tokens_before` counts the thinking tokens of the reply
+        before this block."""
+        self.mode = mode
+        self._started_at = now
+        self._tokens_before = tokens_before
+        self._token_count = tokens_before
+        self._text: list[str] = []
+        self._pending = ""
+        """Expanded: the unfinished line. Collapsed: the last lines."""
+        self._at_start = True
+
+    def start_timer(self, now: float) -> None:
+        """Starts the measured thinking time."""
+        self._started_at = now
+
+    def set_token_count(self, tokens: int) -> None:
+        """Sets the thinking tokens of the reply so far, including this block."""
+        self._token_count = max(self._token_count, tokens)
+
+    def feed(self, text: str) -> None:
+        text = sanitize(text)
+        self._text.append(text)
+        self._pending += text
+        if self.mode is not ThinkingDisplay.EXPANDED and len(self._pending) > 2 * _TAIL_CHARACTERS:
+            self._pending = self._pending[-_TAIL_CHARACTERS:]
+
+    def toggle(self, mode: ThinkingDisplay) -> None:
+        """Switches the display. Expanding shows the block from its start; printed lines stay."""
+        if mode is ThinkingDisplay.EXPANDED and self.mode is not mode:
+            self._pending = "".join(self._text)
+            self._at_start = True
+        self.mode = mode
+
+    def done(self) -> list[RenderableType]:
+        if self.mode is not ThinkingDisplay.EXPANDED:
+            return []
+        place = self._pending.rfind("\n")
+        if place < 0 and len(self._pending) > _TAIL_CHARACTERS:
+            place = self._pending.rfind(" ")
+        if place < 0:
+            return []
+        text, self._pending = self._pending[:place], self._pending[place + 1 :]
+        return self._lines(text)
+
+    def live(self, now: float) -> list[RenderableType]:
+        head = Text(f"thinking · {self._summary(now)}" if self._started_at is not None else "thinking", style="thought")
+        match self.mode:
+            case ThinkingDisplay.COLLAPSED:
+                return [head, BarredText(self._pending.strip("\n"), COLLAPSED_LINES)]
+            case ThinkingDisplay.HIDDEN:
+                return [head]
+            case ThinkingDisplay.EXPANDED:
+                return [BarredText(self._pending), head]
+
+    def close(self, now: float) -> list[RenderableType]:
+        shown = [*self.done(), *(self._lines(self._pending) if self._pending.strip() else ())]
+        if self.mode is ThinkingDisplay.HIDDEN:
+            return []
+        summary = Text(f"thought for {self._summary(now)}", style="thought")
+        return [*(shown if self.mode is ThinkingDisplay.EXPANDED else ()), summary]
+
+    def _summary(self, now: float) -> str:
+        count = self._token_count - self._tokens_before
+        return format_seconds(now - (now if self._started_at is None else self._started_at)) + (
+            f" · {format_tokens(count)}" if count else ""
+        )
+
+    def _lines(self, text: str) -> list[RenderableType]:
+        text = text.lstrip("\n") if self._at_start else text
+        self._at_start = self._at_start and not text
+        return [BarredText(text)] if text else []
+
+
+class ToolCallSection:
+    """One call of a reply while its arguments are written."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._arguments: list[str] = []
+
+    def feed(self, arguments: str) -> None:
+        self._arguments.append(arguments)
+
+    def done(self) -> list[RenderableType]:
+        return []
+
+    def live(self, now: float) -> list[RenderableType]:
+        return [Text.assemble((f"calls {sanitize(self._name)} ", "call"), sanitize("".join(self._arguments))[-400:])]
+
+    def close(self, now: float) -> list[RenderableType]:
+        return format_call(self._name, "".join(self._arguments))
+
+
+class BarredText:
+    """Dim text with a bar at its left, so that thinking is recognisable without colours."""
+
+    def __init__(self, text: str, max_lines: int = 0) -> None:
+        self._text = text
+        self._max_lines = max_lines
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text = Text(
+            self._text if not self._max_lines else self._text[-_TAIL_CHARACTERS:], style="thought", overflow="fold"
+        )
+        if not text.plain:
+            return
+        lines = console.render_lines(text, options.update(width=max(1, options.max_width - 2)), pad=False)
+        for line in lines[-self._max_lines :] if self._max_lines else lines:
+            yield Segment("│ ", console.get_style("thought"))
+            yield from line
+            yield Segment.line()
+
+
+class TurnView(Protocol):
+    """Shows one turn. TurnFollower passes it the events and calls `paint` regularly."""
+
+    def handle(self, entry: LogEntry) -> None: ...
+
+    def paint(self) -> None: ...
+
+    def toggle(self) -> None: ...
+
+    def close(self) -> None:
+        """No more events follow, whether or not the turn ended."""
+        ...
+
+    @property
+    def ending(self) -> Finished | Failed | None: ...
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds until the first output."""
+        ...
+
+
 class ReplyView:
-    """`known`: the number up to which the events were shown before; they are read for what is open, and not shown."""
+    """Renders a reply on a live screen.
+
+    Events up to `last_event` were shown before: they only restore the open section.
+    """
 
     def __init__(
         self,
         screen: Screen,
-        thoughts: ThinkingDisplay,
+        thinking_display: ThinkingDisplay,
         *,
-        known: int = 0,
+        last_event: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._screen = screen
-        self.thoughts = thoughts
-        self._known = known
+        self.thinking_display = thinking_display
+        self._last_event = last_event
         self._clock = clock
-        self._asked = clock()
-        self.first: float | None = None
+        self._requested_at = clock()
+        self.time_to_first_token: float | None = None
         self._section: ReplySection | None = None
-        self._thought = 0
+        self._thinking_tokens = 0
         self._done: list[RenderableType] = []
-        self._begun = False
-        """Whether something of the reply is on the screen."""
-        self._standing = ""
+        self._has_output = False
+        """Whether a part of the reply is on the screen."""
+        self._queue_status = ""
         self._started = False
         self._muted = False
         self.ending: Finished | Failed | None = None
 
-    def take(self, entry: LogEntry) -> None:
-        self._muted = self._is_known(entry)
-        self._take(entry.event)
+    def handle(self, entry: LogEntry) -> None:
+        self._muted = self._was_shown(entry)
+        self._handle(entry.event)
         if self._muted and self._section is not None:
             self._section.done()
 
@@ -307,51 +268,51 @@ class ReplyView:
         self._screen.update(done, self._live())
 
     def toggle(self) -> None:
-        """Thoughts in full, or collapsed again."""
-        self.thoughts = (
-            ThinkingDisplay.COLLAPSED if self.thoughts is ThinkingDisplay.EXPANDED else ThinkingDisplay.EXPANDED
+        """Switches thinking between expanded and collapsed."""
+        self.thinking_display = (
+            ThinkingDisplay.COLLAPSED if self.thinking_display is ThinkingDisplay.EXPANDED else ThinkingDisplay.EXPANDED
         )
         if isinstance(self._section, ThinkingSection):
-            self._section.toggle(self.thoughts)
+            self._section.toggle(self.thinking_display)
         self.paint()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         if self.ending is None:
             self._close()
             done, self._done = self._done, []
             self._screen.update(done)
 
-    def _is_known(self, entry: LogEntry) -> bool:
-        told = isinstance(entry.event, Finished | Failed | Waiting)
-        told |= isinstance(entry.event, Started) and bool(entry.event.notice)
-        return self._known > 0 and entry.number <= self._known and not told
+    def _was_shown(self, entry: LogEntry) -> bool:
+        always_shown = isinstance(entry.event, Finished | Failed | Waiting)
+        always_shown |= isinstance(entry.event, Started) and bool(entry.event.notice)
+        return self._last_event > 0 and entry.number <= self._last_event and not always_shown
 
-    def _take(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         match event:
             case Waiting(position, wait):
                 about = f", about {format_seconds(wait)}" if wait else ""
-                self._standing = f"waiting: place {position} in the queue{about}"
+                self._queue_status = f"waiting: place {position} in the queue{about}"
             case Started(notice=notice):
-                self._standing, self._started = "", True
+                self._queue_status, self._started = "", True
                 if notice:
                     self._add([Text(one_line(notice), style="note")])
-                if isinstance(self._section, ThinkingSection):  # opened by the prompt itself
-                    self._section.begin(self._clock())
+                if isinstance(self._section, ThinkingSection):  # the prompt itself opened the section
+                    self._section.start_timer(self._clock())
             case Snapshot(message):
                 self._replay(message)
             case Finished() | Failed():
                 self._end(event)
             case _:
-                if not self._muted and not isinstance(event, PhaseOpened):  # the prompt may open a phase, too
-                    self._come()
+                if not self._muted and not isinstance(event, PhaseOpened):  # the prompt may open a phase as well
+                    self._mark_first_token()
                 self._read(event)
 
-    def _come(self) -> None:
+    def _mark_first_token(self) -> None:
         if not self._started and isinstance(self._section, ThinkingSection):
-            self._section.begin(self._clock())
+            self._section.start_timer(self._clock())
         self._started = True
-        if self.first is None:
-            self.first = self._clock() - self._asked
+        if self.time_to_first_token is None:
+            self.time_to_first_token = self._clock() - self._requested_at
 
     def _read(self, event: ReadEvent) -> None:
         match event:
@@ -368,19 +329,19 @@ class ReplyView:
                 self._open(AnswerSection).feed(text)
             case ToolCallOpened(_, _, name):
                 self._close()
-                self._section = ToolCallView(name)
+                self._section = ToolCallSection(name)
             case ToolCallDelta(_, arguments):
-                self._open(ToolCallView).feed(arguments)
+                self._open(ToolCallSection).feed(arguments)
             case Notice(text):
                 self._add([Text(text, style="note")])
             case _:
                 assert_never(event)
 
     def _count(self, tokens: int) -> None:
-        """How many tokens were thought so far; the open thought's are those since it was opened."""
-        self._thought = max(self._thought, tokens)
+        """Sets the thinking tokens of the reply so far."""
+        self._thinking_tokens = max(self._thinking_tokens, tokens)
         if isinstance(self._section, ThinkingSection):
-            self._section.count(tokens)
+            self._section.set_token_count(tokens)
 
     def _replay(self, message: Message) -> None:
         for part in message.parts:
@@ -396,20 +357,20 @@ class ReplyView:
                     pass
 
     def _open(self, kind: type[ReplySection]) -> ReplySection:
-        """The section that is open, or a new one where that is of another kind."""
+        """The open section, or a new one if the open section is of another kind."""
         if self._section is None or not isinstance(self._section, kind):
             self._close()
-            self._section = self._new_thought() if kind is ThinkingSection else kind()
+            self._section = self._new_thinking_section() if kind is ThinkingSection else kind()
         return self._section
 
-    def _new_thought(self) -> ThinkingSection:
-        """Its time is taken from when the model can think; the prompt may open it before it was read."""
-        return ThinkingSection(self.thoughts, self._clock() if self._started else None, self._thought)
+    def _new_thinking_section(self) -> ThinkingSection:
+        """The thinking time starts after prefill, even if the prompt opens the section."""
+        return ThinkingSection(self.thinking_display, self._clock() if self._started else None, self._thinking_tokens)
 
     def _close(self) -> None:
         if self._section is not None:
             self._add(self._section.close(self._clock()))
-            gap = not self._muted and isinstance(self._section, ThinkingSection) and self._begun
+            gap = not self._muted and isinstance(self._section, ThinkingSection) and self._has_output
             self._section = None
             if gap:
                 self._done.append(Text())
@@ -417,7 +378,7 @@ class ReplyView:
     def _add(self, shown: list[RenderableType]) -> None:
         if shown and not self._muted:
             self._done += shown
-            self._begun = True
+            self._has_output = True
 
     def _end(self, ending: Finished | Failed) -> None:
         for event in ending.tail:
@@ -430,45 +391,46 @@ class ReplyView:
     def _live(self) -> list[RenderableType]:
         now = self._clock()
         shown = self._section.live(now) if self._section is not None else []
-        if self._started or now - self._asked < _PATIENCE:
+        if self._started or now - self._requested_at < _STATUS_DELAY_SECONDS:
             return shown
-        return [*shown, Text(f"{self._standing or 'reading'} · {format_seconds(now - self._asked)}", style="note")]
-
-
-PAINTS = 15.0
-"""How often a second the live lines are painted."""
+        return [
+            *shown,
+            Text(f"{self._queue_status or 'reading'} · {format_seconds(now - self._requested_at)}", style="note"),
+        ]
 
 
 class TurnFollower:
-    def __init__(self, chat: Chat, view: TurnView, lines: LineSource, reading: SpokenReply | None = None) -> None:
+    def __init__(self, chat: Chat, view: TurnView, lines: LineSource, speech: SpokenReply | None = None) -> None:
         self._chat = chat
         self.view = view
         self._lines = lines
-        self._reading = reading
+        self._speech = speech
         self._reply_id = ""
         self._stopping: asyncio.Task[None] | None = None
         self.stopped_at = float("-inf")
-        """When Ctrl+C was pressed last."""
+        """The time of the last Ctrl+C."""
         self.dropped = False
 
-    async def follow(self, reply_id: str) -> Finished | Failed | None:
-        """Shows the turn; how it ended, or None where that can't be known because the events broke off."""
+    async def follow(self, reply_id: str, stop: bool = False) -> Finished | Failed | None:
+        """Shows the turn. Returns how it ended, or None if the event stream broke off. `stop`: stops it at once."""
         self._reply_id = reply_id
-        with self._lines.watching(KeyActions(self._interrupted, self.view.toggle)):
-            painting = asyncio.create_task(self._paint())
+        with self._lines.watch_keys(KeyActions(self._on_interrupt, self.view.toggle)):
+            if stop:
+                self._on_interrupt()
+            painter = asyncio.create_task(self._paint())
             try:
                 async with self._chat.events(reply_id) as entries:
                     async for entry in entries:
-                        self.view.take(entry)
-                        if self._reading is not None:
-                            self._reading.take(entry)
+                        self.view.handle(entry)
+                        if self._speech is not None:
+                            self._speech.handle(entry)
             finally:
-                if painting.done():
-                    painting.result()
-                painting.cancel()
-                self.view.leave()
-                if self._reading is not None:
-                    self._reading.leave()
+                if painter.done():
+                    painter.result()
+                painter.cancel()
+                self.view.close()
+                if self._speech is not None:
+                    self._speech.close()
             if self._stopping is not None:
                 with suppress(PalaverError):
                     await self._stopping
@@ -476,14 +438,56 @@ class TurnFollower:
 
     async def _paint(self) -> None:
         while True:
-            await asyncio.sleep(1 / PAINTS)
+            await asyncio.sleep(1 / PAINTS_PER_SECOND)
             self.view.paint()
 
-    def _interrupted(self) -> None:
+    def _on_interrupt(self) -> None:
         now = time.monotonic()
-        self.dropped = now - self.stopped_at < TWICE
+        self.dropped = now - self.stopped_at < DOUBLE_PRESS_SECONDS
         self.stopped_at = now
-        if self._reading is not None:
-            self._reading.stop()
+        if self._speech is not None:
+            self._speech.stop()
         if self._stopping is None or self._stopping.done():
-            self._stopping = asyncio.create_task(self._chat.stop(self._reply_id))
+            self._stopping = asyncio.create_task(self._chat.stop_reply(self._reply_id))
+
+
+def render_thinking(thoughts: Iterable[str]) -> list[RenderableType]:
+    """The thinking of a stored reply, in full."""
+    return [BarredText(sanitize(thought).strip("\n")) for thought in thoughts if thought.strip()]
+
+
+def format_call(name: str, arguments: str) -> list[RenderableType]:
+    """`calls weather(city="Oslo")`, or the arguments below the name if they are long or not an object."""
+    try:
+        values = json.loads(arguments or "{}")
+    except ValueError:
+        return [Text.assemble((f"calls {sanitize(name)} ", "call"), sanitize(arguments)), _not_json()]
+    short = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in _items(values))
+    if isinstance(values, dict) and len(short) <= _MAX_INLINE_ARGUMENTS:
+        return [Text.assemble((f"calls {sanitize(name)}", "call"), sanitize(f"({short})"))]
+    text = json.dumps(values, ensure_ascii=False, indent=2)
+    return [Text(f"calls {sanitize(name)}", style="call"), highlight_code(sanitize(text), "json")]
+
+
+def unanswered_calls(calls: Iterable[ToolCall], answered: Iterable[str]) -> list[ToolCall]:
+    known = set(answered)
+    return [call for call in calls if call.id not in known]
+
+
+def _items(values: object) -> list[tuple[str, object]]:
+    return list(values.items()) if isinstance(values, dict) else []
+
+
+def _not_json() -> Text:
+    return Text("The arguments are no JSON, or were cut off.", style="note")
+
+
+def format_seconds(value: float) -> str:
+    """3.2 s, 2 min 5 s"""
+    if value < 60:
+        return f"{value:.1f} s"
+    return f"{int(value) // 60} min {int(value) % 60} s"
+
+
+def format_tokens(count: int) -> str:
+    return f"{count:,} token{'' if count == 1 else 's'}"

@@ -1,6 +1,6 @@
-"""What a person sees: lines that are done, which scroll away and are never touched again, and a few live ones below.
+"""The screen: finished lines in the scrollback, which are never redrawn, and a few live lines below them.
 
-Every change is one write. Only live lines are written again, and of those only what changed.
+Every update is one write. Only live lines are redrawn, from the first one that changed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ THEME = Theme(
         "call": "magenta",
     }
 )
-_HIDE, _SHOW = "\x1b[?25l", "\x1b[?25h"
-_BEGIN, _END = "\x1b[?2026h", "\x1b[?2026l"
-"""Synchronised output: terminals that know it show the change at once, others ignore it."""
-_REFLOWING = ("TMUX", "VTE_VERSION", "KITTY_WINDOW_ID", "WT_SESSION", "ALACRITTY_WINDOW_ID", "WEZTERM_PANE")
+_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+_BEGIN_SYNC, _END_SYNC = "\x1b[?2026h", "\x1b[?2026l"
+"""Synchronised output: terminals that support it show the update at once, others ignore the codes."""
+_REFLOWING_TERMINALS = ("TMUX", "VTE_VERSION", "KITTY_WINDOW_ID", "WT_SESSION", "ALACRITTY_WINDOW_ID", "WEZTERM_PANE")
 
 
 def console(out: TextIO, width: int | None = None) -> Console:
-    """Text is taken as it is: square brackets are no markup, colons no emoji."""
+    """A console that prints text literally: no markup in square brackets, no emoji codes."""
     return Console(file=out, theme=THEME, highlight=False, markup=False, emoji=False, width=width)
 
 
@@ -57,15 +57,15 @@ class Screen:
         self.is_live = live
         self._live: list[str] = []
         self._width = 0
-        """How wide the terminal was when the live lines were written."""
-        self._reflows = any(name in environment for name in _REFLOWING)
+        """The terminal's width when the live lines were written."""
+        self._reflows = any(name in environment for name in _REFLOWING_TERMINALS)
 
     @property
     def width(self) -> int:
         return self.console.width
 
     def show(self, *renderables: RenderableType) -> None:
-        """Puts something above the live lines, for good."""
+        """Prints above the live lines, permanently."""
         self.update(renderables, None)
 
     def note(self, text: str) -> None:
@@ -75,45 +75,45 @@ class Screen:
         self.show(Text(str(text), style="error"))
 
     def update(self, done: Iterable[RenderableType], live: Iterable[RenderableType] | None = ()) -> None:
-        """`done` goes to the scrollback, `live` takes the place of the live lines; None leaves them as they are."""
+        """Appends `done` to the scrollback and replaces the live lines by `live`; None keeps them."""
         finished = self.lines(done)
         below = self._live if live is None else self.lines(live)[-(self.console.height - 1) :]
         if not self.is_live:
             self._write("".join(f"{line}\n" for line in finished))
         elif finished or below != self._live:
-            self._write(self._painted(finished, below))
+            self._write(self._paint(finished, below))
 
     def lines(self, renderables: Iterable[RenderableType]) -> list[str]:
-        """How they look at the terminal's present width, with the codes for colours."""
+        """Renders to lines at the terminal's current width, with colour codes."""
         with self.console.capture() as capture:
             for renderable in renderables:
                 self.console.print(renderable)
         text = capture.get()
         return text.removesuffix("\n").split("\n") if text else []
 
-    def _painted(self, finished: list[str], below: list[str]) -> str:
+    def _paint(self, finished: list[str], below: list[str]) -> str:
         lines = [*finished, *below]
-        same = self._unchanged(lines)
+        same = self._unchanged_lines(lines)
         shorter = len(self._live) > len(lines)
-        out = [_BEGIN, self._to_first_changed(same), "\x1b[J" if shorter else ""]
+        out = [_BEGIN_SYNC, self._to_first_changed(same), "\x1b[J" if shorter else ""]
         out.append("\r\n".join(f"\x1b[2K{line}" for line in lines[same:]))
-        out += ["\r\n" if finished and not below else "", _HIDE if below else _SHOW, _END]
+        out += ["\r\n" if finished and not below else "", _HIDE_CURSOR if below else _SHOW_CURSOR, _END_SYNC]
         self._live, self._width = below, self.width
         return "".join(out)
 
-    def _unchanged(self, lines: list[str]) -> int:
-        """How many lines at the start stay as they are. The last one is always written again."""
+    def _unchanged_lines(self, lines: list[str]) -> int:
+        """The number of unchanged lines at the start. The last line always counts as changed."""
         if self._width != self.width:
             return 0
         limit = max(0, min(len(lines), len(self._live)) - 1)
-        return next((place for place in range(limit) if lines[place] != self._live[place]), limit)
+        return next((index for index in range(limit) if lines[index] != self._live[index]), limit)
 
     def _to_first_changed(self, same: int) -> str:
-        up = self._rows() - 1 - same
+        up = self._row_count() - 1 - same
         return "\r" + (f"\x1b[{up}A" if up > 0 else "") if self._live else ""
 
-    def _rows(self) -> int:
-        """How many rows the live lines take: more than were written where the terminal got narrower and reflows."""
+    def _row_count(self) -> int:
+        """The rows that the live lines occupy: more than were written if the terminal reflowed to a smaller width."""
         if not self._reflows or self.width >= self._width:
             return len(self._live)
         widths = (cell_len(Text.from_ansi(line).plain) for line in self._live)

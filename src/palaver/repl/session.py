@@ -1,12 +1,12 @@
-"""A session: reads what a person types, shows what comes of it, until the person leaves."""
+"""The session loop: reads a line, runs it as a message or a command, shows the reply."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 from uuid import uuid4
 
@@ -18,7 +18,7 @@ from palaver.events import Failed
 from palaver.messages import Message, Part, Role
 from palaver.messages import Text as TextPart
 from palaver.repl.command_table import CommandLine, CommandTable, MessageLine, parse_line
-from palaver.repl.cursor import ConversationCursor, ConversationDraft, find_conversation
+from palaver.repl.cursor import ConversationCursor, ConversationSettings, find_conversation
 from palaver.repl.input import KeyActions, LastMessage, LineSource, ReplyDropped, StreamLineSource, TypedLine
 from palaver.repl.plain import PlainPrinter, PlainView
 from palaver.repl.reply_view import ReplyView, TurnFollower, TurnView
@@ -34,256 +34,282 @@ T = TypeVar("T")
 
 
 class Interrupted(Exception):
-    """Ctrl+C ended what was waited for."""
+    """Ctrl+C cancelled the awaited operation."""
 
 
 class Session:
-    """What every command works on."""
+    """The state that all commands share: the chat, the current conversation, the screen and the input."""
 
     def __init__(self, chat: Chat, settings: SessionSettings, screen: Screen, table: CommandTable) -> None:
         self.chat = chat
         self.settings = settings
         self.screen = screen
         self.table = table
-        self.place = ConversationCursor(
-            chat, settings.client, ConversationDraft(settings.system or "", settings.parameters)
+        self.cursor = ConversationCursor(
+            chat, settings.client, ConversationSettings(settings.system or "", settings.parameters)
         )
-        self.thoughts = settings.thoughts
-        self.attached: list[Part] = []
-        """What goes with the next message."""
+        self.thinking_display = settings.thinking_display
+        self.attachments: list[Part] = []
+        """Parts that are sent with the next message."""
         self.lines: LineSource = StreamLineSource(sys.stdin)
-        self.begun: TypedLine | None = None
-        """What the next prompt begins with."""
-        self.offered: list[str] = []
-        """The ids of the conversations that were listed last: a number means one of them."""
+        self.initial_line: TypedLine | None = None
+        """The initial text of the next prompt."""
+        self.listed_ids: list[str] = []
+        """The conversations listed last, in order: `/open NUMBER` refers to them."""
         self._voice: SessionVoice | None = None
-        self.went_well = True
+        self.succeeded = True
         self.stopped_at = float("-inf")
-        self.leaving = False
+        self.should_exit = False
+        self._interrupted = False
+        """Whether Ctrl+C was pressed between two awaited operations of a turn."""
 
     # the loop
 
     async def run(self) -> None:
-        """Until the person leaves. What goes wrong is told, and ends nothing."""
-        while not self.leaving:
+        """Runs until the input ends or `/quit`. Errors are shown and do not end the session."""
+        while not self.should_exit:
             try:
-                await self._next()
+                await self._run_once()
             except EOFError:
                 return
 
-    async def _next(self) -> None:
+    async def _run_once(self) -> None:
         try:
-            begun, self.begun = self.begun, None
-            typed = await self.lines.read(begun, await self._last())
-            await self.hush()
-            await self.take(typed)
+            initial, self.initial_line = self.initial_line, None
+            typed = await self.lines.read(initial, await self._last_user_message())
+            await self.stop_speech()
+            await self.handle_line(typed)
         except ReplyDropped:
-            await self._told(self.drop)
+            await self._report_errors(self.drop_reply)
         except (KeyboardInterrupt, Interrupted):
-            await self.hush()
+            await self.stop_speech()
             self.screen.note("Interrupted.")
 
-    async def take(self, typed: TypedLine) -> None:
-        """A message or a command."""
+    async def handle_line(self, typed: TypedLine) -> None:
+        """Runs one line: a message or a command."""
         if typed.text.strip():
-            await self._told(lambda: self._take(typed))
+            await self._report_errors(lambda: self._dispatch(typed))
 
-    async def _take(self, typed: TypedLine) -> None:
+    async def _dispatch(self, typed: TypedLine) -> None:
         match parse_line(typed.text, self.table):
-            case MessageLine(text) if typed.edited is not None:
-                await self.reword(typed.edited, text)
+            case MessageLine(text) if typed.edited_id is not None:
+                await self.edit_message(typed.edited_id, text)
             case MessageLine(text):
-                await self.say(text)
+                await self.send_text(text)
             case CommandLine(command, arguments):
                 await command.run(self, arguments)
 
-    async def _told(self, act: Callable[[], Awaitable[None]]) -> None:
+    async def _report_errors(self, action: Callable[[], Awaitable[None]]) -> None:
         try:
-            await act()
+            await action()
         except PalaverError as error:
-            self.went_well = False
+            self.succeeded = False
             self.screen.error(error)
         except OSError as error:
-            self.went_well = False
+            self.succeeded = False
             self.screen.error(f"{error.filename}: {error.strerror}" if error.filename else error)
         except (EOFError, Interrupted, asyncio.CancelledError):
             raise
-        except Exception as error:  # a mistake of ours must not take the conversation away
-            self.went_well = False
+        except Exception as error:  # a bug must not end the conversation
+            self.succeeded = False
             self.screen.error(f"This went wrong inside of Palaver: {type(error).__name__}: {error}")
 
-    async def _last(self) -> LastMessage | None:
-        """What the Up key edits."""
-        if not self.lines.is_person:
+    async def _last_user_message(self) -> LastMessage | None:
+        """The message that the Up key edits."""
+        if not self.lines.is_interactive:
             return None
         with suppress(PalaverError):
-            message = await self.place.last(Role.USER)
+            message = await self.cursor.last_message(Role.USER)
             return LastMessage(message.id, message.text) if message and message.text else None
         return None
 
     # turns
 
-    async def say(self, text: str, shorten: bool = False) -> None:
-        message = Message(Role.USER, (*self.attached, TextPart(text)))
+    async def send_text(self, text: str, shorten: bool = False) -> None:
+        message = Message(Role.USER, (*self.attachments, TextPart(text)))
         try:
-            await self.send(message, shorten)
+            await self.send_message(message, shorten)
         except ContextOverflow as error:
             await offer_context_choices(self, text, error)
         except Interrupted:
-            self.begun = TypedLine(text)  # nothing was sent: it stands at the prompt again
+            self.initial_line = TypedLine(text)  # nothing was sent: the text goes back to the prompt
             raise
 
-    async def send(self, message: Message, shorten: bool = False) -> None:
-        """Puts the message behind the branch and shows the reply."""
-        conversation = await self.place.made()
-        at = (await self.place.cursor()).message_id
-        once = {"overflow": "shorten"} if shorten else None
-        said = await self.waited(
-            self.chat.say(conversation.id, at, message, parameters=once, key=uuid4().hex), "waiting for the model"
+    async def send_message(self, message: Message, shorten: bool = False) -> None:
+        """Appends the message to the branch and shows the reply."""
+        with self.deferred_interrupts():
+            await self._send_message(message, shorten)
+
+    async def _send_message(self, message: Message, shorten: bool) -> None:
+        conversation = await self.cursor.ensure_conversation()
+        parent_id = (await self.cursor.position()).message_id
+        overrides = {"overflow": "shorten"} if shorten else None
+        sent = await self.wait_for(
+            self.chat.send_message(conversation.id, parent_id, message, parameters=overrides, key=uuid4().hex),
+            "waiting for the model",
         )
-        self.attached.clear()
-        await self.place.move(said.reply.id)
-        await self.follow(said.reply)
+        self.attachments.clear()
+        await self.cursor.move(sent.reply.id)
+        await self.follow(sent.reply)
 
-    async def reword(self, message_id: str, text: str) -> None:
-        """Another wording of a message, on a branch of its own."""
-        edited = await self.chat.edit(message_id, (TextPart(text),))
-        await self.place.move(edited.id)
+    async def edit_message(self, message_id: str, text: str) -> None:
+        """Stores an edited message as a new branch, and replies to it if it is a user message."""
+        edited = await self.chat.edit_message(message_id, (TextPart(text),))
+        await self.cursor.move(edited.id)
         if edited.role is Role.USER:
-            await self.answer(edited.id)
+            await self.generate_reply(edited.id)
 
-    async def answer(self, parent: str) -> None:
-        """A new reply under a message."""
-        conversation = await self.place.made()
-        reply = await self.waited(self.chat.reply(conversation.id, parent, key=uuid4().hex), "waiting for the model")
-        await self.place.move(reply.id)
-        await self.follow(reply)
+    async def generate_reply(self, parent_id: str) -> None:
+        """Generates a new reply to a message."""
+        with self.deferred_interrupts():
+            conversation = await self.cursor.ensure_conversation()
+            reply = await self.wait_for(
+                self.chat.start_reply(conversation.id, parent_id, key=uuid4().hex), "waiting for the model"
+            )
+            await self.cursor.move(reply.id)
+            await self.follow(reply)
 
-    async def follow(self, reply: StoredMessage, known: int = 0) -> None:
-        """Shows the reply while it comes, from the event after `known`."""
-        reading = await self._voice.read(reply.id, known) if self._voice is not None else None
-        follower = TurnFollower(self.chat, self.view(known), self.lines, reading)
-        ending = await follower.follow(reply.id)
+    @contextmanager
+    def deferred_interrupts(self) -> Iterator[None]:
+        """Inside the context, Ctrl+C between two awaited operations acts on the next one. It never ends the program."""
+        with self.lines.watch_keys(KeyActions(self._defer_interrupt)):
+            try:
+                yield
+            finally:
+                self._interrupted = False
+
+    def _defer_interrupt(self) -> None:
+        self._interrupted = True
+
+    async def follow(self, reply: StoredMessage, last_event: int = 0) -> None:
+        """Shows the reply while it streams, from the event after `last_event`."""
+        speech = await self._voice.speak_reply(reply.id, last_event) if self._voice is not None else None
+        follower = TurnFollower(self.chat, self.create_view(last_event), self.lines, speech)
+        ending = await follower.follow(reply.id, stop=self._interrupted)
         self.stopped_at = follower.stopped_at
-        self.thoughts = follower.view.thoughts if isinstance(follower.view, ReplyView) else self.thoughts
-        self.went_well = self.went_well and not isinstance(ending, Failed)
+        self.thinking_display = (
+            follower.view.thinking_display if isinstance(follower.view, ReplyView) else self.thinking_display
+        )
+        self.succeeded = self.succeeded and not isinstance(ending, Failed)
         if ending is not None and self.screen.is_live:
             after = (await self.chat.message(reply.id)).reply
-            before = reply.reply if known else None
-            line = statistics_line(ending, follower.view.first, before, after)
+            before = reply.reply if last_event else None
+            line = statistics_line(ending, follower.view.time_to_first_token, before, after)
             self.screen.show(Text(line, style="error" if isinstance(ending, Failed) else "note"), Text())
         if follower.dropped:
-            await self.drop()
+            await self.drop_reply()
         elif ending is not None:
             await warn_context(self, ending)
 
     @property
     def voice(self) -> SessionVoice:
-        """Made when it is first asked for: most sessions have none, and it brings much with it."""
+        """Created on first use: most sessions do not speak, and the import is expensive."""
         from palaver.repl.voice import SessionVoice
 
         if self._voice is None:
             self._voice = SessionVoice(self.settings.folder, self.screen.note)
         return self._voice
 
-    async def hush(self) -> None:
-        """Stops the sound, where a person listens; a pipe waits for its end."""
+    async def stop_speech(self) -> None:
+        """Stops the sound of an interactive session; a pipe waits until the sound ends."""
         if self._voice is not None:
-            if not self.lines.is_person:
-                await self._voice.heard()
+            if not self.lines.is_interactive:
+                await self._voice.wait()
             self._voice.stop()
 
     async def close(self) -> None:
-        await self.hush()
+        await self.stop_speech()
         if self._voice is not None:
             await self._voice.close()
 
-    def view(self, known: int = 0) -> TurnView:
+    def create_view(self, last_event: int = 0) -> TurnView:
         if self.screen.is_live:
-            return ReplyView(self.screen, self.thoughts, known=known)
-        hidden = self.thoughts is ThinkingDisplay.HIDDEN
-        return PlainView(PlainPrinter(sys.stdout, None if hidden else sys.stderr), known)
+            return ReplyView(self.screen, self.thinking_display, last_event=last_event)
+        hidden = self.thinking_display is ThinkingDisplay.HIDDEN
+        return PlainView(PlainPrinter(sys.stdout, None if hidden else sys.stderr), last_event)
 
-    async def drop(self) -> None:
-        """Back to the user's message. The reply stays in the tree."""
+    async def drop_reply(self) -> None:
+        """Moves back to the user's message. The reply stays in the tree."""
         self.stopped_at = float("-inf")
-        reply = await self.place.last(Role.ASSISTANT)
-        path = await self.place.path()
+        reply = await self.cursor.last_message(Role.ASSISTANT)
+        path = await self.cursor.path()
         if reply is None or path[-1].id != reply.id or reply.parent_id is None:
             return
-        await self.place.move(reply.parent_id)
+        await self.cursor.move(reply.parent_id)
         self.screen.note("The reply was dropped, your message kept. /retry asks again, /undo brings the reply back.")
 
-    async def waited(self, wanted: Awaitable[T], what: str) -> T:
-        """The result; Ctrl+C ends the waiting. What takes long is told."""
-        task = asyncio.ensure_future(wanted)
-        begun = time.monotonic()
-        with self.lines.watching(KeyActions(task.cancel)):
+    async def wait_for(self, awaitable: Awaitable[T], description: str) -> T:
+        """Awaits the result and shows a status line meanwhile. Ctrl+C cancels and raises Interrupted."""
+        task = asyncio.ensure_future(awaitable)
+        started_at = time.monotonic()
+        with self.lines.watch_keys(KeyActions(task.cancel)):
+            if self._interrupted:
+                task.cancel()
             while not (await asyncio.wait([task], timeout=0.25))[0]:
-                note = await self._loading() or what
-                self.screen.update((), [waiting_line(note, time.monotonic() - begun)])
+                note = await self._loading_status() or description
+                self.screen.update((), [waiting_line(note, time.monotonic() - started_at)])
         self.screen.update(())
         if task.cancelled():
             raise Interrupted
         return task.result()
 
-    async def _loading(self) -> str:
+    async def _loading_status(self) -> str:
         card = await self.chat.model()
         return loading_line(card) if card.state is ModelState.LOADING else ""
 
     # opening
 
-    async def begin(self) -> None:
-        """Opens what was asked for at the start. What is not there is an error; what can't be shown is told."""
+    async def open_initial(self) -> None:
+        """Opens the conversation that the command line names. A conversation that does not exist is an error."""
         if self.settings.conversation is not None:
             conversation = await find_conversation(self.chat, self.settings.conversation)
-            await self._told(lambda: self.open(conversation.id))
+            await self._report_errors(lambda: self.open(conversation.id))
         elif self.settings.resume:
             newest = await self.chat.conversations(limit=1)
             if newest:
-                await self._told(lambda: self.open(newest[0].id))
+                await self._report_errors(lambda: self.open(newest[0].id))
             else:
                 self.screen.note("There is no conversation yet: this is the first.")
-        if self.place.id is not None and self.settings.system is not None:
-            await self.place.set_system(self.settings.system)
-        if self.place.id is not None and self.settings.parameters:
-            await self.place.set(**self.settings.parameters)
+        if self.cursor.conversation_id is not None and self.settings.system is not None:
+            await self.cursor.set_system(self.settings.system)
+        if self.cursor.conversation_id is not None and self.settings.parameters:
+            await self.cursor.set_parameters(**self.settings.parameters)
 
     async def open(self, id: str) -> None:
-        """Goes to a conversation, shows its end, and follows a reply that is being written."""
+        """Opens a conversation, shows its end, and follows a reply that is still running."""
         from palaver.repl.commands.branches import show_end
 
-        await self.place.open(id)
-        running = await self.place.running()
+        await self.cursor.open(id)
+        running = await self.cursor.running_reply()
         await show_end(self, without_last=running is not None)
         if running is not None:
             await self.follow(running)
 
 
 async def run(chat: Chat, settings: SessionSettings) -> bool:
-    """Talks with whoever is at the terminal, or at the other end of a pipe. Whether all of it went well."""
+    """Runs a session on stdin and stdout, interactive or piped. Returns whether every line succeeded."""
     from palaver.repl.commands import table
 
-    typed, shown = sys.stdin.isatty(), has_cursor(sys.stdout)
-    live = typed and shown and not settings.plain
+    input_is_tty, output_has_cursor = sys.stdin.isatty(), has_cursor(sys.stdout)
+    live = input_is_tty and output_has_cursor and not settings.plain
     screen = Screen(console(sys.stdout if live else sys.stderr), live)
     session = Session(chat, settings, screen, table())
     try:
-        if typed and has_cursor(sys.stdout if shown else sys.stderr):
+        if input_is_tty and has_cursor(sys.stdout if output_has_cursor else sys.stderr):
             from palaver.repl.interactive import run_interactive
 
             await run_interactive(session)
         else:
-            session.lines = StreamLineSource(sys.stdin, sys.stderr if typed else None)
-            await _streamed(session)
+            session.lines = StreamLineSource(sys.stdin, sys.stderr if input_is_tty else None)
+            await _run_streamed(session)
     finally:
         await session.close()
-    return session.went_well
+    return session.succeeded
 
 
-async def _streamed(session: Session) -> None:
-    card: ModelCard = await session.chat.ready()
-    if session.lines.is_person:
+async def _run_streamed(session: Session) -> None:
+    card: ModelCard = await session.chat.wait_until_ready()
+    if session.lines.is_interactive:
         session.screen.show(*banner(card))
-    await session.begin()
+    await session.open_initial()
     await session.run()

@@ -1,4 +1,4 @@
-"""What a session is started with."""
+"""Settings of a session, from the command line; presets by name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from palaver.store import Preset
 
 
 class ThinkingDisplay(StrEnum):
-    """How much is shown of what the model thinks."""
+    """How thinking is shown."""
 
     COLLAPSED = "collapsed"
-    """The last lines while it thinks, then one line."""
+    """The last lines while the model thinks, then one summary line."""
     EXPANDED = "expanded"
     HIDDEN = "hidden"
 
@@ -25,18 +25,18 @@ class ThinkingDisplay(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
     folder: Path
-    """Where the history of what was typed is kept."""
+    """The folder of the input history."""
     conversation: str | None = None
-    """The id of the conversation to open, or its beginning."""
+    """The id of the conversation to open, or a prefix of it."""
     resume: bool = False
-    """Opens the conversation that was talked in last."""
+    """Opens the newest conversation."""
     system: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     plain: bool = False
-    """Raw text, nothing redrawn; always so where the output is no terminal."""
-    thoughts: ThinkingDisplay = ThinkingDisplay.COLLAPSED
+    """Raw text, nothing redrawn. Implied if the output is not a terminal."""
+    thinking_display: ThinkingDisplay = ThinkingDisplay.COLLAPSED
     client: str = "terminal"
-    """Under which name the place in each conversation is remembered."""
+    """The client name under which the position in each conversation is stored."""
 
 
 class NoPreset(RequestError):
@@ -46,8 +46,8 @@ class NoPreset(RequestError):
 
 
 async def find_preset(chat: Chat, name: str) -> Preset:
-    """The one of that name; where there is none, those that there are are told."""
-    known = {one.name: one for one in await chat.presets()}
-    if name not in known:
-        raise NoPreset(name, tuple(known))
-    return known[name]
+    """The preset of that name. The error for an unknown name lists the presets."""
+    presets = {one.name: one for one in await chat.presets()}
+    if name not in presets:
+        raise NoPreset(name, tuple(presets))
+    return presets[name]

@@ -1,4 +1,4 @@
-"""What an operator asks the server: is it well, what does it count, which models are there."""
+"""Routes for operators: health, metrics, and the models."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from palaver import __version__
 from palaver.chat.interface import ModelCard, ModelState
 from palaver.errors import BadParameter, PalaverError
 from palaver.server.anthropic.routes import model_value, models_page
-from palaver.server.auth import Admin, Whoever
+from palaver.server.auth import AdminDep, CallerDep
 from palaver.server.error_responses import speaks_anthropic
 from palaver.server.errors import NotSupported, OtherModel, error_body
 from palaver.server.metrics import ServerStatus
 from palaver.server.sse import EventStream
-from palaver.server.state import ServerState, StateOf
+from palaver.server.state import ServerState, StateDep
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _POLL_SECONDS = 0.2
-_FIGURES_SECONDS = 1.0
+_STATISTICS_SECONDS = 1.0
 
 
 class Health(BaseModel):
@@ -43,7 +43,7 @@ class Health(BaseModel):
 
 
 def is_public(path: str) -> bool:
-    """What is told to whoever asks, so that a server can be found and watched without a key."""
+    """Whether the path needs no key, so that a server can be found and monitored without one."""
     return path == "/health"
 
 
@@ -57,22 +57,22 @@ def router() -> APIRouter:
     routes = APIRouter(tags=["Operation"])
 
     @routes.get("/health", response_model=Health)
-    async def health(request: Request, state: StateOf) -> Response:
+    async def health(request: Request, state: StateDep) -> Response:
         """Whether a reply can be made now: 200, or 503 and why not. Without a key, the status alone."""
         now = await _current_health(state)
         status = 200 if now.status == ModelState.READY else 503
-        told = {**now.model_dump(), "instance": state.settings.instance}
+        value = {**now.model_dump(), "instance": state.settings.instance}
         if request.state.caller is None:
-            told = {"status": told["status"], "instance": told["instance"]}
-        return JSONResponse(told, status)
+            value = {"status": value["status"], "instance": value["instance"]}
+        return JSONResponse(value, status)
 
     @routes.get("/metrics", response_class=PlainTextResponse)
-    async def metrics(state: StateOf) -> Response:
+    async def metrics(state: StateDep) -> Response:
         """Counts since the start, as Prometheus reads them."""
         return PlainTextResponse(await _metrics(state), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @routes.get("/v1/models")
-    async def models(request: Request, state: StateOf) -> dict[str, Any]:
+    async def models(request: Request, state: StateDep) -> dict[str, Any]:
         """The model in use first, then others at hand; with the header `anthropic-version` in Anthropic's shape."""
         card = state.service.models.card()
         names = dict.fromkeys(
@@ -83,7 +83,7 @@ def router() -> APIRouter:
         return {"object": "list", "data": [_model(name, card) for name in names]}
 
     @routes.get("/v1/models/{name:path}")
-    async def model(request: Request, name: str, state: StateOf) -> dict[str, Any]:
+    async def model(request: Request, name: str, state: StateDep) -> dict[str, Any]:
         """One of them."""
         card = state.service.models.card()
         if name not in (card.name, *state.settings.aliases, *state.service.models.names):
@@ -91,7 +91,7 @@ def router() -> APIRouter:
         return model_value(name, card) if speaks_anthropic(request.scope) else _model(name, card)
 
     @routes.post("/v1/model/load", response_model=None)
-    async def load(body: LoadRequest, caller: Admin, state: StateOf) -> Response:
+    async def load(body: LoadRequest, caller: AdminDep, state: StateDep) -> Response:
         """Puts another model into use. Running turns are put aside and can be continued."""
         check_model_name(body.model, state)
         state.service.models.load(body.model)
@@ -101,35 +101,35 @@ def router() -> APIRouter:
         return JSONResponse(_health(state.service.models.card()).model_dump())
 
     @routes.post("/v1/model/unload")
-    async def unload(caller: Admin, state: StateOf) -> Health:
+    async def unload(caller: AdminDep, state: StateDep) -> Health:
         """Lets go of the model and its memory."""
         await state.service.models.unload()
         return _health(state.service.models.card())
 
     @routes.post("/v1/embeddings", include_in_schema=False)
-    async def embeddings(caller: Whoever) -> None:
+    async def embeddings(caller: CallerDep) -> None:
         raise NotSupported("Embeddings are not supported: Palaver serves chat models.")
 
     return routes
 
 
 def check_model_name(name: str, state: ServerState) -> None:
-    """A model at hand; others only where the operator allows it, and never by a path out of somewhere."""
+    """Raises BadParameter unless the model is available, or the operator allows others by their hub id."""
     if name in (*state.service.models.names, state.service.models.card().name):
         return
     if not state.settings.any_model or ".." in name or not _HUB_ID.fullmatch(name):
-        at_hand = ", ".join(state.service.models.names) or "none"
-        raise BadParameter("model", name, f"is none of the models at hand ({at_hand})")
+        available = ", ".join(state.service.models.names) or "none"
+        raise BadParameter("model", name, f"is none of the models at hand ({available})")
 
 
 async def _progress(state: ServerState) -> AsyncGenerator[bytes]:
     models = state.service.models
     loading = asyncio.ensure_future(models.ready())
-    told = None
+    sent = None
     try:
         while not loading.done():
-            if (now := _health(models.card())) != told:
-                told = now
+            if (now := _health(models.card())) != sent:
+                sent = now
                 yield _event("progress", now.model_dump())
             await asyncio.wait({loading}, timeout=_POLL_SECONDS)
         loading.result()
@@ -147,9 +147,9 @@ def _event(name: str, value: dict[str, Any]) -> bytes:
 
 
 async def _current_health(state: ServerState) -> Health:
-    """Of the engine and of the database: without either, no reply can be made."""
+    """The health of the engine and of the database: a reply needs both."""
     now = _health(state.service.models.card())
-    if now.status != ModelState.READY or not (failure := await state.database.failure(state.service.store)):
+    if now.status != ModelState.READY or not (failure := await state.database_probe.failure(state.service.store)):
         return now
     return now.model_copy(update={"status": ModelState.FAILED.value, "progress": None, "note": failure})
 
@@ -160,15 +160,15 @@ def _health(card: ModelCard) -> Health:
 
 async def _metrics(state: ServerState) -> str:
     ready = (await _current_health(state)).status == ModelState.READY
-    replies, turns = len(state.floor), len(state.service.turns.running)
-    return state.metrics.text(ServerStatus(replies, turns, ready, await _engine_figures(state)))
+    replies, turns = len(state.limiter), len(state.service.turns.running)
+    return state.metrics.text(ServerStatus(replies, turns, ready, await _engine_statistics(state)))
 
 
-async def _engine_figures(state: ServerState) -> dict[str, float]:
-    """None where there is no engine, or one that has no time to tell."""
+async def _engine_statistics(state: ServerState) -> dict[str, float]:
+    """Empty if there is no engine, or it does not answer in time."""
     try:
-        async with asyncio.timeout(_FIGURES_SECONDS):
-            return await state.service.models.current().engine.counted()
+        async with asyncio.timeout(_STATISTICS_SECONDS):
+            return await state.service.models.current().engine.metrics()
     except (PalaverError, TimeoutError):
         return {}
 

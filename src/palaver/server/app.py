@@ -1,4 +1,4 @@
-"""The server put together: routes over one service, inside the shell."""
+"""Builds the server: all routes over one service, inside the middleware."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from fastapi import FastAPI
 from palaver import __version__
 from palaver.chat.service import Service
 from palaver.server import admin
-from palaver.server.access_log import AccessLog
 from palaver.server.anthropic import routes as anthropic
 from palaver.server.audio import speech
-from palaver.server.auth import Authenticator
+from palaver.server.auth import Authenticator, is_loopback
 from palaver.server.conversations import routes as conversations
 from palaver.server.error_responses import install_error_handlers
 from palaver.server.limits import ConcurrencyLimiter
@@ -20,7 +19,7 @@ from palaver.server.metrics import Metrics, TurnMetrics
 from palaver.server.middleware import ProtectionMiddleware
 from palaver.server.openai import completions
 from palaver.server.openai import routes as openai
-from palaver.server.openai.thinking import operator_parameters
+from palaver.server.openai.sampling_params import operator_parameters
 from palaver.server.openapi import install_openapi
 from palaver.server.page import routes as page
 from palaver.server.page import session
@@ -34,47 +33,45 @@ from palaver.voice.loader import SpeakerCache
 
 
 class Server:
-    """An ASGI application, and what its owner needs to end it well. The service is its owner's to enter and leave."""
+    """The ASGI application and its shutdown. The service is entered and left by its owner."""
 
     def __init__(self, service: Service, settings: ServerSettings) -> None:
         self.settings = settings
-        self.access = AccessLog(settings.debug)
         self.state = ServerState(
             service,
             settings,
             Metrics(),
-            ConcurrencyLimiter(settings.limits.at_once),
-            self.access,
-            Authenticator(service.store, not settings.is_local, settings.secret, settings.port),
-            _sockets(settings),
+            ConcurrencyLimiter(settings.limits.max_replies),
+            Authenticator(service.store, not is_loopback(settings.host), settings.secret, settings.port),
+            _socket_registry(settings),
             speakers=SpeakerCache(settings.voice),
         )
-        service.turns.heard = TurnMetrics(self.state.metrics).hear
-        service.continues = is_background
+        service.turns.on_event = TurnMetrics(self.state.metrics).on_event
+        service.should_continue = is_background
         if settings.forced:
             service.requests.adjust = lambda given, format: operator_parameters({}, given, settings.forced, format)
         self.routes = _routes(self.state)
-        self.asgi = ProtectionMiddleware(self.routes, self.state, _is_open)
+        self.asgi = ProtectionMiddleware(self.routes, self.state, _is_public)
 
     async def close(self, grace: float) -> None:
-        """Takes nothing more; what runs is waited for, then cut or put aside, and its readers are told.
+        """Refuses new requests, waits up to `grace` seconds for running replies, then stops them and parks the turns.
 
-        Where the next server would go on with a dead one's replies, these are left to it in the same way.
+        If the next server resumes interrupted turns, the parked ones are left for it to resume.
         """
         self.state.closing.set()
         turns = self.state.service.turns
-        await asyncio.gather(self.state.floor.close(grace), turns.finish(grace))
-        await turns.park(leave=self.state.service.resumes)
-        await self.state.sockets.closed()
+        await asyncio.gather(self.state.limiter.close(grace), turns.drain(grace))
+        await turns.park(leave=self.state.service.resume)
+        await self.state.sockets.wait_closed()
         await self.state.speakers.close()
         await self.state.workers.close()
 
 
-def _sockets(settings: ServerSettings) -> SocketRegistry:
+def _socket_registry(settings: ServerSettings) -> SocketRegistry:
     return SocketRegistry(settings.limits.socket_grace_seconds, settings.limits.sockets)
 
 
-def _is_open(path: str) -> bool:
+def _is_public(path: str) -> bool:
     return admin.is_public(path) or session.is_public(path)
 
 

@@ -1,12 +1,13 @@
-"""Who calls: a user with a key, or the one user of this machine.
+"""Authentication: keys, the page's cookie, and the checks of the Host and Origin headers.
 
-A key that is sent must be valid, on loopback too. Without one, a request that comes straight from this machine is the
-local user's, with no right to administer the server: that takes a key, or the token in the data folder."""
+A key that is sent must be valid, on loopback too. A direct request from this machine without a key is the local
+user's, who is no administrator: that takes a key, or the token in the data folder."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -18,9 +19,19 @@ from urllib.parse import urlsplit
 from fastapi import Depends, Request
 
 from palaver.server.errors import ForeignCaller, NoKey, NotAllowed
-from palaver.server.settings import ServerSettings, is_loopback
+from palaver.server.settings import ServerSettings
 from palaver.store import Store
 from palaver.store.users import LOCAL
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the host. A server that listens there needs no key."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def cookie_name(port: int) -> str:
@@ -28,7 +39,7 @@ def cookie_name(port: int) -> str:
 
 
 def cookie_key(headers: Mapping[bytes, bytes], port: int) -> str | None:
-    """The key that the page was given."""
+    """The key in the page's cookie."""
     try:
         cookies = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1"))
     except CookieError:
@@ -42,41 +53,41 @@ _FORWARDING_PREFIX = b"x-forwarded-"
 
 
 def is_direct(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a program of this machine sent the request for itself: to a loopback name, and not through a proxy."""
+    """Whether a program of this machine sent the request: to a loopback name, and not through a proxy."""
     if any(name in _FORWARDING or name.startswith(_FORWARDING_PREFIX) for name in headers):
         return False
-    return is_loopback(_name(headers.get(b"host", b"").decode("latin-1").strip().lower()))
+    return is_loopback(_hostname(headers.get(b"host", b"").decode("latin-1").strip().lower()))
 
 
 class OriginGuard:
     def __init__(self, settings: ServerSettings) -> None:
         self._hosts = frozenset(name.lower() for name in settings.hosts)
         self._origins = frozenset(origin.rstrip("/").lower() for origin in settings.origins)
-        self._local = settings.is_local
+        self._local = is_loopback(settings.host)
 
     def check(self, headers: Mapping[bytes, bytes]) -> None:
         """Raises ForeignCaller."""
         host = headers.get(b"host", b"").decode("latin-1").strip().lower()
-        if (self._local or self._hosts) and not self._is_ours(_name(host)):
+        if (self._local or self._hosts) and not self._is_allowed_host(_hostname(host)):
             raise ForeignCaller(f"The host {host[:100]!r} is none of this server's names; --allow-host adds one.")
         origin = headers.get(b"origin")
         if origin is not None and not self.allows(origin.decode("latin-1"), host):
             raise ForeignCaller("Pages of another origin may not call this server; --allow-origin adds one.")
 
     def allows(self, origin: str, host: str) -> bool:
-        """A page from this very server, or one that the operator named."""
+        """Whether the page is of this server, or of an origin that the operator allowed."""
         lowered = origin.rstrip("/").lower()
         return lowered in self._origins or (bool(host) and lowered in (f"http://{host}", f"https://{host}"))
 
-    def is_named(self, origin: str) -> bool:
+    def is_allowed_origin(self, origin: str) -> bool:
         return origin.rstrip("/").lower() in self._origins
 
-    def _is_ours(self, name: str) -> bool:
+    def _is_allowed_host(self, name: str) -> bool:
         return name in self._hosts or (self._local and is_loopback(name))
 
 
-def _name(host: str) -> str:
-    """Without the port. Nothing where it can't be read."""
+def _hostname(host: str) -> str:
+    """The host without its port. Empty if it is invalid."""
     try:
         parts = urlsplit(f"//{host}")
         return (parts.hostname or "") if not parts.username and parts.path == "" and not parts.query else ""
@@ -84,11 +95,11 @@ def _name(host: str) -> str:
         return ""
 
 
-REMEMBERED_SECONDS = 2.0
-"""For so long a key that was good is taken without another look: a revoked one is shut out after that."""
-REMEMBERED = 1024
-PLACEHOLDERS = frozenset({"none", "empty", "not-needed", "sk-no-key-required"})
-"""What clients of local servers send because their library insists on a key: the same as none."""
+KEY_CACHE_SECONDS = 2.0
+"""How long a valid key is not looked up again. A revoked key is refused after that."""
+KEY_CACHE_SIZE = 1024
+PLACEHOLDER_KEYS = frozenset({"none", "empty", "not-needed", "sk-no-key-required"})
+"""Sent by clients whose library requires a key. They count as no key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +110,7 @@ class Caller:
 
 
 class Authenticator:
-    """Knows callers by their keys. Where none is needed, a caller without one is the local user."""
+    """Finds the caller of a request by its key. If no key is needed, a caller without one is the local user."""
 
     def __init__(self, store: Store, needs_key: bool, token: str = "", port: int = 0) -> None:
         """`token` makes the local user an administrator; `port` names the page's cookie."""
@@ -107,36 +118,36 @@ class Authenticator:
         self._store = store
         self._needs_key = needs_key
         self._token = token
-        self._known: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
+        self._cache: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
         self._local_id: str | None = None
 
     async def find(self, headers: Mapping[bytes, bytes]) -> Caller:
-        """Raises NoKey for a key that is not valid, and for none where one is needed."""
+        """Raises NoKey for an invalid key, and for a missing one if it is needed."""
         key = presented_key(headers) or cookie_key(headers, self._port)
-        if key and key.lower() not in PLACEHOLDERS:
+        if key and key.lower() not in PLACEHOLDER_KEYS:
             return await self.by_key(key)
         if self._needs_key or not is_direct(headers):
             raise NoKey(given=bool(key))
-        return await self._local(admin=False)
+        return await self._local_caller(admin=False)
 
     async def by_key(self, key: str) -> Caller:
         """The caller with this key, or with the token. Raises NoKey."""
         if self._token and hmac.compare_digest(key.encode("latin-1", "replace"), self._token.encode()):
-            return await self._local(admin=True)
-        known = self._known.get(key)
-        if known is not None and time.monotonic() - known[0] < REMEMBERED_SECONDS:
-            return known[1]
+            return await self._local_caller(admin=True)
+        cached = self._cache.get(key)
+        if cached is not None and time.monotonic() - cached[0] < KEY_CACHE_SECONDS:
+            return cached[1]
         found = await asyncio.to_thread(self._store.keys.find, key)
         if found is None:
-            self._known.pop(key, None)
+            self._cache.pop(key, None)
             raise NoKey(given=True)
         caller = Caller(found.user_id, found.user, found.admin)
-        self._known[key] = (time.monotonic(), caller)
-        while len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
+        self._cache[key] = (time.monotonic(), caller)
+        while len(self._cache) > KEY_CACHE_SIZE:
+            self._cache.popitem(last=False)
         return caller
 
-    async def _local(self, admin: bool) -> Caller:
+    async def _local_caller(self, admin: bool) -> Caller:
         if self._local_id is None:
             self._local_id = (await asyncio.to_thread(self._store.users.ensure)).id
         return Caller(self._local_id, LOCAL, admin)
@@ -151,19 +162,19 @@ def presented_key(headers: Mapping[bytes, bytes]) -> str | None:
     return given.decode("latin-1").strip() if given else None
 
 
-def _whoever(request: Request) -> Caller:
+def get_caller(request: Request) -> Caller:
     caller: Caller | None = request.state.caller
     if caller is None:
         raise NoKey(given=False)
     return caller
 
 
-def _admin(request: Request) -> Caller:
-    caller = _whoever(request)
+def get_admin(request: Request) -> Caller:
+    caller = get_caller(request)
     if not caller.admin:
         raise NotAllowed("This needs an administrator's key, or the token in the server's data folder.")
     return caller
 
 
-Whoever = Annotated[Caller, Depends(_whoever)]
-Admin = Annotated[Caller, Depends(_admin)]
+CallerDep = Annotated[Caller, Depends(get_caller)]
+AdminDep = Annotated[Caller, Depends(get_admin)]

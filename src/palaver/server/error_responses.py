@@ -1,4 +1,4 @@
-"""An error as the answer to a request, in the shape that whoever asked reads."""
+"""Errors as HTTP responses, in the format of the API that was called: OpenAI's or Anthropic's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from palaver.errors import BadParameter, PalaverError
-from palaver.server.anthropic.errors import OVERLOADED, anthropic_error, is_anthropic, status_of
+from palaver.server.anthropic.errors import OVERLOADED, anthropic_error, anthropic_status, is_anthropic
 from palaver.server.errors import (
+    ClientDisconnected,
     NoRoute,
     NotJson,
     WrongMethod,
@@ -23,7 +24,6 @@ from palaver.server.errors import (
     error_value,
     log_unexpected,
 )
-from palaver.server.request_body import ClientDisconnected
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def error_response(error: BaseException, scope: Scope) -> ErrorResponse:
     headers = error_headers(error)
     if not speaks_anthropic(scope):
         return ErrorResponse(error_status(error).status, error_value(error), headers)
-    status = status_of(error)
+    status = anthropic_status(error)
     if status == OVERLOADED:
         headers = {"retry-after": "1", **headers}
     return ErrorResponse(status, anthropic_error(error, scope["state"]["request_id"]), headers)
@@ -49,52 +49,52 @@ def speaks_anthropic(scope: Scope) -> bool:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    app.add_exception_handler(ClientDisconnected, _left)
-    app.add_exception_handler(PalaverError, _answer)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(Exception, _answer)
+    app.add_exception_handler(ClientDisconnected, _client_disconnected)
+    app.add_exception_handler(PalaverError, _error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _error)
 
 
-async def _left(request: Request, error: Exception) -> Response:
-    """Nobody reads it: the status is for the log."""
+async def _client_disconnected(request: Request, error: Exception) -> Response:
+    """The client does not read it: the status is for the log."""
     return Response(status_code=499)
 
 
-async def _answer(request: Request, error: Exception) -> JSONResponse:
+async def _error(request: Request, error: Exception) -> JSONResponse:
     log_unexpected(error)
-    answer = error_response(error, request.scope)
-    return JSONResponse(answer.value, answer.status, answer.headers)
+    response = error_response(error, request.scope)
+    return JSONResponse(response.value, response.status, response.headers)
 
 
-async def _invalid(request: Request, error: Exception) -> JSONResponse:
+async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first: dict[str, Any] = next(iter(error.errors()), {})
-    places = (str(part) for part in first.get("loc", ())[1:])
-    where = ".".join(place for place in places if not place.startswith("list["))  # one of several forms of a field
-    if first.get("type") == "json_invalid":
-        return await _answer(request, NotJson(f"The body is not JSON: {first.get('ctx', {}).get('error', '')}"))
+    parts = (str(part) for part in first.get("loc", ())[1:])
+    path = ".".join(part for part in parts if not part.startswith("list["))  # one of several types of a field
+    if first.get("type") == "json_validation_error":
+        return await _error(request, NotJson(f"The body is not JSON: {first.get('ctx', {}).get('error', '')}"))
     if isinstance(first.get("input"), bytes):
-        return await _answer(request, NotJson("The body must be sent as Content-Type: application/json."))
-    return await _answer(request, BadParameter(where or "body", _shown(first.get("input")), first.get("msg", "")))
+        return await _error(request, NotJson("The body must be sent as Content-Type: application/json."))
+    return await _error(request, BadParameter(path or "body", _shortened(first.get("input")), first.get("msg", "")))
 
 
-async def _http(request: Request, error: Exception) -> JSONResponse:
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     match error.status_code:
         case 404:
-            found: PalaverError = NoRoute(f"There is nothing at {request.method} {request.url.path}.")
+            http_error: PalaverError = NoRoute(f"There is nothing at {request.method} {request.url.path}.")
         case 405:
-            found = WrongMethod(f"{request.url.path} does not take {request.method}.")
+            http_error = WrongMethod(f"{request.url.path} does not take {request.method}.")
         case _:
-            found = NotJson(str(error.detail))
-    answer = await _answer(request, found)
-    answer.headers.update(error.headers or {})
-    return answer
+            http_error = NotJson(str(error.detail))
+    response = await _error(request, http_error)
+    response.headers.update(error.headers or {})
+    return response
 
 
-def _shown(value: Any) -> Any:
-    """The value, or the beginning of it where it is long; a large one is never written out as a whole."""
+def _shortened(value: Any) -> Any:
+    """The value, or its beginning if it is long. `repr` is never made of a large value."""
     if isinstance(value, str):
         return value if len(value) <= 80 else value[:77] + "..."
     text = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)

@@ -1,4 +1,4 @@
-"""Errors as HTTP: one table from types to statuses, and one shape, which is OpenAI's."""
+"""The errors of the server, and the table from error types to HTTP statuses, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from typing import Any
 from palaver import errors
 from palaver.errors import PalaverError, RequestError, ShuttingDown
 from palaver.store import errors as store
-from palaver.wire.errors import named
+from palaver.wire.errors import error_fields
 
 _log = logging.getLogger("palaver.server")
 INTERNAL = "Something went wrong inside of the server: its log has the details."
+
+
+class ClientDisconnected(Exception):
+    """The client disconnected before its request was complete or its answer began."""
 
 
 class NoKey(RequestError):
@@ -26,15 +30,15 @@ class NoKey(RequestError):
 
 
 class NotAllowed(RequestError):
-    """Whoever asks may not do this."""
+    """The caller has no permission for this."""
 
 
 class ForeignCaller(NotAllowed):
-    """A Host or an Origin that is none of ours: a page elsewhere that reaches for this server."""
+    """A Host or Origin header that is not allowed: a page of another site calls this server."""
 
 
 class DuplicateHeader(RequestError):
-    """A header that may come once: which of two would count is anybody's guess, a proxy's too."""
+    """A header that may come once: a proxy might use the other one of two."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"The header {name!r} was sent more than once.")
@@ -51,31 +55,31 @@ class TooSlow(RequestError):
 
 
 class TooMany(RequestError):
-    """More requests than are taken; `seconds` is when to try again."""
+    """Too many requests. `seconds` is when to try again."""
 
-    def __init__(self, why: str, seconds: int = 1) -> None:
-        super().__init__(why)
+    def __init__(self, message: str, seconds: int = 1) -> None:
+        super().__init__(message)
         self.seconds = seconds
 
 
 class NotJson(RequestError):
-    """A body that can't be read."""
+    """A body that is not valid JSON."""
 
 
 class NoRoute(RequestError):
-    """A path or a method that is not there."""
+    """An unknown path."""
 
 
 class WrongMethod(RequestError):
-    """A path that takes another method."""
+    """A known path with another method."""
 
 
 class NotSupported(RequestError):
-    """What this server does not do."""
+    """An endpoint that this server does not have."""
 
 
 class OtherModel(RequestError):
-    """A request for a model that is not the one in use."""
+    """A request for a model that is not loaded."""
 
 
 class NoPreviousResponse(errors.BadParameter):
@@ -85,7 +89,7 @@ class NoPreviousResponse(errors.BadParameter):
 
 @dataclass(frozen=True, slots=True)
 class ErrorStatus:
-    """How an error is told: its status, and OpenAI's words for its kind."""
+    """The HTTP status of an error, and its type and code in OpenAI's format."""
 
     status: int
     type: str = "invalid_request_error"
@@ -125,20 +129,22 @@ _TABLE: dict[type[BaseException], ErrorStatus] = {
     store.StoreError: ErrorStatus(500, _SERVER, "storage_failed"),
 }
 _UNKNOWN = ErrorStatus(500, _SERVER)
-_LATER = (429, 503)
+_RETRY_STATUSES = (429, 503)
 
 
 def error_status(error: BaseException) -> ErrorStatus:
-    """By the nearest of its types."""
+    """The status of the nearest base class in the table."""
     return next((_TABLE[kind] for kind in type(error).__mro__ if kind in _TABLE), _UNKNOWN)
 
 
 def error_value(error: BaseException) -> dict[str, Any]:
-    """In OpenAI's shape. What is no error of ours is said in the log alone."""
-    how = error_status(error)
+    """The error in OpenAI's format. The message of an unexpected error is in the log alone."""
+    entry = error_status(error)
     message = str(error) if isinstance(error, PalaverError) else INTERNAL
     param = error.name if isinstance(error, errors.BadParameter) else None
-    return {"error": {"message": message, "type": how.type, "param": param, "code": how.code, **named(error)}}
+    return {
+        "error": {"message": message, "type": entry.type, "param": param, "code": entry.code, **error_fields(error)}
+    }
 
 
 def error_body(error: BaseException) -> bytes:
@@ -146,14 +152,14 @@ def error_body(error: BaseException) -> bytes:
 
 
 def error_headers(error: BaseException) -> dict[str, str]:
-    how = error_status(error)
-    if how.status == 401:
+    status = error_status(error).status
+    if status == 401:
         return {"www-authenticate": "Bearer"}
-    return {"retry-after": str(getattr(error, "seconds", 1))} if how.status in _LATER else {}
+    return {"retry-after": str(getattr(error, "seconds", 1))} if status in _RETRY_STATUSES else {}
 
 
 def log_unexpected(error: BaseException) -> None:
-    """Logs an unexpected error with its traceback, and of a failing database what clients are not shown."""
+    """Logs an unexpected error with its traceback, and the cause of a database failure, which clients do not see."""
     if not isinstance(error, PalaverError):
         _log.error("a request failed", exc_info=error)
     elif isinstance(error, store.Unreachable):

@@ -1,4 +1,4 @@
-"""What the server counts, in the text form that Prometheus reads."""
+"""The metrics of the server, in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def note(self, value: float) -> None:
+    def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
@@ -38,17 +38,17 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """How things stand just now."""
+    """The gauges at the time of a scrape."""
 
     replies: int
     turns: int
     ready: bool
     engine: Mapping[str, float]
-    """The engine's own figures; none where it does not tell."""
+    """The engine's statistics; empty if it does not answer."""
 
 
 class Metrics:
-    """Counts of one server since its start."""
+    """Counters of one server since its start."""
 
     def __init__(self) -> None:
         self.requests: dict[int, int] = {}
@@ -63,42 +63,42 @@ class Metrics:
         self.first_token = Histogram("palaver_first_token_seconds", "From the request to its first token.")
         self.between_tokens = Histogram("palaver_inter_token_seconds", "From one token to the next.")
 
-    def request(self, status: int) -> None:
+    def count_request(self, status: int) -> None:
         self.requests[status] = self.requests.get(status, 0) + 1
 
-    def finished(self, reason: str) -> None:
+    def count_finish(self, reason: str) -> None:
         self.finishes[reason] = self.finishes.get(reason, 0) + 1
 
-    def replied(self, usage: Usage, reason: str) -> None:
-        """A whole reply, or as much of it as there was."""
+    def count_reply(self, usage: Usage, reason: str) -> None:
+        """Counts a reply that has ended, complete or not."""
         self.prompt_tokens += usage.prompt_tokens
         self.cached_tokens += usage.cached_tokens
         self.reply_tokens += usage.reply_tokens
         self.thinking_tokens += usage.thinking_tokens
-        self.finished(reason)
+        self.count_finish(reason)
 
-    def text(self, standing: ServerStatus) -> str:
+    def text(self, status: ServerStatus) -> str:
         histograms = (*self.first_token.lines(), *self.between_tokens.lines())
-        return "\n".join([*self._lines(standing), *_engine(standing.engine), *histograms]) + "\n"
+        return "\n".join([*self._lines(status), *_engine_lines(status.engine), *histograms]) + "\n"
 
-    def _lines(self, now: ServerStatus) -> Iterator[str]:
+    def _lines(self, status: ServerStatus) -> Iterator[str]:
         yield from _family("palaver_requests_total", "counter", "Requests by status.", "status", self.requests)
         yield from _family("palaver_replies_total", "counter", "Replies by how they ended.", "finish", self.finishes)
-        waiting = int(now.engine.get("waiting", self.waiting))
+        waiting = int(status.engine.get("waiting", self.waiting))
         for name, kind, meaning, value in (
             ("prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens),
             ("cached_tokens_total", "counter", "Tokens of prompts that had been computed before.", self.cached_tokens),
             ("reply_tokens_total", "counter", "Tokens of replies.", self.reply_tokens),
             ("thinking_tokens_total", "counter", "Those of them that were thought.", self.thinking_tokens),
-            ("replies_running", "gauge", "Replies of requests in the making or waiting.", now.replies),
-            ("turns_running", "gauge", "Turns of conversations in the making or waiting.", now.turns),
+            ("replies_running", "gauge", "Replies of requests in the making or waiting.", status.replies),
+            ("turns_running", "gauge", "Turns of conversations in the making or waiting.", status.turns),
             ("replies_waiting", "gauge", "All that wait in the queue.", waiting),
-            ("model_ready", "gauge", "Whether a reply can be made now.", int(now.ready)),
+            ("model_ready", "gauge", "Whether a reply can be made now.", int(status.ready)),
         ):
             yield from _single(name, kind, meaning, value)
 
 
-_ENGINE = {
+_ENGINE_METRICS = {
     "running": ("engine_running", "gauge", "Sequences that the engine computes just now."),
     "limit_bytes": ("cache_limit_bytes", "gauge", "What the cache may hold."),
     "used_bytes": ("cache_used_bytes", "gauge", "What it holds."),
@@ -107,13 +107,13 @@ _ENGINE = {
     "hit_tokens": ("cache_hit_tokens_total", "counter", "Those of them that were not computed again."),
     "evictions": ("cache_evictions_total", "counter", "Pieces that had to go."),
 }
-"""The engine's own figures by their names there."""
+"""The metrics of the engine, by their names in its statistics."""
 
 
-def _engine(figures: Mapping[str, float]) -> Iterator[str]:
-    for name, (shown, kind, meaning) in _ENGINE.items():
-        if name in figures:
-            yield from _single(shown, kind, meaning, int(figures[name]))
+def _engine_lines(statistics: Mapping[str, float]) -> Iterator[str]:
+    for name, (shown, kind, meaning) in _ENGINE_METRICS.items():
+        if name in statistics:
+            yield from _single(shown, kind, meaning, int(statistics[name]))
 
 
 def _single(name: str, kind: str, meaning: str, value: int) -> Iterator[str]:
@@ -123,32 +123,32 @@ def _single(name: str, kind: str, meaning: str, value: int) -> Iterator[str]:
 
 
 class TokenPace:
-    """The time of one reply's tokens."""
+    """Observes the time to the first token of one reply, and the time between its tokens."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._last = time.perf_counter()
-        self._begun = False
-        self._waits = False
+        self._has_first = False
+        self._waiting = False
 
-    def waits(self) -> None:
-        if not self._waits:
-            self._waits = True
+    def start_waiting(self) -> None:
+        if not self._waiting:
+            self._waiting = True
             self._metrics.waiting += 1
 
-    def no_longer_waits(self) -> None:
-        if self._waits:
-            self._waits = False
+    def stop_waiting(self) -> None:
+        if self._waiting:
+            self._waiting = False
             self._metrics.waiting -= 1
 
-    def tokens(self, count: int) -> None:
+    def observe(self, count: int) -> None:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
-        if self._begun:
-            self._metrics.between_tokens.note(seconds / count)
+        if self._has_first:
+            self._metrics.between_tokens.observe(seconds / count)
         else:
-            self._begun = True
-            self._metrics.first_token.note(seconds)
+            self._has_first = True
+            self._metrics.first_token.observe(seconds)
 
 
 def _family(name: str, kind: str, meaning: str, label: str, values: dict[int, int] | dict[str, int]) -> Iterator[str]:
@@ -159,56 +159,56 @@ def _family(name: str, kind: str, meaning: str, label: str, values: dict[int, in
 
 
 class TurnMetrics:
-    """Hears of every event of every turn."""
+    """Counts the turns of conversations from their events."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._running: dict[str, _TurnCount] = {}
+        self._running: dict[str, _TurnRun] = {}
 
-    def hear(self, turn: Turn, event: Event) -> None:
-        counted = self._running.get(turn.id)
-        if counted is None:
-            counted = self._running[turn.id] = _TurnCount(turn, self._metrics)
-        counted.hear(event)
+    def on_event(self, turn: Turn, event: Event) -> None:
+        run = self._running.get(turn.id)
+        if run is None:
+            run = self._running[turn.id] = _TurnRun(turn, self._metrics)
+        run.on_event(event)
         if isinstance(event, Finished | Failed):
             del self._running[turn.id]
 
 
-class _TurnCount:
-    """One run of a turn: what it had said before is not counted again."""
+class _TurnRun:
+    """One run of a turn: tokens of earlier runs are not counted again."""
 
     def __init__(self, turn: Turn, metrics: Metrics) -> None:
         self._turn = turn
         self._metrics = metrics
         self._pace = TokenPace(metrics)
         self._tokens = 0
-        self._thought = 0
+        self._earlier_thinking = 0
         self._started = Started(0, 0)
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         match event:
             case Waiting():
-                self._pace.waits()
+                self._pace.start_waiting()
             case Started():
-                self._pace.no_longer_waits()
+                self._pace.stop_waiting()
                 self._started = event
-                self._thought = self._turn.utterance.usage.thinking_tokens
+                self._earlier_thinking = self._turn.reply_stream.usage.thinking_tokens
             case Finished(finish):
                 self._end(finish.value)
             case Failed():
                 self._end("parked" if self._turn.parked else "failed")
             case _:
-                self._take_tokens()
+                self._observe_tokens()
 
-    def _take_tokens(self) -> None:
-        fresh = len(self._turn.utterance.steps) - self._tokens
-        if fresh:
-            self._tokens += fresh
-            self._pace.tokens(fresh)
+    def _observe_tokens(self) -> None:
+        new = len(self._turn.reply_stream.steps) - self._tokens
+        if new:
+            self._tokens += new
+            self._pace.observe(new)
 
     def _end(self, reason: str) -> None:
-        self._pace.no_longer_waits()
-        self._take_tokens()
-        thought = self._turn.utterance.usage.thinking_tokens - self._thought
-        usage = Usage(self._started.prompt_tokens, self._started.cached_tokens, self._tokens, thought)
-        self._metrics.replied(usage, reason)
+        self._pace.stop_waiting()
+        self._observe_tokens()
+        thinking = self._turn.reply_stream.usage.thinking_tokens - self._earlier_thinking
+        usage = Usage(self._started.prompt_tokens, self._started.cached_tokens, self._tokens, thinking)
+        self._metrics.count_reply(usage, reason)

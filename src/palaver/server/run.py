@@ -1,4 +1,4 @@
-"""The server on a socket: it listens before the model is there, and ends without cutting anybody off."""
+"""Runs the server with uvicorn: it listens before the model is loaded, and shuts down gracefully."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import uvicorn
 
 from palaver.errors import BadParameter, PalaverError
 from palaver.server.app import Server
-from palaver.server.http_limits import limited_protocol
+from palaver.server.limits import limited_protocol
 from palaver.server.settings import ServerSettings
 
 BACKLOG = 2048
@@ -28,14 +28,14 @@ _QUIET_LIBRARIES = ("uvicorn", "uvicorn.error", "asyncio", "httpx", "httpcore", 
 
 @dataclass(frozen=True, slots=True)
 class TLSCertificate:
-    """For TLS."""
+    """The files of a TLS certificate."""
 
     chain: Path
     key: Path | None = None
 
 
 def socket_options(settings: ServerSettings) -> dict[str, Any]:
-    """How WebSockets are held: within the bounds of bodies, unpacked, and given up where nobody answers a ping."""
+    """uvicorn's options for WebSockets: the size limit of bodies, no compression, and closed without a pong."""
     return {
         "ws": "websockets-sansio",
         "ws_max_size": settings.limits.body_bytes,
@@ -46,12 +46,12 @@ def socket_options(settings: ServerSettings) -> dict[str, Any]:
 
 
 class UvicornServer(uvicorn.Server):
-    """Ends in order: takes nothing new, lets replies finish for a while, puts turns aside, then closes connections."""
+    """Shuts down in order: refuses new requests, lets replies finish for a while, parks turns, closes connections."""
 
     def __init__(self, server: Server, grace: float, certificate: TLSCertificate | None = None) -> None:
         self._palaver = server
         self._grace = grace
-        self._hurried = asyncio.Event()
+        self._hurry = asyncio.Event()
         super().__init__(
             uvicorn.Config(
                 server.asgi,
@@ -71,7 +71,7 @@ class UvicornServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A signal ends the server and no more: whoever runs it still has things to put away. A second one hurries."""
+        """A signal only ends the server, so that its caller can clean up. A second one skips the grace period."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.handle_exit, number, None)
@@ -83,16 +83,16 @@ class UvicornServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            self._hurried.set()
+            self._hurry.set()
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for listening in self.servers:
             listening.close()
         closing = asyncio.create_task(self._palaver.close(self._grace))
-        hurried = asyncio.create_task(self._hurried.wait())
-        await asyncio.wait({closing, hurried}, return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait({closing, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
         if not closing.done():
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
@@ -102,7 +102,7 @@ class UvicornServer(uvicorn.Server):
 
 
 async def run_server(serving: UvicornServer, listening: socket.socket, server: Server) -> None:
-    """Until a signal ends it. Raises what loading the first model raised."""
+    """Runs until a signal ends it. Raises the error of loading the first model."""
     loading = asyncio.create_task(server.state.service.models.ready())
     running = asyncio.create_task(serving.serve(sockets=[listening]))
     try:
@@ -118,7 +118,7 @@ async def run_server(serving: UvicornServer, listening: socket.socket, server: S
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """OSError where the place is taken."""
+    """Raises BadParameter if the address is unknown or in use."""
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
@@ -133,7 +133,7 @@ def listen(settings: ServerSettings) -> socket.socket:
 
 
 def server_url(settings: ServerSettings, listening: socket.socket, tls: bool) -> str:
-    """Where to reach it, without a slash at its end."""
+    """The base URL, without a trailing slash."""
     port = listening.getsockname()[1]
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::", "") else settings.host
     shown = f"[{host}]" if ":" in host else host
@@ -141,12 +141,12 @@ def server_url(settings: ServerSettings, listening: socket.socket, tls: bool) ->
 
 
 def log_to_stderr(debug: bool) -> None:
-    """Our own words, and of the libraries only what went wrong."""
+    """Logs Palaver's messages, and only the errors of libraries."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
-    ours = logging.getLogger("palaver")
-    ours.handlers, ours.propagate = [handler], False
-    ours.setLevel(logging.DEBUG if debug else logging.INFO)
+    logger = logging.getLogger("palaver")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.DEBUG if debug else logging.INFO)
     for name in _QUIET_LIBRARIES:
         library = logging.getLogger(name)
         library.handlers, library.propagate = [handler], False

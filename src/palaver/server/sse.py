@@ -1,109 +1,193 @@
-"""Server-sent events: one owner of the stream, who closes it when the client leaves."""
+"""Server-sent events, and what every streamed answer needs: it waits for its first chunk, and it is closed at once
+when the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-QUIET_SECONDS = 15.0
-"""After so long without a word a comment is sent, so that nobody on the way takes the stream for dead."""
-COMMENT = b": still here\n\n"
-MAX_WAITING = 64 << 10
+from palaver.chat.reply_stream import ReplyRequest
+from palaver.errors import ShuttingDown
+from palaver.server.errors import ClientDisconnected
+
+T = TypeVar("T")
+FIRST_SECONDS = 0.5
+"""How long a stream waits for the first output of the engine before it sends its status, so that errors of the
+request have a status of their own."""
+GRAMMAR_SECONDS = 5.0
+"""The same for a request with a grammar, which takes time to compile and is refused most often."""
+
+KEEP_ALIVE_SECONDS = 15.0
+"""After so long without a chunk a comment is sent, so that no proxy closes the connection."""
+KEEP_ALIVE = b": still here\n\n"
+MAX_PENDING_BYTES = 64 << 10
 
 
 class EventStream(Response):
-    """Sends the pieces as they come. Whatever they hold on to is let go of at once when the client is gone."""
+    """Sends the chunks as they come, and closes their generator at once when the client disconnects."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        pieces: AsyncGenerator[bytes],
+        chunks: AsyncGenerator[bytes],
         headers: Mapping[str, str] | None = None,
-        on_leave: Callable[[], None] | None = None,
-        quiet: bytes = COMMENT,
+        on_disconnect: Callable[[], None] | None = None,
+        keep_alive: bytes = KEEP_ALIVE,
     ) -> None:
-        """`on_leave` is called when the client went before the end; `quiet` is sent while nothing happens."""
+        """`on_disconnect` is called if the client disconnects early; `keep_alive` is sent when no chunks come."""
         self.status_code = 200
         self.background = None
-        self._pieces = pieces
-        self._on_leave = on_leave
-        self._quiet = quiet
+        self._chunks = chunks
+        self._on_disconnect = on_disconnect
+        self._keep_alive = keep_alive
         self._sent = False
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         sending = asyncio.create_task(self._send(send))
-        leaving = asyncio.create_task(wait_disconnected(receive))
+        disconnected = asyncio.create_task(wait_disconnected(receive))
         try:
-            while not sending.done() and not leaving.done():
+            while not sending.done() and not disconnected.done():
                 self._sent = False
-                await asyncio.wait({sending, leaving}, timeout=QUIET_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if not self._sent and not sending.done() and not leaving.done():
-                    await send({"type": "http.response.body", "body": self._quiet, "more_body": True})
+                await asyncio.wait(
+                    {sending, disconnected}, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not self._sent and not sending.done() and not disconnected.done():
+                    await send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
         finally:
-            left = not sending.done()
-            if left and self._on_leave is not None:
-                self._on_leave()
-            await _ended(leaving)
-            await _ended(sending)
-            await self._pieces.aclose()
-        if not left:
+            cut = not sending.done()
+            if cut and self._on_disconnect is not None:
+                self._on_disconnect()
+            await _cancel(disconnected)
+            await _cancel(sending)
+            await self._chunks.aclose()
+        if not cut:
             sending.result()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send) -> None:
-        async with aclosing(joined(self._pieces)) as batches:
+        async with aclosing(ChunkJoiner(self._chunks)) as batches:
             async for batch in batches:
                 self._sent = True
                 await send({"type": "http.response.body", "body": batch, "more_body": True})
 
 
-async def joined(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """The pieces, joined where several are ready at once, as the tokens of one engine frame are.
+class ChunkJoiner:
+    """Iterates over the chunks, joined where several are ready at the same time, as the tokens of one engine step are.
 
-    A write costs the server and its reader more than the making of a piece, and a piece never waits for the next one.
-    While the reader is slow no more than `MAX_WAITING` bytes, and one piece, are taken.
+    A write costs the server and its client more than the encoding of a chunk. No chunk waits for the next one. While
+    the client reads slowly, no more than `MAX_PENDING_BYTES` and one chunk are read ahead.
     """
-    waiting: list[bytes] = []
-    ready, taken = asyncio.Event(), asyncio.Event()
 
-    async def read() -> None:
-        async for piece in pieces:
-            waiting.append(piece)
-            ready.set()
-            if sum(map(len, waiting)) > MAX_WAITING:
-                taken.clear()
-                await taken.wait()
+    def __init__(self, chunks: AsyncGenerator[bytes]) -> None:
+        self._chunks = chunks
+        self._pending: list[bytes] = []
+        self._ready, self._drained = asyncio.Event(), asyncio.Event()
+        self._reading = asyncio.create_task(self._read())
+        self._reading.add_done_callback(lambda _: self._ready.set())
 
-    reading = asyncio.create_task(read())
-    reading.add_done_callback(lambda _: ready.set())
-    try:
-        while waiting or not reading.done():
-            await ready.wait()
-            ready.clear()
-            if waiting:
-                batch = b"".join(waiting)
-                waiting.clear()
-                taken.set()
-                yield batch
-        reading.result()
-    finally:
-        await _ended(reading)
+    def __aiter__(self) -> ChunkJoiner:
+        return self
+
+    async def __anext__(self) -> bytes:
+        """Raises the error of the chunks' generator after the chunks before it."""
+        while self._pending or not self._reading.done():
+            await self._ready.wait()
+            self._ready.clear()
+            if self._pending:
+                batch = b"".join(self._pending)
+                self._pending.clear()
+                self._drained.set()
+                return batch
+        self._reading.result()
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Stops reading. The generator itself is closed by its owner."""
+        await _cancel(self._reading)
+
+    async def _read(self) -> None:
+        async for chunk in self._chunks:
+            self._pending.append(chunk)
+            self._ready.set()
+            if sum(map(len, self._pending)) > MAX_PENDING_BYTES:
+                self._drained.clear()
+                await self._drained.wait()
 
 
 async def wait_disconnected(receive: Receive) -> None:
-    """Ends when the client is no longer there."""
+    """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
+def first_seconds(request: ReplyRequest) -> float:
+    """How long the answer to this request waits for its first chunk. A long prompt must not delay the opening chunk."""
+    constrained = request.sampling.constraint is not None or bool(request.options.must_call)
+    return GRAMMAR_SECONDS if constrained else FIRST_SECONDS
+
+
+async def run_while_connected(request: Request, work: Awaitable[T], closing: asyncio.Event | None = None) -> T:
+    """Returns the result of `work`. If the client disconnects first, cancels it and raises ClientDisconnected.
+
+    With `closing`, the work is also cancelled when the server shuts down, with ShuttingDown.
+    """
+    working = asyncio.ensure_future(work)
+    disconnected = asyncio.create_task(wait_disconnected(request.receive))
+    shutdown = asyncio.create_task((closing or asyncio.Event()).wait())
+    try:
+        await asyncio.wait({working, disconnected, shutdown}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnected if disconnected.done() else ShuttingDown
+    finally:
+        for task in (working, disconnected, shutdown):
+            task.cancel()
+        await asyncio.gather(working, disconnected, shutdown, return_exceptions=True)
+
+
+async def first_chunk(
+    request: Request, stream: AsyncGenerator[T], seconds: float = GRAMMAR_SECONDS
+) -> asyncio.Future[T]:
+    """A future of the first chunk; it is done unless that takes longer than `seconds`. Raises the stream's error."""
+    first = asyncio.ensure_future(anext(stream))
+    try:
+        await run_while_connected(request, asyncio.wait({first}, timeout=seconds))
+        if first.done():
+            first.result()
+    except BaseException:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        raise
+    return first
+
+
+async def close_stream(first: asyncio.Future[T], stream: AsyncGenerator[T]) -> None:
+    """Closes a stream whose first chunk may still be awaited."""
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await stream.aclose()
+
+
+@asynccontextmanager
+async def close_on_failure(stream: AsyncGenerator[Any]) -> AsyncIterator[None]:
+    """Closes the stream if the block fails before the answer has begun, also because the client disconnects."""
+    try:
+        yield
+    except BaseException:
+        await stream.aclose()
+        raise
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
     if not task.done():
         task.cancel()
     with suppress(asyncio.CancelledError, Exception):

@@ -1,4 +1,4 @@
-"""What the routes of one server share."""
+"""The state that all routes of one server share, and its FastAPI dependencies."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from palaver.chat.service import Service
-from palaver.server.access_log import AccessLog
 from palaver.server.auth import Authenticator
 from palaver.server.database_probe import DatabaseProbe
 from palaver.server.limits import ConcurrencyLimiter
 from palaver.server.metrics import Metrics
-from palaver.server.openai.audio import TranscriptIndex
-from palaver.server.openai.reply_index import ReplyIndex
+from palaver.server.openai.reply_index import ReplyIndex, TranscriptIndex
 from palaver.server.responses.history import ResponseIndex
 from palaver.server.settings import ServerSettings
 from palaver.server.socket.registry import SocketRegistry
@@ -28,35 +26,34 @@ class ServerState:
     service: Service
     settings: ServerSettings
     metrics: Metrics
-    floor: ConcurrencyLimiter
-    access: AccessLog
-    callers: Authenticator
+    limiter: ConcurrencyLimiter
+    authenticator: Authenticator
     sockets: SocketRegistry
-    remembered: ReplyIndex = field(default_factory=ReplyIndex)
+    reply_index: ReplyIndex = field(default_factory=ReplyIndex)
     speakers: SpeakerCache = field(default_factory=SpeakerCache)
     workers: Workers = field(default_factory=Workers)
     transcripts: TranscriptIndex = field(default_factory=TranscriptIndex)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the server begins to shut down: streams without an end of their own are ended."""
-    database: DatabaseProbe = field(default_factory=DatabaseProbe)
-    branches: ResponseIndex = field(default_factory=ResponseIndex)
-    attending: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """By the ids of their replies: what watches over responses that run."""
+    """Set when the server starts to shut down: it ends streams that would otherwise stay open."""
+    database_probe: DatabaseProbe = field(default_factory=DatabaseProbe)
+    response_index: ResponseIndex = field(default_factory=ResponseIndex)
+    response_watchers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """By reply id: the tasks that watch running responses."""
 
 
-def state_of(request: Request) -> ServerState:
+def get_state(request: Request) -> ServerState:
     state: ServerState = request.app.state.palaver
     return state
 
 
-def _service(request: Request) -> Service:
-    return state_of(request).service
+def get_service(request: Request) -> Service:
+    return get_state(request).service
 
 
-def _closing(request: Request) -> asyncio.Event:
-    return state_of(request).closing
+def get_closing(request: Request) -> asyncio.Event:
+    return get_state(request).closing
 
 
-StateOf = Annotated[ServerState, Depends(state_of)]
-ServiceOf = Annotated[Service, Depends(_service)]
-ClosingOf = Annotated[asyncio.Event, Depends(_closing)]
+StateDep = Annotated[ServerState, Depends(get_state)]
+ServiceDep = Annotated[Service, Depends(get_service)]
+ClosingDep = Annotated[asyncio.Event, Depends(get_closing)]

@@ -1,6 +1,6 @@
-"""Threads for work that takes long: checking large bodies, tokenizing long texts, importing files.
+"""Threads for long work: checking large bodies, tokenizing long texts, importing files.
 
-They are few and their own, so that this work never takes the threads in which conversations are read and written.
+A separate small pool, so that this work never takes the threads in which conversations are read and written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from palaver.memory import give_back_unused
 P = ParamSpec("P")
 T = TypeVar("T")
 _TRIM_SECONDS = 2.0
-"""Memory is given back at most so often."""
+"""The shortest time between two returns of memory to the system."""
 
 
 class Workers:
@@ -26,7 +26,7 @@ class Workers:
         self._trim_due = False
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result. Work that has not begun when its caller is cancelled never begins."""
+        """Returns the result. Work that has not started when its caller is cancelled never starts."""
         future = self._threads.submit(_without_stop_iteration, partial(work, *args, **kwargs))
         try:
             return await asyncio.wrap_future(future)
@@ -35,14 +35,14 @@ class Workers:
             raise
 
     def trim(self) -> None:
-        """Gives memory back soon. Called after a request that took much of it."""
+        """Returns unused memory to the system soon. Call it after a request that used much of it."""
         self._trim_due = True
         if self._trimming is None or self._trimming.done():
             self._trimming = asyncio.create_task(self._trim())
 
     async def _trim(self) -> None:
         while self._trim_due:
-            await asyncio.sleep(_TRIM_SECONDS)  # the request's own values are still held
+            await asyncio.sleep(_TRIM_SECONDS)  # the request's values are still referenced
             self._trim_due = False
             await self.run(give_back_unused)
 
@@ -54,7 +54,7 @@ class Workers:
 
 
 def _without_stop_iteration(work: Callable[[], T]) -> T:
-    """A StopIteration can't be raised into a future: whoever awaits it would wait for ever."""
+    """A StopIteration can't be set on a future: its awaiter would wait for ever."""
     try:
         return work()
     except StopIteration as error:

@@ -1,9 +1,9 @@
-"""Conversations that are not lost: trees of messages, replies with their tokens, blobs, search, backups."""
+"""The store: conversations as trees of messages, replies with their tokens, blobs, users, search, backups."""
 
 from palaver.store.blobs import Blob
 from palaver.store.cursors import Cursor
+from palaver.store.encoding import ReplySettings
 from palaver.store.errors import Conflict, DiskFull, LeaseLost, Locked, NotFound, StoreError
-from palaver.store.json_values import ReplySettings
 from palaver.store.leases import Lease
 from palaver.store.messages import merge_user_messages, prompt_messages
 from palaver.store.records import Conversation, Preset, ReplyStatus, StoredMessage, StoredReply, TreeNode, User

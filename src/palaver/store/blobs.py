@@ -1,6 +1,6 @@
-"""Pictures, sound and video: files named by their own digest.
+"""Blobs: images, audio and video as files named by their SHA-256 digest, and atomic, private file writes.
 
-A blob is on the disk, whole and synced, before any message that names it is committed."""
+A blob is synced to disk before a message that references it is committed."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from palaver.store.errors import Damaged, NotFound, translated
+from palaver.store.errors import Damaged, NotFound, translate_errors
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    with whole_file(path) as file:
+def write_atomic(path: Path, data: bytes) -> None:
+    with atomic_file(path) as file:
         file.write(data)
 
 
 @contextmanager
-def whole_file(path: Path, private: bool = True) -> Iterator[BinaryIO]:
-    """Writes beside, syncs, renames, syncs the folder; when the block raises, nothing has happened.
+def atomic_file(path: Path, private: bool = True) -> Iterator[BinaryIO]:
+    """Writes a temporary file, syncs, renames, syncs the folder. If the block raises, nothing is left behind.
 
-    Unless it is `private`, the file has the permissions that the user's umask leaves.
+    A file that is not `private` gets the permissions of the user's umask.
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(path.parent))
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(beside, "xb", opener=private_opener if private else None) as file:
+        with open(temporary, "xb", opener=private_opener if private else None) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 
 
 def make_folder(path: Path) -> None:
-    """Makes the folder, and those above it that are missing; they too survive a power cut. It is its owner's alone."""
+    """Creates the folder and its missing parents, private and synced, so that they survive a power cut."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for folder in missing:
@@ -54,30 +54,29 @@ def make_folder(path: Path) -> None:
 
 
 def private_opener(path: str, flags: int) -> int:
-    """For `open`: a file that is made is readable by its owner alone."""
+    """An `opener` for `open`: new files are readable by their owner alone."""
     return os.open(path, flags, 0o600)
 
 
 def restrict(path: Path) -> bool:
-    """Takes a file or a folder out of reach of other users; whether that had to be done.
+    """Removes the permissions of other users. Returns whether there were any.
 
-    Left as they are: what is not there, what belongs to another user, the home folder, and folders that are meant to be
-    shared (`/tmp`).
+    Skips missing files, files of another user, the home folder, and shared folders such as `/tmp` (sticky bit).
     """
     if os.name != "posix":
         return False
     with suppress(FileNotFoundError):
-        found = path.stat()
-        loose = found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-        shared = found.st_mode & stat.S_ISVTX or path.resolve() == Path.home()
-        if loose and not shared and found.st_uid == os.geteuid():
-            path.chmod(stat.S_IMODE(found.st_mode) & stat.S_IRWXU)
+        status = path.stat()
+        open_bits = status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+        shared = status.st_mode & stat.S_ISVTX or path.resolve() == Path.home()
+        if open_bits and not shared and status.st_uid == os.geteuid():
+            path.chmod(stat.S_IMODE(status.st_mode) & stat.S_IRWXU)
             return True
     return False
 
 
 def restrict_tree(folder: Path) -> None:
-    """The same for a folder and all that is in it. A folder that is out of reach already is not looked through."""
+    """Restricts a folder and its content. A folder that is restricted already is not searched."""
     if folder.is_dir() and folder.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         for path in folder.rglob("*"):
             restrict(path)
@@ -85,7 +84,7 @@ def restrict_tree(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    if os.name != "posix":  # other systems can't open a folder
+    if os.name != "posix":  # other systems cannot open folders
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -95,8 +94,8 @@ def sync_folder(folder: Path) -> None:
 
 
 Kind = Literal["image", "audio", "video"]
-GRACE = 3600.0
-"""For how many seconds a blob may be without a message: it is written before the message is."""
+GRACE_SECONDS = 3600.0
+"""Age at which an unreferenced blob may be deleted: blobs are written before their messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,20 +113,20 @@ class Blobs:
         self.folder = folder
 
     def put(self, data: bytes) -> str:
-        """Stores the data and gives its digest; the same data is stored once."""
+        """Stores the data once and returns its digest."""
         digest = hashlib.sha256(data).hexdigest()
         path = self.path(digest)
-        with translated():
+        with translate_errors():
             if path.exists() and path.stat().st_size == len(data):
-                os.utime(path)  # somebody is about to name it: sweep() must leave it
+                os.utime(path)  # a message is about to reference it: keep it from sweep()
                 return digest
             for folder in (self.folder, path.parent):
                 make_folder(folder)
-            write_whole(path, data)
+            write_atomic(path, data)
         return digest
 
     def get(self, digest: str) -> bytes:
-        """The data, or Damaged where the file no longer holds what was written."""
+        """The data. Raises Damaged if the file's content changed."""
         try:
             data = self.path(digest).read_bytes()
         except FileNotFoundError:
@@ -144,12 +143,12 @@ class Blobs:
             if len(path.name) == 64:
                 yield path.name
 
-    def sweep(self, named: set[str], grace: float = GRACE) -> int:
-        """Removes blobs that no message names, and what an interrupted write left; says how many."""
-        before = time.time() - grace
-        swept = 0
+    def sweep(self, referenced: set[str], grace: float = GRACE_SECONDS) -> int:
+        """Deletes unreferenced blobs and leftovers of interrupted writes. Returns how many."""
+        cutoff = time.time() - grace
+        removed = 0
         for path in self.folder.glob("??/*"):
-            if path.name not in named and path.stat().st_mtime < before:
+            if path.name not in referenced and path.stat().st_mtime < cutoff:
                 path.unlink(missing_ok=True)
-                swept += 1
-        return swept
+                removed += 1
+        return removed

@@ -1,4 +1,4 @@
-"""Conversations: their title, tags, system prompt, parameters, head; made, listed, deleted and brought back."""
+"""Conversations with their title, tags, system prompt, parameters and head: create, list, update, delete, restore."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from palaver.store.errors import Ambiguous, Conflict, NotFound
 from palaver.store.records import Conversation, check_name, clean_title, current_time, new_id, parse_time
 from palaver.store.schema import conversations, message_blobs, messages, tags
 
-_SHOWN = 5
-"""How many of the ids that could be meant are named."""
+_MAX_CANDIDATES = 5
+"""Ids that the error for an ambiguous prefix lists."""
 
 
 class Conversations:
-    """Every method that takes `owner` finds only what is that user's."""
+    """Methods that take `owner` return only that user's conversations."""
 
     def __init__(self, database: Database, blobs: Blobs) -> None:
         self._database = database
@@ -34,24 +34,24 @@ class Conversations:
         tags: Iterable[str] = (),
         key: str | None = None,
     ) -> Conversation:
-        """A new conversation; with a `key` that was used before, the one made then."""
+        """Creates a conversation. With an idempotency `key` that was used before, returns the one of the first call."""
         values = _new_values(owner, title, system, parameters or {}, key)
-        wanted = _checked_tags(tags)
+        wanted = _check_tags(tags)
         try:
-            with self._database.writing() as connection:
-                if key is not None and (row := _keyed(connection, owner, key)):
-                    return _loaded(connection, [row])[0]
+            with self._database.write_transaction() as connection:
+                if key is not None and (row := _find_by_key(connection, owner, key)):
+                    return _load(connection, [row])[0]
                 connection.execute(insert(conversations).values(values))
-                _put_tags(connection, values["id"], wanted)
+                _insert_tags(connection, values["id"], wanted)
         except Conflict:
-            if key is not None and (found := self._by_key(owner, key)):
+            if key is not None and (found := self._get_by_key(owner, key)):
                 return found
             raise NotFound("user", owner) from None
         return self.get(values["id"])
 
     def get(self, id: str, owner: str | None = None, deleted: bool = False) -> Conversation:
-        with self._database.reading() as connection:
-            return conversation_row(connection, id, owner, deleted)
+        with self._database.read_transaction() as connection:
+            return get_conversation(connection, id, owner, deleted)
 
     def list(
         self,
@@ -63,124 +63,124 @@ class Conversations:
         title: str = "",
         deleted: bool = False,
     ) -> tuple[Conversation, ...]:
-        """The newest first; `before` is the last of the page before; `title` a part of the title."""
-        query = _listed(owner, deleted).limit(limit)
-        place = (conversations.c.updated_at, conversations.c.id)
-        query = query.order_by(*(column.desc() for column in place))
+        """Newest first. `before` is the last one of the previous page; `title` filters by a part of the title."""
+        query = _select_owned(owner, deleted).limit(limit)
+        sort_key = (conversations.c.updated_at, conversations.c.id)
+        query = query.order_by(*(column.desc() for column in sort_key))
         if before is not None:
-            query = query.where(tuple_(*place) < tuple_(_microseconds(before), before.id))
+            query = query.where(tuple_(*sort_key) < tuple_(_microseconds(before), before.id))
         if tag is not None:
             query = query.where(conversations.c.id.in_(select(tags.c.conversation_id).where(tags.c.tag == tag)))
         if title:
             query = query.where(func.lower(conversations.c.title).contains(title.lower(), autoescape=True))
-        with self._database.reading() as connection:
-            return _loaded(connection, connection.execute(query).all())
+        with self._database.read_transaction() as connection:
+            return _load(connection, connection.execute(query).all())
 
     def ids(self, owner: str) -> tuple[str, ...]:
-        """Every conversation that is not deleted, the oldest first."""
-        query = _listed(owner, deleted=False).with_only_columns(conversations.c.id)
-        with self._database.reading() as connection:
+        """Every conversation that is not deleted, oldest first."""
+        query = _select_owned(owner, deleted=False).with_only_columns(conversations.c.id)
+        with self._database.read_transaction() as connection:
             return tuple(connection.execute(query.order_by(conversations.c.created_at)).scalars())
 
-    def resolve(self, beginning: str, deleted: bool = False) -> Conversation:
-        """The conversation with that id, or the only one whose id begins so; with `deleted`, deleted ones too."""
-        query = select(conversations.c.id).where(conversations.c.id.startswith(beginning, autoescape=True))
+    def resolve(self, prefix: str, deleted: bool = False) -> Conversation:
+        """The conversation whose id is or uniquely starts with `prefix`; with `deleted`, deleted ones too."""
+        query = select(conversations.c.id).where(conversations.c.id.startswith(prefix, autoescape=True))
         if not deleted:
             query = query.where(conversations.c.deleted_at.is_(None))
-        with self._database.reading() as connection:
-            found = connection.execute(query.limit(_SHOWN)).scalars().all() if beginning else ()
+        with self._database.read_transaction() as connection:
+            found = connection.execute(query.limit(_MAX_CANDIDATES)).scalars().all() if prefix else ()
             if not found:
-                raise NotFound("conversation", beginning)
+                raise NotFound("conversation", prefix)
             if len(found) > 1:
-                raise Ambiguous("conversations", beginning, found)
-            return conversation_row(connection, found[0], deleted=deleted)
+                raise Ambiguous("conversations", prefix, found)
+            return get_conversation(connection, found[0], deleted=deleted)
 
     def tags(self, owner: str) -> tuple[str, ...]:
         """Every tag in use."""
         query = select(tags.c.tag).join(conversations).where(conversations.c.owner_id == owner)
         query = query.where(conversations.c.deleted_at.is_(None)).distinct().order_by(tags.c.tag)
-        with self._database.reading() as connection:
+        with self._database.read_transaction() as connection:
             return tuple(connection.execute(query).scalars())
 
-    def name_blob(self, owner: str, digest: str) -> bool:
-        """Whether any message of the user's conversations holds this blob."""
+    def references_blob(self, owner: str, digest: str) -> bool:
+        """Whether a message in the user's conversations references this blob."""
         query = select(messages.c.seq).join(message_blobs, message_blobs.c.message_id == messages.c.id)
         query = query.join(conversations, conversations.c.id == messages.c.conversation_id)
         query = query.where(conversations.c.owner_id == owner, message_blobs.c.digest == digest).limit(1)
-        with self._database.reading() as connection:
+        with self._database.read_transaction() as connection:
             return connection.execute(query).first() is not None
 
     def rename(self, id: str, title: str, given: bool = True) -> Conversation:
-        """`given`: chosen by a person. A title that was made never replaces one that was given."""
+        """`given`: chosen by the user. A derived title never replaces a chosen one."""
         values = {"title": clean_title(title), "title_given": given}
-        with self._database.writing() as connection:
+        with self._database.write_transaction() as connection:
             change = update(conversations).where(conversations.c.id == id, conversations.c.deleted_at.is_(None))
             if not given:
                 change = change.where(conversations.c.title_given.is_(False))
             connection.execute(change.values(values))
-            return conversation_row(connection, id)
+            return get_conversation(connection, id)
 
     def set_system(self, id: str, system: str) -> Conversation:
-        return self._set(id, {"system": system})
+        return self._update(id, {"system": system})
 
     def set_parameters(self, id: str, parameters: Mapping[str, Any]) -> Conversation:
-        return self._set(id, {"parameters": dict(parameters)})
+        return self._update(id, {"parameters": dict(parameters)})
 
     def set_tags(self, id: str, wanted: Iterable[str]) -> Conversation:
-        checked = _checked_tags(wanted)
-        with self._database.writing() as connection:
-            conversation_row(connection, id)
+        checked = _check_tags(wanted)
+        with self._database.write_transaction() as connection:
+            get_conversation(connection, id)
             connection.execute(delete(tags).where(tags.c.conversation_id == id))
-            _put_tags(connection, id, checked)
-            return conversation_row(connection, id)
+            _insert_tags(connection, id, checked)
+            return get_conversation(connection, id)
 
     def move_head(self, id: str, expected: str | None, to: str | None) -> Conversation:
-        """Sets the head where it still is `expected`, else Conflict: somebody else was quicker."""
-        with self._database.writing() as connection:
+        """Compare-and-set: sets the head if it still is `expected`, else raises Conflict."""
+        with self._database.write_transaction() as connection:
             if to is not None:
                 _check_member(connection, id, to)
             change = update(conversations).where(conversations.c.id == id, conversations.c.deleted_at.is_(None))
             change = change.where(conversations.c.head_id.is_not_distinct_from(expected)).values(head_id=to)
-            moved = connection.execute(change).rowcount
-            found = conversation_row(connection, id)
-        if not moved and found.head_id != to:
+            updated = connection.execute(change).rowcount
+            found = get_conversation(connection, id)
+        if not updated and found.head_id != to:
             raise Conflict(f"The head of {id!r} is {found.head_id!r}, not {expected!r}.")
         return found
 
     def delete(self, id: str) -> None:
-        """Out of sight; `undelete` brings it back, `purge` makes it final."""
-        self._set(id, {"deleted_at": current_time()}, deleted=True)
+        """Marks the conversation as deleted. `undelete` restores it, `purge` removes it for good."""
+        self._update(id, {"deleted_at": current_time()}, deleted=True)
 
     def undelete(self, id: str) -> Conversation:
-        with self._database.writing() as connection:
-            conversation_row(connection, id, deleted=True)
+        with self._database.write_transaction() as connection:
+            get_conversation(connection, id, deleted=True)
             connection.execute(update(conversations).where(conversations.c.id == id).values(deleted_at=None))
-            return conversation_row(connection, id)
+            return get_conversation(connection, id)
 
     def purge(self, deleted_before: int | None = None) -> int:
-        """Removes for good what was deleted before that time (microseconds; all by default), and its blobs."""
+        """Removes conversations deleted before that time (microseconds; default: all) and their blobs for good."""
         limit = current_time() + 1 if deleted_before is None else deleted_before
-        with self._database.writing() as connection:
-            gone = connection.execute(delete(conversations).where(conversations.c.deleted_at < limit)).rowcount
-        with self._database.reading() as connection:
+        with self._database.write_transaction() as connection:
+            removed = connection.execute(delete(conversations).where(conversations.c.deleted_at < limit)).rowcount
+        with self._database.read_transaction() as connection:
             named = set(connection.execute(select(message_blobs.c.digest).distinct()).scalars())
         self._blobs.sweep(named)
-        return gone
+        return removed
 
-    def _set(self, id: str, values: Mapping[str, Any], deleted: bool = False) -> Conversation:
-        with self._database.writing() as connection:
-            conversation_row(connection, id)
+    def _update(self, id: str, values: Mapping[str, Any], deleted: bool = False) -> Conversation:
+        with self._database.write_transaction() as connection:
+            get_conversation(connection, id)
             connection.execute(update(conversations).where(conversations.c.id == id).values(**values))
-            return conversation_row(connection, id, deleted=deleted)
+            return get_conversation(connection, id, deleted=deleted)
 
-    def _by_key(self, owner: str, key: str) -> Conversation | None:
-        with self._database.reading() as connection:
-            row = _keyed(connection, owner, key)
-            return _loaded(connection, [row])[0] if row else None
+    def _get_by_key(self, owner: str, key: str) -> Conversation | None:
+        with self._database.read_transaction() as connection:
+            row = _find_by_key(connection, owner, key)
+            return _load(connection, [row])[0] if row else None
 
 
-def conversation_row(connection: Connection, id: str, owner: str | None = None, deleted: bool = False) -> Conversation:
-    """The conversation, or NotFound; a deleted one only where it is asked for."""
+def get_conversation(connection: Connection, id: str, owner: str | None = None, deleted: bool = False) -> Conversation:
+    """Raises NotFound if there is none. A deleted one is included only with `deleted`."""
     query = select(conversations).where(conversations.c.id == id)
     if owner is not None:
         query = query.where(conversations.c.owner_id == owner)
@@ -189,7 +189,7 @@ def conversation_row(connection: Connection, id: str, owner: str | None = None, 
     row = connection.execute(query).first()
     if row is None:
         raise NotFound("conversation", id)
-    return _loaded(connection, [row])[0]
+    return _load(connection, [row])[0]
 
 
 def _new_values(owner: str, title: str, system: str, parameters: Mapping[str, Any], key: str | None) -> dict[str, Any]:
@@ -207,10 +207,10 @@ def _new_values(owner: str, title: str, system: str, parameters: Mapping[str, An
     }
 
 
-def _listed(owner: str, deleted: bool) -> Select[Any]:
-    gone = conversations.c.deleted_at
+def _select_owned(owner: str, deleted: bool) -> Select[Any]:
+    deleted_at = conversations.c.deleted_at
     return select(conversations).where(
-        conversations.c.owner_id == owner, gone.is_not(None) if deleted else gone.is_(None)
+        conversations.c.owner_id == owner, deleted_at.is_not(None) if deleted else deleted_at.is_(None)
     )
 
 
@@ -218,7 +218,7 @@ def _microseconds(conversation: Conversation) -> int:
     return round(conversation.updated_at.timestamp() * 1e6)
 
 
-def _keyed(connection: Connection, owner: str, key: str) -> Any:
+def _find_by_key(connection: Connection, owner: str, key: str) -> Any:
     query = select(conversations).where(conversations.c.owner_id == owner, conversations.c.key == key)
     return connection.execute(query).first()
 
@@ -229,16 +229,16 @@ def _check_member(connection: Connection, id: str, message: str) -> None:
         raise NotFound("message", message)
 
 
-def _checked_tags(wanted: Iterable[str]) -> list[str]:
+def _check_tags(wanted: Iterable[str]) -> list[str]:
     return sorted({check_name("tag", tag) for tag in wanted})
 
 
-def _put_tags(connection: Connection, id: str, wanted: Sequence[str]) -> None:
+def _insert_tags(connection: Connection, id: str, wanted: Sequence[str]) -> None:
     if wanted:
         connection.execute(insert(tags), [{"conversation_id": id, "tag": tag} for tag in wanted])
 
 
-def _loaded(connection: Connection, rows: Sequence[Any]) -> tuple[Conversation, ...]:
+def _load(connection: Connection, rows: Sequence[Any]) -> tuple[Conversation, ...]:
     query = select(tags).where(tags.c.conversation_id.in_([row.id for row in rows])).order_by(tags.c.tag)
     by_id: dict[str, list[str]] = {row.id: [] for row in rows}
     for row in connection.execute(query) if rows else ():

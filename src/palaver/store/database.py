@@ -1,8 +1,8 @@
-"""The database: how it is opened, and the two ways to touch it, reading and writing.
+"""The database connection: read and write transactions on SQLite or PostgreSQL.
 
-The store is synchronous and safe to call from any thread; async layers call it in a thread. Every call takes a
-connection from the pool for one transaction. SQLite has one writer at a time: the writers of this process queue at
-a lock of their own, so that only another process's transaction is ever waited for in the database."""
+The store is synchronous and thread-safe; async layers call it in a thread. Every call takes a connection from the pool
+for one transaction. SQLite has one writer at a time: the writers of this process queue at a lock of their own, so that
+SQLite's own lock is only ever contended by other processes."""
 
 from __future__ import annotations
 
@@ -23,58 +23,59 @@ from sqlalchemy.types import TypeDecorator
 
 from palaver.errors import BadParameter
 from palaver.store.blobs import restrict
-from palaver.store.errors import Unreachable, translated
+from palaver.store.errors import Unreachable, translate_errors
 
 
 class Durability(Enum):
-    """What a commit survives. Both survive the death of the program."""
+    """What a commit survives. Both levels survive the death of the process."""
 
     FULL = "full"
-    """A power cut too: what was acknowledged to a person."""
+    """Survives a power cut: everything that was acknowledged to a user."""
     NORMAL = "normal"
-    """A power cut may take the last moments: tokens of a running reply."""
+    """A power cut may lose the last moments: tokens of a running reply."""
 
 
-_SQLITE_LEVEL = {Durability.FULL: "FULL", Durability.NORMAL: "NORMAL"}
-_POSTGRES_LEVEL = {Durability.FULL: "on", Durability.NORMAL: "off"}
+_SQLITE_SYNCHRONOUS = {Durability.FULL: "FULL", Durability.NORMAL: "NORMAL"}
+_POSTGRES_SYNCHRONOUS_COMMIT = {Durability.FULL: "on", Durability.NORMAL: "off"}
 
 
-class _Writers:
-    """SQLite's writers in this process, one at a time.
+class _WriterQueue:
+    """Serialises SQLite's writers in this process.
 
-    While one of them waits for another program's lock, so do all behind it: that time counts for each of them.
+    While the writer at the front waits for another process's lock, all writers behind it wait too. That time counts
+    towards the lock timeout of each of them.
     """
 
     def __init__(self) -> None:
-        self.turn = threading.Lock()
-        self._waited = 0.0
-        self._since: float | None = None
+        self.lock = threading.Lock()
+        self._blocked_seconds = 0.0
+        self._blocked_since: float | None = None
 
     @property
-    def waited(self) -> float:
-        """For how many seconds in all another program was waited for."""
-        since = self._since
-        return self._waited + (0.0 if since is None else time.monotonic() - since)
+    def blocked_seconds(self) -> float:
+        """The total time spent waiting for other processes."""
+        since = self._blocked_since
+        return self._blocked_seconds + (0.0 if since is None else time.monotonic() - since)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around what may wait for another program; only the writer whose turn it is."""
-        self._since = time.monotonic()
+    def blocked(self) -> Iterator[None]:
+        """Measures a statement that may wait for another process. Only the writer that holds the lock may enter."""
+        self._blocked_since = time.monotonic()
         try:
             yield
         finally:
-            waited, self._since = self.waited, None
-            self._waited = waited
+            total, self._blocked_since = self.blocked_seconds, None
+            self._blocked_seconds = total
 
 
 class Database:
-    def __init__(self, url: str | URL, wait: float = 5.0) -> None:
-        """`wait`: for how many seconds another program's lock is waited for."""
-        self.url = _checked(url)
-        self._wait = wait
+    def __init__(self, url: str | URL, lock_timeout: float = 5.0) -> None:
+        """`lock_timeout`: seconds to wait for a lock of another process."""
+        self.url = _parse_url(url)
+        self._lock_timeout = lock_timeout
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
-        self._writers = _Writers()
-        self.engine = self._sqlite() if self.is_sqlite else self._postgres()
+        self._writers = _WriterQueue()
+        self.engine = self._sqlite_engine() if self.is_sqlite else self._postgres_engine()
 
     @property
     def path(self) -> Path:
@@ -83,61 +84,61 @@ class Database:
         return Path(self.url.database)
 
     @contextmanager
-    def reading(self) -> Iterator[Connection]:
-        """One consistent view."""
-        with translated(), self.engine.connect() as connection, connection.begin():
+    def read_transaction(self) -> Iterator[Connection]:
+        """A read-only transaction: one consistent view."""
+        with translate_errors(), self.engine.connect() as connection, connection.begin():
             yield connection
 
     @contextmanager
-    def writing(self, durability: Durability = Durability.FULL) -> Iterator[Connection]:
-        """One transaction: committed as a whole when the block ends, rolled back when it raises."""
-        with self._writing_sqlite(durability) if self.is_sqlite else self._writing_postgres(durability) as connection:
+    def write_transaction(self, durability: Durability = Durability.FULL) -> Iterator[Connection]:
+        """A transaction that commits when the block ends and rolls back when it raises."""
+        with self._write_sqlite(durability) if self.is_sqlite else self._write_postgres(durability) as connection:
             yield connection
 
     @contextmanager
-    def _writing_sqlite(self, durability: Durability) -> Iterator[Connection]:
-        before = self._writers.waited
-        with translated(), self._writers.turn, self.engine.connect() as connection:
-            _set_level(connection, durability)
-            left = max(0.0, self._wait - (self._writers.waited - before))
-            connection = connection.execution_options(palaver_wait=left)
+    def _write_sqlite(self, durability: Durability) -> Iterator[Connection]:
+        before = self._writers.blocked_seconds
+        with translate_errors(), self._writers.lock, self.engine.connect() as connection:
+            _set_synchronous(connection, durability)
+            remaining = max(0.0, self._lock_timeout - (self._writers.blocked_seconds - before))
+            connection = connection.execution_options(palaver_wait=remaining)
             with connection.begin():
                 yield connection
 
     @contextmanager
-    def _writing_postgres(self, durability: Durability) -> Iterator[Connection]:
-        with translated(), self.engine.connect() as connection, connection.begin():
-            connection.execute(text(f"SET LOCAL synchronous_commit = {_POSTGRES_LEVEL[durability]}"))
+    def _write_postgres(self, durability: Durability) -> Iterator[Connection]:
+        with translate_errors(), self.engine.connect() as connection, connection.begin():
+            connection.execute(text(f"SET LOCAL synchronous_commit = {_POSTGRES_SYNCHRONOUS_COMMIT[durability]}"))
             yield connection
 
     def close(self) -> None:
         self.engine.dispose()
 
-    def _sqlite(self) -> Engine:
-        engine = create_engine(self.url, connect_args={"timeout": self._wait, "check_same_thread": False})
+    def _sqlite_engine(self) -> Engine:
+        engine = create_engine(self.url, connect_args={"timeout": self._lock_timeout, "check_same_thread": False})
         event.listen(engine, "do_connect", lambda *_: _restrict_sqlite(self.path))
-        event.listen(engine, "connect", lambda connection, _: _prepare_sqlite(connection, self._wait))
+        event.listen(engine, "connect", lambda connection, _: _prepare_sqlite(connection, self._lock_timeout))
         event.listen(engine, "begin", self._begin_sqlite)
         return engine
 
     def _begin_sqlite(self, connection: Connection) -> None:
-        """A writer waits for another program's lock, for as long as it has not waited for it in the queue."""
-        left = connection.get_execution_options().get("palaver_wait")
-        if left is None:
+        """Writers wait for another process's lock for what is left of their lock timeout after queueing."""
+        remaining = connection.get_execution_options().get("palaver_wait")
+        if remaining is None:
             connection.exec_driver_sql("BEGIN")
             return
-        shorter = left < self._wait - 0.01
-        with self._writers.waiting():
-            if shorter:
-                connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(left * 1000)}")
+        shortened = remaining < self._lock_timeout - 0.01
+        with self._writers.blocked():
+            if shortened:
+                connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(remaining * 1000)}")
             try:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
             finally:
-                if shorter:
-                    connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(self._wait * 1000)}")
+                if shortened:
+                    connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(self._lock_timeout * 1000)}")
 
-    def _postgres(self) -> Engine:
-        milliseconds = int(self._wait * 1000)
+    def _postgres_engine(self) -> Engine:
+        milliseconds = int(self._lock_timeout * 1000)
         options = f"-c lock_timeout={milliseconds} -c timezone=UTC"
         try:
             return create_engine(self.url, connect_args={"options": options}, pool_pre_ping=True)
@@ -145,53 +146,53 @@ class Database:
             raise Unreachable("PostgreSQL needs its driver: pip install 'palaver[postgres]'.") from None
 
 
-def _checked(url: str | URL) -> URL:
+def _parse_url(url: str | URL) -> URL:
     try:
-        made = make_url(url)
+        parsed = make_url(url)
     except ArgumentError:
         raise BadParameter("database", "...", "is no URL: write postgresql://user@host/name") from None
-    shown = made.render_as_string()  # without the password
-    if made.get_backend_name() == "postgresql":
-        return made.set(drivername="postgresql+psycopg")
-    if made.get_backend_name() == "sqlite":
-        if not made.database or made.database == ":memory:":
-            raise BadParameter("database", shown, "must name a file")
-        return made
-    raise BadParameter("database", shown, "must begin with sqlite:/// or postgresql://")
+    redacted = parsed.render_as_string()  # without the password
+    if parsed.get_backend_name() == "postgresql":
+        return parsed.set(drivername="postgresql+psycopg")
+    if parsed.get_backend_name() == "sqlite":
+        if not parsed.database or parsed.database == ":memory:":
+            raise BadParameter("database", redacted, "must name a file")
+        return parsed
+    raise BadParameter("database", redacted, "must begin with sqlite:/// or postgresql://")
 
 
 def _restrict_sqlite(path: Path) -> None:
     """SQLite gives its log and index the permissions of the file."""
-    with suppress(OSError):  # SQLite says better what is wrong with the place
+    with suppress(OSError):  # SQLite's own error is clearer
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         for suffix in ("", "-wal", "-shm"):
             restrict(path.with_name(path.name + suffix))
 
 
-def _prepare_sqlite(connection: sqlite3.Connection, wait: float) -> None:
+def _prepare_sqlite(connection: sqlite3.Connection, lock_timeout: float) -> None:
     connection.isolation_level = None  # the driver would begin and commit on its own
-    _turn_to_wal(connection, wait)
+    _enable_wal(connection, lock_timeout)
     for pragma in ("foreign_keys = ON", "synchronous = FULL", "cache_size = -16000"):
         connection.execute(f"PRAGMA {pragma}").close()
 
 
-def _turn_to_wal(connection: sqlite3.Connection, wait: float) -> None:
-    """SQLite itself doesn't wait where two programs do this to a new file at once, but says that it is locked."""
-    until = time.monotonic() + wait
+def _enable_wal(connection: sqlite3.Connection, lock_timeout: float) -> None:
+    """SQLite does not wait here when two processes open a new file at once: it fails with SQLITE_BUSY."""
+    deadline = time.monotonic() + lock_timeout
     while True:
         try:
             connection.execute("PRAGMA journal_mode = WAL").close()
             return
         except sqlite3.OperationalError as error:
             busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
-            if not busy or time.monotonic() >= until:
+            if not busy or time.monotonic() >= deadline:
                 raise
         time.sleep(0.01)
 
 
-def _set_level(connection: Connection, durability: Durability) -> None:
-    """Outside a transaction, where SQLite takes it; each connection remembers what it was set to."""
-    level = _SQLITE_LEVEL[durability]
+def _set_synchronous(connection: Connection, durability: Durability) -> None:
+    """Must run outside a transaction. The level is cached per connection."""
+    level = _SQLITE_SYNCHRONOUS[durability]
     if connection.info.get("synchronous", "FULL") == level:
         return
     driver = connection.connection.driver_connection
@@ -201,11 +202,11 @@ def _set_level(connection: Connection, durability: Durability) -> None:
 
 
 Number = BigInteger().with_variant(Integer(), "sqlite")
-"""A 64-bit whole number; SQLite counts a key up only when it is called INTEGER."""
+"""A 64-bit integer. SQLite autoincrements only columns of the type INTEGER."""
 
 
 class JsonColumn(TypeDecorator[Any]):
-    """A value as JSON text. Any string survives, NUL and lone surrogates too."""
+    """A value as JSON text. Any string round-trips, including NUL and lone surrogates."""
 
     impl = Text
     cache_ok = True
@@ -218,7 +219,7 @@ class JsonColumn(TypeDecorator[Any]):
 
 
 def json_text(value: Any) -> str:
-    """Readable where it can be, escaped where a database could not hold it."""
+    """Unescaped where the database can store it, else ASCII with escapes."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     try:
         text.encode()

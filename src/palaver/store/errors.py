@@ -1,4 +1,4 @@
-"""What the store refuses or fails at, and the one place where a database's own errors become ours."""
+"""The store's errors, and the translation of database and file system errors into them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from palaver.errors import PalaverError, RequestError
 
 
 class StoreError(PalaverError):
-    """The store could not do what it should have done; nothing was half-written."""
+    """The store failed. Nothing was partly written."""
 
 
 class NotFound(RequestError):
-    """There is no such thing, or it is not yours, or it was deleted."""
+    """The object does not exist, belongs to another user, or was deleted."""
 
     def __init__(self, kind: str, id: str) -> None:
         super().__init__(f"There is no {kind} {id!r}.")
@@ -26,26 +26,26 @@ class NotFound(RequestError):
 
 
 class Ambiguous(RequestError):
-    """The beginning of an id that is the beginning of several."""
+    """An id prefix that matches several objects."""
 
-    def __init__(self, kind: str, beginning: str, ids: Sequence[str]) -> None:
-        super().__init__(f"Several {kind} begin with {beginning!r} ({', '.join(ids)}): write more of the id.")
+    def __init__(self, kind: str, prefix: str, ids: Sequence[str]) -> None:
+        super().__init__(f"Several {kind} begin with {prefix!r} ({', '.join(ids)}): write more of the id.")
 
 
 class Conflict(RequestError):
-    """Somebody else changed it first, or the same key was used for something different."""
+    """Another client changed the object first, or the idempotency key was used for something else."""
 
 
 class NotEmpty(RequestError):
-    """A place that must be empty before something is restored into it."""
+    """The target of a restore or a backup is not empty."""
 
 
 class BadBackup(RequestError):
-    """A file that is no backup of ours, or one that was damaged."""
+    """The file is no backup of Palaver's, or it is damaged."""
 
 
 class Unstorable(RequestError):
-    """A name or an id with characters that no database holds."""
+    """A name or an id with characters that databases cannot store."""
 
     def __init__(self, why: object) -> None:
         super().__init__(f"A value can't be stored or looked for: {why}.")
@@ -62,14 +62,14 @@ class Locked(StoreError):
 
 
 class Unreachable(StoreError):
-    """The database can't be opened or does not answer.
+    """The database cannot be opened or does not answer.
 
-    The driver's own words are in `__cause__` alone: they tell its address, and this text is shown to clients.
+    The driver's message is only in `__cause__`: it contains the database's address, and this text is shown to clients.
     """
 
 
 class Damaged(StoreError):
-    """The database's file, or a blob, is not what was written."""
+    """The database file or a blob is corrupt."""
 
 
 class NewerSchema(StoreError):
@@ -78,7 +78,7 @@ class NewerSchema(StoreError):
 
 
 class LeaseLost(StoreError):
-    """The reply, or the whole lease where none is named, belongs to somebody else now: stop writing."""
+    """Another process claimed the reply, or the whole lease if no reply is named: stop writing."""
 
     def __init__(self, reply: str | None = None) -> None:
         what = "This process's lease" if reply is None else f"The reply {reply!r}"
@@ -86,42 +86,42 @@ class LeaseLost(StoreError):
         self.reply = reply
 
 
-_POSTGRES = {
+_POSTGRES_STATES = {
     "53100": DiskFull,
     "55P03": Locked,  # lock_not_available
     "57014": Locked,  # cancelled by a timeout
     "40P01": Locked,  # deadlock
     "40001": Locked,  # serialisation failure
 }
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def translated() -> Iterator[None]:
-    """Inside, an error of the database or of the file system is raised as one of the above."""
+def translate_errors() -> Iterator[None]:
+    """Raises database and file system errors of the block as errors of this module."""
     try:
         yield
     except SQLAlchemyError as error:
-        raise _of_database(error) from error
+        raise _translate(error) from error
     except UnicodeEncodeError as error:
         raise Unstorable(error) from error
     except OSError as error:
-        if error.errno in _NO_ROOM:
+        if error.errno in _DISK_FULL_ERRNOS:
             raise DiskFull from error
         raise
 
 
-def _of_database(error: SQLAlchemyError) -> PalaverError:
+def _translate(error: SQLAlchemyError) -> PalaverError:
     if not isinstance(error, DBAPIError):
         return StoreError(f"The database failed: {_first_line(error)}")
     origin = error.orig
     if isinstance(origin, sqlite3.Error):
-        return _of_sqlite(error, origin)
+        return _translate_sqlite(error, origin)
     if isinstance(error, DataError):
         return Unstorable(_first_line(origin))
     state = getattr(origin, "sqlstate", None)
-    if state in _POSTGRES:
-        return _POSTGRES[state]()
+    if state in _POSTGRES_STATES:
+        return _POSTGRES_STATES[state]()
     if isinstance(error, IntegrityError):
         return Conflict(f"The database refused the change: {_first_line(origin)}")
     if state is None or state.startswith(("08", "57P", "28", "3D")):
@@ -129,7 +129,7 @@ def _of_database(error: SQLAlchemyError) -> PalaverError:
     return StoreError(f"The database failed: {_first_line(origin)}")
 
 
-def _of_sqlite(error: DBAPIError, origin: sqlite3.Error) -> PalaverError:
+def _translate_sqlite(error: DBAPIError, origin: sqlite3.Error) -> PalaverError:
     code = getattr(origin, "sqlite_errorcode", 0)
     match code & 0xFF:
         case sqlite3.SQLITE_FULL:
@@ -140,15 +140,15 @@ def _of_sqlite(error: DBAPIError, origin: sqlite3.Error) -> PalaverError:
             return Damaged(f"The database is damaged ({origin}): restore a backup.")
         case sqlite3.SQLITE_CANTOPEN | sqlite3.SQLITE_READONLY:
             return Unreachable(f"The database can't be opened for writing: {origin}.")
-        case sqlite3.SQLITE_IOERR if code in _SHORT_WRITES:
+        case sqlite3.SQLITE_IOERR if code in _SHORT_WRITE_CODES:
             return DiskFull()
     if isinstance(error, IntegrityError):
         return Conflict(f"The database refused the change: {origin}")
     return StoreError(f"The database failed: {origin}")
 
 
-_SHORT_WRITES = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_TRUNCATE, sqlite3.SQLITE_IOERR_SHMSIZE)
-"""What SQLite says of a disk that fills up while the write-ahead log or its index grows."""
+_SHORT_WRITE_CODES = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_TRUNCATE, sqlite3.SQLITE_IOERR_SHMSIZE)
+"""SQLite's codes for a disk that fills up while the write-ahead log or its index grows."""
 
 
 def _first_line(error: BaseException | None) -> str:

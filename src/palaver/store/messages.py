@@ -1,6 +1,6 @@
-"""Messages in the tree: append, edit, and every way to look at what is there.
+"""Messages in the tree: append, edit, import, and read as paths, siblings or whole trees.
 
-Writes name their parent, so that two writers make siblings and never an overwrite."""
+Writes name their parent, so that two concurrent writers create siblings and never overwrite each other."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from palaver.messages import Message, Part, Role, Text, system
 from palaver.store import conversations, tree
 from palaver.store.blobs import Blob, Blobs
 from palaver.store.database import Database
+from palaver.store.encoding import StoredPart, load_media, store_media
 from palaver.store.errors import Conflict
-from palaver.store.json_values import StoredPart, load_media, store_media
 from palaver.store.records import StoredMessage, TreeNode
 
 
 @dataclass(frozen=True, slots=True)
 class NewMessage:
-    """A message from elsewhere, with the id it had there."""
+    """A message to import, with the id it has in its source."""
 
     id: str
     parent: str | None
@@ -42,12 +42,12 @@ class Messages:
         key: str | None = None,
         expected_head: str | None = None,
     ) -> StoredMessage:
-        """Puts the message under its parent (None: at the root), durably.
+        """Inserts the message under its parent (None: at the root), durably.
 
-        With a `key` that was used before, gives what was put then. The head follows where it still is the parent,
-        or `expected_head` where that is given.
+        With an idempotency `key` that was used before, returns the message of the first call. The head moves to the new
+        message if it still is the parent, or `expected_head` if that is given.
         """
-        return self._put(
+        return self._insert(
             tree.TreeMessage(
                 conversation_id,
                 parent_id,
@@ -66,9 +66,9 @@ class Messages:
         key: str | None = None,
         expected_head: str | None = None,
     ) -> StoredMessage:
-        """Another wording of a message, as its sibling; the old one stays. An edited reply is text without tokens."""
+        """Inserts an edited message as a sibling; the old one stays. An edited reply has text but no tokens."""
         old = self.get(message_id)
-        return self._put(
+        return self._insert(
             tree.TreeMessage(
                 old.conversation_id,
                 old.parent_id,
@@ -80,116 +80,116 @@ class Messages:
             )
         )
 
-    def append_all(self, conversation_id: str, arrivals: Sequence[NewMessage], head: str | None = None) -> bool:
-        """Fills an empty conversation, all at once or not at all; False, and nothing done, where it isn't empty.
+    def append_all(self, conversation_id: str, new_messages: Sequence[NewMessage], head: str | None = None) -> bool:
+        """Fills an empty conversation in one transaction. Returns False, without a change, if it isn't empty.
 
-        Every parent comes before its children. `head` is the id that the head had elsewhere; by default the last.
+        Every parent comes before its children. `head` is the source id of the head; by default the last message.
         """
-        if not arrivals:
+        if not new_messages:
             return False
-        parts = [store_media(arrival.message.parts, self._blobs) for arrival in arrivals]
-        with self._database.writing() as connection:
+        parts = [store_media(new_message.message.parts, self._blobs) for new_message in new_messages]
+        with self._database.write_transaction() as connection:
             if tree.nodes(connection, conversation_id):
                 return False
-            places: dict[str | None, str | None] = {None: None}
-            for arrival, stored_parts in zip(arrivals, parts, strict=True):
-                new = _arrived(conversation_id, places[arrival.parent], arrival, stored_parts)
-                if arrival.parent is None:
-                    tree.touch(connection, new)
-                places[arrival.id] = tree.insert_new(connection, new)
-            tree.set_head(connection, conversation_id, places.get(head) or places[arrivals[-1].id])
+            stored_ids: dict[str | None, str | None] = {None: None}
+            for new_message, stored_parts in zip(new_messages, parts, strict=True):
+                new = _tree_message(conversation_id, stored_ids[new_message.parent], new_message, stored_parts)
+                if new_message.parent is None:
+                    tree.touch_conversation(connection, new)
+                stored_ids[new_message.id] = tree.insert_row(connection, new)
+            tree.set_head(connection, conversation_id, stored_ids.get(head) or stored_ids[new_messages[-1].id])
         return True
 
     def get(self, id: str) -> StoredMessage:
-        with self._database.reading() as connection:
-            return tree.message_row(connection, id)
+        with self._database.read_transaction() as connection:
+            return tree.get_message(connection, id)
 
     def path(self, leaf_id: str) -> tuple[StoredMessage, ...]:
         """A branch: from the root to this message."""
-        with self._database.reading() as connection:
-            return tree.message_path(connection, leaf_id)
+        with self._database.read_transaction() as connection:
+            return tree.get_path(connection, leaf_id)
 
     def siblings(self, id: str) -> tuple[StoredMessage, ...]:
-        """The message and the others under the same parent, the oldest first."""
-        with self._database.reading() as connection:
-            message = tree.message_row(connection, id)
-            return tree.child_messages(connection, message.conversation_id, message.parent_id)
+        """The message and the others under the same parent, oldest first."""
+        with self._database.read_transaction() as connection:
+            message = tree.get_message(connection, id)
+            return tree.list_children(connection, message.conversation_id, message.parent_id)
 
     def children(self, conversation_id: str, parent_id: str | None) -> tuple[StoredMessage, ...]:
-        with self._database.reading() as connection:
-            return tree.child_messages(connection, conversation_id, parent_id)
+        with self._database.read_transaction() as connection:
+            return tree.list_children(connection, conversation_id, parent_id)
 
     def nodes(self, conversation_id: str) -> tuple[TreeNode, ...]:
-        """The shape of the whole tree, every parent before its children."""
-        with self._database.reading() as connection:
-            conversations.conversation_row(connection, conversation_id)
+        """The structure of the whole tree, every parent before its children."""
+        with self._database.read_transaction() as connection:
+            conversations.get_conversation(connection, conversation_id)
             return tree.nodes(connection, conversation_id)
 
-    def everything(self, conversation_id: str) -> tuple[StoredMessage, ...]:
-        with self._database.reading() as connection:
-            conversations.conversation_row(connection, conversation_id)
+    def all(self, conversation_id: str) -> tuple[StoredMessage, ...]:
+        with self._database.read_transaction() as connection:
+            conversations.get_conversation(connection, conversation_id)
             return tree.all_messages(connection, conversation_id)
 
     def newest_leaf(self, conversation_id: str, start_id: str | None = None) -> str | None:
-        """Where a switch to the branch of `start_id` leads: its end that was written to last."""
-        with self._database.reading() as connection:
+        """The leaf below `start_id` that was written last: the target of a switch to that branch."""
+        with self._database.read_transaction() as connection:
             return tree.newest_leaf(connection, conversation_id, start_id)
 
-    def full(self, stored: StoredMessage) -> Message:
-        """The message as a pure value, media read from their blobs."""
+    def load(self, stored: StoredMessage) -> Message:
+        """The message as a plain value, with media read from their blobs."""
         return Message(stored.role, load_media(stored.parts, self._blobs))
 
-    def full_path(self, path: Sequence[StoredMessage]) -> tuple[Message, ...]:
-        return tuple(map(self.full, path))
+    def load_path(self, path: Sequence[StoredMessage]) -> tuple[Message, ...]:
+        return tuple(map(self.load, path))
 
-    def _put(self, new: tree.TreeMessage) -> StoredMessage:
+    def _insert(self, new: tree.TreeMessage) -> StoredMessage:
         if new.role is Role.USER and not new.parts:
             raise EmptyMessage
         try:
-            with self._database.writing() as connection:
-                if found := tree.message_by_key(connection, new):
+            with self._database.write_transaction() as connection:
+                if found := tree.find_by_key(connection, new):
                     return found
-                return tree.message_row(connection, tree.put_message(connection, new))
+                return tree.get_message(connection, tree.insert_message(connection, new))
         except Conflict:
-            return self._with_key(new)
+            return self._existing(new)
 
-    def _with_key(self, new: tree.TreeMessage) -> StoredMessage:
-        """Two writers with one key at once: the second takes what the first has put."""
-        with self._database.reading() as connection:
-            if found := tree.message_by_key(connection, new):
+    def _existing(self, new: tree.TreeMessage) -> StoredMessage:
+        """Two writers used one key at once: returns the message of the first."""
+        with self._database.read_transaction() as connection:
+            if found := tree.find_by_key(connection, new):
                 return found
         raise Conflict("The message could not be put into the tree: another writer was quicker.")
 
 
-def _arrived(
-    conversation_id: str, parent_id: str | None, arrival: NewMessage, parts: tuple[StoredPart, ...]
+def _tree_message(
+    conversation_id: str, parent_id: str | None, new_message: NewMessage, parts: tuple[StoredPart, ...]
 ) -> tree.TreeMessage:
     return tree.TreeMessage(
         conversation_id,
         parent_id,
-        arrival.message.role,
+        new_message.message.role,
         parts,
-        created_at=None if arrival.created_at is None else int(arrival.created_at.timestamp() * 1e6),
+        created_at=None if new_message.created_at is None else int(new_message.created_at.timestamp() * 1e6),
     )
 
 
 def prompt_messages(system_prompt: str, messages: Iterable[Message]) -> tuple[Message, ...]:
-    said = merge_user_messages(messages)
-    return (system(system_prompt), *said) if system_prompt else said
+    merged = merge_user_messages(messages)
+    return (system(system_prompt), *merged) if system_prompt else merged
 
 
 def merge_user_messages(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Neighbouring messages of the user become one, a blank line between their texts. The record stays as it is."""
+    """Joins consecutive user messages with a blank line between their texts. The stored messages do not change."""
     done: list[Message] = []
     for message in messages:
         if done and message.role is Role.USER and done[-1].role is Role.USER:
-            done[-1] = Message(Role.USER, _joined(done[-1].parts, message.parts))
+            done[-1] = Message(Role.USER, _join_parts(done[-1].parts, message.parts))
         else:
             done.append(message)
     return tuple(done)
 
 
-def _joined(first: tuple[Part, ...], second: tuple[Part, ...]) -> tuple[Part, ...]:
+def _join_parts(first: tuple[Part, ...], second: tuple[Part, ...]) -> tuple[Part, ...]:
     if first and second and isinstance(first[-1], Text) and isinstance(second[0], Text):
         return (*first[:-1], Text(f"{first[-1].text}\n\n{second[0].text}"), *second[1:])
     return (*first, *second)

@@ -1,4 +1,4 @@
-"""What the store hands out: frozen values with an identity."""
+"""Records that the store returns: frozen values with ids, and the helpers that make ids, times and titles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from palaver.errors import BadParameter
 from palaver.events import Usage
 from palaver.messages import Role, Text, Thinking
-from palaver.store.json_values import ReplySettings, StoredPart
+from palaver.store.encoding import ReplySettings, StoredPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class Conversation:
     owner_id: str
     title: str
     title_given: bool
-    """Whether a person chose the title; else it was made from the first message."""
+    """Whether the user chose the title; else it was derived from the first message."""
     system: str
     parameters: Mapping[str, Any]
     tags: tuple[str, ...]
     head_id: str | None
-    """A hint: the message somebody was at last. Every client has a cursor of its own."""
+    """The message that was current last: a hint. Every client has a cursor of its own."""
     created_at: datetime
     updated_at: datetime
     deleted_at: datetime | None = None
@@ -43,11 +43,11 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What a user likes to set for conversations, under a name."""
+    """A named system prompt and parameters."""
 
     name: str
     system: str
-    """Empty: says nothing of the system prompt."""
+    """Empty: the preset does not change the system prompt."""
     parameters: Mapping[str, Any]
 
 
@@ -57,7 +57,7 @@ class ReplyStatus(StrEnum):
     RUNNING = "running"
     DONE = "done"
     STOPPED = "stopped"
-    """Somebody stopped it."""
+    """Stopped by a client."""
     LENGTH = "length"
     INTERRUPTED = "interrupted"
     """Its process died."""
@@ -66,7 +66,7 @@ class ReplyStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoredReply:
-    """What made a reply, and how it went. The tokens are read on their own."""
+    """The settings and the outcome of a reply. Its tokens are read separately."""
 
     status: ReplyStatus
     settings: ReplySettings
@@ -79,7 +79,7 @@ class StoredReply:
 
 @dataclass(frozen=True, slots=True)
 class StoredMessage:
-    """A message in its place in the tree. Only a reply that runs still changes."""
+    """A message in the tree. Only a running reply still changes."""
 
     id: str
     conversation_id: str
@@ -88,9 +88,9 @@ class StoredMessage:
     parts: tuple[StoredPart, ...]
     created_at: datetime
     edit_of: str | None = None
-    """The message this is another wording of."""
+    """The message that this is an edited version of."""
     reply: StoredReply | None = None
-    """None for what no model said here: users' messages, edited and imported replies."""
+    """None for messages not generated here: user messages, edited and imported replies."""
 
     @property
     def text(self) -> str:
@@ -103,7 +103,7 @@ class StoredMessage:
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """A message's place alone: what a picture of the tree needs."""
+    """A message's position in the tree, without its content."""
 
     id: str
     parent_id: str | None
@@ -111,14 +111,14 @@ class TreeNode:
     created_at: datetime
 
 
-_LETTERS = "0123456789abcdefghjkmnpqrstvwxyz"
-_LENGTH = 16
+_ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+_ID_LENGTH = 16
 
 
 def new_id() -> str:
-    """80 random bits in letters that are hard to mistake for each other."""
-    number = secrets.randbits(5 * _LENGTH)
-    return "".join(_LETTERS[(number >> (5 * place)) & 31] for place in range(_LENGTH))
+    """80 random bits in Crockford's base 32."""
+    number = secrets.randbits(5 * _ID_LENGTH)
+    return "".join(_ID_ALPHABET[(number >> (5 * place)) & 31] for place in range(_ID_LENGTH))
 
 
 def current_time() -> int:
@@ -132,29 +132,29 @@ def parse_time(microseconds: int) -> datetime:
 
 MAX_NAME = 200
 MAX_TITLE = 200
-_MADE_TITLE = 60
-_UNWRITABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]+")
+_DERIVED_TITLE = 60
+_CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f\ud800-\udfff]+")
 
 
-def check_name(what: str, name: str) -> str:
-    """The same name, or BadParameter where a database or a person could not read it."""
+def check_name(field_name: str, name: str) -> str:
+    """Returns the name. Raises BadParameter if it is empty, too long or has control characters."""
     if not name or len(name) > MAX_NAME:
-        raise BadParameter(what, name[:MAX_NAME], f"must have 1 to {MAX_NAME} characters")
-    if _UNWRITABLE.search(name):
-        raise BadParameter(what, name, "must not hold control characters")
+        raise BadParameter(field_name, name[:MAX_NAME], f"must have 1 to {MAX_NAME} characters")
+    if _CONTROL_CHARACTERS.search(name):
+        raise BadParameter(field_name, name, "must not hold control characters")
     return name
 
 
 def clean_title(title: str) -> str:
-    return " ".join(_UNWRITABLE.sub(" ", title).split())[:MAX_TITLE]
+    return " ".join(_CONTROL_CHARACTERS.sub(" ", title).split())[:MAX_TITLE]
 
 
 def derive_title(text: str) -> str:
-    """A title from a message: its first line with something in it, cut between words."""
+    """A title from a message: its first line with a word in it, cut between words."""
     line = next((line for line in text.splitlines() if re.search(r"\w", line)), text)
     line = clean_title(line.lstrip("#>*- \t"))
-    if len(line) <= _MADE_TITLE:
+    if len(line) <= _DERIVED_TITLE:
         return line
-    cut = line[:_MADE_TITLE]
-    whole, space, _ = cut.rpartition(" ")
-    return (whole if space and len(whole) > _MADE_TITLE // 2 else cut) + "…"
+    cut = line[:_DERIVED_TITLE]
+    words, space, _ = cut.rpartition(" ")
+    return (words if space and len(words) > _DERIVED_TITLE // 2 else cut) + "…"

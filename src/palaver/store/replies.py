@@ -1,7 +1,7 @@
-"""Replies: begun under a lease, their tokens written frame by frame, ended, continued, taken over.
+"""Replies: started under a lease, appended token by token, finished, resumed, or claimed after a crash.
 
-A reply is a message of the tree. While it runs its text is in the making and its tokens are the record; when it ends
-the text is written too and the tokens are packed into one piece.
+A reply is a message of the tree. While it runs, its tokens are the record and its text is empty. When it ends, the text
+is written and the tokens are merged into one row.
 """
 
 from __future__ import annotations
@@ -19,21 +19,28 @@ from palaver.messages import Part, Role
 from palaver.store import tree
 from palaver.store.blobs import Blob, Blobs
 from palaver.store.database import Database, Durability
+from palaver.store.encoding import ReplySettings, StoredPart, encode_parts, encode_settings, store_media
 from palaver.store.errors import Conflict, LeaseLost, NotFound
-from palaver.store.json_values import ReplySettings, StoredPart, parts_to_json, settings_to_json, store_media
-from palaver.store.leases import Lease, Leases, check_lease, hold_lease
+from palaver.store.leases import Lease, Leases, check_lease, running_reply_ids
 from palaver.store.records import ReplyStatus, StoredMessage, check_name, current_time
 from palaver.store.schema import message_blobs, messages, replies, reply_tokens, running
 from palaver.store.search_index import reindex
 from palaver.store.token_codec import pack_tokens, unpack_tokens
 
-RESUMED = 8
-"""Of so many of the last times that a reply was gone on with, the keys are known."""
+MAX_RESUME_KEYS = 8
+"""Idempotency keys of `resume` that are remembered per reply."""
+
+# built once: they run for every engine step
+_SELECT_RUNNING = (
+    select(running.c.message_id, running.c.tokens).where(running.c.holder_id == bindparam("holder")).with_for_update()
+)
+_INSERT_TOKENS = insert(reply_tokens)
+_UPDATE_COUNT = update(running).where(running.c.message_id == bindparam("id")).values(tokens=bindparam("count"))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFrame:
-    """New tokens of one reply: `start` is how many it had before."""
+    """New tokens of one reply. `start` is its token count before them."""
 
     reply_id: str
     start: int
@@ -48,7 +55,7 @@ class TokenFrame:
 class ReplyEnding:
     status: ReplyStatus
     parts: tuple[Part | Blob, ...] | None
-    """All that was said in the reply, folded from its tokens. None leaves the stored text as it is."""
+    """The content of the whole reply, folded from its tokens. None leaves the stored parts as they are."""
     usage: Usage | None = None
     timings: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
@@ -65,283 +72,278 @@ class Replies:
         lease: Lease,
         conversation_id: str,
         parent_id: str | None,
-        made_by: ReplySettings,
+        settings: ReplySettings,
         *,
-        goes_on_from: Sequence[Step] = (),
+        prefix: Sequence[Step] = (),
         key: str | None = None,
         expected_head: str | None = None,
     ) -> StoredMessage:
-        """A new reply under its parent, running. A retry is a second one under the same parent.
+        """Inserts a running reply under its parent. A retry is a second reply under the same parent.
 
-        `goes_on_from`: tokens it begins with, of another reply or of an edited text (`tokens.given`). LeaseLost where
-        another process has taken over this lease.
+        `prefix`: tokens that the reply starts with, from another reply or an edited text (`token_codec.prefill_steps`).
+        Raises LeaseLost if another process claimed this lease's replies.
         """
         head = parent_id if expected_head is None else expected_head
         new = tree.TreeMessage(conversation_id, parent_id, Role.ASSISTANT, (), key=key, expected_head=head)
         try:
-            with self._database.writing() as connection:
-                if found := tree.message_by_key(connection, new):
+            with self._database.write_transaction() as connection:
+                if found := tree.find_by_key(connection, new):
                     return found
-                return _started(connection, lease, new, made_by, goes_on_from)
-        except Conflict:  # two writers with one key at once: the second takes what the first has put
-            with self._database.reading() as connection:
-                if found := tree.message_by_key(connection, new):
+                return _insert_reply(connection, lease, new, settings, prefix)
+        except Conflict:  # two writers used one key at once: return the message of the first
+            with self._database.read_transaction() as connection:
+                if found := tree.find_by_key(connection, new):
                     return found
             raise
 
-    def append(self, lease: Lease, pieces: Sequence[TokenFrame]) -> frozenset[str]:
-        """All tokens of one engine frame, in one transaction, before any is published.
+    def append(self, lease: Lease, frames: Sequence[TokenFrame]) -> frozenset[str]:
+        """Writes all tokens of one engine step in one transaction, before any is published.
 
-        Gives the ids of replies that this lease no longer holds: nothing of those was written, stop them.
+        Returns the ids of replies that this lease no longer holds. Nothing of those was written: stop them.
         """
-        with self._database.writing(Durability.NORMAL) as connection:
-            counts = _counts(connection, lease)
-            ours = [piece for piece in pieces if piece.reply_id in counts and piece.steps]
-            for piece in ours:
-                _check_start(piece, counts[piece.reply_id])
-            if ours:
-                connection.execute(_PUT, [_row(one.reply_id, one.start, one.steps) for one in ours])
-                connection.execute(_COUNT, [{"id": one.reply_id, "count": one.end} for one in ours])
-        return frozenset(piece.reply_id for piece in pieces) - counts.keys()
+        with self._database.write_transaction(Durability.NORMAL) as connection:
+            counts = _token_counts(connection, lease)
+            held = [frame for frame in frames if frame.reply_id in counts and frame.steps]
+            for frame in held:
+                _check_start(frame, counts[frame.reply_id])
+            if held:
+                connection.execute(_INSERT_TOKENS, [_token_row(one.reply_id, one.start, one.steps) for one in held])
+                connection.execute(_UPDATE_COUNT, [{"id": one.reply_id, "count": one.end} for one in held])
+        return frozenset(frame.reply_id for frame in frames) - counts.keys()
 
     def finish(self, lease: Lease, reply_id: str, ending: ReplyEnding) -> StoredMessage:
-        """Ends a running reply, durably: text, status, tokens in one piece. LeaseLost where it isn't ours."""
+        """Ends a running reply durably: text, status, tokens in one row. Raises LeaseLost if not held."""
         assert ending.status is not ReplyStatus.RUNNING
         parts = None if ending.parts is None else store_media(ending.parts, self._blobs)
-        with self._database.writing() as connection:
-            if reply_id not in _counts(connection, lease):
+        with self._database.write_transaction() as connection:
+            if reply_id not in _token_counts(connection, lease):
                 raise LeaseLost(reply_id)
-            _pack_tokens(connection, reply_id)
+            _merge_token_rows(connection, reply_id)
             if parts is not None:
                 _set_parts(connection, reply_id, parts)
-            _end(connection, [reply_id], _ended(ending))
-            return tree.message_row(connection, reply_id, deleted=True)
+            _end_replies(connection, [reply_id], _final_values(ending))
+            return tree.get_message(connection, reply_id, deleted=True)
 
-    def keyed(self, conversation_id: str, parent_id: str | None, key: str) -> StoredMessage | None:
-        """The reply that was begun there with this key."""
-        with self._database.reading() as connection:
-            return tree.message_by_key(
+    def find_by_key(self, conversation_id: str, parent_id: str | None, key: str) -> StoredMessage | None:
+        """The reply that was started there with this idempotency key."""
+        with self._database.read_transaction() as connection:
+            return tree.find_by_key(
                 connection, tree.TreeMessage(conversation_id, parent_id, Role.ASSISTANT, (), key=key)
             )
 
     def resume(self, lease: Lease, reply_id: str, key: str | None = None, fingerprint: str = "") -> StoredMessage:
-        """A reply that ended before it was whole runs again, under this lease, on top of its tokens.
+        """Runs an incomplete reply again, under this lease, from its stored tokens.
 
-        `fingerprint` is that of the engine that goes on with it.
-        Conflict where the conversation has gone on below it: then start a sibling that goes on from its tokens.
-        LeaseLost where another process has taken over this lease.
+        `fingerprint` is that of the engine that continues it.
+        Raises Conflict if the reply has children: start a sibling with its tokens as `prefix` instead.
+        Raises LeaseLost if another process claimed this lease's replies.
         """
-        with self._database.writing() as connection:
+        with self._database.write_transaction() as connection:
             check_lease(connection, lease)
-            reply = tree.message_row(connection, reply_id)
+            reply = tree.get_message(connection, reply_id)
             _check_resumable(connection, reply)
-            tokens = _stored_count(connection, reply_id)
-            made_by = _resumed(reply, key).continued_by(fingerprint, tokens)
+            tokens = _count_tokens(connection, reply_id)
+            settings = _with_resume_key(reply, key).continued_by(fingerprint, tokens)
             values = {"status": ReplyStatus.RUNNING.value, "ended_at": None, "error": None}
-            connection.execute(_of(reply_id).values(**values, settings=settings_to_json(made_by)))
-            _hold(connection, reply_id, lease.id, tokens)
-            return tree.message_row(connection, reply_id)
+            connection.execute(_update_reply(reply_id).values(**values, settings=encode_settings(settings)))
+            _insert_running(connection, reply_id, lease.id, tokens)
+            return tree.get_message(connection, reply_id)
 
-    def computed_by(self, reply_id: str, fingerprint: str) -> StoredMessage:
-        """Records the engine that goes on with a running reply, such as one of a process that died."""
-        with self._database.writing() as connection:
-            reply = tree.message_row(connection, reply_id, deleted=True)
+    def record_engine(self, reply_id: str, fingerprint: str) -> StoredMessage:
+        """Records the engine that continues a running reply, such as one claimed from a dead process."""
+        with self._database.write_transaction() as connection:
+            reply = tree.get_message(connection, reply_id, deleted=True)
             if reply.reply is None:
                 raise NotFound("reply", reply_id)
-            made_by = reply.reply.settings.continued_by(fingerprint, _stored_count(connection, reply_id))
-            connection.execute(_of(reply_id).values(settings=settings_to_json(made_by)))
-            return tree.message_row(connection, reply_id, deleted=True)
+            settings = reply.reply.settings.continued_by(fingerprint, _count_tokens(connection, reply_id))
+            connection.execute(_update_reply(reply_id).values(settings=encode_settings(settings)))
+            return tree.get_message(connection, reply_id, deleted=True)
 
     def record_answer_at(self, lease: Lease, reply_id: str, position: int) -> None:
-        """Records how many tokens a running reply had when its answer was asked for. LeaseLost where it isn't ours."""
-        with self._database.writing() as connection:
-            if reply_id not in _counts(connection, lease):
+        """Records at which token count the answer of a running reply was requested. Raises LeaseLost if not held."""
+        with self._database.write_transaction() as connection:
+            if reply_id not in _token_counts(connection, lease):
                 raise LeaseLost(reply_id)
-            reply = tree.message_row(connection, reply_id, deleted=True)
+            reply = tree.get_message(connection, reply_id, deleted=True)
             assert reply.reply is not None
-            made_by = replace(reply.reply.settings, answer_at=position)
-            connection.execute(_of(reply_id).values(settings=settings_to_json(made_by)))
+            settings = replace(reply.reply.settings, answer_at=position)
+            connection.execute(_update_reply(reply_id).values(settings=encode_settings(settings)))
 
     def tokens(self, reply_id: str) -> tuple[Step, ...]:
-        """Everything the model said in this reply so far, token by token."""
+        """The tokens of the reply so far."""
         query = select(reply_tokens.c.data).where(reply_tokens.c.message_id == reply_id)
-        with self._database.reading() as connection:
+        with self._database.read_transaction() as connection:
             rows = connection.execute(query.order_by(reply_tokens.c.start)).scalars().all()
         return tuple(step for data in rows for step in unpack_tokens(data))
 
     def token_ids(self, reply_id: str) -> tuple[int, ...]:
         return tuple(step.token_id for step in self.tokens(reply_id))
 
-    def held(self, lease: Lease) -> tuple[str, ...]:
-        with self._database.reading() as connection:
-            return tuple(hold_lease(connection, lease.id))
+    def running_ids(self, lease: Lease) -> tuple[str, ...]:
+        """The running replies that this lease holds."""
+        with self._database.read_transaction() as connection:
+            return tuple(running_reply_ids(connection, lease.id))
 
-    def interrupted(self) -> tuple[StoredMessage, ...]:
-        """The interrupted replies below which their conversations have not gone on, the oldest first."""
-        below = messages.alias("below")
-        gone_on = exists().where(
-            below.c.conversation_id == messages.c.conversation_id, below.c.parent_id == messages.c.id
+    def list_interrupted(self) -> tuple[StoredMessage, ...]:
+        """Interrupted replies without children, oldest first."""
+        child = messages.alias("child")
+        has_child = exists().where(
+            child.c.conversation_id == messages.c.conversation_id, child.c.parent_id == messages.c.id
         )
-        query = tree.visible(tree.stored_query()).where(replies.c.status == ReplyStatus.INTERRUPTED.value, ~gone_on)
-        with self._database.reading() as connection:
+        query = tree.exclude_deleted(tree.select_messages()).where(
+            replies.c.status == ReplyStatus.INTERRUPTED.value, ~has_child
+        )
+        with self._database.read_transaction() as connection:
             return tuple(map(tree.stored_message, connection.execute(query.order_by(messages.c.seq))))
 
     def is_abandoned(self, reply_id: str) -> bool:
-        """Whether the reply is running by its record, but its process is dead."""
+        """Whether the reply is marked as running but its process is dead."""
         query = select(running.c.holder_id).where(running.c.message_id == reply_id)
-        with self._database.reading() as connection:
+        with self._database.read_transaction() as connection:
             holder = connection.execute(query).scalar()
-            return holder is not None and holder in self._leases.dead(connection)
+            return holder is not None and holder in self._leases.dead_holders(connection)
 
-    def take_over(self, lease: Lease) -> tuple[str, ...]:
-        """Every running reply of a dead holder is this lease's now: to be resumed from its tokens.
+    def claim_orphans(self, lease: Lease) -> tuple[str, ...]:
+        """Transfers the running replies of dead holders to this lease, to be continued from their tokens.
 
-        LeaseLost where another process has taken over this lease.
+        Raises LeaseLost if another process claimed this lease's replies.
         """
-        with self._database.reading() as connection:
-            if not self._leases.dead(connection):
+        with self._database.read_transaction() as connection:
+            if not self._leases.dead_holders(connection):
                 return ()
-        with self._database.writing() as connection:
+        with self._database.write_transaction() as connection:
             check_lease(connection, lease)
             dead, orphans = self._orphans(connection, lease)
             if orphans:
-                connection.execute(_held_by(dead).values(holder_id=lease.id))
-            self._leases.bury(connection, dead)
+                connection.execute(_update_running(dead).values(holder_id=lease.id))
+            self._leases.delete_holders(connection, dead)
         return orphans
 
     def interrupt_orphans(self, lease: Lease | None = None) -> tuple[str, ...]:
-        """Every running reply of a dead holder is marked as interrupted; it keeps its tokens and can be continued.
+        """Marks the running replies of dead holders as interrupted. They keep their tokens and can be resumed.
 
-        `lease` is the caller's own: it is alive, even where it ran out.
+        `lease` is the caller's own: it counts as alive even if it has expired.
         """
-        with self._database.writing() as connection:
+        with self._database.write_transaction() as connection:
             dead, orphans = self._orphans(connection, lease)
             for id in orphans:
-                _pack_tokens(connection, id)
+                _merge_token_rows(connection, id)
             if orphans:
-                _end(connection, orphans, {"status": ReplyStatus.INTERRUPTED.value, "ended_at": current_time()})
-            self._leases.bury(connection, dead)
+                _end_replies(connection, orphans, {"status": ReplyStatus.INTERRUPTED.value, "ended_at": current_time()})
+            self._leases.delete_holders(connection, dead)
         return orphans
 
     def rewrite(self, reply_id: str, parts: Iterable[Part | Blob]) -> StoredMessage:
-        """The text of a reply that nobody folded when it was interrupted; its tokens are the record and stay."""
-        put_away = store_media(parts, self._blobs)
-        with self._database.writing() as connection:
-            reply = tree.message_row(connection, reply_id)
+        """Writes the text of an interrupted reply, folded from its tokens. The tokens stay as they are."""
+        stored_parts = store_media(parts, self._blobs)
+        with self._database.write_transaction() as connection:
+            reply = tree.get_message(connection, reply_id)
             if reply.reply is None or reply.reply.status is not ReplyStatus.INTERRUPTED:
                 raise Conflict(f"The message {reply_id!r} is no interrupted reply.")
-            _set_parts(connection, reply_id, put_away)
-            return tree.message_row(connection, reply_id)
+            _set_parts(connection, reply_id, stored_parts)
+            return tree.get_message(connection, reply_id)
 
     def annotate(self, reply_id: str, note: Mapping[str, Any]) -> StoredMessage:
-        """Sets what is kept with a reply for whoever asked for it; what decided its tokens stays as it is."""
-        with self._database.writing() as connection:
-            reply = tree.message_row(connection, reply_id)
+        """Stores a client's note with a reply. The settings that determined its tokens do not change."""
+        with self._database.write_transaction() as connection:
+            reply = tree.get_message(connection, reply_id)
             if reply.reply is None:
                 raise NotFound("reply", reply_id)
-            made_by = reply.reply.settings
-            noted = replace(made_by, options={**made_by.options, "note": dict(note)})
-            connection.execute(_of(reply_id).values(settings=settings_to_json(noted)))
-            return tree.message_row(connection, reply_id)
+            settings = reply.reply.settings
+            annotated = replace(settings, options={**settings.options, "note": dict(note)})
+            connection.execute(_update_reply(reply_id).values(settings=encode_settings(annotated)))
+            return tree.get_message(connection, reply_id)
 
     def _orphans(self, connection: Connection, lease: Lease | None) -> tuple[list[str], tuple[str, ...]]:
-        dead = [id for id in self._leases.dead(connection) if lease is None or id != lease.id]
+        dead = [id for id in self._leases.dead_holders(connection) if lease is None or id != lease.id]
         query = select(running.c.message_id).where(running.c.holder_id.in_(dead)).with_for_update()
         return dead, tuple(connection.execute(query).scalars()) if dead else ()
 
 
-# what every engine frame runs is built once
-_HELD = (
-    select(running.c.message_id, running.c.tokens).where(running.c.holder_id == bindparam("holder")).with_for_update()
-)
-_PUT = insert(reply_tokens)
-_COUNT = update(running).where(running.c.message_id == bindparam("id")).values(tokens=bindparam("count"))
-
-
-def _started(
-    connection: Connection, lease: Lease, new: tree.TreeMessage, made_by: ReplySettings, goes_on_from: Sequence[Step]
+def _insert_reply(
+    connection: Connection, lease: Lease, new: tree.TreeMessage, settings: ReplySettings, prefix: Sequence[Step]
 ) -> StoredMessage:
     check_lease(connection, lease)
-    id = tree.put_message(connection, new)
-    connection.execute(insert(replies).values(_new_reply(id, made_by)))
-    if goes_on_from:
-        connection.execute(insert(reply_tokens).values(_row(id, 0, goes_on_from)))
-    _hold(connection, id, lease.id, len(goes_on_from))
-    return tree.message_row(connection, id)
+    id = tree.insert_message(connection, new)
+    connection.execute(insert(replies).values(_reply_row(id, settings)))
+    if prefix:
+        connection.execute(insert(reply_tokens).values(_token_row(id, 0, prefix)))
+    _insert_running(connection, id, lease.id, len(prefix))
+    return tree.get_message(connection, id)
 
 
 def was_resumed_with(reply: StoredMessage, key: str) -> bool:
-    """Whether this very wish was fulfilled before."""
+    """Whether a resume with this idempotency key was done before."""
     return reply.reply is not None and key in reply.reply.settings.options.get("resumed", ())
 
 
-def _resumed(reply: StoredMessage, key: str | None) -> ReplySettings:
-    """The reply's settings, with the key of this wish where it has one."""
+def _with_resume_key(reply: StoredMessage, key: str | None) -> ReplySettings:
+    """The reply's settings, with the idempotency key added."""
     assert reply.reply is not None
-    made_by = reply.reply.settings
+    settings = reply.reply.settings
     if key is None:
-        return made_by
+        return settings
     check_name("key", key)
-    keys = [*made_by.options.get("resumed", ()), key][-RESUMED:]
-    return replace(made_by, options={**made_by.options, "resumed": keys})
+    keys = [*settings.options.get("resumed", ()), key][-MAX_RESUME_KEYS:]
+    return replace(settings, options={**settings.options, "resumed": keys})
 
 
-def _new_reply(id: str, made_by: ReplySettings) -> dict[str, Any]:
+def _reply_row(id: str, settings: ReplySettings) -> dict[str, Any]:
     return {
         "message_id": id,
         "status": ReplyStatus.RUNNING.value,
-        "model": made_by.model,
-        "tokenizer": made_by.tokenizer,
-        "settings": settings_to_json(made_by),
+        "model": settings.model,
+        "tokenizer": settings.tokenizer,
+        "settings": encode_settings(settings),
         "timings": {},
         "started_at": current_time(),
     }
 
 
-def _row(id: str, start: int, steps: Sequence[Step]) -> dict[str, Any]:
+def _token_row(id: str, start: int, steps: Sequence[Step]) -> dict[str, Any]:
     return {"message_id": id, "start": start, "count": len(steps), "data": pack_tokens(steps)}
 
 
-def _hold(connection: Connection, id: str, holder: str, count: int) -> None:
+def _insert_running(connection: Connection, id: str, holder: str, count: int) -> None:
     connection.execute(insert(running).values(message_id=id, holder_id=holder, tokens=count))
 
 
-def _counts(connection: Connection, lease: Lease) -> dict[str, int]:
-    """How many tokens each reply has that this lease holds; nobody takes them over until we are done."""
-    return {row.message_id: row.tokens for row in connection.execute(_HELD, {"holder": lease.id})}
+def _token_counts(connection: Connection, lease: Lease) -> dict[str, int]:
+    """The token count of each reply that this lease holds. The rows stay locked until the transaction ends."""
+    return {row.message_id: row.tokens for row in connection.execute(_SELECT_RUNNING, {"holder": lease.id})}
 
 
-def _check_start(piece: TokenFrame, count: int) -> None:
-    if count != piece.start:
-        raise Conflict(f"The reply {piece.reply_id!r} has {count} tokens, not {piece.start}.")
+def _check_start(frame: TokenFrame, count: int) -> None:
+    if count != frame.start:
+        raise Conflict(f"The reply {frame.reply_id!r} has {count} tokens, not {frame.start}.")
 
 
-def _pack_tokens(connection: Connection, id: str) -> None:
+def _merge_token_rows(connection: Connection, id: str) -> None:
     mine = reply_tokens.c.message_id == id
     rows = connection.execute(select(reply_tokens).where(mine).order_by(reply_tokens.c.start)).all()
     if len(rows) < 2:
         return
     steps = [step for row in rows for step in unpack_tokens(row.data)]
     connection.execute(delete(reply_tokens).where(mine))
-    connection.execute(insert(reply_tokens).values(_row(id, 0, steps)))
+    connection.execute(insert(reply_tokens).values(_token_row(id, 0, steps)))
 
 
 def _set_parts(connection: Connection, id: str, parts: tuple[StoredPart, ...]) -> None:
-    """What the reply says now, for readers and for the index."""
+    """Replaces the parts of a reply, its blob references and its search index entries."""
     seq = connection.execute(select(messages.c.seq).where(messages.c.id == id)).scalar_one()
-    content = parts_to_json(parts)
+    content = encode_parts(parts)
     connection.execute(update(messages).where(messages.c.id == id).values(parts=content))
     connection.execute(delete(message_blobs).where(message_blobs.c.message_id == id))
-    tree.name_blobs(connection, id, parts)
+    tree.link_blobs(connection, id, parts)
     reindex(connection, seq, content)
 
 
-def _stored_count(connection: Connection, id: str) -> int:
+def _count_tokens(connection: Connection, id: str) -> int:
     query = select(reply_tokens.c.start + reply_tokens.c.count).where(reply_tokens.c.message_id == id)
     return max(connection.execute(query).scalars(), default=0)
 
 
-def _ended(ending: ReplyEnding) -> dict[str, Any]:
+def _final_values(ending: ReplyEnding) -> dict[str, Any]:
     return {
         "status": ending.status.value,
         "usage": None if ending.usage is None else asdict(ending.usage),
@@ -351,16 +353,16 @@ def _ended(ending: ReplyEnding) -> dict[str, Any]:
     }
 
 
-def _end(connection: Connection, ids: Sequence[str], values: Mapping[str, Any]) -> None:
+def _end_replies(connection: Connection, ids: Sequence[str], values: Mapping[str, Any]) -> None:
     connection.execute(delete(running).where(running.c.message_id.in_(ids)))
     connection.execute(update(replies).where(replies.c.message_id.in_(ids)).values(**values))
 
 
-def _of(id: str) -> Any:
+def _update_reply(id: str) -> Any:
     return update(replies).where(replies.c.message_id == id)
 
 
-def _held_by(ids: Sequence[str]) -> Any:
+def _update_running(ids: Sequence[str]) -> Any:
     return update(running).where(running.c.holder_id.in_(ids))
 
 
@@ -371,5 +373,5 @@ def _check_resumable(connection: Connection, reply: StoredMessage) -> None:
         raise Conflict(f"The reply {reply.id!r} is running already.")
     if reply.reply.status is ReplyStatus.DONE:
         raise NothingToContinue("The reply is whole: there is nothing to continue.")
-    if tree.child_messages(connection, reply.conversation_id, reply.id):
+    if tree.list_children(connection, reply.conversation_id, reply.id):
         raise Conflict(f"The conversation has gone on below {reply.id!r}: continue it in a branch of its own.")

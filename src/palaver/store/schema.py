@@ -1,4 +1,4 @@
-"""The tables as they are now. How they came to be is in `migrations`; a test holds the two together."""
+"""The current tables. `migrations` creates them; a test checks that both agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store put together: one object that front-ends and turns are given."""
+"""The store: one object that gives access to conversations, messages, replies, users and search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from palaver.store.blobs import Blobs, make_folder, restrict, restrict_tree
 from palaver.store.conversations import Conversations
 from palaver.store.cursors import Cursors
 from palaver.store.database import Database
-from palaver.store.errors import translated
+from palaver.store.errors import translate_errors
 from palaver.store.leases import Leases
 from palaver.store.messages import Messages
 from palaver.store.migrations import migrate
@@ -23,14 +23,14 @@ from palaver.store.users import Keys, Presets, Users
 DATABASE = "palaver.db"
 _SUBFOLDERS = ("blobs", "holders", "servers")
 _FILES = (f"{DATABASE}*", "token", "history*", "*.zip", "*.backup", "*.log")
-"""What may be in a data folder besides: backups and logs, too."""
+"""Other files of a data folder whose permissions are restricted."""
 
 
 class Store:
-    """Conversations in a database and their media in a folder. Safe to use from many threads and processes."""
+    """Conversations in a database and their media in a folder. Thread-safe and multi-process safe."""
 
     def __init__(self, database: Database, folder: Path) -> None:
-        """Brings the schema up to date. `folder` holds the blobs. The database is the store's to close."""
+        """Migrates the schema. `folder` holds the blobs. The store owns the database and closes it."""
         try:
             migrate(database)
         except BaseException:
@@ -58,36 +58,36 @@ class Store:
         self.close()
 
     def check(self) -> None:
-        """Raises StoreError where the database can't be read."""
-        with self.database.reading() as connection:
+        """Raises StoreError if the database cannot be read."""
+        with self.database.read_transaction() as connection:
             connection.execute(text("SELECT 1 FROM alembic_version"))
 
     def close(self) -> None:
-        """Replies that still run under a lease of this store can be taken over from now on."""
-        self.leases.let_go()
+        """Releases this store's leases: their running replies can be claimed by other processes."""
+        self.leases.release()
         self.database.close()
 
 
-def open_store(folder: Path | None = None, database: str | URL | None = None, wait: float = 5.0) -> Store:
-    """The store in `folder` (by default the user's data folder), in a database of its own or at a URL.
+def open_store(folder: Path | None = None, database: str | URL | None = None, lock_timeout: float = 5.0) -> Store:
+    """Opens the store in `folder` (default: the user's data folder), with its own SQLite file or the database at a URL.
 
-    `wait`: for how many seconds another program's lock is waited for.
+    `lock_timeout`: seconds to wait for a lock of another process.
     """
     place = data_folder(folder)
-    return Store(Database(database_url(place, database), wait), place)
+    return Store(Database(database_url(place, database), lock_timeout), place)
 
 
 def data_folder(folder: Path | None = None) -> Path:
-    """The folder, or the user's own for this program; made where it isn't there, and out of reach of other users."""
+    """The data folder, by default the user's own. Created if missing, with permissions for its owner alone."""
     place = user_data_path("palaver", appauthor=False) if folder is None else folder
-    with translated():
+    with translate_errors():
         make_folder(place)
         _restrict(place)
     return place
 
 
 def _restrict(folder: Path) -> None:
-    """Earlier versions left the permissions to the umask."""
+    """Files of earlier versions have the permissions that the umask left."""
     restrict(folder)
     for name in _SUBFOLDERS:
         restrict_tree(folder / name)

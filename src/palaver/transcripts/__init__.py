@@ -1,4 +1,4 @@
-"""Conversations as files: written for training, for reading and for other programs, and read from theirs."""
+"""Transcripts: export of conversations to files, and import from Palaver's and other programs' formats."""
 
 from palaver.transcripts.import_export import (
     ImportResult,

@@ -1,4 +1,4 @@
-"""A file of any known format, read; a conversation, written in one."""
+"""Reads files of any supported format, writes transcripts in one, and moves transcripts into and out of the store."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from palaver.store import Conversation, ReplyStatus, Store, StoredMessage
 from palaver.store.messages import NewMessage
 from palaver.store.records import MAX_NAME
 from palaver.transcripts import jsonl, llama_cpp, markdown, open_webui, palaver_json, sharegpt
-from palaver.transcripts.palaver_json import write
 from palaver.transcripts.transcript import ReadResult, SkippedConversation, Transcript, TranscriptEntry
 
 
 class TranscriptFormat(StrEnum):
     """What can be written."""
 
-    TRAINING = "jsonl"
-    """The head's branch, ready for training."""
+    JSONL = "jsonl"
+    """The main branch, ready for training."""
     BRANCHES = "branches"
-    """The same for every branch, a line each."""
-    WHOLE = "tree"
-    """Everything, to be read again."""
+    """Every branch, ready for training, one line each."""
+    TREE = "tree"
+    """The whole tree without loss, for import."""
     MARKDOWN = "markdown"
     SHAREGPT = "sharegpt"
 
@@ -39,17 +38,18 @@ class UnknownFormat(RequestError):
         )
 
 
-_KINDS = (palaver_json, open_webui, llama_cpp, sharegpt, jsonl)
-"""The most particular first: a line with `conv` has `messages` too."""
+_UNKNOWN_VALUE = "it is no conversation of a known kind"
+_READERS = (palaver_json, open_webui, llama_cpp, sharegpt, jsonl)
+"""The most specific first: an object with `conv` has `messages` too."""
 
 
 def write_transcript(transcript: Transcript, format: TranscriptFormat) -> str:
     match format:
-        case TranscriptFormat.TRAINING:
+        case TranscriptFormat.JSONL:
             return jsonl.write(transcript)
         case TranscriptFormat.BRANCHES:
             return jsonl.write(transcript, all_branches=True)
-        case TranscriptFormat.WHOLE:
+        case TranscriptFormat.TREE:
             return palaver_json.write(transcript)
         case TranscriptFormat.MARKDOWN:
             return markdown.write(transcript)
@@ -60,11 +60,11 @@ def write_transcript(transcript: Transcript, format: TranscriptFormat) -> str:
 
 
 def read_file(text: str) -> ReadResult:
-    """Every conversation in the file, and what was left out; UnknownFormat where there is none to be seen."""
+    """Detects the format and reads every conversation. Raises UnknownFormat if there is none."""
     text = text.removeprefix("\ufeff")
-    values = list(_values(text))
+    values = list(_json_values(text))
     if not any(isinstance(value, dict) for value in values):
-        if markdown.recognised(text):
+        if markdown.matches(text):
             return markdown.read(text)
         raise UnknownFormat
     transcripts: list[Transcript] = []
@@ -73,39 +73,37 @@ def read_file(text: str) -> ReadResult:
         found = _read_value(number, value)
         transcripts += [one for one in found.transcripts if one.entries]
         skipped += found.skipped
-    if not transcripts and all(one.why == _UNKNOWN for one in skipped):
+    if not transcripts and all(one.reason == _UNKNOWN_VALUE for one in skipped):
         raise UnknownFormat
     return ReadResult(tuple(transcripts), tuple(skipped))
 
 
-_UNKNOWN = "it is no conversation of a known kind"
-
-
 def _read_value(number: int, value: Any) -> ReadResult:
-    where = f"conversation {number}"
-    for kind in _KINDS:
-        if kind.recognised(value):
+    location = f"conversation {number}"
+    for reader in _READERS:
+        if reader.matches(value):
             try:
-                found = kind.read_line(value)
+                found = reader.parse(value)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                return ReadResult((), (SkippedConversation(where, f"{type(error).__name__}: {error}"),))
+                return ReadResult((), (SkippedConversation(location, f"{type(error).__name__}: {error}"),))
             return ReadResult(
-                found.transcripts, tuple(SkippedConversation(f"{where}, {one.what}", one.why) for one in found.skipped)
+                found.transcripts,
+                tuple(SkippedConversation(f"{location}, {one.item}", one.reason) for one in found.skipped),
             )
-    return ReadResult((), (SkippedConversation(where, _UNKNOWN),))
+    return ReadResult((), (SkippedConversation(location, _UNKNOWN_VALUE),))
 
 
-def _values(text: str) -> Iterator[Any]:
-    """One JSON value, a list of them, or one a line."""
+def _json_values(text: str) -> Iterator[Any]:
+    """The values of a JSON document, a JSON list, or JSON lines."""
     try:
         value = json.loads(text)
     except ValueError:
-        yield from _lines(text)
+        yield from _json_lines(text)
     else:
         yield from value if isinstance(value, list) else (value,)
 
 
-def _lines(text: str) -> Iterator[Any]:
+def _json_lines(text: str) -> Iterator[Any]:
     for line in text.split("\n"):
         if line.strip():
             try:
@@ -118,14 +116,14 @@ def _lines(text: str) -> Iterator[Any]:
 class ImportResult:
     conversation: Conversation
     new: bool
-    """False where the same transcript had been put in before."""
+    """False if the same transcript was imported before."""
 
 
 def read_conversation(store: Store, conversation_id: str) -> Transcript:
-    """The conversation as it is now, all branches."""
+    """The transcript of a stored conversation, with all branches."""
     conversation = store.conversations.get(conversation_id)
     return Transcript(
-        tuple(_entry(store, stored) for stored in store.messages.everything(conversation_id)),
+        tuple(_entry(store, stored) for stored in store.messages.all(conversation_id)),
         title=conversation.title,
         system=conversation.system,
         tags=conversation.tags,
@@ -135,8 +133,8 @@ def read_conversation(store: Store, conversation_id: str) -> Transcript:
 
 
 def store_transcript(store: Store, owner: str, transcript: Transcript) -> ImportResult:
-    """Puts the transcript into the store as a conversation of its own; the same one twice is kept once."""
-    key = "import " + hashlib.sha256(write(transcript).encode()).hexdigest()
+    """Imports the transcript as a new conversation. Importing the same one again changes nothing."""
+    key = "import " + hashlib.sha256(palaver_json.write(transcript).encode()).hexdigest()
     conversation = store.conversations.create(
         owner,
         title=transcript.title,
@@ -145,7 +143,9 @@ def store_transcript(store: Store, owner: str, transcript: Transcript) -> Import
         tags=(tag[:MAX_NAME] for tag in transcript.tags),
         key=key,
     )
-    new = store.messages.append_all(conversation.id, [_arrival(entry) for entry in transcript.entries], transcript.head)
+    new = store.messages.append_all(
+        conversation.id, [_new_message(entry) for entry in transcript.entries], transcript.head
+    )
     return ImportResult(store.conversations.get(conversation.id, deleted=True), new)
 
 
@@ -154,12 +154,12 @@ def _entry(store: Store, stored: StoredMessage) -> TranscriptEntry:
     return TranscriptEntry(
         stored.id,
         stored.parent_id,
-        store.messages.full(stored),
+        store.messages.load(stored),
         stored.created_at,
         reply.settings.model if reply else "",
         reply is None or reply.status is ReplyStatus.DONE,
     )
 
 
-def _arrival(entry: TranscriptEntry) -> NewMessage:
+def _new_message(entry: TranscriptEntry) -> NewMessage:
     return NewMessage(entry.id, entry.parent, entry.message, entry.created_at)

@@ -1,4 +1,4 @@
-"""Conversations exported from llama.cpp's page: `conv` and its `messages`, a tree under a root without words."""
+"""Conversations exported from llama.cpp's web UI: `conv` and its `messages`, a tree under an empty root."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from typing import Any
 
 from palaver.messages import Audio, Image, Message, Part, Role, Text, Thinking
 from palaver.transcripts.openai import from_data_url, from_openai
-from palaver.transcripts.transcript import ReadResult, SkippedConversation, Transcript, TranscriptEntry, in_order
+from palaver.transcripts.transcript import (
+    ReadResult,
+    SkippedConversation,
+    Transcript,
+    TranscriptEntry,
+    sort_parents_first,
+)
 
 
-def recognised(value: Any) -> bool:
+def matches(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("conv"), dict) and isinstance(value.get("messages"), list)
 
 
-def read_line(value: Mapping[str, Any]) -> ReadResult:
+def parse(value: Mapping[str, Any]) -> ReadResult:
     skipped: list[SkippedConversation] = []
     entries, roots = [], set()
     for message in value["messages"]:
@@ -28,35 +34,37 @@ def read_line(value: Mapping[str, Any]) -> ReadResult:
             entries.append(_entry(message, skipped))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             skipped.append(SkippedConversation(f"message {message.get('id')}", str(error)))
-    system, below = _system(entries)
-    placed, hanging = in_order(_above(entry, roots, below) for entry in entries if entry.id not in below)
+    system, system_parents = _system(entries)
+    ordered, orphans = sort_parents_first(
+        _reparent(entry, roots, system_parents) for entry in entries if entry.id not in system_parents
+    )
     conv = value["conv"]
     head = str(conv.get("currNode") or "")
     transcript = Transcript(
-        placed,
+        ordered,
         title=str(conv.get("name") or ""),
         system=system,
-        head=head if any(entry.id == head for entry in placed) else None,
+        head=head if any(entry.id == head for entry in ordered) else None,
     )
-    return ReadResult((transcript,), (*skipped, *hanging))
+    return ReadResult((transcript,), (*skipped, *orphans))
 
 
 def _entry(message: Mapping[str, Any], skipped: list[SkippedConversation]) -> TranscriptEntry:
-    said = from_openai({"role": message["role"], "content": message.get("content") or "", **_calls(message)})
+    content = from_openai({"role": message["role"], "content": message.get("content") or "", **_calls(message)})
     thought = message.get("reasoningContent") or message.get("reasoning_content") or message.get("thinking")
     thinking: tuple[Part, ...] = (Thinking(thought),) if isinstance(thought, str) and thought else ()
     extras = tuple(_extras(message, skipped))
     return TranscriptEntry(
         str(message["id"]),
         _id(message.get("parent")),
-        Message(said.role, (*thinking, *extras, *said.parts)),
+        Message(content.role, (*thinking, *extras, *content.parts)),
         _time(message.get("timestamp")),
         str(message.get("model") or ""),
     )
 
 
 def _calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Calls are kept as JSON inside a string there."""
+    """Tool calls are stored as a JSON string."""
     calls = message.get("toolCalls") or message.get("tool_calls")
     found = {"tool_call_id": message.get("toolCallId")}
     if isinstance(calls, str):
@@ -86,20 +94,20 @@ def _extra(extra: Mapping[str, Any]) -> Part:
 
 
 def _system(entries: Iterable[TranscriptEntry]) -> tuple[str, dict[str, str | None]]:
-    """The system prompt, and the messages that hold one, with what is above them."""
+    """The system prompt, and the parent of each system message."""
     found = [entry for entry in entries if entry.message.role is Role.SYSTEM]
     return (found[0].message.text if found else ""), {entry.id: entry.parent for entry in found}
 
 
-def _above(entry: TranscriptEntry, roots: set[str], below: Mapping[str, str | None]) -> TranscriptEntry:
-    """Its parent that stays: neither the root nor a system prompt is a message of the tree."""
+def _reparent(entry: TranscriptEntry, roots: set[str], system_parents: Mapping[str, str | None]) -> TranscriptEntry:
+    """Skips parents that are not imported as messages: the root and system messages."""
     parent = entry.parent
     seen: set[str] = set()
-    while parent is not None and parent in below and parent not in seen:
+    while parent is not None and parent in system_parents and parent not in seen:
         seen.add(parent)
-        parent = below[parent]
+        parent = system_parents[parent]
     return TranscriptEntry(
-        entry.id, None if parent in roots else parent, entry.message, entry.created_at, entry.model, entry.whole
+        entry.id, None if parent in roots else parent, entry.message, entry.created_at, entry.model, entry.complete
     )
 
 

@@ -1,4 +1,4 @@
-"""Chats exported from Open WebUI: a list of chats, each with a tree of messages in its history."""
+"""Chats exported from Open WebUI: a list of chats, each with a message tree in its history."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from typing import Any
 
 from palaver.messages import Image, Message, Part, Role, Text, Thinking
 from palaver.transcripts.openai import from_data_url
-from palaver.transcripts.transcript import ReadResult, SkippedConversation, Transcript, TranscriptEntry, in_order
+from palaver.transcripts.transcript import (
+    ReadResult,
+    SkippedConversation,
+    Transcript,
+    TranscriptEntry,
+    sort_parents_first,
+)
 
 _ROLES = {"user": Role.USER, "assistant": Role.ASSISTANT, "system": Role.SYSTEM}
 _REASONING = re.compile(
@@ -19,13 +25,13 @@ _REASONING = re.compile(
 _QUOTED = re.compile(r"^> ?", re.MULTILINE)
 
 
-def recognised(value: Any) -> bool:
+def matches(value: Any) -> bool:
     chat = value.get("chat", value) if isinstance(value, dict) else None
     history = chat.get("history") if isinstance(chat, dict) else None
     return isinstance(history, dict) and isinstance(history.get("messages"), dict)
 
 
-def read_line(value: Mapping[str, Any]) -> ReadResult:
+def parse(value: Mapping[str, Any]) -> ReadResult:
     chat = value.get("chat", value)
     history = chat["history"]
     skipped: list[SkippedConversation] = []
@@ -35,17 +41,17 @@ def read_line(value: Mapping[str, Any]) -> ReadResult:
             entries.append(_entry(str(id), message, skipped))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             skipped.append(SkippedConversation(f"message {id}", str(error)))
-    placed, hanging = in_order(entries)
+    ordered, orphans = sort_parents_first(entries)
     head = history.get("currentId")
     system = (chat.get("params") or {}).get("system") or chat.get("system") or ""
     transcript = Transcript(
-        placed,
+        ordered,
         title=str(value.get("title") or chat.get("title") or ""),
         system=str(system),
         tags=_tags(value, chat),
-        head=head if any(entry.id == head for entry in placed) else None,
+        head=head if any(entry.id == head for entry in ordered) else None,
     )
-    return ReadResult((transcript,), (*skipped, *hanging))
+    return ReadResult((transcript,), (*skipped, *orphans))
 
 
 def _entry(id: str, message: Mapping[str, Any], skipped: list[SkippedConversation]) -> TranscriptEntry:
@@ -55,26 +61,26 @@ def _entry(id: str, message: Mapping[str, Any], skipped: list[SkippedConversatio
     content = message.get("content") or ""
     if not isinstance(content, str):
         raise ValueError("its content is no text")
-    parts = [*_images(id, message.get("files") or (), skipped), *_said(role, content)]
+    parts = [*_images(id, message.get("files") or (), skipped), *_content_parts(role, content)]
     return TranscriptEntry(
         id,
         message.get("parentId") or None,
         Message(role, tuple(parts)),
         _time(message.get("timestamp")),
         str(message.get("model") or ""),
-        whole=message.get("done") is not False and not message.get("error"),
+        complete=message.get("done") is not False and not message.get("error"),
     )
 
 
-def _said(role: Role, content: str) -> Iterable[Part]:
-    """Open WebUI writes a model's thinking into its content, folded away."""
-    at = 0
+def _content_parts(role: Role, content: str) -> Iterable[Part]:
+    """Open WebUI writes thinking into the content, in a `details` element."""
+    position = 0
     if role is Role.ASSISTANT:
-        while found := _REASONING.match(content, at):
+        while found := _REASONING.match(content, position):
             yield Thinking(_QUOTED.sub("", html.unescape(found[1])))
-            at = found.end()
-    if content[at:]:
-        yield Text(content[at:])
+            position = found.end()
+    if content[position:]:
+        yield Text(content[position:])
 
 
 def _images(id: str, files: Iterable[Any], skipped: list[SkippedConversation]) -> Iterable[Part]:

@@ -1,4 +1,4 @@
-"""A message in the form that chat APIs and training programs share: role, content, reasoning_content, tool_calls."""
+"""Messages in OpenAI's format: role, content, reasoning_content, tool_calls."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _DATA = re.compile(r"data:([\w.+/-]+);base64,(.*)", re.DOTALL)
 
 
 def to_openai(message: Message) -> list[dict[str, Any]]:
-    """Usually one; results of several tools are one each. Contents are lists of parts, so that a column of them has one
-    type in every line of a file."""
+    """One message, or one per result for tool results. Content is always a list of parts, so that its type is the same
+    in every line of a file."""
     if message.role is Role.TOOL:
         return [_result(result) for result in message.tool_results]
     value: dict[str, Any] = {"role": message.role.value, "content": _content(message.parts)}
@@ -32,7 +32,7 @@ def to_openai(message: Message) -> list[dict[str, Any]]:
 
 
 def from_openai(value: Mapping[str, Any]) -> Message:
-    """ValueError where it is no message."""
+    """Raises ValueError if the value is no message."""
     role = _ROLES.get(str(value.get("role")))
     if role is None:
         raise ValueError(f"the role {value.get('role')!r} is not known")
@@ -45,15 +45,15 @@ def from_openai(value: Mapping[str, Any]) -> Message:
     return Message(role, (*thought, *content, *map(_from_call, value.get("tool_calls") or ())))
 
 
-def joined_results(messages: Iterable[Message]) -> list[Message]:
-    """Results that follow each other are one message again."""
-    done: list[Message] = []
+def merge_tool_results(messages: Iterable[Message]) -> list[Message]:
+    """Joins consecutive tool results into one message."""
+    merged: list[Message] = []
     for message in messages:
-        if done and message.role is Role.TOOL and done[-1].role is Role.TOOL:
-            done[-1] = Message(Role.TOOL, (*done[-1].parts, *message.parts))
+        if merged and message.role is Role.TOOL and merged[-1].role is Role.TOOL:
+            merged[-1] = Message(Role.TOOL, (*merged[-1].parts, *message.parts))
         else:
-            done.append(message)
-    return done
+            merged.append(message)
+    return merged
 
 
 def data_url(media_type: str, data: bytes) -> str:
@@ -61,11 +61,11 @@ def data_url(media_type: str, data: bytes) -> str:
 
 
 def from_data_url(url: str) -> Image | Audio | Video:
-    """ValueError for anything that is not in the file itself."""
-    found = _DATA.fullmatch(url)
-    if found is None:
+    """Raises ValueError for any URL but a data URL."""
+    parsed = _DATA.fullmatch(url)
+    if parsed is None:
         raise ValueError(f"a file elsewhere is not fetched: {url[:80]!r}")
-    media_type, data = found[1], base64.b64decode(found[2])
+    media_type, data = parsed[1], base64.b64decode(parsed[2])
     match media_type.split("/")[0]:
         case "audio":
             return Audio(media_type, data)

@@ -1,4 +1,4 @@
-"""A whole conversation, all branches and every part, as one line of JSON: what comes back is what was written."""
+"""Palaver's lossless export: a whole conversation, with all branches and parts, as one line of JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from palaver.transcripts.jsonl import json_line
 from palaver.transcripts.transcript import ReadResult, Transcript, TranscriptEntry
 
 _FORMAT = "palaver conversation"
-_MEDIA: Mapping[str, type[Image] | type[Audio] | type[Video]] = {"image": Image, "audio": Audio, "video": Video}
+_MEDIA_TYPES: Mapping[str, type[Image] | type[Audio] | type[Video]] = {"image": Image, "audio": Audio, "video": Video}
 
 
 def write(transcript: Transcript) -> str:
@@ -24,20 +24,20 @@ def write(transcript: Transcript) -> str:
             "tags": list(transcript.tags),
             "parameters": dict(transcript.parameters),
             "head": transcript.head,
-            "tree": [_entry(entry) for entry in transcript.entries],
+            "tree": [_encode_entry(entry) for entry in transcript.entries],
         }
     )
 
 
-def recognised(value: Any) -> bool:
+def matches(value: Any) -> bool:
     return isinstance(value, dict) and value.get("format") == _FORMAT
 
 
-def read_line(value: Mapping[str, Any]) -> ReadResult:
+def parse(value: Mapping[str, Any]) -> ReadResult:
     return ReadResult(
         (
             Transcript(
-                tuple(_from_entry(one) for one in value["tree"]),
+                tuple(_decode_entry(one) for one in value["tree"]),
                 title=value["title"],
                 system=value["system"],
                 tags=tuple(value["tags"]),
@@ -48,31 +48,31 @@ def read_line(value: Mapping[str, Any]) -> ReadResult:
     )
 
 
-def _entry(entry: TranscriptEntry) -> dict[str, Any]:
+def _encode_entry(entry: TranscriptEntry) -> dict[str, Any]:
     return {
         "id": entry.id,
         "parent": entry.parent,
         "role": entry.message.role.value,
-        "parts": [_part(part) for part in entry.message.parts],
+        "parts": [_encode_part(part) for part in entry.message.parts],
         "created_at": None if entry.created_at is None else entry.created_at.isoformat(),
         "model": entry.model,
-        "whole": entry.whole,
+        "whole": entry.complete,
     }
 
 
-def _from_entry(value: Mapping[str, Any]) -> TranscriptEntry:
+def _decode_entry(value: Mapping[str, Any]) -> TranscriptEntry:
     time = value["created_at"]
     return TranscriptEntry(
         value["id"],
         value["parent"],
-        Message(Role(value["role"]), tuple(_from_part(part) for part in value["parts"])),
+        Message(Role(value["role"]), tuple(_decode_part(part) for part in value["parts"])),
         None if time is None else datetime.fromisoformat(time),
         value["model"],
         value["whole"],
     )
 
 
-def _part(part: Part) -> dict[str, Any]:
+def _encode_part(part: Part) -> dict[str, Any]:
     match part:
         case Text(text):
             return {"type": "text", "text": text}
@@ -83,20 +83,20 @@ def _part(part: Part) -> dict[str, Any]:
         case ToolResult(call_id, content, name):
             return {"type": "tool_result", "call_id": call_id, "content": content, "name": name}
         case Image(media_type, data):
-            return _media("image", media_type, data)
+            return _encode_media("image", media_type, data)
         case Audio(media_type, data):
-            return _media("audio", media_type, data)
+            return _encode_media("audio", media_type, data)
         case Video(media_type, data):
-            return _media("video", media_type, data)
+            return _encode_media("video", media_type, data)
         case _:
             assert_never(part)
 
 
-def _media(kind: str, media_type: str, data: bytes) -> dict[str, Any]:
+def _encode_media(kind: str, media_type: str, data: bytes) -> dict[str, Any]:
     return {"type": kind, "media_type": media_type, "data": base64.b64encode(data).decode()}
 
 
-def _from_part(value: Mapping[str, Any]) -> Part:
+def _decode_part(value: Mapping[str, Any]) -> Part:
     match value:
         case {"type": "text", "text": str(text)}:
             return Text(text)
@@ -107,6 +107,6 @@ def _from_part(value: Mapping[str, Any]) -> Part:
         case {"type": "tool_result", "call_id": str(call_id), "content": str(content), "name": str(name)}:
             return ToolResult(call_id, content, name)
         case {"type": "image" | "audio" | "video" as kind, "media_type": str(media_type), "data": str(data)}:
-            return _MEDIA[kind](media_type, base64.b64decode(data))
+            return _MEDIA_TYPES[kind](media_type, base64.b64decode(data))
         case _:
             raise ValueError(f"a part is not known: {str(value)[:80]}")

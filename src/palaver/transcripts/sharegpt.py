@@ -1,4 +1,4 @@
-"""ShareGPT: `{"conversations": [{"from": "human", "value": "..."}]}`, as many training programs read it."""
+"""ShareGPT: `{"conversations": [{"from": "human", "value": "..."}]}`, which many training programs read."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from palaver.messages import (
 )
 from palaver.store.messages import prompt_messages
 from palaver.transcripts.jsonl import json_line
-from palaver.transcripts.transcript import ReadResult, SkippedConversation, Transcript, linear
+from palaver.transcripts.transcript import ReadResult, SkippedConversation, Transcript, linear_transcript
 
-_THOUGHT = re.compile(r"\s*<think>\n?(.*?)\n?</think>\s*(.*)", re.DOTALL)
+_THINKING = re.compile(r"\s*<think>\n?(.*?)\n?</think>\s*(.*)", re.DOTALL)
 _USERS = ("human", "user", "prompter")
 _ASSISTANTS = ("gpt", "assistant", "chatgpt", "bing", "bard", "model", "bot")
 
 
 def write(transcript: Transcript) -> str:
-    """The head's branch. Thinking is written into the value, the only place there is."""
-    messages = prompt_messages(transcript.system, (entry.message for entry in transcript.main()))
+    """Writes the main branch. Thinking is written into the value: the format has no other place for it."""
+    messages = prompt_messages(transcript.system, (entry.message for entry in transcript.main_branch()))
     turns = [turn for message in messages for turn in _turns(message)]
     return json_line({"title": transcript.title, "conversations": turns})
 
 
-def recognised(value: Any) -> bool:
+def matches(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("conversations"), list)
 
 
-def read_line(value: Mapping[str, Any]) -> ReadResult:
+def parse(value: Mapping[str, Any]) -> ReadResult:
     messages, skipped = [], []
     if isinstance(value.get("system"), str) and value["system"]:
         messages.append(system(value["system"]))
@@ -51,7 +51,7 @@ def read_line(value: Mapping[str, Any]) -> ReadResult:
             messages.append(_message(turn))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             skipped.append(SkippedConversation(f"turn {number}", str(error)))
-    return ReadResult((linear(messages, title=str(value.get("title") or "")),), tuple(skipped))
+    return ReadResult((linear_transcript(messages, title=str(value.get("title") or "")),), tuple(skipped))
 
 
 def _turns(message: Message) -> Iterator[dict[str, str]]:
@@ -64,15 +64,15 @@ def _turns(message: Message) -> Iterator[dict[str, str]]:
             for result in message.tool_results:
                 yield {"from": "observation", "value": result.content}
         case Role.ASSISTANT:
-            thought = f"<think>\n{message.thinking}\n</think>\n\n" if message.thinking else ""
-            if thought or message.text or not message.tool_calls:
-                yield {"from": "gpt", "value": thought + message.text}
+            thinking = f"<think>\n{message.thinking}\n</think>\n\n" if message.thinking else ""
+            if thinking or message.text or not message.tool_calls:
+                yield {"from": "gpt", "value": thinking + message.text}
             for call in message.tool_calls:
                 yield {"from": "function_call", "value": _call(call)}
 
 
 def _text(part: Part) -> str:
-    """Media can't be written here; what was there is named."""
+    """The format has no media: they are described by their type and size."""
     match part:
         case Text(text):
             return text
@@ -91,24 +91,24 @@ def _call(call: ToolCall) -> str:
 
 
 def _message(turn: Mapping[str, Any]) -> Message:
-    who, value = str(turn.get("from") or turn.get("role")), turn.get("value", turn.get("content"))
+    speaker, value = str(turn.get("from") or turn.get("role")), turn.get("value", turn.get("content"))
     if not isinstance(value, str):
         raise ValueError("it has no text")
-    if who in _USERS:
+    if speaker in _USERS:
         return user(value)
-    if who in _ASSISTANTS:
+    if speaker in _ASSISTANTS:
         return _reply(value)
-    if who == "system":
+    if speaker == "system":
         return system(value)
-    if who in ("observation", "tool", "function_response"):
+    if speaker in ("observation", "tool", "function_response"):
         return Message(Role.TOOL, (ToolResult("", value),))
-    if who == "function_call":
+    if speaker == "function_call":
         call = json.loads(value)
         return assistant(calls=(ToolCall("", str(call["name"]), json.dumps(call.get("arguments", {}))),))
-    raise ValueError(f"the speaker {who!r} is not known")
+    raise ValueError(f"the speaker {speaker!r} is not known")
 
 
 def _reply(value: str) -> Message:
-    if found := _THOUGHT.fullmatch(value):
+    if found := _THINKING.fullmatch(value):
         return Message(Role.ASSISTANT, (Thinking(found[1]), Text(found[2])) if found[2] else (Thinking(found[1]),))
     return Message(Role.ASSISTANT, (Text(value),))

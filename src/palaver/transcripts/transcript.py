@@ -1,4 +1,4 @@
-"""A conversation outside the store: what every file format is read into and written from."""
+"""A conversation outside the store: the common form that every file format is read into and written from."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from palaver.messages import Message, Role
 
 @dataclass(frozen=True, slots=True)
 class TranscriptEntry:
-    """A message in its place. Ids mean something within their transcript only."""
+    """A message with its position in the tree. Ids are valid within their transcript only."""
 
     id: str
     parent: str | None
     message: Message
     created_at: datetime | None = None
     model: str = ""
-    whole: bool = True
-    """False for a reply that was cut off, failed or still runs: nothing to learn from."""
+    complete: bool = True
+    """False for a reply that was cut off, failed or still runs: not used for training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +36,33 @@ class Transcript:
     def branch(self, leaf: str | None) -> tuple[TranscriptEntry, ...]:
         """From the root to the leaf."""
         by_id = {entry.id: entry for entry in self.entries}
-        found = []
+        branch = []
         while leaf is not None:
-            found.append(by_id[leaf])
+            branch.append(by_id[leaf])
             leaf = by_id[leaf].parent
-        return tuple(reversed(found))
+        return tuple(reversed(branch))
 
     def leaves(self) -> tuple[str, ...]:
         parents = {entry.parent for entry in self.entries}
         return tuple(entry.id for entry in self.entries if entry.id not in parents)
 
-    def main(self) -> tuple[TranscriptEntry, ...]:
-        """The branch of the head, to its end; without a head the one that was written last."""
+    def main_branch(self) -> tuple[TranscriptEntry, ...]:
+        """The branch through the head, to its leaf; without a head the branch that was written last."""
         leaf = self.entries[-1].id if self.entries else None
-        below = {self.head}
+        descendants = {self.head}
         for entry in self.entries:
-            if self.head is not None and (entry.id == self.head or entry.parent in below):
-                below.add(entry.id)
+            if self.head is not None and (entry.id == self.head or entry.parent in descendants):
+                descendants.add(entry.id)
                 leaf = entry.id
         return self.branch(leaf)
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedConversation:
-    """Something in a file that was left out, and why."""
+    """A part of a file that was not imported, and the reason."""
 
-    what: str
-    why: str
+    item: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,40 +71,43 @@ class ReadResult:
     skipped: tuple[SkippedConversation, ...] = ()
 
 
-def linear(messages: Iterable[Message], **more: Any) -> Transcript:
-    """A transcript without branches; system messages at its start are its system prompt."""
-    row = list(messages)
+def linear_transcript(messages: Iterable[Message], **fields: Any) -> Transcript:
+    """A transcript without branches. Leading system messages become its system prompt."""
+    remaining = list(messages)
     system = []
-    while row and row[0].role is Role.SYSTEM:
-        system.append(row.pop(0).text)
+    while remaining and remaining[0].role is Role.SYSTEM:
+        system.append(remaining.pop(0).text)
     entries = tuple(
-        TranscriptEntry(str(number), str(number - 1) if number else None, message) for number, message in enumerate(row)
+        TranscriptEntry(str(number), str(number - 1) if number else None, message)
+        for number, message in enumerate(remaining)
     )
-    return Transcript(entries, system="\n\n".join(system), **more)
+    return Transcript(entries, system="\n\n".join(system), **fields)
 
 
-def in_order(entries: Iterable[TranscriptEntry]) -> tuple[tuple[TranscriptEntry, ...], tuple[SkippedConversation, ...]]:
-    """Parents before children, whatever order they came in; those that hang in the air become roots and are told of."""
-    waiting = {entry.id: entry for entry in entries}
-    placed: dict[str, TranscriptEntry] = {}
+def sort_parents_first(
+    entries: Iterable[TranscriptEntry],
+) -> tuple[tuple[TranscriptEntry, ...], tuple[SkippedConversation, ...]]:
+    """Sorts parents before children. Entries whose parent is missing become roots and are reported."""
+    pending = {entry.id: entry for entry in entries}
+    sorted_entries: dict[str, TranscriptEntry] = {}
     skipped = []
-    for id in list(waiting):
-        for entry in reversed(list(_upwards(id, waiting, placed))):
-            if entry.parent is not None and entry.parent not in placed:
+    for id in list(pending):
+        for entry in reversed(list(_unsorted_ancestors(id, pending, sorted_entries))):
+            if entry.parent is not None and entry.parent not in sorted_entries:
                 skipped.append(
                     SkippedConversation(f"parent of message {entry.id}", f"there is no message {entry.parent}")
                 )
-                entry = TranscriptEntry(entry.id, None, entry.message, entry.created_at, entry.model, entry.whole)
-            placed[entry.id] = entry
-    return tuple(placed.values()), tuple(skipped)
+                entry = TranscriptEntry(entry.id, None, entry.message, entry.created_at, entry.model, entry.complete)
+            sorted_entries[entry.id] = entry
+    return tuple(sorted_entries.values()), tuple(skipped)
 
 
-def _upwards(
-    id: str | None, waiting: Mapping[str, TranscriptEntry], placed: Mapping[str, TranscriptEntry]
+def _unsorted_ancestors(
+    id: str | None, pending: Mapping[str, TranscriptEntry], sorted_entries: Mapping[str, TranscriptEntry]
 ) -> Iterator[TranscriptEntry]:
-    """The entry and those above it that have no place yet; a circle is cut where it closes."""
+    """The entry and its ancestors that are not sorted yet. A cycle is cut where it closes."""
     seen: set[str] = set()
-    while id is not None and id in waiting and id not in placed and id not in seen:
+    while id is not None and id in pending and id not in sorted_entries and id not in seen:
         seen.add(id)
-        yield waiting[id]
-        id = waiting[id].parent
+        yield pending[id]
+        id = pending[id].parent

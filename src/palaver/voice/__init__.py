@@ -1,1 +1,1 @@
-"""Text to speech: an answer's words become sound, clause by clause."""
+"""Text to speech: answers are synthesized clause by clause while they stream."""

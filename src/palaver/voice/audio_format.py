@@ -1,4 +1,4 @@
-"""Sound as bytes, in the forms that clients ask for."""
+"""Audio formats: PCM, WAV and compressed containers, and resampling."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from palaver.errors import BadParameter
-from palaver.voice.base import RATE, Samples, VoiceMissing, silence
+from palaver.voice.base import SAMPLE_RATE, Samples, VoiceMissing, silence
 
 UNKNOWN_LENGTH = 0xFFFFFFFF
-_LIMIT = 32767.0
+_MAX_SAMPLE = 32767.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,12 @@ class AudioFormat:
     name: str
     media_type: str
     streams: bool = False
-    """Whether a piece can be sent before the next is there."""
+    """Whether the audio can be sent in chunks while it is synthesized."""
 
 
-FORMS = {
-    form.name: form
-    for form in (
+FORMATS = {
+    format.name: format
+    for format in (
         AudioFormat("wav", "audio/wav", streams=True),
         AudioFormat("pcm", "audio/pcm", streams=True),
         AudioFormat("pcm16", "audio/pcm", streams=True),
@@ -35,62 +35,64 @@ FORMS = {
         AudioFormat("opus", "audio/ogg"),
     )
 }
-_FILES = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III"), "opus": ("OGG", "OPUS")}
+_CONTAINERS = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III"), "opus": ("OGG", "OPUS")}
 
 
 def audio_format(name: str, field: str = "response_format") -> AudioFormat:
-    if name not in FORMS:
-        raise BadParameter(field, name, f"must be one of {', '.join(FORMS)}")
-    return FORMS[name]
+    if name not in FORMATS:
+        raise BadParameter(field, name, f"must be one of {', '.join(FORMATS)}")
+    return FORMATS[name]
 
 
 def pcm(samples: Samples) -> bytes:
-    """16 bits a sample, little end first."""
-    return (np.clip(samples, -1.0, 1.0) * _LIMIT).round().astype("<i2").tobytes()
+    """16-bit little-endian samples."""
+    return (np.clip(samples, -1.0, 1.0) * _MAX_SAMPLE).round().astype("<i2").tobytes()
 
 
 def wav_header(data_bytes: int | None = None) -> bytes:
-    """For so many bytes of `pcm`; None for sound whose end is not known yet."""
+    """The header for `data_bytes` bytes of PCM; None for a stream of unknown length."""
     size = UNKNOWN_LENGTH if data_bytes is None else data_bytes
-    whole = UNKNOWN_LENGTH if data_bytes is None else size + 36
-    head = struct.pack("<4sI4s4sIHHIIHH", b"RIFF", whole, b"WAVE", b"fmt ", 16, 1, 1, RATE, RATE * 2, 2, 16)
+    riff_size = UNKNOWN_LENGTH if data_bytes is None else size + 36
+    head = struct.pack(
+        "<4sI4s4sIHHIIHH", b"RIFF", riff_size, b"WAVE", b"fmt ", 16, 1, 1, SAMPLE_RATE, SAMPLE_RATE * 2, 2, 16
+    )
     return head + struct.pack("<4sI", b"data", size)
 
 
-def encode_audio(samples: Samples, form: AudioFormat) -> bytes:
-    """All of a sound at once."""
-    match form.name:
+def encode_audio(samples: Samples, format: AudioFormat) -> bytes:
+    """Encodes complete audio."""
+    match format.name:
         case "wav":
             data = pcm(samples)
             return wav_header(len(data)) + data
         case "pcm" | "pcm16":
             return pcm(samples)
         case _:
-            return _as_file(samples, *_FILES[form.name])
+            return _encode_container(samples, *_CONTAINERS[format.name])
 
 
-def _as_file(samples: Samples, kind: str, subtype: str) -> bytes:
+def _encode_container(samples: Samples, container: str, subtype: str) -> bytes:
     try:
         import soundfile
     except ImportError:
-        raise VoiceMissing(f"Sound as {kind}", "soundfile") from None
+        raise VoiceMissing(f"Sound as {container}", "soundfile") from None
     out = io.BytesIO()
-    soundfile.write(out, samples, RATE, format=kind, subtype=subtype)
+    soundfile.write(out, samples, SAMPLE_RATE, format=container, subtype=subtype)
     return out.getvalue()
 
 
 async def join_audio(sounds: AsyncIterable[Samples]) -> Samples:
-    """All of it, once it has come."""
+    """Collects a stream of audio."""
     pieces = [samples async for samples in sounds]
     return np.concatenate(pieces) if pieces else silence()
 
 
-def resample(samples: Samples, rate: int, wanted: int) -> Samples:
-    if rate == wanted or not len(samples):
+def resample(samples: Samples, rate: int, target_rate: int) -> Samples:
+    if rate == target_rate or not len(samples):
         return samples
     try:
         import soxr
     except ImportError:
         raise VoiceMissing("Sound at another rate", "soxr") from None
-    changed = soxr.resample(samples, rate, wanted)
-    return np.clip(changed, -1.0, 1.0).astype(np.float32, copy=False)
+    resampled = soxr.resample(samples, rate, target_rate)
+    return np.clip(resampled, -1.0, 1.0).astype(np.float32, copy=False)

@@ -1,4 +1,4 @@
-"""What every speaker is: words in, sound out."""
+"""The interface of speakers (text in, audio samples out), their settings, errors and values."""
 
 from __future__ import annotations
 
@@ -13,60 +13,60 @@ from numpy.typing import NDArray
 from palaver.errors import EngineError, ModelError
 
 Samples: TypeAlias = NDArray[np.float32]
-"""Sound: one channel, from -1 to 1, `RATE` samples a second."""
+"""Audio: mono, from -1 to 1, `SAMPLE_RATE` samples per second."""
 
-RATE = 24_000
+SAMPLE_RATE = 24_000
 OPENAI_VOICES = tuple("alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse".split())
-"""The names that OpenAI's clients know: every speaker takes them for one of its own."""
+"""OpenAI's voice names: every speaker maps them to its own voices."""
 SPEEDS = (0.25, 4.0)
-"""How slow and how fast speech may be, where 1 is the voice's own pace."""
+"""The range of speeds, relative to the voice's own."""
 
-Stopped: TypeAlias = Callable[[], bool]
-"""Whether nobody listens any more; asked again and again while a clause is said."""
+IsStopped: TypeAlias = Callable[[], bool]
+"""Returns whether synthesis was cancelled; called repeatedly while a clause is synthesized."""
 
 
 @dataclass(frozen=True, slots=True)
 class VoiceSettings:
-    """How something is said."""
+    """The voice, its speed, and a recording to clone."""
 
     name: str = ""
-    """One of the speaker's voices; none is its own choice."""
+    """One of the speaker's voices; empty for its default."""
     speed: float = 1.0
     reference: bytes = b""
-    """A recording (float32 samples at `RATE`) of the voice to speak with, where the speaker follows one."""
+    """A recording (float32 samples at `SAMPLE_RATE`) of a voice to clone, for speakers that can."""
 
 
 class Speaker(Protocol):
-    """Blocks while it works: see `speech.Speech` for how it is asked."""
+    """Synthesizes speech; blocks while it works. `speech.Speech` calls it in its executor."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def voices(self) -> tuple[str, ...]:
-        """The names a `Voice` may have."""
+        """The names that `VoiceSettings.name` may have."""
         ...
 
     @property
-    def follows(self) -> bool:
-        """Whether it can speak with the voice of a recording."""
+    def can_clone(self) -> bool:
+        """Whether it can clone the voice of a recording."""
         ...
 
     @property
-    def thread(self) -> Executor:
-        """Where it is asked: a thread of its own, so that nobody else waits for it."""
+    def executor(self) -> Executor:
+        """The thread to call it in: its own, so that other work does not wait for it."""
         ...
 
     def language(self, voice: VoiceSettings) -> str:
-        """The language the voice speaks, as in `en` or `pt-br`. BadParameter where there is no such voice."""
+        """The voice's language, such as `en` or `pt-br`. Raises BadParameter if there is no such voice."""
         ...
 
-    def say(self, words: str, language: str, voice: VoiceSettings, stopped: Stopped) -> Samples:
-        """The sound of one clause: the same for the same words, whatever was said before. Ends early when `stopped`."""
+    def synthesize(self, words: str, language: str, voice: VoiceSettings, is_stopped: IsStopped) -> Samples:
+        """The audio of one clause: deterministic, independent of earlier clauses. Ends early when `is_stopped`."""
         ...
 
     def close(self) -> None:
-        """Lets go of what it holds. May be called twice."""
+        """Frees its resources. May be called twice."""
         ...
 
 
@@ -75,7 +75,7 @@ def silence() -> Samples:
 
 
 class VoiceMissing(ModelError):
-    """What a voice needs is not installed."""
+    """A package that a voice needs is not installed."""
 
     def __init__(self, what: str, package: str) -> None:
         super().__init__(
@@ -86,17 +86,17 @@ class VoiceMissing(ModelError):
 
 
 class VoiceFailed(EngineError):
-    """A voice that did not say what it should have said."""
+    """A speaker failed to synthesize a clause."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeechModelInfo:
     voices: tuple[str, ...] = ()
     language: str = "en"
-    follows: bool = False
-    """Whether it takes a recording to speak like."""
-    speeds: bool = False
-    """Whether it can speak faster or slower."""
+    can_clone: bool = False
+    """Whether it can clone the voice of a recording."""
+    variable_speed: bool = False
+    """Whether its speed can be changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,8 @@ class SpeechChunk:
 
 class SpeechModel(Protocol):
     @property
-    def about(self) -> SpeechModelInfo: ...
+    def info(self) -> SpeechModelInfo: ...
 
-    def say(self, asked: SpeechRequestFrame) -> SpeechChunk:
-        """The same for the same words, whatever was said before."""
+    def synthesize(self, request: SpeechRequestFrame) -> SpeechChunk:
+        """Deterministic, independent of earlier requests."""
         ...

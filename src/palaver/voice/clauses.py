@@ -1,6 +1,6 @@
-"""Where an answer may be cut while it streams: clauses, each as soon as it is whole.
+"""Splits a streaming answer into clauses, each as soon as it is complete.
 
-Where the cuts fall depends on the text alone, never on the pieces in which it came.
+The boundaries depend on the text alone, not on the chunks in which it arrived.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-LONGEST = 280
-"""Characters after which a clause is cut where no punctuation does it."""
-FIRST_PAUSE, LATER_PAUSE = 24, 80
-"""Characters from which on a comma ends a clause: early in the first one, so that the sound begins soon."""
+MAX_CLAUSE = 280
+"""Characters after which a clause is split without punctuation."""
+MIN_FIRST_CLAUSE, MIN_CLAUSE = 24, 80
+"""Length from which a comma ends a clause. Short for the first clause, so that audio starts soon."""
 
 _CLOSERS = r"[\"'”’»)\]}*_~`」』）】》]*"
 _CUT = re.compile(
@@ -32,7 +32,7 @@ _ABBREVIATIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ClauseText:
-    """A clause as the answer has it. All pieces joined are the answer."""
+    """A clause of the answer, verbatim: all clauses joined are the answer."""
 
     text: str
     is_code: bool = False
@@ -40,88 +40,88 @@ class ClauseText:
 
 
 class ClauseSplitter:
-    """For one answer: fed with its text as it comes."""
+    """Splits one answer: `feed` its text as it streams, then `close`."""
 
     def __init__(self) -> None:
         self._text = ""
         self._begins_line = True
         self._fence = ""
-        """What closes the block of code that is open."""
-        self._spoke = False
+        """The fence that closes the open code block."""
+        self._has_emitted = False
 
     def feed(self, text: str) -> list[ClauseText]:
         self._text += text
-        return self._pieces(final=False)
+        return self._emit_clauses(final=False)
 
     def close(self) -> list[ClauseText]:
-        """What is left, now that no more text comes."""
-        return self._pieces(final=True)
+        """The remaining clauses, at the end of the text."""
+        return self._emit_clauses(final=True)
 
-    def _pieces(self, final: bool) -> list[ClauseText]:
-        found = []
+    def _emit_clauses(self, final: bool) -> list[ClauseText]:
+        clauses = []
         while self._text and (piece := self._next(final)) is not None:
-            found.append(piece)
-        return found
+            clauses.append(piece)
+        return clauses
 
     def _next(self, final: bool) -> ClauseText | None:
         if self._fence:
-            return self._code(final)
+            return self._code_line(final)
         if self._begins_line:
             if fence := _FENCE.match(self._text):
-                return self._opening(fence["mark"], final)
+                return self._open_fence(fence["mark"], final)
             if _MAYBE_FENCE.fullmatch(self._text) and not final:
                 return None
-        end = self._end(final)
-        return None if end is None else self._take(end)
+        end = self._find_end(final)
+        return None if end is None else self._emit(end)
 
-    def _take(self, end: int, is_code: bool = False) -> ClauseText:
+    def _emit(self, end: int, is_code: bool = False) -> ClauseText:
         piece = ClauseText(self._text[:end], is_code, self._begins_line)
         self._text = self._text[end:]
         self._begins_line = piece.text.endswith("\n")
-        self._spoke = self._spoke or (not is_code and any(map(str.isalnum, piece.text)))
+        self._has_emitted = self._has_emitted or (not is_code and any(map(str.isalnum, piece.text)))
         return piece
 
-    def _line(self, final: bool) -> int | None:
-        """Where the line ends, or None where more of it may come."""
-        at = self._text.find("\n")
-        return at + 1 if at >= 0 else len(self._text) if final else None
+    def _line_end(self, final: bool) -> int | None:
+        """The end of the line, or None if it may not be complete."""
+        position = self._text.find("\n")
+        return position + 1 if position >= 0 else len(self._text) if final else None
 
-    def _opening(self, mark: str, final: bool) -> ClauseText | None:
-        end = self._line(final)
+    def _open_fence(self, mark: str, final: bool) -> ClauseText | None:
+        end = self._line_end(final)
         if end is None:
             return None
         line = self._text[:end].strip()
         if not (mark == "$$" and line.count("$$") > 1):
             self._fence = mark
-        return self._take(end, is_code=True)
+        return self._emit(end, is_code=True)
 
-    def _code(self, final: bool) -> ClauseText | None:
-        end = self._line(final)
+    def _code_line(self, final: bool) -> ClauseText | None:
+        end = self._line_end(final)
         if end is None:
             return None
         line = self._text[:end].strip()
-        if line.endswith("$$") if self._fence == "$$" else _closes(line, self._fence):
+        if line.endswith("$$") if self._fence == "$$" else _closes_fence(line, self._fence):
             self._fence = ""
-        return self._take(end, is_code=True)
+        return self._emit(end, is_code=True)
 
-    def _end(self, final: bool) -> int | None:
-        for cut in _CUT.finditer(self._text, 0, LONGEST + 1):
-            if cut.end() > LONGEST:
+    def _find_end(self, final: bool) -> int | None:
+        for cut in _CUT.finditer(self._text, 0, MAX_CLAUSE + 1):
+            if cut.end() > MAX_CLAUSE:
                 break
-            if self._ends(cut):
+            if self._is_clause_end(cut):
                 return cut.end()
-        if len(self._text) > LONGEST:
-            return self._forced_end()
+        if len(self._text) > MAX_CLAUSE:
+            return self._split_at_space()
         return len(self._text) if final else None
 
-    def _ends(self, cut: re.Match[str]) -> bool:
+    def _is_clause_end(self, cut: re.Match[str]) -> bool:
         if cut.lastgroup == "line":
             return True
         before = self._text[: cut.end()]
         if _is_inside_markup(before):
             return False
         if cut.lastgroup == "pause":
-            return len(before.strip()) >= (LATER_PAUSE if self._spoke else FIRST_PAUSE)
+            return len(before.strip()) >= (MIN_CLAUSE if self._has_emitted else MIN_FIRST_CLAUSE)
         return cut.lastgroup == "full" or not self._is_abbreviated(before)
 
     def _is_abbreviated(self, before: str) -> bool:
@@ -132,18 +132,18 @@ class ClauseSplitter:
         word = _WORD.search(before)
         return bool(_INITIAL.search(before)) or (word is not None and word[1].lower() in _ABBREVIATIONS)
 
-    def _forced_end(self) -> int:
-        at = max(self._text.rfind(" ", 1, LONGEST), self._text.rfind("\t", 1, LONGEST))
-        return at + 1 if at > 0 else LONGEST
+    def _split_at_space(self) -> int:
+        position = max(self._text.rfind(" ", 1, MAX_CLAUSE), self._text.rfind("\t", 1, MAX_CLAUSE))
+        return position + 1 if position > 0 else MAX_CLAUSE
 
 
-def _closes(line: str, mark: str) -> bool:
-    """A fence is closed by as many of its marks or more, and nothing else."""
+def _closes_fence(line: str, mark: str) -> bool:
+    """A fence is closed by a line of at least as many of its marks and nothing else."""
     return len(line) >= len(mark) and set(line) == {mark[0]}
 
 
 def _is_inside_markup(text: str) -> bool:
-    """Whether a link or a piece of code is still open at the end of the text."""
+    """Whether a link or inline code is open at the end of the text."""
     if text.count("`") % 2:
         return True
     link = text.rfind("](")

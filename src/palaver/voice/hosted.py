@@ -1,4 +1,4 @@
-"""A text-to-speech model as a speaker: it runs in a process of its own, which is begun again where it ended."""
+"""A speaker that runs a text-to-speech model in a child process and restarts it when it dies; the frame protocol."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import IO, Any
 import numpy as np
 
 from palaver.errors import BadParameter, BrokenModel
-from palaver.voice.base import OPENAI_VOICES, Samples, SpeechModelInfo, Stopped, VoiceFailed, VoiceSettings, silence
+from palaver.voice.base import OPENAI_VOICES, IsStopped, Samples, SpeechModelInfo, VoiceFailed, VoiceSettings, silence
 
 
 def write_frame(stream: IO[bytes], value: dict[str, Any], data: bytes = b"") -> None:
@@ -23,7 +23,7 @@ def write_frame(stream: IO[bytes], value: dict[str, Any], data: bytes = b"") -> 
 
 
 def read_frame(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
-    """None at the end."""
+    """Returns None at the end of the stream."""
     line = stream.readline()
     if not line.endswith(b"\n"):
         return None
@@ -32,107 +32,107 @@ def read_frame(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
     return (value, data) if len(data) == value["bytes"] else None
 
 
-_PATIENCE = 0.02
-"""Seconds between two looks at whether anybody still listens."""
+_POLL_SECONDS = 0.02
+"""Interval at which a waiting request checks whether it was stopped."""
 
-_Answer = tuple[dict[str, Any], bytes] | None
+_Response = tuple[dict[str, Any], bytes] | None
 
 
 class HostedSpeaker:
-    """Starting it loads the model, which takes a while. BrokenModel where that can't be done."""
+    """Loads the model on construction, which takes a while. Raises BrokenModel if that fails."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.thread = ThreadPoolExecutor(1, "voice")
-        self._one_at_a_time = threading.Lock()
-        self._numbers = itertools.count()
-        self._start()
+        self.executor = ThreadPoolExecutor(1, "voice")
+        self._lock = threading.Lock()
+        self._request_ids = itertools.count()
+        self._start_process()
 
     @property
     def voices(self) -> tuple[str, ...]:
-        return (*OPENAI_VOICES, *self._about.voices)
+        return (*OPENAI_VOICES, *self._info.voices)
 
     @property
-    def follows(self) -> bool:
-        return self._about.follows
+    def can_clone(self) -> bool:
+        return self._info.can_clone
 
     def language(self, voice: VoiceSettings) -> str:
-        self._named(voice)
-        return self._about.language
+        self._resolve_voice(voice)
+        return self._info.language
 
-    def say(self, words: str, language: str, voice: VoiceSettings, stopped: Stopped) -> Samples:
-        if voice.reference and not self.follows:
+    def synthesize(self, words: str, language: str, voice: VoiceSettings, is_stopped: IsStopped) -> Samples:
+        if voice.reference and not self.can_clone:
             raise BadParameter("reference", "a recording", f"{self.name} can't follow another voice")
-        if voice.speed != 1.0 and not self._about.speeds:
+        if voice.speed != 1.0 and not self._info.variable_speed:
             raise BadParameter("speed", voice.speed, f"{self.name} has one pace")
-        asked = {"words": words, "voice": self._named(voice), "speed": voice.speed}
-        with self._one_at_a_time:
-            if stopped():
+        request = {"words": words, "voice": self._resolve_voice(voice), "speed": voice.speed}
+        with self._lock:
+            if is_stopped():
                 return silence()
             if self._process.poll() is not None:
-                self._end()
-                self._start()
-            return self._answer(asked, voice.reference, stopped)
+                self._stop_process()
+                self._start_process()
+            return self._request_audio(request, voice.reference, is_stopped)
 
     def close(self) -> None:
-        self.thread.shutdown(wait=False)
-        self._end()
+        self.executor.shutdown(wait=False)
+        self._stop_process()
 
-    def _end(self) -> None:
+    def _stop_process(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._reading.join()
+        self._reader.join()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()
 
-    def _start(self) -> None:
+    def _start_process(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "palaver.voice.child", self.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        self._answers: queue.Queue[_Answer] = queue.Queue()
-        self._reading = threading.Thread(target=_read, args=(self._process, self._answers), daemon=True)
-        self._reading.start()
-        began = self._answers.get()
-        if began is None or "error" in began[0]:
-            why = began[0]["error"] if began is not None else "its process ended"
-            self._end()
-            raise BrokenModel(f"The voice {self.name!r} can't be loaded: {why}.")
-        about = began[0]["about"]
-        self._about = SpeechModelInfo(tuple(about["voices"]), about["language"], about["follows"], about["speeds"])
+        self._responses: queue.Queue[_Response] = queue.Queue()
+        self._reader = threading.Thread(target=_read_responses, args=(self._process, self._responses), daemon=True)
+        self._reader.start()
+        greeting = self._responses.get()
+        if greeting is None or "error" in greeting[0]:
+            reason = greeting[0]["error"] if greeting is not None else "its process ended"
+            self._stop_process()
+            raise BrokenModel(f"The voice {self.name!r} can't be loaded: {reason}.")
+        info = greeting[0]["info"]
+        self._info = SpeechModelInfo(tuple(info["voices"]), info["language"], info["can_clone"], info["variable_speed"])
 
-    def _answer(self, asked: dict[str, Any], reference: bytes, stopped: Stopped) -> Samples:
-        number = next(self._numbers)
+    def _request_audio(self, request: dict[str, Any], reference: bytes, is_stopped: IsStopped) -> Samples:
+        request_id = next(self._request_ids)
         assert self._process.stdin is not None
-        write_frame(self._process.stdin, {**asked, "id": number}, reference)
-        while not stopped():
+        write_frame(self._process.stdin, {**request, "id": request_id}, reference)
+        while not is_stopped():
             try:
-                answer = self._answers.get(timeout=_PATIENCE)
+                response = self._responses.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 continue
-            if answer is None:
+            if response is None:
                 raise VoiceFailed(f"The voice {self.name!r} ended in the midst of a clause.")
-            if answer[0]["id"] != number:  # of a clause that nobody waited for
+            if response[0]["id"] != request_id:  # the response of a stopped request
                 continue
-            if "error" in answer[0]:
-                raise VoiceFailed(f"The voice {self.name!r} failed: {answer[0]['error']}.")
-            return np.frombuffer(answer[1], dtype=np.float32)
+            if "error" in response[0]:
+                raise VoiceFailed(f"The voice {self.name!r} failed: {response[0]['error']}.")
+            return np.frombuffer(response[1], dtype=np.float32)
         return silence()
 
-    def _named(self, voice: VoiceSettings) -> str:
-        """The model's own voice; those that OpenAI's clients name are spread over what it has."""
-        own = self._about.voices
-        if voice.name in own or not voice.name:
+    def _resolve_voice(self, voice: VoiceSettings) -> str:
+        """The model's voice for a name. OpenAI's voice names are distributed over the model's voices."""
+        own_voices = self._info.voices
+        if voice.name in own_voices or not voice.name:
             return voice.name
         if voice.name in OPENAI_VOICES:
-            return own[OPENAI_VOICES.index(voice.name) % len(own)] if own else ""
+            return own_voices[OPENAI_VOICES.index(voice.name) % len(own_voices)] if own_voices else ""
         raise BadParameter("voice", voice.name, f"there is no such voice; known are {', '.join(self.voices)}")
 
 
-def _read(process: subprocess.Popen[bytes], answers: queue.Queue[_Answer]) -> None:
+def _read_responses(process: subprocess.Popen[bytes], responses: queue.Queue[_Response]) -> None:
     assert process.stdout is not None
-    while (answer := read_frame(process.stdout)) is not None:
-        answers.put(answer)
-    answers.put(None)
+    while (response := read_frame(process.stdout)) is not None:
+        responses.put(response)
+    responses.put(None)

@@ -1,4 +1,4 @@
-"""From a voice's name to its speaker."""
+"""Loads speakers by name."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from palaver.voice.base import Speaker
 from palaver.voice.espeak import Espeak
 from palaver.voice.hosted import HostedSpeaker
 
-DEFAULT = "espeak"
+DEFAULT_SPEAKER = "espeak"
 
 
-def load_speaker(name: str = DEFAULT) -> Speaker:
+def load_speaker(name: str = DEFAULT_SPEAKER) -> Speaker:
     """`espeak`, or the folder or hub id of a text-to-speech model. May take a while."""
-    return Espeak() if name == DEFAULT else HostedSpeaker(name)
+    return Espeak() if name == DEFAULT_SPEAKER else HostedSpeaker(name)
 
 
 class SpeakerCache:
-    """The speaker in use, loaded when it is first asked for."""
+    """The speaker in use, loaded on first use."""
 
-    def __init__(self, name: str = DEFAULT) -> None:
+    def __init__(self, name: str = DEFAULT_SPEAKER) -> None:
         self.name = name
         self._speaker: Speaker | None = None
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def current(self) -> Speaker:
-        """Raises VoiceMissing, or another ModelError, where there is none."""
-        async with self._one_at_a_time:
+        """Raises VoiceMissing or another ModelError if the speaker cannot be loaded."""
+        async with self._lock:
             if self._speaker is None:
                 self._speaker = await asyncio.to_thread(load_speaker, self.name)
             return self._speaker
 
     async def close(self) -> None:
-        """May be called twice; asking again loads again."""
-        async with self._one_at_a_time:
+        """May be called twice. `current` loads the speaker again."""
+        async with self._lock:
             if self._speaker is not None:
                 await asyncio.to_thread(self._speaker.close)
                 self._speaker = None

@@ -1,4 +1,4 @@
-"""A clause put into words: Markdown is dropped, numbers and symbols are read out."""
+"""Text normalization for speech: strips Markdown, spells out numbers and symbols, detects the language by script."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _ORDINALS = {
     "twelve": "twelfth",
 }
 _CURRENCIES = {"$": ("dollar", "cent"), "€": ("euro", "cent"), "£": ("pound", "penny"), "¥": ("yen", "")}
-_UNSAYABLE = 15
-"""From so many digits on a number is read digit by digit."""
+_MAX_DIGITS = 15
+"""Numbers of this many digits or more are read digit by digit."""
 
 _DIGITS = r"\d+(?:,\d{3})+(?!\d)|\d+"
 _DATE = re.compile(r"\b(\d{4})-(\d{2})-(\d{2})\b")
@@ -35,7 +35,7 @@ _MONEY = re.compile(
 _ORDINAL = re.compile(r"\b(\d+)(st|nd|rd|th)\b")
 _RANGE = re.compile(r"(?<![\w.-])(\d+(?:\.\d+)?)\s?[-–]\s?(\d+(?:\.\d+)?)(?![\w-]|\.\d)")
 _NUMBER = re.compile(rf"(?<![\w.])([-−+](?=\d))?({_DIGITS})((?:\.\d+)*)")
-_INSIDE = re.compile(r"\d+")
+_EMBEDDED_NUMBER = re.compile(r"\d+")
 
 
 def cardinal(number: int) -> str:
@@ -67,47 +67,47 @@ def year(number: int) -> str:
     return f"{cardinal(high)} {cardinal(low) if low > 9 else f'oh {cardinal(low)}'}"
 
 
-def in_words(text: str) -> str:
-    """The text with every number put into words; dates, times, money, ordinals and ranges as they are read."""
-    for pattern, read in _READERS:
+def spell_numbers(text: str) -> str:
+    """Spells out every number; dates, times, money, ordinals and ranges as they are read aloud."""
+    for pattern, read in _NUMBER_RULES:
         text = pattern.sub(read, text)
     return text
 
 
-def _said(digits: str) -> str:
+def _spell_integer(digits: str) -> str:
     plain = digits.replace(",", "")
-    if len(plain) >= _UNSAYABLE or (len(plain) > 1 and plain.startswith("0")):
-        return one_by_one(plain)
+    if len(plain) >= _MAX_DIGITS or (len(plain) > 1 and plain.startswith("0")):
+        return spell_digits(plain)
     return cardinal(int(plain))
 
 
-def one_by_one(digits: str) -> str:
+def spell_digits(digits: str) -> str:
     return " ".join(_SMALL[int(digit)] for digit in digits)
 
 
-def _date(found: re.Match[str]) -> str:
+def _spell_date(found: re.Match[str]) -> str:
     month, day = int(found[2]), int(found[3])
     if not (1 <= month <= 12 and 1 <= day <= 31):
         return found[0]
     return f"{_MONTHS[month - 1]} {ordinal(day)}, {year(int(found[1]))}"
 
 
-def _time(found: re.Match[str]) -> str:
+def _spell_time(found: re.Match[str]) -> str:
     hours, minutes = int(found[1]), int(found[2])
     if not minutes:
         return f"{cardinal(hours)} o'clock" if hours < 13 else f"{cardinal(hours)} hundred"
     return f"{cardinal(hours)} {f'oh {cardinal(minutes)}' if minutes < 10 else cardinal(minutes)}"
 
 
-def _money(found: re.Match[str]) -> str:
+def _spell_money(found: re.Match[str]) -> str:
     whole, part = _CURRENCIES[found[1]]
     count = int(found[2].replace(",", ""))
     if found[4]:
         number = f"{found[2]}.{found[3]}" if found[3] else found[2]
         return f"{number} {found[4]} {_plural(whole, 2)}"
-    said = f"{_said(found[2])} {_plural(whole, count)}"
+    words = f"{_spell_integer(found[2])} {_plural(whole, count)}"
     cents = int(found[3] or 0)
-    return f"{said} and {cardinal(cents)} {_plural(part, cents)}" if cents and part else said
+    return f"{words} and {cardinal(cents)} {_plural(part, cents)}" if cents and part else words
 
 
 def _plural(word: str, count: int) -> str:
@@ -116,26 +116,26 @@ def _plural(word: str, count: int) -> str:
     return "pence" if word == "penny" else f"{word}s"
 
 
-def _ordinal(found: re.Match[str]) -> str:
-    return ordinal(int(found[1])) if len(found[1]) < _UNSAYABLE else found[0]
+def _spell_ordinal(found: re.Match[str]) -> str:
+    return ordinal(int(found[1])) if len(found[1]) < _MAX_DIGITS else found[0]
 
 
-def _number(found: re.Match[str]) -> str:
+def _spell_number(found: re.Match[str]) -> str:
     sign = {"-": "minus ", "−": "minus ", "+": "plus "}.get(found[1] or "", "")
     parts = found[3].split(".")[1:]
     if len(parts) == 1:
-        return f"{sign}{_said(found[2])} point {one_by_one(parts[0])}"
-    return sign + " point ".join([_said(found[2]), *map(_said, parts)])
+        return f"{sign}{_spell_integer(found[2])} point {spell_digits(parts[0])}"
+    return sign + " point ".join([_spell_integer(found[2]), *map(_spell_integer, parts)])
 
 
-_READERS = (
-    (_DATE, _date),
-    (_TIME, _time),
-    (_MONEY, _money),
-    (_ORDINAL, _ordinal),
+_NUMBER_RULES = (
+    (_DATE, _spell_date),
+    (_TIME, _spell_time),
+    (_MONEY, _spell_money),
+    (_ORDINAL, _spell_ordinal),
     (_RANGE, lambda found: f"{found[1]} to {found[2]}"),
-    (_NUMBER, _number),
-    (_INSIDE, lambda found: f" {_said(found[0])} "),
+    (_NUMBER, _spell_number),
+    (_EMBEDDED_NUMBER, lambda found: f" {_spell_integer(found[0])} "),
 )
 
 _IMAGE_OR_LINK = re.compile(r"!?\[([^\]\n]*)\](?:\([^)\n]*\)|\[[^\]\n]*\])")
@@ -150,9 +150,9 @@ _EMPHASIS = re.compile(r"(?<!\w)(\*{1,3}|_{1,3}|~~)(?=\S)|(?<=\S)(\*{1,3}|_{1,3}
 _ESCAPED = re.compile(r"\\([!-/:-@\[-`{-~])")
 _CELLS = re.compile(r"\s*\|\s*")
 _SPACE = re.compile(r"\s+")
-_LOOSE = re.compile(r" +(?=[,.;:!?)])")
-_STRAY = re.compile(r"[*_`#~^|\\<>{}\[\]=@/+\x00-\x1f\x7f]+")
-_PICTURES = re.compile(
+_SPACE_BEFORE_PUNCTUATION = re.compile(r" +(?=[,.;:!?)])")
+_UNSPEAKABLE = re.compile(r"[*_`#~^|\\<>{}\[\]=@/+\x00-\x1f\x7f]+")
+_EMOJI = re.compile(
     "[\U0001f000-\U0001faff\u2190-\u21ff\u2300-\u23ff\u2500-\u27bf\u2900-\u297f\u2b00-\u2bff\ufe0f\u200d\u20e3]+"
 )
 
@@ -197,22 +197,22 @@ _SYMBOLS = tuple(
 )
 
 
-def spoken_words(text: str, language: str = "en", begins_line: bool = True) -> str:
-    """What is said for a clause; empty where there is nothing to say.
+def normalize_text(text: str, language: str = "en", begins_line: bool = True) -> str:
+    """The words to speak for a clause; empty if there are none.
 
-    Outside of English numbers and symbols are left to the speaker, whose voice knows them in its own language.
+    In other languages than English, numbers and symbols are left to the speaker.
     """
-    text = _without_marks(text, begins_line)
+    text = _strip_markdown(text, begins_line)
     if language.partition("-")[0] == "en":
-        text = in_words(_symbols(text))
-    text = _STRAY.sub(" ", text)
+        text = spell_numbers(_spell_symbols(text))
+    text = _UNSPEAKABLE.sub(" ", text)
     text = _SPACE.sub(" ", text).strip()
-    text = _LOOSE.sub("", text)
+    text = _SPACE_BEFORE_PUNCTUATION.sub("", text)
     return text if any(map(str.isalnum, text)) else ""
 
 
-def _without_marks(text: str, begins_line: bool) -> str:
-    """The text that Markdown would show, a link by its text."""
+def _strip_markdown(text: str, begins_line: bool) -> str:
+    """The text that Markdown would render; a link is its text."""
     if _RULE.match(text):
         return ""
     if begins_line:
@@ -221,20 +221,20 @@ def _without_marks(text: str, begins_line: bool) -> str:
     text = _IMAGE_OR_LINK.sub(r"\1", text)
     text = _ANGLE_LINK.sub(r"\1", text)
     text = _TAG.sub(" ", text)
-    text = _URL.sub(lambda found: _dotted(found[1] or found[2]), text)
-    text = _ADDRESS.sub(lambda found: f"{_dotted(found[1])} at {_dotted(found[2])}", text)
+    text = _URL.sub(lambda found: _spell_domain(found[1] or found[2]), text)
+    text = _ADDRESS.sub(lambda found: f"{_spell_domain(found[1])} at {_spell_domain(found[2])}", text)
     text = _EMPHASIS.sub("", text.replace("`", ""))
     text = _ESCAPED.sub(r"\1", text)
     if text.count("|") > 1:
         text = _CELLS.sub(", ", text.strip().strip("|").strip())
-    return _PICTURES.sub(lambda found: found[0] if found[0] in "→⇒" else " ", text)
+    return _EMOJI.sub(lambda found: found[0] if found[0] in "→⇒" else " ", text)
 
 
-def _dotted(name: str) -> str:
+def _spell_domain(name: str) -> str:
     return name.rstrip(".,;:!?").replace(".", " dot ").replace("_", " ").replace("-", " ")
 
 
-def _symbols(text: str) -> str:
+def _spell_symbols(text: str) -> str:
     for pattern, word in _SYMBOLS:
         text = pattern.sub(word, text)
     return text
@@ -255,25 +255,25 @@ _SCRIPTS = (
     (0x3400, 0x9FFF, "cmn"),
     (0xAC00, 0xD7AF, "ko"),
 )
-_SHARED = {
+_SAME_SCRIPT = {
     "ru": ("uk", "bg", "sr", "mk", "be", "kk"),
     "ar": ("fa", "ur"),
     "cmn": ("ja", "yue", "zh", "hak"),
     "hi": ("mr", "ne"),
 }
-"""Languages that write with the same letters: a voice of one of them is kept."""
+"""Languages that share a script: a voice of one of them can read it."""
 
 
-def language_of(text: str, own: str) -> str:
-    """The language whose script most letters are of; the voice's own where it can read them."""
+def detect_language(text: str, default_language: str) -> str:
+    """The language of the most frequent script; the default where its voice can read that script."""
     scripts = Counter(_script(character) for character in text if character.isalpha())
     if not scripts:
-        return own
+        return default_language
     if scripts["ja"]:
         scripts["ja"] += scripts.pop("cmn", 0)
     found = scripts.most_common(1)[0][0]
-    if not found or own.partition("-")[0] in (found, *_SHARED.get(found, ())):
-        return own
+    if not found or default_language.partition("-")[0] in (found, *_SAME_SCRIPT.get(found, ())):
+        return default_language
     return found
 
 

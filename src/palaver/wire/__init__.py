@@ -1,4 +1,5 @@
-"""What crosses HTTP: each of our values as a pydantic model of the same name, with `of` (from ours) and `value` (back).
+"""The JSON of the HTTP API: pydantic schemas of Palaver's values, requests, events and errors.
 
-Both sides use these models, and the page's types are generated from them, so that no two of them drift apart.
+Server and client use the same schemas, and the page's TypeScript types are generated from them. The OpenAPI document
+publishes them under the names in `palaver.server.openapi.PUBLISHED_NAMES`.
 """

@@ -1,6 +1,6 @@
-"""Errors as JSON and back: the same type with the same attributes is raised on the other side.
+"""Errors as JSON: the client raises the same type with the same attributes as the server.
 
-The shape is OpenAI's, whose `type` and `code` are for its clients; `name` is our class, `details` its attributes.
+The shape is OpenAI's. `type` and `code` are for its clients; `name` is the error's type, `details` its attributes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from palaver.errors import PalaverError
-from palaver.wire.base import Told
+from palaver.wire.values import ValueModel
 
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
-class Error(Told):
+class ErrorSchema(ValueModel):
     message: str
     type: str
     param: str | None
@@ -24,9 +24,9 @@ class Error(Told):
     name: str | None = None
     details: dict[str, Any] | None = None
 
-    def value(self) -> PalaverError | None:
-        """The error as it was raised; None where this program knows none of that name."""
-        kind = next((kind for kind in _kinds(PalaverError) if name(kind) == self.name), None)
+    def to_value(self) -> PalaverError | None:
+        """The error that the server raised; None if this program has no error type of that name."""
+        kind = next((kind for kind in _error_types(PalaverError) if error_name(kind) == self.name), None)
         if kind is None:
             return None
         error = kind.__new__(kind, self.message)
@@ -34,27 +34,27 @@ class Error(Told):
         return error
 
 
-class ErrorBody(Told):
-    error: Error
+class ErrorBody(ValueModel):
+    error: ErrorSchema
 
 
-def name(kind: type[BaseException]) -> str:
-    """`ContextOverflow` is context_overflow."""
+def error_name(kind: type[BaseException]) -> str:
+    """The name of an error type in JSON: `ContextOverflow` is context_overflow."""
     return _CAPITAL.sub("_", kind.__name__).lower()
 
 
-def named(error: BaseException) -> dict[str, Any]:
-    """What lets the other side raise the same error; nothing for what is no error of ours."""
+def error_fields(error: BaseException) -> dict[str, Any]:
+    """The fields from which the client raises the same error; empty for errors that are not Palaver's."""
     if not isinstance(error, PalaverError):
         return {}
     details = {name: value for name, value in vars(error).items() if _is_json(value)}
-    return {"name": name(type(error)), "details": details}
+    return {"name": error_name(type(error)), "details": details}
 
 
-def _kinds(kind: type[PalaverError]) -> Iterator[type[PalaverError]]:
+def _error_types(kind: type[PalaverError]) -> Iterator[type[PalaverError]]:
     yield kind
-    for narrower in kind.__subclasses__():
-        yield from _kinds(narrower)
+    for subtype in kind.__subclasses__():
+        yield from _error_types(subtype)
 
 
 def _is_json(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""The events of a turn, and the two streams they come in."""
+"""Schemas of a turn's events, and of the items of the two event streams."""
 
 from __future__ import annotations
 
@@ -7,28 +7,13 @@ from typing import Annotated, Literal, assert_never
 from pydantic import Field
 
 from palaver import events, generation, phases
-from palaver.chat.turn_log import LogEntry as ChatEntry
-from palaver.wire.base import Told
-from palaver.wire.errors import Error
-from palaver.wire.messages import Message
-from palaver.wire.turns import Change
+from palaver.chat.turn_log import LogEntry
+from palaver.wire.errors import ErrorSchema
+from palaver.wire.responses import ConversationChangeSchema
+from palaver.wire.values import MessageSchema, UsageSchema, ValueModel
 
 
-class Usage(Told):
-    prompt_tokens: int
-    cached_tokens: int
-    reply_tokens: int
-    thinking_tokens: int
-
-    @classmethod
-    def of(cls, usage: events.Usage) -> Usage:
-        return cls.model_validate(usage)
-
-    def value(self) -> events.Usage:
-        return events.Usage(**dict(self))
-
-
-class Waiting(Told):
+class WaitingSchema(ValueModel):
     """The turn stands in the queue; 1 is the next to be let in."""
 
     type: Literal["waiting"]
@@ -36,24 +21,24 @@ class Waiting(Told):
     seconds: float | None
 
 
-class Started(Told):
+class StartedSchema(ValueModel):
     """The prompt is in the cache, the first token comes next."""
 
     type: Literal["started"]
     prompt_tokens: int
     cached_tokens: int
     notice: str = ""
-    """What the reader should know of how the reply goes on: another engine than before."""
+    """A sentence for the user about how the reply is continued, such as by another engine."""
 
 
-class Snapshot(Told):
+class SnapshotSchema(ValueModel):
     """All that was said up to here, in place of events that can't be told again."""
 
     type: Literal["snapshot"]
-    message: Message
+    message: MessageSchema
 
 
-class PhaseOpened(Told):
+class PhaseOpenedSchema(ValueModel):
     """From here on the model is thinking, answering or calling a tool."""
 
     type: Literal["phase_opened"]
@@ -61,7 +46,7 @@ class PhaseOpened(Told):
     tokens: int = 0
 
 
-class ThinkingDelta(Told):
+class ThinkingDeltaSchema(ValueModel):
     """`tokens`: how many tokens of the reply were thought up to here, as in `PhaseOpened`."""
 
     type: Literal["thinking_delta"]
@@ -69,12 +54,12 @@ class ThinkingDelta(Told):
     tokens: int = 0
 
 
-class AnswerDelta(Told):
+class AnswerDeltaSchema(ValueModel):
     type: Literal["answer_delta"]
     text: str
 
 
-class ToolCallOpened(Told):
+class ToolCallOpenedSchema(ValueModel):
     type: Literal["tool_call_opened"]
     index: int
     id: str
@@ -82,7 +67,7 @@ class ToolCallOpened(Told):
     in_thought: bool
 
 
-class ToolCallDelta(Told):
+class ToolCallDeltaSchema(ValueModel):
     """A further piece of the arguments' JSON text."""
 
     type: Literal["tool_call_delta"]
@@ -90,162 +75,178 @@ class ToolCallDelta(Told):
     arguments: str
 
 
-class Notice(Told):
+class NoticeSchema(ValueModel):
     """Something the reader of the reply should know, in one sentence."""
 
     type: Literal["notice"]
     text: str
 
 
-AnyRead = PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice
-ReadEvent = Annotated[AnyRead, Field(discriminator="type")]
+ReadEventSchema = (
+    PhaseOpenedSchema
+    | ThinkingDeltaSchema
+    | AnswerDeltaSchema
+    | ToolCallOpenedSchema
+    | ToolCallDeltaSchema
+    | NoticeSchema
+)
+ReadEventField = Annotated[ReadEventSchema, Field(discriminator="type")]
 
 
-class Finished(Told):
+class FinishedSchema(ValueModel):
     """`tail` is what was held back because it could have become a marker; taken back where the reply goes on."""
 
     type: Literal["finished"]
     finish: generation.Finish
-    usage: Usage
+    usage: UsageSchema
     stop: str | None
-    tail: list[ReadEvent]
+    tail: list[ReadEventField]
 
 
-class Failed(Told):
+class FailedSchema(ValueModel):
     """The turn ended with an error; what was said so far stays."""
 
     type: Literal["failed"]
     error: str
-    tail: list[ReadEvent]
+    tail: list[ReadEventField]
 
 
-AnyEvent = Waiting | Started | Snapshot | AnyRead | Finished | Failed
-Event = Annotated[AnyEvent, Field(discriminator="type")]
+EventSchema = WaitingSchema | StartedSchema | SnapshotSchema | ReadEventSchema | FinishedSchema | FailedSchema
+EventField = Annotated[EventSchema, Field(discriminator="type")]
 
 
-class Entry(Told):
+class LogEntrySchema(ValueModel):
     """One event of one turn. `number` counts the numbered events up to here: come back with it."""
 
     number: int
-    event: Event
+    event: EventField
 
     @classmethod
-    def of(cls, entry: ChatEntry) -> Entry:
-        return cls(number=entry.number, event=event_of(entry.event))
+    def from_value(cls, entry: LogEntry) -> LogEntrySchema:
+        return cls(number=entry.number, event=encode_event(entry.event))
 
-    def value(self) -> ChatEntry:
-        return ChatEntry(self.number, event_value(self.event))
+    def to_value(self) -> LogEntry:
+        return LogEntry(self.number, decode_event(self.event))
 
 
-class Opened(Told):
+class StreamOpenedSchema(ValueModel):
     """The first of a stream of many turns. What changed before it was not told."""
 
     type: Literal["opened"]
 
 
-class TurnEvent(Told):
+class TurnEventSchema(ValueModel):
     type: Literal["turn"]
     turn: str
     number: int
-    event: Event
+    event: EventField
 
     @classmethod
-    def of(cls, turn: str, entry: ChatEntry) -> TurnEvent:
-        return cls(type="turn", turn=turn, number=entry.number, event=event_of(entry.event))
+    def from_value(cls, turn: str, entry: LogEntry) -> TurnEventSchema:
+        return cls(type="turn", turn=turn, number=entry.number, event=encode_event(entry.event))
 
-    def value(self) -> ChatEntry:
-        return ChatEntry(self.number, event_value(self.event))
+    def to_value(self) -> LogEntry:
+        return LogEntry(self.number, decode_event(self.event))
 
 
-class Changed(Told):
+class StreamChangeSchema(ValueModel):
     type: Literal["change"]
-    change: Change
+    change: ConversationChangeSchema
 
 
-class Refused(Told):
+class TurnRefusedSchema(ValueModel):
     """This turn can't be read; the others go on."""
 
     type: Literal["refused"]
     turn: str
-    error: Error
+    error: ErrorSchema
 
 
-class Closing(Told):
+class StreamClosingSchema(ValueModel):
     """The server goes down: come back in a moment."""
 
     type: Literal["closing"]
 
 
-StreamItem = Annotated[Opened | TurnEvent | Changed | Refused | Closing, Field(discriminator="type")]
+StreamItem = Annotated[
+    StreamOpenedSchema | TurnEventSchema | StreamChangeSchema | TurnRefusedSchema | StreamClosingSchema,
+    Field(discriminator="type"),
+]
 
 
-def event_of(event: events.Event) -> AnyEvent:
+def encode_event(event: events.Event) -> EventSchema:
     match event:
         case events.Waiting(position, seconds):
-            return Waiting(type="waiting", position=position, seconds=seconds)
+            return WaitingSchema(type="waiting", position=position, seconds=seconds)
         case events.Started(prompt_tokens, cached_tokens, notice):
-            return Started(type="started", prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, notice=notice)
+            return StartedSchema(
+                type="started", prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, notice=notice
+            )
         case events.Snapshot(message):
-            return Snapshot(type="snapshot", message=Message.of(message))
+            return SnapshotSchema(type="snapshot", message=MessageSchema.from_value(message))
         case events.Finished(finish, usage, stop, tail):
-            return Finished(type="finished", finish=finish, usage=Usage.of(usage), stop=stop, tail=_tail_of(tail))
+            return FinishedSchema(
+                type="finished", finish=finish, usage=UsageSchema.from_value(usage), stop=stop, tail=_encode_tail(tail)
+            )
         case events.Failed(error, tail):
-            return Failed(type="failed", error=error, tail=_tail_of(tail))
+            return FailedSchema(type="failed", error=error, tail=_encode_tail(tail))
         case _:
-            return _read_of(event)
+            return _encode_read_event(event)
 
 
-def event_value(event: AnyEvent) -> events.Event:
+def decode_event(event: EventSchema) -> events.Event:
     match event:
-        case Waiting(position=position, seconds=seconds):
+        case WaitingSchema(position=position, seconds=seconds):
             return events.Waiting(position, seconds)
-        case Started():
+        case StartedSchema():
             return events.Started(event.prompt_tokens, event.cached_tokens, event.notice)
-        case Snapshot(message=message):
-            return events.Snapshot(message.value())
-        case Finished(tail=tail):
-            return events.Finished(event.finish, event.usage.value(), event.stop, tuple(map(_read_value, tail)))
-        case Failed(error=error, tail=tail):
-            return events.Failed(error, tuple(map(_read_value, tail)))
+        case SnapshotSchema(message=message):
+            return events.Snapshot(message.to_value())
+        case FinishedSchema(tail=tail):
+            return events.Finished(
+                event.finish, event.usage.to_value(), event.stop, tuple(map(_decode_read_event, tail))
+            )
+        case FailedSchema(error=error, tail=tail):
+            return events.Failed(error, tuple(map(_decode_read_event, tail)))
         case _:
-            return _read_value(event)
+            return _decode_read_event(event)
 
 
-def _tail_of(tail: tuple[events.ReadEvent, ...]) -> list[AnyRead]:
-    return [_read_of(event) for event in tail]
+def _encode_tail(tail: tuple[events.ReadEvent, ...]) -> list[ReadEventSchema]:
+    return [_encode_read_event(event) for event in tail]
 
 
-def _read_of(event: events.ReadEvent) -> AnyRead:
+def _encode_read_event(event: events.ReadEvent) -> ReadEventSchema:
     match event:
         case events.ThinkingDelta(text, tokens):
-            return ThinkingDelta(type="thinking_delta", text=text, tokens=tokens)
+            return ThinkingDeltaSchema(type="thinking_delta", text=text, tokens=tokens)
         case events.AnswerDelta(text):
-            return AnswerDelta(type="answer_delta", text=text)
+            return AnswerDeltaSchema(type="answer_delta", text=text)
         case events.PhaseOpened(phase, tokens):
-            return PhaseOpened(type="phase_opened", phase=phase, tokens=tokens)
+            return PhaseOpenedSchema(type="phase_opened", phase=phase, tokens=tokens)
         case events.ToolCallOpened(index, id, name, in_thought):
-            return ToolCallOpened(type="tool_call_opened", index=index, id=id, name=name, in_thought=in_thought)
+            return ToolCallOpenedSchema(type="tool_call_opened", index=index, id=id, name=name, in_thought=in_thought)
         case events.ToolCallDelta(index, arguments):
-            return ToolCallDelta(type="tool_call_delta", index=index, arguments=arguments)
+            return ToolCallDeltaSchema(type="tool_call_delta", index=index, arguments=arguments)
         case events.Notice(text):
-            return Notice(type="notice", text=text)
+            return NoticeSchema(type="notice", text=text)
         case _:
             assert_never(event)
 
 
-def _read_value(event: AnyRead) -> events.ReadEvent:
+def _decode_read_event(event: ReadEventSchema) -> events.ReadEvent:
     match event:
-        case ThinkingDelta(text=text, tokens=tokens):
+        case ThinkingDeltaSchema(text=text, tokens=tokens):
             return events.ThinkingDelta(text, tokens)
-        case AnswerDelta(text=text):
+        case AnswerDeltaSchema(text=text):
             return events.AnswerDelta(text)
-        case PhaseOpened(phase=phase, tokens=tokens):
+        case PhaseOpenedSchema(phase=phase, tokens=tokens):
             return events.PhaseOpened(phase, tokens)
-        case ToolCallOpened():
+        case ToolCallOpenedSchema():
             return events.ToolCallOpened(event.index, event.id, event.name, event.in_thought)
-        case ToolCallDelta():
+        case ToolCallDeltaSchema():
             return events.ToolCallDelta(event.index, event.arguments)
-        case Notice(text=text):
+        case NoticeSchema(text=text):
             return events.Notice(text)
         case _:
             assert_never(event)

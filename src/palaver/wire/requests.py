@@ -1,4 +1,4 @@
-"""What clients send: the bodies of requests."""
+"""Schemas of request bodies, with their limits."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from palaver.wire.base import Asked, Count, Parameters
-from palaver.wire.messages import Message, Part, Text, Thinking, ToolCall, ToolResult
+from palaver.wire.values import (
+    Count,
+    MessageSchema,
+    Parameters,
+    PartField,
+    RequestModel,
+    TextSchema,
+    ThinkingSchema,
+    ToolCallSchema,
+    ToolResultSchema,
+)
 
 MAX_TEXT = 4 << 20
-"""Characters of a message, all its texts together, or of a system prompt."""
+"""The characters of all texts of a message, or of a system prompt."""
 MAX_PARTS = 1000
 MAX_TAGS = 100
 Key = Annotated[
@@ -18,10 +27,10 @@ Key = Annotated[
     Field(description="Makes the write happen once, however often it is sent. Also a header: Idempotency-Key."),
 ]
 MAX_TURNS = 256
-"""How many turns one stream carries."""
+"""The number of turns that one stream can follow."""
 
 
-def _checked_parts(parts: list[Part]) -> list[Part]:
+def _check_parts(parts: list[PartField]) -> list[PartField]:
     if len(parts) > MAX_PARTS:
         raise ValueError(f"a message has at most {MAX_PARTS} parts")
     if sum(map(_characters, parts)) > MAX_TEXT:
@@ -29,18 +38,18 @@ def _checked_parts(parts: list[Part]) -> list[Part]:
     return parts
 
 
-def _checked_message(message: Message) -> Message:
-    _checked_parts(message.parts)
+def _check_message(message: MessageSchema) -> MessageSchema:
+    _check_parts(message.parts)
     return message
 
 
-def _characters(part: Part) -> int:
+def _characters(part: PartField) -> int:
     match part:
-        case Text() | Thinking():
+        case TextSchema() | ThinkingSchema():
             return len(part.text)
-        case ToolCall():
+        case ToolCallSchema():
             return len(part.name) + len(part.arguments)
-        case ToolResult():
+        case ToolResultSchema():
             return len(part.name) + len(part.content)
         case _:
             return 0
@@ -49,11 +58,11 @@ def _characters(part: Part) -> int:
 Title = Annotated[str, Field(max_length=10_000)]
 System = Annotated[str, Field(max_length=MAX_TEXT)]
 Tags = Annotated[list[str], Field(max_length=MAX_TAGS)]
-NewParts = Annotated[list[Part], AfterValidator(_checked_parts)]
-NewMessage = Annotated[Message, AfterValidator(_checked_message)]
+NewParts = Annotated[list[PartField], AfterValidator(_check_parts)]
+NewMessage = Annotated[MessageSchema, AfterValidator(_check_message)]
 
 
-class Create(Asked):
+class CreateConversationRequest(RequestModel):
     title: Title = ""
     system: System = ""
     parameters: Parameters = Field(default_factory=dict)
@@ -61,7 +70,7 @@ class Create(Asked):
     key: Key = None
 
 
-class ChangeConversation(Asked):
+class UpdateConversationRequest(RequestModel):
     """What is given is set. The parameters are set as a whole."""
 
     title: Title | None = None
@@ -70,41 +79,41 @@ class ChangeConversation(Asked):
     tags: Tags | None = None
 
 
-class SavePreset(Asked):
+class SavePresetRequest(RequestModel):
     name: str
     system: System = ""
     parameters: Parameters = Field(default_factory=dict)
 
 
-class DeletePreset(Asked):
+class DeletePresetRequest(RequestModel):
     name: str
 
 
-class Append(Asked):
+class AppendMessageRequest(RequestModel):
     parent: str | None
     message: NewMessage
     key: Key = None
 
 
-class Edit(Asked):
+class EditMessageRequest(RequestModel):
     parts: NewParts
     key: Key = None
 
 
-class Say(Asked):
+class SendMessageRequest(RequestModel):
     parent: str | None
     message: NewMessage
     parameters: Parameters = Field(default_factory=dict)
     key: Key = None
 
 
-class Reply(Asked):
+class StartReplyRequest(RequestModel):
     parent: str
     parameters: Parameters = Field(default_factory=dict)
     key: Key = None
 
 
-class Fork(Asked):
+class ForkReplyRequest(RequestModel):
     """A sibling that begins with the reply's first `tokens`, then the token `instead`."""
 
     tokens: Count
@@ -112,34 +121,34 @@ class Fork(Asked):
     key: Key = None
 
 
-class Continue(Asked):
+class ContinueReplyRequest(RequestModel):
     key: Key = None
 
 
-class MeasureContext(Asked):
+class ContextUsageRequest(RequestModel):
     leaf: str | None
     parameters: Parameters = Field(default_factory=dict)
 
 
-class Client(Asked):
+class CursorRequest(RequestModel):
     client: str
 
 
-class Move(Client):
+class MoveCursorRequest(CursorRequest):
     to: str | None
 
 
-class Load(Asked):
+class LoadModelRequest(RequestModel):
     name: str
 
 
-class Followed(Asked):
+class TurnPosition(RequestModel):
     turn: str
     after: Count = 0
 
 
-class Follow(Asked):
+class FollowRequest(RequestModel):
     """Many turns, each after a number, and whether to tell what changes."""
 
-    turns: list[Followed] = Field(default_factory=list, max_length=MAX_TURNS)
+    turns: list[TurnPosition] = Field(default_factory=list, max_length=MAX_TURNS)
     changes: bool = False

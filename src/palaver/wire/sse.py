@@ -1,4 +1,4 @@
-"""Server-sent events: lines of text that carry JSON, an id to come back with, and comments that keep a line alive."""
+"""Server-sent events: encoding for the server, incremental decoding for the client."""
 
 from __future__ import annotations
 
@@ -9,40 +9,41 @@ MEDIA_TYPE = "text/event-stream"
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class ServerSentEvent:
     data: str
     event: str = ""
     id: str | None = None
 
 
-def encoded(data: str, *, event: str = "", id: int | None = None) -> bytes:
-    """`data` is JSON, which has no line break."""
-    head = f"id: {id}\n" if id is not None else ""
-    kind = f"event: {event}\n" if event else ""
-    return f"{head}{kind}data: {data}\n\n".encode()
+def encode_sse(data: str, *, event: str = "", id: int | None = None) -> bytes:
+    """`data` is JSON text without line breaks."""
+    id_line = f"id: {id}\n" if id is not None else ""
+    event_line = f"event: {event}\n" if event else ""
+    return f"{id_line}{event_line}data: {data}\n\n".encode()
 
 
-class Decoder:
-    """Takes the bytes of a stream, gives what was sent. What a cut left unfinished is never given.
+class SseDecoder:
+    """Decodes the bytes of a stream into events. An event that was cut off is never returned.
 
-    Lines end at line feeds alone: texts hold other characters that some call the end of a line.
+    Lines end at line feeds alone: JSON text may contain other characters that `str.splitlines` splits at.
     """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._buffer = b""
         self._event = ""
         self._id: str | None = None
         self._data: list[str] = []
 
-    def feed(self, chunk: bytes) -> Iterator[Sent]:
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
+    def feed(self, chunk: bytes) -> Iterator[ServerSentEvent]:
+        *lines, self._buffer = (self._buffer + chunk).split(b"\n")
         for line in lines:
-            if sent := self._take(line.removesuffix(b"\r").decode()):
-                yield sent
+            if event := self._parse_line(line.removesuffix(b"\r").decode()):
+                yield event
 
-    def _take(self, line: str) -> Sent | None:
+    def _parse_line(self, line: str) -> ServerSentEvent | None:
+        """The event that an empty line ends, else None."""
         if not line:
-            return self._sent()
+            return self._flush()
         name, _, value = line.partition(":")
         value = value.removeprefix(" ")
         match name:
@@ -54,7 +55,7 @@ class Decoder:
                 self._id = value
         return None
 
-    def _sent(self) -> Sent | None:
-        sent = Sent("\n".join(self._data), self._event, self._id) if self._data else None
+    def _flush(self) -> ServerSentEvent | None:
+        event = ServerSentEvent("\n".join(self._data), self._event, self._id) if self._data else None
         self._event, self._data = "", []
-        return sent
+        return event

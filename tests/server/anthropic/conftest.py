@@ -5,17 +5,17 @@ from collections.abc import Iterator
 import anthropic
 import pytest
 
-from tests.server.live import Live
+from tests.server.live_server import LiveServer
 
 
 @pytest.fixture
-def client(live: Live) -> Iterator[anthropic.Anthropic]:
+def client(live: LiveServer) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """Another server with the same model, which remembers nothing of what was said here."""
-    with Live(tmp_path_factory.mktemp("elsewhere")) as server:
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Another server with the same model and an empty reply index."""
+    with LiveServer(tmp_path_factory.mktemp("elsewhere")) as server:
         yield server

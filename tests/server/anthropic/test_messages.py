@@ -9,29 +9,29 @@ import pytest
 
 from palaver.server.anthropic.schemas import AnthropicMessage
 from palaver.server.anthropic.signatures import sign
-from tests.server.anthropic.asking import (
+from tests.server.anthropic.client import (
     GREEDY,
     LAMP,
     MESSAGES,
     QUESTION,
     SUM,
     WEATHER,
-    ask,
-    events,
-    refused,
-    reply,
-    stream,
+    assistant,
+    create,
+    expect_error,
+    parse_events,
+    stream_events,
     texts,
 )
-from tests.server.live import Live
+from tests.server.live_server import LiveServer
 
 
 def test_the_events_come_in_their_order(http: httpx.Client) -> None:
-    told = stream(http)
-    assert [event["type"] for event in told[:2]] == ["message_start", "ping"]
-    assert [event["type"] for event in told[-2:]] == ["message_delta", "message_stop"]
+    received = stream_events(http)
+    assert [event["type"] for event in received[:2]] == ["message_start", "ping"]
+    assert [event["type"] for event in received[-2:]] == ["message_delta", "message_stop"]
     open_block, kinds = -1, []
-    for event in told[2:-2]:
+    for event in received[2:-2]:
         match event:
             case {"type": "content_block_start", "index": index, "content_block": block}:
                 assert index == open_block + 1
@@ -46,50 +46,50 @@ def test_the_events_come_in_their_order(http: httpx.Client) -> None:
             case {"type": "content_block_stop", "index": index}:
                 assert index == open_block
     assert kinds == ["thinking", "text"]
-    assert told[0]["message"]["content"] == []
-    assert told[0]["message"]["usage"]["output_tokens"] == 0
-    assert told[-2]["usage"]["output_tokens"] > 0
+    assert received[0]["message"]["content"] == []
+    assert received[0]["message"]["usage"]["output_tokens"] == 0
+    assert received[-2]["usage"]["output_tokens"] > 0
 
 
 def test_answers_are_as_the_document_says(http: httpx.Client) -> None:
     requests: list[dict[str, Any]] = [{}, {"messages": QUESTION, "tools": [WEATHER]}]
-    for asked in (*requests, {"metadata": {"conversation": "new"}}):
-        answer = ask(http, **asked)
+    for request in (*requests, {"metadata": {"conversation": "new"}}):
+        answer = create(http, **request)
         assert set(AnthropicMessage.model_validate(answer).model_dump(exclude_unset=True)) == set(answer)
 
 
 def test_the_signature_is_the_last_of_a_thought(http: httpx.Client) -> None:
-    told = [event for event in stream(http) if event.get("index") == 0]
-    assert told[-1]["type"] == "content_block_stop"
-    assert told[-2]["delta"]["type"] == "signature_delta"
-    assert sum(event.get("delta", {}).get("type") == "signature_delta" for event in told) == 1
+    received = [event for event in stream_events(http) if event.get("index") == 0]
+    assert received[-1]["type"] == "content_block_stop"
+    assert received[-2]["delta"]["type"] == "signature_delta"
+    assert sum(event.get("delta", {}).get("type") == "signature_delta" for event in received) == 1
 
 
 def test_no_thought_is_in_a_text_whatever_is_drawn(http: httpx.Client) -> None:
     for seed in range(6):
-        content = ask(http, temperature=1.5, seed=seed)["content"]
+        content = create(http, temperature=1.5, seed=seed)["content"]
         assert "think>" not in texts(content, "text") + texts(content, "thinking")
         assert [block["type"] for block in content] in (["thinking", "text"], ["thinking"])
 
 
-def test_a_thought_that_is_not_shown_comes_back_by_its_signature(http: httpx.Client, elsewhere: Live) -> None:
-    shown = ask(http)["content"][0]["thinking"]
-    told = stream(http, thinking={"type": "adaptive", "display": "omitted"})
-    assert not any(event.get("delta", {}).get("type") == "thinking_delta" for event in told)
-    content = ask(http, thinking={"type": "adaptive", "display": "omitted"}, max_tokens=40)["content"]
+def test_a_thought_that_is_not_shown_comes_back_by_its_signature(http: httpx.Client, elsewhere: LiveServer) -> None:
+    shown = create(http)["content"][0]["thinking"]
+    received = stream_events(http, thinking={"type": "adaptive", "display": "omitted"})
+    assert not any(event.get("delta", {}).get("type") == "thinking_delta" for event in received)
+    content = create(http, thinking={"type": "adaptive", "display": "omitted"}, max_tokens=40)["content"]
     assert content[0]["thinking"] == ""
     with httpx.Client(base_url=elsewhere.url, timeout=60) as other:
-        rest = ask(other, [*SUM, reply(content)])["content"]
+        rest = create(other, [*SUM, assistant(content)])["content"]
     assert shown.endswith(rest[0]["thinking"])
     assert "42" in texts(rest, "text")
 
 
 def test_the_system_speaks_first(http: httpx.Client) -> None:
-    asked: list[Any] = [{"role": "user", "content": "Who are you?"}]
+    messages: list[Any] = [{"role": "user", "content": "Who are you?"}]
     blocks = [{"type": "text", "text": "You are Bo."}, {"type": "text", "text": "Be kind."}]
     count = "/v1/messages/count_tokens"
-    one = http.post(count, json={"messages": asked, "system": "You are Bo.\n\nBe kind."}).json()
-    assert http.post(count, json={"messages": asked, "system": blocks}).json() == one
+    one = http.post(count, json={"messages": messages, "system": "You are Bo.\n\nBe kind."}).json()
+    assert http.post(count, json={"messages": messages, "system": blocks}).json() == one
 
 
 def test_turns_of_one_side_are_one(http: httpx.Client) -> None:
@@ -100,16 +100,16 @@ def test_turns_of_one_side_are_one(http: httpx.Client) -> None:
 
 
 def test_sampling_has_its_say(http: httpx.Client) -> None:
-    asked: dict[str, Any] = {"temperature": 2.0, "seed": 3, "thinking": {"type": "disabled"}, "max_tokens": 30}
-    assert ask(http, **asked)["content"] == ask(http, **asked)["content"]
-    wild = ask(http, **{**asked, "seed": 4})["content"]
-    assert wild != ask(http, **asked)["content"]
-    tame = ask(http, **{**asked, "top_k": 1})["content"]
-    assert tame == ask(http, **{**asked, "temperature": 0})["content"]
+    request: dict[str, Any] = {"temperature": 2.0, "seed": 3, "thinking": {"type": "disabled"}, "max_tokens": 30}
+    assert create(http, **request)["content"] == create(http, **request)["content"]
+    wild = create(http, **{**request, "seed": 4})["content"]
+    assert wild != create(http, **request)["content"]
+    tame = create(http, **{**request, "top_k": 1})["content"]
+    assert tame == create(http, **{**request, "temperature": 0})["content"]
 
 
 def test_a_budget_closes_the_thought(http: httpx.Client) -> None:
-    answer = ask(http, thinking={"type": "enabled", "budget_tokens": 8})
+    answer = create(http, thinking={"type": "enabled", "budget_tokens": 8})
     assert answer["usage"]["output_tokens_details"]["thinking_tokens"] < 20
     assert texts(answer["content"], "text")
 
@@ -117,7 +117,7 @@ def test_a_budget_closes_the_thought(http: httpx.Client) -> None:
 def test_one_call_where_they_may_not_be_parallel(http: httpx.Client) -> None:
     both = [{"role": "user", "content": "What is the weather in Paris and in Rome?"}]
     choice = {"type": "auto", "disable_parallel_tool_use": True}
-    answer = ask(http, both, tools=[WEATHER], tool_choice=choice)
+    answer = create(http, both, tools=[WEATHER], tool_choice=choice)
     assert sum(block["type"] == "tool_use" for block in answer["content"]) == 1
     assert answer["stop_reason"] == "tool_use"
 
@@ -132,98 +132,104 @@ def test_results_of_several_calls_and_a_question_with_them(http: httpx.Client) -
         {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "no"}], "is_error": True},
         {"type": "text", "text": "Well?"},
     ]
-    told = [*QUESTION, reply(calls), {"role": "user", "content": results}]
-    assert ask(http, told, tools=[WEATHER])["content"]
+    messages = [*QUESTION, assistant(calls), {"role": "user", "content": results}]
+    assert create(http, messages, tools=[WEATHER])["content"]
 
 
-class TestGoingOn:
+class TestContinue:
     def test_every_cut_goes_on_without_a_seam(self, http: httpx.Client) -> None:
         sampled: dict[str, Any] = {"temperature": 1.2, "seed": 9}
-        whole = ask(http, **sampled)
+        whole = create(http, **sampled)
         for cut in range(1, whole["usage"]["output_tokens"], 6):
-            part = ask(http, **sampled, max_tokens=cut)
-            rest = ask(http, [*SUM, reply(part["content"])], **sampled) if part["content"] else ask(http, **sampled)
+            part = create(http, **sampled, max_tokens=cut)
+            rest = (
+                create(http, [*SUM, assistant(part["content"])], **sampled)
+                if part["content"]
+                else create(http, **sampled)
+            )
             for kind in ("thinking", "text"):
-                said = texts(part["content"], kind) + texts(rest["content"], kind)
-                assert said == texts(whole["content"], kind), cut
+                joined = texts(part["content"], kind) + texts(rest["content"], kind)
+                assert joined == texts(whole["content"], kind), cut
             if part["content"]:
                 assert (
                     part["usage"]["output_tokens"] + rest["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
                 )
 
-    def test_by_its_signature_a_thought_goes_on_elsewhere(self, http: httpx.Client, elsewhere: Live) -> None:
-        """Sampled wildly, so that words are spelled by tokens that their text would not be encoded to."""
+    def test_by_its_signature_a_thought_goes_on_elsewhere(self, http: httpx.Client, elsewhere: LiveServer) -> None:
+        """A high temperature gives tokens that the encoded text would not have."""
         sampled: dict[str, Any] = {"temperature": 2.5, "seed": 21, "max_tokens": 80}
-        whole = ask(http, **sampled)
+        whole = create(http, **sampled)
         with httpx.Client(base_url=elsewhere.url, timeout=60) as other:
             for cut in range(4, 60, 8):
-                part = ask(http, **{**sampled, "max_tokens": cut})
+                part = create(http, **{**sampled, "max_tokens": cut})
                 if [block["type"] for block in part["content"]] != ["thinking"]:
                     continue
-                rest = ask(other, [*SUM, reply(part["content"])], **{**sampled, "max_tokens": 80 - cut})
+                rest = create(other, [*SUM, assistant(part["content"])], **{**sampled, "max_tokens": 80 - cut})
                 for kind in ("thinking", "text"):
                     assert texts(part["content"], kind) + texts(rest["content"], kind) == texts(whole["content"], kind)
 
-    def test_by_its_words_alone_it_goes_on_too(self, http: httpx.Client, elsewhere: Live) -> None:
-        whole = ask(http)["content"]
+    def test_by_its_words_alone_it_goes_on_too(self, http: httpx.Client, elsewhere: LiveServer) -> None:
+        whole = create(http)["content"]
         thought = whole[0]["thinking"]
         with httpx.Client(base_url=elsewhere.url, timeout=60) as other:
-            begun = {"type": "thinking", "thinking": "12+30, from the right:"}
-            rest = ask(other, [*SUM, reply([begun])])["content"]
-            assert begun["thinking"] + rest[0]["thinking"] == thought
+            partial = {"type": "thinking", "thinking": "12+30, from the right:"}
+            rest = create(other, [*SUM, assistant([partial])])["content"]
+            assert partial["thinking"] + rest[0]["thinking"] == thought
             assert rest[1:] == whole[1:]
             answered = [whole[0], {"type": "text", "text": "12 + 30"}]
-            rest = ask(other, [*SUM, reply(answered)])["content"]
+            rest = create(other, [*SUM, assistant(answered)])["content"]
             assert [block["type"] for block in rest] == ["text"]
             assert "12 + 30" + rest[0]["text"] == whole[1]["text"]
 
     def test_what_was_said_in_two_messages_is_one_reply(self, http: httpx.Client) -> None:
-        whole, part = ask(http), ask(http, max_tokens=20)
-        more = ask(http, [*SUM, reply(part["content"])], max_tokens=20)
-        rest = ask(http, [*SUM, reply(part["content"]), reply(more["content"])])
-        said = [*part["content"], *more["content"], *rest["content"]]
-        assert texts(said, "thinking") == texts(whole["content"], "thinking")
-        assert texts(said, "text") == texts(whole["content"], "text")
+        whole, part = create(http), create(http, max_tokens=20)
+        more = create(http, [*SUM, assistant(part["content"])], max_tokens=20)
+        rest = create(http, [*SUM, assistant(part["content"]), assistant(more["content"])])
+        joined = [*part["content"], *more["content"], *rest["content"]]
+        assert texts(joined, "thinking") == texts(whole["content"], "thinking")
+        assert texts(joined, "text") == texts(whole["content"], "text")
 
     def test_a_call_can_not_go_on(self, http: httpx.Client) -> None:
         call = {"type": "tool_use", "id": "c", "name": "get_weather", "input": {}}
-        assert refused(http, [*QUESTION, reply([call])], tools=[WEATHER])[0] == 400
+        assert expect_error(http, [*QUESTION, assistant([call])], tools=[WEATHER])[0] == 400
 
 
 class TestSignatures:
     def test_a_changed_thought_is_refused(self, http: httpx.Client) -> None:
-        thought, answer = ask(http)["content"]
+        thought, answer = create(http)["content"]
         changed = {**thought, "thinking": thought["thinking"] + " Or not."}
-        status, error = refused(http, [*SUM, reply([changed, answer]), *SUM])
+        status, error = expect_error(http, [*SUM, assistant([changed, answer]), *SUM])
         assert (status, error["type"]) == (400, "invalid_request_error")
         assert error["details"]["name"] == "messages[1].content[0].signature"
         unsigned = {**changed, "signature": ""}
-        assert ask(http, [*SUM, reply([unsigned, answer]), *SUM])["content"]
+        assert create(http, [*SUM, assistant([unsigned, answer]), *SUM])["content"]
 
     def test_a_stranger_s_signature_counts_for_nothing(self, http: httpx.Client) -> None:
         thought = {"type": "thinking", "thinking": "It is 42.", "signature": "EqQBCgIYAhIM1gbcDa9GJwZA2b3h"}
-        told = [*SUM, reply([thought, {"type": "text", "text": "42"}]), *SUM]
-        assert "42" in texts(ask(http, told)["content"], "text")
+        messages = [*SUM, assistant([thought, {"type": "text", "text": "42"}]), *SUM]
+        assert "42" in texts(create(http, messages)["content"], "text")
         hidden = {**thought, "thinking": ""}
-        assert ask(http, [*SUM, reply([hidden, {"type": "text", "text": "42"}]), *SUM])["content"]
+        assert create(http, [*SUM, assistant([hidden, {"type": "text", "text": "42"}]), *SUM])["content"]
 
     def test_what_nobody_can_read_is_left_out(self, http: httpx.Client) -> None:
         redacted = {"type": "redacted_thinking", "data": "EmwKAhgB"}
         count = "/v1/messages/count_tokens"
         answer = {"type": "text", "text": "42"}
-        bodies = [{"messages": [*SUM, reply(content), *SUM]} for content in ([redacted, answer], [answer])]
+        bodies = [{"messages": [*SUM, assistant(content), *SUM]} for content in ([redacted, answer], [answer])]
         one, other = (http.post(count, json=body).json() for body in bodies)
         assert one == other
 
     @pytest.mark.parametrize("ids", [[10**9], [0, 1, 2], list(range(50))])
-    def test_made_up_tokens_are_not_taken(self, http: httpx.Client, live: Live, ids: list[int]) -> None:
+    def test_made_up_tokens_are_not_taken(self, http: httpx.Client, live: LiveServer, ids: list[int]) -> None:
         tokenizer = live.service.models.current().tokenizer
         thought = {"type": "thinking", "thinking": "12+30,", "signature": sign(tokenizer, ids, "12+30,", False)}
-        by_words = ask(http, [*SUM, reply([{"type": "thinking", "thinking": "12+30,"}])])
-        assert ask(http, [*SUM, reply([thought])])["content"][0]["thinking"] == by_words["content"][0]["thinking"]
+        by_words = create(http, [*SUM, assistant([{"type": "thinking", "thinking": "12+30,"}])])
+        assert (
+            create(http, [*SUM, assistant([thought])])["content"][0]["thinking"] == by_words["content"][0]["thinking"]
+        )
 
 
-class TestRefusing:
+class TestInvalidRequests:
     @pytest.mark.parametrize(
         ("fields", "name"),
         [
@@ -248,19 +254,19 @@ class TestRefusing:
         ],
     )
     def test_what_would_change_the_reply_is_named(self, http: httpx.Client, fields: dict[str, Any], name: str) -> None:
-        status, error = refused(http, **fields)
+        status, error = expect_error(http, **fields)
         assert (status, error["type"]) == (400, "invalid_request_error")
         assert error["details"]["name"] == name
 
     @pytest.mark.parametrize("kind", ["image", "document", "search_result", "server_tool_use", "container_upload"])
     def test_blocks_that_no_model_here_takes(self, http: httpx.Client, kind: str) -> None:
         block = {"type": kind, "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-        status, error = refused(http, [{"role": "user", "content": [{"type": "text", "text": "See:"}, block]}])
+        status, error = expect_error(http, [{"role": "user", "content": [{"type": "text", "text": "See:"}, block]}])
         assert status == 400
         assert error["details"]["name"] == "messages[0].content[1].type"
         assert kind in error["message"]
         result = {"type": "tool_result", "tool_use_id": "x", "content": [block]}
-        status, error = refused(http, [*QUESTION, {"role": "user", "content": [result]}])
+        status, error = expect_error(http, [*QUESTION, {"role": "user", "content": [result]}])
         assert error["details"]["name"] == "messages[1].content[0].content[0].type"
 
     @pytest.mark.parametrize(
@@ -274,16 +280,16 @@ class TestRefusing:
 
     def test_blocks_of_the_wrong_side(self, http: httpx.Client) -> None:
         call = {"type": "tool_use", "id": "c", "name": "get_weather", "input": {}}
-        assert refused(http, [{"role": "user", "content": [call]}])[0] == 400
+        assert expect_error(http, [{"role": "user", "content": [call]}])[0] == 400
         result = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
-        assert refused(http, [*SUM, reply([result]), *SUM])[0] == 400
+        assert expect_error(http, [*SUM, assistant([result]), *SUM])[0] == 400
 
     def test_what_is_missing_or_of_another_kind(self, http: httpx.Client) -> None:
         answer = http.post(MESSAGES, json={"model": "sprout", "messages": SUM})
         assert answer.json()["error"]["details"]["name"] == "max_tokens"
-        assert refused(http, [{"role": "user", "content": [{"type": "text"}]}])[0] == 400
-        assert refused(http, [{"role": "nobody", "content": "x"}])[0] == 400
-        assert refused(http, [])[0] == 400
+        assert expect_error(http, [{"role": "user", "content": [{"type": "text"}]}])[0] == 400
+        assert expect_error(http, [{"role": "nobody", "content": "x"}])[0] == 400
+        assert expect_error(http, [])[0] == 400
         assert http.post(MESSAGES, content=b"{", headers={"content-type": "application/json"}).json()["type"] == "error"
         assert http.get(MESSAGES).json()["error"]["type"] == "invalid_request_error"
         assert http.get("/v1/messages/batches").json()["error"]["type"] == "not_found_error"
@@ -296,8 +302,8 @@ class TestRefusing:
 
     def test_what_changes_nothing_is_ignored(self, http: httpx.Client) -> None:
         cached = {"cache_control": {"type": "ephemeral"}}
-        plain = ask(http, QUESTION, tools=[WEATHER, LAMP])
-        answer = ask(
+        plain = create(http, QUESTION, tools=[WEATHER, LAMP])
+        answer = create(
             http,
             [
                 {
@@ -316,40 +322,45 @@ class TestRefusing:
         assert [block["type"] for block in answer["content"]] == [block["type"] for block in plain["content"]]
 
 
-def test_an_error_in_the_midst_of_a_stream_has_their_shape(live: Live, http: httpx.Client) -> None:
-    """The model is taken away while it speaks."""
-    asked = {"messages": [{"role": "user", "content": "Count."}], "stream": True, "max_tokens": 8000, "temperature": 3}
-    with http.stream("POST", MESSAGES, json=asked) as answer:
+def test_an_error_in_the_midst_of_a_stream_has_their_shape(live: LiveServer, http: httpx.Client) -> None:
+    """The model is unloaded during the reply."""
+    request = {
+        "messages": [{"role": "user", "content": "Count."}],
+        "stream": True,
+        "max_tokens": 8000,
+        "temperature": 3,
+    }
+    with http.stream("POST", MESSAGES, json=request) as answer:
         lines = answer.iter_lines()
         for line in lines:
             if "content_block_delta" in line:
                 break
-        live.within(live.service.models.unload)
+        live.run_in_loop(live.service.models.unload)
         rest = list(lines)
-    live.within(lambda: _load(live))
-    told = events("\n".join([*rest[rest.index("") :]]))
-    assert told[-1]["type"] == "error"
-    assert told[-1]["error"]["type"] in ("overloaded_error", "api_error")
-    assert told[-1]["request_id"] == answer.headers["request-id"]
+    live.run_in_loop(lambda: _load(live))
+    received = parse_events("\n".join([*rest[rest.index("") :]]))
+    assert received[-1]["type"] == "error"
+    assert received[-1]["error"]["type"] in ("overloaded_error", "api_error")
+    assert received[-1]["request_id"] == answer.headers["request-id"]
 
 
-async def _load(live: Live) -> None:
+async def _load(live: LiveServer) -> None:
     live.service.models.load("sprout")
     await live.service.models.ready()
 
 
-def test_a_reply_ends_when_its_client_leaves(live: Live, http: httpx.Client) -> None:
+def test_a_reply_ends_when_its_client_leaves(live: LiveServer, http: httpx.Client) -> None:
     for streams in (True, False):
-        asked = {"messages": SUM, "stream": streams, "max_tokens": 8000, "temperature": 3}
+        request = {"messages": SUM, "stream": streams, "max_tokens": 8000, "temperature": 3}
         try:
-            with http.stream("POST", MESSAGES, json=asked, timeout=0.3 if not streams else 60) as answer:
+            with http.stream("POST", MESSAGES, json=request, timeout=0.3 if not streams else 60) as answer:
                 next(answer.iter_lines())
         except httpx.ReadTimeout:
             assert not streams
-        live.within(lambda: _free(live))
+        live.run_in_loop(lambda: _wait_idle(live))
 
 
-async def _free(live: Live) -> None:
+async def _wait_idle(live: LiveServer) -> None:
     async with asyncio.timeout(120):
-        while len(live.server.state.floor):
+        while len(live.server.state.limiter):
             await asyncio.sleep(0.005)

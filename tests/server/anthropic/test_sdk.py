@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from palaver.server.settings import ServerLimits, ServerSettings
-from tests.server.anthropic.asking import LAMP, QUESTION, SUM, WEATHER
-from tests.server.live import Live
+from tests.server.anthropic.client import LAMP, QUESTION, SUM, WEATHER
+from tests.server.live_server import LiveServer
 
 SPROUT: dict[str, Any] = {"model": "sprout", "max_tokens": 300, "extra_body": {"temperature": 0}}
 
@@ -48,7 +48,7 @@ def test_a_stream_folds_to_the_whole_message(client: anthropic.Anthropic) -> Non
     assert kinds == {*opened, "message_delta", "message_stop"}
 
 
-async def test_the_asynchronous_client(live: Live) -> None:
+async def test_the_asynchronous_client(live: LiveServer) -> None:
     async with (
         anthropic.AsyncAnthropic(base_url=live.url, api_key="none", max_retries=0) as client,
         client.messages.stream(messages=SUM, **SPROUT) as stream,
@@ -80,8 +80,8 @@ def test_tools_round_trip(client: anthropic.Anthropic) -> None:
     call = first.content[-1]
     assert call.type == "tool_use"
     assert (call.name, call.input, first.stop_reason) == ("get_weather", {"city": "Paris"}, "tool_use")
-    told = {"type": "tool_result", "tool_use_id": call.id, "content": '{"degrees": 21}'}
-    after: list[Any] = [*QUESTION, first.to_param(), {"role": "user", "content": [told]}]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": '{"degrees": 21}'}
+    after: list[Any] = [*QUESTION, first.to_param(), {"role": "user", "content": [result]}]
     second = client.messages.create(messages=after, tools=[WEATHER], **SPROUT)  # type: ignore[list-item]
     assert "21" in second.content[-1].text  # type: ignore[union-attr]
     read = second.usage.cache_read_input_tokens or 0
@@ -101,7 +101,7 @@ def test_a_streamed_call_has_its_input_in_pieces(client: anthropic.Anthropic) ->
 
 
 def test_the_sdk_s_own_tool_runner(client: anthropic.Anthropic) -> None:
-    asked = []
+    cities = []
 
     @anthropic.beta_tool
     def get_weather(city: str) -> str:
@@ -110,12 +110,12 @@ def test_the_sdk_s_own_tool_runner(client: anthropic.Anthropic) -> None:
         Args:
             city: Where.
         """
-        asked.append(city)
+        cities.append(city)
         return '{"degrees": 21}'
 
     runner = client.beta.messages.tool_runner(messages=QUESTION, tools=[get_weather], **SPROUT)
     final = runner.until_done()
-    assert asked == ["Paris"]
+    assert cities == ["Paris"]
     assert "21" in final.content[-1].text
 
 
@@ -154,8 +154,8 @@ def test_stop_sequences(client: anthropic.Anthropic) -> None:
 
 
 def test_a_reply_that_is_begun(client: anthropic.Anthropic) -> None:
-    begun: list[Any] = [*SUM, {"role": "assistant", "content": "The answer is"}]
-    message = client.messages.create(messages=begun, **SPROUT)
+    partial: list[Any] = [*SUM, {"role": "assistant", "content": "The answer is"}]
+    message = client.messages.create(messages=partial, **SPROUT)
     (text,) = message.content
     assert text.type == "text"
     assert "42" in text.text
@@ -196,7 +196,7 @@ def test_errors_are_their_typed_exceptions(client: anthropic.Anthropic) -> None:
 
 def test_errors_of_keys_and_limits(tmp_path: Path) -> None:
     settings = ServerSettings(host="0.0.0.0", limits=ServerLimits(requests_per_minute=2, body_bytes=5000))
-    with Live(tmp_path, settings, None) as live:
+    with LiveServer(tmp_path, settings, None) as live:
         store = live.service.store
         with calling(live, "wrong") as client, pytest.raises(anthropic.AuthenticationError) as unknown:
             client.models.list()
@@ -214,7 +214,7 @@ def test_errors_of_keys_and_limits(tmp_path: Path) -> None:
 
 
 def test_either_header_may_hold_the_key(tmp_path: Path) -> None:
-    with Live(tmp_path, ServerSettings(host="0.0.0.0"), None) as live:
+    with LiveServer(tmp_path, ServerSettings(host="0.0.0.0"), None) as live:
         store = live.service.store
         key = store.keys.add(store.users.ensure("ann").id)[1]
         with calling(live, key) as client:
@@ -223,5 +223,5 @@ def test_either_header_may_hold_the_key(tmp_path: Path) -> None:
             assert httpx.get(f"{live.url}/v1/models", headers=headers, timeout=60).status_code == 200
 
 
-def calling(live: Live, key: str) -> anthropic.Anthropic:
+def calling(live: LiveServer, key: str) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=live.url, api_key=key, max_retries=0)

@@ -10,17 +10,17 @@ from palaver.server.anthropic.signatures import InvalidSignature, SignedThinking
 
 
 def test_a_thought_comes_back_with_its_tokens() -> None:
-    made = sign("fp", [5, 0, 70000], "a thought 👋", whole=False)
+    made = sign("fp", [5, 0, 70000], "a thought 👋", include_text=False)
     assert parse_signature(made, "a thought 👋") == SignedThinking("fp", (5, 0, 70000), "a thought 👋")
-    hidden = sign("fp", [1], "a thought", whole=True)
+    hidden = sign("fp", [1], "a thought", include_text=True)
     assert parse_signature(hidden, "") == SignedThinking("fp", (1,), "a thought")
-    assert parse_signature(sign("fp", [], "", whole=False), "") == SignedThinking("fp", (), "")
+    assert parse_signature(sign("fp", [], "", include_text=False), "") == SignedThinking("fp", (), "")
 
 
 @given(st.lists(st.integers(0, 2**31 - 1)), st.text(), st.booleans())
-def test_any_thought_comes_back(ids: list[int], text: str, whole: bool) -> None:
-    made = sign("fp", ids, text, whole)
-    assert parse_signature(made, "" if whole else text) == SignedThinking("fp", tuple(ids), text)
+def test_any_thought_comes_back(ids: list[int], text: str, include_text: bool) -> None:
+    made = sign("fp", ids, text, include_text)
+    assert parse_signature(made, "" if include_text else text) == SignedThinking("fp", tuple(ids), text)
 
 
 def test_what_is_not_ours_says_nothing() -> None:
@@ -31,7 +31,7 @@ def test_what_is_not_ours_says_nothing() -> None:
 @pytest.mark.parametrize("text", ["another", "a thought ", ""])
 def test_a_changed_thought_is_known(text: str) -> None:
     with pytest.raises(InvalidSignature):
-        parse_signature(sign("fp", [1], "a thought", whole=False), text)
+        parse_signature(sign("fp", [1], "a thought", include_text=False), text)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every line that the documentation shows works as it stands, against a live server with the embedded model."""
+"""Every shell line in `docs/http-api.md` works as it is written, with the embedded model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 
 from palaver.client import HttpChat
 from palaver.messages import user
-from tests.chat.making import entries
+from tests.chat.scripted_service import read_entries
 from tests.client.live import TOKEN
-from tests.server.live import Live
+from tests.server.live_server import LiveServer
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "http-api.md"
 
@@ -26,36 +26,36 @@ def lines() -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line and not line.startswith("#")]
 
 
-async def prepared(url: str) -> dict[str, str]:
-    """A conversation with a whole reply and one that was cut for its length."""
+async def prepare(url: str) -> dict[str, str]:
+    """A conversation with a complete reply and one that was cut by its length."""
     async with HttpChat(url) as chat:
-        talk = await chat.create(title="Trip")
-        said = await chat.say(talk.id, None, user("What is 2 + 3?"), parameters={"temperature": 0})
-        await entries(chat, said.reply.id)
-        cut = await chat.reply(talk.id, said.message.id, parameters={"max_tokens": 3})
-        await entries(chat, cut.id)
+        conversation = await chat.create_conversation(title="Trip")
+        sent = await chat.send_message(conversation.id, None, user("What is 2 + 3?"), parameters={"temperature": 0})
+        await read_entries(chat, sent.reply.id)
+        cut = await chat.start_reply(conversation.id, sent.message.id, parameters={"max_tokens": 3})
+        await read_entries(chat, cut.id)
         digest = await chat.put_blob(b"GIF89a")
-    ids = {"CONVERSATION": talk.id, "MESSAGE": said.message.id, "TURN": said.reply.id, "STOPPED": cut.id}
+    ids = {"CONVERSATION": conversation.id, "MESSAGE": sent.message.id, "TURN": sent.reply.id, "STOPPED": cut.id}
     return {"URL": url, "TOKEN": TOKEN, **ids, "DIGEST": digest}
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """One of its own: the lines load a model and leave turns running."""
-    with Live(tmp_path_factory.mktemp("documented")) as server:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A separate server: the lines load a model and leave turns running."""
+    with LiveServer(tmp_path_factory.mktemp("documented")) as server:
         yield server
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="!!! NOT TESTED: curl is not installed")
-async def test_every_line_works(live: Live) -> None:
-    names = await prepared(live.url)
+async def test_every_line_works(live: LiveServer) -> None:
+    names = await prepare(live.url)
     assert len(lines()) > 35
     for line in lines():
         done = subprocess.run(["sh", "-c", line], env={**os.environ, **names}, capture_output=True, timeout=60)
         assert done.returncode == 0, f"{line}\n{done.stdout.decode()}{done.stderr.decode()}"
 
 
-async def test_every_route_is_documented(live: Live) -> None:
+async def test_every_route_is_documented(live: LiveServer) -> None:
     text = DOCUMENT.read_text()
     for path in live.server.routes.openapi()["paths"]:
         if path.startswith("/api/") and path != "/api/session":

@@ -1,4 +1,4 @@
-"""What a hostile or careless client sends to the conversations: an answer that says so, never a failure."""
+"""Hostile and invalid requests to the conversations API: always a 4xx, never a failure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 from palaver.messages import user
 from palaver.store import Conversation, StoredMessage
-from tests.chat.making import Stage, entries, staged
+from tests.chat.scripted_service import Stage, open_stage, read_entries
 from tests.client.live import served
 
 HUGE = 2**63
 IDS = ["x", "%2e%2e", "%00", "%ff", "a%2fb", "é", "' OR 1=1 --", "x" * 5000, "%F0%9F%91%8B", "\u202e"]
 
 
-class Known:
+class HostileFixture:
     stage: Stage
     http: httpx.AsyncClient
     talk: Conversation
@@ -27,29 +27,29 @@ class Known:
 
 
 @pytest.fixture
-async def known(tmp_path: Path) -> AsyncIterator[Known]:
+async def target(tmp_path: Path) -> AsyncIterator[HostileFixture]:
     async with (
-        staged(tmp_path) as stage,
+        open_stage(tmp_path) as stage,
         served(stage.service) as url,
         httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http,
     ):
-        it = Known()
-        it.stage, it.http, it.talk = stage, http, await stage.chat.create()
-        said = await stage.chat.say(it.talk.id, None, user("Wave!"))
-        it.message, it.turn = said.message, said.reply
-        await entries(stage.chat, said.reply.id)
+        it = HostileFixture()
+        it.stage, it.http, it.talk = stage, http, await stage.chat.create_conversation()
+        sent = await stage.chat.send_message(it.talk.id, None, user("Wave!"))
+        it.message, it.turn = sent.message, sent.reply
+        await read_entries(stage.chat, sent.reply.id)
         yield it
         assert (await http.get(f"/api/conversations/{it.talk.id}/nodes")).status_code == 200
 
 
-def refused(answer: httpx.Response) -> None:
+def assert_refused(answer: httpx.Response) -> None:
     assert 400 <= answer.status_code < 500, f"{answer.request.method} {answer.request.url}: {answer.text[:300]}"
     error = answer.json()["error"]
     assert error["message"]
     assert error["type"]
 
 
-async def test_ids_that_are_none(known: Known) -> None:
+async def test_ids_that_are_none(target: HostileFixture) -> None:
     for id in IDS:
         for path in (
             f"/api/conversations/{id}",
@@ -62,9 +62,9 @@ async def test_ids_that_are_none(known: Known) -> None:
             f"/api/turns/{id}/tokens",
             f"/api/blobs/{id}",
         ):
-            refused(await known.http.get(path))
+            assert_refused(await target.http.get(path))
         for path in ("stop", "continue", "answer-now"):
-            refused(await known.http.post(f"/api/turns/{id}/{path}"))
+            assert_refused(await target.http.post(f"/api/turns/{id}/{path}"))
 
 
 QUERIES = [
@@ -86,17 +86,17 @@ QUERIES = [
 ]
 
 
-async def test_queries_out_of_bounds(known: Known) -> None:
+async def test_queries_out_of_bounds(target: HostileFixture) -> None:
     for query in QUERIES:
-        refused(await known.http.get(f"/api/{query}"))
+        assert_refused(await target.http.get(f"/api/{query}"))
 
 
 SEARCHES = ['"', '"""', "*", "a AND", "NEAR(", "\x00", "' --", "(", ":", "-", "é" * 2000, "😀"]
 
 
-async def test_searches_that_are_no_words(known: Known) -> None:
+async def test_searches_that_are_no_words(target: HostileFixture) -> None:
     for query in SEARCHES:
-        answer = await known.http.get("/api/search", params={"query": query})
+        answer = await target.http.get("/api/search", params={"query": query})
         assert answer.status_code in (200, 400), answer.text
 
 
@@ -146,13 +146,13 @@ PARAMETERS: list[dict[str, Any]] = [
 ]
 
 
-async def test_parameters_out_of_bounds(known: Known) -> None:
+async def test_parameters_out_of_bounds(target: HostileFixture) -> None:
     message = {"role": "user", "parts": [{"type": "text", "text": "Wave!"}]}
-    path = f"/api/conversations/{known.talk.id}"
+    path = f"/api/conversations/{target.talk.id}"
     for parameters in PARAMETERS:
         body = {"parent": None, "message": message, "parameters": parameters}
-        refused(await known.http.post(f"{path}/say", json=body))
-    assert len(await known.stage.chat.nodes(known.talk.id)) == 2
+        assert_refused(await target.http.post(f"{path}/say", json=body))
+    assert len(await target.stage.chat.nodes(target.talk.id)) == 2
 
 
 BODIES: list[tuple[str, Any]] = [
@@ -180,14 +180,14 @@ BODIES: list[tuple[str, Any]] = [
 ]
 
 
-async def test_bodies_that_are_wrong(known: Known) -> None:
+async def test_bodies_that_are_wrong(target: HostileFixture) -> None:
     for path, body in BODIES:
-        filled = path.format(turn=known.turn.id, message=known.message.id, talk=known.talk.id)
-        refused(await known.http.post(f"/api/{filled}", json=body))
+        filled = path.format(turn=target.turn.id, message=target.message.id, talk=target.talk.id)
+        assert_refused(await target.http.post(f"/api/{filled}", json=body))
 
 
-async def test_bodies_that_are_no_conversation(known: Known) -> None:
+async def test_bodies_that_are_no_conversation(target: HostileFixture) -> None:
     json = {"content-type": "application/json"}
     wrong = (b"", b"null", b"3", b"\xff", b'{"title": "\\ud800"}', b"[" * 10_000, b'{"title": NaN}', b'{"title": 3}')
     for body in wrong:
-        refused(await known.http.post("/api/conversations", content=body, headers=json))
+        assert_refused(await target.http.post("/api/conversations", content=body, headers=json))

@@ -1,4 +1,4 @@
-"""The routes as programs other than ours see them: whose things are whose, keys, files, blobs, the document."""
+"""The routes as other programs use them: ownership, keys, files, blobs, the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from palaver.server.settings import ServerSettings
-from tests.chat.making import Stage, staged
+from tests.chat.scripted_service import Stage, open_stage
 from tests.client.live import TOKEN, served
 
 USER = {"role": "user", "parts": [{"type": "text", "text": "Wave!"}]}
@@ -23,8 +23,8 @@ PICTURE = b"\x89PNG of a tree"
 
 
 @dataclass
-class Two:
-    """A server that asks for keys, and two users of it."""
+class TwoUsers:
+    """A server with API keys, and two users."""
 
     stage: Stage
     ann: httpx.AsyncClient
@@ -33,45 +33,45 @@ class Two:
 
 
 @asynccontextmanager
-async def calling(url: str, key: str = "") -> AsyncIterator[httpx.AsyncClient]:
+async def http_client(url: str, key: str = "") -> AsyncIterator[httpx.AsyncClient]:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120, trust_env=False) as http:
         yield http
 
 
 @pytest.fixture
-async def two(tmp_path: Path) -> AsyncIterator[Two]:
-    async with staged(tmp_path) as stage:
+async def two(tmp_path: Path) -> AsyncIterator[TwoUsers]:
+    async with open_stage(tmp_path) as stage:
         store = stage.service.store
         keys = [store.keys.add(store.users.ensure(name).id)[1] for name in ("ann", "bob")]
-        await stage.chat.ready()
+        await stage.chat.wait_until_ready()
         async with (
             served(stage.service, ServerSettings(host="0.0.0.0")) as url,
-            calling(url, keys[0]) as ann,
-            calling(url, keys[1]) as bob,
-            calling(url) as nobody,
+            http_client(url, keys[0]) as ann,
+            http_client(url, keys[1]) as bob,
+            http_client(url) as nobody,
         ):
-            yield Two(stage, ann, bob, nobody)
+            yield TwoUsers(stage, ann, bob, nobody)
 
 
 @pytest.fixture
 async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with staged(tmp_path) as stage, served(stage.service) as url, calling(url, TOKEN) as http:
-        await stage.chat.ready()
+    async with open_stage(tmp_path) as stage, served(stage.service) as url, http_client(url, TOKEN) as http:
+        await stage.chat.wait_until_ready()
         yield http
 
 
-async def whole(http: httpx.AsyncClient, turn: str) -> None:
+async def wait_ended(http: httpx.AsyncClient, turn: str) -> None:
     assert (await http.get(f"/api/turns/{turn}/events")).status_code == 200
 
 
-async def test_what_is_anothers_is_not_found(two: Two) -> None:
+async def test_what_is_anothers_is_not_found(two: TwoUsers) -> None:
     talk = (await two.ann.post("/api/conversations", json={"title": "Ann's", "tags": ["hers"]})).json()["id"]
-    said = (await two.ann.post(f"/api/conversations/{talk}/say", json={"parent": None, "message": USER})).json()
-    message, turn = said["message"]["id"], said["reply"]["id"]
-    await whole(two.ann, turn)
+    sent = (await two.ann.post(f"/api/conversations/{talk}/say", json={"parent": None, "message": USER})).json()
+    message, turn = sent["message"]["id"], sent["reply"]["id"]
+    await wait_ended(two.ann, turn)
     digest = (await two.ann.post("/api/blobs", content=PICTURE, headers=OCTETS)).json()["digest"]
-    asked: list[tuple[str, str, Any]] = [
+    requests: list[tuple[str, str, Any]] = [
         ("GET", f"/api/conversations/{talk}", None),
         ("PATCH", f"/api/conversations/{talk}", {"title": "Bob's"}),
         ("DELETE", f"/api/conversations/{talk}", None),
@@ -101,7 +101,7 @@ async def test_what_is_anothers_is_not_found(two: Two) -> None:
         ("GET", f"/api/blobs/{digest}", None),
         ("GET", f"/api/conversations?before={talk}", None),
     ]
-    for method, path, body in asked:
+    for method, path, body in requests:
         answer = await two.bob.request(method, path, json=body)
         assert answer.status_code == 404, f"{method} {path}: {answer.status_code}"
         assert answer.json()["error"]["name"] == "not_found"
@@ -118,7 +118,7 @@ async def test_what_is_anothers_is_not_found(two: Two) -> None:
         (f"/api/conversations/{mine}/messages", {"parent": message, "message": USER}),
         (f"/api/conversations/{mine}/replies", {"parent": message}),
         (f"/api/conversations/{mine}/gauge", {"leaf": message}),
-        (f"/api/conversations/{mine}/say", {"parent": None, "message": pictured(digest)}),
+        (f"/api/conversations/{mine}/say", {"parent": None, "message": picture_message(digest)}),
     ):
         assert (await two.bob.post(path, json=body)).status_code == 404, path
     assert (
@@ -130,7 +130,7 @@ async def test_what_is_anothers_is_not_found(two: Two) -> None:
     assert (await two.ann.get(f"/api/conversations/{talk}")).json()["title"] == "Ann's"
 
 
-async def test_changes_are_told_to_their_owner_alone(two: Two) -> None:
+async def test_changes_are_told_to_their_owner_alone(two: TwoUsers) -> None:
     async with two.bob.stream("GET", "/api/events", params={"changes": "true"}) as answer:
         pieces = answer.aiter_bytes()
         assert b"opened" in await anext(pieces)
@@ -139,7 +139,7 @@ async def test_changes_are_told_to_their_owner_alone(two: Two) -> None:
         assert json.loads((await anext(pieces)).removeprefix(b"data: "))["change"]["conversation_id"] == his
 
 
-async def test_only_an_administrator_changes_the_model(two: Two) -> None:
+async def test_only_an_administrator_changes_the_model(two: TwoUsers) -> None:
     for path, body in (("load", {"name": "scripted"}), ("unload", None)):
         assert (await two.bob.post(f"/api/model/{path}", json=body)).status_code == 403
     assert (await two.bob.get("/api/model")).json()["state"] == "ready"
@@ -159,7 +159,7 @@ async def test_a_key_in_the_header_or_in_the_body_makes_a_write_happen_once(http
     first = (await http.post(f"/api/conversations/{talk}/say", json=body, headers={"idempotency-key": "k2"})).json()
     again = (await http.post(f"/api/conversations/{talk}/say", json={**body, "key": "k2"})).json()
     assert (first["message"]["id"], first["reply"]["id"]) == (again["message"]["id"], again["reply"]["id"])
-    await whole(http, first["reply"]["id"])
+    await wait_ended(http, first["reply"]["id"])
     retry = {"parent": first["message"]["id"], "key": "k3"}
     replies = [(await http.post(f"/api/conversations/{talk}/replies", json=retry)).json()["id"] for _ in range(2)]
     assert replies[0] == replies[1]
@@ -215,7 +215,7 @@ async def test_files_are_downloads_of_their_kind(http: httpx.AsyncClient) -> Non
 OCTETS = {"content-type": "application/octet-stream"}
 
 
-def pictured(digest: str) -> dict[str, Any]:
+def picture_message(digest: str) -> dict[str, Any]:
     blob = {"type": "blob", "kind": "image", "media_type": "image/png", "digest": digest, "size": len(PICTURE)}
     return {"role": "user", "parts": [blob]}
 
@@ -241,8 +241,8 @@ async def test_media_come_by_value_or_by_name(http: httpx.AsyncClient) -> None:
     digest = (await http.post("/api/blobs", content=PICTURE, headers=OCTETS)).json()["digest"]
     inline = {"type": "image", "media_type": "image/png", "data": base64.b64encode(PICTURE).decode()}
     by_value = await http.post(path, json={"parent": None, "message": {"role": "user", "parts": [inline]}})
-    by_name = await http.post(path, json={"parent": None, "message": pictured(digest)})
-    assert by_value.json()["parts"] == by_name.json()["parts"] == pictured(digest)["parts"]
+    by_name = await http.post(path, json={"parent": None, "message": picture_message(digest)})
+    assert by_value.json()["parts"] == by_name.json()["parts"] == picture_message(digest)["parts"]
     wrong = {**inline, "data": "%%%"}
     refused = await http.post(path, json={"parent": None, "message": {"role": "user", "parts": [wrong]}})
     assert refused.status_code == 400
@@ -276,19 +276,19 @@ async def test_texts_come_back_to_the_letter(http: httpx.AsyncClient) -> None:
     for text in ("\x00", "a\u2028b", "\U0001f44b\u200d", "</think><|im_end|>"):
         talk = (await http.post("/api/conversations", json={"system": text})).json()
         assert talk["system"] == text
-        said = {"role": "user", "parts": [{"type": "text", "text": text}]}
+        sent = {"role": "user", "parts": [{"type": "text", "text": text}]}
         path = f"/api/conversations/{talk['id']}/messages"
-        put = (await http.post(path, json={"parent": None, "message": said})).json()
-        assert (await http.get(f"/api/messages/{put['id']}")).json()["parts"] == said["parts"]
+        put = (await http.post(path, json={"parent": None, "message": sent})).json()
+        assert (await http.get(f"/api/messages/{put['id']}")).json()["parts"] == sent["parts"]
 
 
 async def test_waiting_for_the_model_has_a_limit(tmp_path: Path) -> None:
-    async with staged(tmp_path) as stage, served(stage.service) as url, calling(url, TOKEN) as http:
-        await stage.chat.ready()
+    async with open_stage(tmp_path) as stage, served(stage.service) as url, http_client(url, TOKEN) as http:
+        await stage.chat.wait_until_ready()
         stuck = asyncio.Event()
 
-        async def load(name: str, told: Any) -> Any:
-            told(0.25, "reading")
+        async def load(name: str, report: Any) -> Any:
+            report(0.25, "reading")
             await stuck.wait()
 
         stage.service.models._load = load
@@ -322,12 +322,12 @@ async def test_the_document_is_complete(http: httpx.AsyncClient) -> None:
                 assert good == "204" or all("schema" in one for one in content.values()), f"{method} {path}"
 
 
-async def test_the_whole_of_a_turn_by_http_alone(two: Two) -> None:
+async def test_the_whole_of_a_turn_by_http_alone(two: TwoUsers) -> None:
     talk = (await two.ann.post("/api/conversations", json={})).json()["id"]
     body = {"parent": None, "message": USER}
-    said = (await two.ann.post(f"/api/conversations/{talk}/say", json=body)).json()
-    turn = said["reply"]["id"]
-    await whole(two.ann, turn)
+    sent = (await two.ann.post(f"/api/conversations/{talk}/say", json=body)).json()
+    turn = sent["reply"]["id"]
+    await wait_ended(two.ann, turn)
     done = (await two.ann.get(f"/api/messages/{turn}")).json()
     assert [part["type"] for part in done["parts"]] == ["thinking", "text"]
     assert done["reply"]["status"] == "done"

@@ -1,4 +1,4 @@
-"""End to end with the embedded model: what is said over HTTP, stopped and continued has no seam."""
+"""End to end with the embedded model over HTTP: a reply that is stopped and continued has no seam."""
 
 from __future__ import annotations
 
@@ -12,66 +12,68 @@ from palaver.events import Finished, ThinkingDelta, fold
 from palaver.generation import Finish
 from palaver.messages import user
 from palaver.store import ReplyStatus
-from tests.chat.making import entries
-from tests.server.live import Live
+from tests.chat.scripted_service import read_entries
+from tests.server.live_server import LiveServer
 
 QUESTION = "How many r are in the word strawberry?"
 
 
-async def stopped_at(chat: Chat, reply_id: str, count: int) -> None:
-    """Stops the reply when so many events have been heard, unless it is over by then."""
+async def stop_after(chat: Chat, reply_id: str, count: int) -> None:
+    """Stops the reply after `count` events, unless it has ended."""
     async with chat.events(reply_id) as stream:
         async for entry in stream:
             if entry.number >= count and not isinstance(entry.event, Finished):
-                await chat.stop(reply_id)
+                await chat.stop_reply(reply_id)
                 break
-    await entries(chat, reply_id)
+    await read_entries(chat, reply_id)
 
 
 @pytest.mark.slow
-async def test_stopped_and_continued_over_http_it_is_the_reply_without_the_stop(live: Live) -> None:
-    dice = random.Random(3)
+async def test_stopped_and_continued_over_http_it_is_the_reply_without_the_stop(live: LiveServer) -> None:
+    rng = random.Random(3)
     async with HttpChat(live.url) as chat:
-        card = await chat.ready()
+        card = await chat.wait_until_ready()
         assert (card.state, card.thinks) == (ModelState.READY, True)
-        talk = await chat.create()
+        conversation = await chat.create_conversation()
         for parameters in ({"temperature": 0}, {"temperature": 1.0, "seed": 11}):
-            said = await chat.say(talk.id, None, user(QUESTION), parameters=parameters)
-            told = await entries(chat, said.reply.id)
-            whole = await chat.tokens(said.reply.id)
-            assert any(isinstance(entry.event, ThinkingDelta) for entry in told)
+            sent = await chat.send_message(conversation.id, None, user(QUESTION), parameters=parameters)
+            first_entries = await read_entries(chat, sent.reply.id)
+            whole = await chat.tokens(sent.reply.id)
+            assert any(isinstance(entry.event, ThinkingDelta) for entry in first_entries)
             for _ in range(3):
-                again = await chat.reply(talk.id, said.message.id, parameters=parameters)
+                again = await chat.start_reply(conversation.id, sent.message.id, parameters=parameters)
                 while True:
-                    await stopped_at(chat, again.id, dice.randint(1, told[-1].number))
+                    await stop_after(chat, again.id, rng.randint(1, first_entries[-1].number))
                     status = (await chat.message(again.id)).reply
                     assert status is not None
                     if status.status is ReplyStatus.DONE:
                         break
-                    assert (await chat.go_on(again.id)).id == again.id
-                    if dice.random() < 0.5:
+                    assert (await chat.continue_reply(again.id)).id == again.id
+                    if rng.random() < 0.5:
                         break
-                rest = await entries(chat, again.id)
+                rest = await read_entries(chat, again.id)
                 assert isinstance(rest[-1].event, Finished)
                 assert rest[-1].event.finish is Finish.END
                 assert [token.token_id for token in await chat.tokens(again.id)] == [one.token_id for one in whole]
-                assert fold(entry.event for entry in rest).message == fold(entry.event for entry in told).message
+                assert (
+                    fold(entry.event for entry in rest).message == fold(entry.event for entry in first_entries).message
+                )
 
 
-async def test_answer_now_and_the_next_turn(live: Live) -> None:
+async def test_answer_now_and_the_next_turn(live: LiveServer) -> None:
     async with HttpChat(live.url) as chat:
-        talk = await chat.create(parameters={"temperature": 0})
-        said = await chat.say(talk.id, None, user(QUESTION))
-        async with chat.events(said.reply.id) as stream:
+        conversation = await chat.create_conversation(parameters={"temperature": 0})
+        sent = await chat.send_message(conversation.id, None, user(QUESTION))
+        async with chat.events(sent.reply.id) as stream:
             async for entry in stream:
                 if isinstance(entry.event, ThinkingDelta):
-                    await chat.answer_now(said.reply.id)
+                    await chat.answer_now(sent.reply.id)
                     break
-        told = await entries(chat, said.reply.id)
-        assert fold(entry.event for entry in told).message.text
-        more = await chat.say(talk.id, said.reply.id, user("Thank you!"))
-        await entries(chat, more.reply.id)
-        gauge = await chat.gauge(talk.id, more.reply.id)
+        first_entries = await read_entries(chat, sent.reply.id)
+        assert fold(entry.event for entry in first_entries).message.text
+        more = await chat.send_message(conversation.id, sent.reply.id, user("Thank you!"))
+        await read_entries(chat, more.reply.id)
+        gauge = await chat.context_usage(conversation.id, more.reply.id)
         assert 0 < gauge.used < gauge.limit
         done = (await chat.message(more.reply.id)).reply
         assert done is not None

@@ -1,4 +1,4 @@
-"""kill -9 of the whole server in the midst of responses: nothing is lost, and no number changes its meaning."""
+"""`kill -9` of the server during responses: nothing is lost, and sequence numbers keep their meaning."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.responses.test_state import RESPONSES, SUM, over, retrieve
+from tests.server.responses.test_stored import RESPONSES, SUM, retrieve, wait_ended
 
 ROOT = Path(__file__).parents[3]
 
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """A server of its own process, when its model is there."""
+    """A server in its own process, once its model is loaded."""
     command = [sys.executable, "-m", "palaver", "serve", "--port", "0", "--data", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
@@ -37,32 +37,32 @@ def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]
             process.stderr.close()
 
 
-def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+def parse_events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     return (json.loads(line[6:]) for line in lines if line.startswith("data: "))
 
 
 @pytest.mark.slow
 def test_killed_in_the_midst_of_a_stream(tmp_path: Path) -> None:
     body = {"input": SUM, "seed": 3, "background": True, "min_tokens": 100, "max_output_tokens": 120}
-    heard: list[dict[str, Any]] = []
+    received: list[dict[str, Any]] = []
     with serving(tmp_path) as (process, http):
         other = http.post(RESPONSES, json=body).json()
         with http.stream("POST", RESPONSES, json={**body, "stream": True}) as answer:
-            for event in events(answer.iter_lines()):
-                heard.append(event)
-                if len(heard) == 25:
+            for event in parse_events(answer.iter_lines()):
+                received.append(event)
+                if len(received) == 25:
                     process.kill()
                     break
-    response = heard[0]["response"]
+    response = received[0]["response"]
     with serving(tmp_path) as (_, http):
-        after = heard[-1]["sequence_number"]
+        after = received[-1]["sequence_number"]
         with http.stream("GET", f"{RESPONSES}/{response['id']}?stream=true&starting_after={after}") as answer:
-            rest = list(events(answer.iter_lines()))
+            rest = list(parse_events(answer.iter_lines()))
         with http.stream("GET", f"{RESPONSES}/{response['id']}?stream=true") as answer:
-            whole = list(events(answer.iter_lines()))
-        assert [*heard, *rest] == whole
+            whole = list(parse_events(answer.iter_lines()))
+        assert [*received, *rest] == whole
         assert whole[-1]["type"] in ("response.completed", "response.incomplete")
         assert retrieve(http, response) == whole[-1]["response"]
-        ended = over(http, retrieve(http, other))
+        ended = wait_ended(http, retrieve(http, other))
         said = [item["content"] for item in ended["output"] if item["type"] == "reasoning"]
         assert said == [item["content"] for item in whole[-1]["response"]["output"] if item["type"] == "reasoning"]

@@ -12,7 +12,7 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from palaver.server.settings import ServerLimits, ServerSettings
-from tests.server.live import Live
+from tests.server.live_server import LiveServer
 
 SUM = "What is 12 + 30?"
 WEATHER: Any = {
@@ -22,7 +22,7 @@ WEATHER: Any = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     "strict": True,
 }
-ASKED: dict[str, Any] = {"model": "sprout", "input": SUM, "temperature": 0}
+REQUEST: dict[str, Any] = {"model": "sprout", "input": SUM, "temperature": 0}
 ENDLESS: dict[str, Any] = {"extra_body": {"min_tokens": 6000}}
 
 
@@ -41,7 +41,7 @@ def numbered(events: Any) -> list[dict[str, Any]]:
 
 
 def test_create(client: openai.OpenAI) -> None:
-    response = client.responses.create(**ASKED)
+    response = client.responses.create(**REQUEST)
     assert response.status == "completed"
     assert response.output_text == "12 + 30 = 42."
     assert [item.type for item in response.output] == ["reasoning", "message"]
@@ -54,11 +54,11 @@ def test_create(client: openai.OpenAI) -> None:
 
 
 def test_stream_has_the_names_and_the_order(client: openai.OpenAI) -> None:
-    events = list(client.responses.create(**ASKED, stream=True))
+    events = list(client.responses.create(**REQUEST, stream=True))
     names = [event.type for event in events]
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    told = [name for place, name in enumerate(names) if place == 0 or names[place - 1] != name]
-    assert told == [
+    distinct = [name for index, name in enumerate(names) if index == 0 or names[index - 1] != name]
+    assert distinct == [
         "response.created",
         "response.in_progress",
         "response.output_item.added",
@@ -75,10 +75,10 @@ def test_stream_has_the_names_and_the_order(client: openai.OpenAI) -> None:
         "response.output_item.done",
         "response.completed",
     ]
-    said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     last = events[-1]
     assert last.type == "response.completed"
-    assert said == last.response.output_text == "12 + 30 = 42."
+    assert text == last.response.output_text == "12 + 30 = 42."
     assert client.responses.retrieve(last.response.id) == last.response
 
 
@@ -88,18 +88,18 @@ def test_the_streaming_helper(client: openai.OpenAI) -> None:
     assert isinstance(final.output_parsed, Sum)
 
 
-async def test_the_async_client(live: Live) -> None:
+async def test_the_async_client(live: LiveServer) -> None:
     async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
-        async with client.responses.stream(**ASKED) as stream:
+        async with client.responses.stream(**REQUEST) as stream:
             final = await stream.get_final_response()
         assert (await client.responses.retrieve(final.id)).output_text == final.output_text == "12 + 30 = 42."
 
 
 def test_structured_text(client: openai.OpenAI) -> None:
-    parsed = client.responses.parse(**ASKED, text_format=Sum)
+    parsed = client.responses.parse(**REQUEST, text_format=Sum)
     assert isinstance(parsed.output_parsed, Sum)
     assert [item.type for item in parsed.output] == ["reasoning", "message"]
-    loose = client.responses.create(**ASKED, text={"format": {"type": "json_object"}})
+    loose = client.responses.create(**REQUEST, text={"format": {"type": "json_object"}})
     assert isinstance(json.loads(loose.output_text), dict)
 
 
@@ -119,37 +119,37 @@ def test_tools_round_trip_by_the_response_before(client: openai.OpenAI) -> None:
 
 
 def test_tools_round_trip_without_being_stored(client: openai.OpenAI) -> None:
-    said: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
-    asked: dict[str, Any] = {"model": "sprout", "tools": [WEATHER], "temperature": 0, "store": False}
-    first = client.responses.create(input=said, include=["reasoning.encrypted_content"], **asked)
+    items: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    request: dict[str, Any] = {"model": "sprout", "tools": [WEATHER], "temperature": 0, "store": False}
+    first = client.responses.create(input=items, include=["reasoning.encrypted_content"], **request)
     call = next(item for item in first.output if item.type == "function_call")
-    said += [*first.output, {"type": "function_call_output", "call_id": call.call_id, "output": '{"degrees": 21}'}]
-    second = client.responses.create(input=said, **asked)
+    items += [*first.output, {"type": "function_call_output", "call_id": call.call_id, "output": '{"degrees": 21}'}]
+    second = client.responses.create(input=items, **request)
     assert "21" in second.output_text
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
 
 
 def test_calls_are_streamed_and_chosen(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "sprout", "input": "Hello there", "tools": [WEATHER], "temperature": 0}
+    request: dict[str, Any] = {"model": "sprout", "input": "Hello there", "tools": [WEATHER], "temperature": 0}
     chosen: list[Any] = ["required", {"type": "function", "name": "get_weather"}]
     for choice in chosen:
-        events = list(client.responses.create(**asked, tool_choice=choice, stream=True))
+        events = list(client.responses.create(**request, tool_choice=choice, stream=True))
         arguments = "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta")
         done = next(e for e in events if e.type == "response.function_call_arguments.done")
         assert arguments == done.arguments
         assert "city" in json.loads(arguments)
-    none = client.responses.create(**{**asked, "input": "What is the weather in Paris?"}, tool_choice="none")
+    none = client.responses.create(**{**request, "input": "What is the weather in Paris?"}, tool_choice="none")
     assert all(item.type != "function_call" for item in none.output)
     allowed: Any = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_weather"}]}
-    assert client.responses.create(**asked, tool_choice=allowed).status == "completed"
+    assert client.responses.create(**request, tool_choice=allowed).status == "completed"
 
 
 def test_the_response_before_is_gone_on_with_twice(client: openai.OpenAI) -> None:
     first = client.responses.create(model="sprout", input="My name is Ann.", temperature=0)
-    asked: dict[str, Any] = {"model": "sprout", "input": "What is my name?", "temperature": 0}
-    one = client.responses.create(**asked, previous_response_id=first.id)
-    other = client.responses.create(**asked, previous_response_id=first.id)
+    request: dict[str, Any] = {"model": "sprout", "input": "What is my name?", "temperature": 0}
+    one = client.responses.create(**request, previous_response_id=first.id)
+    other = client.responses.create(**request, previous_response_id=first.id)
     assert "Ann" in one.output_text
     assert one.output_text == other.output_text
     assert one.id != other.id
@@ -159,7 +159,7 @@ def test_the_response_before_is_gone_on_with_twice(client: openai.OpenAI) -> Non
 
 
 def test_background(client: openai.OpenAI) -> None:
-    response = client.responses.create(**ASKED, background=True)
+    response = client.responses.create(**REQUEST, background=True)
     assert response.status in ("queued", "in_progress")
     while response.status in ("queued", "in_progress"):
         response = client.responses.retrieve(response.id)
@@ -169,7 +169,7 @@ def test_background(client: openai.OpenAI) -> None:
 
 
 def test_cancel(client: openai.OpenAI) -> None:
-    response = client.responses.create(**ASKED, background=True, **ENDLESS)
+    response = client.responses.create(**REQUEST, background=True, **ENDLESS)
     cancelled = client.responses.cancel(response.id)
     assert cancelled.status == "cancelled"
     assert client.responses.cancel(response.id) == cancelled, "it stays as it is"
@@ -178,7 +178,7 @@ def test_cancel(client: openai.OpenAI) -> None:
 
 def test_a_stream_ends_when_it_is_cancelled(client: openai.OpenAI) -> None:
     events = []
-    with client.responses.create(**ASKED, background=True, stream=True, **ENDLESS) as stream:
+    with client.responses.create(**REQUEST, background=True, stream=True, **ENDLESS) as stream:
         for event in stream:
             events.append(event)
             if len(events) == 12:
@@ -192,25 +192,25 @@ def test_a_stream_ends_when_it_is_cancelled(client: openai.OpenAI) -> None:
 
 
 def test_delete(client: openai.OpenAI) -> None:
-    response = client.responses.create(**ASKED)
+    response = client.responses.create(**REQUEST)
     client.responses.delete(response.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(response.id)
     with pytest.raises(openai.BadRequestError) as gone:
-        client.responses.create(**ASKED, previous_response_id=response.id)
+        client.responses.create(**REQUEST, previous_response_id=response.id)
     assert (gone.value.code, gone.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
 def test_a_running_response_is_stopped_and_deleted(client: openai.OpenAI) -> None:
-    response = client.responses.create(**ASKED, background=True, **ENDLESS)
+    response = client.responses.create(**REQUEST, background=True, **ENDLESS)
     client.responses.delete(response.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.cancel(response.id)
 
 
 def test_what_was_asked_for_is_listed(client: openai.OpenAI) -> None:
-    said: list[Any] = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
-    response = client.responses.create(model="sprout", input=said, max_output_tokens=16)
+    items: list[Any] = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
+    response = client.responses.create(model="sprout", input=items, max_output_tokens=16)
     items = [item.to_dict() for item in client.responses.input_items.list(response.id, order="asc")]
     assert [item["role"] for item in items] == ["system", "user"]
     assert items[1]["content"] == [{"type": "input_text", "text": "Hello"}]
@@ -220,7 +220,7 @@ def test_what_was_asked_for_is_listed(client: openai.OpenAI) -> None:
 
 def test_cut_at_every_event_while_it_runs(client: openai.OpenAI) -> None:
     """One connection for each event: every one but the first comes back by the number of the last."""
-    stream = client.responses.create(**ASKED, background=True, stream=True)
+    stream = client.responses.create(**REQUEST, background=True, stream=True)
     events = [next(stream)]
     stream.close()
     created = events[0]
@@ -235,8 +235,8 @@ def test_cut_at_every_event_while_it_runs(client: openai.OpenAI) -> None:
 
 
 def test_resumed_at_every_event_when_it_is_over(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "sprout", "input": "What is the weather in Paris?", "tools": [WEATHER]}
-    whole = numbered(client.responses.create(**asked, stream=True, extra_body={"seed": 5}))
+    request: dict[str, Any] = {"model": "sprout", "input": "What is the weather in Paris?", "tools": [WEATHER]}
+    whole = numbered(client.responses.create(**request, stream=True, extra_body={"seed": 5}))
     id = whole[0]["response"]["id"]
     for number in range(len(whole)):
         assert numbered(client.responses.retrieve(id, stream=True, starting_after=number)) == whole[number + 1 :]
@@ -246,7 +246,7 @@ def test_resumed_at_every_event_when_it_is_over(client: openai.OpenAI) -> None:
 
 
 def test_resumed_by_the_streaming_helper(client: openai.OpenAI) -> None:
-    response = client.responses.create(**ASKED, background=True)
+    response = client.responses.create(**REQUEST, background=True)
     with client.responses.stream(response_id=response.id, starting_after=10) as stream:
         events = list(stream)
     assert events[0].sequence_number == 11
@@ -254,29 +254,29 @@ def test_resumed_by_the_streaming_helper(client: openai.OpenAI) -> None:
 
 
 def test_log_probabilities_stored_and_not(client: openai.OpenAI) -> None:
-    wanted: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    stored = client.responses.create(**ASKED, **wanted)
-    stateless = client.responses.create(**ASKED, **wanted, store=False)
+    options: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    stored = client.responses.create(**REQUEST, **options)
+    stateless = client.responses.create(**REQUEST, **options, store=False)
 
-    def told(response: Response) -> list[Any]:
+    def logprobs(response: Response) -> list[Any]:
         [message] = [item for item in response.output if item.type == "message"]
         [part] = [part for part in message.content if part.type == "output_text"]
         return part.logprobs or []
 
-    assert "".join(one.token for one in told(stored)) == stored.output_text
-    assert [len(one.top_logprobs) for one in told(stored)] == [2] * len(told(stored))
-    assert [one.token for one in told(stored)] == [one.token for one in told(stateless)]
+    assert "".join(one.token for one in logprobs(stored)) == stored.output_text
+    assert [len(one.top_logprobs) for one in logprobs(stored)] == [2] * len(logprobs(stored))
+    assert [one.token for one in logprobs(stored)] == [one.token for one in logprobs(stateless)]
     assert client.responses.retrieve(stored.id) == stored
-    plain = client.responses.create(**ASKED)
-    assert told(plain) == []
-    assert told(client.responses.retrieve(plain.id, include=["message.output_text.logprobs"]))
+    plain = client.responses.create(**REQUEST)
+    assert logprobs(plain) == []
+    assert logprobs(client.responses.retrieve(plain.id, include=["message.output_text.logprobs"]))
     events = numbered(client.responses.retrieve(stored.id, stream=True))
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
-    assert [one["token"] for event in deltas for one in event["logprobs"]] == [one.token for one in told(stored)]
+    assert [one["token"] for event in deltas for one in event["logprobs"]] == [one.token for one in logprobs(stored)]
 
 
 def test_tokens_are_counted(client: openai.OpenAI) -> None:
-    first = client.responses.create(**ASKED)
+    first = client.responses.create(**REQUEST)
     assert first.usage is not None
     assert client.responses.input_tokens.count(model="sprout", input=SUM).input_tokens == first.usage.input_tokens
     after = client.responses.input_tokens.count(input=SUM, previous_response_id=first.id)
@@ -285,7 +285,7 @@ def test_tokens_are_counted(client: openai.OpenAI) -> None:
 
 def test_cut_for_its_length(client: openai.OpenAI) -> None:
     for store in (True, False):
-        response = client.responses.create(**ASKED, max_output_tokens=16, store=store)
+        response = client.responses.create(**REQUEST, max_output_tokens=16, store=store)
         assert response.status == "incomplete"
         assert response.incomplete_details is not None
         assert response.incomplete_details.reason == "max_output_tokens"
@@ -298,28 +298,28 @@ def test_the_assistants_last_item_is_continued(client: openai.OpenAI) -> None:
     """Where nothing is stored; the output holds what is new."""
     thought_so_far: Any = {"type": "reasoning", "id": "rs_1", "summary": []}
     thought_so_far["content"] = [{"type": "reasoning_text", "text": "12+30, from the right:"}]
-    asked: dict[str, Any] = {**ASKED, "input": [{"role": "user", "content": SUM}, thought_so_far]}
-    response = client.responses.create(**asked, store=False)
+    request: dict[str, Any] = {**REQUEST, "input": [{"role": "user", "content": SUM}, thought_so_far]}
+    response = client.responses.create(**request, store=False)
     assert [item.type for item in response.output] == ["reasoning", "message"]
     assert thought(response).startswith(" 2 1 and 0 3")
-    part = client.responses.create(**asked, store=False, max_output_tokens=5)
+    part = client.responses.create(**request, store=False, max_output_tokens=5)
     assert part.status == "incomplete"
     assert part.usage is not None
     assert part.usage.output_tokens == 5
     with pytest.raises(openai.BadRequestError, match="store false"):
-        client.responses.create(**asked)
+        client.responses.create(**request)
     call: Any = {"type": "function_call", "call_id": "1", "name": "get_weather", "arguments": "{}"}
     with pytest.raises(openai.BadRequestError, match="result must follow"):
-        client.responses.create(**{**asked, "input": [{"role": "user", "content": SUM}, call]}, store=False)
+        client.responses.create(**{**request, "input": [{"role": "user", "content": SUM}, call]}, store=False)
 
 
 def test_a_thought_as_the_summary(client: openai.OpenAI) -> None:
-    content = client.responses.create(**ASKED)
-    response = client.responses.create(**ASKED, reasoning={"summary": "auto"})
+    content = client.responses.create(**REQUEST)
+    response = client.responses.create(**REQUEST, reasoning={"summary": "auto"})
     [item] = [item for item in response.output if item.type == "reasoning"]
     assert item.content is None
     assert [part.text for part in item.summary] == [thought(content)]
-    names = {event.type for event in client.responses.create(**ASKED, reasoning={"summary": "auto"}, stream=True)}
+    names = {event.type for event in client.responses.create(**REQUEST, reasoning={"summary": "auto"}, stream=True)}
     assert "response.reasoning_summary_text.delta" in names
     assert "response.reasoning_text.delta" not in names
 
@@ -342,21 +342,21 @@ def test_errors_are_their_typed_exceptions(client: openai.OpenAI) -> None:
     ]
     for name, fields in refused:
         with pytest.raises(openai.BadRequestError) as bad:
-            client.responses.create(**{**ASKED, "store": False, **fields})
+            client.responses.create(**{**REQUEST, "store": False, **fields})
         assert bad.value.param == name
 
 
 def test_errors_of_keys_and_limits(tmp_path: Path) -> None:
-    settings = ServerSettings(host="0.0.0.0", limits=ServerLimits(at_once=1))
-    with Live(tmp_path, settings) as live:
+    settings = ServerSettings(host="0.0.0.0", limits=ServerLimits(max_replies=1))
+    with LiveServer(tmp_path, settings) as live:
         store, url = live.service.store, f"{live.url}/v1"
         keys = [store.keys.add(store.users.ensure(name).id)[1] for name in ("ann", "bob")]
         ann, bob = (openai.OpenAI(base_url=url, api_key=key, max_retries=0) for key in keys)
         with pytest.raises(openai.AuthenticationError):
-            openai.OpenAI(base_url=url, api_key="wrong", max_retries=0).responses.create(**ASKED)
-        response = ann.responses.create(**ASKED, background=True, **ENDLESS)
+            openai.OpenAI(base_url=url, api_key="wrong", max_retries=0).responses.create(**REQUEST)
+        response = ann.responses.create(**REQUEST, background=True, **ENDLESS)
         with pytest.raises(openai.RateLimitError):
-            ann.responses.create(**ASKED)
+            ann.responses.create(**REQUEST)
         for call in (bob.responses.retrieve, bob.responses.cancel, bob.responses.delete):
             with pytest.raises(openai.NotFoundError):
                 call(response.id)
@@ -364,5 +364,5 @@ def test_errors_of_keys_and_limits(tmp_path: Path) -> None:
             bob.responses.input_items.list(response.id)
         assert ann.responses.cancel(response.id).status == "cancelled"
         with pytest.raises(openai.BadRequestError):
-            bob.responses.create(**ASKED, previous_response_id=response.id)
-        assert bob.responses.create(**ASKED, max_output_tokens=16).status == "incomplete"
+            bob.responses.create(**REQUEST, previous_response_id=response.id)
+        assert bob.responses.create(**REQUEST, max_output_tokens=16).status == "incomplete"

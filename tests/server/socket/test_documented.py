@@ -1,4 +1,4 @@
-"""Every example of the protocol's document goes as it stands there."""
+"""Every example in `docs/ws-chat.md` works as it is written."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from typing import Any
 
 import pytest
 
-from tests.server.live import Live
-from tests.server.socket.talk import Talk, talking
+from tests.server.live_server import LiveServer
+from tests.server.socket.client import SocketClient, connect_client
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "ws-chat.md"
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 EXCHANGES = [text.splitlines() for kind, text in BLOCKS if not kind]
 PROGRAMS = [text for kind, text in BLOCKS if kind == "python"]
 VARYING = ("conversation", "reply", "turn_id", "cached_tokens", "audio_data")
-"""What differs from run to run, or with what was asked before."""
+"""Fields that differ from run to run, or with earlier requests."""
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with Live(tmp_path_factory.mktemp("documented")) as server:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with LiveServer(tmp_path_factory.mktemp("documented")) as server:
         yield server
 
 
-class Reader:
-    """Follows one exchange."""
+class ExchangeReplay:
+    """Replays one documented exchange."""
 
-    def __init__(self, talk: Talk) -> None:
-        self.talk = talk
+    def __init__(self, client: SocketClient) -> None:
+        self.client = client
         self.last: dict[str, Any] = {}
         self.turn = ""
         self.stopped = False
@@ -44,12 +44,12 @@ class Reader:
         if '"turn_id"' in text:
             text = re.sub(r'"turn_id": "[^"]*"', f'"turn_id": "{self.turn}"', text)
         self.stopped = self.stopped or '"stop"' in text
-        await self.talk.socket.send(text)
+        await self.client.socket.send(text)
 
     async def read(self, shown: dict[str, Any], skips: bool) -> None:
-        self.last = await self.talk.next()
+        self.last = await self.client.receive()
         while skips and (self.last["type"], set(self.last)) != (shown["type"], set(shown)):
-            self.last = await self.talk.next()
+            self.last = await self.client.receive()
         self.turn = self.last.get("turn_id", self.turn)
         assert list(self.last) == list(shown), (self.last, shown)
         for name, value in shown.items():
@@ -67,17 +67,17 @@ class Reader:
 
 
 @pytest.mark.parametrize("lines", EXCHANGES, ids=range(len(EXCHANGES)))
-async def test_an_exchange_goes_as_it_is_shown(live: Live, lines: list[str]) -> None:
+async def test_an_exchange_goes_as_it_is_shown(live: LiveServer, lines: list[str]) -> None:
     async with AsyncExitStack() as stack:
-        reader = Reader(await stack.enter_async_context(talking(live.url)))
+        reader = ExchangeReplay(await stack.enter_async_context(connect_client(live.url)))
         skips = False
         for line in lines:
             mark, text = line[0], line[2:]
             if mark == ">":
                 await reader.send(text)
             elif mark == "-":
-                reader.talk.cut()
-                reader.talk = await stack.enter_async_context(talking(live.url))
+                reader.client.abort()
+                reader.client = await stack.enter_async_context(connect_client(live.url))
             elif text == "...":
                 skips = True
             else:
@@ -86,7 +86,7 @@ async def test_an_exchange_goes_as_it_is_shown(live: Live, lines: list[str]) -> 
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
-def test_a_program_runs(live: Live, program: str) -> None:
+def test_a_program_runs(live: LiveServer, program: str) -> None:
     url = live.url.replace("http", "ws", 1) + "/ws/chat"
     ran = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "URL": url}, capture_output=True, text=True, check=False

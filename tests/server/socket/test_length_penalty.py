@@ -12,7 +12,7 @@ from palaver.chat.model_loader import LoadOptions, build_model, load_model_forma
 from palaver.chat.reply_stream import ReplyRequest
 from palaver.engines.torch import EngineOptions, load
 from palaver.messages import user
-from palaver.models.catalog import resolve
+from palaver.models.resolver import resolve_model
 from palaver.sampling import Sampling
 
 PENALTIES = (0.3, 1.0, 1.1, 1.6, 5.0)
@@ -20,9 +20,11 @@ PENALTIES = (0.3, 1.0, 1.1, 1.6, 5.0)
 
 @pytest.fixture
 async def model() -> AsyncIterator[Model]:
-    folder = resolve("sprout")
-    tokenizer, format = load_model_format(folder, LoadOptions())
-    engine = await asyncio.to_thread(load, folder, vocabulary=tokenizer.vocabulary, options=EngineOptions(exact=True))
+    model = resolve_model("sprout")
+    tokenizer, format = load_model_format(model, LoadOptions())
+    engine = await asyncio.to_thread(
+        load, model.folder, vocabulary=tokenizer.vocabulary, options=EngineOptions(exact=True)
+    )
     yield build_model("sprout", engine, format, tokenizer)
     await engine.close()
 
@@ -41,7 +43,7 @@ async def test_each_reply_of_a_batch_has_its_own(model: Model) -> None:
 
 
 async def test_a_reply_that_was_cut_goes_on_with_it(model: Model) -> None:
-    asked = request(1.6)
-    whole = await model.reply(asked)
+    penalized = request(1.6)
+    whole = await model.reply(penalized)
     for cut in range(1, len(whole.token_ids)):
-        assert (await model.reply(asked, whole.token_ids[:cut])).token_ids == whole.token_ids, cut
+        assert (await model.reply(penalized, whole.token_ids[:cut])).token_ids == whole.token_ids, cut

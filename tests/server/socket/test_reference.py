@@ -1,4 +1,4 @@
-"""The reference's clients, as they were recorded: their messages are taken unchanged, and what they read is there."""
+"""Recorded clients of the reference implementation work unchanged."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.live import Live
-from tests.server.socket.talk import Talk, talking, texts
+from tests.server.live_server import LiveServer
+from tests.server.socket.client import SocketClient, connect_client, texts
 
 RECORDED: dict[str, Any] = {
     "messages": [
@@ -19,7 +19,7 @@ RECORDED: dict[str, Any] = {
     "image": {"max_slice_nums": 1},
     "omni_mode": False,
 }
-"""What the page of the demo sends for a turn without sound."""
+"""The request of the demo's page for a turn without audio."""
 FIELDS: dict[str, dict[str, type]] = {
     "prefill_done": {"input_tokens": int},
     "chunk": {},
@@ -28,22 +28,22 @@ FIELDS: dict[str, dict[str, type]] = {
 OPTIONAL = {"text_delta": str, "audio_data": str, "thinking_delta": str}
 
 
-def check(told: list[dict[str, Any]]) -> None:
-    """The fields and types that the protocol's document names, the numbers without a gap."""
-    assert [message["seq"] for message in told] == list(range(1, len(told) + 1))
-    for message in told:
+def check(received: list[dict[str, Any]]) -> None:
+    """Checks the documented fields and types, and that sequence numbers have no gap."""
+    assert [message["seq"] for message in received] == list(range(1, len(received) + 1))
+    for message in received:
         for name, kind in FIELDS[message["type"]].items():
             assert type(message[name]) is kind, (name, message)
         for name, kind in OPTIONAL.items():
             assert name not in message or type(message[name]) is kind, (name, message)
 
 
-async def as_the_page_does(talk: Talk, body: dict[str, Any]) -> str:
-    """Reads what the demo's page reads, and nothing else: the text of the reply."""
+async def read_like_the_demo(client: SocketClient, body: dict[str, Any]) -> str:
+    """The text of the reply, read as the demo's page reads it."""
     text = ""
-    await talk.send(**body)
+    await client.send(**body)
     while True:
-        message = await talk.next()
+        message = await client.receive()
         match message["type"]:
             case "prefill_done":
                 assert message["input_tokens"] > 0
@@ -51,81 +51,81 @@ async def as_the_page_does(talk: Talk, body: dict[str, Any]) -> str:
                 text += message.get("text_delta") or ""
             case "done":
                 assert text in ("", message["text"])
-                whole: str = message["text"]
-                return whole
+                reply: str = message["text"]
+                return reply
             case other:
                 pytest.fail(f"{other}: {message}")
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-async def test_a_recorded_client_works_unchanged(live: Live, streaming: bool) -> None:
-    async with talking(live.url) as talk:
-        text = await as_the_page_does(talk, {**RECORDED, "streaming": streaming})
+async def test_a_recorded_client_works_unchanged(live: LiveServer, streaming: bool) -> None:
+    async with connect_client(live.url) as client:
+        text = await read_like_the_demo(client, {**RECORDED, "streaming": streaming})
         assert "42" in text
 
 
-async def test_streaming_tells_pieces_and_then_the_whole(live: Live) -> None:
+async def test_streaming_tells_pieces_and_then_the_whole(live: LiveServer) -> None:
     body = {**RECORDED, "generation": {"do_sample": False}}
-    async with talking(live.url) as talk:
-        told = await talk.ask(**body)
-        check(told)
-        assert [message["type"] for message in told[:2]] == ["prefill_done", "chunk"]
-        done = told[-1]
-        assert done["text"] == texts(told)
+    async with connect_client(live.url) as client:
+        received = await client.request(**body)
+        check(received)
+        assert [message["type"] for message in received[:2]] == ["prefill_done", "chunk"]
+        done = received[-1]
+        assert done["text"] == texts(received)
         assert "42" in done["text"]
-        assert done["thinking"] == texts(told, "thinking_delta") == ""
+        assert done["thinking"] == texts(received, "thinking_delta") == ""
         assert done["finish_reason"] == "stop"
-        assert done["input_tokens"] == told[0]["input_tokens"]
-        assert done["turn_id"] == told[0]["turn_id"]
+        assert done["input_tokens"] == received[0]["input_tokens"]
+        assert done["turn_id"] == received[0]["turn_id"]
         assert "audio_data" not in done
 
 
-async def test_not_streaming_tells_the_whole_at_once(live: Live) -> None:
-    async with talking(live.url) as talk:
+async def test_not_streaming_tells_the_whole_at_once(live: LiveServer) -> None:
+    async with connect_client(live.url) as client:
         greedy = {**RECORDED, "generation": {"do_sample": False}}
-        streamed = await talk.ask(**greedy)
-        told = await talk.ask(**{**greedy, "streaming": False})
-        check(told)
-        assert [message["type"] for message in told] == ["prefill_done", "done"]
+        streamed = await client.request(**greedy)
+        received = await client.request(**{**greedy, "streaming": False})
+        check(received)
+        assert [message["type"] for message in received] == ["prefill_done", "done"]
         same = ("text", "generated_tokens", "input_tokens", "finish_reason")
-        assert [told[-1][name] for name in same] == [streamed[-1][name] for name in same]
-        assert told[0]["cached_tokens"] > 0, "what was computed for the first is reused"
+        assert [received[-1][name] for name in same] == [streamed[-1][name] for name in same]
+        assert received[0]["cached_tokens"] > 0, "what was computed for the first is reused"
 
 
-async def test_generated_tokens_are_tokens(live: Live) -> None:
-    async with talking(live.url) as talk:
-        (done,) = (await talk.ask(**{**RECORDED, "generation": {"max_new_tokens": 5}}))[-1:]
+async def test_generated_tokens_are_tokens(live: LiveServer) -> None:
+    async with connect_client(live.url) as client:
+        (done,) = (await client.request(**{**RECORDED, "generation": {"max_new_tokens": 5}}))[-1:]
         assert (done["generated_tokens"], done["finish_reason"]) == (5, "length")
 
 
-async def test_thinking_is_closed_unless_it_is_asked_for(live: Live) -> None:
-    async with talking(live.url) as talk:
-        for wish in ({}, {"enable_thinking": None}, {"enable_thinking": False}):
-            told = await talk.ask(**RECORDED, **wish)
-            assert told[-1]["thinking"] == ""
-        told = await talk.ask(**RECORDED, enable_thinking=True)
-        check(told)
-        assert told[-1]["thinking"] == texts(told, "thinking_delta") != ""
-        assert texts(told) == told[-1]["text"]
+async def test_thinking_is_closed_unless_it_is_asked_for(live: LiveServer) -> None:
+    async with connect_client(live.url) as client:
+        for fields in ({}, {"enable_thinking": None}, {"enable_thinking": False}):
+            received = await client.request(**RECORDED, **fields)
+            assert received[-1]["thinking"] == ""
+        received = await client.request(**RECORDED, enable_thinking=True)
+        check(received)
+        assert received[-1]["thinking"] == texts(received, "thinking_delta") != ""
+        assert texts(received) == received[-1]["text"]
 
 
-async def test_turns_follow_each_other_on_one_socket(live: Live) -> None:
-    said: list[dict[str, Any]] = [{"role": "user", "content": "My name is Ann."}]
-    async with talking(live.url) as talk:
-        first = (await talk.ask(messages=said, generation={"do_sample": False}))[-1]
-        said += [{"role": "assistant", "content": first["text"], "thinking": first["thinking"]}]
-        said += [
+async def test_turns_follow_each_other_on_one_socket(live: LiveServer) -> None:
+    history: list[dict[str, Any]] = [{"role": "user", "content": "My name is Ann."}]
+    async with connect_client(live.url) as client:
+        first = (await client.request(messages=history, generation={"do_sample": False}))[-1]
+        history += [{"role": "assistant", "content": first["text"], "thinking": first["thinking"]}]
+        history += [
             {"role": "user", "content": [{"type": "text", "text": "What is my "}, {"type": "text", "text": "name?"}]}
         ]
-        told = await talk.ask(messages=said, generation={"do_sample": False})
-        assert "Ann" in told[-1]["text"]
-        assert told[0]["cached_tokens"] > 0, "what was computed for the first is reused"
+        received = await client.request(messages=history, generation={"do_sample": False})
+        assert "Ann" in received[-1]["text"]
+        assert received[0]["cached_tokens"] > 0, "what was computed for the first is reused"
 
 
-async def test_length_penalty_holds_back_the_end(live: Live) -> None:
-    async with talking(live.url) as talk:
+async def test_length_penalty_holds_back_the_end(live: LiveServer) -> None:
+    async with connect_client(live.url) as client:
         ends = {"do_sample": False, "max_new_tokens": 60}
-        free = (await talk.ask(messages=RECORDED["messages"], generation={**ends, "length_penalty": 1}))[-1]
-        held = (await talk.ask(messages=RECORDED["messages"], generation={**ends, "length_penalty": 100}))[-1]
+        free = (await client.request(messages=RECORDED["messages"], generation={**ends, "length_penalty": 1}))[-1]
+        long = (await client.request(messages=RECORDED["messages"], generation={**ends, "length_penalty": 100}))[-1]
         assert free["finish_reason"] == "stop"
-        assert held["generated_tokens"] > free["generated_tokens"]
+        assert long["generated_tokens"] > free["generated_tokens"]

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.server.asking import get
-from tests.server.socket.talk import SUM, talking
+from tests.server.chat_client import get
+from tests.server.socket.client import SUM, connect_client
 
 ROOT = Path(__file__).parents[3]
 
@@ -23,14 +23,14 @@ async def test_it_serves_sockets_and_ends_them_in_order(tmp_path: Path) -> None:
             url = process.stderr.readline().split()[3]
             while get(f"{url}/health").status_code != 200:
                 assert process.poll() is None
-            async with talking(url) as talk, talking(url) as idle:
-                assert "42" in (await talk.ask(messages=SUM, generation={"do_sample": False}))[-1]["text"]
-                await talk.send(messages=SUM, generation={"min_tokens": 6000, "max_new_tokens": 6000})
-                assert (await talk.next())["type"] == "prefill_done"
+            async with connect_client(url) as client, connect_client(url) as idle:
+                assert "42" in (await client.request(messages=SUM, generation={"do_sample": False}))[-1]["text"]
+                await client.send(messages=SUM, generation={"min_tokens": 6000, "max_new_tokens": 6000})
+                assert (await client.receive())["type"] == "prefill_done"
                 process.send_signal(signal.SIGTERM)
-                assert "shutting down" in (await talk.rest())[-1]["error"]
-                assert (await talk.ended())[0] == 1001
-                assert (await idle.ended())[0] == 1001
+                assert "shutting down" in (await client.receive_turn())[-1]["error"]
+                assert (await client.wait_closed())[0] == 1001
+                assert (await idle.wait_closed())[0] == 1001
         finally:
             process.send_signal(signal.SIGTERM)
             rest = process.stderr.read()

@@ -344,6 +344,7 @@ export interface Settings {
   tools: (Tool)[]
   choice: number
   fingerprints?: ([number, string])[]
+  answer_at?: number | null
 }
 
 /** All that was said up to here, in place of events that can't be told again. */

@@ -1,4 +1,4 @@
-"""Recorded cases: what models said in published formats, and the message it means, replayed in every way."""
+"""Recorded cases: replies in published formats with their expected messages, replayed with different token splits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from palaver.formats.template import Template
 from palaver.messages import Message, Role, Text, Thinking, Tool, ToolCall, ToolResult
 
 STRINGS = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>", "unk_token": "<|unk|>"}
-WAYS = ("whole", "by character", "random cuts")
+SPLITS = ("whole", "by character", "random cuts")
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,10 @@ class CaseResult:
     case: int
     tokens: bool
     """Whether the control strings were tokens."""
-    way: str
-    why: str
-    """Empty where all is well."""
+    split: str
+    """How the text was split into tokens; one of `SPLITS`."""
+    error: str
+    """Empty if the message was read as expected."""
 
 
 def load_cases(path: Path) -> list[dict[str, Any]]:
@@ -45,79 +46,80 @@ class CaseReplay:
         self._templates = templates
         self.format = cache(self._make_format)
 
-    def _make_format(self, name: str, tokens: bool, splits: bool) -> tuple[TemplateFormat, PieceTokenizer]:
+    def _make_format(self, name: str, tokens: bool, splits_thinking: bool) -> tuple[TemplateFormat, PieceTokenizer]:
         source = (self._templates / f"{name}.jinja").read_text(encoding="utf-8")
         tokenizer = PieceTokenizer(control_strings(source) | set(STRINGS.values()) if tokens else ())
         format = TemplateFormat(Template(source, name), tokenizer, STRINGS)
-        if splits and format.facts.thinking is None:
+        if splits_thinking and format.facts.thinking is None:
             format = format.with_thinking(CONVENTION)
         return format, tokenizer
 
-    def outcomes(self, case: Mapping[str, Any], number: int) -> Iterator[CaseResult]:
+    def results(self, case: Mapping[str, Any], number: int) -> Iterator[CaseResult]:
         for tokens in (True, False):
-            for way in WAYS:
-                yield CaseResult(case["template"], number, tokens, way, self._try(case, tokens, way, number))
+            for split in SPLITS:
+                yield CaseResult(case["template"], number, tokens, split, self._try(case, tokens, split, number))
 
-    def _try(self, case: Mapping[str, Any], tokens: bool, way: str, seed: int) -> str:
+    def _try(self, case: Mapping[str, Any], tokens: bool, split: str, seed: int) -> str:
         try:
-            return _difference(case, self.message(case, tokens, way, seed))
+            return _difference(case, self.message(case, tokens, split, seed))
         except PalaverError as error:
             return str(error)
 
-    def message(self, case: Mapping[str, Any], tokens: bool, way: str, seed: int = 0) -> Message:
-        splits = case["reasoning_format"] != "none"
-        format, tokenizer = self.format(case["template"], tokens, splits)
+    def message(self, case: Mapping[str, Any], tokens: bool, split: str, seed: int = 0) -> Message:
+        """The message that the recorded reply is read as."""
+        splits_thinking = case["reasoning_format"] != "none"
+        format, tokenizer = self.format(case["template"], tokens, splits_thinking)
         messages = [read_message(m) for m in case["messages"]]
-        begun = messages.pop() if case["continue"] else None
-        if begun is not None and not splits:
-            begun = Message(begun.role, tuple(p for p in begun.parts if not isinstance(p, Thinking)))
+        partial = messages.pop() if case["continue"] else None
+        if partial is not None and not splits_thinking:
+            partial = Message(partial.role, tuple(p for p in partial.parts if not isinstance(p, Thinking)))
         tools = tuple(read_tool(tool) for tool in case["tools"] or ())
         options = RenderOptions(
-            thinking=case["enable_thinking"] if switches_by_truth(format) else None,
+            thinking=case["enable_thinking"] if has_boolean_switch(format) else None,
             calls=case["tool_choice"] != 2,
-            unsplit=not splits,
+            unsplit=not splits_thinking,
             json_answer=bool(case["json_schema"]),
         )
-        prompt = format.render(messages, tools, options, begun=begun)
+        prompt = format.render(messages, tools, options, partial_reply=partial)
         reader = format.reader(prompt, (), tools, options)
         events: list[ReadEvent] = reader.open()
-        for token_id in _cut(tokenizer, case["input"], way, random.Random(seed)):
+        for token_id in _split(tokenizer, case["input"], split, random.Random(seed)):
             events += reader.feed(token_id)
         return fold([*events, *reader.close()]).message
 
 
-def switches_by_truth(format: TemplateFormat) -> bool:
-    """Recorded requests switch thinking by true and false alone; other switches were left as they are."""
+def has_boolean_switch(format: TemplateFormat) -> bool:
+    """Whether thinking is switched by true and false. Recorded requests set no other switches."""
     return format.thinking_switch is not None and isinstance(format.thinking_switch.off, bool)
 
 
-def _cut(tokenizer: PieceTokenizer, text: str, way: str, rng: random.Random) -> Iterator[int]:
+def _split(tokenizer: PieceTokenizer, text: str, split: str, rng: random.Random) -> Iterator[int]:
     for run in tokenizer.runs(text):
         if isinstance(run, int):
             yield run
-        elif way == "whole":
+        elif split == "whole":
             yield tokenizer.piece(run)
         else:
             data = run.encode()
             while data:
-                size = 1 if way == "by character" else rng.randint(1, 7)
+                size = 1 if split == "by character" else rng.randint(1, 7)
                 yield tokenizer.piece(data[:size])
                 data = data[size:]
 
 
-def read_message(given: Mapping[str, Any]) -> Message:
-    """A message in the OpenAI form."""
-    role = Role(given["role"])
-    content = given.get("content") or ""
+def read_message(message: Mapping[str, Any]) -> Message:
+    """A message from its OpenAI JSON."""
+    role = Role(message["role"])
+    content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content)
     if role is Role.TOOL:
-        return Message(role, (ToolResult(given.get("tool_call_id", ""), content, given.get("name", "")),))
-    parts: list[Any] = [Thinking(given["reasoning_content"])] if given.get("reasoning_content") else []
+        return Message(role, (ToolResult(message.get("tool_call_id", ""), content, message.get("name", "")),))
+    parts: list[Any] = [Thinking(message["reasoning_content"])] if message.get("reasoning_content") else []
     parts += [Text(content)] if content else []
     parts += [
         ToolCall(call.get("id") or "", call["function"]["name"], _arguments(call["function"].get("arguments")))
-        for call in given.get("tool_calls") or ()
+        for call in message.get("tool_calls") or ()
     ]
     return Message(role, tuple(parts))
 
@@ -126,28 +128,27 @@ def _arguments(given: Any) -> str:
     return given if isinstance(given, str) else json.dumps(given or {})
 
 
-def read_tool(given: Mapping[str, Any]) -> Tool:
-    function = given["function"]
+def read_tool(tool: Mapping[str, Any]) -> Tool:
+    function = tool["function"]
     return Tool(function["name"], function.get("description") or "", function.get("parameters") or {})
 
 
 def _difference(case: Mapping[str, Any], message: Message) -> str:
-    """What is not as expected; empty where nothing is."""
-    expected = case["expect"][0]
-    wanted = (expected.get("reasoning_content") or "").strip(), (expected.get("content") or "").strip()
+    """The difference to the expected message; empty if there is none."""
+    message_json = case["expect"][0]
+    expected = (message_json.get("reasoning_content") or "").strip(), (message_json.get("content") or "").strip()
     got = message.thinking.strip(), message.text.strip()
-    if wanted != got:
-        return f"thinking and answer are {got!r}, expected {wanted!r}"
+    if expected != got:
+        return f"thinking and answer are {got!r}, expected {expected!r}"
     calls = [(call.name, _value(call.arguments)) for call in message.tool_calls]
-    due = [(c["function"]["name"], _value(c["function"]["arguments"])) for c in expected.get("tool_calls") or ()]
-    if calls != due:
-        return f"calls are {calls!r}, expected {due!r}"
-    ids = [
-        (call.id, c["id"])
-        for call, c in zip(message.tool_calls, expected.get("tool_calls") or (), strict=True)
-        if c.get("id")
-    ]
-    return next((f"a call's id is {got!r}, expected {due!r}" for got, due in ids if got != due), "")
+    calls_json = message_json.get("tool_calls") or ()
+    expected_calls = [(c["function"]["name"], _value(c["function"]["arguments"])) for c in calls_json]
+    if calls != expected_calls:
+        return f"calls are {calls!r}, expected {expected_calls!r}"
+    ids = [(call.id, c["id"]) for call, c in zip(message.tool_calls, calls_json, strict=True) if c.get("id")]
+    return next(
+        (f"a call's id is {id_!r}, expected {expected_id!r}" for id_, expected_id in ids if id_ != expected_id), ""
+    )
 
 
 def _value(text: str) -> Any:

@@ -1,5 +1,4 @@
-"""A tokenizer made of pieces of text, for trying a format without a model: control strings are one token each,
-everything else is cut as the trial likes."""
+"""A tokenizer for trials without a model: control strings are one token each, and any other text can be a token."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from palaver.formats.tokenizer import Run
 
 
 class PieceTokenizer(Sequence[bytes]):
-    """Is its own vocabulary, which grows with every new piece."""
+    """It is its own vocabulary, which grows with every new piece."""
 
     def __init__(self, control: Iterable[str] = ()) -> None:
         self._pieces: list[bytes] = []
@@ -38,6 +37,7 @@ class PieceTokenizer(Sequence[bytes]):
         return len(self._pieces)
 
     def piece(self, text: str | bytes) -> int:
+        """The id of a token with this text; it is added if it is new."""
         data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
         key = data.decode("latin-1")
         if key not in self._ids:
@@ -46,13 +46,13 @@ class PieceTokenizer(Sequence[bytes]):
         return self._ids[key]
 
     def encode(self, runs: Iterable[Run]) -> list[int]:
-        return [i for run in runs for i in ([run] if isinstance(run, int) else map(self._letter, run))]
+        return [i for run in runs for i in ([run] if isinstance(run, int) else map(self.piece, run))]
 
     def text(self, ids: Iterable[int]) -> str:
         return b"".join(self._pieces[i] for i in ids).decode("utf-8", "replace")
 
     def runs(self, text: str) -> Iterator[Run]:
-        """Control tokens where the text spells them, and the text between."""
+        """The control tokens in the text, and the text between them."""
         at = 0
         for match in self._pattern.finditer(text) if self._pattern else ():
             if text[at : match.start()]:
@@ -62,12 +62,9 @@ class PieceTokenizer(Sequence[bytes]):
         if text[at:]:
             yield text[at:]
 
-    def _letter(self, character: str) -> int:
-        return self.piece(character)
-
 
 def control_strings(source: str) -> set[str]:
-    """What looks like a control token in a template's source; examples with a place to fill in are none."""
+    """Texts in a template's source that look like control tokens, without placeholders in examples."""
     return {tag for tag in CONTROL_LIKE.findall(source) if not re.search(r"[={}'\"\\,;()]", tag) and len(tag) > 2} | {
         '<|"|>'
     }.intersection(re.findall(r'<\|"\|>', source))

@@ -1,4 +1,4 @@
-"""What is known of a format, as a page a person can read."""
+"""A readable report of the facts of a format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from palaver.phases import Phase
 
 @dataclass(frozen=True, slots=True)
 class ExampleSpan:
-    """A piece of an example turn and what it is."""
+    """A part of an example turn, and its kind."""
 
     text: str
     kind: str
@@ -25,7 +25,7 @@ class ExampleSpan:
 
 
 def example_turn(facts: Facts) -> list[ExampleSpan]:
-    """A whole turn as the model would write it."""
+    """A complete turn as the model writes it."""
     spans = [ExampleSpan(facts.header, "header")]
     if facts.thinking is not None:
         spans += [ExampleSpan(facts.thinking.opening, "marker"), ExampleSpan("Two and two are four.", "thinking")]
@@ -38,11 +38,11 @@ def example_turn(facts: Facts) -> list[ExampleSpan]:
 
 
 def describe_facts(facts: Facts) -> Iterator[tuple[str, str]]:
-    """What a person wants to know, as pairs of a name and what is known."""
+    """The facts as pairs of a name and a description."""
     yield "the assistant's turn opens with", repr(facts.header)
     yield "and ends with", ", ".join(map(repr, facts.turn_ends)) or "nothing that could be learned"
-    yield "thinking", _thinking(facts)
-    yield "thinking is switched by", _switch(facts)
+    yield "thinking", _describe_thinking(facts)
+    yield "thinking is switched by", _describe_thinking_switch(facts)
     yield "thinking of earlier turns", "is kept" if facts.keeps_thinking else "is dropped by the template"
     if facts.keeping is not None:
         yield "it is kept with", f"{facts.keeping.name} = {facts.keeping.on!r}"
@@ -51,25 +51,25 @@ def describe_facts(facts: Facts) -> Iterator[tuple[str, str]]:
         "around an answer",
         f"{facts.answer_opening!r} and {facts.answer_closing!r}" if facts.answer_opening else "nothing",
     )
-    yield "tool calls", _calls(facts)
+    yield "tool calls", _describe_calls(facts)
     yield "their arguments are handed over as", "JSON text" if facts.arguments_as_text else "objects"
     yield "declared stop strings", ", ".join(map(repr, facts.stop_strings)) or "none"
 
 
 def describe_variables(facts: Facts) -> Iterator[tuple[str, str]]:
-    """What the template may be told beside the conversation."""
+    """The template variables as pairs of a name and a description."""
     for switch in facts.switches:
-        yield f"{switch.name} ({switch.kind})", _told(switch)
+        yield f"{switch.name} ({switch.kind})", _describe_switch(switch)
 
 
-def _thinking(facts: Facts) -> str:
+def _describe_thinking(facts: Facts) -> str:
     if facts.thinking is None:
         return "none could be learned: all that the model says is its answer"
-    told = f"between {facts.thinking.opening!r} and {facts.thinking.closing!r}"
-    return f"{told} (by convention: the template does not show it)" if facts.thinking.by_convention else told
+    markers = f"between {facts.thinking.opening!r} and {facts.thinking.closing!r}"
+    return f"{markers} (by convention: the template does not show it)" if facts.thinking.by_convention else markers
 
 
-def _switch(facts: Facts) -> str:
+def _describe_thinking_switch(facts: Facts) -> str:
     switch = facts.switch
     if switch is None:
         return "nothing: the template has no switch"
@@ -77,7 +77,7 @@ def _switch(facts: Facts) -> str:
     return f"{switch.name} = {on} / {switch.off!r}"
 
 
-def _told(switch: Switch) -> str:
+def _describe_switch(switch: Switch) -> str:
     values = ", ".join(map(repr, switch.values))
     kind = {"any": "anything"}.get(switch.type, switch.type)
     takes = f"{kind} ({values}{' or others' if switch.others else ''})" if values and kind != "boolean" else kind
@@ -85,7 +85,7 @@ def _told(switch: Switch) -> str:
     return f"{takes}; changes {switch.changes}{default}"
 
 
-def _calls(facts: Facts) -> str:
+def _describe_calls(facts: Facts) -> str:
     if facts.calls is None:
         return "none could be learned: markup of calls is shown as text"
     kind = syntaxes.syntax_name(facts.calls).replace("_", " ")
@@ -93,7 +93,7 @@ def _calls(facts: Facts) -> str:
 
 
 def describe_continuation(facts: Facts) -> Iterator[tuple[str, str]]:
-    """How replies that were stopped go on from their text alone."""
+    """How partial replies are written, by where they stopped."""
     thought = (Thinking("Two and"),)
     answered = (Thinking("Two and two are four."), Text("It is"))
     called = (ToolCall(IDS[0], NAME, '{"first_key_q": "te'),)
@@ -111,7 +111,7 @@ def describe_continuation(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def describe_unlearned(facts: Facts) -> list[str]:
-    """What could not be learned, and what happens then."""
+    """The facts that could not be learned, and the consequences."""
     out = []
     if facts.thinking is None:
         out.append("No thinking is split off; where the model thinks in words, they are part of its answer.")

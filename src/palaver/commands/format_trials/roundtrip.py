@@ -1,6 +1,6 @@
-"""Continues replies from their text, cut at every event, and compares with the uncut bytes.
+"""Round trips: truncates replies at every event, writes the partial reply from its message and compares the bytes.
 
-The replies are written by the template itself, as it renders them in a history: our own writing is what is tried."""
+The template itself renders the replies, in a history; `write_partial_reply` is what is tested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palaver.commands.format_trials.cases import STRINGS, read_tool, switches_by_truth
+from palaver.commands.format_trials.cases import STRINGS, has_boolean_switch, read_tool
 from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer, control_strings
 from palaver.errors import PalaverError
 from palaver.events import ReadEvent, fold
@@ -23,14 +23,12 @@ from palaver.phases import Phase
 
 THOUGHT = "Let me see: 2 + 2.\n\nThat is *four*, I think. Élan 👋🏽"
 ANSWER = "It is **4**.\n\n- one\n- two `x < y`\n\n    indented"
-
-
 INSIDE = "INSIDE"
 
 
 @dataclass(frozen=True)
 class ReplyKind:
-    """One kind of reply: what the message holds, and how thinking is switched for it."""
+    """One kind of reply: the parts of its message, and the thinking option."""
 
     name: str
     thought: str = ""
@@ -61,15 +59,15 @@ class RoundtripResult:
     kind: str
     tokens: bool
     exact: int
-    """How many continuations were byte-exact."""
+    """The number of byte-exact continuations."""
     count: int
     why: str = ""
-    """What differed first, or why the template can't express it."""
+    """The first difference, or why the template can't express the reply."""
     expressed: bool = True
 
 
 class Roundtrip:
-    """All trials of one template."""
+    """The round trips of one template."""
 
     def __init__(self, path: Path, tokens: bool) -> None:
         source = path.read_text(encoding="utf-8")
@@ -88,31 +86,31 @@ class Roundtrip:
     def _trial(self, kind: ReplyKind) -> RoundtripResult | None:
         if kind.thinking is not None and self._format.facts.switch is None:
             return None  # the same as without a switch
-        written = self._inside(kind) if kind.answer == INSIDE else self._written(kind)
+        written = self._call_inside_thought(kind) if kind.answer == INSIDE else self._render_reply(kind)
         if isinstance(written, str) and self._lacks_thought(kind, written):
-            written = _Not(_THINKS_FIRST)
-        if isinstance(written, _Not):
+            written = _Inexpressible(_THINKS_FIRST)
+        if isinstance(written, _Inexpressible):
             return RoundtripResult(self._name, kind.name, self._tokens, 0, 0, written.why, expressed=False)
         return self._compare(kind.name, written, self._tools if kind.calls else (), self._options(kind))
 
     def _lacks_thought(self, kind: ReplyKind, written: str) -> bool:
-        """Whether the template writes an answer where the model would have thought first."""
+        """Whether the template writes an answer without the thought that the model starts with."""
         bare = bool(kind.answer) and not kind.thought and written.lstrip().startswith(kind.answer)
-        return bare and self._format.begins_behind_empty_thought(self._options(kind))
+        return bare and self._format.prefills_empty_thought(self._options(kind))
 
     def _options(self, kind: ReplyKind) -> RenderOptions:
         return RenderOptions(thinking=kind.thinking)
 
-    def _written(self, kind: ReplyKind) -> str | _Not:
-        """The reply as the template writes it behind its own generation prompt."""
+    def _render_reply(self, kind: ReplyKind) -> str | _Inexpressible:
+        """The reply as the template writes it after its generation prompt."""
         facts = self._format.facts
-        opened = self._format.render([user(QUESTION)], (), self._options(kind)).phases.opens_in is Phase.THINKING
-        if kind.name.startswith("thinking only") and facts.reasoning_field is None and opened:
-            return THOUGHT  # the generation prompt opened it, so it is all that the model writes
+        opens_in = self._format.render([user(QUESTION)], (), self._options(kind)).phases.opens_in
+        if kind.name.startswith("thinking only") and facts.reasoning_field is None and opens_in is Phase.THINKING:
+            return THOUGHT  # the generation prompt opens the thought
         if kind.thought and (facts.thinking is None or facts.reasoning_field is None):
-            return _Not("it renders no thinking")
+            return _Inexpressible("it renders no thinking")
         if kind.calls and facts.calls is None:
-            return _Not("it renders no tool calls")
+            return _Inexpressible("it renders no tool calls")
         message: dict[str, Any] = {"role": "assistant", "content": kind.answer or _END_OF_THOUGHT * bool(kind.thought)}
         if kind.calls:
             message |= {"content": kind.answer, "tool_calls": sample_calls(kind.calls, facts.arguments_as_text)}
@@ -121,68 +119,70 @@ class Roundtrip:
             message["content"] = [{"type": "thinking", "thinking": kind.thought}, *text]
         elif kind.thought:
             message[str(facts.reasoning_field)] = kind.thought
-        return self._cut_out(kind, message)
+        return self._extract_reply(kind, message)
 
-    def _inside(self, kind: ReplyKind) -> str | _Not:
-        """A call in the midst of a thought: the template's own open thought and its own call, put together."""
-        thought = self._written(ReplyKind("thinking only", THOUGHT, thinking=kind.thinking))
-        called = self._written(ReplyKind("answer and call", "", ANSWER, 1, kind.thinking))
-        if isinstance(thought, _Not):
+    def _call_inside_thought(self, kind: ReplyKind) -> str | _Inexpressible:
+        """A call inside a thought: the template's open thought and its call, joined."""
+        thought = self._render_reply(ReplyKind("thinking only", THOUGHT, thinking=kind.thinking))
+        call = self._render_reply(ReplyKind("answer and call", "", ANSWER, 1, kind.thinking))
+        if isinstance(thought, _Inexpressible):
             return thought
-        if isinstance(called, _Not):
-            return called
-        behind = called[called.rindex(ANSWER) + len(ANSWER) :]
-        return thought + behind.removeprefix(self._format.facts.answer_closing)
+        if isinstance(call, _Inexpressible):
+            return call
+        after = call[call.rindex(ANSWER) + len(ANSWER) :]
+        return thought + after.removeprefix(self._format.facts.answer_closing)
 
-    def _cut_out(self, kind: ReplyKind, message: dict[str, Any]) -> str | _Not:
-        given = tool_variables(self._format.facts, sample_tools() if kind.calls else [])
+    def _extract_reply(self, kind: ReplyKind, message: dict[str, Any]) -> str | _Inexpressible:
+        tools = tool_variables(self._format.facts, sample_tools() if kind.calls else [])
         variables = {
             **STRINGS,
-            **given,
-            **self._format.switched(self._options(kind)),
-            **self._format.dates(RenderOptions()),
+            **tools,
+            **self._format.switch_variables(self._options(kind)),
+            **self._format.date_variables(RenderOptions()),
         }
-        asked = {"role": "user", "content": QUESTION}
+        question = {"role": "user", "content": QUESTION}
         try:
-            prompt = self._template.render({**variables, "messages": [asked], "add_generation_prompt": True})
-            whole = self._template.render({**variables, "messages": [asked, message], "add_generation_prompt": False})
+            prompt = self._template.render({**variables, "messages": [question], "add_generation_prompt": True})
+            whole = self._template.render(
+                {**variables, "messages": [question, message], "add_generation_prompt": False}
+            )
         except PalaverError as error:
-            return _Not(f"it refuses: {error}")
+            return _Inexpressible(f"it refuses: {error}")
         last = message_text(kind)
         if (last and last not in whole) or kind.thought not in whole:
-            return _Not("it does not render this reply as it is")
+            return _Inexpressible("it does not render this reply as it is")
         if not whole.startswith(prompt):
-            return _Not("its history does not begin with its own generation prompt")
+            return _Inexpressible("its history does not begin with its own generation prompt")
         return self._without_end(whole[len(prompt) :], kind)
 
-    def _without_end(self, text: str, kind: ReplyKind) -> str | _Not:
+    def _without_end(self, text: str, kind: ReplyKind) -> str | _Inexpressible:
         if kind.name.startswith("thinking only"):
             at = text.find(THOUGHT)
-            return text[: at + len(THOUGHT)] if at >= 0 else _Not("it does not render this reply as it is")
+            return text[: at + len(THOUGHT)] if at >= 0 else _Inexpressible("it does not render this reply as it is")
         ends = [at for end in self._format.facts.turn_ends if (at := text.rfind(end)) >= 0]
         return text[: min(ends)].rstrip("\n") if ends else text.rstrip("\n")
 
     def recorded(self, cases: Sequence[Mapping[str, Any]]) -> Iterator[RoundtripResult]:
-        """What models were recorded to say, for thinking that the template itself does not render."""
+        """Round trips of recorded replies, for templates that do not render thinking."""
         if self._format.facts.reasoning_field is not None or self._format.facts.thinking is None:
             return
         for number, case in enumerate(cases):
             if case["continue"] or case["is_partial"] or case["reasoning_format"] == "none" or case["json_schema"]:
                 continue
-            given = tuple(read_tool(tool) for tool in case["tools"] or ())
-            options = RenderOptions(thinking=case["enable_thinking"] if switches_by_truth(self._format) else None)
-            yield self._compare(f"recorded {number}", case["input"], given, options)
+            tools = tuple(read_tool(tool) for tool in case["tools"] or ())
+            options = RenderOptions(thinking=case["enable_thinking"] if has_boolean_switch(self._format) else None)
+            yield self._compare(f"recorded {number}", case["input"], tools, options)
 
-    def _compare(self, kind: str, written: str, given: Sequence[Tool], options: RenderOptions) -> RoundtripResult:
-        """Reads the reply token by token; whatever has been folded so far must write a beginning of it."""
-        prompt = self._format.render([user(QUESTION)], given, options)
-        reader = self._format.reader(prompt, (), given, options)
+    def _compare(self, kind: str, written: str, tools: Sequence[Tool], options: RenderOptions) -> RoundtripResult:
+        """Reads the reply token by token. After every event, the message so far must write a prefix of the reply."""
+        prompt = self._format.render([user(QUESTION)], tools, options)
+        reader = self._format.reader(prompt, (), tools, options)
         events: list[ReadEvent] = reader.open()
         exact, count, why = 0, 0, ""
         for token_id in self._pieces(written):
-            fresh = reader.feed(token_id)
-            events += fresh
-            if not fresh:
+            new_events = reader.feed(token_id)
+            events += new_events
+            if not new_events:
                 continue
             count += 1
             difference = self._difference(fold(events).message, options, prompt.phases.opens_in, written)
@@ -203,7 +203,7 @@ class Roundtrip:
         if not message.parts:
             return ""
         try:
-            ids = self._format.begun_ids(message, options, opens_in)
+            ids = self._format.partial_reply_ids(message, options, opens_in)
         except PalaverError as error:
             return str(error)
         text = self._tokenizer.text(ids)
@@ -215,8 +215,8 @@ class Roundtrip:
 
 
 @dataclass(frozen=True)
-class _Not:
-    """What a template can't express."""
+class _Inexpressible:
+    """The reason why a template can't express a reply."""
 
     why: str
 
@@ -234,10 +234,10 @@ def message_text(kind: ReplyKind) -> str:
 
 
 def run_roundtrips(folder: Path, cases: Sequence[Mapping[str, Any]] = ()) -> Iterator[RoundtripResult]:
-    """Every template of the folder, with its control strings as tokens and as plain text."""
+    """The round trips of every template in the folder, with control strings as tokens and as text."""
     for path in sorted(folder.glob("*.jinja")):
         own = [case for case in cases if case["template"] == path.stem]
         for tokens in (True, False):
-            trip = Roundtrip(path, tokens)
-            yield from trip.trials()
-            yield from trip.recorded(own)
+            roundtrip = Roundtrip(path, tokens)
+            yield from roundtrip.trials()
+            yield from roundtrip.recorded(own)

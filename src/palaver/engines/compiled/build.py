@@ -1,4 +1,4 @@
-"""From step.c to a library in the user's cache, built once for each machine and compiler."""
+"""Builds step.c into a shared library in the user's cache, once for each machine and compiler."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from palaver.errors import CantCompile
 SOURCE = Path(__file__).with_name("step.c")
 BUILD_SECONDS = 120
 CHECK_SECONDS = 60
-BASE = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC")
-TRIES = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
-"""The best first: not every compiler knows its machine by the same name, and not every one has threads."""
+BASE_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC")
+FLAG_SETS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
+"""Tried in this order: not every compiler takes the same flag for its machine, or has OpenMP."""
 NO_COMPILER = "no C compiler was found; install gcc or clang"
 _CHECK = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).palaver_check())"
 
@@ -40,7 +40,7 @@ class Library:
 
 
 def start_build() -> Future[Library]:
-    """Runs `load_library` in a thread of its own, while the model's weights are loaded."""
+    """Runs `load_compiled_library` in a thread of its own, while the model's weights are loaded."""
     future: Future[Library] = Future()
 
     def build() -> None:
@@ -54,23 +54,23 @@ def start_build() -> Future[Library]:
 
 
 def load_compiled_library() -> Library:
-    """Loads the library from the cache, or builds it. Raises CantCompile, which says what is missing.
+    """Loads the library from the cache, or builds it. Raises CantCompile with the reason where that fails.
 
     A library is loaded into this process only after it ran in another one: a file that is damaged, or built for
     another processor, would end the process that uses it. Such a file is built anew.
     """
-    from platformdirs import user_cache_path  # only where something is built
+    from platformdirs import user_cache_path  # imported only where something is built
 
     compiler = _find_compiler()
     build = _build_key(compiler)
     path = user_cache_path("palaver") / "compiled" / f"step-{build}.so"
-    if not runs(path):
-        with _workspace(path.parent) as folder:
+    if not passes_self_check(path):
+        with _build_folder(path.parent) as folder:
             built = folder / path.name
             _compile(compiler, built)
-            if not runs(built):
+            if not passes_self_check(built):
                 raise CantCompile("what was compiled doesn't run on this machine")
-            if folder.parent != path.parent:  # the cache can't be written to: the code stays loaded, the file goes
+            if folder.parent != path.parent:  # the cache isn't writable: the code stays loaded, the file is removed
                 return Library(ctypes.CDLL(str(built)), build)
             built.replace(path)  # atomic: others may build and load it at the same time
     return Library(ctypes.CDLL(str(path)), build)
@@ -78,8 +78,8 @@ def load_compiled_library() -> Library:
 
 def _find_compiler() -> tuple[str, ...]:
     """The compiler and its own flags, as in CC="gcc -march=haswell"."""
-    wanted = shlex.split(os.environ.get("CC", ""))
-    for name, *flags in ([wanted] if wanted else []) + [["cc"], ["gcc"], ["clang"]]:
+    requested = shlex.split(os.environ.get("CC", ""))
+    for name, *flags in ([requested] if requested else []) + [["cc"], ["gcc"], ["clang"]]:
         found = shutil.which(name)
         if found:
             return (found, *flags)
@@ -87,17 +87,24 @@ def _find_compiler() -> tuple[str, ...]:
 
 
 def _build_key(compiler: tuple[str, ...]) -> str:
-    """Names everything the result depends on."""
+    """A hash of everything the result depends on."""
     command = [compiler[0], "--version"]
     try:
         version = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CantCompile(str(error)) from error
-    parts = (SOURCE.read_text("utf-8"), *compiler, version, platform.machine(), _processor(), repr((BASE, TRIES)))
+    parts = (
+        SOURCE.read_text("utf-8"),
+        *compiler,
+        version,
+        platform.machine(),
+        _processor_features(),
+        repr((BASE_FLAGS, FLAG_SETS)),
+    )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def _processor() -> str:
+def _processor_features() -> str:
     """The processor's features: a cache folder may be shared by machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
@@ -107,8 +114,8 @@ def _processor() -> str:
 
 
 @contextmanager
-def _workspace(cache: Path) -> Iterator[Path]:
-    """A folder to build in: inside the cache, or elsewhere where that can't be written to."""
+def _build_folder(cache: Path) -> Iterator[Path]:
+    """A temporary folder to build in: inside the cache, or elsewhere where the cache isn't writable."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(dir=cache)
@@ -120,20 +127,20 @@ def _workspace(cache: Path) -> Iterator[Path]:
 
 def _compile(compiler: tuple[str, ...], out: Path) -> None:
     message = ""
-    for flags in TRIES:
-        command = [compiler[0], *BASE, *flags, *compiler[1:], str(SOURCE), "-o", str(out), "-lm"]
+    for flags in FLAG_SETS:
+        command = [compiler[0], *BASE_FLAGS, *flags, *compiler[1:], str(SOURCE), "-o", str(out), "-lm"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
+            result = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CantCompile(str(error)) from error
-        if done.returncode == 0:
+        if result.returncode == 0:
             return
-        message = message or done.stderr
+        message = message or result.stderr
     raise CantCompile(f"{Path(compiler[0]).name} can't compile it: {message.strip()[-400:]}")
 
 
-def runs(library: Path) -> bool:
-    """Whether the code runs here and computes what it should, found out in a process that may crash."""
+def passes_self_check(library: Path) -> bool:
+    """Whether the code runs here and computes correctly. Runs in a child process, which may crash."""
     if not library.exists():
         return False
     command = [sys.executable, "-I", "-S", "-c", _CHECK, str(library)]

@@ -1,4 +1,4 @@
-"""The plain decoder by compiled code: what is computed for a token depends on those before it and on nothing else."""
+"""The plain decoder in compiled code (step.c): a token's bits depend on the tokens before it and on nothing else."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from palaver.engines.torch.kv_cache import KVLayout
 
 LANES = 16
 PANEL = 64
-"""Numbers in a vector and outputs in a panel of weights, as in step.c."""
-ROWS = 128
-"""Computed in one call; more are computed in several."""
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Numbers in a SIMD vector and outputs in a panel of weights, as in step.c."""
+MAX_ROWS = 128
+"""Rows that one call computes; a larger batch takes several calls."""
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class _Matrix(Structure):
-    _fields_ = (("weights", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("out", c_int64), ("kind", c_int64))
+    _fields_ = (
+        *((name, c_void_p) for name in ("weights", "bias")),
+        *((name, c_int64) for name in ("inputs", "outputs", "dtype")),
+    )
 
 
 class _Norm(Structure):
@@ -35,8 +38,8 @@ class _Norm(Structure):
 
 class _Layer(Structure):
     _fields_ = (
-        *((name, _Norm) for name in ("before", "after", "queries_keys")),
-        *((name, _Matrix) for name in ("project", "output", "gate_up", "down")),
+        *((name, _Norm) for name in ("input_norm", "post_attention_norm", "qk_norm")),
+        *((name, _Matrix) for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
     )
 
 
@@ -45,53 +48,55 @@ class _Model(Structure):
         ("layers", POINTER(_Layer)),
         ("embedding", c_void_p),
         ("norm", _Norm),
-        ("logits", _Matrix),
-        *((name, c_int64) for name in ("depth", "hidden", "heads", "shared", "size", "inner")),
+        ("lm_head", _Matrix),
+        *((name, c_int64) for name in ("num_layers", "hidden_size", "num_heads")),
+        *((name, c_int64) for name in ("num_kv_heads", "head_dim", "intermediate_size")),
         ("scale", c_float),
-        *((name, c_int64) for name in ("rows", "threads")),
+        *((name, c_int64) for name in ("max_rows", "max_threads")),
     )
 
 
 class _Rows:
-    """The rows of a plan, as step.c reads them: lane, member, head, token, position, asked."""
+    """The rows of a batch, as step.c reads them: slot, member stride, head stride, token, position, needs_logits."""
 
-    def __init__(self, plan: ForwardBatch) -> None:
-        self._plan = weakref.ref(plan)  # whoever holds a plan holds the memory of its lanes
-        self.numbers = np.zeros((plan.ids.shape[0], 6), np.int64)
+    def __init__(self, batch: ForwardBatch) -> None:
+        self._batch = weakref.ref(batch)  # a strong reference would keep the memory of its pools
+        self.array = np.zeros((batch.ids.shape[0], 6), np.int64)
         end = 0
-        for run in plan.runs:
-            (group,) = run.bank.groups.values()
-            member, lane, head = group.stride()[:3]
-            start, end = end, end + len(run.ids)
-            self.numbers[start:end, :3] = group.data_ptr() + run.index * lane * group.element_size(), member, head
-            self.numbers[end - 1, 5] = plan.asked
-        backwards = sorted(range(len(plan.order)), key=plan.order.__getitem__)
-        self.order = None if backwards == list(range(len(backwards))) else torch.tensor(backwards)
-        """Where the logits of each sequence are, in the order the sequences were given."""
+        for chunk in batch.chunks:
+            (buffer,) = chunk.pool.buffers.values()
+            member_stride, slot_stride, head_stride = buffer.stride()[:3]
+            slot = buffer.data_ptr() + chunk.index * slot_stride * buffer.element_size()
+            start, end = end, end + len(chunk.ids)
+            self.array[start:end, :3] = slot, member_stride, head_stride
+            self.array[end - 1, 5] = batch.needs_logits
+        inverse = sorted(range(len(batch.order)), key=batch.order.__getitem__)
+        self.order = None if inverse == list(range(len(inverse))) else torch.tensor(inverse)
+        """The logits row of each sequence, in the order the sequences were given."""
 
-    def are_of(self, plan: ForwardBatch) -> bool:
-        return self._plan() is plan
+    def belong_to(self, batch: ForwardBatch) -> bool:
+        return self._batch() is batch
 
-    def advance(self, plan: ForwardBatch) -> None:
-        """Takes the tokens and positions the plan has now."""
-        self.numbers[:, 3] = plan.ids.numpy()
-        self.numbers[:, 4] = plan.positions.numpy()
+    def copy_inputs(self, batch: ForwardBatch) -> None:
+        """Copies the tokens and positions that the batch has now."""
+        self.array[:, 3] = batch.ids.numpy()
+        self.array[:, 4] = batch.positions.numpy()
 
 
 class CompiledDecoder:
-    """Raises NotUnderstood for models whose sizes don't go with step.c."""
+    """Raises UnsupportedModel for models whose sizes step.c can't compute."""
 
     pair_bytes = 0
     """Attention builds no matrix of scores."""
 
     def __init__(self, parts: PlainDecoder, layout: KVLayout, library: Library, threads: int) -> None:
         _check(parts, layout)
-        self._rotation = parts.rotation
-        self._outputs = parts.logits.weight.shape[1]
-        self._kept: list[Any] = []
-        """What the compiled code points to."""
+        self._rotary = parts.rotary
+        self._vocabulary_size = parts.lm_head.weight.shape[1]
+        self._references: list[Any] = []
+        """The memory that the compiled code points to."""
         functions = library.functions
-        self._halves = bool(functions.palaver_halves())
+        self._has_float16 = bool(functions.palaver_has_float16())
         functions.palaver_new.restype = c_void_p
         functions.palaver_free.argtypes = (c_void_p,)
         self._step = functions.palaver_step
@@ -108,110 +113,111 @@ class CompiledDecoder:
         if getattr(self, "_decoder", None):
             self._free(self._decoder)
 
-    def __call__(self, plan: ForwardBatch) -> Tensor:
-        """The logits after each sequence's last token; none where they are not asked for."""
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """The logits after each sequence's last token; none where the batch needs none."""
         rows = self._rows
-        if rows is None or not rows.are_of(plan):
-            rows = self._rows = _Rows(plan)
-        rows.advance(plan)
-        turns = self._rotation.all_to(plan.furthest).data_ptr()
-        logits = torch.empty((len(plan.runs) if plan.asked else 0, self._outputs), dtype=torch.float32, device="cpu")
+        if rows is None or not rows.belong_to(batch):
+            rows = self._rows = _Rows(batch)
+        rows.copy_inputs(batch)
+        rotations = self._rotary.complex_table(batch.max_position).data_ptr()
+        count = len(batch.chunks) if batch.needs_logits else 0
+        logits = torch.empty((count, self._vocabulary_size), dtype=torch.float32, device="cpu")
         done, threads = 0, torch.get_num_threads()
-        for start in range(0, len(rows.numbers), ROWS):
-            part = rows.numbers[start : start + ROWS]
-            out = logits.data_ptr() + done * self._outputs * logits.element_size()
-            self._step(self._decoder, part.ctypes.data, len(part), turns, out, threads)
-            done += int(part[:, 5].sum()) if len(part) < len(rows.numbers) else 0
-        return logits if rows.order is None or not plan.asked else logits[rows.order]
+        for start in range(0, len(rows.array), MAX_ROWS):
+            part = rows.array[start : start + MAX_ROWS]
+            out = logits.data_ptr() + done * self._vocabulary_size * logits.element_size()
+            self._step(self._decoder, part.ctypes.data, len(part), rotations, out, threads)
+            done += int(part[:, 5].sum()) if len(part) < len(rows.array) else 0
+        return logits if rows.order is None or not batch.needs_logits else logits[rows.order]
 
     def _model(self, parts: PlainDecoder, threads: int) -> _Model:
         layers = (_Layer * len(parts.layers))(*(self._layer(layer, parts) for layer in parts.layers))
-        self._kept.append(layers)
-        inner = _up(parts.inner, PANEL // 2)
+        self._references.append(layers)
         return _Model(
             layers=layers,
             embedding=self._pointer(parts.embedding),
             norm=self._norm(parts.norm),
-            logits=self._matrix(parts.logits),
-            depth=len(parts.layers),
-            hidden=parts.embedding.shape[1],
-            heads=parts.heads,
-            shared=parts.shared,
-            size=parts.size,
-            inner=inner,
+            lm_head=self._matrix(parts.lm_head),
+            num_layers=len(parts.layers),
+            hidden_size=parts.embedding.shape[1],
+            num_heads=parts.num_heads,
+            num_kv_heads=parts.num_kv_heads,
+            head_dim=parts.head_dim,
+            intermediate_size=_round_up(parts.intermediate_size, PANEL // 2),
             scale=parts.scale,
-            rows=ROWS,
-            threads=threads,
+            max_rows=MAX_ROWS,
+            max_threads=threads,
         )
 
     def _layer(self, layer: DecoderLayer, parts: PlainDecoder) -> _Layer:
         return _Layer(
-            before=self._norm(layer.before),
-            after=self._norm(layer.after),
-            queries_keys=_Norm() if layer.queries_keys is None else self._norm(layer.queries_keys),
-            project=self._matrix(layer.project),
-            output=self._matrix(layer.output),
-            gate_up=self._matrix(_gated(layer.gate_up, parts.inner)),
-            down=self._matrix(_deeper(layer.down, _up(parts.inner, PANEL // 2))),
+            input_norm=self._norm(layer.input_norm),
+            post_attention_norm=self._norm(layer.post_attention_norm),
+            qk_norm=_Norm() if layer.qk_norm is None else self._norm(layer.qk_norm),
+            qkv_proj=self._matrix(layer.qkv_proj),
+            o_proj=self._matrix(layer.o_proj),
+            gate_up_proj=self._matrix(_interleave_gates(layer.gate_up_proj, parts.intermediate_size)),
+            down_proj=self._matrix(_pad_inputs(layer.down_proj, _round_up(parts.intermediate_size, PANEL // 2))),
         )
 
     def _norm(self, norm: RMSNorm) -> _Norm:
         return _Norm(self._pointer(norm.weight.contiguous()), norm.epsilon)
 
     def _matrix(self, matrix: Linear) -> _Matrix:
-        """In panels, in the narrowest type that holds the weights without loss."""
-        inputs, out = matrix.weight.shape
-        weight = matrix.weight.to(_narrowest(matrix.weight, self._halves))
-        weight = torch.nn.functional.pad(weight, (0, -out % PANEL))
-        panels = _interleaved(weight.view(inputs, -1, PANEL).transpose(0, 1)).contiguous()
+        """In panels, in the narrowest dtype that holds the weights without loss."""
+        inputs, outputs = matrix.weight.shape
+        weight = matrix.weight.to(_narrowest_dtype(matrix.weight, self._has_float16))
+        weight = torch.nn.functional.pad(weight, (0, -outputs % PANEL))
+        panels = _interleave_vectors(weight.view(inputs, -1, PANEL).transpose(0, 1)).contiguous()
         bias = None if matrix.bias is None else self._pointer(matrix.bias.contiguous())
-        return _Matrix(self._pointer(panels), bias, inputs, out, _KINDS[panels.dtype])
+        return _Matrix(self._pointer(panels), bias, inputs, outputs, _DTYPES[panels.dtype])
 
     def _pointer(self, tensor: Tensor) -> int:
-        self._kept.append(tensor)
+        self._references.append(tensor)
         return tensor.data_ptr()
 
 
 def _check(parts: PlainDecoder, layout: KVLayout) -> None:
-    """Raises unless the sizes are those step.c is written for."""
+    """Raises unless step.c can compute these sizes."""
     if layout.device.type != "cpu" or layout.dtype != torch.float32:
         raise UnsupportedModel("compiled steps are for float32 on the CPU")
-    if parts.size % LANES or parts.embedding.shape[1] % LANES:
+    if parts.head_dim % LANES or parts.embedding.shape[1] % LANES:
         raise UnsupportedModel(f"compiled steps want sizes that are multiples of {LANES}")
-    if set(layout.groups) != {(parts.shared, parts.size)}:
+    if set(layout.shape_counts) != {(parts.num_kv_heads, parts.head_dim)}:
         raise UnsupportedModel("its layers differ")
     if not parts.embedding.is_contiguous():
         raise UnsupportedModel("its embedding lies otherwise")
 
 
-def _narrowest(weight: Tensor, halves: bool) -> torch.dtype:
-    for dtype in (torch.bfloat16, *((torch.float16,) if halves else ())):
+def _narrowest_dtype(weight: Tensor, has_float16: bool) -> torch.dtype:
+    for dtype in (torch.bfloat16, *((torch.float16,) if has_float16 else ())):
         if torch.equal(weight.to(dtype).to(weight.dtype), weight):
             return dtype
     return torch.float32
 
 
-def _interleaved(panels: Tensor) -> Tensor:
-    """Of bfloat16 each two vectors with their numbers in turn, which a processor takes apart quickly."""
+def _interleave_vectors(panels: Tensor) -> Tensor:
+    """Interleaves each two vectors of bfloat16: a shift and a mask then widen them."""
     if panels.dtype != torch.bfloat16:
         return panels
     return panels.unflatten(-1, (-1, 2, LANES)).transpose(-1, -2).flatten(-3)
 
 
-def _gated(matrix: Linear, inner: int) -> Linear:
-    """Half a panel of gates, then half a panel of what they let through, and so on."""
+def _interleave_gates(matrix: Linear, intermediate_size: int) -> Linear:
+    """In each panel, first half a panel of gates, then the half panel of up-projections that they scale."""
 
-    def mixed(both: Tensor) -> Tensor:
-        padded = torch.nn.functional.pad(both.unflatten(-1, (2, inner)), (0, -inner % (PANEL // 2)))
+    def interleave(both: Tensor) -> Tensor:
+        padding = -intermediate_size % (PANEL // 2)
+        padded = torch.nn.functional.pad(both.unflatten(-1, (2, intermediate_size)), (0, padding))
         return padded.unflatten(-1, (-1, PANEL // 2)).transpose(-3, -2).flatten(-3).contiguous()
 
-    return Linear(mixed(matrix.weight), None if matrix.bias is None else mixed(matrix.bias))
+    return Linear(interleave(matrix.weight), None if matrix.bias is None else interleave(matrix.bias))
 
 
-def _deeper(matrix: Linear, inputs: int) -> Linear:
-    """With inputs that count for nothing, up to so many."""
+def _pad_inputs(matrix: Linear, inputs: int) -> Linear:
+    """Pads the matrix with zeros to so many inputs."""
     return Linear(torch.nn.functional.pad(matrix.weight, (0, 0, 0, inputs - matrix.weight.shape[0])), matrix.bias)
 
 
-def _up(number: int, to: int) -> int:
-    return -(-number // to) * to
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,4 +1,6 @@
-"""One generation as its owner sees it: outputs from the worker's thread, read in the owner's event loop."""
+"""One generation: the worker's thread produces its outputs, the caller's event loop reads them.
+
+The caller sends commands (submit, cancel, answer now) to the worker; the outbox wakes the callers that wait."""
 
 from __future__ import annotations
 
@@ -14,16 +16,16 @@ from palaver.errors import PalaverError
 from palaver.generation import Ended, Output, Prompt, Step
 from palaver.sampling import Sampling
 
-PACE = 0.008
-"""Seconds. Tokens that come quicker than this are handed over together: waking a reader costs as much as sampling."""
-SOON = 4
-"""So many tokens of a reply are handed over at once all the same: the first are seldom text that shows."""
+WAKE_INTERVAL_S = 0.008
+"""Readers are woken at most this often while only tokens arrive: waking a reader costs as much as sampling."""
+EAGER_TOKENS = 4
+"""The first tokens of a reply wake their reader at once: they are seldom visible text."""
 
-Arrival = Output | PalaverError
+OutputOrError = Output | PalaverError
 
 
-class TorchGeneration:
-    """An async context manager over its own outputs. Leaving it cancels what is still running, within one step."""
+class LocalGeneration:
+    """An async context manager over the outputs. Leaving it cancels the generation within one step."""
 
     def __init__(
         self,
@@ -31,66 +33,66 @@ class TorchGeneration:
         sampling: Sampling,
         choice: int,
         post: Callable[[Command], None],
-        ready: Callable[[], Awaitable[None]] | None = None,
+        prepare: Callable[[], Awaitable[None]] | None = None,
         grammars: Mapping[Constraint, CompiledGrammar] | None = None,
     ) -> None:
-        """`ready` is awaited before the request is submitted; it fills `grammars`."""
+        """`prepare` is awaited before the request is submitted; it fills `grammars`."""
         self.prompt = prompt
         self.sampling = sampling
         self.choice = choice
         self.grammars = {} if grammars is None else grammars
         self.loop: asyncio.AbstractEventLoop
         self._post = post
-        self._ready = ready
-        self._arrivals: deque[Arrival] = deque()
+        self._prepare = prepare
+        self._outputs: deque[OutputOrError] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        """Set while its owner has nothing left to read."""
-        self._over = False
-        self.steps = 0
-        """How many tokens have come of it."""
+        """Set while the reader waits for an output."""
+        self._finished = False
+        self.token_count = 0
+        """Tokens generated so far."""
 
-    async def __aenter__(self) -> TorchGeneration:
+    async def __aenter__(self) -> LocalGeneration:
         self.loop = asyncio.get_running_loop()
-        if self._ready is not None:
-            await self._ready()
+        if self._prepare is not None:
+            await self._prepare()
         self._post(SubmitCommand(self))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._over:
-            self._over = True
+        if not self._finished:
+            self._finished = True
             self._post(CancelCommand(self))
 
-    def __aiter__(self) -> TorchGeneration:
+    def __aiter__(self) -> LocalGeneration:
         return self
 
     async def __anext__(self) -> Output:
-        if self._over:
+        if self._finished:
             raise StopAsyncIteration
-        while not self._arrivals:
+        while not self._outputs:
             self._waiter = waiter = self.loop.create_future()
-            if not self._arrivals:  # looked at again: what came before the waiter was there wakes nobody
+            if not self._outputs:  # an output that was pushed before the waiter was set wakes no reader
                 await waiter
-        arrival = self._arrivals.popleft()
-        if isinstance(arrival, PalaverError):
-            self._over = True
-            raise arrival
-        self._over = isinstance(arrival, Ended)
-        return arrival
+        output = self._outputs.popleft()
+        if isinstance(output, PalaverError):
+            self._finished = True
+            raise output
+        self._finished = isinstance(output, Ended)
+        return output
 
     def stop(self) -> None:
-        """Ends it within one step; what was said before, and `Ended`, still arrive."""
+        """Ends the generation within one step. Earlier outputs and `Ended` still arrive."""
         self._post(CancelCommand(self))
 
     def answer_now(self) -> None:
         """Closes an open thought with the next token."""
         self._post(AnswerNowCommand(self))
 
-    def arrive(self, arrival: Arrival) -> asyncio.Future[None] | None:
-        """Called in any thread. Returns who waits for it, to be woken in the owner's loop."""
-        self._arrivals.append(arrival)
+    def push(self, output: OutputOrError) -> asyncio.Future[None] | None:
+        """Called in any thread. Returns the reader's waiter, which must be woken in its own event loop."""
+        self._outputs.append(output)
         waiter, self._waiter = self._waiter, None
         return waiter
 
@@ -98,7 +100,7 @@ class TorchGeneration:
 class SubmitCommand:
     __slots__ = ("generation",)
 
-    def __init__(self, generation: TorchGeneration) -> None:
+    def __init__(self, generation: LocalGeneration) -> None:
         self.generation = generation
 
 
@@ -111,7 +113,7 @@ class AnswerNowCommand(SubmitCommand):
 
 
 class ForgetCommand:
-    """`done` is called in the worker's thread once what it keeps of the conversation is freed, or nothing runs."""
+    """`done` is called in the worker's thread once the conversation's cache is freed, or if the worker has ended."""
 
     __slots__ = ("conversation", "done")
 
@@ -128,41 +130,41 @@ Command = SubmitCommand | CancelCommand | AnswerNowCommand | ForgetCommand | Clo
 
 
 class Outbox:
-    """Hands over what steps produced. An event loop is woken only where somebody waits, and once for all of them."""
+    """Delivers outputs to their readers. Wakes each event loop once for all of its waiting readers."""
 
     def __init__(self) -> None:
         self._waiters: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         self._urgent = False
-        self._sent = 0.0
+        self._last_flush = 0.0
 
-    def put(self, generation: TorchGeneration, arrival: Arrival) -> None:
-        waiter = generation.arrive(arrival)
+    def put(self, generation: LocalGeneration, output: OutputOrError) -> None:
+        waiter = generation.push(output)
         if waiter is not None:
             self._waiters.setdefault(generation.loop, []).append(waiter)
-        if isinstance(arrival, Step):
-            generation.steps += 1
-        if not isinstance(arrival, Step) or generation.steps <= SOON:
+        if isinstance(output, Step):
+            generation.token_count += 1
+        if not isinstance(output, Step) or generation.token_count <= EAGER_TOKENS:
             self._urgent = True
 
-    def send_in_time(self) -> None:
-        """After a step: at once, unless it is only tokens that come quicker than anybody reads."""
-        if self._urgent or time.monotonic() - self._sent >= PACE:
-            self.send()
+    def flush_if_due(self) -> None:
+        """Called after each step. Waits for `WAKE_INTERVAL_S` if there are only tokens to deliver."""
+        if self._urgent or time.monotonic() - self._last_flush >= WAKE_INTERVAL_S:
+            self.flush()
 
-    def send(self) -> None:
+    def flush(self) -> None:
         self._urgent = False
         if not self._waiters:
             return
-        self._sent = time.monotonic()
+        self._last_flush = time.monotonic()
         waiters, self._waiters = self._waiters, {}
-        for loop, waiting in waiters.items():
+        for loop, pending in waiters.items():
             try:
-                loop.call_soon_threadsafe(wake, waiting)
-            except RuntimeError:  # its loop is gone, so nobody reads these any more
+                loop.call_soon_threadsafe(_wake, pending)
+            except RuntimeError:  # the event loop is closed
                 continue
 
 
-def wake(waiters: Iterable[asyncio.Future[None]]) -> None:
+def _wake(waiters: Iterable[asyncio.Future[None]]) -> None:
     for waiter in waiters:
         if not waiter.done():
             waiter.set_result(None)

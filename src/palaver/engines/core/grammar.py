@@ -1,4 +1,6 @@
-"""Holds the answer of one reply to its constraint: which tokens may come next."""
+"""Grammars of one reply: which tokens its constraint allows next.
+
+`AnswerGrammar` constrains the answer alone. `ReplyGrammar` constrains the whole reply, for calls that must come."""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palaver.constraints import Constraint, Marked
+from palaver.constraints import Constraint, MarkerConstraint
 from palaver.engines.core.logits_processors import BannedStrings, VocabularyIndex
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.grammars import CompiledGrammar, check_matcher
@@ -17,227 +19,226 @@ from palaver.phases import Phase, Phases, Trigger
 from palaver.sampling import Sampling
 
 
-class AnswerGrammar:
-    """Follows a reply token by token. Thinking and calls are never constrained."""
-
-    def __init__(self, phases: Phases, grammar: CompiledGrammar, spelling: VocabularyIndex) -> None:
-        self._phases = phases
-        self._grammar = grammar
-        self._spelling = spelling
-        self._control = control_ids(phases)
-        self._matcher: Any = grammar.matcher()
-        self._begun = False
-        self._state = phases.start
-        self._leaving: bytes | None = None
-        """What was said of a marker that leads out of the state."""
-        self._thought = False
-        """Whether a thought was had and closed."""
-        self._blanks = _blanks(phases, spelling)
-        """The white space that the model is used to between a thought and its answer; said once."""
-
-    def take(self, token_id: int, reply: ReplyState, forced: bool) -> None:
-        """The reply has taken this token; it is in its new state already."""
-        self._thought = self._thought or (self._thinks(self._state) and not self._thinks(reply.state))
-        before, self._state = self._state, reply.state
-        if self._answers(before) != self._answers(reply.state):
-            self._move(reply)
-        elif self._answers(reply.state) and token_id not in self._control:
-            self._follow(token_id, forced)
-
-    def forbid(self, scores: Tensor, reply: ReplyState) -> None:
-        """Leaves only tokens that the constraint, or a way out of it, allows. Raises RequestError where the grammar
-        exceeds its limits at this token."""
-        if not self._answers(reply.state):
-            if self._owes_an_answer(reply.state):
-                scores[[i for i in reply.closers if i < scores.shape[0]]] = -torch.inf
-            return
-        allowed = torch.zeros(scores.shape[0], dtype=torch.bool)
-        if self._leaving is None:
-            self._allow_by_grammar(allowed)
-        check_matcher(self._matcher)
-        if self._may_leave():
-            ways_out = self._ways_out(reply)
-            allowed[[i for i in ways_out if i < scores.shape[0]]] = True
-        scores.masked_fill_(~allowed.to(scores.device), -torch.inf)
-
-    def _answers(self, state: int) -> bool:
-        return self._phases.states[state].phase is Phase.ANSWER
-
-    def _thinks(self, state: int) -> bool:
-        return self._phases.states[state].phase is Phase.THINKING
-
-    def _owes_an_answer(self, state: int) -> bool:
-        """Whether a thought leads to something that must be said: then the turn can't end in the thought."""
-        if not self._thinks(state):
-            return False
-        leads = any(self._answers(trigger.to) for trigger in self._phases.states[state].triggers)
-        return leads and not (self._begun and self._matcher.is_accepting())
-
-    def _allow_by_grammar(self, allowed: Tensor) -> None:
-        bias = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
-        size = min(len(allowed), len(bias) - 1)  # the last one is the grammar's own end
-        allowed[:size] = bias[:size] > 0
-        allowed[[i for i in self._control if i < len(allowed)]] = False
-
-    def _may_leave(self) -> bool:
-        """Instead of the answer the model may still think, or call; whatever was begun must be whole."""
-        return self._leaving is not None or not self._begun or bool(self._matcher.is_accepting())
-
-    def _ways_out(self, reply: ReplyState) -> set[int]:
-        """Markers of the state that lead out of it; after one thought the answer is due, not another. The end of the
-        turn only where something was said."""
-        triggers = [t for t in self._phases.states[reply.state].triggers if self._leads_out(t)]
-        found = {t.marker for t in triggers if isinstance(t.marker, int)}
-        found |= reply.closers if self._begun else self._blanks
-        for marker in _texts(triggers):
-            found |= self._continuing(marker)
-        return found
-
-    def _leads_out(self, trigger: Trigger) -> bool:
-        return not self._thought if self._thinks(trigger.to) else not self._answers(trigger.to)
-
-    def _continuing(self, marker: bytes) -> set[int]:
-        """Tokens that go on spelling this marker."""
-        said = self._leaving or b""
-        if not marker.startswith(said) or marker == said:
-            return set()
-        rest = marker[len(said) :]
-        shorter = {i for size in range(1, len(rest)) for i in self._spelling.spelling_exactly(rest[:size])}
-        return (shorter | set(self._spelling.beginning_with(rest))) - self._control
-
-    def _follow(self, token_id: int, forced: bool) -> None:
-        text = self._spelling.vocabulary[token_id] if token_id < len(self._spelling.vocabulary) else b""
-        if self._leaving is not None:
-            self._leaving += text
-        elif self._matcher.try_consume_tokens([token_id]) == 1:
-            self._begun = True
-        elif not forced and (self._begun or text.strip()):
-            self._leaving = text
-        else:
-            self._blanks = frozenset()
-
-    def _move(self, reply: ReplyState) -> None:
-        """Into the answer or out of it; one that was begun goes on."""
-        self._leaving = None
-        said = reply.said_since_entering
-        if not self._answers(reply.state) or not said.strip():
-            return
-        if self._matcher.try_consume_tokens(self._grammar.tokenize(said)) > 0:
-            self._begun = True
-
-
-def constraints_of(phases: Phases, sampling: Sampling) -> list[Constraint]:
-    """All that may come to hold in a reply."""
-    if phases.held is not None:  # nothing is answered then
+def reply_constraints(phases: Phases, sampling: Sampling) -> list[Constraint]:
+    """All constraints that a reply may need."""
+    if phases.held is not None:  # such a reply has no answer
         return [phases.held.first, phases.held.later]
     return [sampling.constraint] if sampling.constraint is not None else []
 
 
 def control_ids(phases: Phases) -> frozenset[int]:
-    """Tokens that are no text."""
+    """Token ids that are no text."""
     markers = {t.marker for state in phases.states for t in state.triggers if isinstance(t.marker, int)}
     return phases.ends | phases.hidden | phases.markers | markers
 
 
-def _blanks(phases: Phases, spelling: VocabularyIndex) -> frozenset[int]:
+class AnswerGrammar:
+    """Constrains the answer, token by token. Thinking and tool calls are never constrained."""
+
+    def __init__(self, phases: Phases, grammar: CompiledGrammar, index: VocabularyIndex) -> None:
+        self._phases = phases
+        self._grammar = grammar
+        self._index = index
+        self._control = control_ids(phases)
+        self._matcher: Any = grammar.matcher()
+        self._started = False
+        """Whether the matcher has accepted a token."""
+        self._state = phases.start
+        self._partial_marker: bytes | None = None
+        """The text so far of a marker that leads out of the answer."""
+        self._thought_closed = False
+        self._blank_ids = _blank_ids(phases, index)
+        """White space that the model writes between a thought and its answer; allowed once."""
+
+    def accept_token(self, token_id: int, reply: ReplyState, forced: bool) -> None:
+        """Call after the reply has appended the token."""
+        left_thought = self._is_thinking(self._state) and not self._is_thinking(reply.state)
+        self._thought_closed = self._thought_closed or left_thought
+        before, self._state = self._state, reply.state
+        if self._is_answer(before) != self._is_answer(reply.state):
+            self._change_phase(reply)
+        elif self._is_answer(reply.state) and token_id not in self._control:
+            self._accept_answer_token(token_id, forced)
+
+    def apply_mask(self, scores: Tensor, reply: ReplyState) -> None:
+        """Forbids all tokens that neither the constraint nor an exit from the answer allows. Raises RequestError if the
+        grammar exceeds its limits at this token."""
+        if not self._is_answer(reply.state):
+            if self._must_still_answer(reply.state):
+                scores[[i for i in reply.stop_token_ids if i < scores.shape[0]]] = -torch.inf
+            return
+        allowed = torch.zeros(scores.shape[0], dtype=torch.bool)
+        if self._partial_marker is None:
+            self._allow_by_grammar(allowed)
+        check_matcher(self._matcher)
+        if self._may_exit():
+            exit_ids = self._exit_ids(reply)
+            allowed[[i for i in exit_ids if i < scores.shape[0]]] = True
+        scores.masked_fill_(~allowed.to(scores.device), -torch.inf)
+
+    def _is_answer(self, state: int) -> bool:
+        return self._phases.states[state].phase is Phase.ANSWER
+
+    def _is_thinking(self, state: int) -> bool:
+        return self._phases.states[state].phase is Phase.THINKING
+
+    def _must_still_answer(self, state: int) -> bool:
+        """Whether the state is a thought that leads to an unfinished answer: the turn can't end inside of it."""
+        if not self._is_thinking(state):
+            return False
+        leads_to_answer = any(self._is_answer(trigger.to) for trigger in self._phases.states[state].triggers)
+        return leads_to_answer and not (self._started and self._matcher.is_accepting())
+
+    def _allow_by_grammar(self, allowed: Tensor) -> None:
+        bias = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
+        size = min(len(allowed), len(bias) - 1)  # the last one is the grammar's own end token
+        allowed[:size] = bias[:size] > 0
+        allowed[[i for i in self._control if i < len(allowed)]] = False
+
+    def _may_exit(self) -> bool:
+        """The model may think or call a tool before the answer, or after a complete one."""
+        return self._partial_marker is not None or not self._started or bool(self._matcher.is_accepting())
+
+    def _exit_ids(self, reply: ReplyState) -> set[int]:
+        """Tokens that lead out of the answer: markers, and the end of the turn once there is an answer."""
+        triggers = [t for t in self._phases.states[reply.state].triggers if self._leads_out(t)]
+        ids = {t.marker for t in triggers if isinstance(t.marker, int)}
+        ids |= reply.stop_token_ids if self._started else self._blank_ids
+        for marker in _text_markers(triggers):
+            ids |= self._continuing_ids(marker)
+        return ids
+
+    def _leads_out(self, trigger: Trigger) -> bool:
+        """After one thought no second one is allowed: the answer must come."""
+        return not self._thought_closed if self._is_thinking(trigger.to) else not self._is_answer(trigger.to)
+
+    def _continuing_ids(self, marker: bytes) -> set[int]:
+        """Tokens that continue to spell this marker."""
+        written = self._partial_marker or b""
+        if not marker.startswith(written) or marker == written:
+            return set()
+        rest = marker[len(written) :]
+        shorter = {i for size in range(1, len(rest)) for i in self._index.equal_to(rest[:size])}
+        return (shorter | set(self._index.starting_with(rest))) - self._control
+
+    def _accept_answer_token(self, token_id: int, forced: bool) -> None:
+        text = self._index.vocabulary[token_id] if token_id < len(self._index.vocabulary) else b""
+        if self._partial_marker is not None:
+            self._partial_marker += text
+        elif self._matcher.try_consume_tokens([token_id]) == 1:
+            self._started = True
+        elif not forced and (self._started or text.strip()):
+            self._partial_marker = text
+        else:
+            self._blank_ids = frozenset()
+
+    def _change_phase(self, reply: ReplyState) -> None:
+        """Enters or leaves the answer. An answer that has started is continued."""
+        self._partial_marker = None
+        text = reply.text_since_transition
+        if not self._is_answer(reply.state) or not text.strip():
+            return
+        if self._matcher.try_consume_tokens(self._grammar.tokenize(text)) > 0:
+            self._started = True
+
+
+def _blank_ids(phases: Phases, index: VocabularyIndex) -> frozenset[int]:
     closing = {token_id for state in phases.states for token_id in state.closing}
-    return frozenset(i for i in closing if i < len(spelling.vocabulary) and not spelling.vocabulary[i].strip())
+    return frozenset(i for i in closing if i < len(index.vocabulary) and not index.vocabulary[i].strip())
 
 
-def _texts(triggers: Iterable[Trigger]) -> list[bytes]:
+def _text_markers(triggers: Iterable[Trigger]) -> list[bytes]:
     return [trigger.marker for trigger in triggers if isinstance(trigger.marker, bytes)]
 
 
 class ReplyGrammar:
-    """Follows a reply token by token. Thoughts are free, but they lead to what must be said and nowhere else."""
+    """Constrains a whole reply, markers included (`Phases.held`). Thoughts are free; the required text must follow."""
 
-    def __init__(
-        self, phases: Phases, grammars: Mapping[Constraint, CompiledGrammar], spelling: VocabularyIndex
-    ) -> None:
+    def __init__(self, phases: Phases, grammars: Mapping[Constraint, CompiledGrammar], index: VocabularyIndex) -> None:
         assert phases.held is not None
         self._phases = phases
         self._held = phases.held
         self._grammars = grammars
-        self._spelling = spelling
+        self._index = index
         self._control = control_ids(phases)
         self._state = phases.start
         self._constraint = self._held.first
         self._matcher: Any = grammars[self._constraint].matcher()
-        self._fits = cache(self._fits_behind_a_thought)
-        self._closing = cache(lambda marker: BannedStrings([marker.decode()], spelling, self._control))
+        self._fits_after_thought = cache(self._can_follow_thought)
+        self._completing_marker = cache(lambda marker: BannedStrings([marker.decode()], index, self._control))
 
-    def take(self, token_id: int, reply: ReplyState, forced: bool) -> None:
-        """The reply has taken this token; it is in its new state already."""
-        thought, self._state = self._thinks(self._state), reply.state
-        if self._thinks(reply.state):
+    def accept_token(self, token_id: int, reply: ReplyState, forced: bool) -> None:
+        """Call after the reply has appended the token."""
+        was_thinking, self._state = self._is_thinking(self._state), reply.state
+        if self._is_thinking(reply.state):
             return
-        if thought:
-            self._begin(self._held.later)
-            self._consume(self._grammars[self._constraint].tokenize(reply.said_since_entering))
+        if was_thinking:
+            self._start(self._held.later)
+            self._consume(self._grammars[self._constraint].tokenize(reply.text_since_transition))
         else:
             self._consume([token_id])
 
-    def forbid(self, scores: Tensor, reply: ReplyState) -> None:
-        """Leaves only tokens that lead on to what must be said; once it is, the turn may end. Raises RequestError
-        where the grammar exceeds its limits at this token."""
+    def apply_mask(self, scores: Tensor, reply: ReplyState) -> None:
+        """Forbids all tokens that do not lead to the required text; after it the turn may end. Raises RequestError if
+        the grammar exceeds its limits at this token."""
         size = scores.shape[0]
-        if self._thinks(reply.state):
-            scores[[i for i in self._astray(reply) if i < size]] = -torch.inf
+        if self._is_thinking(reply.state):
+            scores[[i for i in self._forbidden_in_thought(reply) if i < size]] = -torch.inf
             return
-        allowed = self._allowed(size)
+        allowed = self._allowed_by_grammar(size)
         check_matcher(self._matcher)
         if self._matcher.is_accepting():
-            allowed[[i for i in reply.closers if i < size]] = True
-        if allowed.any():  # else nothing is left to say, and nothing would end it
+            allowed[[i for i in reply.stop_token_ids if i < size]] = True
+        if allowed.any():  # otherwise no token could come, and the reply would never end
             scores.masked_fill_(~allowed.to(scores.device), -torch.inf)
 
-    def _allowed(self, size: int) -> Tensor:
-        """By the grammar. Control tokens that it does not name are no text, whatever they spell."""
+    def _allowed_by_grammar(self, size: int) -> Tensor:
+        """Control tokens that the constraint does not name are forbidden, whatever they spell."""
         bias = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
         allowed = torch.zeros(size, dtype=torch.bool)
-        known = min(size, len(bias) - 1)  # the last one is the grammar's own end
-        allowed[:known] = bias[:known] > 0
+        end = min(size, len(bias) - 1)  # the last one is the grammar's own end token
+        allowed[:end] = bias[:end] > 0
         allowed[[i for i in self._control - set(self._constraint.ids) if i < size]] = False
         return allowed
 
-    def _begin(self, constraint: Marked) -> None:
+    def _start(self, constraint: MarkerConstraint) -> None:
         self._constraint, self._matcher = constraint, self._grammars[constraint].matcher()
 
     def _consume(self, ids: list[int]) -> None:
-        """What was begun by somebody else and does not fit is let be: what must be said comes behind it."""
+        """If a continued reply does not fit the grammar, its text stays and the required text follows it."""
         if self._matcher.try_consume_tokens(ids) < len(ids) and not self._matcher.is_error():
-            self._begin(self._held.later)
+            self._start(self._held.later)
 
-    def _thinks(self, state: int) -> bool:
-        """Inside of a thought, or of a marker that may still turn out to be a part of it."""
+    def _is_thinking(self, state: int) -> bool:
+        """Whether the state is a thought, or a marker that may still turn out to be a part of one."""
         here = self._phases.states[state]
         if here.phase is Phase.CONTROL and here.other is not None:
             return self._phases.states[here.other].phase is Phase.THINKING
         return here.phase is Phase.THINKING
 
-    def _astray(self, reply: ReplyState) -> set[int]:
-        """What must not be said in a thought: the end of the turn, markers of calls, and whatever would leave the
-        thought with something behind it that can't come there."""
+    def _forbidden_in_thought(self, reply: ReplyState) -> set[int]:
+        """The end of the turn, markers of calls, and tokens that would close the thought with text behind it that the
+        grammar does not allow."""
         triggers = self._phases.states[reply.state].triggers
         markers = {trigger.marker for trigger in triggers if isinstance(trigger.marker, int)}
-        found = (set(reply.closers) | set(self._held.later.ids)) - markers
+        forbidden = (set(reply.stop_token_ids) | set(self._held.later.ids)) - markers
         for trigger in triggers:
-            if isinstance(trigger.marker, bytes) and not self._thinks(trigger.to):
-                found |= self._crossing(trigger.marker, reply)
-        return found
+            if isinstance(trigger.marker, bytes) and not self._is_thinking(trigger.to):
+                forbidden |= self._overrunning_ids(trigger.marker, reply)
+        return forbidden
 
-    def _crossing(self, marker: bytes, reply: ReplyState) -> set[int]:
-        """Tokens that complete the marker and go on with text that does not fit."""
-        closing: BannedStrings = self._closing(marker)
-        tail = closing.tail(reply.ids)
-        found = set()
-        for token_id in closing.ids(reply.ids).tolist():
-            said = tail + self._spelling.vocabulary[token_id]
-            if not self._fits(said[said.index(marker) + len(marker) :]):
-                found.add(token_id)
-        return found
+    def _overrunning_ids(self, marker: bytes, reply: ReplyState) -> set[int]:
+        """Tokens that complete the marker and continue with text that does not fit."""
+        completing: BannedStrings = self._completing_marker(marker)
+        tail = completing.tail(reply.token_ids)
+        ids = set()
+        for token_id in completing.banned_ids(reply.token_ids).tolist():
+            text = tail + self._index.vocabulary[token_id]
+            if not self._fits_after_thought(text[text.index(marker) + len(marker) :]):
+                ids.add(token_id)
+        return ids
 
-    def _fits_behind_a_thought(self, text: bytes) -> bool:
-        later = self._grammars[self._held.later]
-        ids = later.tokenize(text)
-        return bool(later.matcher().try_consume_tokens(ids) == len(ids))
+    def _can_follow_thought(self, text: bytes) -> bool:
+        grammar = self._grammars[self._held.later]
+        ids = grammar.tokenize(text)
+        return bool(grammar.matcher().try_consume_tokens(ids) == len(ids))

@@ -1,4 +1,4 @@
-"""How an engine is run."""
+"""The options of a local engine."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from palaver.engines.core.scheduler import SchedulerLimits
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Everything here has a sensible default."""
+    """Options of a local engine. The defaults suit most models and machines."""
 
     cache_bytes: int | None = None
-    """The bound on the KV cache. None: a share of the free memory."""
+    """The limit of the KV cache. None: a share of the free memory."""
     exact: bool = False
-    """Whether a reply's bits may depend on nothing but its text: slower. `EngineInfo.exactness` says what holds."""
+    """Whether the bits of a reply may depend on its text alone, which is slower. See `EngineInfo.exactness`."""
     fused: bool = True
-    """Whether a plain decoder is run by code of ours, where that gives the model's own logits."""
+    """Whether a plain decoder is run by our own code, if that gives the model's own logits."""
     compiled: bool | None = None
-    """Whether a plain decoder on the CPU is run by code that is compiled here. None: where it can be; True: CantCompile
-    is raised where it can't."""
+    """Whether a plain decoder on the CPU is run by code that is compiled on this machine. None: if possible; True:
+    raises CantCompile if it is not possible."""
     threads: int | None = None
     """CPU threads. None: by the size of the model, and all cores for a long prompt."""
     limits: SchedulerLimits | None = None
-    """None: by device and the size of the model."""
+    """None: by the device and the size of the model."""
     max_running: int | None = None
-    """How many requests are computed at once, in place of what `limits` says."""
+    """Overrides `limits.max_running`."""
     context: int | None = None
-    """A shorter context than the model's own."""
+    """A context length shorter than the model's own."""

@@ -1,39 +1,38 @@
-"""Who waits, in which order and about how long; and who of those let in gets how much of a step."""
+"""The queue of waiting requests, fair between owners, and the split of a step's prefill budget between prompts."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from palaver.engines.core.generation import TorchGeneration
+from palaver.engines.core.generation import LocalGeneration
 from palaver.engines.core.request import SequenceState
 from palaver.errors import QueueFull
 from palaver.generation import Queued
 
-REMEMBERED = 16
-"""So many recent ends tell how fast the queue moves."""
-TOLD_AT_ONCE = 64
-"""How many places are looked at in a step for those whose position changed."""
+ESTIMATE_WINDOW = 16
+"""Recent finishes from which the queue's speed is estimated."""
+MAX_POSITION_UPDATES = 64
+"""Queue entries that are checked for a changed position in a step."""
 
 
 @dataclass(slots=True)
-class Place:
+class QueueEntry:
     sequence: SequenceState
     round: int
     """In each round every owner is served once."""
     number: int
-    """Of its arrival: decides within a round."""
+    """Arrival number: decides the order within a round."""
 
 
 class RequestQueue:
-    """The queue: in turn between owners, first come, first served within each of them.
+    """Round robin between owners, first come, first served within each owner.
 
-    A request gets the round after the last one of its owner, or after the current round. Once it waits, it can only be
-    overtaken by owners who joined later with fewer requests, and by each of them once a round.
+    A request gets the round after its owner's last request, or after the current round. Once it waits, only owners who
+    joined later with fewer requests can overtake it, each of them once a round.
 
     An owner may hold as many places as are left free: one alone gets half of the queue, two get a third each, and the
     last free place goes to an owner who has none.
@@ -44,143 +43,148 @@ class RequestQueue:
         self._clock = clock
         self._numbers = count()
         self._round = 0
-        """The latest that somebody was let in from."""
-        self._lines: dict[str, dict[TorchGeneration, Place]] = {}
-        """By owner, in the order of their rounds."""
-        self._preempted: dict[TorchGeneration, SequenceState] = {}
-        """Were let in already, so they are the first to be let in again."""
+        """The latest round from which a request was admitted."""
+        self._by_owner: dict[str, dict[LocalGeneration, QueueEntry]] = {}
+        """Each owner's entries are in the order of their rounds."""
+        self._preempted: dict[LocalGeneration, SequenceState] = {}
+        """Requests that ran before: they are admitted first."""
         self._order: list[SequenceState] | None = []
-        self._told: dict[TorchGeneration, int] = {}
+        self._reported: dict[LocalGeneration, int] = {}
+        """The last reported position of each request."""
         self._cursor = 0
-        self._untold = 0
-        """How many places have to be looked at, from the cursor on, until everybody knows theirs."""
-        self._ends: deque[float] = deque(maxlen=REMEMBERED)
+        self._unchecked = 0
+        """Entries from the cursor on whose positions have to be checked for changes."""
+        self._finish_times: deque[float] = deque(maxlen=ESTIMATE_WINDOW)
         self.version = 0
-        """Changes with everything that may let somebody in."""
+        """Changes whenever an admission may succeed that failed before."""
 
     def __len__(self) -> int:
-        return len(self._preempted) + sum(map(len, self._lines.values()))
+        return len(self._preempted) + sum(map(len, self._by_owner.values()))
 
     @property
     def sequences(self) -> list[SequenceState]:
-        """In the order in which they will be let in, if nobody else joins."""
+        """In the order of admission, if no other request joins."""
         if self._order is None:
-            places = [place for line in self._lines.values() for place in line.values()]
-            places.sort(key=lambda place: (place.round, place.number))
-            self._order = [*self._preempted.values(), *(place.sequence for place in places)]
-            self._untold = len(self._order)
+            entries = [entry for line in self._by_owner.values() for entry in line.values()]
+            entries.sort(key=lambda entry: (entry.round, entry.number))
+            self._order = [*self._preempted.values(), *(entry.sequence for entry in entries)]
+            self._unchecked = len(self._order)
         return self._order
 
     @property
-    def generations(self) -> list[TorchGeneration]:
+    def generations(self) -> list[LocalGeneration]:
         return [sequence.generation for sequence in self.sequences]
 
     def add(self, sequence: SequenceState) -> None:
-        """Raises QueueFull where its owner holds as many places as are free."""
+        """Raises QueueFull if the owner holds as many places as are free."""
         waiting = len(self)
-        line = self._lines.get(sequence.owner, {})
+        line = self._by_owner.get(sequence.owner, {})
         if len(line) >= self._limit - waiting:
             raise QueueFull(len(line) or waiting)
         if waiting == 0:
-            self._ends.clear()  # how fast it moved before it was empty says nothing
+            self._finish_times.clear()  # the speed before the queue was empty predicts nothing
         last = next(reversed(line.values())).round if line else 0
-        self._lines[sequence.owner] = line
-        line[sequence.generation] = Place(sequence, max(last, self._round) + 1, next(self._numbers))
-        self._change()
+        self._by_owner[sequence.owner] = line
+        line[sequence.generation] = QueueEntry(sequence, max(last, self._round) + 1, next(self._numbers))
+        self._invalidate()
 
-    def put_back(self, sequence: SequenceState) -> None:
-        """A running request makes way for others; it is the first to be let in again."""
+    def requeue(self, sequence: SequenceState) -> None:
+        """Puts a preempted request at the head of the queue."""
         self._preempted = {sequence.generation: sequence, **self._preempted}
-        self._change()
+        self._invalidate()
 
-    def find(self, generation: TorchGeneration) -> SequenceState | None:
-        place = self._lines.get(generation.prompt.owner, {}).get(generation)
-        return self._preempted.get(generation) if place is None else place.sequence
+    def find(self, generation: LocalGeneration) -> SequenceState | None:
+        entry = self._by_owner.get(generation.prompt.owner, {}).get(generation)
+        return self._preempted.get(generation) if entry is None else entry.sequence
 
-    def admit(self, generation: TorchGeneration) -> None:
-        place = self._pop(generation)
-        if place is not None:
-            self._round = max(self._round, place.round)
+    def admit(self, generation: LocalGeneration) -> None:
+        entry = self._pop(generation)
+        if entry is not None:
+            self._round = max(self._round, entry.round)
 
-    def remove(self, generation: TorchGeneration) -> bool:
-        """It leaves without being let in: those of the same owner behind it move up. False where it does not wait."""
+    def remove(self, generation: LocalGeneration) -> bool:
+        """Removes a request without admitting it: later requests of its owner move up. Returns False if it does not
+        wait."""
         if self.find(generation) is None:
             return False
-        place = self._pop(generation)
-        if place is not None:
-            free = place.round
-            for behind in self._lines.get(place.sequence.owner, {}).values():
-                if behind.round > free:
-                    behind.round, free = free, behind.round
+        entry = self._pop(generation)
+        if entry is not None:
+            free = entry.round
+            for later in self._by_owner.get(entry.sequence.owner, {}).values():
+                if later.round > free:
+                    later.round, free = free, later.round
         return True
 
     def clear(self) -> None:
-        self._lines.clear()
+        self._by_owner.clear()
         self._preempted.clear()
-        self._told.clear()
-        self._change()
+        self._reported.clear()
+        self._invalidate()
 
-    def note_end(self) -> None:
-        """A running request has left."""
-        self._ends.append(self._clock())
+    def record_finish(self) -> None:
+        """Call when a running request has finished."""
+        self._finish_times.append(self._clock())
         self.version += 1
 
-    def news(self) -> Iterator[tuple[TorchGeneration, Queued]]:
-        """Whose position changed since it was last told; a bounded number of them at a time."""
+    def position_updates(self) -> Iterator[tuple[LocalGeneration, Queued]]:
+        """Requests whose position changed since it was last reported; a bounded number in each call."""
         order = self.sequences
-        for _ in range(min(self._untold, TOLD_AT_ONCE)):
+        for _ in range(min(self._unchecked, MAX_POSITION_UPDATES)):
             self._cursor = self._cursor % len(order)
             generation, position = order[self._cursor].generation, self._cursor + 1
             self._cursor += 1
-            self._untold -= 1
-            if generation not in self._preempted and self._told.get(generation) != position:
-                self._told[generation] = position
+            self._unchecked -= 1
+            if generation not in self._preempted and self._reported.get(generation) != position:
+                self._reported[generation] = position
                 yield generation, Queued(position, self._estimate(position))
 
-    def _pop(self, generation: TorchGeneration) -> Place | None:
-        """None where it was let in before."""
-        self._change()
-        self._told.pop(generation, None)
+    def _pop(self, generation: LocalGeneration) -> QueueEntry | None:
+        """None for a preempted request."""
+        self._invalidate()
+        self._reported.pop(generation, None)
         if self._preempted.pop(generation, None) is not None:
             return None
         owner = generation.prompt.owner
-        place = self._lines[owner].pop(generation)
-        if not self._lines[owner]:
-            del self._lines[owner]
-        return place
+        entry = self._by_owner[owner].pop(generation)
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]
+        return entry
 
-    def _change(self) -> None:
+    def _invalidate(self) -> None:
         self._order = None
         self.version += 1
 
     def _estimate(self, position: int) -> float | None:
-        """Seconds, by how often a place became free since there is a queue."""
-        if len(self._ends) < 2:
+        """Seconds until admission, from how often requests finished since the queue formed."""
+        if len(self._finish_times) < 2:
             return None
-        return position * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return position * (self._finish_times[-1] - self._finish_times[0]) / (len(self._finish_times) - 1)
 
 
-def prefill_shares(
-    filling: Many[SequenceState], budget: int, most: Callable[[SequenceState], int | None]
+MaxChunk = Callable[[SequenceState], int | None]
+
+
+def split_prefill_budget(
+    prefilling: Sequence[SequenceState], budget: int, max_chunk: MaxChunk
 ) -> list[tuple[SequenceState, int]]:
-    """How many prompt tokens of each sequence a step computes; all but the last token of each is prompt.
+    """How many prompt tokens of each sequence a step computes. A prompt's last token is not part of its prefill.
 
-    The oldest gets at least half, so that it gets done; then the shortest, so that it needn't wait for long ones.
+    The oldest sequence gets at least half of the budget, so that it completes; the shortest ones get the rest first.
     """
-    if not filling:
+    if not prefilling:
         return []
-    oldest = filling[0]
-    given = {oldest: min(oldest.pending - 1, max(1, budget // 2))}
-    left = budget - given[oldest]
-    for sequence in [*sorted(filling[1:], key=lambda s: s.pending), oldest]:
+    oldest = prefilling[0]
+    shares = {oldest: min(oldest.pending_tokens - 1, max(1, budget // 2))}
+    left = budget - shares[oldest]
+    for sequence in [*sorted(prefilling[1:], key=lambda s: s.pending_tokens), oldest]:
         if left > 0:
-            more = min(sequence.pending - 1 - given.get(sequence, 0), left)
-            given[sequence] = given.get(sequence, 0) + more
+            more = min(sequence.pending_tokens - 1 - shares.get(sequence, 0), left)
+            shares[sequence] = shares.get(sequence, 0) + more
             left -= more
-    return [(sequence, _bounded(count, sequence, most)) for sequence, count in given.items() if count > 0]
+    return [(sequence, _chunk_size(count, sequence, max_chunk)) for sequence, count in shares.items() if count > 0]
 
 
-def _bounded(count: int, sequence: SequenceState, most: Callable[[SequenceState], int | None]) -> int:
-    """A model that must have its prompt whole gets all of it; one that takes tokens singly, one."""
-    bound = most(sequence)
-    return count if bound is None else min(bound, sequence.pending - 1)
+def _chunk_size(count: int, sequence: SequenceState, max_chunk: MaxChunk) -> int:
+    """A runner's limit replaces the budget: a model may need its prompt in one piece, or one token at a time."""
+    limit = max_chunk(sequence)
+    return count if limit is None else min(limit, sequence.pending_tokens - 1)

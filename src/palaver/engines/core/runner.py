@@ -1,82 +1,96 @@
-"""How the model is run: tokens of sequences in, logits after the last of each out."""
+"""The border between scheduler and model: token ids in, the logits after each sequence's last token out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from palaver.engines.core.request import SequenceState
-from palaver.engines.torch.prefix_cache import CacheStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """The memory of a runner's cache, and its hits and evictions since the model was loaded."""
+
+    limit_bytes: int = 0
+    used_bytes: int = 0
+    kept_bytes: int = 0
+    """The part of the used bytes that may be evicted."""
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    """The prompt tokens that didn't have to be computed."""
+    evictions: int = 0
 
 
 class Runner(Protocol):
     @property
     def reuse(self) -> str:
-        """What is reused of what was computed before: "to the token", "snapshots" or "none: why"."""
+        """What the prefix cache can reuse: "to the token", "snapshots" or "none: why"."""
         ...
 
     @property
-    def batches(self) -> bool:
-        """Whether sequences are computed in one pass, which fails or succeeds for all of them."""
+    def supports_batching(self) -> bool:
+        """Whether several sequences are computed in one pass, which fails or succeeds for all of them."""
         ...
 
     @property
-    def closes(self) -> bool:
-        """Whether the last token of a prompt may be computed with those before it, where nobody else waits for one."""
+    def prefills_last_token(self) -> bool:
+        """Whether a prefill pass may include the last prompt token, if no other sequence is decoding."""
         ...
 
     @property
     def forward_seconds(self) -> float:
-        """The CPU time of this thread that the model itself took, so far."""
+        """The calling thread's CPU time in the model's forward passes so far."""
         ...
 
     @property
     def statistics(self) -> CacheStatistics: ...
 
-    def check(self, sequence: SequenceState) -> None:
-        """Raises CacheFull where the sequence could not run even alone."""
+    def check_capacity(self, sequence: SequenceState) -> None:
+        """Raises CacheFull if the sequence would not fit even if it ran alone."""
         ...
 
-    def known(self, sequence: SequenceState) -> int:
-        """How many of its tokens are kept from others."""
+    def count_cached(self, sequence: SequenceState) -> int:
+        """How many of the sequence's tokens are in the prefix cache. Does not allocate anything."""
         ...
 
-    def most(self, sequence: SequenceState) -> int | None:
-        """How many of its tokens may be computed at once; None: any number."""
+    def max_chunk(self, sequence: SequenceState) -> int | None:
+        """The most tokens of the sequence that one pass may compute; None if there is no limit."""
         ...
 
-    def begin(self, sequence: SequenceState) -> None:
-        """Makes room and sets how many tokens are computed already. Raises CacheFull.
+    def allocate(self, sequence: SequenceState) -> None:
+        """Allocates memory for the sequence and sets its computed tokens from the prefix cache. Raises CacheFull.
 
-        Those are all of them only where the logits after the last were kept too: then they are the sequence's logits.
+        If the logits after the last token were cached too, all tokens count as computed and `cached_logits` is set.
         """
         ...
 
-    def run(self, sequences: Many[SequenceState], counts: Many[int], asked: bool = True) -> Tensor:
-        """Computes the next `count` tokens of each; a row of logits for each, after the last of them.
+    def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Tensor:
+        """Computes the next `count` tokens of each sequence. Returns a row of logits for each, after its last token.
 
-        Where nobody asks for logits, what leads to nothing else may be left out, and any may come back. Raises
-        CacheFull before anything is computed where there is no room.
+        Without `need_logits` the runner may skip work that only the logits need, and the rows may hold anything.
+        Raises CacheFull before anything is computed if there is no room.
         """
         ...
 
-    def outgrown(self, sequence: SequenceState) -> bool:
-        """Whether all of the sequence must be computed anew, because it has become too long for how it was begun."""
+    def needs_recompute(self, sequence: SequenceState) -> bool:
+        """Whether the whole sequence must be computed again, because it outgrew the frequencies it started with."""
         ...
 
-    def keep(self, sequence: SequenceState, logits: Tensor) -> None:
-        """Keeps for others what is computed so far, and the logits after it; the sequence goes on.
+    def cache_prefix(self, sequence: SequenceState, logits: Tensor) -> None:
+        """Puts the tokens computed so far, and the logits after them, into the prefix cache. The sequence runs on.
 
-        May raise where there is no memory for a copy: what was kept before stays as it is.
+        May raise if there is no memory for a copy: cached prefixes stay as they are.
         """
         ...
 
-    def end(self, sequence: SequenceState) -> None:
-        """The sequence leaves; what was computed is kept. What it held is free even where keeping raises."""
+    def release(self, sequence: SequenceState) -> None:
+        """Frees the sequence's memory after caching its prefix. The memory is freed even if caching raises."""
         ...
 
     def forget(self, conversation: str) -> None:
-        """Frees what is kept of the conversation's sequences and used by no other; those that run stay."""
+        """Evicts the prefixes that only this conversation uses. Running sequences are not affected."""
         ...

@@ -1,4 +1,4 @@
-"""The one thread that owns the device: takes commands between steps, and runs steps while there is work."""
+"""The engine's thread, the only one that uses the device: handles commands between steps, runs steps on demand."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from palaver.engines.core.generation import (
     CloseCommand,
     Command,
     ForgetCommand,
+    LocalGeneration,
     Outbox,
     SubmitCommand,
-    TorchGeneration,
 )
 from palaver.engines.core.scheduler import Scheduler
-from palaver.engines.torch.memory import ThreadCounts
 from palaver.errors import EngineClosed, EngineError, PalaverError
 
 
@@ -29,36 +28,37 @@ class Worker:
         self,
         scheduler: Scheduler,
         outbox: Outbox,
-        threads: ThreadCounts,
+        set_up_thread: Callable[[], None],
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """`on_failure` is called in the worker's thread when an error ends it, before requests are failed."""
+        """Both callbacks run in the worker's thread: `set_up_thread` at its start, `on_failure` when an error ends it,
+        before its requests fail."""
         self._scheduler = scheduler
         self._outbox = outbox
-        self._threads = threads
+        self._set_up_thread = set_up_thread
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._over: PalaverError | None = None
-        """Why the thread has ended."""
+        self._exit_reason: PalaverError | None = None
+        """Why the thread has ended; None while it runs."""
         self._lock = threading.Lock()
         self.seconds = 0.0
-        """The CPU time the thread has taken so far."""
+        """CPU time of the thread so far."""
         self._thread = threading.Thread(target=self._run, name="palaver-engine", daemon=True)
         self._thread.start()
 
     def post(self, command: Command) -> None:
-        """Hands a command over. What is submitted after the end is told so at once."""
+        """Sends a command to the thread. After the thread's end a submitted request fails at once."""
         with self._lock:
-            if self._over is None:
+            if self._exit_reason is None:
                 self._inbox.put(command)
             elif type(command) is SubmitCommand:
-                command.generation.arrive(self._over)  # its owner, who calls this, doesn't wait yet
+                command.generation.push(self._exit_reason)  # called by the reader itself, which does not wait yet
             elif isinstance(command, ForgetCommand):
                 command.done()
 
     @property
-    def over(self) -> PalaverError | None:
-        return self._over
+    def exit_reason(self) -> PalaverError | None:
+        return self._exit_reason
 
     def join(self) -> None:
         self._thread.join()
@@ -66,23 +66,23 @@ class Worker:
     def _run(self) -> None:
         reason: PalaverError = EngineClosed()
         try:
-            self._threads.settle()
+            self._set_up_thread()
             with torch.inference_mode():
-                self._work()
+                self._loop()
         except BaseException as error:
             if self._on_failure is not None:
                 self._on_failure(error)
             reason = EngineError(f"The engine's thread died ({type(error).__name__}: {error}): start the engine again.")
-        self._end(reason)
+        self._shut_down(reason)
 
-    def _work(self) -> None:
-        while self._take_commands():
+    def _loop(self) -> None:
+        while self._handle_commands():
             self._scheduler.step()
-            self._outbox.send_in_time()
+            self._outbox.flush_if_due()
             self.seconds = time.thread_time()
 
-    def _take_commands(self) -> bool:
-        """Waits for work if there is none. False when it is time to close."""
+    def _handle_commands(self) -> bool:
+        """Waits for work if there is none. Returns False when the engine is closed."""
         while True:
             try:
                 command = self._inbox.get(block=not self._scheduler.busy)
@@ -90,10 +90,10 @@ class Worker:
                 return True
             if isinstance(command, CloseCommand):
                 return False
-            self._obey(command)
-            self._outbox.send()
+            self._handle(command)
+            self._outbox.flush()
 
-    def _obey(self, command: SubmitCommand | ForgetCommand) -> None:
+    def _handle(self, command: SubmitCommand | ForgetCommand) -> None:
         match command:
             case ForgetCommand():
                 try:
@@ -107,10 +107,10 @@ class Worker:
             case _:
                 self._scheduler.submit(command.generation)
 
-    def _end(self, reason: PalaverError) -> None:
+    def _shut_down(self, reason: PalaverError) -> None:
         with self._lock:
-            self._over = reason
-        waiting: list[TorchGeneration] = self._scheduler.abandon()
+            self._exit_reason = reason
+        waiting: list[LocalGeneration] = self._scheduler.drain()
         while not self._inbox.empty():
             command = self._inbox.get()
             if type(command) is SubmitCommand:
@@ -119,4 +119,4 @@ class Worker:
                 command.done()
         for generation in waiting:
             self._outbox.put(generation, reason)
-        self._outbox.send()
+        self._outbox.flush()

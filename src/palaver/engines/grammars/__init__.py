@@ -1,4 +1,4 @@
-"""Grammars: compiled by llguidance under limits, tried first in a process that may die."""
+"""Grammars: checked in a sandbox process, then compiled by llguidance under limits."""
 
 from palaver.engines.grammars.cache import GrammarCache
 from palaver.engines.grammars.compiler import CompiledGrammar, GrammarCompiler, check_matcher

@@ -1,4 +1,4 @@
-"""The compiled grammars of one model: each tried in the sandbox, compiled once, and shared by its requests."""
+"""The compiled grammars of one model. Each is checked in the sandbox, compiled once and shared by requests."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from palaver.constraints import Constraint
-from palaver.engines.grammars.compiler import CompiledGrammar, GrammarCompiler, GrammarError, bad_constraint, named_ids
+from palaver.engines.grammars.compiler import (
+    CompiledGrammar,
+    GrammarCompiler,
+    GrammarError,
+    bad_constraint,
+    special_ids,
+)
 from palaver.engines.grammars.sandbox import GrammarSandbox
 from palaver.errors import EngineClosed, PalaverError, QueueFull
 from palaver.phases import Vocabulary
 
-COMPILED = 64
-REFUSED = 1024
-AT_ONCE = 16
-SECONDS = 20.0
-"""The longest wait for a grammar: for its turn, its trial and its compilation."""
-_STACK = 64 << 20
-"""Bytes of address space; the sandbox refuses what takes more than a small part of it."""
+MAX_COMPILED = 64
+MAX_REJECTED = 1024
+MAX_WORKERS = 16
+TIMEOUT_S = 20.0
+"""The longest wait for a grammar: in the queue, in the sandbox and in the compiler."""
+_STACK_BYTES = 64 << 20
+"""Address space; the sandbox rejects grammars that use more than a small part of it."""
 
 
 @dataclass(eq=False)
-class _Job:
+class _CompileJob:
     future: Future[CompiledGrammar]
     waiters: int = 0
 
@@ -37,20 +43,20 @@ class GrammarCache:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._compiler = GrammarCompiler(vocabulary)
         self._sandbox = GrammarSandbox(vocabulary)
-        self._executor = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="palaver-grammar")
+        self._executor = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix="palaver-grammar")
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Constraint, CompiledGrammar] = OrderedDict()
-        self._refused: OrderedDict[bytes, str] = OrderedDict()
-        self._jobs: dict[Constraint, _Job] = {}
+        self._rejected: OrderedDict[bytes, str] = OrderedDict()
+        self._jobs: dict[Constraint, _CompileJob] = {}
 
     def warm(self) -> None:
-        """Starts the sandbox's process and builds the view of the vocabulary, so that no request waits for them."""
-        with suppress(GrammarError, PalaverError):  # then the first request says why
+        """Starts the sandbox's process and builds the tokenizer, so that no request waits for them."""
+        with suppress(GrammarError, PalaverError):  # the first request reports the error
             self._sandbox.start()
             self._compiler.tokenizer(())
 
     async def compile(self, constraint: Constraint) -> CompiledGrammar:
-        """Raises BadParameter where the grammar makes no sense or exceeds its limits, QueueFull where too many wait."""
+        """Raises BadParameter if the grammar is invalid or exceeds its limits, QueueFull if too many are waiting."""
         with self._lock:
             found = self._compiled.get(constraint)
             if found is not None:
@@ -58,7 +64,7 @@ class GrammarCache:
                 return found
             job = self._join(constraint)
         try:
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(TIMEOUT_S):
                 return await asyncio.shield(asyncio.wrap_future(job.future))
         except GrammarError as error:
             raise bad_constraint(constraint, str(error)) from error
@@ -71,23 +77,23 @@ class GrammarCache:
         self._sandbox.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _join(self, constraint: Constraint) -> _Job:
+    def _join(self, constraint: Constraint) -> _CompileJob:
         job = self._jobs.get(constraint)
         if job is None:
-            job = self._jobs[constraint] = _Job(self._submit(constraint))
+            job = self._jobs[constraint] = _CompileJob(self._submit(constraint))
             job.future.add_done_callback(lambda _: self._jobs.pop(constraint, None))
         job.waiters += 1
         return job
 
-    def _leave(self, job: _Job) -> None:
-        """The last one to leave takes the job with it, if that has not begun."""
+    def _leave(self, job: _CompileJob) -> None:
+        """Cancels a job that has not started once its last waiter has left."""
         with self._lock:
             job.waiters -= 1
             if not job.waiters:
                 job.future.cancel()
 
     def _submit(self, constraint: Constraint) -> Future[CompiledGrammar]:
-        before = threading.stack_size(_STACK)  # of the threads that the executor starts here
+        before = threading.stack_size(_STACK_BYTES)  # for the threads that the executor starts here
         try:
             return self._executor.submit(self._compile, constraint)
         except RuntimeError as error:
@@ -96,26 +102,26 @@ class GrammarCache:
             threading.stack_size(before)
 
     def _compile(self, constraint: Constraint) -> CompiledGrammar:
-        self._compiler.tokenizer(named_ids(constraint))
-        self._try(constraint)
+        self._compiler.tokenizer(special_ids(constraint))
+        self._check_in_sandbox(constraint)
         compiled = self._compiler.compile(constraint)
         with self._lock:
             self._compiled[constraint] = compiled
-            while len(self._compiled) > COMPILED:
+            while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return compiled
 
-    def _try(self, constraint: Constraint) -> None:
-        content = f"{constraint.grammar} {named_ids(constraint)} {constraint.text}"
+    def _check_in_sandbox(self, constraint: Constraint) -> None:
+        content = f"{constraint.grammar} {special_ids(constraint)} {constraint.text}"
         key = sha256(content.encode(errors="surrogatepass")).digest()
         with self._lock:
-            why = self._refused.get(key)
-        if why is None:
-            why = self._sandbox.why_not(constraint)
-        if why is None:
+            reason = self._rejected.get(key)
+        if reason is None:
+            reason = self._sandbox.rejection_reason(constraint)
+        if reason is None:
             return
         with self._lock:
-            self._refused[key] = why
-            while len(self._refused) > REFUSED:
-                self._refused.popitem(last=False)
-        raise GrammarError(why)
+            self._rejected[key] = reason
+            while len(self._rejected) > MAX_REJECTED:
+                self._rejected.popitem(last=False)
+        raise GrammarError(reason)

@@ -1,4 +1,4 @@
-"""From a constraint to an llguidance matcher, under the library's own limits."""
+"""Compiles a constraint to an llguidance matcher, under the library's own limits."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar, Marked
+from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar, MarkerConstraint
 from palaver.errors import BadParameter, RequestError
 from palaver.phases import Vocabulary
 
-TOKENIZERS = 8
-"""Views of the vocabulary that are cached, one for each set of token ids that grammars name."""
-ROW_ITEMS = 500
-SCHEMA_ROW_ITEMS = 2_000
-"""Earley items of one row. Where a grammar is ambiguous, a step takes time with the cube of them: 5 ms for 500, 300 ms
-for 2,000. JSON schemas are not ambiguous, and one of 400 optional properties has 1,600 items."""
-LEXER_STATES = 50_000
-"""States the lexer of one grammar may build, at 1 to 2 kB each."""
+MAX_TOKENIZERS = 8
+"""Cached tokenizers, one for each set of special token ids."""
+MAX_ROW_ITEMS = 500
+MAX_SCHEMA_ROW_ITEMS = 2_000
+"""Earley items of one row. In an ambiguous grammar the time of a step grows with their cube: 5 ms for 500, 300 ms for
+2,000. JSON schemas are not ambiguous, and one of 400 optional properties has 1,600 items."""
+MAX_LEXER_STATES = 50_000
+"""States that the lexer of one grammar may build, at 1 to 2 kB each."""
 
 
 class GrammarError(Exception):
@@ -42,7 +42,7 @@ class CompiledGrammar:
         return self._matcher.deep_copy()
 
     def tokenize(self, text: bytes) -> list[int]:
-        """Some tokens that spell this text, none of them named by the constraint."""
+        """Some tokens that spell this text, none of them named by id in the constraint."""
         ids: list[int] = self._tokenizer.tokenize_bytes(text)
         return ids
 
@@ -58,52 +58,53 @@ class GrammarCompiler:
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         """Raises GrammarError. May take seconds, and a hostile grammar may end the process: use the sandbox first."""
         llguidance = _library()
-        tokenizer = self.tokenizer(named_ids(constraint))
+        tokenizer = self.tokenizer(special_ids(constraint))
         grammar = _grammar(llguidance.LLMatcher, constraint)
         limits = llguidance.LLParserLimits(
-            max_items_in_row=_row_items(constraint), max_lexer_states=LEXER_STATES, verbose_errors=False
+            max_items_in_row=_row_items(constraint), max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
         )
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(first_line(matcher.get_error()))
         return CompiledGrammar(constraint, len(self._vocabulary), matcher, tokenizer)
 
-    def tokenizer(self, named: tuple[int, ...]) -> Any:
-        """The library's view of the vocabulary. Tokens that a grammar names by id are no text to it."""
+    def tokenizer(self, special: tuple[int, ...]) -> Any:
+        """The library's tokenizer of this vocabulary. Special tokens are no text to it."""
         with self._lock:
-            found = self._tokenizers.get(named)
+            found = self._tokenizers.get(special)
             if found is not None:
-                self._tokenizers.move_to_end(named)
+                self._tokenizers.move_to_end(special)
                 return found
         llguidance = _library()
-        wrapped = llguidance.TokenizerWrapper(_TokenizerView(self._vocabulary, named))
+        wrapped = llguidance.TokenizerWrapper(_TokenizerView(self._vocabulary, special))
         built = llguidance.LLTokenizer(wrapped, n_vocab=len(self._vocabulary) + 1)
         with self._lock:
-            self._tokenizers[named] = built
-            while len(self._tokenizers) > TOKENIZERS:
+            self._tokenizers[special] = built
+            while len(self._tokenizers) > MAX_TOKENIZERS:
                 self._tokenizers.popitem(last=False)
         return built
 
 
 def check_matcher(matcher: Any) -> None:
-    """Raises RequestError where a step of the grammar exceeded the library's limits. Call after each mask."""
+    """Raises RequestError if a step of the grammar exceeded the library's limits. Call after each mask."""
     if matcher.is_error():
         why = first_line(matcher.get_error())
         raise RequestError(f"The grammar of this request became too complex for the next token: {why}")
 
 
-def named_ids(constraint: Constraint) -> tuple[int, ...]:
-    return constraint.ids if isinstance(constraint, Marked) else ()
+def special_ids(constraint: Constraint) -> tuple[int, ...]:
+    """The token ids that the grammar names by id. They are no text to it."""
+    return constraint.ids if isinstance(constraint, MarkerConstraint) else ()
 
 
 def _row_items(constraint: Constraint) -> int:
-    made_of_schemas = constraint.grammar is Grammar.JSON_SCHEMA or isinstance(constraint, Marked)
-    return SCHEMA_ROW_ITEMS if made_of_schemas else ROW_ITEMS
+    made_of_schemas = constraint.grammar is Grammar.JSON_SCHEMA or isinstance(constraint, MarkerConstraint)
+    return MAX_SCHEMA_ROW_ITEMS if made_of_schemas else MAX_ROW_ITEMS
 
 
 def bad_constraint(constraint: Constraint, why: str) -> BadParameter:
     shown = constraint.text if len(constraint.text) <= 80 else constraint.text[:77] + "..."
-    if isinstance(constraint, Marked) and constraint.about:
+    if isinstance(constraint, MarkerConstraint) and constraint.about:
         return BadParameter(constraint.about, "...", f"what they allow can't be held to by a grammar: {why}")
     return BadParameter(f"constraint ({constraint.grammar.value})", shown, why)
 
@@ -146,16 +147,16 @@ def _check_schema(text: str) -> None:
 
 
 class _TokenizerView:
-    """A vocabulary as llguidance wants to see it, with an end token of its own that no model has."""
+    """The tokenizer interface that llguidance expects, with an end token of its own that no model has."""
 
-    def __init__(self, vocabulary: Vocabulary, named: Collection[int] = ()) -> None:
+    def __init__(self, vocabulary: Vocabulary, special: Collection[int] = ()) -> None:
         self.tokens = [*vocabulary, b"<|end of grammar|>"]
         self.eos_token_id = len(vocabulary)
         self.bos_token_id = None
-        self.special_token_ids = [self.eos_token_id, *named]
-        no_text = frozenset(named)
-        spelled = reversed(list(enumerate(vocabulary)))
-        self._ids = {text: token_id for token_id, text in spelled if token_id not in no_text}
+        self.special_token_ids = [self.eos_token_id, *special]
+        excluded = frozenset(special)
+        by_id = reversed(list(enumerate(vocabulary)))
+        self._ids = {text: token_id for token_id, text in by_id if token_id not in excluded}
         self._longest = max((len(text) for text in vocabulary), default=1)
 
     def __call__(self, text: bytes | str) -> list[int]:

@@ -1,4 +1,6 @@
-"""Tries a grammar where a crash, a hang or a lack of memory ends nothing but the trial."""
+"""Checks grammars in a separate process, so that a crash, a hang or a lack of memory ends only that check.
+
+This is the parent's side; `trial.py` runs in the process."""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import sys
 import threading
 from typing import Any
 
-from palaver.constraints import Constraint, Grammar, Marked
-from palaver.engines.grammars.compiler import named_ids
+from palaver.constraints import Constraint, Grammar, MarkerConstraint
+from palaver.engines.grammars.compiler import special_ids
 from palaver.errors import EngineClosed, EngineError
 from palaver.phases import Vocabulary
 
@@ -24,9 +26,9 @@ def send(connection: socket.socket, message: Any) -> None:
 
 
 def receive(connection: socket.socket) -> Any:
-    """Raises EOFError where the other side is gone."""
-    (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
-    return json.loads(_exactly(connection, size))
+    """Raises EOFError if the connection is closed."""
+    (size,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))
+    return json.loads(_receive_exactly(connection, size))
 
 
 def send_descriptor(connection: socket.socket, descriptor: int) -> None:
@@ -34,12 +36,12 @@ def send_descriptor(connection: socket.socket, descriptor: int) -> None:
 
 
 def receive_descriptor(connection: socket.socket) -> int | None:
-    """None where the other side is gone."""
+    """None if the connection is closed."""
     data, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     return descriptors[0] if data else None
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
         received = connection.recv(size - len(data))
@@ -50,25 +52,25 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def pack_constraint(constraint: Constraint) -> dict[str, Any]:
-    ids = constraint.ids if isinstance(constraint, Marked) else None
+    ids = constraint.ids if isinstance(constraint, MarkerConstraint) else None
     return {"grammar": constraint.grammar.value, "text": constraint.text, "ids": ids}
 
 
 def unpack_constraint(message: dict[str, Any]) -> Constraint:
     grammar, text, ids = Grammar(message["grammar"]), message["text"], message["ids"]
-    return Constraint(grammar, text) if ids is None else Marked(grammar, text, tuple(ids))
+    return Constraint(grammar, text) if ids is None else MarkerConstraint(grammar, text, tuple(ids))
 
 
 WALL_SECONDS = 10.0
-"""The longest that a trial may take, waiting for the processor included."""
+"""The longest that a check may take, waiting for the CPU included."""
 _START_SECONDS = 30.0
-"""Until a process that was just started, or builds another view of the vocabulary, takes the trial up."""
-_END_SECONDS = 5.0
+"""How long a process may take to start a check, if it was just started or builds another tokenizer first."""
+_EXIT_SECONDS = 5.0
 TOO_MUCH = "it takes too much time, memory or depth to compile"
 
 
 class GrammarSandbox:
-    """A warm process that compiles each grammar in a fork of itself. The first trial starts it, and one after its
+    """A warm process that compiles each grammar in a fork of itself. The first check starts it; a check after its
     death starts it again."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -79,72 +81,72 @@ class GrammarSandbox:
         self._closed = False
 
     def start(self) -> None:
-        """Starts the process, if none runs."""
+        """Starts the process unless it runs."""
         with self._lock:
-            self._running()
+            self._ensure_started()
 
-    def why_not(self, constraint: Constraint) -> str | None:
-        """Why the grammar is refused, or None. Blocks until the trial is over; trials run side by side.
+    def rejection_reason(self, constraint: Constraint) -> str | None:
+        """Why the grammar is rejected, or None. Blocks until the check is done; checks run in parallel.
 
-        Raises EngineError where the trial could not be made.
+        Raises EngineError if the check could not be made.
         """
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                self._submit(theirs, named_ids(constraint))
+        parent_end, child_end = socket.socketpair()
+        with parent_end:
+            with child_end:
+                self._submit(child_end, special_ids(constraint))
             try:
-                ours.settimeout(_START_SECONDS)
-                receive(ours)
+                parent_end.settimeout(_START_SECONDS)
+                receive(parent_end)
             except (EOFError, OSError) as error:
                 raise EngineError("The grammar couldn't be tried: the sandbox's process didn't answer.") from error
             try:
-                ours.settimeout(WALL_SECONDS + _END_SECONDS)
-                send(ours, pack_constraint(constraint))
-                why: str | None = receive(ours)["why"]
+                parent_end.settimeout(WALL_SECONDS + _EXIT_SECONDS)
+                send(parent_end, pack_constraint(constraint))
+                reason: str | None = receive(parent_end)["why"]
             except (EOFError, OSError):
                 return TOO_MUCH
-            return why
+            return reason
 
     def close(self) -> None:
-        """Ends the process. Trials that run fail."""
+        """Ends the process. Running checks fail."""
         with self._lock:
             self._closed = True
-            self._end()
+            self._stop()
 
-    def _submit(self, theirs: socket.socket, named: tuple[int, ...]) -> None:
+    def _submit(self, child_end: socket.socket, ids: tuple[int, ...]) -> None:
         with self._lock:
-            connection = self._running()
+            connection = self._ensure_started()
             try:
-                send_descriptor(connection, theirs.fileno())
-                send(connection, named)
+                send_descriptor(connection, child_end.fileno())
+                send(connection, ids)
             except OSError as error:
                 raise EngineError("The grammar couldn't be tried: the sandbox's process is gone.") from error
 
-    def _running(self) -> socket.socket:
+    def _ensure_started(self) -> socket.socket:
         if self._closed:
             raise EngineClosed
         if self._connection is not None and self._process is not None and self._process.poll() is None:
             return self._connection
-        self._end()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "palaver.engines.grammars.trial", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        self._connection = ours
-        ours.settimeout(_START_SECONDS)
+        self._stop()
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            command = [sys.executable, "-m", "palaver.engines.grammars.trial", str(child_end.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL)
+        self._connection = parent_end
+        parent_end.settimeout(_START_SECONDS)
         try:
-            send(ours, [token.decode("latin-1") for token in self._vocabulary])
+            send(parent_end, [token.decode("latin-1") for token in self._vocabulary])
         except OSError as error:
             raise EngineError("The grammar couldn't be tried: the sandbox's process didn't start.") from error
-        return ours
+        return parent_end
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
         if self._process is not None:
             try:
-                self._process.wait(_END_SECONDS)
+                self._process.wait(_EXIT_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()

@@ -23,19 +23,19 @@ from palaver.engines.grammars.sandbox import WALL_SECONDS, receive, receive_desc
 from palaver.engines.processes import die_with_parent
 
 CPU_SECONDS = 2
-MEMORY = 512 << 20
-"""Bytes a fork may take beyond what it starts with."""
-STACK = 2 << 20
-"""Bytes; a quarter of what the engine's own threads have, so that what passes here has room to spare there."""
-MASKS = 4
+MEMORY_BYTES = 512 << 20
+"""Memory that a fork may take beyond what it starts with."""
+STACK_BYTES = 2 << 20
+"""A small part of the stack of the engine's compiler threads, so that a grammar that passes here is safe there."""
+MASK_COUNT = 4
 MASK_SECONDS = 0.25
-"""CPU time of one mask: the engine computes one for every token, and everybody waits for it."""
+"""CPU time of one mask. The engine computes a mask for every token, and all requests wait for it."""
 _NICE = 5
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are reaped by the kernel
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forks
     connection = socket.socket(fileno=int(sys.argv[1]))
     vocabulary = [token.encode("latin-1") for token in receive(connection)]
     compiler = GrammarCompiler(vocabulary)
@@ -45,38 +45,38 @@ def main() -> None:
         compiler.tokenizer(tuple(receive(connection)))
         if os.fork() == 0:
             connection.close()
-            _run(socket.socket(fileno=descriptor), compiler)
+            _check_in_fork(socket.socket(fileno=descriptor), compiler)
         os.close(descriptor)
 
 
-def _run(asked: socket.socket, compiler: GrammarCompiler) -> None:
-    """In the fork. Ends the process, with a verdict or without one."""
-    _limit()
-    send(asked, "started")
-    constraint = unpack_constraint(receive(asked))
-    threading.stack_size(STACK)
-    thread = threading.Thread(target=lambda: send(asked, {"why": why_not(compiler, constraint)}))
+def _check_in_fork(connection: socket.socket, compiler: GrammarCompiler) -> None:
+    """Runs in the fork. Sends the result, unless a limit is exceeded, and ends the process."""
+    _set_limits()
+    send(connection, "started")
+    constraint = unpack_constraint(receive(connection))
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=lambda: send(connection, {"why": rejection_reason(compiler, constraint)}))
     thread.start()
     thread.join()
     os._exit(0)
 
 
-def _limit() -> None:
+def _set_limits() -> None:
     die_with_parent()
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stderr.fileno())  # what a crash prints
+    os.dup2(null, sys.stderr.fileno())  # hides the output of a crash
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     statistics = Path("/proc/self/statm")
     if statistics.exists():
-        most = int(statistics.read_text().split()[0]) * resource.getpagesize() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        limit = int(statistics.read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)  # the default action of SIGALRM ends the process
 
 
-def why_not(compiler: GrammarCompiler, constraint: Constraint) -> str | None:
-    """Why the grammar is refused, or None."""
+def rejection_reason(compiler: GrammarCompiler, constraint: Constraint) -> str | None:
+    """Why the grammar is rejected, or None."""
     try:
         compiled = compiler.compile(constraint)
         for highest in (False, True):
@@ -87,12 +87,12 @@ def why_not(compiler: GrammarCompiler, constraint: Constraint) -> str | None:
 
 
 def _compute_masks(compiled: CompiledGrammar, highest: bool) -> None:
-    """Along the allowed tokens of the highest ids, or the lowest."""
+    """Follows the allowed tokens with the highest ids, or with the lowest."""
     matcher = compiled.matcher()
-    for _ in range(MASKS):
+    for _ in range(MASK_COUNT):
         started = time.thread_time()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        _check(matcher)
+        _raise_on_error(matcher)
         if time.thread_time() - started > MASK_SECONDS:
             raise GrammarError("it takes too long to follow for each token")
         mask &= ~(1 << compiled.end_id)
@@ -100,10 +100,10 @@ def _compute_masks(compiled: CompiledGrammar, highest: bool) -> None:
             return
         token_id = (mask if highest else mask & -mask).bit_length() - 1
         matcher.try_consume_tokens([token_id])
-        _check(matcher)
+        _raise_on_error(matcher)
 
 
-def _check(matcher: Any) -> None:
+def _raise_on_error(matcher: Any) -> None:
     if matcher.is_error():
         raise GrammarError(first_line(matcher.get_error()))
 

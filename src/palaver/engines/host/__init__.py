@@ -1,4 +1,4 @@
-"""The engine host: an engine in a process of its own, behind the same protocol."""
+"""The engine host: runs an engine in a process of its own, behind the engine protocol."""
 
 from palaver.engines.host.supervisor import HostedEngine
 

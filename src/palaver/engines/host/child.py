@@ -1,4 +1,4 @@
-"""The hosted side: makes the engine, runs generations, and sends what each step produced in one frame."""
+"""The engine process: loads the engine, runs generations and sends the outputs of each step in one frame."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from palaver.engines.host.frames import LoadProgress, encode_frame, pack, pack_e
 from palaver.engines.processes import die_with_parent
 from palaver.errors import BrokenModel, EngineError, PalaverError
 
-OPTIONS = ("exact", "context", "compiled", "cache_bytes", "max_running")
-"""The engine's options that a specification sets."""
-_TELL_S = 0.2
-"""How often the parent is told how far loading is."""
+ENGINE_OPTIONS = ("exact", "context", "compiled", "cache_bytes", "max_running")
+"""The engine options that a spec sets."""
+_PROGRESS_INTERVAL_S = 0.2
+"""How often the supervisor gets the progress of loading."""
 
 
 def make_engine(spec: dict[str, Any], progress: LoadProgress) -> Engine:
-    """The engine a specification asks for."""
+    """Loads the engine that a spec describes (`supervisor.torch_spec`)."""
     progress.note = "importing the libraries"
     from palaver.engines.torch import EngineOptions, load
 
@@ -38,16 +38,16 @@ def make_engine(spec: dict[str, Any], progress: LoadProgress) -> Engine:
         vocabulary=vocabulary,
         device=spec["device"],
         dtype=spec["dtype"],
-        options=EngineOptions(**{name: spec[name] for name in OPTIONS}),
+        options=EngineOptions(**{name: spec[name] for name in ENGINE_OPTIONS}),
         adapter=adapter,
-        on_failure=die,
+        on_failure=exit_process,
     )
     threading.Thread(target=engine.warm_grammars, name="palaver-warm", daemon=True).start()
     return engine
 
 
-def die(error: BaseException) -> None:
-    """Ends the process at once, from any thread: the parent starts another one, in which requests go on."""
+def exit_process(error: BaseException) -> None:
+    """Ends the process at once, from any thread. The supervisor starts another one and sends the requests again."""
     traceback.print_exception(error)
     sys.stderr.flush()
     os._exit(os.EX_SOFTWARE)
@@ -60,23 +60,23 @@ def _as_model_error(error: Exception) -> PalaverError:
 
 
 class EngineHost:
-    """One connection to the parent. Everything ends with it."""
+    """Serves one connection to the supervisor. Ends all generations and the engine when it is closed."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
         self._engine: Engine | None = None
-        self._running: dict[int, EngineGeneration] = {}
+        self._generations: dict[int, EngineGeneration] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._outputs: list[Any] = []
         self._flushing = False
         self._commands: dict[str, Callable[[dict[str, Any]], None]] = {
-            "generate": self._generate,
+            "generate": self._start_generation,
             "cancel": self._cancel,
-            "stop": lambda frame: self._ask(frame, "stop"),
-            "figures": lambda frame: self._answer(frame, self._counted()),
-            "forget": lambda frame: self._answer(frame, self._forgotten(frame["conversation"])),
-            "answer_now": lambda frame: self._ask(frame, "answer_now"),
+            "stop": lambda frame: self._call(frame, "stop"),
+            "figures": lambda frame: self._answer(frame, self._metrics()),
+            "forget": lambda frame: self._answer(frame, self._forget(frame["conversation"])),
+            "answer_now": lambda frame: self._call(frame, "answer_now"),
         }
 
     async def run(self) -> None:
@@ -87,11 +87,11 @@ class EngineHost:
                 break
             else:
                 self._commands[frame["do"]](frame)
-        await self._end()
+        await self._close()
 
     async def _load(self, frame: dict[str, Any]) -> None:
         progress = LoadProgress()
-        telling = asyncio.create_task(self._tell(progress))
+        reporting = asyncio.create_task(self._report_progress(progress))
         try:
             self._engine = await asyncio.to_thread(make_engine, frame["spec"], progress)
         except Exception as error:
@@ -99,21 +99,21 @@ class EngineHost:
             self._send({"failed": pack_error(_as_model_error(error))})
             return
         finally:
-            telling.cancel()
+            reporting.cancel()
         self._send({"ready": pack(self._engine.info)})
 
-    async def _tell(self, progress: LoadProgress) -> None:
+    async def _report_progress(self, progress: LoadProgress) -> None:
         while True:
-            self._send({"loading": [progress.share, progress.note]})
-            await asyncio.sleep(_TELL_S)
+            self._send({"loading": [progress.fraction, progress.note]})
+            await asyncio.sleep(_PROGRESS_INTERVAL_S)
 
-    def _answer(self, frame: dict[str, Any], found: Awaitable[dict[str, float]]) -> None:
-        """A question that is no generation: one answer, under its number."""
+    def _answer(self, frame: dict[str, Any], result: Awaitable[dict[str, float]]) -> None:
+        """Answers a query that is no generation with one frame."""
 
         async def answer() -> None:
             try:
-                self._send({"answer": await found, "number": number})
-            except Exception as error:  # who asked gets no figures, and requests say what is wrong
+                self._send({"answer": await result, "number": number})
+            except Exception as error:  # the query gets no figures; requests report the error
                 self._send({"answer": {}, "number": number})
                 print(f"A question failed ({type(error).__name__}: {error}).", file=sys.stderr)
             finally:
@@ -122,41 +122,41 @@ class EngineHost:
         number = frame["number"]
         self._tasks[number] = asyncio.create_task(answer())
 
-    async def _counted(self) -> dict[str, float]:
+    async def _metrics(self) -> dict[str, float]:
         assert self._engine is not None
-        return await self._engine.counted()
+        return await self._engine.metrics()
 
-    async def _forgotten(self, conversation: str) -> dict[str, float]:
+    async def _forget(self, conversation: str) -> dict[str, float]:
         assert self._engine is not None
         await self._engine.forget(conversation)
         return {}
 
-    def _generate(self, frame: dict[str, Any]) -> None:
+    def _start_generation(self, frame: dict[str, Any]) -> None:
         number = frame["number"]
-        self._tasks[number] = asyncio.create_task(self._run(number, frame))
+        self._tasks[number] = asyncio.create_task(self._generate(number, frame))
 
-    async def _run(self, number: int, frame: dict[str, Any]) -> None:
+    async def _generate(self, number: int, frame: dict[str, Any]) -> None:
         assert self._engine is not None
         self._send({"request": number, "progress": "PREPARING"})
         try:
             prompt, sampling = unpack(frame["prompt"]), unpack(frame["sampling"])
             async with self._engine.generate(prompt, sampling, frame["choice"]) as outputs:
-                self._send({"request": number, "progress": "BEGUN"})
-                self._running[number] = outputs
+                self._send({"request": number, "progress": "RUNNING"})
+                self._generations[number] = outputs
                 async for output in outputs:
                     self._put([number, pack(output)])
         except PalaverError as error:
             self._put([number, pack_error(error)])
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # whatever it was, the request ends with an error and the engine lives
+        except Exception as error:  # fails the request, not the engine
             self._put([number, pack_error(EngineError(f"The engine failed: {error}"))])
         finally:
-            self._running.pop(number, None)
+            self._generations.pop(number, None)
             self._tasks.pop(number, None)
 
     def _put(self, item: Any) -> None:
-        """What becomes known in one turn of the loop goes into one frame."""
+        """Collects the outputs of one iteration of the event loop into one frame."""
         self._outputs.append(item)
         if not self._flushing:
             self._flushing = True
@@ -172,15 +172,15 @@ class EngineHost:
         if task is not None:
             task.cancel()
 
-    def _ask(self, frame: dict[str, Any], what: str) -> None:
-        running = self._running.get(frame["number"])
-        if running is not None:
-            getattr(running, what)()
+    def _call(self, frame: dict[str, Any], method: str) -> None:
+        generation = self._generations.get(frame["number"])
+        if generation is not None:
+            getattr(generation, method)()
 
     def _send(self, frame: dict[str, Any]) -> None:
         self._writer.write(encode_frame(frame))
 
-    async def _end(self) -> None:
+    async def _close(self) -> None:
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -197,11 +197,11 @@ async def serve(descriptor: int) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the front-end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is handled by the front-end
     die_with_parent()
     faulthandler.enable(all_threads=False)
     asyncio.run(serve(int(sys.argv[1])))
-    os._exit(0)  # the engine is closed; nothing of torch's own threads is worth waiting for
+    os._exit(0)  # the engine is closed: don't wait for torch's threads
 
 
 if __name__ == "__main__":

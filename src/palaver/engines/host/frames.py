@@ -1,4 +1,4 @@
-"""What crosses the boundary between processes: frames of JSON, values packed by the names of their types."""
+"""The protocol between supervisor and engine process: length-prefixed JSON frames. Values are packed by type name."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ _LENGTH = struct.Struct("!I")
 MAX_FRAME = 512 * 1024 * 1024
 
 _TYPES: dict[str, Any] = {
-    name: kind
+    name: cls
     for module in (constraints, generation, phases, sampling, base)
-    for name, kind in vars(module).items()
-    if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, Enum))
+    for name, cls in vars(module).items()
+    if isinstance(cls, type) and (is_dataclass(cls) or issubclass(cls, Enum))
 }
 _ERRORS: dict[str, type[errors.PalaverError]] = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, errors.PalaverError)
+    name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, errors.PalaverError)
 }
 
 
 def pack(value: Any) -> Any:
-    """As JSON can hold it. Lists come back as tuples."""
-    if type(value) is generation.Step and value.drawn_logprob is None:  # nearly all that crosses, so it is short
+    """A value as JSON types. Lists are unpacked as tuples."""
+    if type(value) is generation.Step and value.drawn_logprob is None:  # the most frequent value, so it is short
         return {"step": [value.token_id, value.logprob]}
     if isinstance(value, Enum):
         return {"enum": type(value).__name__, "value": value.value}
@@ -44,13 +42,13 @@ def pack(value: Any) -> Any:
     if isinstance(value, frozenset):
         return {"set": sorted(value)}
     if isinstance(value, list | tuple):
-        return list(value) if _plain(value) else [pack(item) for item in value]
+        return list(value) if _is_all_ints(value) else [pack(item) for item in value]
     return value
 
 
 def unpack(value: Any) -> Any:
     if isinstance(value, list):
-        return tuple(value) if _plain(value) else tuple(unpack(item) for item in value)
+        return tuple(value) if _is_all_ints(value) else tuple(unpack(item) for item in value)
     if not isinstance(value, dict):
         return value
     if "step" in value:
@@ -64,8 +62,8 @@ def unpack(value: Any) -> Any:
     return frozenset(value["set"])
 
 
-def _plain(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether these are numbers alone, as token ids are, and there may be many."""
+def _is_all_ints(values: list[Any] | tuple[Any, ...]) -> bool:
+    """A fast path for token ids, of which there may be many."""
     return all(type(value) is int for value in values)
 
 
@@ -75,16 +73,16 @@ def pack_error(error: errors.PalaverError) -> dict[str, Any]:
 
 
 def unpack_error(value: dict[str, Any]) -> errors.PalaverError:
-    """An error of the same type that says the same, whatever its constructor takes."""
-    kind = _ERRORS.get(value["error"], errors.EngineError)
-    error = kind.__new__(kind)
+    """An error of the same type and message. Does not call the type's constructor."""
+    cls = _ERRORS.get(value["error"], errors.EngineError)
+    error = cls.__new__(cls)
     Exception.__init__(error, value["says"])
     error.__dict__.update(value["with"])
     return error
 
 
 async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The next frame; None where the other side is gone."""
+    """The next frame; None if the connection is closed."""
     try:
         (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         assert size <= MAX_FRAME
@@ -99,31 +97,33 @@ def encode_frame(frame: dict[str, Any]) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-_ALMOST = 0.99
+_MAX_FRACTION = 0.99
 
 
 class LoadProgress:
+    """How far the loading of a model is."""
+
     def __init__(self) -> None:
         self.note = "starting"
-        self._before: int | None = None
-        self._whole = 0
+        self._start_bytes: int | None = None
+        self._total_bytes = 0
 
     def begin(self, folder: Path) -> None:
-        """From here on the weights are read."""
+        """Call before the weights are read."""
         self.note = "loading the weights"
-        self._whole = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        self._before = _resident()
+        self._total_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        self._start_bytes = _resident_bytes()
 
     @property
-    def share(self) -> float | None:
-        """From 0 to 1; None where it isn't known, as on systems that don't tell a process its memory."""
-        now = _resident()
-        if self._before is None or now is None or not self._whole:
+    def fraction(self) -> float | None:
+        """From 0 to 1, estimated from this process's memory; None if that is unknown."""
+        now = _resident_bytes()
+        if self._start_bytes is None or now is None or not self._total_bytes:
             return None
-        return min(_ALMOST, max(0.0, (now - self._before) / self._whole))
+        return min(_MAX_FRACTION, max(0.0, (now - self._start_bytes) / self._total_bytes))
 
 
-def _resident() -> int | None:
+def _resident_bytes() -> int | None:
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):

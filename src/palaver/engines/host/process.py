@@ -1,4 +1,4 @@
-"""One life of the engine's process: started, listened to until it ends, and reaped."""
+"""One engine process: starts it, reads its frames until it ends, and reaps it."""
 
 from __future__ import annotations
 
@@ -15,74 +15,74 @@ from typing import Any
 from palaver.engines.host.frames import encode_frame, read_frame, unpack_error
 from palaver.errors import PalaverError
 
-_SPINS = {"GOMP_SPINCOUNT": "20000"}
-"""For about a millisecond the threads of a pass look out for more work; unless told so they would keep a core from
-everybody else for a long while, and the token that was computed from its readers."""
+_THREAD_DEFAULTS = {"GOMP_SPINCOUNT": "20000"}
+"""OpenMP threads spin for about a millisecond while they wait for the next pass. By default they spin much longer and
+keep the event loops, which deliver the tokens, from their cores."""
 
 
 def environment() -> dict[str, str]:
-    """What the process starts with, for libraries read it when they are loaded. A user's own settings go first."""
-    return _SPINS | os.environ
+    """The environment of the process: libraries read it when they load. The user's own settings take precedence."""
+    return _THREAD_DEFAULTS | os.environ
 
 
-Take = Callable[[dict[str, Any], asyncio.StreamWriter], None]
-_LINES = 40
-_END_S = 2.0
-"""How long a process may take to end after it closed its connection."""
+OnFrame = Callable[[dict[str, Any], asyncio.StreamWriter], None]
+_MAX_LINES = 40
+_EXIT_S = 2.0
+"""How long a process may take to exit after it closed its connection."""
 
 
 class EngineProcess:
-    def __init__(self, spec: dict[str, Any], take: Take) -> None:
-        """`take` gets each frame of the process, and where to write."""
+    def __init__(self, spec: dict[str, Any], on_frame: OnFrame) -> None:
+        """`on_frame` is called with each frame of the process and the writer to it."""
         self._spec = spec
-        self._take = take
+        self._on_frame = on_frame
         self._popen: subprocess.Popen[bytes] | None = None
-        self.last_lines: deque[str] = deque(maxlen=_LINES)
+        self.last_lines: deque[str] = deque(maxlen=_MAX_LINES)
         """The last lines of its stderr."""
         self.failure: PalaverError | None = None
-        """Why the model couldn't be loaded, where the process said so."""
+        """Why the model couldn't be loaded, if the process reported it."""
 
     @property
     def id(self) -> int | None:
         return self._popen.pid if self._popen is not None else None
 
     async def run(self) -> str:
-        """Returns how it ended, as a verb phrase. When cancelled, kills the process."""
+        """Runs the process until it exits. Returns how it ended, as a verb phrase. Kills the process when cancelled."""
         try:
-            ours, stderr = self._start()
+            connection, stderr = self._start()
         except OSError as error:
             return f"couldn't be started ({error})"
         reading = asyncio.create_task(self._read_lines(stderr))
         grace = 0.0
         try:
-            trouble = await self._listen(ours)
-            grace = 0.0 if trouble else _END_S
+            problem = await self._read_frames(connection)
+            grace = 0.0 if problem else _EXIT_S
         finally:
             assert self._popen is not None
-            code = await asyncio.to_thread(_end, self._popen, grace)
-            await asyncio.wait([reading], timeout=_END_S)
+            code = await asyncio.to_thread(_reap, self._popen, grace)
+            await asyncio.wait([reading], timeout=_EXIT_S)
             reading.cancel()
-        return trouble or _describe(code)
+        return problem or _describe_exit(code)
 
     def _start(self) -> tuple[socket.socket, int]:
-        ours, theirs = socket.socketpair()
+        connection, child_end = socket.socketpair()
         readable, writable = os.pipe()
-        command = [sys.executable, "-m", "palaver.engines.host.child", str(theirs.fileno())]
+        command = [sys.executable, "-m", "palaver.engines.host.child", str(child_end.fileno())]
         try:
             self._popen = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stderr=writable, env=environment()
+                command, pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL, stderr=writable, env=environment()
             )
         except OSError:
-            ours.close()
+            connection.close()
             os.close(readable)
             raise
         finally:
-            theirs.close()
+            child_end.close()
             os.close(writable)
-        return ours, readable
+        return connection, readable
 
-    async def _listen(self, connection: socket.socket) -> str:
-        """Until the process is gone, or says what makes no sense: then returns what was wrong with it."""
+    async def _read_frames(self, connection: socket.socket) -> str:
+        """Reads frames until the connection is closed. Returns what went wrong, or an empty string."""
         reader, writer = await asyncio.open_connection(sock=connection)
         try:
             writer.write(encode_frame({"do": "load", "spec": self._spec}))
@@ -90,7 +90,7 @@ class EngineProcess:
                 if "failed" in frame:
                     self.failure = unpack_error(frame["failed"])
                     return "couldn't load the model"
-                self._take(frame, writer)
+                self._on_frame(frame, writer)
         except Exception as error:
             return f"sent what couldn't be taken ({type(error).__name__}: {error})"
         finally:
@@ -107,17 +107,17 @@ class EngineProcess:
         try:
             while data := await reader.read(1 << 16):
                 *lines, rest = (rest + data)[-(1 << 16) :].split(b"\n")
-                self._note(lines)
+                self._add_lines(lines)
         finally:
-            self._note([rest])
+            self._add_lines([rest])
             transport.close()
 
-    def _note(self, lines: list[bytes]) -> None:
+    def _add_lines(self, lines: list[bytes]) -> None:
         self.last_lines.extend(line.decode(errors="replace")[:500] for line in lines if line.strip())
 
 
-def _end(process: subprocess.Popen[bytes], grace: float) -> int:
-    """Waits for a process that should end, and kills it where it does not."""
+def _reap(process: subprocess.Popen[bytes], grace: float) -> int:
+    """Waits for the process to exit, and kills it after the grace period. Returns its exit code."""
     try:
         return process.wait(grace)
     except subprocess.TimeoutExpired:
@@ -125,7 +125,7 @@ def _end(process: subprocess.Popen[bytes], grace: float) -> int:
         return process.wait()
 
 
-def _describe(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"ended with status {code}"
     try:

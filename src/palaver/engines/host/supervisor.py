@@ -1,6 +1,6 @@
-"""The parent's side of the engine host: starts the process, watches it, and starts it again when it dies.
+"""The supervisor of the engine process: starts it, sends requests to it, and starts it again when it dies.
 
-A reply that was running goes on from its token ids in the new process; whoever reads it sees only a pause."""
+A reply that was running continues from its token ids in the new process. Its reader notices only a pause."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from palaver.engines.base import EngineInfo, EngineState, EngineStatus
 from palaver.engines.host.frames import encode_frame, pack, unpack, unpack_error
 from palaver.engines.host.process import EngineProcess
 from palaver.errors import EngineClosed, EngineError, PalaverError
-from palaver.generation import AnswerAsked, Ended, Finish, Output, Prefilled, Prompt, Step
+from palaver.generation import AnswerRequested, Ended, Finish, Output, Prefilled, Prompt, Step
 from palaver.phases import Vocabulary
 from palaver.sampling import Sampling
 
 _log = logging.getLogger(__name__)
 MAX_DEATHS = 3
-"""In a row, with no token in between: then all requests are failed, and the next process starts after a delay."""
+"""Deaths in a row, without a token in between, after which all requests fail and the next start is delayed."""
 MAX_REQUEST_DEATHS = 2
-"""Deaths that no other request can have caused: then this one is failed, and the others go on."""
+"""Deaths that only one request can have caused, after which that request fails."""
 CLEARING_TOKENS = 8
-"""So many tokens of a request clear it of the last death: some that were computed before it may have been lost."""
+"""Tokens in a new process that clear a request of suspicion. Tokens computed before the death may have been lost."""
 MAX_SENDS = 8
-"""Processes that one request is sent to."""
-_GRACE_S = 10.0
-_LONGEST_DELAY_S = 30.0
+"""Processes that one request is sent to at most."""
+_CLOSE_S = 10.0
+_MAX_DELAY_S = 30.0
 
 
 def torch_spec(
@@ -62,117 +62,117 @@ def torch_spec(
 
 
 ReportProgress = Callable[[float | None, str], None]
-"""Takes how far loading is, from 0 to 1 where that is known, and what is being done."""
+"""Called with the progress of loading, from 0 to 1 or None if unknown, and a note on the current step."""
 
 
 class _Progress(Enum):
-    """How far a request has come in the process that runs now."""
+    """The progress of a request in the current process."""
 
     UNSENT = auto()
     SENT = auto()
     PREPARING = auto()
-    """The process compiles its grammars and looks up its strings."""
-    BEGUN = auto()
+    """The process compiles the request's grammars and looks up its banned strings."""
+    RUNNING = auto()
 
 
 @dataclass
 class _PendingRequest:
-    """One generation and what has come of it, from which it can be asked for again."""
+    """One generation and its tokens so far, from which it can be sent again."""
 
     prompt: Prompt
     sampling: Sampling
     choice: int
-    said: list[int] = field(default_factory=list)
+    generated_ids: list[int] = field(default_factory=list)
     prefilled: bool = False
     stopped: bool = False
-    answers_now: bool = False
+    answer_now_requested: bool = False
     progress: _Progress = _Progress.UNSENT
-    sent: int = 0
-    """In how many processes it was."""
-    tokens: int = 0
-    """Of the process that runs now."""
+    sends: int = 0
+    """How many processes it was sent to."""
+    fresh_tokens: int = 0
+    """Tokens from the current process."""
     suspect: bool = False
-    """Whether it may have caused the last death of a process. Cleared by the first tokens of the next one."""
+    """Whether it may have caused the last death. Cleared by its first tokens in the next process."""
     deaths: int = 0
-    """Deaths of processes that no other request can have caused. Cleared likewise."""
-    arrivals: asyncio.Queue[Output | PalaverError] = field(default_factory=asyncio.Queue)
+    """Deaths that no other request can have caused. Cleared in the same way."""
+    outputs: asyncio.Queue[Output | PalaverError] = field(default_factory=asyncio.Queue)
 
     def frame(self, number: int) -> dict[str, Any]:
-        said = (*self.prompt.reply_ids, *self.said)
-        prompt = replace(self.prompt, reply_ids=said, healing=b"" if self.said else self.prompt.healing)
-        sent = {"prompt": pack(prompt), "sampling": pack(self.sampling), "choice": self.choice}
-        return {"do": "generate", "number": number, **sent}
+        reply_ids = (*self.prompt.reply_ids, *self.generated_ids)
+        prompt = replace(self.prompt, reply_ids=reply_ids, healing=b"" if self.generated_ids else self.prompt.healing)
+        arguments = {"prompt": pack(prompt), "sampling": pack(self.sampling), "choice": self.choice}
+        return {"do": "generate", "number": number, **arguments}
 
-    def arrive(self, output: Output) -> None:
+    def add_output(self, output: Output) -> None:
         if isinstance(output, Step):
-            self.said.append(output.token_id)
-            self.tokens += 1
-            if self.tokens >= CLEARING_TOKENS:
+            self.generated_ids.append(output.token_id)
+            self.fresh_tokens += 1
+            if self.fresh_tokens >= CLEARING_TOKENS:
                 self.suspect, self.deaths = False, 0
-        if isinstance(output, AnswerAsked):
+        if isinstance(output, AnswerRequested):
             self.prompt = replace(self.prompt, answer_at=output.position)
         if isinstance(output, Prefilled):
             if self.prefilled:
                 return
             self.prefilled = True
-        self.arrivals.put_nowait(output)
+        self.outputs.put_nowait(output)
 
 
 class HostedGeneration:
-    """The outputs of one generation in the host."""
+    """The outputs of one generation in the engine process."""
 
     def __init__(self, request: _PendingRequest, send: Callable[[dict[str, Any]], bool], number: int) -> None:
         self._request = request
         self._send = send
         self._number = number
-        self.over = False
+        self.finished = False
 
     def __aiter__(self) -> HostedGeneration:
         return self
 
     async def __anext__(self) -> Output:
-        if self.over:
+        if self.finished:
             raise StopAsyncIteration
-        arrival = await self._request.arrivals.get()
-        if isinstance(arrival, PalaverError):
-            self.over = True
-            raise arrival
-        self.over = isinstance(arrival, Ended)
-        return arrival
+        output = await self._request.outputs.get()
+        if isinstance(output, PalaverError):
+            self.finished = True
+            raise output
+        self.finished = isinstance(output, Ended)
+        return output
 
     def stop(self) -> None:
         self._request.stopped = True
         if self._request.progress is _Progress.UNSENT or not self._send({"do": "stop", "number": self._number}):
-            self._request.arrive(Ended(Finish.STOPPED))
+            self._request.add_output(Ended(Finish.STOPPED))
 
     def answer_now(self) -> None:
-        self._request.answers_now = True
+        self._request.answer_now_requested = True
         if self._request.progress is not _Progress.UNSENT:
             self._send({"do": "answer_now", "number": self._number})
 
 
 class HostedEngine:
-    """An engine in another process. Enter it to start the process, leave it to end it."""
+    """An engine in a process of its own. Entering the context starts the process, leaving it ends the process."""
 
-    def __init__(self, spec: dict[str, Any], told: ReportProgress | None = None) -> None:
-        """`told` is told how far loading is."""
+    def __init__(self, spec: dict[str, Any], on_progress: ReportProgress | None = None) -> None:
+        """`on_progress` is called with the progress of loading."""
         self._spec = spec
-        self._told = told
+        self._on_progress = on_progress
         self._info: EngineInfo | None = None
         self._status = EngineStatus(EngineState.STARTING, "The engine is starting.")
         self._process: EngineProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._requests: dict[int, _PendingRequest] = {}
-        self._unsent: deque[int] = deque()
-        """After a death, requests are sent again one by one, so that the next death shows which one caused it."""
-        self._trying: int | None = None
-        """The one of those that was sent last and is not cleared yet."""
-        self._asked: dict[int, asyncio.Future[dict[str, float]]] = {}
-        self._count = 0
+        self._send_queue: deque[int] = deque()
+        """Requests to send. After a death suspects are sent one by one, to find the one that caused it."""
+        self._on_trial: int | None = None
+        """The suspect that was sent last and is not cleared yet."""
+        self._queries: dict[int, asyncio.Future[dict[str, float]]] = {}
+        self._next_number = 0
         self._deaths = 0
         """In a row, with no token in between."""
         self._closed = False
-        self._watch: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None]
 
     async def __aenter__(self) -> HostedEngine:
@@ -185,7 +185,7 @@ class HostedEngine:
     async def start(self) -> None:
         """Starts the process and waits until the model is loaded. Raises what loading raised."""
         self._ready = asyncio.get_running_loop().create_future()
-        self._watch = asyncio.create_task(self._supervise())
+        self._supervisor = asyncio.create_task(self._supervise())
         try:
             await asyncio.shield(self._ready)
         except BaseException:
@@ -207,97 +207,97 @@ class HostedEngine:
 
     @asynccontextmanager
     async def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> AsyncIterator[HostedGeneration]:
-        """Raises EngineError where the engine can't be started again for now."""
+        """Raises EngineError while the engine can't be started again."""
         if self._closed:
             raise EngineClosed
         if self._status.state is EngineState.FAILED:
             raise EngineError(self._status.reason)
-        number, request = self._count, _PendingRequest(prompt, sampling, choice)
-        self._count += 1
+        number, request = self._next_number, _PendingRequest(prompt, sampling, choice)
+        self._next_number += 1
         self._requests[number] = request
-        self._unsent.append(number)
+        self._send_queue.append(number)
         self._send_next()
         generation = HostedGeneration(request, self._send, number)
         try:
             yield generation
         finally:
             self._requests.pop(number, None)
-            if not generation.over and request.progress is not _Progress.UNSENT:
+            if not generation.finished and request.progress is not _Progress.UNSENT:
                 self._send({"do": "cancel", "number": number})
-            if self._trying == number:
-                self._trying = None
+            if self._on_trial == number:
+                self._on_trial = None
                 self._send_next()
 
-    async def counted(self) -> dict[str, float]:
-        """The engine's figures; none while its process is away."""
-        return await self._answered({"do": "figures"})
+    async def metrics(self) -> dict[str, float]:
+        """The engine's figures; empty while no process runs."""
+        return await self._query({"do": "figures"})
 
     async def forget(self, conversation: str) -> None:
-        """A process that is away has nothing to forget: the next one begins empty."""
-        await self._answered({"do": "forget", "conversation": conversation})
-
-    async def _answered(self, question: dict[str, Any]) -> dict[str, float]:
-        number = self._count
-        self._count += 1
-        self._asked[number] = asyncio.get_running_loop().create_future()
-        if not self._send({**question, "number": number}):
-            del self._asked[number]
-            return {}
-        asked = self._asked[number]
-        try:
-            await asyncio.wait([asked], timeout=_GRACE_S)
-            return asked.result() if asked.done() and not asked.cancelled() else {}
-        finally:
-            self._asked.pop(number, None)
+        """Does nothing while no process runs: the next one starts with an empty cache."""
+        await self._query({"do": "forget", "conversation": conversation})
 
     async def close(self) -> None:
-        """A process that is still loading is killed at once; one that runs may end its step first."""
+        """Ends the process. One that is still loading is killed at once; one that runs may finish its step."""
         if self._closed:
             return
         self._closed = True
-        if self._watch is None:
+        if self._supervisor is None:
             return
         if self._send({"do": "close"}):
-            await asyncio.wait([self._watch], timeout=_GRACE_S)
-        self._watch.cancel()
-        await asyncio.wait([self._watch])
+            await asyncio.wait([self._supervisor], timeout=_CLOSE_S)
+        self._supervisor.cancel()
+        await asyncio.wait([self._supervisor])
+
+    async def _query(self, query: dict[str, Any]) -> dict[str, float]:
+        number = self._next_number
+        self._next_number += 1
+        self._queries[number] = asyncio.get_running_loop().create_future()
+        if not self._send({**query, "number": number}):
+            del self._queries[number]
+            return {}
+        future = self._queries[number]
+        try:
+            await asyncio.wait([future], timeout=_CLOSE_S)
+            return future.result() if future.done() and not future.cancelled() else {}
+        finally:
+            self._queries.pop(number, None)
 
     def _send(self, frame: dict[str, Any]) -> bool:
-        """To the process that runs now, if one does."""
+        """Sends a frame to the current process. Returns False if none runs."""
         if self._writer is None or self._writer.is_closing():
             return False
         self._writer.write(encode_frame(frame))
         return True
 
     def _send_next(self) -> None:
-        """Sends what waits to be sent: all of it, unless a request is being tried alone."""
-        while self._unsent and self._writer is not None and self._trying is None:
-            number = self._unsent.popleft()
+        """Sends the queued requests: all of them, or up to the next suspect, which is tried alone."""
+        while self._send_queue and self._writer is not None and self._on_trial is None:
+            number = self._send_queue.popleft()
             request = self._requests.get(number)
             if request is None or request.stopped:
                 continue
             request.progress = _Progress.SENT
-            request.sent += 1
-            request.tokens = 0
+            request.sends += 1
+            request.fresh_tokens = 0
             self._send(request.frame(number))
-            if request.answers_now and request.prompt.answer_at is None:
+            if request.answer_now_requested and request.prompt.answer_at is None:
                 self._send({"do": "answer_now", "number": number})
             if request.suspect:
-                self._trying = number
+                self._on_trial = number
 
     async def _supervise(self) -> None:
-        """Runs processes, one after another, until the engine is closed. Whatever happens, nobody is left waiting."""
+        """Runs processes, one after another, until the engine is closed. At its end all requests get an error."""
         reason: PalaverError = EngineClosed()
         try:
             while True:
-                process = EngineProcess(self._spec, self._take)
+                process = EngineProcess(self._spec, self._handle_frame)
                 cause = await self._run(process)
                 if self._closed:
                     return
                 if not self._ready.done():
-                    reason = process.failure or EngineError(_died_loading(process, cause))
+                    reason = process.failure or EngineError(_describe_load_failure(process, cause))
                     return
-                await asyncio.sleep(self._note_death(process, cause))
+                await asyncio.sleep(self._handle_death(process, cause))
         except Exception as error:
             _log.exception("the engine's supervisor failed")
             reason = EngineError(f"The engine's supervisor failed ({type(error).__name__}: {error}).")
@@ -306,26 +306,26 @@ class HostedEngine:
             self._status = EngineStatus(EngineState.FAILED, str(reason))
             if not self._ready.done():
                 self._ready.set_exception(reason)
-                self._ready.exception()  # whoever started it may have left
-            self._fail(list(self._requests), reason)
+                self._ready.exception()  # mark it as retrieved: the caller of `start` may be cancelled
+            self._fail_requests(list(self._requests), reason)
 
     async def _run(self, process: EngineProcess) -> str:
-        """One life of the process, from its start to its death. Returns how it ended."""
-        if self._told is not None:
-            self._told(None, "starting the engine")
+        """Runs one process from its start to its death. Returns how it ended."""
+        if self._on_progress is not None:
+            self._on_progress(None, "starting the engine")
         self._process = process
         try:
             return await process.run()
         finally:
             self._writer = None
-            for asked in self._asked.values():
-                asked.cancel()
+            for future in self._queries.values():
+                future.cancel()
 
-    def _note_death(self, process: EngineProcess, cause: str) -> float:
-        """Fails the requests that can't be sent again. Returns after how many seconds the next process starts."""
+    def _handle_death(self, process: EngineProcess, cause: str) -> float:
+        """Fails the requests that can't be sent again. Returns the delay in seconds before the next start."""
         _log.error("the engine's process %s%s", cause, "".join(f"\n    {line}" for line in process.last_lines))
         self._deaths += 1
-        self._settle_blame(cause)
+        self._assign_blame(cause)
         if process.failure is None and self._deaths < MAX_DEATHS:
             self._status = EngineStatus(EngineState.STARTING, f"The engine's process {cause} and is started again.")
             return 0.0
@@ -334,49 +334,50 @@ class HostedEngine:
         else:
             why = f"The engine died {self._deaths} times in a row (its process {cause}): continue the reply later."
         self._status = EngineStatus(EngineState.FAILED, why)
-        self._fail(list(self._requests), EngineError(why))
-        delay = min(2.0 ** max(0, self._deaths - MAX_DEATHS), _LONGEST_DELAY_S)
+        self._fail_requests(list(self._requests), EngineError(why))
+        delay = min(2.0 ** max(0, self._deaths - MAX_DEATHS), _MAX_DELAY_S)
         _log.error("%s Next attempt in %g s.", why, delay)
         return delay
 
-    def _settle_blame(self, cause: str) -> None:
-        """Decides which requests are sent again to the next process."""
+    def _assign_blame(self, cause: str) -> None:
+        """Decides which requests are sent again, and which may have caused the death."""
         sent = [number for number, request in self._requests.items() if request.progress is not _Progress.UNSENT]
-        alone = self._trying if self._trying is not None else sent[0] if len(sent) == 1 else None
-        self._trying = None
+        only_suspect = self._on_trial if self._on_trial is not None else sent[0] if len(sent) == 1 else None
+        self._on_trial = None
         for number in sent:
             request = self._requests[number]
             if request.stopped:
-                request.arrive(Ended(Finish.STOPPED))
+                request.add_output(Ended(Finish.STOPPED))
                 del self._requests[number]
             elif request.progress is _Progress.PREPARING:
                 self._blame(number, f"The engine's process {cause} while it prepared this request.")
-            elif request.sent >= MAX_SENDS:
-                self._fail([number], EngineError(f"The engine died {request.sent} times: continue the reply later."))
-            elif alone is None or alone == number:
+            elif request.sends >= MAX_SENDS:
+                died = f"The engine died {request.sends} times: continue the reply later."
+                self._fail_requests([number], EngineError(died))
+            elif only_suspect is None or only_suspect == number:
                 request.suspect = True
-                request.deaths += alone == number
+                request.deaths += only_suspect == number
                 if request.deaths >= MAX_REQUEST_DEATHS:
                     self._blame(number, f"The engine's process {cause} {request.deaths} times at this request.")
             request.progress = _Progress.UNSENT
-        self._unsent = deque(self._requests)
+        self._send_queue = deque(self._requests)
 
     def _blame(self, number: int, why: str) -> None:
-        """The cause is known, so the process itself is not at fault."""
+        """Fails the request that caused the death. The count of deaths in a row starts again."""
         self._deaths = 0
         _log.error("a request is failed alone: %s", why)
-        self._fail([number], EngineError(why))
+        self._fail_requests([number], EngineError(why))
 
-    def _fail(self, numbers: list[int], error: PalaverError) -> None:
+    def _fail_requests(self, numbers: list[int], error: PalaverError) -> None:
         for number in numbers:
             request = self._requests.pop(number, None)
             if request is not None:
-                request.arrivals.put_nowait(error)
+                request.outputs.put_nowait(error)
 
-    def _take(self, frame: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    def _handle_frame(self, frame: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if "outputs" in frame:
             for number, output in frame["outputs"]:
-                self._arrive(number, output)
+                self._handle_output(number, output)
         elif "request" in frame:
             request = self._requests.get(frame["request"])
             if request is not None:
@@ -391,28 +392,29 @@ class HostedEngine:
                 _log.warning("the engine was started again; %d requests go on", len(self._requests))
             self._send_next()
         elif "answer" in frame:
-            waiting = self._asked.pop(frame["number"], None)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(frame["answer"])
-        elif self._told is not None:
-            self._told(*frame["loading"])
+            future = self._queries.pop(frame["number"], None)
+            if future is not None and not future.done():
+                future.set_result(frame["answer"])
+        elif self._on_progress is not None:
+            self._on_progress(*frame["loading"])
 
-    def _arrive(self, number: int, packed: Any) -> None:
+    def _handle_output(self, number: int, packed: Any) -> None:
         request = self._requests.get(number)
         if request is None:
             return
         output = unpack_error(packed) if "error" in packed else unpack(packed)
         if isinstance(output, PalaverError):
-            request.arrivals.put_nowait(output)
+            request.outputs.put_nowait(output)
         else:
-            request.arrive(output)
+            request.add_output(output)
         if isinstance(output, Step):
             self._deaths = 0
-        if self._trying == number and (not request.suspect or not isinstance(output, Step | Prefilled | AnswerAsked)):
-            self._trying = None
+        ended = not isinstance(output, Step | Prefilled | AnswerRequested)
+        if self._on_trial == number and (ended or not request.suspect):
+            self._on_trial = None
             self._send_next()
 
 
-def _died_loading(process: EngineProcess, cause: str) -> str:
+def _describe_load_failure(process: EngineProcess, cause: str) -> str:
     last = f": {process.last_lines[-1]}" if process.last_lines else "."
     return f"The engine's process {cause} while it loaded the model{last}"

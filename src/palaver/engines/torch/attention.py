@@ -1,4 +1,6 @@
-"""Attention over lanes: the rows of a pass that are attended for in one call, and what each of them may see."""
+"""Attention over KV-cache slots: a span is the rows of a batch that one call attends for.
+
+Prefill, decode, exact-mode blocks and padding are different spans."""
 
 from __future__ import annotations
 
@@ -9,72 +11,72 @@ import torch
 from torch import Tensor
 
 from palaver.engines.torch.attention_kernels import (
-    AttentionHead,
-    attend_chunk,
+    AttentionParams,
+    attend_decode,
     attend_flash,
     attend_in_workspace,
-    attend_singles,
-    suits_flash,
-    suits_workspace,
+    attend_prefill,
+    can_use_flash,
+    can_use_workspace,
 )
 from palaver.engines.torch.kv_cache import Slot, SlotPool
 
-Allowed = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query position, key position) -> whether the query may see the key; broadcasts."""
 
 
 class MaskRule:
-    """What a query may see of its own sequence. Masks are built once for each part of a pass."""
+    """Which keys of its own sequence a query sees. Masks are built once for each span of a pass."""
 
-    def __init__(self, allowed: Allowed | None = None) -> None:
-        self._allowed = allowed
-        """None: everything up to itself."""
+    def __init__(self, mask_function: MaskFunction | None = None) -> None:
+        self._mask_function = mask_function
+        """None: causal attention without other limits."""
         self._masks: dict[tuple[AttentionSpan, int], Tensor | None] = {}
-        self._among: dict[tuple[AttentionSpan, int], Tensor] = {}
+        self._triangles: dict[tuple[AttentionSpan, int], Tensor] = {}
 
     @property
     def causal(self) -> bool:
-        return self._allowed is None
+        return self._mask_function is None
 
-    def of(self, part: AttentionSpan, dtype: torch.dtype, times: int = 1) -> Tensor | None:
-        """To be added to scores [sequences, heads, queries, keys]; None where every key is seen.
+    def mask(self, span: AttentionSpan, dtype: torch.dtype, repeats: int = 1) -> Tensor | None:
+        """A mask to add to scores [sequences, heads, queries, keys]; None where every key is seen.
 
-        `times`: for so many heads one after the other, each with all the queries.
+        `repeats`: the queries are repeated for so many heads, which share a key.
         """
-        if (part, times) not in self._masks:
-            mask = self._build(part, dtype)
-            self._masks[part, times] = mask if mask is None or times == 1 else mask.repeat(1, 1, times, 1)
-        return self._masks[part, times]
+        if (span, repeats) not in self._masks:
+            mask = self._build(span, dtype)
+            self._masks[span, repeats] = mask if mask is None or repeats == 1 else mask.repeat(1, 1, repeats, 1)
+        return self._masks[span, repeats]
 
-    def among(self, chunk: PrefillSpan, dtype: torch.dtype, times: int) -> Tensor:
-        """1 where a query sees a token of the chunk, otherwise 0, [queries, tokens]; order alone counts."""
-        if (chunk, times) not in self._among:
-            count = chunk.length - chunk.start
-            seen = torch.ones((count, count), dtype=dtype, device=chunk.query_positions.device).tril_()
-            self._among[chunk, times] = seen.repeat(times, 1)
-        return self._among[chunk, times]
+    def causal_triangle(self, span: PrefillSpan, dtype: torch.dtype, repeats: int) -> Tensor:
+        """1 where a query of the chunk sees a token of the chunk, otherwise 0: [queries, tokens]."""
+        if (span, repeats) not in self._triangles:
+            count = span.length - span.start
+            triangle = torch.ones((count, count), dtype=dtype, device=span.query_positions.device).tril_()
+            self._triangles[span, repeats] = triangle.repeat(repeats, 1)
+        return self._triangles[span, repeats]
 
-    def _build(self, part: AttentionSpan, dtype: torch.dtype) -> Tensor | None:
-        if self.causal and part.even:
+    def _build(self, span: AttentionSpan, dtype: torch.dtype) -> Tensor | None:
+        if self.causal and span.sees_all:
             return None
-        queries = part.query_positions
-        keys = torch.arange(part.length, device=queries.device)[None, None, None]
-        seen = keys <= queries
-        if self._allowed is not None:
+        queries = span.query_positions
+        keys = torch.arange(span.length, device=queries.device)[None, None, None]
+        visible = keys <= queries
+        if self._mask_function is not None:
             zero = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=queries.device)
-            seen = seen & self._allowed(zero, zero, queries, keys)
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+            visible = visible & self._mask_function(zero, zero, queries, keys)
+        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
 @dataclass(eq=False, slots=True)
 class AttentionSpan:
-    """Rows that are attended for in one call."""
+    """Rows that one call attends for."""
 
     rows: slice
     length: int
-    """The keys that are looked at."""
-    even: bool
-    """Whether each query sees all of them, where nothing but the order of tokens limits it."""
+    """The number of keys attended to."""
+    sees_all: bool
+    """Whether causal attention lets each query see all of these keys."""
     query_positions: Tensor
     """[sequences, 1, queries, 1]."""
 
@@ -82,7 +84,7 @@ class AttentionSpan:
         """Stores the rows' own keys and values, [rows, heads, size]."""
         raise NotImplementedError
 
-    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: AttentionHead) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, mask: MaskRule, params: AttentionParams) -> Tensor:
         """[rows, heads, size] to the same shape, of the values' size."""
         raise NotImplementedError
 
@@ -90,13 +92,14 @@ class AttentionSpan:
         """Moves on by one token, in place."""
         raise NotImplementedError
 
-    def steady(self, length: int) -> AttentionSpan:
-        """The same for every step in which no more keys than this are seen: only the positions tell how many."""
+    def padded_to(self, length: int) -> AttentionSpan:
+        """A span with masked keys up to this length: it serves every decode pass up to there, because only the
+        positions tell how many keys are seen."""
         raise NotImplementedError
 
     @property
-    def own(self) -> tuple[Tensor, ...]:
-        """What it holds beside the numbers of the plan and the memory of lanes."""
+    def extra_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that a pass reads besides the batch's inputs and the memory of slots."""
         return ()
 
 
@@ -104,75 +107,76 @@ class AttentionSpan:
 class PrefillSpan(AttentionSpan):
     """Several tokens of one sequence."""
 
-    lane: Slot
+    slot: Slot
     start: int
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        bank, index = self.lane.bank, self.lane.index
-        bank.keys[layer][index, :, self.start : self.length] = keys.transpose(0, 1)
-        bank.values[layer][index, :, self.start : self.length] = values.transpose(0, 1)
+        pool, index = self.slot.pool, self.slot.index
+        pool.keys[layer][index, :, self.start : self.length] = keys.transpose(0, 1)
+        pool.values[layer][index, :, self.start : self.length] = values.transpose(0, 1)
 
-    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: AttentionHead) -> Tensor:
-        bank, index = self.lane.bank, self.lane.index
-        keys = bank.keys[layer][index : index + 1, :, : self.length]
-        values = bank.values[layer][index : index + 1, :, : self.length]
-        return self._attended(queries.transpose(0, 1), keys, values, mask, head).transpose(0, 1)
+    def attend(self, layer: int, queries: Tensor, mask: MaskRule, params: AttentionParams) -> Tensor:
+        pool, index = self.slot.pool, self.slot.index
+        keys = pool.keys[layer][index : index + 1, :, : self.length]
+        values = pool.values[layer][index : index + 1, :, : self.length]
+        return self._attend(queries.transpose(0, 1), keys, values, mask, params).transpose(0, 1)
 
-    def _attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: MaskRule, head: AttentionHead) -> Tensor:
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: MaskRule, params: AttentionParams) -> Tensor:
         """[heads, queries, size]."""
-        times = queries.shape[0] // keys.shape[1]
-        if mask.causal and suits_flash(queries, values, head):
-            return attend_flash(queries, keys, values, head)
-        if mask.causal and suits_workspace(queries, keys, head):
-            out = attend_in_workspace(queries, keys, values, mask.among(self, queries.dtype, times), head)
+        repeats = queries.shape[0] // keys.shape[1]
+        if mask.causal and can_use_flash(queries, values, params):
+            return attend_flash(queries, keys, values, params)
+        if mask.causal and can_use_workspace(queries, keys, params):
+            triangle = mask.causal_triangle(self, queries.dtype, repeats)
+            out = attend_in_workspace(queries, keys, values, triangle, params)
             if out is not None:
                 return out
-        seen = mask.of(self, queries.dtype, times)
-        assert seen is not None, "a chunk has a mask: its queries come one after the other"
-        return attend_chunk(queries, keys, values, seen, head)
+        chunk_mask = mask.mask(self, queries.dtype, repeats)
+        assert chunk_mask is not None, "the queries of a chunk have different positions"
+        return attend_prefill(queries, keys, values, chunk_mask, params)
 
 
 @dataclass(eq=False, slots=True)
-class Block(AttentionSpan):
-    """Tokens of one sequence within an aligned block of positions: attended for in a call of the whole block's shape,
-    whichever of its tokens are computed."""
+class BlockSpan(AttentionSpan):
+    """Tokens of one sequence within an aligned block of positions (`exact.py`). The call has the shape of the whole
+    block, whichever of its tokens are computed."""
 
-    lane: Slot
+    slot: Slot
     start: int
     stop: int
     size: int
     """Positions in a block; `length` is where the block ends."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        bank, index = self.lane.bank, self.lane.index
-        bank.keys[layer][index, :, self.start : self.stop] = keys.transpose(0, 1)
-        bank.values[layer][index, :, self.start : self.stop] = values.transpose(0, 1)
+        pool, index = self.slot.pool, self.slot.index
+        pool.keys[layer][index, :, self.start : self.stop] = keys.transpose(0, 1)
+        pool.values[layer][index, :, self.start : self.stop] = values.transpose(0, 1)
 
-    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: AttentionHead) -> Tensor:
-        bank, index = self.lane.bank, self.lane.index
-        keys = bank.keys[layer][index : index + 1, :, : self.length]
-        values = bank.values[layer][index : index + 1, :, : self.length]
+    def attend(self, layer: int, queries: Tensor, mask: MaskRule, params: AttentionParams) -> Tensor:
+        pool, index = self.slot.pool, self.slot.index
+        keys = pool.keys[layer][index : index + 1, :, : self.length]
+        values = pool.values[layer][index : index + 1, :, : self.length]
         heads = queries.shape[1]
         first = self.length - self.size
-        whole = queries.new_zeros((heads, self.size, queries.shape[2]))
-        whole[:, self.start - first : self.stop - first] = queries.transpose(0, 1)
-        seen = mask.of(self, queries.dtype, heads // keys.shape[1])
-        assert seen is not None, "a block has a mask: its queries come one after the other"
-        out = attend_chunk(whole, keys, values, seen, head)
+        padded = queries.new_zeros((heads, self.size, queries.shape[2]))
+        padded[:, self.start - first : self.stop - first] = queries.transpose(0, 1)
+        block_mask = mask.mask(self, queries.dtype, heads // keys.shape[1])
+        assert block_mask is not None, "the queries of a block have different positions"
+        out = attend_prefill(padded, keys, values, block_mask, params)
         return out[:, self.start - first : self.stop - first].transpose(0, 1)
 
 
 @dataclass(eq=False, slots=True)
-class Padding(AttentionSpan):
+class PaddingSpan(AttentionSpan):
     """Rows that belong to no sequence: they only give a pass its shape."""
 
     value_size: Callable[[int], int]
-    """By layer: the size of a value, which is that of what is seen."""
+    """The size of a value, by layer; that of the output too."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         pass
 
-    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: AttentionHead) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, mask: MaskRule, params: AttentionParams) -> Tensor:
         return queries.new_zeros((*queries.shape[:2], self.value_size(layer)))
 
 
@@ -180,32 +184,32 @@ class Padding(AttentionSpan):
 class SingleDecodeSpan(AttentionSpan):
     """The next token of one sequence."""
 
-    bank: SlotPool
+    pool: SlotPool
     index: int
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        self.bank.keys[layer][self.index, :, self.length - 1] = keys[0]
-        self.bank.values[layer][self.index, :, self.length - 1] = values[0]
+        self.pool.keys[layer][self.index, :, self.length - 1] = keys[0]
+        self.pool.values[layer][self.index, :, self.length - 1] = values[0]
 
-    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: AttentionHead) -> Tensor:
-        keys = self.bank.keys[layer][self.index : self.index + 1, :, : self.length]
-        values = self.bank.values[layer][self.index : self.index + 1, :, : self.length]
-        return attend_singles(queries, keys, values, mask.of(self, queries.dtype), head)
+    def attend(self, layer: int, queries: Tensor, mask: MaskRule, params: AttentionParams) -> Tensor:
+        keys = self.pool.keys[layer][self.index : self.index + 1, :, : self.length]
+        values = self.pool.values[layer][self.index : self.index + 1, :, : self.length]
+        return attend_decode(queries, keys, values, mask.mask(self, queries.dtype), params)
 
     def advance(self) -> None:
-        """The position is the plan's, which has moved it on already."""
+        """The positions are a view of the batch's, which were advanced already."""
         self.length += 1
 
-    def steady(self, length: int) -> AttentionSpan:
+    def padded_to(self, length: int) -> AttentionSpan:
         return BatchDecodeSpan(
             rows=self.rows,
-            length=min(length, self.bank.capacity),
-            even=False,
+            length=min(length, self.pool.capacity),
+            sees_all=False,
             query_positions=self.query_positions,
-            bank=self.bank,
-            first=self.index,
-            lanes=1,
-            places=torch.zeros(1, dtype=torch.long, device=self.query_positions.device),
+            pool=self.pool,
+            first_slot=self.index,
+            num_slots=1,
+            slot_offsets=torch.zeros(1, dtype=torch.long, device=self.query_positions.device),
             positions=self.query_positions.view(1),
             dense=True,
         )
@@ -213,68 +217,68 @@ class SingleDecodeSpan(AttentionSpan):
 
 @dataclass(eq=False, slots=True)
 class BatchDecodeSpan(AttentionSpan):
-    """The next token of several sequences, all in one bank, in the order of their lanes."""
+    """The next token of several sequences in one pool, in the order of their slots."""
 
-    bank: SlotPool
-    first: int
-    """The first lane."""
-    lanes: int
-    """How many lanes are looked at."""
-    places: Tensor
-    """The lane of each row, counted from the first one."""
+    pool: SlotPool
+    first_slot: int
+    num_slots: int
+    """How many slots, from the first on, are attended to."""
+    slot_offsets: Tensor
+    """The slot of each row, counted from the first one."""
     positions: Tensor
     dense: bool
-    """Whether each of those lanes has a row."""
-    _span: slice = field(init=False)
-    _rows: dict[int, Tensor] = field(default_factory=dict)
+    """Whether each of those slots has a row."""
+    _slot_range: slice = field(init=False)
+    _flat_rows: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._span = slice(self.first, self.first + self.lanes)
+        self._slot_range = slice(self.first_slot, self.first_slot + self.num_slots)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        self.bank.key_rows[layer].index_put_((self._written(keys.shape[1]),), keys)
-        self.bank.value_rows[layer].index_put_((self._written(values.shape[1]),), values)
+        self.pool.flat_keys[layer].index_put_((self._row_indices(keys.shape[1]),), keys)
+        self.pool.flat_values[layer].index_put_((self._row_indices(values.shape[1]),), values)
 
-    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: AttentionHead) -> Tensor:
-        keys = self.bank.keys[layer][self._span, :, : self.length]
-        values = self.bank.values[layer][self._span, :, : self.length]
-        rows = queries if self.dense else self._spread(queries)
-        out = attend_singles(rows, keys, values, mask.of(self, queries.dtype), head)
-        return out if self.dense else out[self.places]
+    def attend(self, layer: int, queries: Tensor, mask: MaskRule, params: AttentionParams) -> Tensor:
+        keys = self.pool.keys[layer][self._slot_range, :, : self.length]
+        values = self.pool.values[layer][self._slot_range, :, : self.length]
+        rows = queries if self.dense else self._scatter(queries)
+        out = attend_decode(rows, keys, values, mask.mask(self, queries.dtype), params)
+        return out if self.dense else out[self.slot_offsets]
 
     def advance(self) -> None:
-        """The positions are those of the plan, which has moved them on already."""
+        """The positions are a view of the batch's, which were advanced already."""
         self.length += 1
         if not self.dense:
             self.query_positions += 1
-        for rows in self._rows.values():
+        for rows in self._flat_rows.values():
             rows += 1
 
-    def steady(self, length: int) -> AttentionSpan:
+    def padded_to(self, length: int) -> AttentionSpan:
         positions = self.positions
         if not self.dense:
-            positions = positions.new_zeros(self.lanes).index_put_((self.places,), positions)
+            positions = positions.new_zeros(self.num_slots).index_put_((self.slot_offsets,), positions)
         return replace(
             self,
-            length=min(length, self.bank.capacity),
-            even=False,
+            length=min(length, self.pool.capacity),
+            sees_all=False,
             query_positions=positions[:, None, None, None],
-            _rows={},
+            _flat_rows={},
         )
 
     @property
-    def own(self) -> tuple[Tensor, ...]:
-        return (self.places,)
+    def extra_tensors(self) -> tuple[Tensor, ...]:
+        return (self.slot_offsets,)
 
-    def _written(self, heads: int) -> Tensor:
-        """Where each row's vectors go among those of the bank, [rows, heads]."""
-        if heads not in self._rows:
-            lanes = (self.places + self.first)[:, None] * heads + torch.arange(heads, device=self.places.device)
-            self._rows[heads] = lanes * self.bank.capacity + self.positions[:, None]
-        return self._rows[heads]
+    def _row_indices(self, heads: int) -> Tensor:
+        """Where each row's vectors go in the pool's flat keys or values, [rows, heads]."""
+        if heads not in self._flat_rows:
+            slots = self.slot_offsets + self.first_slot
+            slot_heads = slots[:, None] * heads + torch.arange(heads, device=slots.device)
+            self._flat_rows[heads] = slot_heads * self.pool.capacity + self.positions[:, None]
+        return self._flat_rows[heads]
 
-    def _spread(self, queries: Tensor) -> Tensor:
-        """A row for each lane; nobody reads what comes of those in between."""
-        rows = queries.new_zeros((self.lanes, *queries.shape[1:]))
-        rows[self.places] = queries
+    def _scatter(self, queries: Tensor) -> Tensor:
+        """A row for each slot; the output of slots without a query is dropped."""
+        rows = queries.new_zeros((self.num_slots, *queries.shape[1:]))
+        rows[self.slot_offsets] = queries
         return rows

@@ -1,4 +1,4 @@
-"""One pass: the tokens of all its sequences in a row, and the parts they are attended for in."""
+"""One forward pass: the next tokens of all its sequences as rows, and the spans that attention is computed in."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from torch import Tensor
 from palaver.engines.torch.attention import (
     AttentionSpan,
     BatchDecodeSpan,
-    Block,
+    BlockSpan,
     MaskRule,
-    Padding,
+    PaddingSpan,
     PrefillSpan,
     SingleDecodeSpan,
 )
-from palaver.engines.torch.attention_kernels import AttentionHead
+from palaver.engines.torch.attention_kernels import AttentionParams
 from palaver.engines.torch.kv_cache import Slot, SlotPool
 
 
 class BatchInputs:
-    """The token and the position of each row, in tensors that stay the same while the rows move on together."""
+    """The token and the position of each row, in tensors that stay the same from one decode pass to the next."""
 
     def __init__(self, ids: Sequence[int], positions: Sequence[int], device: torch.device) -> None:
-        self._both = torch.tensor([ids, positions], device=device)
-        self.ids, self.positions = self._both
-        self._plain = self._both.numpy() if device.type == "cpu" else None
-        """The same memory as a plain array: to change a few numbers in it takes a tenth of the time."""
+        self._tensor = torch.tensor([ids, positions], device=device)
+        self.ids, self.positions = self._tensor
+        self._array = self._tensor.numpy() if device.type == "cpu" else None
+        """The same memory as an array: changing a few numbers in it takes a tenth of the time."""
 
-    def take(self, others: BatchInputs) -> None:
-        if others is not self:
-            self._both.copy_(others._both)
+    def copy_from(self, other: BatchInputs) -> None:
+        if other is not self:
+            self._tensor.copy_(other._tensor)
 
     def advance(self, ids: Sequence[int]) -> None:
-        """These tokens come next in each row."""
-        if self._plain is not None:
-            self._plain[0] = ids
-            self._plain[1] += 1
+        """Replaces each row's token by the next one, at the next position."""
+        if self._array is not None:
+            self._array[0] = ids
+            self._array[1] += 1
         else:
             self.ids.copy_(torch.tensor(ids))
             self.positions += 1
@@ -46,258 +46,259 @@ class BatchInputs:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class ForwardBatch:
-    """One forward pass: the tokens of all its sequences in a row, and the parts they are attended for in."""
+    """The rows of one forward pass, grouped into attention spans.
 
-    numbers: BatchInputs
-    parts: tuple[AttentionSpan, ...]
-    last: Tensor
+    Holds references to the pools of its slots, which keep their memory allocated.
+    """
+
+    inputs: BatchInputs
+    spans: tuple[AttentionSpan, ...]
+    last_rows: Tensor
     """The row of each sequence's last token, in the order the sequences were given."""
-    picks: bool
-    """Whether that is anything else than each row in turn."""
-    furthest: int
-    """The largest position."""
-    runs: list[SequenceChunk]
-    """The sequences in the order of the rows."""
+    needs_gather: bool
+    """Whether `last_rows` is anything else than all rows in order."""
+    max_position: int
+    chunks: list[SequenceChunk]
+    """The sequences' chunks in the order of the rows."""
     order: tuple[int, ...]
-    """Where each of them was in the order given."""
-    asked: bool
-    """Whether anybody wants logits, not only what is kept of the tokens."""
-    ends: ForwardBatch | None
-    """Where several tokens of a sequence are computed and logits are asked for: the last of each, as a step."""
-    long: bool
-    """Whether its sequences take the frequencies for long texts (`rope.py`)."""
+    """The index of each chunk in the order given."""
+    needs_logits: bool
+    """False where only keys and values are computed."""
+    last_tokens: ForwardBatch | None
+    """In a prefill that needs logits: the last token of each sequence as a decode batch, for the last layer."""
+    long_rope: bool
+    """Whether the sequences use the frequencies for long texts (`rope.py`)."""
 
     @property
     def ids(self) -> Tensor:
-        return self.numbers.ids
+        return self.inputs.ids
 
     @property
     def positions(self) -> Tensor:
-        return self.numbers.positions
+        return self.inputs.positions
 
-    def followed_by(self, runs: Sequence[SequenceChunk]) -> bool:
-        """Whether these are the next single tokens of the same sequences in the same places."""
-        if len(runs) != len(self.runs):
+    @property
+    def is_decode(self) -> bool:
+        """Whether it computes one token of each sequence, with logits."""
+        return self.needs_logits and self.last_tokens is None
+
+    def can_advance_to(self, chunks: Sequence[SequenceChunk]) -> bool:
+        """Whether these are the next single tokens of the same sequences in the same slots."""
+        if len(chunks) != len(self.chunks):
             return False
-        return all(before.leads_to(runs[i]) for before, i in zip(self.runs, self.order, strict=True))
+        return all(before.precedes(chunks[i]) for before, i in zip(self.chunks, self.order, strict=True))
 
-    def advance(self, runs: Sequence[SequenceChunk]) -> None:
-        """Becomes the plan for these runs, which follow its own; cheaper than a new one."""
-        self.runs = [runs[i] for i in self.order]
-        self.numbers.advance([run.ids[0] for run in self.runs])
-        self.furthest += 1
-        for part in self.parts:
-            part.advance()
+    def advance(self, chunks: Sequence[SequenceChunk]) -> None:
+        """Becomes the batch of these chunks, which follow its own; cheaper than a new batch."""
+        self.chunks = [chunks[i] for i in self.order]
+        self.inputs.advance([chunk.ids[0] for chunk in self.chunks])
+        self.max_position += 1
+        for span in self.spans:
+            span.advance()
 
-    @property
-    def steps(self) -> bool:
-        """Whether it is the next single token of each sequence, and what comes after it is asked for."""
-        return self.asked and self.ends is None
-
-    def steady(self, length: int) -> ForwardBatch:
-        """The same for every step in which no sequence is longer than this: only the numbers tell how far they are."""
-        return replace(self, parts=tuple(part.steady(length) for part in self.parts))
+    def padded_to(self, length: int) -> ForwardBatch:
+        """The batch with attention over so many keys: the same operations for every decode pass up to that length."""
+        return replace(self, spans=tuple(span.padded_to(length) for span in self.spans))
 
     @property
-    def own(self) -> tuple[Tensor, ...]:
-        """What a pass reads beside the numbers and the memory of lanes."""
-        return (self.last, *(tensor for part in self.parts for tensor in part.own))
+    def extra_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that a pass reads besides the inputs and the memory of slots."""
+        return (self.last_rows, *(tensor for span in self.spans for tensor in span.extra_tensors))
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        if len(self.parts) == 1:
-            self.parts[0].write(layer, keys, values)
+        if len(self.spans) == 1:
+            self.spans[0].write(layer, keys, values)
             return
-        for part in self.parts:
-            part.write(layer, keys[part.rows], values[part.rows])
+        for span in self.spans:
+            span.write(layer, keys[span.rows], values[span.rows])
 
-    def attend(self, layer: int, queries: Tensor, mask: MaskRule, head: AttentionHead) -> Tensor:
-        if len(self.parts) == 1:
-            return self.parts[0].attend(layer, queries, mask, head)
-        return torch.cat([part.attend(layer, queries[part.rows], mask, head) for part in self.parts])
+    def attend(self, layer: int, queries: Tensor, mask: MaskRule, params: AttentionParams) -> Tensor:
+        if len(self.spans) == 1:
+            return self.spans[0].attend(layer, queries, mask, params)
+        return torch.cat([span.attend(layer, queries[span.rows], mask, params) for span in self.spans])
 
 
 @dataclass(slots=True)
 class SequenceChunk:
-    """Tokens of one sequence that come next in its lane."""
+    """The next tokens of one sequence."""
 
-    lane: Slot
-    bank: SlotPool
+    slot: Slot
+    pool: SlotPool
     index: int
-    """Where the lane is, for it may move."""
+    """The slot's location when the chunk was made; the slot may move."""
     start: int
     ids: Sequence[int]
-    long: bool = False
-    """Whether the sequence takes the frequencies for long texts (`rope.py`)."""
+    long_rope: bool = False
+    """Whether the sequence uses the frequencies for long texts (`rope.py`)."""
 
     @property
-    def end(self) -> SequenceChunk:
-        """The last of them alone."""
+    def last_token(self) -> SequenceChunk:
         return replace(self, start=self.start + len(self.ids) - 1, ids=self.ids[-1:])
 
-    def leads_to(self, other: SequenceChunk) -> bool:
-        same = self.bank is other.bank and self.index == other.index
-        return same and len(self.ids) == 1 == len(other.ids) and self.start + 1 == other.start
+    def precedes(self, other: SequenceChunk) -> bool:
+        """Whether both are single tokens and `other` is the next one in the same slot."""
+        same_slot = self.pool is other.pool and self.index == other.index
+        return same_slot and len(self.ids) == 1 == len(other.ids) and self.start + 1 == other.start
 
 
-def sequence_chunk(lane: Slot, start: int, ids: Sequence[int], long: bool = False) -> SequenceChunk:
-    return SequenceChunk(lane, lane.bank, lane.index, start, ids, long)
+def sequence_chunk(slot: Slot, start: int, ids: Sequence[int], long_rope: bool = False) -> SequenceChunk:
+    return SequenceChunk(slot, slot.pool, slot.index, start, ids, long_rope)
 
 
-def plan_block(
-    runs: Sequence[SequenceChunk], rows: int, before: int, device: torch.device, asked: bool
-) -> ForwardBatch:
-    """A pass of so many rows in all, for tokens of one aligned block of each sequence; logits come for every row.
-
-    `before`: rows of padding in front; the rest is behind. Padding repeats the token that is next to it.
-    """
-    tokens = [(token_id, run.start + i) for run in runs for i, token_id in enumerate(run.ids)]
-    after = rows - before - len(tokens)
-    tokens = [*tokens[:1] * before, *tokens, *tokens[-1:] * after]
-    numbers = BatchInputs([token_id for token_id, _ in tokens], [at for _, at in tokens], device)
-    parts: list[AttentionSpan] = []
-    if before:
-        parts.append(_padding(slice(0, before), runs[0], numbers.positions))
-    row = before
-    for run in runs:
-        parts.append(_block(run, row, rows, device))
-        row += len(run.ids)
-    if after:
-        parts.append(_padding(slice(row, rows), runs[0], numbers.positions))
-    return ForwardBatch(
-        numbers=numbers,
-        parts=tuple(parts),
-        last=torch.arange(rows, device=device),
-        picks=False,
-        furthest=max(run.start + len(run.ids) for run in runs) - 1,
-        runs=list(runs),
-        order=tuple(range(len(runs))),
-        asked=asked,
-        ends=None,
-        long=runs[0].long,
-    )
-
-
-def _block(run: SequenceChunk, row: int, size: int, device: torch.device) -> Block:
-    first = run.start - run.start % size
-    return Block(
-        rows=slice(row, row + len(run.ids)),
-        length=first + size,
-        even=False,
-        query_positions=torch.arange(first, first + size, device=device)[None, None, :, None],
-        lane=run.lane,
-        start=run.start,
-        stop=run.start + len(run.ids),
-        size=size,
-    )
-
-
-def _padding(rows: slice, run: SequenceChunk, positions: Tensor) -> Padding:
-    values = run.bank.values
-    return Padding(rows, 0, True, positions, value_size=lambda layer: values[layer].shape[-1])
-
-
-def build_batch(runs: Sequence[SequenceChunk], device: torch.device, asked: bool = True) -> ForwardBatch:
-    several = asked and any(len(run.ids) > 1 for run in runs)
-    order = sorted(range(len(runs)), key=lambda i: (len(runs[i].ids) > 1, id(runs[i].bank), runs[i].index))
-    ordered = [runs[i] for i in order]
-    groups = _groups(ordered)
-    numbers = BatchInputs(
-        [token_id for run in ordered for token_id in run.ids],
-        [run.start + i for run in ordered for i in range(len(run.ids))],
+def build_batch(chunks: Sequence[SequenceChunk], device: torch.device, need_logits: bool = True) -> ForwardBatch:
+    prefills = need_logits and any(len(chunk.ids) > 1 for chunk in chunks)
+    order = sorted(range(len(chunks)), key=lambda i: (len(chunks[i].ids) > 1, id(chunks[i].pool), chunks[i].index))
+    ordered = [chunks[i] for i in order]
+    inputs = BatchInputs(
+        [token_id for chunk in ordered for token_id in chunk.ids],
+        [chunk.start + i for chunk in ordered for i in range(len(chunk.ids))],
         device,
     )
-    parts, row, last = [], 0, [0] * len(runs)
-    for group in groups:
-        parts.append(_part(group, row, numbers.positions))
-        row += sum(len(run.ids) for run in group)
+    spans, row, last_rows = [], 0, [0] * len(chunks)
+    for group in _group_by_pool(ordered):
+        spans.append(_build_span(group, row, inputs.positions))
+        row += sum(len(chunk.ids) for chunk in group)
     end = 0
-    for i, run in zip(order, ordered, strict=True):
-        end += len(run.ids)
-        last[i] = end - 1
+    for i, chunk in zip(order, ordered, strict=True):
+        end += len(chunk.ids)
+        last_rows[i] = end - 1
     return ForwardBatch(
-        numbers=numbers,
-        parts=tuple(parts),
-        last=torch.tensor(last, device=device),
-        picks=last != list(range(end)),
-        furthest=max(run.start + len(run.ids) for run in runs) - 1,
-        runs=ordered,
+        inputs=inputs,
+        spans=tuple(spans),
+        last_rows=torch.tensor(last_rows, device=device),
+        needs_gather=last_rows != list(range(end)),
+        max_position=max(chunk.start + len(chunk.ids) for chunk in chunks) - 1,
+        chunks=ordered,
         order=tuple(order),
-        asked=asked,
-        ends=build_batch([run.end for run in runs], device) if several else None,
-        long=runs[0].long,
+        needs_logits=need_logits,
+        last_tokens=build_batch([chunk.last_token for chunk in chunks], device) if prefills else None,
+        long_rope=chunks[0].long_rope,
     )
 
 
-def _groups(runs: Sequence[SequenceChunk]) -> list[list[SequenceChunk]]:
-    """Single tokens of one bank go together, unless more lanes would be looked at in vain than in earnest."""
+def _group_by_pool(chunks: Sequence[SequenceChunk]) -> list[list[SequenceChunk]]:
+    """Single tokens of one pool share a span, unless more than half of the slots in between have no token."""
     groups: list[list[SequenceChunk]] = []
-    for run in runs:
+    for chunk in chunks:
         group = groups[-1] if groups else []
-        single = len(run.ids) == 1 and group and len(group[0].ids) == 1
-        if single and group[0].bank is run.bank and _dense_enough([*group, run]):
-            group.append(run)
+        single = len(chunk.ids) == 1 and group and len(group[0].ids) == 1
+        if single and group[0].pool is chunk.pool and _is_dense([*group, chunk]):
+            group.append(chunk)
         else:
-            groups.append([run])
+            groups.append([chunk])
     return groups
 
 
-def _dense_enough(group: Sequence[SequenceChunk]) -> bool:
+def _is_dense(group: Sequence[SequenceChunk]) -> bool:
     return group[-1].index - group[0].index + 1 <= 2 * len(group)
 
 
-def _part(group: Sequence[SequenceChunk], row: int, positions: Tensor) -> AttentionSpan:
+def _build_span(group: Sequence[SequenceChunk], row: int, positions: Tensor) -> AttentionSpan:
     first = group[0]
     if len(first.ids) > 1:
-        return _chunk(first, row, positions)
+        return _prefill_span(first, row, positions)
     if len(group) == 1:
-        return _single(first, row, positions)
-    starts = [run.start for run in group]
-    lanes = group[-1].index - first.index + 1
-    places = [run.index - first.index for run in group]
-    dense = lanes == len(group)
+        return _single_decode_span(first, row, positions)
+    starts = [chunk.start for chunk in group]
+    num_slots = group[-1].index - first.index + 1
+    slot_offsets = [chunk.index - first.index for chunk in group]
+    dense = num_slots == len(group)
     rows = slice(row, row + len(group))
-    queries = positions[rows] if dense else _spread_out(starts, places, lanes, positions.device)
+    queries = positions[rows] if dense else _scatter_starts(starts, slot_offsets, num_slots, positions.device)
     return BatchDecodeSpan(
         rows=rows,
         length=max(starts) + 1,
-        even=dense and min(starts) == max(starts),
+        sees_all=dense and min(starts) == max(starts),
         query_positions=queries[:, None, None, None],
-        bank=first.bank,
-        first=first.index,
-        lanes=lanes,
-        places=torch.tensor(places, device=positions.device),
+        pool=first.pool,
+        first_slot=first.index,
+        num_slots=num_slots,
+        slot_offsets=torch.tensor(slot_offsets, device=positions.device),
         positions=positions[rows],
         dense=dense,
     )
 
 
-def _spread_out(starts: Sequence[int], places: Sequence[int], lanes: int, device: torch.device) -> Tensor:
-    """A position for each lane; those without a row see their first key."""
-    spread = [0] * lanes
-    for place, start in zip(places, starts, strict=True):
-        spread[place] = start
-    return torch.tensor(spread, device=device)
+def _scatter_starts(starts: Sequence[int], slot_offsets: Sequence[int], num_slots: int, device: torch.device) -> Tensor:
+    """A position for each slot; slots without a row see their first key."""
+    scattered = [0] * num_slots
+    for offset, start in zip(slot_offsets, starts, strict=True):
+        scattered[offset] = start
+    return torch.tensor(scattered, device=device)
 
 
-def _single(run: SequenceChunk, row: int, positions: Tensor) -> SingleDecodeSpan:
+def _single_decode_span(chunk: SequenceChunk, row: int, positions: Tensor) -> SingleDecodeSpan:
     rows = slice(row, row + 1)
     return SingleDecodeSpan(
         rows=rows,
-        length=run.start + 1,
-        even=True,
+        length=chunk.start + 1,
+        sees_all=True,
         query_positions=positions[rows][:, None, None, None],
-        bank=run.bank,
-        index=run.index,
+        pool=chunk.pool,
+        index=chunk.index,
     )
 
 
-def _chunk(run: SequenceChunk, row: int, positions: Tensor) -> PrefillSpan:
-    rows = slice(row, row + len(run.ids))
+def _prefill_span(chunk: SequenceChunk, row: int, positions: Tensor) -> PrefillSpan:
+    rows = slice(row, row + len(chunk.ids))
     return PrefillSpan(
         rows=rows,
-        length=run.start + len(run.ids),
-        even=False,
+        length=chunk.start + len(chunk.ids),
+        sees_all=False,
         query_positions=positions[rows][None, None, :, None],
-        lane=run.lane,
-        start=run.start,
+        slot=chunk.slot,
+        start=chunk.start,
     )
+
+
+def build_block_batch(
+    chunks: Sequence[SequenceChunk], rows: int, padding_before: int, device: torch.device, need_logits: bool
+) -> ForwardBatch:
+    """A batch of exactly so many rows, for tokens of one aligned block of each sequence; every row gets logits.
+
+    `padding_before`: rows of padding in front; the remaining padding is behind. Padding repeats the token next to it.
+    """
+    tokens = [(token_id, chunk.start + i) for chunk in chunks for i, token_id in enumerate(chunk.ids)]
+    padding_after = rows - padding_before - len(tokens)
+    tokens = [*tokens[:1] * padding_before, *tokens, *tokens[-1:] * padding_after]
+    inputs = BatchInputs([token_id for token_id, _ in tokens], [position for _, position in tokens], device)
+    spans: list[AttentionSpan] = []
+    if padding_before:
+        spans.append(_padding_span(slice(0, padding_before), chunks[0], inputs.positions))
+    row = padding_before
+    for chunk in chunks:
+        spans.append(_block_span(chunk, row, rows, device))
+        row += len(chunk.ids)
+    if padding_after:
+        spans.append(_padding_span(slice(row, rows), chunks[0], inputs.positions))
+    return ForwardBatch(
+        inputs=inputs,
+        spans=tuple(spans),
+        last_rows=torch.arange(rows, device=device),
+        needs_gather=False,
+        max_position=max(chunk.start + len(chunk.ids) for chunk in chunks) - 1,
+        chunks=list(chunks),
+        order=tuple(range(len(chunks))),
+        needs_logits=need_logits,
+        last_tokens=None,
+        long_rope=chunks[0].long_rope,
+    )
+
+
+def _block_span(chunk: SequenceChunk, row: int, size: int, device: torch.device) -> BlockSpan:
+    first = chunk.start - chunk.start % size
+    return BlockSpan(
+        rows=slice(row, row + len(chunk.ids)),
+        length=first + size,
+        sees_all=False,
+        query_positions=torch.arange(first, first + size, device=device)[None, None, :, None],
+        slot=chunk.slot,
+        start=chunk.start,
+        stop=chunk.start + len(chunk.ids),
+        size=size,
+    )
+
+
+def _padding_span(rows: slice, chunk: SequenceChunk, positions: Tensor) -> PaddingSpan:
+    values = chunk.pool.values
+    return PaddingSpan(rows, 0, True, positions, value_size=lambda layer: values[layer].shape[-1])

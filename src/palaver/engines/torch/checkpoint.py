@@ -1,26 +1,22 @@
-"""A model's files: where they are, whether they are safe to load, and how big they are."""
+"""A model's folder: checks that its files are safe to load, and reads the sizes of its tensors."""
 
 from __future__ import annotations
 
 import json
-import re
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from palaver.errors import BrokenModel, NoWeights, UnknownModel, UnsafeCode, UnsafeWeights
 
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MAX_HEADER = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Files that may be loaded: a known architecture, safetensors with whole headers."""
+    """The files of a model that is safe to load: a known architecture, and complete safetensors."""
 
     name: str
     folder: Path
@@ -31,8 +27,10 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
-    """The files of a folder or a hub id. Reads headers only; raises a ModelError where they can't be loaded."""
-    folder = find(model)
+    """Opens a model's folder. Reads headers only. Raises a ModelError if the files cannot be loaded."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise UnknownModel(str(model), "there is no such folder.")
     config = _config(folder)
     weights = _weights(folder)
     tensors: dict[str, tuple[str, int]] = {}
@@ -41,65 +39,8 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     return Checkpoint(str(model), folder, config, weights, tensors)
 
 
-def find(model: str | Path) -> Path:
-    """The folder of a model: itself, or where the hub's files are on disk, fetching them where they aren't."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    name = str(model)
-    if isinstance(model, Path) or not HUB_ID.fullmatch(name) or name.startswith("."):
-        raise UnknownModel(name, "there is no such folder.")
-    if folder.exists():
-        raise UnknownModel(name, "it is a file; name the folder that holds config.json and *.safetensors.")
-    return _on_disk(name) or _fetch(name)
-
-
-def _on_disk(name: str) -> Path | None:
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=list(WANTED)))
-        return folder if _complete(folder) else None
-    except Exception:  # whatever keeps it from being found on disk, fetching says it better
-        return None
-
-
-def _complete(folder: Path) -> bool:
-    if not (folder / "config.json").is_file():
-        return False
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return all((folder / name).is_file() for name in _shards(index))
-    return any(folder.glob("*.safetensors"))
-
-
-def _fetch(name: str) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
-
-    try:
-        files = HfApi().list_repo_files(name)
-        _check_kinds(name, files)
-        return Path(snapshot_download(name, allow_patterns=list(WANTED)))
-    except GatedRepoError as error:
-        raise UnknownModel(name, "its publisher asks for an account with access; log in to the hub first.") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise UnknownModel(name, "there is no such folder, and no such model on the hub (or it is private).") from error
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UnknownModel(name, f"it isn't on disk and couldn't be fetched ({_reason(error)}).") from error
-
-
 def _reason(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")
-
-
-def _check_kinds(name: str, files: Sequence[str]) -> None:
-    if any(file.endswith(".safetensors") for file in files):
-        return
-    pickles = [file for file in files if Path(file).suffix in {p[1:] for p in PICKLES}]
-    if pickles:
-        raise UnsafeWeights(name, ", ".join(pickles[:3]))
-    raise NoWeights(name)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -149,7 +90,7 @@ def _safetensors(folder: Path) -> tuple[Path, ...]:
 
 
 def _no_weights(folder: Path) -> NoWeights | UnsafeWeights:
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in folder.glob(pattern))
     return UnsafeWeights(str(folder), ", ".join(pickles[:3])) if pickles else NoWeights(str(folder))
 
 

@@ -1,6 +1,6 @@
-"""A model on an accelerator: passes for next tokens are recorded, and played where the same lanes come again.
+"""CUDA graphs: decode passes are captured, and replayed when the same slots decode again.
 
-To launch its many small operations one by one takes longer than to compute them."""
+Launching a pass's many small operations one by one takes longer than computing them."""
 
 from __future__ import annotations
 
@@ -16,132 +16,138 @@ from torch import Tensor
 from palaver.engines.torch.batch import BatchInputs, ForwardBatch
 from palaver.engines.torch.kv_cache import SlotPool
 
-REACH = 256
-"""Tokens. A recording serves until the longest sequence has outgrown the next multiple of this."""
-MOST = 16
-"""Recordings that are kept."""
+LENGTH_MULTIPLE = 256
+"""Tokens. A graph serves until the longest sequence has outgrown the next multiple of this."""
+MAX_GRAPHS = 16
 
 Pass: TypeAlias = Callable[[], Tensor]
-Recorder: TypeAlias = Callable[[Pass], Pass]
-"""What a pass does to memory, to be done again; its own Python runs only once."""
+Capture: TypeAlias = Callable[[Pass], Pass]
+"""Captures what a pass does to memory; returns the replay. The pass's own Python runs only once."""
 
 
 class StepDecoder(Protocol):
-    def __call__(self, plan: ForwardBatch) -> Tensor:
-        """The logits after each sequence's last token; none where they are not asked for."""
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """The logits after each sequence's last token; none where the batch needs none."""
         ...
 
     @property
     def pair_bytes(self) -> int:
-        """What attention takes for each pair of a query and a key, where several tokens of a sequence are computed."""
+        """The memory that attention takes for each pair of a query and a key, in a prefill."""
         ...
 
     def prepare(self, length: int) -> tuple[Tensor, ...]:
-        """Makes all that passes over so many tokens will look up, and gives what of it may be replaced later."""
+        """Builds the tables for passes over so many tokens; returns those that a longer text may replace."""
         ...
 
 
 @dataclass(slots=True)
 class CapturedGraph:
-    """A pass over certain lanes. It keeps what it points to, but not the lanes: those may go, and it with them."""
+    """A captured decode pass over certain slots. It holds the tensors that it reads, but not the pools: those may be
+    freed, and the graph is then invalid."""
 
-    banks: tuple[weakref.ref[SlotPool], ...]
-    numbers: BatchInputs
-    own: tuple[Tensor, ...]
-    play: Pass
+    pools: tuple[weakref.ref[SlotPool], ...]
+    inputs: BatchInputs
+    extra_tensors: tuple[Tensor, ...]
+    replay: Pass
 
-    def is_over_lanes_of(self, plan: ForwardBatch) -> bool:
-        """Returns False where the slots were freed and reused."""
-        return all(bank() is run.bank for bank, run in zip(self.banks, plan.runs, strict=True))
+    def matches_slots(self, batch: ForwardBatch) -> bool:
+        """Returns False where the pools were freed and their ids reused."""
+        return all(pool() is chunk.pool for pool, chunk in zip(self.pools, batch.chunks, strict=True))
 
 
 class GraphDecoder:
-    """Gives the same bits whether a pass is played or computed: both attend as far as a recording reaches."""
+    """Gives the same bits whether a pass is replayed or computed: both attend over the same padded length."""
 
-    def __init__(self, decoder: StepDecoder, record: Recorder) -> None:
+    def __init__(self, decoder: StepDecoder, capture: Capture) -> None:
         self._decoder = decoder
-        self._record = record
-        self._recordings: dict[Hashable, CapturedGraph] = {}
-        """Those not played for longest first."""
-        self._plan: Callable[[], ForwardBatch | None] = lambda: None
-        self._reach = 0
-        self._now: CapturedGraph | None = None
-        self._worth_recording = True
+        self._capture = capture
+        self._graphs: dict[Hashable, CapturedGraph] = {}
+        """Least recently used first."""
+        self._batch: Callable[[], ForwardBatch | None] = lambda: None
+        self._length = 0
+        """The padded length of the current batch."""
+        self._graph: CapturedGraph | None = None
+        self._may_capture = True
 
-    def __call__(self, plan: ForwardBatch) -> Tensor:
-        """The logits after each sequence's last token; none where they are not asked for."""
-        if not plan.steps:
-            return self._decoder(plan)
-        if self._plan() is not plan or plan.furthest >= self._reach:
-            self._plan = weakref.ref(plan)
-            self._reach = (plan.furthest // REACH + 1) * REACH
-            self._now = self._known(plan)
-            self._worth_recording = True
-        elif self._now is None and self._worth_recording:  # whoever leaves after a token is not
-            self._now = self._recorded(plan)
-        if self._now is None:
-            return self._decoder(plan.steady(self._reach))
-        self._now.numbers.take(plan.numbers)
-        return self._now.play()
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """The logits after each sequence's last token; none where the batch needs none.
+
+        The first pass of a batch is computed, the second captured: many batches change after a token.
+        """
+        if not batch.is_decode:
+            return self._decoder(batch)
+        if self._batch() is not batch or batch.max_position >= self._length:
+            self._batch = weakref.ref(batch)
+            self._length = (batch.max_position // LENGTH_MULTIPLE + 1) * LENGTH_MULTIPLE
+            self._graph = self._find_graph(batch)
+            self._may_capture = True
+        elif self._graph is None and self._may_capture:
+            self._graph = self._capture_graph(batch)
+        if self._graph is None:
+            return self._decoder(batch.padded_to(self._length))
+        self._graph.inputs.copy_from(batch.inputs)
+        return self._graph.replay()
 
     @property
     def pair_bytes(self) -> int:
         return self._decoder.pair_bytes
 
     @property
-    def recordings(self) -> int:
-        return len(self._recordings)
+    def num_graphs(self) -> int:
+        return len(self._graphs)
 
-    def _known(self, plan: ForwardBatch) -> CapturedGraph | None:
-        key = self._key(plan)
-        recording = self._recordings.pop(key, None)
-        if recording is None or not recording.is_over_lanes_of(plan):
+    def _find_graph(self, batch: ForwardBatch) -> CapturedGraph | None:
+        key = self._key(batch)
+        graph = self._graphs.pop(key, None)
+        if graph is None or not graph.matches_slots(batch):
             return None
-        self._recordings[key] = recording
-        return recording
+        self._graphs[key] = graph
+        return graph
 
-    def _recorded(self, plan: ForwardBatch) -> CapturedGraph | None:
-        """None where it can't be, for want of memory say: then it is tried again when others come or go."""
-        reach = self._reach
-        own = (*plan.own, *self._decoder.prepare(reach))
+    def _capture_graph(self, batch: ForwardBatch) -> CapturedGraph | None:
+        """None where capturing fails, for example for lack of memory; the next batch tries again."""
+        length = self._length
+        extra_tensors = (*batch.extra_tensors, *self._decoder.prepare(length))
         try:
-            play = self._record(lambda: self._decoder(plan.steady(reach)))
+            replay = self._capture(lambda: self._decoder(batch.padded_to(length)))
         except RuntimeError:
-            self._worth_recording = False
+            self._may_capture = False
             return None
-        recording = CapturedGraph(tuple(weakref.ref(run.bank) for run in plan.runs), plan.numbers, own, play)
-        self._recordings[self._key(plan)] = recording
-        if len(self._recordings) > MOST:
-            del self._recordings[next(iter(self._recordings))]
-        return recording
+        pools = tuple(weakref.ref(chunk.pool) for chunk in batch.chunks)
+        graph = CapturedGraph(pools, batch.inputs, extra_tensors, replay)
+        self._graphs[self._key(batch)] = graph
+        if len(self._graphs) > MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        return graph
 
-    def _key(self, plan: ForwardBatch) -> Hashable:
-        return (self._reach, plan.long, plan.order, *((id(run.bank), run.index) for run in plan.runs))
+    def _key(self, batch: ForwardBatch) -> Hashable:
+        slots = ((id(chunk.pool), chunk.index) for chunk in batch.chunks)
+        return (self._length, batch.long_rope, batch.order, *slots)
 
 
 class CudaGraphCapture:
-    """Records into CUDA graphs, which use the same memory: they are played one after the other."""
+    """Captures CUDA graphs that share their memory: they are replayed one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._last: torch.cuda.CUDAGraph | None = None
-        """Held until there is another, for the memory goes with the last that uses it."""
+        """Held until the next capture: the shared memory is freed with the last graph that uses it."""
 
     def __call__(self, run: Pass) -> Pass:
         graph = torch.cuda.CUDAGraph()
-        here = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(here)
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             out = self._capture(graph, run)
-        here.wait_stream(self._stream)
+        current.wait_stream(self._stream)
         self._last = graph
 
-        def play() -> Tensor:
+        def replay() -> Tensor:
             graph.replay()
             return out
 
-        return play
+        return replay
 
     def _capture(self, graph: torch.cuda.CUDAGraph, run: Pass) -> Tensor:
         collects = gc.isenabled()

@@ -1,7 +1,7 @@
-"""Keys and values of running sequences: each has a lane, contiguous in memory, beside others of its capacity.
+"""The KV cache of running sequences: slots of contiguous memory, in pools of slots of one capacity.
 
-Capacities are powers of two as long as there is memory, so sequences in one bank differ in length by little and one
-padded call attends for all of them. Where memory is short a lane is as long as it must be, in steps of SMALLEST."""
+Capacities are powers of two while there is memory: sequences in one pool then have similar lengths, and one padded call
+attends for all of them. Where memory is short, a slot is as long as its sequence, in multiples of MIN_CAPACITY."""
 
 from __future__ import annotations
 
@@ -11,294 +11,310 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SMALLEST = 128
-"""Tokens in the smallest lane; every capacity is a multiple of it."""
-WIDEST = 8
-"""Lanes in a new bank."""
-MOST = 32
-"""Lanes in a bank that was widened."""
+MIN_CAPACITY = 128
+"""Tokens in the smallest slot; every capacity is a multiple of it."""
+SLOTS_PER_POOL = 8
+"""Slots in a new pool."""
+MAX_SLOTS_PER_POOL = 32
+"""Slots in a pool that was widened."""
 
-Shape = tuple[int, int]
-"""Heads and size of a head."""
-Left = tuple[Hashable, Sequence[Hashable], str]
-"""A space, the keys whose values a lane was left with, and by which conversation."""
+HeadShape = tuple[int, int]
+"""The number of KV heads and the size of a head."""
+SlotContents = tuple[Hashable, Sequence[Hashable], str]
+"""What a freed slot still holds: the namespace, the keys and the conversation that computed them."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """What one token takes in the cache: the shapes of each layer's key and value."""
 
-    layers: tuple[tuple[Shape, Shape], ...]
+    layer_shapes: tuple[tuple[HeadShape, HeadShape], ...]
+    """The key's and the value's shape, by layer."""
     dtype: torch.dtype
     device: torch.device
 
     @property
-    def groups(self) -> dict[Shape, int]:
+    def shape_counts(self) -> dict[HeadShape, int]:
         """How many keys and values have each shape; those of one shape lie in one tensor."""
-        counts: dict[Shape, int] = {}
-        for pair in self.layers:
+        counts: dict[HeadShape, int] = {}
+        for pair in self.layer_shapes:
             for shape in pair:
                 counts[shape] = counts.get(shape, 0) + 1
         return counts
 
     @property
-    def token_bytes(self) -> int:
-        return sum(heads * size for pair in self.layers for heads, size in pair) * self.dtype.itemsize
+    def bytes_per_token(self) -> int:
+        return sum(heads * size for pair in self.layer_shapes for heads, size in pair) * self.dtype.itemsize
 
 
 class SlotPool:
-    """Lanes of one capacity. `keys[layer]` and `values[layer]` are [lanes, heads, capacity, size]."""
+    """Slots of one capacity. `keys[layer]` and `values[layer]` are [slots, heads, capacity, size]."""
 
-    def __init__(self, layout: KVLayout, capacity: int, lanes: int) -> None:
+    def __init__(self, layout: KVLayout, capacity: int, num_slots: int) -> None:
         self.capacity = capacity
-        self.lanes = lanes
-        self.free = list(range(lanes - 1, -1, -1))
-        self.groups = {
-            # zeros, for what is masked out must not be NaN
-            (heads, size): torch.zeros((count, lanes, heads, capacity, size), dtype=layout.dtype, device=layout.device)
-            for (heads, size), count in layout.groups.items()
+        self.num_slots = num_slots
+        self.free_slots = list(range(num_slots - 1, -1, -1))
+        self.buffers = {
+            # zeros, because masked values must not be NaN
+            (heads, size): torch.zeros(
+                (count, num_slots, heads, capacity, size), dtype=layout.dtype, device=layout.device
+            )
+            for (heads, size), count in layout.shape_counts.items()
         }
-        self.keys, self.values = _views(layout, self.groups)
-        self.key_rows = [keys.view(-1, keys.shape[-1]) for keys in self.keys]
-        self.value_rows = [values.view(-1, values.shape[-1]) for values in self.values]
-        """The same as one long list of vectors, which is quicker to write to."""
+        self.keys, self.values = _layer_views(layout, self.buffers)
+        self.flat_keys = [keys.view(-1, keys.shape[-1]) for keys in self.keys]
+        self.flat_values = [values.view(-1, values.shape[-1]) for values in self.values]
+        """The same memory as one list of vectors, which is quicker to write to."""
 
     @property
     def empty(self) -> bool:
-        return len(self.free) == self.lanes
+        return len(self.free_slots) == self.num_slots
 
     @property
     def nbytes(self) -> int:
-        return sum(group.nbytes for group in self.groups.values())
+        return sum(buffer.nbytes for buffer in self.buffers.values())
 
 
-def _views(layout: KVLayout, groups: dict[Shape, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    taken = dict.fromkeys(groups, 0)
+def _layer_views(layout: KVLayout, buffers: dict[HeadShape, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    used = dict.fromkeys(buffers, 0)
     views: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for pair in layout.layers:
+    for pair in layout.layer_shapes:
         for shape, view in zip(pair, views, strict=True):
-            view.append(groups[shape][taken[shape]])
-            taken[shape] += 1
+            view.append(buffers[shape][used[shape]])
+            used[shape] += 1
     return views
 
 
-Place = tuple[SlotPool, int]
+SlotLocation = tuple[SlotPool, int]
+"""A pool and the index of a slot in it."""
 
 
 class Slot:
-    """A place in a bank. It may move; whoever holds it sees where it is."""
+    """The memory of one sequence. The allocator may move it: `pool` and `index` always say where it is now."""
 
-    __slots__ = ("bank", "index")
+    __slots__ = ("index", "pool")
 
-    def __init__(self, bank: SlotPool, index: int) -> None:
-        self.bank = bank
+    def __init__(self, pool: SlotPool, index: int) -> None:
+        self.pool = pool
         self.index = index
 
-    def parts(self, start: int, stop: int) -> list[Tensor]:
-        """Views of what is held at these positions, a group each: [members, heads, tokens, size]."""
-        return [group[:, self.index, :, start:stop] for group in self.bank.groups.values()]
+    def views(self, start: int, stop: int) -> list[Tensor]:
+        """Views of the keys and values at these positions, one a buffer: [members, heads, tokens, size]."""
+        return [buffer[:, self.index, :, start:stop] for buffer in self.pool.buffers.values()]
 
 
 class SlotAllocator:
-    """All banks. A bank never grows: more lanes of a capacity are another bank, so nothing is held twice."""
+    """All pools. A pool never grows: more slots of a capacity are another pool, so no copy is made."""
 
-    def __init__(self, layout: KVLayout, bank_bytes: int) -> None:
+    def __init__(self, layout: KVLayout, max_pool_bytes: int) -> None:
         self._layout = layout
-        self._bank_bytes = bank_bytes
-        self._banks: list[SlotPool] = []
-        self._open: set[Slot] = set()
-        self._left: dict[Place, Left] = {}
-        """What free lanes still hold, those left longest ago first."""
+        self._max_pool_bytes = max_pool_bytes
+        self._pools: list[SlotPool] = []
+        self._slots: set[Slot] = set()
+        """The slots in use."""
+        self._freed: dict[SlotLocation, SlotContents] = {}
+        """What free slots still hold, least recently freed first."""
 
     @property
     def nbytes(self) -> int:
-        return sum(bank.nbytes for bank in self._banks)
+        return sum(pool.nbytes for pool in self._pools)
 
-    def needed(self, capacity: int) -> int:
-        """The bytes that opening a lane of this capacity would allocate."""
-        return 0 if self._with_room(capacity) else self._width(capacity) * self._lane_bytes(capacity)
+    def bytes_needed(self, capacity: int) -> int:
+        """The bytes that allocating a slot of this capacity would take."""
+        return 0 if self._pool_with_free_slot(capacity) else self._pool_size(capacity) * self._slot_bytes(capacity)
 
-    def open(self, tokens: int) -> Slot:
-        """A lane for so many tokens, whatever the memory; what it holds is nobody's."""
-        return self.open_cold(capacity_of(tokens))
+    def allocate(self, tokens: int) -> Slot:
+        """A slot for so many tokens, without a check of memory. Its contents are undefined."""
+        return self.allocate_capacity(default_capacity(tokens))
 
-    def open_cold(self, capacity: int) -> Slot:
-        return self._opened(self._coldest(capacity))
+    def allocate_capacity(self, capacity: int) -> Slot:
+        return self._allocate_at(self._find_free(capacity))
 
-    def warmest(self, space: Hashable, keys: Sequence[Hashable], most: int) -> tuple[Place | None, int]:
-        """The free lane of no more than this capacity that holds most of these keys, if there is one, and how many."""
-        best: tuple[Place | None, int] = (None, 0)
-        for place, (owner, left, _) in self._left.items():
-            common = _common(left, keys) if owner == space and place[0].capacity <= most else 0
+    def find_reusable(
+        self, namespace: Hashable, keys: Sequence[Hashable], max_capacity: int
+    ) -> tuple[SlotLocation | None, int]:
+        """The free slot of at most this capacity that holds the longest prefix of these keys, and its length."""
+        best: tuple[SlotLocation | None, int] = (None, 0)
+        for location, (owner, held, _) in self._freed.items():
+            usable = owner == namespace and location[0].capacity <= max_capacity
+            common = common_prefix_length(held, keys) if usable else 0
             if common > best[1]:
-                best = (place, common)
+                best = (location, common)
         return best
 
-    def open_warm(self, place: Place) -> tuple[Slot, Left]:
-        """The free lane there, and what it was left with."""
-        left = self._left[place]
-        return self._opened(place), left
+    def reuse(self, location: SlotLocation) -> tuple[Slot, SlotContents]:
+        """Allocates the free slot at this location; returns it with what it still holds."""
+        contents = self._freed[location]
+        return self._allocate_at(location), contents
 
-    def grow(self, lane: Slot, capacity: int, used: int) -> None:
-        """Moves the lane, with the `used` tokens it holds, to one of this capacity."""
-        bank, index, held = lane.bank, lane.index, lane.parts(0, used)
-        lane.bank, lane.index = self._take(self._coldest(capacity))
-        copy_all(lane.parts(0, used), held)
-        _release(bank, index)
+    def grow(self, slot: Slot, capacity: int, used: int) -> None:
+        """Moves the slot, with the `used` tokens it holds, to one of this capacity."""
+        pool, index, held = slot.pool, slot.index, slot.views(0, used)
+        slot.pool, slot.index = self._claim(self._find_free(capacity))
+        copy_all(slot.views(0, used), held)
+        _release(pool, index)
 
-    def bank_bytes(self, lane: Slot) -> int:
-        """The bytes that are free once this lane is, before it is anywhere else: 0 where others share its bank."""
-        return lane.bank.nbytes if len(lane.bank.free) == lane.bank.lanes - 1 else 0
+    def exclusive_pool_bytes(self, slot: Slot) -> int:
+        """The bytes of the slot's pool, which freeing the slot would free; 0 where other slots share the pool."""
+        return slot.pool.nbytes if len(slot.pool.free_slots) == slot.pool.num_slots - 1 else 0
 
-    def replace(self, lane: Slot, capacity: int, used: int) -> None:
-        """As `grow`, but its bank, which no other lane uses, is given back before there is a new one. What it holds
-        waits in the host's memory."""
-        old = lane.bank
-        held = [part.to("cpu", copy=True) for part in lane.parts(0, used)]
-        self._banks.remove(old)
-        self._left = {place: left for place, left in self._left.items() if place[0] is not old}
-        before = old.capacity
+    def grow_via_host(self, slot: Slot, capacity: int, used: int) -> None:
+        """As `grow`, but frees the slot's pool, which no other slot uses, before it allocates the new one. The tokens
+        wait in the host's memory."""
+        old = slot.pool
+        held = [view.to("cpu", copy=True) for view in slot.views(0, used)]
+        self._pools.remove(old)
+        self._drop_contents(old)
+        old_capacity = old.capacity
         del old  # its memory is needed
-        lane.bank = SlotPool(self._layout, 0, 1)
+        slot.pool = SlotPool(self._layout, 0, 1)
         try:
-            bank = SlotPool(self._layout, capacity, 1)
+            pool = SlotPool(self._layout, capacity, 1)
         except BaseException:
-            bank = SlotPool(self._layout, before, 1)
+            pool = SlotPool(self._layout, old_capacity, 1)
             raise
         finally:
-            self._banks.append(bank)
-            lane.bank, lane.index = self._take((bank, 0))
-            copy_all(lane.parts(0, used), held)
+            self._pools.append(pool)
+            slot.pool, slot.index = self._claim((pool, 0))
+            copy_all(slot.views(0, used), held)
 
-    def close(self, lane: Slot, space: Hashable = None, keys: Sequence[Hashable] = (), user: str = "") -> None:
-        """Frees the lane; as long as nobody needs it, it still holds these."""
+    def free(
+        self, slot: Slot, namespace: Hashable = None, keys: Sequence[Hashable] = (), conversation: str = ""
+    ) -> None:
+        """Frees the slot. It can be reused for these keys until it is allocated again."""
         if keys:
-            self._left[lane.bank, lane.index] = (space, keys, user)
-        self._open.remove(lane)
-        _release(lane.bank, lane.index)
+            self._freed[slot.pool, slot.index] = (namespace, keys, conversation)
+        self._slots.remove(slot)
+        _release(slot.pool, slot.index)
 
-    def wider(self, capacity: int) -> int:
-        """The bytes of a bank with twice the lanes of this capacity, where all of them are taken; otherwise 0."""
-        lanes = 2 * sum(bank.lanes for bank in self._of(capacity))
-        return 0 if lanes > MOST or self._with_room(capacity) else lanes * self._lane_bytes(capacity)
+    def widened_bytes(self, capacity: int) -> int:
+        """The bytes of a pool with twice the slots of this capacity; 0 where a slot is free or the pool too wide."""
+        slots = 2 * sum(pool.num_slots for pool in self._pools_of(capacity))
+        too_wide = slots > MAX_SLOTS_PER_POOL
+        return 0 if too_wide or self._pool_with_free_slot(capacity) else slots * self._slot_bytes(capacity)
 
     def widen(self, capacity: int) -> None:
-        """Moves all lanes of this capacity, which are taken, to one bank with twice as many: one call attends for a
-        whole bank."""
-        full = self._of(capacity)
-        wide = SlotPool(self._layout, capacity, 2 * sum(bank.lanes for bank in full))
+        """Moves all slots of this capacity, none of which is free, to one pool with twice as many: one call attends
+        for a whole pool."""
+        full = self._pools_of(capacity)
+        wide = SlotPool(self._layout, capacity, 2 * sum(pool.num_slots for pool in full))
         at = 0
-        for bank in full:
-            for shape, group in bank.groups.items():
-                wide.groups[shape][:, at : at + bank.lanes].copy_(group)
-            for lane in self._open:
-                if lane.bank is bank:
-                    lane.bank, lane.index = wide, lane.index + at
-            at += bank.lanes
-        wide.free = wide.free[:-at]
-        self._banks = [bank for bank in self._banks if bank.capacity != capacity] + [wide]
+        for pool in full:
+            for shape, buffer in pool.buffers.items():
+                wide.buffers[shape][:, at : at + pool.num_slots].copy_(buffer)
+            for slot in self._slots:
+                if slot.pool is pool:
+                    slot.pool, slot.index = wide, slot.index + at
+            at += pool.num_slots
+        wide.free_slots = wide.free_slots[:-at]
+        self._pools = [pool for pool in self._pools if pool.capacity != capacity] + [wide]
 
-    def narrow(self, spare: int) -> bool:
-        """Undoes `widen`: moves the few lanes of a wide bank that are in use to one that has no others, where it takes
-        no more than the spare bytes. Whether there was such a bank."""
-        for bank in self._banks:
-            used = [lane for lane in self._open if lane.bank is bank]
-            sparse = bank.lanes > self._width(bank.capacity) and 4 * len(used) <= bank.lanes
-            if sparse and used and len(used) * self._lane_bytes(bank.capacity) <= spare:
-                self._replace(bank, used)
+    def narrow(self, spare_bytes: int) -> bool:
+        """Undoes `widen` for one sparsely used pool: moves its slots in use to a pool without free slots, where that
+        takes at most the spare bytes. Returns whether there was such a pool."""
+        for pool in self._pools:
+            used = [slot for slot in self._slots if slot.pool is pool]
+            sparse = pool.num_slots > self._pool_size(pool.capacity) and 4 * len(used) <= pool.num_slots
+            if sparse and used and len(used) * self._slot_bytes(pool.capacity) <= spare_bytes:
+                self._move_to_small_pool(pool, used)
                 return True
         return False
 
-    def _replace(self, bank: SlotPool, used: list[Slot]) -> None:
-        small = SlotPool(self._layout, bank.capacity, len(used))
-        small.free = []
-        for index, lane in enumerate(used):
-            held = lane.parts(0, bank.capacity)
-            lane.bank, lane.index = small, index
-            copy_all(lane.parts(0, bank.capacity), held)
-        self._banks = [other for other in self._banks if other is not bank] + [small]
-        self._left = {place: left for place, left in self._left.items() if place[0] is not bank}
+    def _move_to_small_pool(self, pool: SlotPool, used: list[Slot]) -> None:
+        small = SlotPool(self._layout, pool.capacity, len(used))
+        small.free_slots = []
+        for index, slot in enumerate(used):
+            held = slot.views(0, pool.capacity)
+            slot.pool, slot.index = small, index
+            copy_all(slot.views(0, pool.capacity), held)
+        self._pools = [other for other in self._pools if other is not pool] + [small]
+        self._drop_contents(pool)
 
-    def forget(self, user: str) -> None:
-        """What this one left is not looked for any more; banks that hold nothing else are given back."""
-        self._left = {place: left for place, left in self._left.items() if left[2] != user}
-        held = {bank for bank, _ in self._left}
-        self._banks = [bank for bank in self._banks if bank in held or not bank.empty]
+    def forget(self, conversation: str) -> None:
+        """Drops what the conversation's freed slots hold, and the pools that hold nothing else."""
+        self._freed = {location: held for location, held in self._freed.items() if held[2] != conversation}
+        holding = {pool for pool, _ in self._freed}
+        self._pools = [pool for pool in self._pools if pool in holding or not pool.empty]
 
     def trim(self) -> None:
-        """Gives back banks nobody uses."""
-        self._banks = [bank for bank in self._banks if not bank.empty]
-        self._left = {place: left for place, left in self._left.items() if not place[0].empty}
+        """Drops the pools without a slot in use, with what their slots still hold."""
+        self._pools = [pool for pool in self._pools if not pool.empty]
+        self._freed = {location: held for location, held in self._freed.items() if not location[0].empty}
 
-    def _opened(self, place: Place) -> Slot:
-        lane = Slot(*self._take(place))
-        self._open.add(lane)
-        return lane
+    def _drop_contents(self, pool: SlotPool) -> None:
+        self._freed = {location: held for location, held in self._freed.items() if location[0] is not pool}
 
-    def _take(self, place: Place) -> Place:
-        bank, index = place
-        self._left.pop(place, None)
-        bank.free.remove(index)
-        return bank, index
+    def _allocate_at(self, location: SlotLocation) -> Slot:
+        slot = Slot(*self._claim(location))
+        self._slots.add(slot)
+        return slot
 
-    def _coldest(self, capacity: int) -> Place:
-        """A free lane that holds nothing, else the one left longest ago, else one in a new bank."""
-        banks = self._of(capacity)
-        cold = ((bank, index) for bank in banks for index in reversed(bank.free) if (bank, index) not in self._left)
-        left = (place for place in self._left if place[0].capacity == capacity)
-        return next(cold, None) or next(left, None) or (self._new_bank(capacity), 0)
+    def _claim(self, location: SlotLocation) -> SlotLocation:
+        pool, index = location
+        self._freed.pop(location, None)
+        pool.free_slots.remove(index)
+        return pool, index
 
-    def _new_bank(self, capacity: int) -> SlotPool:
-        bank = SlotPool(self._layout, capacity, self._width(capacity))
-        self._banks.append(bank)
-        return bank
+    def _find_free(self, capacity: int) -> SlotLocation:
+        """A free slot that holds nothing, else the least recently freed one, else one in a new pool."""
+        pools = self._pools_of(capacity)
+        unused = (
+            (pool, index) for pool in pools for index in reversed(pool.free_slots) if (pool, index) not in self._freed
+        )
+        freed = (location for location in self._freed if location[0].capacity == capacity)
+        return next(unused, None) or next(freed, None) or (self._new_pool(capacity), 0)
 
-    def _with_room(self, capacity: int) -> SlotPool | None:
-        return next((bank for bank in self._of(capacity) if bank.free), None)
+    def _new_pool(self, capacity: int) -> SlotPool:
+        pool = SlotPool(self._layout, capacity, self._pool_size(capacity))
+        self._pools.append(pool)
+        return pool
 
-    def _of(self, capacity: int) -> list[SlotPool]:
-        return [bank for bank in self._banks if bank.capacity == capacity]
+    def _pool_with_free_slot(self, capacity: int) -> SlotPool | None:
+        return next((pool for pool in self._pools_of(capacity) if pool.free_slots), None)
 
-    def _width(self, capacity: int) -> int:
-        """How many lanes a bank has: as many as one call should attend for, unless they are big."""
-        return max(1, min(WIDEST, self._bank_bytes // self._lane_bytes(capacity)))
+    def _pools_of(self, capacity: int) -> list[SlotPool]:
+        return [pool for pool in self._pools if pool.capacity == capacity]
 
-    def _lane_bytes(self, capacity: int) -> int:
-        return capacity * self._layout.token_bytes
+    def _pool_size(self, capacity: int) -> int:
+        """How many slots a new pool has: as many as one call should attend for, fewer where slots are big."""
+        return max(1, min(SLOTS_PER_POOL, self._max_pool_bytes // self._slot_bytes(capacity)))
+
+    def _slot_bytes(self, capacity: int) -> int:
+        return capacity * self._layout.bytes_per_token
 
 
-def _common(left: Sequence[Hashable], keys: Sequence[Hashable]) -> int:
-    """How many keys both begin with: halves are compared, not key by key."""
-    start, size = 0, min(len(left), len(keys))
-    if left[:size] == keys[:size]:
+def common_prefix_length(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
+    """By bisection: comparing slices is faster than comparing key by key."""
+    start, size = 0, min(len(a), len(b))
+    if a[:size] == b[:size]:
         return size
     while size > 1:
         half = size // 2
-        if left[start : start + half] == keys[start : start + half]:
+        if a[start : start + half] == b[start : start + half]:
             start, size = start + half, size - half
         else:
             size = half
     return start
 
 
-def _release(bank: SlotPool, index: int) -> None:
-    bank.free.append(index)
-    bank.free.sort(reverse=True)  # the lowest is taken next, so that lanes in use lie close together
+def _release(pool: SlotPool, index: int) -> None:
+    pool.free_slots.append(index)
+    pool.free_slots.sort(reverse=True)  # the lowest is taken next, so that slots in use lie close together
 
 
-def capacity_of(tokens: int) -> int:
-    """The usual capacity of a lane for so many tokens."""
-    capacity = SMALLEST
+def default_capacity(tokens: int) -> int:
+    """The smallest power-of-two capacity that holds so many tokens."""
+    capacity = MIN_CAPACITY
     while capacity < tokens:
         capacity *= 2
     return capacity
 
 
-def capacities_of(tokens: int) -> list[int]:
-    """Capacities of a lane for so many tokens, the best first: the usual one, one with some room, the smallest."""
-    usual = capacity_of(tokens)
-    roomy, least = (-(-size // SMALLEST) * SMALLEST for size in (tokens + tokens // 8, max(tokens, 1)))
-    return sorted({usual, min(roomy, usual), least}, reverse=True)
+def candidate_capacities(tokens: int) -> list[int]:
+    """Capacities of a slot for so many tokens, the preferred first: the default, an eighth to spare, the smallest."""
+    default = default_capacity(tokens)
+    spare, smallest = (-(-size // MIN_CAPACITY) * MIN_CAPACITY for size in (tokens + tokens // 8, max(tokens, 1)))
+    return sorted({default, min(spare, default), smallest}, reverse=True)
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""From files to a model on a device, with whatever the libraries would print kept quiet."""
+"""Loads a checkpoint onto a device: dtype, quantisation, LoRA adapters and the defaults in the model's files."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from palaver.engines.torch.checkpoint import Checkpoint
 from palaver.errors import BadParameter, BrokenModel, UnsafeWeights
 from palaver.sampling import NUMBERS, Sampling
 
-UNPACKED = {"fp8": 1, "mxfp8": 1, "mxfp4": 2}
-"""Forms that become floats again where there is no accelerator for them, and how many numbers lie in a byte."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+VALUES_PER_BYTE = {"fp8": 1, "mxfp8": 1, "mxfp4": 2}
+"""Quantisation methods whose weights are dequantised without CUDA, and how many values a byte holds."""
+GENERATION_PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+UNBOUNDED_CONTEXT = 1_000_000
 
 
 def quantization_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a model's configuration says of it; None where its weights are plain."""
+    """The quantisation settings of a model's configuration; None where its weights are plain."""
     found = config.get("quantization_config")
     return dict(found) if isinstance(found, Mapping) else None
 
 
-def quantisation_method(config: Mapping[str, Any]) -> str | None:
-    """The name of the form, as the transformers library knows it."""
+def quantization_method(config: Mapping[str, Any]) -> str | None:
+    """The transformers library's name of the method."""
     found = quantization_config(config)
     return None if found is None else str(found.get("quant_method", "unknown"))
 
 
 def is_dequantized(config: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether its weights will be floats again, which take more memory than their files."""
-    return quantisation_method(config) in UNPACKED and device.type != "cuda"
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    """Whether quantised weights become floats when loaded, which take more memory than their files."""
+    return quantization_method(config) in VALUES_PER_BYTE and device.type != "cuda"
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -75,13 +75,13 @@ def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The whole model, ready to run. A tensor that is missing or of another shape is an error, never a guess."""
+    """The model in evaluation mode. Raises BrokenModel where a tensor is missing or has another shape."""
     try:
         with quiet():
             model, report = _from_pretrained(checkpoint, device, dtype)
     except Exception as error:
-        name = f"{checkpoint.name!r}{_form(checkpoint)}"
-        raise BrokenModel(f"The model {name} couldn't be loaded: {_why(error)}") from error
+        name = f"{checkpoint.name!r}{_describe_quantization(checkpoint)}"
+        raise BrokenModel(f"The model {name} couldn't be loaded: {_cause(error)}") from error
     missing = sorted(report.get("missing_keys", ()))
     if missing:
         raise BrokenModel(f"The weights of {checkpoint.name!r} lack {len(missing)} tensors, the first is {missing[0]}.")
@@ -90,15 +90,15 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype)
 
 def _from_pretrained(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     settings = quantization_config(checkpoint.config)
-    unpacked = is_dequantized(checkpoint.config, device)
-    moves = settings is None or unpacked
+    dequantized = is_dequantized(checkpoint.config, device)
+    movable = settings is None or dequantized
     options: dict[str, Any] = {}
-    if unpacked and settings is not None:
+    if dequantized and settings is not None:
         config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
         config.quantization_config = settings | {"dequantize": True}
         options["config"] = config
     elif settings is not None and device.type != "cpu":
-        options["device_map"] = {"": str(device)}  # many of them can't be moved afterwards
+        options["device_map"] = {"": str(device)}  # most quantised models can't be moved afterwards
     model, report = AutoModelForCausalLM.from_pretrained(
         checkpoint.folder,
         dtype=dtype,
@@ -108,29 +108,33 @@ def _from_pretrained(checkpoint: Checkpoint, device: torch.device, dtype: torch.
         output_loading_info=True,
         **options,
     )
-    if unpacked:
-        for parameter in model.parameters():  # some come out in a type of their own
+    if dequantized:
+        for parameter in model.parameters():  # some have a dtype of their own
             parameter.data = parameter.data.to(dtype)
-    return model.to(device) if moves else model, report
+    return model.to(device) if movable else model, report
 
 
-def _form(checkpoint: Checkpoint) -> str:
-    form = quantisation_method(checkpoint.config)
-    return "" if form is None else f" (its weights are quantised, {form})"
+def _describe_quantization(checkpoint: Checkpoint) -> str:
+    method = quantization_method(checkpoint.config)
+    return "" if method is None else f" (its weights are quantised, {method})"
 
 
-def _why(error: Exception) -> str:
-    """The first line of the cause: what the library raises last often says only that something went wrong."""
+def _cause(error: Exception) -> str:
+    """The first line of the first cause: the library's last error often says only that something went wrong."""
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"it takes the Python package {error.name}, which isn't installed."
+    return _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Nothing of the libraries' own on stdout or stderr: what a user must know comes as an error of ours."""
+    """Suppresses the libraries' warnings, logs and progress bars: users see our own errors instead."""
     verbosity, bars = library_logging.get_verbosity(), library_logging.is_progress_bar_enabled()
     library_logging.set_verbosity(logging.CRITICAL)
     library_logging.disable_progress_bar()
@@ -145,7 +149,7 @@ def quiet() -> Iterator[None]:
 
 
 def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """The model as it was trained on. Raises where the adapter is none, or belongs to another model."""
+    """The model with a LoRA adapter merged into its weights. Raises where the adapter is missing or doesn't fit."""
     if not (folder / "adapter_model.safetensors").is_file():
         if (folder / "adapter_model.bin").is_file():
             raise UnsafeWeights(str(folder), "adapter_model.bin")
@@ -159,20 +163,16 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             adapted: Any = PeftModel.from_pretrained(model, str(folder), is_trainable=False, local_files_only=True)
             merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
     except Exception as error:
-        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
-        raise BrokenModel(f"The adapter in {str(folder)!r} does not fit the model: {why}") from error
+        raise BrokenModel(f"The adapter in {str(folder)!r} does not fit the model: {_first_line(error)}") from error
     return merged.eval().requires_grad_(False)
 
 
-NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-UNBOUNDED = 1_000_000
-
-
 def sampling_defaults(config: GenerationConfig | None) -> Sampling:
-    """The model's own; a value that makes no sense is as good as none."""
+    """The model's own sampling defaults; invalid values are ignored."""
     if config is None:
         return Sampling()
-    settings = {name: value for name in NAMES if (value := _valid(name, getattr(config, name, None))) is not None}
+    found = {name: _valid(name, getattr(config, name, None)) for name in GENERATION_PARAMETERS}
+    settings = {name: value for name, value in found.items() if value is not None}
     do_sample = getattr(config, "do_sample", None)
     if do_sample is False or (do_sample is None and "temperature" not in settings):
         settings["temperature"] = 0.0
@@ -187,7 +187,7 @@ def _valid(name: str, value: Any) -> Any:
 
 
 def end_ids(model: PreTrainedModel) -> frozenset[int]:
-    """All that the model's files name as an end, be it one id or several."""
+    """The end-of-sequence ids of all of the model's configurations."""
     found: set[int] = set()
     for source in (model.generation_config, model.config, model.config.get_text_config()):
         ids = getattr(source, "eos_token_id", None)
@@ -201,4 +201,4 @@ def context_length(model: PreTrainedModel) -> int:
         length = getattr(config, name, None)
         if isinstance(length, int) and length > 0:
             return length
-    return UNBOUNDED
+    return UNBOUNDED_CONTEXT

@@ -1,4 +1,4 @@
-"""How much memory there is, and what a model and its cache may take of it."""
+"""Memory and threads: whether a model fits, how much the KV cache may take, how many threads a pass uses."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 import torch
 
 from palaver.engines.torch.checkpoint import Checkpoint
-from palaver.engines.torch.loader import UNPACKED, is_dequantized, quantisation_method
+from palaver.engines.torch.loader import VALUES_PER_BYTE, is_dequantized, quantization_method
 from palaver.errors import DoesNotFit
 
 GIB = 1 << 30
-CACHE_ON_CPU = 2 * GIB
+MAX_CPU_CACHE_BYTES = 2 * GIB
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.8}
-"""How much of what the model leaves free the cache may take."""
-BESIDE_WEIGHTS = 1.05
-"""What a model takes for each byte of its weights, with what it needs while it runs."""
-SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2}
-FLOATS = ("F64", "F32", "F16", "BF16")
+"""The share of the free memory, after loading the model, that the cache may take."""
+RUNTIME_FACTOR = 1.05
+"""The memory of a running model over that of its weights."""
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2}
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 CPU = torch.device("cpu")
 
 
@@ -47,53 +47,53 @@ class Fit:
 def fit(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, compiled: bool = False) -> Fit:
     weights = weights_bytes(checkpoint, dtype, device)
     if compiled and device.type == "cpu":
-        weights += sum(elements * SIZES.get(kind, 1) for kind, elements in checkpoint.tensors.values())
-    return Fit(weights, int(weights * BESIDE_WEIGHTS), free_bytes(device), str(device))
+        weights += sum(elements * DTYPE_BYTES.get(kind, 1) for kind, elements in checkpoint.tensors.values())
+    return Fit(weights, int(weights * RUNTIME_FACTOR), free_bytes(device), str(device))
 
 
 def check_fit(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, compiled: bool = False) -> None:
-    """Raises DoesNotFit, before anything is loaded. Compiled steps have the weights once more, as they are stored."""
-    found = fit(checkpoint, device, dtype, compiled)
-    if not found.fits and found.free_bytes is not None:
-        raise DoesNotFit(checkpoint.name, found.needed_bytes, found.free_bytes, found.device)
+    """Raises DoesNotFit, before anything is loaded. Compiled steps hold a second copy of the weights, as stored."""
+    needed = fit(checkpoint, device, dtype, compiled)
+    if not needed.fits and needed.free_bytes is not None:
+        raise DoesNotFit(checkpoint.name, needed.needed_bytes, needed.free_bytes, needed.device)
 
 
 def weights_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device = CPU) -> int:
-    """What the weights take once loaded: floats are converted, unless the checkpoint is quantised and stays so."""
-    form = quantisation_method(checkpoint.config)
-    unpacked = is_dequantized(checkpoint.config, device)
+    """The memory of the loaded weights: floats are converted to the dtype, unless the checkpoint stays quantised."""
+    method = quantization_method(checkpoint.config)
+    dequantized = is_dequantized(checkpoint.config, device)
     total = 0
     for kind, elements in checkpoint.tensors.values():
-        if unpacked and kind not in SIZES:
-            total += elements * UNPACKED[str(form)] * dtype.itemsize
+        if dequantized and kind not in DTYPE_BYTES:
+            total += elements * VALUES_PER_BYTE[str(method)] * dtype.itemsize
         else:
-            converted = kind in FLOATS and (form is None or unpacked)
-            total += elements * (dtype.itemsize if converted else SIZES.get(kind, 1))
+            converted = kind in FLOAT_DTYPES and (method is None or dequantized)
+            total += elements * (dtype.itemsize if converted else DTYPE_BYTES.get(kind, 1))
     return total
 
 
 def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return _available()
+    return _available_bytes()
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The bound on the KV cache of a model that is loaded: a share of what is free, on the CPU no more than 2 GiB."""
+    """The default bound on the KV cache of a loaded model: a share of the free memory, on the CPU at most 2 GiB."""
     free = free_bytes(device)
     if free is None:
         return GIB
     share = int(free * CACHE_SHARE.get(device.type, 0.5))
-    return share if device.type == "cuda" else min(CACHE_ON_CPU, share)
+    return share if device.type == "cuda" else min(MAX_CPU_CACHE_BYTES, share)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is what torch raises where memory is short, on any device."""
+    """Whether torch raised this for lack of memory, on any device."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def _available() -> int | None:
-    """Memory that can be had without swapping."""
+def _available_bytes() -> int | None:
+    """Host memory that is available without swapping; None where the system doesn't say."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -103,44 +103,47 @@ def _available() -> int | None:
         return None
 
 
-CROWDED = 40_000
-"""From so many pairs of a new token and a token it looks at on, more threads help more than they wait."""
+LARGE_PASS_PAIRS = 40_000
+"""Pairs of a query and a key from which more threads gain more than their synchronisation costs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadCounts:
-    few: int
-    many: int
+    """Intra-op thread counts of small and of large passes."""
+
+    small_pass: int
+    large_pass: int
 
     @classmethod
-    def picked(cls, wanted: int | None, small: bool) -> ThreadCounts:
-        """All cores for a big model; half of them for a small one, which waits for memory and for the other threads."""
-        if wanted is not None:
-            return cls(wanted, wanted)
+    def choose(cls, requested: int | None, small_model: bool) -> ThreadCounts:
+        """All cores for a big model; half of them for small passes of a small one, whose threads mostly wait."""
+        if requested is not None:
+            return cls(requested, requested)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(max(1, cores // 2) if small else cores, cores)
+        return cls(max(1, cores // 2) if small_model else cores, cores)
 
-    def settle(self) -> None:
-        """Counts for the thread that says it."""
-        torch.set_num_threads(self.few)
+    def apply(self) -> None:
+        """Sets the intra-op thread count of the calling thread to that of small passes."""
+        torch.set_num_threads(self.small_pass)
 
     @contextmanager
-    def settled(self) -> Iterator[None]:
-        """Few threads meanwhile, as the engine's own thread has them."""
+    def applied(self) -> Iterator[None]:
+        """The thread count of the engine's thread, for a while."""
         before = torch.get_num_threads()
-        self.settle()
+        self.apply()
         try:
             yield
         finally:
             torch.set_num_threads(before)
 
     @contextmanager
-    def enough(self, pairs: int) -> Iterator[None]:
-        if pairs < CROWDED or self.many == self.few:
+    def scaled_for(self, pairs: int) -> Iterator[None]:
+        """The thread count for a pass with so many pairs of a query and a key."""
+        if pairs < LARGE_PASS_PAIRS or self.large_pass == self.small_pass:
             yield
             return
-        torch.set_num_threads(self.many)
+        torch.set_num_threads(self.large_pass)
         try:
             yield
         finally:
-            self.settle()
+            self.apply()

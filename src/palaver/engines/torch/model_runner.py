@@ -1,10 +1,10 @@
-"""The runner for models whose cache can be cut at any token: reuse to the token, all sequences in one pass."""
+"""The runner for models with a key and a value for each token: prefixes are reused to the token, and all sequences
+share a pass."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
-from collections.abc import Sequence as Many
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,30 +12,29 @@ import torch
 from torch import Tensor
 
 from palaver.engines.core.request import SequenceState
+from palaver.engines.core.runner import CacheStatistics
 from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch, sequence_chunk
-from palaver.engines.torch.exact import ExactPasses
+from palaver.engines.torch.exact import EXACT_CHUNK, ExactPasses
 from palaver.engines.torch.kv_cache import KVLayout, Slot
 from palaver.engines.torch.memory import ThreadCounts, is_out_of_memory
-from palaver.engines.torch.prefix_cache import CacheStatistics, PrefixCache
+from palaver.engines.torch.prefix_cache import PrefixCache
 from palaver.memory import give_back_unused
 
 HEADROOM = 32
-"""Room for so many tokens beyond the prompt is there from the start."""
-EXACT = 128
-"""Prompt tokens of a sequence computed in a step of the exact mode."""
+"""Tokens beyond the prompt that a new slot has room for."""
 SCORE_BYTES = {"cpu": 256 << 20}
-"""What the scores of a pass may take, by device."""
-MOST_SCORE_BYTES = 1 << 30
+"""What the scores of a pass may take, by device type."""
+DEFAULT_SCORE_BYTES = 1 << 30
 
 
 class Forward(Protocol):
-    """Runs a plan: the logits after each sequence's last token."""
+    """Runs a batch: the logits after each sequence's last token."""
 
-    def __call__(self, plan: ForwardBatch) -> Tensor: ...
+    def __call__(self, batch: ForwardBatch) -> Tensor: ...
 
     @property
     def pair_bytes(self) -> int:
-        """What attention takes for each pair of a query and a key, where several tokens of a sequence are computed."""
+        """The memory that attention takes for each pair of a query and a key, in a prefill."""
         ...
 
 
@@ -44,165 +43,172 @@ class TorchRunner:
         self,
         forward: Forward,
         layout: KVLayout,
-        limit: int,
-        context: int,
+        cache_bytes: int,
+        context_length: int,
         threads: ThreadCounts,
         exact: ExactPasses | None = None,
         original_length: int | None = None,
     ) -> None:
-        """`original_length`: a longer sequence takes other frequencies (`rope.LongRope`)."""
+        """`original_length`: longer sequences use other rotary frequencies (`rope.LongRope`)."""
         self.reuse = "to the token"
-        self.batches = True
-        self.closes = layout.device.type == "cpu" and exact is None
+        self.supports_batching = True
+        self.prefills_last_token = layout.device.type == "cpu" and exact is None
         self._forward = forward
         self._device = layout.device
-        self._cache = PrefixCache(layout, limit)
-        self._context = context
+        self._cache = PrefixCache(layout, cache_bytes)
+        self._context_length = context_length
         self._threads = threads
         self._exact = exact
         self._original_length = original_length
-        self._lanes: dict[SequenceState, Slot] = {}
-        self._long: set[SequenceState] = set()
-        """Those begun with the frequencies for long texts."""
-        self._last: ForwardBatch | None = None
-        self._most_pairs = SCORE_BYTES.get(layout.device.type, MOST_SCORE_BYTES) // max(1, forward.pair_bytes)
-        """Pairs of a query and a key in a pass that computes several tokens of a sequence."""
-        self._cache.moved = self._forget_plan
+        self._slots: dict[SequenceState, Slot] = {}
+        self._long_rope: set[SequenceState] = set()
+        """The sequences that started with the frequencies for long texts."""
+        self._decode_batch: ForwardBatch | None = None
+        """The last decode batch, which the next pass of the same sequences reuses."""
+        self._max_pairs = SCORE_BYTES.get(layout.device.type, DEFAULT_SCORE_BYTES) // max(1, forward.pair_bytes)
+        """Pairs of a query and a key in a prefill pass."""
+        self._cache.on_slots_moved = self._drop_decode_batch
         self.forward_seconds = 0.0
 
     @property
     def statistics(self) -> CacheStatistics:
         return self._cache.statistics
 
-    def check(self, sequence: SequenceState) -> None:
-        self._cache.check(len(sequence.tokens))
+    def check_capacity(self, sequence: SequenceState) -> None:
+        self._cache.check_capacity(len(sequence.token_ids))
 
-    def known(self, sequence: SequenceState) -> int:
-        return self._cache.known(self._space(sequence, self._is_long(sequence)), sequence.tokens[:-1])
+    def count_cached(self, sequence: SequenceState) -> int:
+        namespace = self._namespace(sequence, self._is_long(sequence))
+        return self._cache.count_cached(namespace, sequence.token_ids[:-1])
 
-    def most(self, sequence: SequenceState) -> int | None:
-        """Where it must not matter who else is there, neither may the size of chunks depend on it."""
-        return None if self._exact is None else EXACT
+    def max_chunk(self, sequence: SequenceState) -> int | None:
+        """In the exact mode the chunk size must not depend on other sequences."""
+        return None if self._exact is None else EXACT_CHUNK
 
-    def begin(self, sequence: SequenceState) -> None:
-        long = self._is_long(sequence)
-        space, keys = self._space(sequence, long), sequence.tokens[:-1]
-        lane, known = self._cache.open(space, keys, self._room(sequence))
-        self._lanes[sequence] = lane
-        sequence.logits = self._cache.recall(lane, space, sequence.tokens) if known == len(keys) else None
-        sequence.computed = sequence.cached = known if sequence.logits is None else len(sequence.tokens)
-        if long:
-            self._long.add(sequence)
+    def allocate(self, sequence: SequenceState) -> None:
+        long_rope = self._is_long(sequence)
+        namespace, keys = self._namespace(sequence, long_rope), sequence.token_ids[:-1]
+        slot, cached = self._cache.allocate(namespace, keys, self._initial_tokens(sequence))
+        self._slots[sequence] = slot
+        sequence.cached_logits = (
+            self._cache.restore_logits(slot, namespace, sequence.token_ids) if cached == len(keys) else None
+        )
+        sequence.cached_tokens = cached if sequence.cached_logits is None else len(sequence.token_ids)
+        sequence.computed_tokens = sequence.cached_tokens
+        if long_rope:
+            self._long_rope.add(sequence)
 
-    def outgrown(self, sequence: SequenceState) -> bool:
-        """As the library's own `generate`, which computes all keys again at the first token beyond the length."""
-        return self._is_long(sequence) and sequence not in self._long
+    def needs_recompute(self, sequence: SequenceState) -> bool:
+        """As the library's `generate`, which computes all keys again at the first token beyond the original length."""
+        return self._is_long(sequence) and sequence not in self._long_rope
 
-    def run(self, sequences: Many[SequenceState], counts: Many[int], asked: bool = True) -> Tensor:
+    def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Tensor:
         for sequence, count in zip(sequences, counts, strict=True):
-            self._cache.grow(self._lanes[sequence], sequence.computed + count, sequence.computed)
-        runs = [self._run(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
-        logits = self._computed(runs, asked)
+            self._cache.grow(self._slots[sequence], sequence.computed_tokens + count, sequence.computed_tokens)
+        chunks = [self._next_chunk(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
+        logits = self._run_by_frequencies(chunks, need_logits)
         for sequence, count in zip(sequences, counts, strict=True):
-            sequence.computed += count
+            sequence.computed_tokens += count
         return logits
 
-    def keep(self, sequence: SequenceState, logits: Tensor) -> None:
-        keys = sequence.tokens[: sequence.computed]
-        space = self._space(sequence, sequence in self._long)
-        self._cache.keep(self._lanes[sequence], space, keys, sequence.conversation)
-        self._cache.keep_logits(space, keys, logits)
+    def cache_prefix(self, sequence: SequenceState, logits: Tensor) -> None:
+        keys = sequence.token_ids[: sequence.computed_tokens]
+        namespace = self._namespace(sequence, sequence in self._long_rope)
+        self._cache.insert(self._slots[sequence], namespace, keys, sequence.conversation)
+        self._cache.insert_logits(namespace, keys, logits)
 
-    def end(self, sequence: SequenceState) -> None:
-        lane = self._lanes.pop(sequence, None)
-        if lane is not None:
-            keys = sequence.tokens[: sequence.computed]
-            space = self._space(sequence, sequence in self._long)
-            self._long.discard(sequence)
+    def release(self, sequence: SequenceState) -> None:
+        slot = self._slots.pop(sequence, None)
+        if slot is not None:
+            keys = sequence.token_ids[: sequence.computed_tokens]
+            namespace = self._namespace(sequence, sequence in self._long_rope)
+            self._long_rope.discard(sequence)
             try:
-                self._cache.keep(lane, space, keys, sequence.conversation)
+                self._cache.insert(slot, namespace, keys, sequence.conversation)
             finally:
-                self._cache.close(lane, space, keys, sequence.conversation)
+                self._cache.free(slot, namespace, keys, sequence.conversation)
 
     def forget(self, conversation: str) -> None:
-        self._forget_plan()
+        self._drop_decode_batch()
         self._cache.forget(conversation)
 
-    def _forget_plan(self) -> None:
-        """It holds on to the lanes it was made for."""
-        self._last = None
+    def _drop_decode_batch(self) -> None:
+        """It holds references to the pools of its slots."""
+        self._decode_batch = None
 
-    def _run(self, sequence: SequenceState, count: int) -> SequenceChunk:
-        start = sequence.computed
-        ids = sequence.tokens[start : start + count]
-        return sequence_chunk(self._lanes[sequence], start, ids, sequence in self._long)
+    def _next_chunk(self, sequence: SequenceState, count: int) -> SequenceChunk:
+        start = sequence.computed_tokens
+        ids = sequence.token_ids[start : start + count]
+        return sequence_chunk(self._slots[sequence], start, ids, sequence in self._long_rope)
 
     def _is_long(self, sequence: SequenceState) -> bool:
-        return self._original_length is not None and len(sequence.tokens) > self._original_length
+        return self._original_length is not None and len(sequence.token_ids) > self._original_length
 
-    def _space(self, sequence: SequenceState, long: bool) -> Hashable:
-        """Keys of other frequencies are other keys."""
-        return (sequence.space, "long") if long else sequence.space
+    def _namespace(self, sequence: SequenceState, long_rope: bool) -> Hashable:
+        """Keys of different frequencies are not interchangeable."""
+        return (sequence.space, "long") if long_rope else sequence.space
 
-    def _computed(self, runs: Many[SequenceChunk], asked: bool) -> Tensor:
+    def _run_by_frequencies(self, chunks: Sequence[SequenceChunk], need_logits: bool) -> Tensor:
         """Sequences of different frequencies don't share a pass."""
-        both = [[i for i, run in enumerate(runs) if run.long is long] for long in (False, True)]
-        outs = [self._together([runs[i] for i in places], asked) for places in both if places]
+        groups = [[i for i, chunk in enumerate(chunks) if chunk.long_rope is long_rope] for long_rope in (False, True)]
+        outs = [self._run_chunks([chunks[i] for i in group], need_logits) for group in groups if group]
         if len(outs) == 1:
             return outs[0]
-        order = torch.tensor([*both[0], *both[1]], device=self._device).argsort()
-        return torch.cat(outs)[order] if asked else outs[0]
+        order = torch.tensor([*groups[0], *groups[1]], device=self._device).argsort()
+        return torch.cat(outs)[order] if need_logits else outs[0]
 
-    def _together(self, runs: Many[SequenceChunk], asked: bool) -> Tensor:
+    def _run_chunks(self, chunks: Sequence[SequenceChunk], need_logits: bool) -> Tensor:
+        """Runs one batch, or several smaller ones where the attention scores of one take too much memory."""
         if self._exact is not None:
             began = time.thread_time()
-            logits = self._exact.run(runs, asked)
+            logits = self._exact.run(chunks, need_logits)
             self.forward_seconds += time.thread_time() - began
             return logits
-        several = any(len(run.ids) > 1 for run in runs)
-        if several and _pairs(runs) > self._most_pairs:
-            return self._halved(runs, asked)
+        prefills = any(len(chunk.ids) > 1 for chunk in chunks)
+        if prefills and _count_pairs(chunks) > self._max_pairs:
+            return self._run_halves(chunks, need_logits)
         try:
-            planned = self._plan(runs, asked)
-            with self._threads.enough(planned.ids.shape[0] * planned.furthest):
-                return self._pass(planned)
+            batch = self._next_batch(chunks, need_logits)
+            with self._threads.scaled_for(batch.ids.shape[0] * batch.max_position):
+                return self._run_batch(batch)
         except (RuntimeError, MemoryError) as error:
-            if not several or not is_out_of_memory(error):
+            if not prefills or not is_out_of_memory(error):
                 raise
-        self._most_pairs = _pairs(runs) // 2
+        self._max_pairs = _count_pairs(chunks) // 2
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         give_back_unused()
-        return self._halved(runs, asked)
+        return self._run_halves(chunks, need_logits)
 
-    def _halved(self, runs: Many[SequenceChunk], asked: bool) -> Tensor:
-        """First the first halves of all that are several tokens, then the rest."""
-        halves = [len(run.ids) // 2 for run in runs]
-        firsts = [replace(run, ids=run.ids[:half]) for run, half in zip(runs, halves, strict=True) if half]
-        self._together(firsts, False)
-        rests = zip(runs, halves, strict=True)
-        return self._together([replace(run, start=run.start + half, ids=run.ids[half:]) for run, half in rests], asked)
+    def _run_halves(self, chunks: Sequence[SequenceChunk], need_logits: bool) -> Tensor:
+        """Runs the first half of each chunk, then the second halves with the single tokens."""
+        halves = [len(chunk.ids) // 2 for chunk in chunks]
+        pairs = list(zip(chunks, halves, strict=True))
+        self._run_chunks([replace(chunk, ids=chunk.ids[:half]) for chunk, half in pairs if half], False)
+        rest = [replace(chunk, start=chunk.start + half, ids=chunk.ids[half:]) for chunk, half in pairs]
+        return self._run_chunks(rest, need_logits)
 
-    def _plan(self, runs: Many[SequenceChunk], asked: bool) -> ForwardBatch:
-        """The last one moved on, where the same sequences go on; chunks of a prompt in between leave it as it is."""
-        if asked and self._last is not None and self._last.followed_by(runs):
-            self._last.advance(runs)
-            return self._last
-        planned = build_batch(runs, self._device, asked=asked)
-        if planned.steps:
-            self._last = planned
-        return planned
+    def _next_batch(self, chunks: Sequence[SequenceChunk], need_logits: bool) -> ForwardBatch:
+        """Advances the last decode batch where the same sequences continue. Prefill passes in between leave it."""
+        if need_logits and self._decode_batch is not None and self._decode_batch.can_advance_to(chunks):
+            self._decode_batch.advance(chunks)
+            return self._decode_batch
+        batch = build_batch(chunks, self._device, need_logits)
+        if batch.is_decode:
+            self._decode_batch = batch
+        return batch
 
-    def _pass(self, planned: ForwardBatch) -> Tensor:
+    def _run_batch(self, batch: ForwardBatch) -> Tensor:
         began = time.thread_time()
-        logits = self._forward(planned)
+        logits = self._forward(batch)
         self.forward_seconds += time.thread_time() - began
         return logits
 
-    def _room(self, sequence: SequenceState) -> int:
-        most = min(self._context, self._cache.most_tokens)
-        return min(len(sequence.tokens) + HEADROOM, max(most, len(sequence.tokens)))
+    def _initial_tokens(self, sequence: SequenceState) -> int:
+        """How many tokens the sequence's slot has room for at first."""
+        limit = min(self._context_length, self._cache.max_tokens)
+        return min(len(sequence.token_ids) + HEADROOM, max(limit, len(sequence.token_ids)))
 
 
-def _pairs(runs: Many[SequenceChunk]) -> int:
-    return sum(len(run.ids) * (run.start + len(run.ids)) for run in runs)
+def _count_pairs(chunks: Sequence[SequenceChunk]) -> int:
+    return sum(len(chunk.ids) * (chunk.start + len(chunk.ids)) for chunk in chunks)

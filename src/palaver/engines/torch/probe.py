@@ -1,4 +1,4 @@
-"""Finds out, by trying, how a model can be run. A probe that raises means no."""
+"""Picks the fastest runner whose logits agree with the model's own, by trying. A trial that raises is a no."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from palaver.engines.base import BY_COMPANY, BY_TEXT, COMPILED
+from palaver.engines.base import BY_BATCH, BY_TEXT, COMPILED
 from palaver.engines.compiled.build import Library
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.runner import Runner
 from palaver.engines.torch.batch import BatchInputs, ForwardBatch, SequenceChunk, build_batch, sequence_chunk
 from palaver.engines.torch.cuda_graphs import CudaGraphCapture, GraphDecoder, StepDecoder
-from palaver.engines.torch.decoders.library import LateCache, LibraryDecoder, UnsupportedModel, kv_layout
+from palaver.engines.torch.decoders.library import LibraryDecoder, OffsetCache, UnsupportedModel, kv_layout
 from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder
 from palaver.engines.torch.exact import ExactPasses, probe_exactness
 from palaver.engines.torch.kv_cache import KVLayout, Slot, SlotAllocator
@@ -33,8 +33,9 @@ from palaver.errors import CantCompile
 LENGTH = 48
 FIRST = 20
 SECOND = 40
+"""Tokens of the probe's text, of its first chunk, and of its first two chunks."""
 LATE = 8
-"""Tokens computed at the end of the context. Nothing before them is: they are told to stand there."""
+"""Tokens computed at the last positions of the context, without any tokens before them."""
 PROBE_BYTES = 1 << 24
 NOT_COMPILED = ", not compiled: "
 FEW_OPERATIONS = "few operations"
@@ -43,37 +44,37 @@ FEW_OPERATIONS = "few operations"
 @torch.inference_mode()
 def pick_runner(
     model: PreTrainedModel,
-    size: int,
-    limit: int,
-    context: int,
+    vocabulary_size: int,
+    cache_bytes: int,
+    context_length: int,
     options: EngineOptions,
     threads: ThreadCounts,
     library: Future[Library] | None = None,
 ) -> tuple[Runner, str, str]:
-    """The best way to run this model that gives what the model itself gives, whose code its steps are, and what the
-    bits of a reply depend on (`EngineInfo.exactness`).
+    """The runner, whose code computes its steps (`EngineInfo.steps`), and what the bits of a reply depend on
+    (`EngineInfo.exactness`).
 
-    `library` is the code of compiled steps, or why there is none; it is waited for only where the model is a plain
+    `library` resolves to the compiled code, or raises why there is none; it is awaited only where the model is a plain
     decoder. Raises CantCompile where compiled steps are required and can't be used.
     """
     if model.device.type == "cuda":
-        # it makes a plan for every new pair of lengths: 20 ms each, and memory that is never given back
+        # cuDNN builds a plan for every new pair of lengths: 20 ms each, and memory that is never freed
         torch.backends.cuda.enable_cudnn_sdp(False)
     with quiet():
-        probe = ModelProbe(model, size, context)
+        probe = ModelProbe(model, vocabulary_size, context_length)
         try:
             layout = probe.layout()
-            forward, steps = probe.forward(layout, context, options, library, threads)
+            forward, steps = probe.pick_forward(layout, context_length, options, library, threads)
             _check_required(options, steps)
-            passes, exactness = probe.exactness(forward, layout, steps, options.exact, threads)
+            passes, exactness = probe.pick_exact_passes(forward, layout, steps, options.exact, threads)
             length = None if probe.rope is None else probe.rope.original_length
-            return TorchRunner(forward, layout, limit, context, threads, passes, length), steps, exactness
+            return TorchRunner(forward, layout, cache_bytes, context_length, threads, passes, length), steps, exactness
         except CantCompile:
             raise
-        except Exception as error:  # whatever went wrong, there is a humbler way
-            steps = _short_of(library, _OWN, error)
+        except Exception as error:  # whatever went wrong, the model's own cache may still work
+            steps = _explain_not_compiled(library, _LIBRARY_CODE, error)
             _check_required(options, steps)
-            runner = probe.carrying(limit, _why(error), options.exact)
+            runner = probe.pick_snapshot_runner(cache_bytes, _reason(error), options.exact)
             return runner, steps, runner.exactness
 
 
@@ -83,102 +84,103 @@ def _check_required(options: EngineOptions, steps: str) -> None:
 
 
 class ModelProbe:
-    """A short text of no meaning, and what the model itself makes of it at both ends of the context."""
+    """An arbitrary short text, and the model's own logits for it at both ends of the context."""
 
-    def __init__(self, model: PreTrainedModel, size: int, context: int = 0) -> None:
-        """`context`: 0 where only the beginning matters."""
+    def __init__(self, model: PreTrainedModel, vocabulary_size: int, context_length: int = 0) -> None:
+        """`context_length`: 0 where late positions are not probed."""
         self._model = model
         self.rope = find_longrope(model)
-        self.ids = [(i * i * 7 + i * 13 + 5) % size for i in range(LENGTH)]
+        self.ids = [(i * i * 7 + i * 13 + 5) % vocabulary_size for i in range(LENGTH)]
         self._batch = torch.tensor([self.ids], device=model.device)
         options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
         self._expected: Tensor = model(input_ids=self._batch, **options).logits[0]
         coarse = model.dtype != torch.float32 or bool(quantization_config(model.config.to_dict()))
-        self._rounding = self._own_rounding() if coarse else 0.0
-        self._late_start = context - LATE if context >= LENGTH + LATE else 0
-        """Where the late tokens stand; 0: there is no place that is later than the others."""
-        self._late: Tensor | None = None
+        self._rounding = self._measure_rounding() if coarse else 0.0
+        self._late_start = context_length - LATE if context_length >= LENGTH + LATE else 0
+        """The position of the late tokens; 0: the context is too short for them."""
+        self._late_logits: Tensor | None = None
 
     def layout(self) -> KVLayout:
         return kv_layout(self._model, torch.tensor(self.ids[:4], device=self._model.device))
 
-    def forward(
+    def pick_forward(
         self,
         layout: KVLayout,
-        context: int,
+        context_length: int,
         options: EngineOptions,
         library: Future[Library] | None,
         threads: ThreadCounts,
     ) -> tuple[Forward, str]:
-        """What runs a plan, and whose code that is."""
+        """What runs a batch, and whose code that is (`EngineInfo.steps`)."""
         try:
             if not options.fused:
                 raise UnsupportedModel("it is not wanted")
-            parts = PlainDecoder(self._model, context)
+            parts = PlainDecoder(self._model, context_length)
             decoder = FusedDecoder(parts)
             self.check(decoder, layout)
             self.check_late(FusedDecoder(parts.without_tables()), layout)
-        except Exception as error:  # then its own code does it
-            best, steps = self._recorded(self._library(layout), layout, _OWN, options)
-            return best, _short_of(library, steps, error)
-        best, steps = self._recorded(decoder, layout, FEW_OPERATIONS, options)
+        except Exception as error:  # then the library's code runs it
+            best, steps = self._with_cuda_graphs(self._library_decoder(layout), layout, _LIBRARY_CODE, options)
+            return best, _explain_not_compiled(library, steps, error)
+        best, steps = self._with_cuda_graphs(decoder, layout, FEW_OPERATIONS, options)
         if library is None:
             return best, steps
         try:
-            from palaver.engines.compiled.decoder import CompiledDecoder  # it builds on this package
+            from palaver.engines.compiled.decoder import CompiledDecoder  # it imports this package
 
-            compiled = CompiledDecoder(parts, layout, library.result(), threads.many)
+            compiled = CompiledDecoder(parts, layout, library.result(), threads.large_pass)
             self.check(compiled, layout)
         except Exception as error:
-            return best, _short_of(library, steps, error)
+            return best, _explain_not_compiled(library, steps, error)
         return compiled, COMPILED
 
-    def exactness(
-        self, forward: Forward, layout: KVLayout, steps: str, asked: bool, threads: ThreadCounts
+    def pick_exact_passes(
+        self, forward: Forward, layout: KVLayout, steps: str, exact: bool, threads: ThreadCounts
     ) -> tuple[ExactPasses | None, str]:
-        """The passes of the exact mode, where that is asked for, and what the bits of a reply depend on."""
+        """The passes of the exact mode, if it is on, and what the bits of a reply depend on."""
         if steps == COMPILED:
             return None, BY_TEXT
-        if not asked:
-            return None, BY_COMPANY
+        if not exact:
+            return None, BY_BATCH
         experts = any("expert" in name for name, _ in self._model.named_modules())
         quantised = bool(quantization_config(self._model.config.to_dict()))
-        with threads.settled():
+        with threads.applied():
             return probe_exactness(forward, layout, self.ids, may_pack=not (experts or quantised))
 
-    def _recorded(
+    def _with_cuda_graphs(
         self, decoder: StepDecoder, layout: KVLayout, steps: str, options: EngineOptions
     ) -> tuple[Forward, str]:
-        """The exact mode has passes of its own, which are not recorded."""
+        """Adds CUDA graphs where they work. The exact mode has passes of its own, which are not captured."""
         if layout.device.type != "cuda" or options.exact:
             return decoder, steps
         try:
-            if self._waits(decoder, layout):
+            if self._synchronizes(decoder, layout):
                 return decoder, steps
-            recorded = GraphDecoder(decoder, CudaGraphCapture(layout.device))
-            self.check(recorded, layout)
+            graphs = GraphDecoder(decoder, CudaGraphCapture(layout.device))
+            self.check(graphs, layout)
         except Exception:  # then every operation is launched by itself
             return decoder, steps
-        return (recorded, f"{steps}, recorded") if recorded.recordings else (decoder, steps)
+        return (graphs, f"{steps}, recorded") if graphs.num_graphs else (decoder, steps)
 
-    def _waits(self, decoder: StepDecoder, layout: KVLayout) -> bool:
-        """Whether a step waits for the device in its midst, as where experts are picked one by one: that can't be
-        recorded, and memory is harder to come by after a recording that failed."""
-        lanes = SlotAllocator(layout, PROBE_BYTES)
-        step = build_batch([self._next(lanes.open(LENGTH), 0) for _ in range(2)], layout.device).steady(LENGTH)
-        decoder(step)  # what is made only once is made now
+    def _synchronizes(self, decoder: StepDecoder, layout: KVLayout) -> bool:
+        """Whether a decode pass synchronises with the device, as where experts are picked one by one: that can't be
+        captured, and a failed capture fragments the memory."""
+        slots = SlotAllocator(layout, PROBE_BYTES)
+        chunks = [self._next_token(slots.allocate(LENGTH), 0) for _ in range(2)]
+        batch = build_batch(chunks, layout.device).padded_to(LENGTH)
+        decoder(batch)  # builds what is built only once
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            with warnings.catch_warnings(record=True) as said:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                decoder(step)
+                decoder(batch)
         finally:
             torch.cuda.set_sync_debug_mode(before)
-        return any("synchronizing" in str(warning.message) for warning in said)
+        return any("synchronizing" in str(warning.message) for warning in caught)
 
-    def _library(self, layout: KVLayout) -> LibraryDecoder:
-        self._expect_late()  # while its attention is its own
+    def _library_decoder(self, layout: KVLayout) -> LibraryDecoder:
+        self._expected_late()  # before its attention is replaced
         forward = LibraryDecoder(self._model, self.rope)
         try:
             forward.attach()
@@ -190,96 +192,93 @@ class ModelProbe:
         return forward
 
     def check(self, forward: Callable[[ForwardBatch], Tensor], layout: KVLayout) -> None:
-        """Two sequences of different lengths, in chunks and token by token, must give the model's own logits."""
-        lanes = SlotAllocator(layout, PROBE_BYTES)
-        longer, shorter = lanes.open(LENGTH), lanes.open(LENGTH)
+        """Raises unless two sequences of different lengths, in chunks and by token, give the model's own logits."""
+        slots = SlotAllocator(layout, PROBE_BYTES)
+        longer, shorter = slots.allocate(LENGTH), slots.allocate(LENGTH)
 
-        def compare(planned: ForwardBatch, runs: Sequence[SequenceChunk]) -> None:
-            for row, item in zip(forward(planned), runs, strict=True):
-                self.compare(row, item.start + len(item.ids))
+        def compare(batch: ForwardBatch, chunks: Sequence[SequenceChunk]) -> None:
+            for row, chunk in zip(forward(batch), chunks, strict=True):
+                self.compare(row, chunk.start + len(chunk.ids))
 
-        def run(*runs: SequenceChunk) -> None:
-            compare(build_batch(runs, layout.device), runs)
+        def run(*chunks: SequenceChunk) -> None:
+            compare(build_batch(chunks, layout.device), chunks)
 
         run(sequence_chunk(longer, 0, self.ids[:FIRST]), sequence_chunk(shorter, 0, self.ids[:4]))
         run(sequence_chunk(longer, FIRST, self.ids[FIRST:SECOND]))
-        steps: ForwardBatch | None = None
+        batch: ForwardBatch | None = None
         for at in range(3):
-            runs = [self._next(shorter, 4 + at), self._next(longer, SECOND + at)]
-            if steps is None:
-                steps = build_batch(runs, layout.device)
+            chunks = [self._next_token(shorter, 4 + at), self._next_token(longer, SECOND + at)]
+            if batch is None:
+                batch = build_batch(chunks, layout.device)
             else:
-                steps.advance(runs)
-            compare(steps, runs)
-        run(self._next(longer, SECOND + 3))
+                batch.advance(chunks)
+            compare(batch, chunks)
+        run(self._next_token(longer, SECOND + 3))
 
     def check_late(self, forward: Forward, layout: KVLayout) -> None:
-        """A sequence at the end of the context, and another at its beginning beside it, must give the model's own
-        logits: what depends on the position, or on the length of a pass, is seen only there."""
+        """Raises unless a sequence at the end of the context, with another at its start, gives the model's own logits:
+        what depends on the position, or on the length of a pass, shows only there."""
         if self._late_start == 0:
             return
-        expected = self._expect_late()
-        lanes = SlotAllocator(layout, PROBE_BYTES)
-        late, early = lanes.open(LENGTH), lanes.open(LENGTH)
+        expected = self._expected_late()
+        slots = SlotAllocator(layout, PROBE_BYTES)
+        late, early = slots.allocate(LENGTH), slots.allocate(LENGTH)
         half = LATE // 2
-        long = self.rope is not None and self._late_start + LATE > self.rope.original_length
-        self._compare_late(
-            forward, [sequence_chunk(late, 0, self.ids[:half], long), sequence_chunk(early, 0, self.ids[:3])], expected
-        )
-        self._compare_late(
-            forward, [sequence_chunk(late, half, self.ids[half : half + 1], long), self._next(early, 3)], expected
-        )
+        long_rope = self.rope is not None and self._late_start + LATE > self.rope.original_length
+        prompts = [sequence_chunk(late, 0, self.ids[:half], long_rope), sequence_chunk(early, 0, self.ids[:3])]
+        self._compare_late(forward, prompts, expected)
+        tokens = [sequence_chunk(late, half, self.ids[half : half + 1], long_rope), self._next_token(early, 3)]
+        self._compare_late(forward, tokens, expected)
 
-    def _compare_late(self, forward: Forward, runs: Sequence[SequenceChunk], expected: Tensor) -> None:
-        """The first of these runs stands late. They share a pass, unless their frequencies differ."""
-        device = expected.device
-        passes = [[run] for run in runs] if runs[0].long else [list(runs)]
-        rows = torch.cat(
-            [forward(_moved(build_batch(some, device), runs[0].lane, self._late_start)) for some in passes]
-        )
-        late, early = runs
+    def _compare_late(self, forward: Forward, chunks: Sequence[SequenceChunk], expected: Tensor) -> None:
+        """The first of the two chunks is the late one. They share a pass, unless their frequencies differ."""
+        late, early = chunks
+        passes = [[late], [early]] if late.long_rope else [[late, early]]
+        batches = [build_batch(chunks, expected.device) for chunks in passes]
+        rows = torch.cat([forward(_shift_positions(batch, late.slot, self._late_start)) for batch in batches])
         self._compare(rows[0], expected[late.start + len(late.ids) - 1])
         self.compare(rows[1], early.start + len(early.ids))
 
-    def _expect_late(self) -> Tensor:
-        """What the model itself makes of the text where it stands late."""
-        if self._late is None:
+    def _expected_late(self) -> Tensor:
+        """The model's own logits for the text at late positions."""
+        if self._late_logits is None:
             ids = torch.tensor([self.ids[:LATE]], device=self._model.device)
-            at = torch.arange(self._late_start, self._late_start + LATE, device=ids.device)[None]
-            cache = LateCache(self._late_start)
-            self._late = self._model(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True).logits[0]
-        return self._late
+            positions = torch.arange(self._late_start, self._late_start + LATE, device=ids.device)[None]
+            cache = OffsetCache(self._late_start)
+            out = self._model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+            self._late_logits = out.logits[0]
+        assert self._late_logits is not None
+        return self._late_logits
 
-    def _depends_on_extent(self) -> bool:
-        """Whether what is computed for the first tokens of a pass depends on how far its last ones are."""
+    def _depends_on_pass_length(self) -> bool:
+        """Whether the logits of the first tokens of a pass depend on the position of its last ones."""
         if self._late_start == 0:
             return False
-        places = [0, 1, 2, *range(self._late_start, self._late_start + LATE - 3)]
+        positions = [0, 1, 2, *range(self._late_start, self._late_start + LATE - 3)]
         ids = torch.tensor([self.ids[:LATE]], device=self._model.device)
-        at = torch.tensor([places], device=ids.device)
+        position_ids = torch.tensor([positions], device=ids.device)
+        cache = DynamicCache()
         try:
-            logits = self._model(input_ids=ids, position_ids=at, past_key_values=DynamicCache(), use_cache=True).logits[
-                0
-            ]
-            self.compare(logits[2], 3)
+            out = self._model(input_ids=ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
+            self.compare(out.logits[0][2], 3)
         except UnsupportedModel:
             return True
-        except Exception:  # it isn't told positions at all
+        except Exception:  # the model takes no positions
             return False
         return False
 
-    def _next(self, lane: Slot, at: int) -> SequenceChunk:
-        return sequence_chunk(lane, at, self.ids[at : at + 1])
+    def _next_token(self, slot: Slot, at: int) -> SequenceChunk:
+        return sequence_chunk(slot, at, self.ids[at : at + 1])
 
-    def carrying(self, limit: int, why: str, exact: bool) -> SnapshotRunner:
-        """The model's own cache, as far as it can be trusted; at worst none at all."""
-        if self._depends_on_extent() or not self._right([FIRST, 1, 1, 1]):
-            return SnapshotRunner(
-                lambda: StatelessModel(self._model), limit, CacheAbilities(copies=False, why_not=why), exact
-            )
-        copies = self._right([FIRST, 1, 1], copying=True)
-        abilities = CacheAbilities(chunks=self._right([FIRST, 5, 1, SECOND - FIRST]), copies=copies, why_not=why)
-        return SnapshotRunner(lambda: RecurrentState(self._model), limit, abilities, exact)
+    def pick_snapshot_runner(self, cache_bytes: int, reason: str, exact: bool) -> SnapshotRunner:
+        """A runner on the model's own cache, as far as that is correct; at worst without a cache."""
+        if self._depends_on_pass_length() or not self._is_cache_correct([FIRST, 1, 1, 1]):
+            abilities = CacheAbilities(copies=False, reason=reason)
+            return SnapshotRunner(lambda: StatelessModel(self._model), cache_bytes, abilities, exact)
+        copies = self._is_cache_correct([FIRST, 1, 1], copying=True)
+        chunks = self._is_cache_correct([FIRST, 5, 1, SECOND - FIRST])
+        abilities = CacheAbilities(chunks=chunks, copies=copies, reason=reason)
+        return SnapshotRunner(lambda: RecurrentState(self._model), cache_bytes, abilities, exact)
 
     def compare(self, logits: Tensor, tokens: int) -> None:
         """Raises unless these are the logits after so many tokens, up to rounding."""
@@ -287,84 +286,84 @@ class ModelProbe:
 
     def _compare(self, logits: Tensor, expected: Tensor) -> None:
         unit = _TOLERANCE[self._model.dtype] * max(1.0, float(expected.abs().max()))
-        if not _apart(logits, expected) <= max(unit, 2 * self._rounding):
+        if not _max_difference(logits, expected) <= max(unit, 2 * self._rounding):
             raise UnsupportedModel("its cache doesn't give what the model itself gives")
 
-    def _own_rounding(self) -> float:
-        """How far apart the model's own answers are where only rounding differs: taken in pieces, and with another
-        implementation of its attention or, where it has but one, after a change of its input in the last place. Much,
-        where it quantises what it computes as it goes, or where rounding decides which experts are asked."""
+    def _measure_rounding(self) -> float:
+        """The largest difference of the model's own logits where only rounding differs: in chunks, and with eager
+        attention or, if that is its only one, after a change of its input in the last place. It is large where
+        activations are quantised, or where rounding decides which experts are routed to."""
         eager = self._model.config._attn_implementation == "eager"
-        other = self._after_a_nudge() if eager else self._with_eager_attention()
-        return max(*_until_it_raises(self._in_pieces()), *_until_it_raises(other))
+        other = self._with_perturbed_input() if eager else self._with_eager_attention()
+        return max(*_until_error(self._in_chunks()), *_until_error(other))
 
-    def _in_pieces(self) -> Iterator[float]:
+    def _in_chunks(self) -> Iterator[float]:
         state, at = RecurrentState(self._model), 0
         for size in (4, FIRST - 4, 1, 1, SECOND - FIRST - 2, 1, 1, 1):
             at += size
-            yield _apart(state.feed(self.ids[at - size : at]), self._expected[at - 1])
+            yield _max_difference(state.feed(self.ids[at - size : at]), self._expected[at - 1])
 
     def _with_eager_attention(self) -> Iterator[float]:
         before = self._model.config._attn_implementation
         self._model.set_attn_implementation("eager")
         try:
-            yield _apart(self._model(input_ids=self._batch).logits[0], self._expected)
+            yield _max_difference(self._model(input_ids=self._batch).logits[0], self._expected)
         finally:
             self._model.set_attn_implementation(before)
 
-    def _after_a_nudge(self) -> Iterator[float]:
+    def _with_perturbed_input(self) -> Iterator[float]:
         embedded = self._model.get_input_embeddings()(self._batch)
         signs = (torch.arange(embedded.numel(), device=embedded.device) * 7919 // 64 % 2).view_as(embedded) * 2 - 1
-        nudged = embedded + embedded * signs * torch.finfo(embedded.dtype).eps
-        yield _apart(self._model(inputs_embeds=nudged.to(embedded.dtype)).logits[0], self._expected)
+        perturbed = embedded + embedded * signs * torch.finfo(embedded.dtype).eps
+        yield _max_difference(self._model(inputs_embeds=perturbed.to(embedded.dtype)).logits[0], self._expected)
 
-    def _right(self, sizes: Sequence[int], copying: bool = False) -> bool:
+    def _is_cache_correct(self, chunk_sizes: Sequence[int], copying: bool = False) -> bool:
         try:
-            self._carry(sizes, copying)
-        except Exception:  # a probe that raises means no
+            self._check_cache(chunk_sizes, copying)
+        except Exception:  # a trial that raises is a no
             return False
         return True
 
-    def _carry(self, sizes: Sequence[int], copying: bool) -> None:
+    def _check_cache(self, chunk_sizes: Sequence[int], copying: bool) -> None:
         state, at = RecurrentState(self._model), 0
-        for size in sizes:
+        for size in chunk_sizes:
             if copying:
-                state.copy().feed([1])  # must leave the original alone
+                state.copy().feed([1])  # must not change the original
                 state = state.copy()
             at += size
             self.compare(state.feed(self.ids[at - size : at]), at)
 
 
-_OWN = "the model's own code"
+_LIBRARY_CODE = "the model's own code"
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Of the greatest logit, whatever the model's own rounding: about one unit in the last place of a narrow type."""
+"""Relative to the largest logit: about one unit in the last place of a narrow dtype."""
 
 
-def _until_it_raises(trial: Iterator[float]) -> Iterator[float]:
-    """What a trial gives, and 0; a model that can't be tried this way is one of which less is known."""
+def _until_error(trial: Iterator[float]) -> Iterator[float]:
+    """0 and what the trial yields; not every model can be run in every way."""
     yield 0.0
     with suppress(Exception):
         yield from trial
 
 
-def _apart(logits: Tensor, expected: Tensor) -> float:
+def _max_difference(logits: Tensor, expected: Tensor) -> float:
     return float((logits.float() - expected.float()).abs().max())
 
 
-def _moved(planned: ForwardBatch, lane: Slot, by: int) -> ForwardBatch:
-    """The same pass, with the tokens of this lane told to stand so much later; where they are stored doesn't change."""
-    shifts = [by if run.lane is lane else 0 for run in planned.runs for _ in run.ids]
-    positions = [at + shift for at, shift in zip(planned.positions.tolist(), shifts, strict=True)]
-    numbers = BatchInputs(planned.ids.tolist(), positions, planned.ids.device)
-    return replace(planned, numbers=numbers, furthest=max(positions))
+def _shift_positions(batch: ForwardBatch, slot: Slot, offset: int) -> ForwardBatch:
+    """The batch with later positions for the tokens of this slot; where they are stored doesn't change."""
+    offsets = [offset if chunk.slot is slot else 0 for chunk in batch.chunks for _ in chunk.ids]
+    positions = [at + shift for at, shift in zip(batch.positions.tolist(), offsets, strict=True)]
+    inputs = BatchInputs(batch.ids.tolist(), positions, batch.ids.device)
+    return replace(batch, inputs=inputs, max_position=max(positions))
 
 
-def _short_of(library: Future[Library] | None, steps: str, error: Exception) -> str:
-    """Whose code it is, and, where compiled steps were wanted, why it isn't that."""
-    return steps if library is None else f"{steps}{NOT_COMPILED}{_why(error)}"
+def _explain_not_compiled(library: Future[Library] | None, steps: str, error: Exception) -> str:
+    """Whose code computes the steps and, where compiled steps were requested, why they are not used."""
+    return steps if library is None else f"{steps}{NOT_COMPILED}{_reason(error)}"
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, CantCompile):
         return error.why
     return str(error) if isinstance(error, UnsupportedModel) else f"its cache isn't understood ({type(error).__name__})"

@@ -1,4 +1,5 @@
-"""The runner for models whose state can't be cut: whole states are kept at the end of each prompt and reply."""
+"""The runner for models whose state can't be truncated, such as recurrent ones: whole states are cached at the end of
+each prompt and reply."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import inspect
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,24 +15,26 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from palaver.engines.base import BY_CACHE, BY_COMPANY
+from palaver.engines.base import BY_BATCH, BY_CACHE
 from palaver.engines.core.request import SequenceState
-from palaver.engines.torch.prefix_cache import CacheStatistics, PageUsers
+from palaver.engines.core.runner import CacheStatistics
+from palaver.engines.torch.exact import EXACT_CHUNK
+from palaver.engines.torch.prefix_cache import ConversationRefs
 from palaver.errors import CacheFull
 
 
 class RecurrentState:
-    """What the model has computed of one sequence."""
+    """The model's own cache for one sequence."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._cache = DynamicCache(config=model.config)
-        self._name = "past_key_values" if "past_key_values" in _parameters(model) else "cache_params"
+        self._cache_parameter = "past_key_values" if "past_key_values" in _parameters(model) else "cache_params"
 
     def feed(self, ids: Sequence[int]) -> Tensor:
-        """Computes these tokens too; the logits after the last."""
+        """Computes these tokens; returns the logits after the last."""
         batch = torch.tensor([list(ids)], device=self._model.device)
-        out = self._model(input_ids=batch, use_cache=True, logits_to_keep=1, **{self._name: self._cache})
+        out = self._model(input_ids=batch, use_cache=True, logits_to_keep=1, **{self._cache_parameter: self._cache})
         return last_logits(out)
 
     def copy(self) -> RecurrentState:
@@ -46,7 +48,7 @@ class RecurrentState:
 
 
 class StatelessModel:
-    """For a model without any cache: computes everything at each token."""
+    """For a model without a usable cache: computes the whole sequence at each token."""
 
     nbytes = 0
 
@@ -87,116 +89,116 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(vars(value))
 
 
-EXACT = 128
-"""Prompt tokens of a sequence computed in a step of the exact mode."""
-
-Place = tuple[Hashable, tuple[Hashable, ...]]
-"""A space and all keys up to the snapshot."""
+Snapshot = RecurrentState | StatelessModel
+SnapshotKey = tuple[Hashable, tuple[Hashable, ...]]
+"""The namespace and all keys up to the snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheAbilities:
-    """What a probe found that the model's own cache can do."""
+    """What the model's own cache can do, as the probe found."""
 
     chunks: bool = True
     """Several tokens at once after the first pass."""
     copies: bool = True
-    """A copy carries on as the original would."""
-    why_not: str = ""
+    """A copy continues as the original would."""
+    reason: str = ""
+    """Why the model can't be run by TorchRunner."""
 
 
 class SnapshotCache:
-    """Whole states by what led to them; the least recently used go first."""
+    """Whole states by the keys that led to them; the least recently used are evicted first."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Place, tuple[RecurrentState | StatelessModel, int]] = OrderedDict()
-        self._logits: dict[Place, Tensor] = {}
-        """Those after the keys of a snapshot, where a prompt ended there."""
-        self._users: dict[Place, PageUsers] = {}
+        self._snapshots: OrderedDict[SnapshotKey, tuple[Snapshot, int]] = OrderedDict()
+        """The state and its bytes."""
+        self._logits: dict[SnapshotKey, Tensor] = {}
+        """The logits after the keys of a snapshot, where a prompt ended there."""
+        self._conversations: dict[SnapshotKey, ConversationRefs] = {}
         self.nbytes = 0
-        self.evicted = 0
+        self.evictions = 0
 
     def match(
-        self, space: Hashable, keys: Many[Hashable], user: str | None = None
-    ) -> tuple[RecurrentState | StatelessModel | None, int]:
-        """The state after most of these keys, and after how many. It belongs to the index: copy it.
+        self, namespace: Hashable, keys: Sequence[Hashable], conversation: str | None = None
+    ) -> tuple[Snapshot | None, int]:
+        """The state after the longest prefix of these keys, and its length. The caller must copy the state.
 
-        With `user` it counts as used by this one.
+        `conversation` is added to those that use the snapshot.
         """
-        lengths = {len(kept) for owner, kept in self._kept if owner == space and len(kept) <= len(keys)}
+        lengths = {len(prefix) for owner, prefix in self._snapshots if owner == namespace and len(prefix) <= len(keys)}
         for length in sorted(lengths, reverse=True):
-            place = (space, tuple(keys[:length]))
-            if place in self._kept:
-                self._kept.move_to_end(place)
-                if user is not None:
-                    self._users[place].add(user)
-                return self._kept[place][0], length
+            key = (namespace, tuple(keys[:length]))
+            if key in self._snapshots:
+                self._snapshots.move_to_end(key)
+                if conversation is not None:
+                    self._conversations[key].add(conversation)
+                return self._snapshots[key][0], length
         return None, 0
 
-    def logits(self, space: Hashable, keys: Many[Hashable]) -> Tensor | None:
-        """Those after all of these keys, where they and the state are kept."""
-        return self._logits.get((space, tuple(keys)))
+    def logits(self, namespace: Hashable, keys: Sequence[Hashable]) -> Tensor | None:
+        """The logits after all of these keys, if they and the state are cached."""
+        return self._logits.get((namespace, tuple(keys)))
 
-    def add(
+    def insert(
         self,
-        space: Hashable,
-        keys: Many[Hashable],
-        state: RecurrentState | StatelessModel,
-        user: str = "",
+        namespace: Hashable,
+        keys: Sequence[Hashable],
+        state: Snapshot,
+        conversation: str = "",
         logits: Tensor | None = None,
     ) -> None:
-        place = (space, tuple(keys))
-        users = self._users.get(place, PageUsers(user))
-        users.add(user)
-        logits = self._logits.get(place) if logits is None else logits
-        self._drop(place)
+        key = (namespace, tuple(keys))
+        conversations = self._conversations.get(key, ConversationRefs(conversation))
+        conversations.add(conversation)
+        logits = self._logits.get(key) if logits is None else logits
+        self._remove(key)
         size = state.nbytes
         if logits is not None:
-            self._logits[place] = logits
+            self._logits[key] = logits
             size += logits.nbytes
-        self._users[place] = users
-        self._kept[place] = (state, size)
+        self._conversations[key] = conversations
+        self._snapshots[key] = (state, size)
         self.nbytes += size
 
-    def forget(self, user: str) -> None:
-        """Drops what nobody uses but this one."""
-        for place, users in list(self._users.items()):
-            if users.leave(user):
-                self._drop(place)
+    def forget(self, conversation: str) -> None:
+        """Drops the snapshots that only this conversation uses."""
+        for key, conversations in list(self._conversations.items()):
+            if conversations.release(conversation):
+                self._remove(key)
 
     def evict(self) -> bool:
-        if not self._kept:
+        if not self._snapshots:
             return False
-        self._drop(next(iter(self._kept)))
-        self.evicted += 1
+        self._remove(next(iter(self._snapshots)))
+        self.evictions += 1
         return True
 
-    def _drop(self, place: Place) -> None:
-        _, size = self._kept.pop(place, (None, 0))
-        self._users.pop(place, None)
-        self._logits.pop(place, None)
+    def _remove(self, key: SnapshotKey) -> None:
+        _, size = self._snapshots.pop(key, (None, 0))
+        self._conversations.pop(key, None)
+        self._logits.pop(key, None)
         self.nbytes -= size
 
 
 class SnapshotRunner:
-    """A state for each sequence, run one after the other."""
+    """Runs sequences one after the other, each with a state of its own."""
 
     def __init__(
         self,
-        new: Callable[[], RecurrentState | StatelessModel],
-        limit: int,
+        new_state: Callable[[], Snapshot],
+        limit_bytes: int,
         abilities: CacheAbilities,
         exact: bool = False,
     ) -> None:
-        self.reuse = "snapshots" if abilities.copies else f"none: {abilities.why_not}"
-        self.batches = False
-        self.closes = False
-        self._new = new
-        self._limit = limit
+        self.reuse = "snapshots" if abilities.copies else f"none: {abilities.reason}"
+        self.supports_batching = False
+        self.prefills_last_token = False
+        self._new_state = new_state
+        self._limit_bytes = limit_bytes
         self._abilities = abilities
         self._exact = exact
         self._snapshots = SnapshotCache()
-        self._states: dict[SequenceState, RecurrentState | StatelessModel] = {}
+        self._states: dict[SequenceState, Snapshot] = {}
         self.forward_seconds = 0.0
         self._prompt_tokens = 0
         self._hit_tokens = 0
@@ -204,74 +206,76 @@ class SnapshotRunner:
     @property
     def statistics(self) -> CacheStatistics:
         return CacheStatistics(
-            limit_bytes=self._limit,
+            limit_bytes=self._limit_bytes,
             used_bytes=self._running_bytes() + self._snapshots.nbytes,
             kept_bytes=self._snapshots.nbytes,
             prompt_tokens=self._prompt_tokens,
             hit_tokens=self._hit_tokens,
-            evictions=self._snapshots.evicted,
+            evictions=self._snapshots.evictions,
         )
 
-    def check(self, sequence: SequenceState) -> None:
-        """A state's size is known only once it is there."""
+    def check_capacity(self, sequence: SequenceState) -> None:
+        """The size of a state is unknown before it is computed."""
 
-    def known(self, sequence: SequenceState) -> int:
-        return self._snapshots.match(sequence.space, sequence.tokens[:-1])[1]
+    def count_cached(self, sequence: SequenceState) -> int:
+        return self._snapshots.match(sequence.space, sequence.token_ids[:-1])[1]
 
-    def most(self, sequence: SequenceState) -> int | None:
+    def max_chunk(self, sequence: SequenceState) -> int | None:
         """How many tokens may be computed at once."""
         if not self._abilities.chunks:
-            return len(sequence.tokens) if sequence.computed == 0 else 1
-        return EXACT if self._exact else None
+            return len(sequence.token_ids) if sequence.computed_tokens == 0 else 1
+        return EXACT_CHUNK if self._exact else None
 
     @property
     def exactness(self) -> str:
-        """Sequences never share a pass, but the others decide how a prompt is cut, unless all is cut alike."""
-        return BY_CACHE if self._exact or not self._abilities.chunks else BY_COMPANY
+        """What the bits of a reply depend on. Sequences never share a pass, but they change each other's chunk sizes
+        where those are not fixed."""
+        return BY_CACHE if self._exact or not self._abilities.chunks else BY_BATCH
 
-    def begin(self, sequence: SequenceState) -> None:
+    def allocate(self, sequence: SequenceState) -> None:
         self._make_room()
-        if self._states and self._running_bytes() > self._limit:
-            raise CacheFull(len(sequence.tokens), 0)
-        sequence.logits = self._snapshots.logits(sequence.space, sequence.tokens)
-        keys = sequence.tokens[:-1] if sequence.logits is None else sequence.tokens
+        if self._states and self._running_bytes() > self._limit_bytes:
+            raise CacheFull(len(sequence.token_ids), 0)
+        sequence.cached_logits = self._snapshots.logits(sequence.space, sequence.token_ids)
+        keys = sequence.token_ids[:-1] if sequence.cached_logits is None else sequence.token_ids
         state, tokens = self._snapshots.match(sequence.space, keys, sequence.conversation)
-        self._states[sequence] = self._new() if state is None else state.copy()
-        sequence.computed = sequence.cached = tokens
-        self._prompt_tokens += len(sequence.tokens)
+        self._states[sequence] = self._new_state() if state is None else state.copy()
+        sequence.computed_tokens = sequence.cached_tokens = tokens
+        self._prompt_tokens += len(sequence.token_ids)
         self._hit_tokens += tokens
 
-    def run(self, sequences: Many[SequenceState], counts: Many[int], asked: bool = True) -> Tensor:
+    def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Tensor:
         rows = []
         for sequence, count in zip(sequences, counts, strict=True):
-            start = sequence.computed
+            start = sequence.computed_tokens
             began = time.thread_time()
-            rows.append(self._states[sequence].feed(sequence.tokens[start : start + count]))
+            rows.append(self._states[sequence].feed(sequence.token_ids[start : start + count]))
             self.forward_seconds += time.thread_time() - began
-            sequence.computed += count
+            sequence.computed_tokens += count
         return torch.stack(rows)
 
-    def outgrown(self, sequence: SequenceState) -> bool:
+    def needs_recompute(self, sequence: SequenceState) -> bool:
         return False
 
-    def keep(self, sequence: SequenceState, logits: Tensor) -> None:
-        keys = sequence.tokens[: sequence.computed]
+    def cache_prefix(self, sequence: SequenceState, logits: Tensor) -> None:
+        keys = sequence.token_ids[: sequence.computed_tokens]
         if self._abilities.copies and self._snapshots.logits(sequence.space, keys) is None:
             state = self._states[sequence].copy()
-            self._snapshots.add(sequence.space, keys, state, sequence.conversation, logits.clone())
+            self._snapshots.insert(sequence.space, keys, state, sequence.conversation, logits.clone())
             self._make_room()
 
-    def end(self, sequence: SequenceState) -> None:
+    def release(self, sequence: SequenceState) -> None:
         state = self._states.pop(sequence, None)
-        if state is not None and self._abilities.copies and sequence.computed:
-            self._snapshots.add(sequence.space, sequence.tokens[: sequence.computed], state, sequence.conversation)
+        if state is not None and self._abilities.copies and sequence.computed_tokens:
+            keys = sequence.token_ids[: sequence.computed_tokens]
+            self._snapshots.insert(sequence.space, keys, state, sequence.conversation)
             self._make_room()
 
     def forget(self, conversation: str) -> None:
         self._snapshots.forget(conversation)
 
     def _make_room(self) -> None:
-        while self._running_bytes() + self._snapshots.nbytes > self._limit and self._snapshots.evict():
+        while self._running_bytes() + self._snapshots.nbytes > self._limit_bytes and self._snapshots.evict():
             pass
 
     def _running_bytes(self) -> int:

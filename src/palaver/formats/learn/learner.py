@@ -1,6 +1,6 @@
-"""Learns how a model talks from its chat template: probes are rendered and compared.
+"""Learns the facts of a format from its chat template: renders probes and compares the results.
 
-Nothing here knows a model or a template by name. What no probe shows is not a fact."""
+No model and no template is known by name. A fact needs a probe that shows it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 from jinja2 import nodes
 
 from palaver.formats.facts import Confidence, Evidence, Facts, ThinkingFacts
-from palaver.formats.learn.probes import ANSWER, THOUGHT, Prober, probe_messages, thinking_message
+from palaver.formats.learn.probes import ANSWER, THOUGHT, Prober, thinking_message, user_message
 from palaver.formats.learn.switches import SwitchLearner
 from palaver.formats.learn.thinking import ThinkingLearner
-from palaver.formats.markers import CONTROL_LIKE, common_start, paired, split_marker
+from palaver.formats.markers import CONTROL_LIKE, are_paired, common_start, split_marker
 from palaver.formats.template import Template
 from palaver.formats.tool_calls import syntaxes
 from palaver.formats.tool_calls.instructions import learn_from_instructions
 from palaver.formats.tool_calls.samples import NAME, CallSamples, sample_calls, sample_tools
 
 CONVENTION = ThinkingFacts("<think>\n", "\n</think>\n\n", by_convention=True)
+"""The markers of thinking that most models use."""
 
 
 def learn(template: Template, strings: Mapping[str, str], control: Mapping[str, int]) -> Facts:
@@ -29,34 +30,36 @@ def learn(template: Template, strings: Mapping[str, str], control: Mapping[str, 
 
 
 class Learner:
+    """Learns the facts of one template, with the evidence for each."""
+
     def __init__(self, prober: Prober, strings: Mapping[str, str], control: Mapping[str, int]) -> None:
         self._prober = prober
         self._strings = strings
         self._control = control
         self._evidence: list[Evidence] = []
-        self._around = "", ""
+        self._answer_frame = "", ""
 
     def learn(self) -> Facts:
         field, thinking = ThinkingLearner(self._prober, self._note).learn()
         header = self._header(thinking)
         ends = self._turn_ends()
-        self._around = self._answer(header, thinking, ends)
+        self._answer_frame = self._learn_answer_frame(header, thinking, ends)
         as_text, samples = self._samples(header, thinking, ends)
         call_syntax, call_ends = self._call_syntax(samples, ends)
         ends = (*ends, *call_ends)
-        opening, closing = self._around = self._answer(header, thinking, ends)
+        opening, closing = self._answer_frame = self._learn_answer_frame(header, thinking, ends)
         self._note_answer()
         return Facts(
             header=header,
             reasoning_field=field,
             thinking=thinking,
             switches=SwitchLearner(self._prober, self._note, thinking, field).learn(),
-            keeps_thinking=self._keeps(field),
+            keeps_thinking=self._keeps_thinking(field),
             answer_opening=opening,
             answer_closing=closing,
             turn_ends=ends,
             calls=call_syntax,
-            stop_strings=self._declared("stop_strings", "stop"),
+            stop_strings=self._declared_strings("stop_strings", "stop"),
             space_before_calls=self._space_before_calls(call_syntax, as_text),
             space_after_thought=self._space_after_thought(call_syntax, field, thinking, as_text),
             no_tools=self._no_tools(),
@@ -86,11 +89,11 @@ class Learner:
         return header
 
     def _turn_ends(self) -> tuple[str, ...]:
-        """What follows an answer ends the turn, and so does the tokenizer's own end."""
+        """The marker after an answer ends the turn, and so does the tokenizer's end-of-sequence token."""
         ends = [self._strings["eos_token"]] if self._strings.get("eos_token") else []
         if ends:
             self._note("turn_ends", "the tokenizer names its end", ends[0], Confidence.CONVENTION)
-        for written in (self._prober.reply({"content": ANSWER}), self._prober.followed()):
+        for written in (self._prober.reply({"content": ANSWER}), self._prober.earlier_reply()):
             if written and ANSWER in written:
                 after = written.split(ANSWER, 1)[1]
                 if after.strip():
@@ -99,7 +102,7 @@ class Learner:
                     _without_prefix(written.split(ANSWER, 1)[0], self._prober.opening() or "")
                 )
                 found = [part for part in split_marker(after, self._control) if self._is_control(part)]
-                while found and any(paired(tag, found[0]) for tag in before):
+                while found and any(are_paired(tag, found[0]) for tag in before):
                     found = found[1:]
                 ends += found[:1]
         return tuple(dict.fromkeys(ends))
@@ -111,8 +114,10 @@ class Learner:
             or bool(re.fullmatch(r"[\[\]~\w]*~[\[\]~\w]*", part))
         )
 
-    def _answer(self, header: str, thinking: ThinkingFacts | None, ends: tuple[str, ...]) -> tuple[str, str]:
-        """What the model writes right before and behind an answer that follows no thought."""
+    def _learn_answer_frame(
+        self, header: str, thinking: ThinkingFacts | None, ends: tuple[str, ...]
+    ) -> tuple[str, str]:
+        """The text directly before and after an answer without a thought."""
         written = self._prober.reply({"content": ANSWER})
         if not written or ANSWER not in written:
             return "", ""
@@ -125,13 +130,13 @@ class Learner:
         return (opening if opening.strip() else ""), (after[:cut] if after[:cut].strip() else "")
 
     def _note_answer(self) -> None:
-        for about, text in zip(("answer_opening", "answer_closing"), self._around, strict=True):
+        for about, text in zip(("answer_opening", "answer_closing"), self._answer_frame, strict=True):
             if text:
                 written = self._prober.reply({"content": ANSWER})
                 self._note(about, "what stands beside an answer", written or "")
 
-    def _declared(self, *names: str) -> tuple[str, ...]:
-        """Texts that the template sets under one of these names at its top."""
+    def _declared_strings(self, *names: str) -> tuple[str, ...]:
+        """The strings that the template assigns to one of these names at its top level."""
         for node in self._prober.template.tree.body:
             if isinstance(node, nodes.Assign) and getattr(node.target, "name", "") in names:
                 try:
@@ -143,24 +148,22 @@ class Learner:
                 return tuple(text for text in found if isinstance(text, str) and text)
         return ()
 
-    # -- what is handed over ---------------------------------------------------------------------------------------
+    # -- template variables ----------------------------------------------------------------------------------------
 
-    def _keeps(self, field: str | None) -> bool:
-        """Whether the thinking of an earlier turn is kept."""
+    def _keeps_thinking(self, field: str | None) -> bool:
+        """Whether the thinking of an earlier turn stays in the prompt."""
         if field is None:
             return False
-        whole = self._prober.write([probe_messages(), thinking_message(field), probe_messages()], True)
-        kept = whole is not None and THOUGHT in whole
-        self._note(
-            "keeps_thinking", f"thinking of earlier turns is {'kept' if kept else 'dropped'}", whole or "refused"
-        )
+        text = self._prober.render([user_message(), thinking_message(field), user_message()], True)
+        kept = text is not None and THOUGHT in text
+        self._note("keeps_thinking", f"thinking of earlier turns is {'kept' if kept else 'dropped'}", text or "refused")
         return kept
 
     def _no_tools(self) -> str:
         how = self._prober.no_tools
-        told = {"null": "none at all", "empty": "an empty list", "absent": "the name left out"}
+        meanings = {"null": "none at all", "empty": "an empty list", "absent": "the name left out"}
         self._note(
-            "no_tools", f"takes for no tools {told[how]}", self._prober.write([probe_messages()], True) or "refused"
+            "no_tools", f"takes for no tools {meanings[how]}", self._prober.render([user_message()], True) or "refused"
         )
         return how
 
@@ -175,7 +178,7 @@ class Learner:
     def _call_syntax(
         self, samples: CallSamples | None, ends: tuple[str, ...]
     ) -> tuple[syntaxes.CallSyntax | None, tuple[str, ...]]:
-        """How calls are written, and what ends a turn of calls beside what ends any turn."""
+        """The syntax of calls, and the markers that end only turns with calls."""
         syntax = (syntaxes.learn(samples) if samples else None) or self._calls_from_instructions()
         if samples is None or syntax is None:
             return syntax, ()
@@ -198,11 +201,11 @@ class Learner:
         return False, None
 
     def _body(self, written: str, header: str, thinking: ThinkingFacts | None) -> str:
-        """The reply without its header, without an empty thought and without an empty answer."""
+        """The reply without its header, an empty thought and an empty answer."""
         body = _without_prefix(written, header)
         if thinking and (at := body.find(thinking.closer)) >= 0 and at < body.find(NAME):
             body = body[at + len(thinking.closer) :]
-        opening, closing = (text.strip() for text in self._around)
+        opening, closing = (text.strip() for text in self._answer_frame)
         return body.lstrip().removeprefix(opening + closing) if closing else body
 
     def _space_before_calls(self, syntax: syntaxes.CallSyntax | None, as_text: bool) -> str:
@@ -212,16 +215,16 @@ class Learner:
         return space
 
     def _space(self, syntax: syntaxes.CallSyntax | None, message: dict[str, Any], mark: str, as_text: bool) -> str:
-        """What stands between something said and the calls behind it."""
+        """The text between a mark in the message and the calls after it."""
         written = self._prober.reply({**message, "tool_calls": sample_calls(1, as_text)}, tools=sample_tools())
         first = next(iter(split_marker(syntaxes.opening(syntax))), NAME) if syntax else ""
         if not written or mark not in written or not first:
             return ""
         place = written.rfind(mark, 0, max(written.find(NAME), 0))
-        behind = written[place + len(mark) :] if place >= 0 else ""
-        at = behind.find(first)
-        glue = behind[:at].strip() in ("", self._around[1].strip())
-        return behind[:at] if at >= 0 and (first == NAME or glue) else ""
+        after_mark = written[place + len(mark) :] if place >= 0 else ""
+        at = after_mark.find(first)
+        glue = after_mark[:at].strip() in ("", self._answer_frame[1].strip())
+        return after_mark[:at] if at >= 0 and (first == NAME or glue) else ""
 
     def _space_after_thought(
         self, syntax: syntaxes.CallSyntax | None, field: str | None, thinking: ThinkingFacts | None, as_text: bool
@@ -242,34 +245,33 @@ class Learner:
         return space
 
     def _call_ends(self, samples: CallSamples, syntax: syntaxes.CallSyntax, ends: tuple[str, ...]) -> tuple[str, ...]:
-        """The marker behind calls, where it is none of the syntax and not what ends an answer."""
+        """The marker after calls, if it is no part of the syntax and does not end an answer."""
         tail = samples.one[samples.one.rfind("47113") + 5 :]
-        known = repr(syntax)
+        syntax_text = repr(syntax)
         for part in split_marker(tail):
             if part in ends:
                 return ()
-            if CONTROL_LIKE.fullmatch(part) and part not in known:
+            if CONTROL_LIKE.fullmatch(part) and part not in syntax_text:
                 self._note("turn_ends", "what follows calls", tail)
                 return (part,)
         return ()
 
     def _calls_from_instructions(self) -> syntaxes.CallSyntax | None:
-        """A template that tells of tools but not of calls may describe in its own words how to call."""
-        told = self._prober.write([probe_messages()], True, tools=sample_tools())
-        plain = self._prober.write([probe_messages()], True) or ""
-        if told is None or "first_key_q" not in told:
+        """A template that renders tools but no calls may describe the syntax of calls in its instructions."""
+        prompt = self._prober.render([user_message()], True, tools=sample_tools())
+        if prompt is None or "first_key_q" not in prompt:
             return None
-        syntax = learn_from_instructions(told, plain, list(self._prober.texts()))
+        syntax = learn_from_instructions(prompt, list(self._prober.texts()))
         if syntax is not None:
-            self._note("calls", "the tools' description says how to call", told[:400], Confidence.INFERRED)
+            self._note("calls", "the tools' description says how to call", prompt[:400], Confidence.INFERRED)
         return syntax
 
 
 def _without_prefix(written: str, header: str) -> str:
-    """The text without the header, or without that end of it that it begins with."""
+    """The text without the header, or without the last part of the header if it starts with that."""
     starts = [0, *(tag.start() for tag in CONTROL_LIKE.finditer(header))]
-    shown = next((header[at:] for at in starts if header[at:] and written.startswith(header[at:])), "")
-    return written[len(shown) :]
+    prefix = next((header[at:] for at in starts if header[at:] and written.startswith(header[at:])), "")
+    return written[len(prefix) :]
 
 
 def _trailing_space(text: str) -> str:

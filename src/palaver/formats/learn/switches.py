@@ -1,6 +1,6 @@
-"""Learns what each variable of a template does: its values are tried, and what comes out is compared.
+"""Learns the switches of a template: renders every variable with its values and compares the results.
 
-What is tried comes from the template's own syntax; what a variable is for shows in what it changes."""
+The values come from the template's syntax tree; the kind of a switch follows from the text that it changes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,11 @@ from typing import Any
 from jinja2 import nodes
 
 from palaver.formats.facts import Confidence, ThinkingFacts
-from palaver.formats.learn.probes import (
-    NUMBER,
-    QUESTION,
-    RESULT,
-    THOUGHT,
-    WORD,
-    Prober,
-    probe_messages,
-    thinking_message,
-)
+from palaver.formats.learn.probes import NUMBER, QUESTION, RESULT, THOUGHT, WORD, Prober, thinking_message, user_message
 from palaver.formats.learn.template_variables import TemplateVariable, VariableUse
 from palaver.formats.markers import common_end, common_start
 from palaver.formats.switches import (
-    CONVENTIONAL,
+    CONVENTIONAL_EFFORTS,
     Switch,
     SwitchKind,
     are_only_switches,
@@ -39,29 +30,42 @@ from palaver.formats.switches import (
 )
 from palaver.formats.tool_calls.samples import NAME, sample_calls, sample_tools
 
+_ABOUT_THINKING = re.compile(r"think|thought|reason|reflect|effort|deliberat|ponder", re.IGNORECASE)
+_ABOUT_LENGTH = re.compile(r"token|budget|length", re.IGNORECASE)
+_ABOUT_DATE = re.compile(r"\b(date|today|day|time|now)\b", re.IGNORECASE)
+_ABOUT_TOOLS = re.compile(r"\b(tool|function)s?\b", re.IGNORECASE)
+_DATE_FORMATS = (
+    "%d %b %Y", "%d %B %Y", "%Y-%m-%d", "%B %d, %Y", "%b %d, %Y", "%b %d %Y", "%A, %B %d, %Y", "%d/%m/%Y", "%m/%d/%Y",
+    "%d.%m.%Y", "%Y/%m/%d", "%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S", "%b %d %Y %H:%M:%S GMT",
+)  # fmt: skip
+_LONG_DATE_FORMAT = "%b %d %Y %H:%M:%S GMT"
+_TOOL_SCENES = {"tools", "calls", "calls, arguments as text"}
+_MIN_TOKEN_COUNT = 64
+"""Numbers from here on count tokens; smaller ones are levels."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProbeScene:
-    """A conversation and what else the template is given with it."""
+    """A conversation with further template variables."""
 
     messages: list[dict[str, Any]]
-    given: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, Any] = field(default_factory=dict)
     prompt: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class VariableEffect:
-    """What the template makes of all scenes with one value; None for a scene that it refuses."""
+    """The rendered text of all scenes with one value; None for a scene that the template refuses."""
 
     texts: tuple[str | None, ...]
 
-    def taken(self, unset: VariableEffect) -> bool:
-        """Whether the template takes the value wherever it takes none."""
+    def is_accepted(self, unset: VariableEffect) -> bool:
+        """Whether the template renders every scene that it renders without the variable."""
         return all(text is not None or before is None for text, before in zip(self.texts, unset.texts, strict=True))
 
 
 class ProbeStage:
-    """Plays all scenes of one template, of which is known how thoughts are marked and under which name they go."""
+    """Renders all scenes with one template, given its markers of thinking and its field for thinking."""
 
     def __init__(self, prober: Prober, thinking: ThinkingFacts | None, reasoning_field: str | None) -> None:
         self._prober = prober
@@ -70,59 +74,59 @@ class ProbeStage:
 
     @cached_property
     def scenes(self) -> dict[str, ProbeScene]:
-        """Conversations in which a variable may show, by what shows there. Only what the template takes."""
+        """Conversations in which a variable may have an effect, by name. Only those that the template accepts."""
         result = {"role": "tool", "content": RESULT, "tool_call_id": "probeid01", "name": NAME}
         picture = {"type": "image", "image": "picture"}
         typed = {"role": "user", "content": [{"type": "text", "text": QUESTION}, picture, picture]}
         paper = {"title": "Title", "text": "Text", "content": "Content", "doc_id": 1}
-        offered = {"tools": sample_tools()}
-        found = {
-            "plain": ProbeScene([probe_messages()]),
-            "system": ProbeScene([{"role": "system", "content": "SYSTEMq7"}, probe_messages()]),
-            "last turn": ProbeScene([probe_messages(), thinking_message(None)], prompt=False),
-            "earlier turns": ProbeScene([probe_messages(), thinking_message(None), probe_messages()]),
-            "earlier thoughts": ProbeScene([probe_messages(), thinking_message(self._field), probe_messages()]),
-            "tools": ProbeScene([probe_messages()], offered),
+        tools = {"tools": sample_tools()}
+        scenes = {
+            "plain": ProbeScene([user_message()]),
+            "system": ProbeScene([{"role": "system", "content": "SYSTEMq7"}, user_message()]),
+            "last turn": ProbeScene([user_message(), thinking_message(None)], prompt=False),
+            "earlier turns": ProbeScene([user_message(), thinking_message(None), user_message()]),
+            "earlier thoughts": ProbeScene([user_message(), thinking_message(self._field), user_message()]),
+            "tools": ProbeScene([user_message()], tools),
             "pictures": ProbeScene([typed]),
-            "documents": ProbeScene([probe_messages()], {"documents": [paper]}),
+            "documents": ProbeScene([user_message()], {"documents": [paper]}),
         }
         for as_text in (False, True):
-            called = {"role": "assistant", "content": "", "tool_calls": sample_calls(1, as_text)}
-            found["calls, arguments as text" if as_text else "calls"] = ProbeScene(
-                [probe_messages(), called, result], offered
+            call = {"role": "assistant", "content": "", "tool_calls": sample_calls(1, as_text)}
+            scenes["calls, arguments as text" if as_text else "calls"] = ProbeScene(
+                [user_message(), call, result], tools
             )
-        plain = self._prober.write([probe_messages()], True)
+        plain = self._prober.render([user_message()], True)
         return {
-            name: scene for name, scene in found.items() if name == "plain" or self._written(scene) not in (None, plain)
+            name: scene for name, scene in scenes.items() if name == "plain" or self._render(scene) not in (None, plain)
         }
 
-    def _written(self, scene: ProbeScene, **variables: Any) -> str | None:
-        return self._prober.write(scene.messages, scene.prompt, **{**scene.given, **variables})
+    def _render(self, scene: ProbeScene, **variables: Any) -> str | None:
+        return self._prober.render(scene.messages, scene.prompt, **{**scene.variables, **variables})
 
     def effect(self, **variables: Any) -> VariableEffect:
-        """What comes of all scenes. Where a scene brings the variable itself, it is not left out there."""
-        return VariableEffect(tuple(self._written(scene, **variables) for scene in self.scenes.values()))
+        """The rendered text of all scenes. The variables override those of a scene."""
+        return VariableEffect(tuple(self._render(scene, **variables) for scene in self.scenes.values()))
 
-    def told_as_tools(self) -> str | None:
-        """What the template makes of tools that are given as everybody gives them."""
-        return self._prober.write([probe_messages()], True, tools=sample_tools())
+    def rendered_tools(self) -> str | None:
+        """A prompt with tools in the standard `tools` variable."""
+        return self._prober.render([user_message()], True, tools=sample_tools())
 
-    def asked_form(self) -> str:
-        """How the template writes the day where it asks for it by a function."""
+    def date_format(self) -> str:
+        """The format that the template passes to `strftime_now`; empty if it does not call it."""
         calls = self._prober.template.tree.find_all(nodes.Call)
-        asked = (call.args for call in calls if getattr(call.node, "name", "") == "strftime_now")
-        return next((str(args[0].value) for args in asked if args and isinstance(args[0], nodes.Const)), "")
+        arguments = (call.args for call in calls if getattr(call.node, "name", "") == "strftime_now")
+        return next((str(args[0].value) for args in arguments if args and isinstance(args[0], nodes.Const)), "")
 
     def without_thoughts(self, text: str | None) -> str:
-        """The text but for a thought, its markers and white space."""
+        """The text without a thought, its markers and white space."""
         bare = (text or "").replace(THOUGHT, "")
         for marker in (self._thinking.opener, self._thinking.closer) if self._thinking else ():
             bare = bare.replace(marker, "")
         return "".join(bare.split())
 
-    def thought(self, **variables: Any) -> str | None:
-        """How the reply opens: in an open thought, behind a closed one, or free. None where that can't be said."""
-        whole = self._prober.write([probe_messages()], True, **variables)
+    def reply_opening(self, **variables: Any) -> str | None:
+        """How the reply opens: in an open thought, after a closed one, or free. None if it is unknown."""
+        whole = self._prober.render([user_message()], True, **variables)
         if self._thinking is None or whole is None or not self._prober.opening(**variables):
             return None
         tail = whole[whole.rfind(QUESTION) + len(QUESTION) :]
@@ -130,31 +134,29 @@ class ProbeStage:
             return "open"
         return "closed" if tail.rstrip().endswith(self._thinking.closer) else "free"
 
-    def keeps(self, **variables: Any) -> bool | None:
-        """Whether a thought of an earlier turn is shown."""
+    def keeps_thinking(self, **variables: Any) -> bool | None:
+        """Whether the thinking of an earlier turn is in the prompt."""
         if self._field is None:
             return None
-        whole = self._prober.write(
-            [probe_messages(), thinking_message(self._field), probe_messages()], True, **variables
-        )
+        whole = self._prober.render([user_message(), thinking_message(self._field), user_message()], True, **variables)
         return None if whole is None else THOUGHT in whole
 
 
 class VariableTrial:
-    """`context` are other variables, beside which it is tried."""
+    """The effects of one variable's values. `context` are other variables that are set meanwhile."""
 
-    def __init__(self, stage: ProbeStage, given: TemplateVariable, context: dict[str, Any]) -> None:
+    def __init__(self, stage: ProbeStage, variable: TemplateVariable, context: dict[str, Any]) -> None:
         self._stage = stage
-        self.given = given
-        self.name = given.name
+        self.variable = variable
+        self.name = variable.name
         self.context = context
         self.unset = stage.effect(**context)
-        tried = {repr(value): value for value in _tries(given)}
+        tried = {repr(value): value for value in _candidates(variable)}
         effects = {key: (value, stage.effect(**self._with(value))) for key, value in tried.items()}
         self._effects = {
             key: (value, effect)
             for key, (value, effect) in effects.items()
-            if effect.taken(self.unset) or (isinstance(value, list) and any(effect.texts))
+            if effect.is_accepted(self.unset) or (isinstance(value, list) and any(effect.texts))
         }
 
     def _with(self, value: Any) -> dict[str, Any]:
@@ -162,87 +164,87 @@ class VariableTrial:
 
     @property
     def values(self) -> list[Any]:
-        """Those that the template takes, of all that were tried."""
+        """The values that the template accepts."""
         return [value for value, _ in self._effects.values()]
 
-    def takes(self, value: Any) -> bool:
+    def accepts(self, value: Any) -> bool:
         return repr(value) in self._effects
 
-    def is_as_unset(self, value: Any) -> bool:
+    def equals_unset(self, value: Any) -> bool:
         return self._effect(value) == self.unset
 
-    def is_as_tools(self) -> bool:
-        """Whether tools under this name are told as tools are."""
-        told = self._effect(sample_tools()).texts[:1]
-        return told not in ((), (None,)) and told[0] == self._stage.told_as_tools()
+    def holds_tools(self) -> bool:
+        """Whether tools in this variable are rendered like the standard `tools`."""
+        texts = self._effect(sample_tools()).texts[:1]
+        return texts not in ((), (None,)) and texts[0] == self._stage.rendered_tools()
 
     def _effect(self, value: Any) -> VariableEffect:
-        return self._effects[repr(value)][1] if self.takes(value) else VariableEffect(())
+        return self._effects[repr(value)][1] if self.accepts(value) else VariableEffect(())
 
     @property
-    def shows(self) -> bool:
+    def has_effect(self) -> bool:
         return bool(self.changed)
 
     @cached_property
     def switches_thinking(self) -> bool:
-        """Whether the reply opens otherwise, as far as thoughts go."""
-        return len({state for state in self.states.values() if state}) > 1
+        """Whether the values open the reply differently as to thinking."""
+        return len({state for state in self.openings.values() if state}) > 1
 
-    def states_shown(self) -> Iterator[dict[str, Any]]:
-        """One value for each way in which the reply may open."""
-        found = {self.states[key]: value for key, (value, _) in reversed(self._effects.items()) if self.states[key]}
+    def contexts(self) -> Iterator[dict[str, Any]]:
+        """One value for each way to open the reply."""
+        found = {self.openings[key]: value for key, (value, _) in reversed(self._effects.items()) if self.openings[key]}
         return ({self.name: value} for value in found.values())
 
-    def state(self, value: Any) -> str | None:
-        """How the reply opens with a value."""
-        return self._stage.thought(**self._with(value))
+    def opening(self, value: Any) -> str | None:
+        """How the reply opens with this value."""
+        return self._stage.reply_opening(**self._with(value))
 
-    def touches_thoughts_alone(self) -> bool:
-        """Whether nothing changes but thoughts and their markers."""
+    def changes_only_thoughts(self) -> bool:
+        """Whether only thoughts and their markers change."""
         texts = zip(*(effect.texts for effect in (self.unset, *(e for _, e in self._effects.values()))), strict=True)
         return all(len({self._stage.without_thoughts(text) for text in scene}) == 1 for scene in texts)
 
     @cached_property
-    def states(self) -> dict[str, str | None]:
-        """How the reply opens, by every value."""
-        out = {"left out": self._stage.thought(**self.context)}
-        return out | {key: self._stage.thought(**self._with(value)) for key, (value, _) in self._effects.items()}
+    def openings(self) -> dict[str, str | None]:
+        """How the reply opens with each value."""
+        out = {"left out": self._stage.reply_opening(**self.context)}
+        return out | {key: self._stage.reply_opening(**self._with(value)) for key, (value, _) in self._effects.items()}
 
     @cached_property
     def keeping(self) -> dict[str, bool]:
-        """Whether thoughts of earlier turns are kept, by every value."""
-        kept = {key: self._stage.keeps(**self._with(value)) for key, (value, _) in self._effects.items()}
-        return {key: shown for key, shown in kept.items() if shown is not None}
+        """Whether the thinking of earlier turns is kept with each value."""
+        kept = {key: self._stage.keeps_thinking(**self._with(value)) for key, (value, _) in self._effects.items()}
+        return {key: value for key, value in kept.items() if value is not None}
 
     def prints(self, value: Any) -> bool:
         return any(text is not None and str(value) in text for text in self._effect(value).texts)
 
-    def written_after(self) -> str:
-        """What stands before the value where it is written, in the same sentence."""
+    def text_before_value(self) -> str:
+        """The text before the value in the same sentence, if the template writes the value."""
         for text in self._effect(WORD).texts:
             if text and WORD in text:
                 return re.split(r"[.;!?>\]]\s*|\n", text[: text.index(WORD)])[-1][-60:]
         return ""
 
     def mentions(self, pattern: re.Pattern[str]) -> str:
-        """The first piece of changed text that speaks of it."""
-        places = [place for place, name in enumerate(self._stage.scenes) if name in ("plain", "system")]
+        """The first changed text that matches the pattern."""
+        scenes = [index for index, name in enumerate(self._stage.scenes) if name in ("plain", "system")]
         for value in (WORD, NUMBER):
-            for text in self._effect(value).texts[: len(places)]:
+            for text in self._effect(value).texts[: len(scenes)]:
                 for found in re.finditer(re.escape(str(value)), text or ""):
                     around = (text or "")[max(0, found.start() - 60) : found.end() + 30]
                     if pattern.search(around):
                         return around
         for value, effect in self._effects.values():
-            for place in places if value != sample_tools() else ():
-                changed = _changed(self.unset.texts[place], effect.texts[place])
+            for index in scenes if value != sample_tools() else ():
+                changed = _difference(self.unset.texts[index], effect.texts[index])
                 if pattern.search(changed):
                     return changed
         return ""
 
     @cached_property
     def changed(self) -> list[str]:
-        """The scenes in which something shows."""
+        """The scenes that the variable changes."""
         effects = [self.unset, *(effect for _, effect in self._effects.values())]
         return [
             name
@@ -250,10 +252,10 @@ class VariableTrial:
             if len({effect.texts[place] for effect in effects}) > 1
         ]
 
-    def changes(self) -> str:
-        """In words, what it changes."""
+    def description(self) -> str:
+        """A description of what the variable changes."""
         changed = self.changed
-        out = list(self._in_plain())
+        out = list(self._describe_plain())
         for name, phrase in (("tools", "how tools are told"), ("pictures", "pictures"), ("documents", "documents")):
             if name in changed and "plain" not in changed:
                 out.append(phrase)
@@ -267,22 +269,22 @@ class VariableTrial:
             out.append("how the last turn is written")
         return ", ".join(out) or "nothing that a probe shows"
 
-    def _in_plain(self) -> Iterator[str]:
-        """What differs before the question and behind it."""
+    def _describe_plain(self) -> Iterator[str]:
+        """Descriptions of changes before and after the question."""
         effects = [self.unset, *(effect for _, effect in self._effects.values())]
         for part, phrase in ((0, "what stands before the conversation"), (2, "how the reply opens")):
             for place, name in enumerate(self._stage.scenes):
-                shown = {text.partition(QUESTION)[part] for e in effects if (text := e.texts[place]) is not None}
-                if name in ("plain", "system") and len(shown) > 1:
+                texts = {text.partition(QUESTION)[part] for e in effects if (text := e.texts[place]) is not None}
+                if name in ("plain", "system") and len(texts) > 1:
                     yield phrase
                     break
 
     def excerpt(self) -> str:
-        """An excerpt of what one of its values makes."""
+        """An excerpt of the text that one of the values changes."""
         for _, effect in self._effects.values():
             for unset, text in zip(self.unset.texts, effect.texts, strict=True):
                 if text is not None and text != unset:
-                    return _changed(unset, text)[-200:]
+                    return _difference(unset, text)[-200:]
         return self.name
 
 
@@ -290,22 +292,22 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _tries(given: TemplateVariable) -> Iterator[Any]:
-    """Values worth trying: those the template names, those beside its bounds, and some that nobody names."""
-    yield from (value for value in (*given.values, *given.defaults) if value is not None)
-    if VariableUse.NUMBER in given.uses or any(map(is_number, given.defaults)):
-        yield from (near for bound in given.bounds for near in (bound - 1, bound, bound + 1))
+def _candidates(variable: TemplateVariable) -> Iterator[Any]:
+    """Values to try: those that the template names, those next to its bounds, and some generic ones."""
+    yield from (value for value in (*variable.values, *variable.defaults) if value is not None)
+    if VariableUse.NUMBER in variable.uses or any(map(is_number, variable.defaults)):
+        yield from (near for bound in variable.bounds for near in (bound - 1, bound, bound + 1))
         yield from (0, NUMBER)
-    if not given.uses & {VariableUse.LIST, VariableUse.OBJECT}:
+    if not variable.uses & {VariableUse.LIST, VariableUse.OBJECT}:
         yield WORD
     yield from (True, False)
-    if given.uses & {VariableUse.LIST, VariableUse.MEMBERS}:
+    if variable.uses & {VariableUse.LIST, VariableUse.MEMBERS}:
         yield [WORD]
         yield sample_tools()
 
 
-def _changed(before: str | None, after: str | None) -> str:
-    """What two texts differ in, from the beginning of the line on."""
+def _difference(before: str | None, after: str | None) -> str:
+    """The difference of two texts, from the start of the line."""
     one, two = before or "", after or ""
     if one == two:
         return ""
@@ -315,22 +317,8 @@ def _changed(before: str | None, after: str | None) -> str:
     return " / ".join(text[line : len(text) - end] for text in (one, two))
 
 
-_ABOUT_THINKING = re.compile(r"think|thought|reason|reflect|effort|deliberat|ponder", re.IGNORECASE)
-_ABOUT_LENGTH = re.compile(r"token|budget|length", re.IGNORECASE)
-_ABOUT_DAY = re.compile(r"\b(date|today|day|time|now)\b", re.IGNORECASE)
-_ABOUT_TOOLS = re.compile(r"\b(tool|function)s?\b", re.IGNORECASE)
-_FORMS = (
-    "%d %b %Y", "%d %B %Y", "%Y-%m-%d", "%B %d, %Y", "%b %d, %Y", "%b %d %Y", "%A, %B %d, %Y", "%d/%m/%Y", "%m/%d/%Y",
-    "%d.%m.%Y", "%Y/%m/%d", "%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S", "%b %d %Y %H:%M:%S GMT",
-)  # fmt: skip
-_LONG_FORM = "%b %d %Y %H:%M:%S GMT"
-_TOOL_SCENES = {"tools", "calls", "calls, arguments as text"}
-_MANY = 64
-"""A number from here on counts tokens; smaller ones are levels."""
-
-
 class SwitchLearner:
-    """`note(about, fact, seen, confidence)` takes down what a fact was learned from."""
+    """`note(about, fact, seen, confidence)` records the evidence for a fact."""
 
     def __init__(
         self, prober: Prober, note: Callable[..., None], thinking: ThinkingFacts | None, reasoning_field: str | None
@@ -340,62 +328,62 @@ class SwitchLearner:
         self._stage = ProbeStage(prober, thinking, reasoning_field)
 
     def learn(self) -> tuple[Switch, ...]:
-        """One for each variable, in the order of their names. What shows nothing by itself is tried beside those
-        that switch thinking."""
-        alone = [VariableTrial(self._stage, given, {}) for given in self._inputs]
-        switching = [variable for variable in alone if variable.switches_thinking]
-        contexts = [context for variable in switching for context in variable.states_shown()]
-        found = (variable if variable.shows else self._beside(variable, contexts) for variable in alone)
-        return tuple(_VariableStudy(self._stage, self._note, variable).switch(not switching) for variable in found)
+        """One switch per variable, in alphabetical order. A variable without an effect is tried again with
+        thinking on and off."""
+        trials = [VariableTrial(self._stage, variable, {}) for variable in self._inputs]
+        switching = [trial for trial in trials if trial.switches_thinking]
+        contexts = [context for trial in switching for context in trial.contexts()]
+        effective = (trial if trial.has_effect else self._in_context(trial, contexts) for trial in trials)
+        return tuple(_SwitchBuilder(self._stage, self._note, trial).build(not switching) for trial in effective)
 
-    def _beside(self, variable: VariableTrial, contexts: list[dict[str, Any]]) -> VariableTrial:
-        tried = (VariableTrial(self._stage, variable.given, c) for c in contexts if variable.name not in c)
-        return next((beside for beside in tried if beside.shows), variable)
+    def _in_context(self, trial: VariableTrial, contexts: list[dict[str, Any]]) -> VariableTrial:
+        trials = (VariableTrial(self._stage, trial.variable, c) for c in contexts if trial.name not in c)
+        return next((other for other in trials if other.has_effect), trial)
 
 
-class _VariableStudy:
-    """What one variable is for, and its facts."""
+class _SwitchBuilder:
+    """Builds the switch of one variable from its trial."""
 
-    def __init__(self, stage: ProbeStage, note: Callable[..., None], variable: VariableTrial) -> None:
+    def __init__(self, stage: ProbeStage, note: Callable[..., None], trial: VariableTrial) -> None:
         self._stage = stage
-        self._note_down = note
-        self._variable = variable
-        self._given = variable.given
+        self._record = note
+        self._trial = trial
+        self._variable = trial.variable
 
     def _note(self, fact: str, seen: str, confidence: Confidence) -> None:
-        self._note_down(f"switches.{self._variable.name}", fact, seen, confidence)
+        self._record(f"switches.{self._trial.name}", fact, seen, confidence)
 
-    def switch(self, by_name: bool) -> Switch:
-        """`by_name` allows what it is called to count, where nothing else shows what it is for."""
+    def build(self, by_name: bool) -> Switch:
+        """`by_name` allows the name of the variable as evidence, if nothing else shows its kind."""
         kind, confidence, seen = self._kind(by_name)
-        made = self._made(kind)
-        if kind is SwitchKind.THINKING and made.off is None:
-            made = self._made(SwitchKind.OTHER)
-        told = f"{made.name} ({made.kind}) changes {made.changes}"
-        if made.default is not None:
-            told += f"; left out it is as {made.default!r}"
-        if context := self._variable.context:
-            told += f"; seen with {', '.join(f'{name} = {value!r}' for name, value in context.items())}"
-        self._note(told, seen or self._variable.excerpt(), confidence)
-        return made
+        switch = self._switch(kind)
+        if kind is SwitchKind.THINKING and switch.off is None:
+            switch = self._switch(SwitchKind.OTHER)
+        fact = f"{switch.name} ({switch.kind}) changes {switch.changes}"
+        if switch.default is not None:
+            fact += f"; left out it is as {switch.default!r}"
+        if context := self._trial.context:
+            fact += f"; seen with {', '.join(f'{name} = {value!r}' for name, value in context.items())}"
+        self._note(fact, seen or self._trial.excerpt(), confidence)
+        return switch
 
-    # -- what it is for ----------------------------------------------------------------------------------------------
+    # -- the kind ----------------------------------------------------------------------------------------------------
 
     def _kind(self, by_name: bool) -> tuple[SwitchKind, Confidence, str]:
-        if self._variable.switches_thinking:
-            seen = ", ".join(f"{value} {state}" for value, state in self._variable.states.items() if state)
+        if self._trial.switches_thinking:
+            seen = ", ".join(f"{value} {state}" for value, state in self._trial.openings.items() if state)
             return self._thinking_kind(), Confidence.SEEN, f"the reply opens in a thought, closed or free: {seen}"
-        if len(set(self._variable.keeping.values())) > 1 and self._variable.touches_thoughts_alone():
-            return SwitchKind.KEEPING, Confidence.SEEN, _kept(self._variable.keeping)
-        if self._is_day():
-            return SwitchKind.DATE, Confidence.INFERRED, self._variable.written_after()
-        about = self._variable.mentions(_ABOUT_THINKING)
-        named = self._variable.name if by_name and _ABOUT_THINKING.search(self._variable.name) else ""
-        if self._variable.shows and self._type not in ("list", "object") and (about or named) and self._words():
+        if len(set(self._trial.keeping.values())) > 1 and self._trial.changes_only_thoughts():
+            return SwitchKind.KEEPING, Confidence.SEEN, _describe_keeping(self._trial.keeping)
+        if self._is_date():
+            return SwitchKind.DATE, Confidence.INFERRED, self._trial.text_before_value()
+        about = self._trial.mentions(_ABOUT_THINKING)
+        named = self._trial.name if by_name and _ABOUT_THINKING.search(self._trial.name) else ""
+        if self._trial.has_effect and self._type not in ("list", "object") and (about or named) and self._is_choice():
             return self._thinking_kind(), Confidence.INFERRED, about or named
         if self._is_about_tools():
             return SwitchKind.TOOLS, Confidence.SEEN, ""
-        return SwitchKind.OTHER, Confidence.SEEN if self._variable.shows else Confidence.INFERRED, ""
+        return SwitchKind.OTHER, Confidence.SEEN if self._trial.has_effect else Confidence.INFERRED, ""
 
     def _thinking_kind(self) -> SwitchKind:
         if self._type == "integer":
@@ -408,40 +396,40 @@ class _VariableStudy:
             return SwitchKind.THINKING if values else SwitchKind.EFFORT
         return SwitchKind.EFFORT
 
-    def _words(self) -> bool:
-        """Whether a text that is about thinking is a choice among words, not a text of its own."""
+    def _is_choice(self) -> bool:
+        """Whether the value is one of some words, and not free text."""
         if self._type != "text":
             return True
         values = self._text_values()
         return bool(values) and all(len(str(value).split()) == 1 for value in values)
 
     def _counts_tokens(self) -> bool:
-        numbers = [*self._given.bounds, *self._given.values, *self._given.defaults]
-        large = any(isinstance(n, int) and (n >= _MANY or n == -1) for n in numbers)
-        return large or bool(self._variable.mentions(_ABOUT_LENGTH))
+        numbers = [*self._variable.bounds, *self._variable.values, *self._variable.defaults]
+        large = any(isinstance(n, int) and (n >= _MIN_TOKEN_COUNT or n == -1) for n in numbers)
+        return large or bool(self._trial.mentions(_ABOUT_LENGTH))
 
-    def _is_day(self) -> bool:
+    def _is_date(self) -> bool:
         if self._type not in ("text", "any"):
             return False
-        return any(_form(value) for value in self._given.defaults) or bool(
-            _ABOUT_DAY.search(self._variable.written_after())
+        return any(_date_format(value) for value in self._variable.defaults) or bool(
+            _ABOUT_DATE.search(self._trial.text_before_value())
         )
 
     def _is_about_tools(self) -> bool:
-        changed = set(self._variable.changed)
-        told = self._variable.is_as_tools()
-        return told or bool(changed and changed <= _TOOL_SCENES) or bool(self._variable.mentions(_ABOUT_TOOLS))
+        changed = set(self._trial.changed)
+        only_tools = bool(changed) and changed <= _TOOL_SCENES
+        return self._trial.holds_tools() or only_tools or bool(self._trial.mentions(_ABOUT_TOOLS))
 
-    # -- its facts ---------------------------------------------------------------------------------------------------
+    # -- the values --------------------------------------------------------------------------------------------------
 
-    def _made(self, kind: SwitchKind) -> Switch:
+    def _switch(self, kind: SwitchKind) -> Switch:
         values, on, off = self._values(kind)
         form = ""
         if kind is SwitchKind.DATE:
-            written = next((form for value in self._given.defaults if (form := _form(value))), "")
-            form = written or self._stage.asked_form() or _LONG_FORM
+            written = next((form for value in self._variable.defaults if (form := _date_format(value))), "")
+            form = written or self._stage.date_format() or _LONG_DATE_FORMAT
         return Switch(
-            name=self._variable.name,
+            name=self._trial.name,
             kind=kind,
             type=self._type,
             values=values,
@@ -450,18 +438,18 @@ class _VariableStudy:
             on=on,
             off=off,
             form=form,
-            changes=self._variable.changes(),
+            changes=self._trial.description(),
         )
 
     @cached_property
     def _type(self) -> str:
-        given = self._given
-        known = [*given.values, *given.defaults]
+        variable = self._variable
+        known = [*variable.values, *variable.defaults]
         if any(isinstance(value, str) for value in known):
             return "text"
         if any(isinstance(value, bool) for value in known):
             return "boolean"
-        if VariableUse.NUMBER in given.uses or any(isinstance(value, int) for value in known):
+        if VariableUse.NUMBER in variable.uses or any(isinstance(value, int) for value in known):
             return "integer"
         for use, type_ in (
             (VariableUse.OBJECT, "object"),
@@ -469,43 +457,43 @@ class _VariableStudy:
             (VariableUse.TEXT, "text"),
             (VariableUse.MEMBERS, "any"),
         ):
-            if use in given.uses:
+            if use in variable.uses:
                 return type_
-        return "boolean" if VariableUse.TRUTH in given.uses else "any"
+        return "boolean" if VariableUse.TRUTH in variable.uses else "any"
 
     def _values(self, kind: SwitchKind) -> tuple[tuple[Any, ...], Any, Any]:
-        """The known values, and those that switch on and off."""
+        """The known values, and those that switch thinking on and off."""
         if self._type == "boolean":
             on, off = self._on_and_off(kind, (True, False))
             return (True, False), on, off
         if self._type == "integer":
             return self._numbers(kind)
         values = self._text_values() if self._type == "text" else ()
-        if kind is SwitchKind.EFFORT and not any(value != d for value in values for d in self._given.defaults):
+        if kind is SwitchKind.EFFORT and not any(value != d for value in values for d in self._variable.defaults):
             known = {effort_rank(value) for value in values}
-            values = (*(word for word in CONVENTIONAL if effort_rank(word) not in known), *values)
-            said = f"{self._variable.name} is written as it is given: any word goes, these are usual"
-            self._note(said, list_values(values), Confidence.CONVENTION)
+            values = (*(word for word in CONVENTIONAL_EFFORTS if effort_rank(word) not in known), *values)
+            fact = f"{self._trial.name} is written as it is given: any word goes, these are usual"
+            self._note(fact, list_values(values), Confidence.CONVENTION)
         if kind in (SwitchKind.THINKING, SwitchKind.EFFORT, SwitchKind.KEEPING):
             values = order_efforts(values)
             on, off = self._on_and_off(kind, values)
             return values, on, off
-        return (values if self._given.values else ()), None, None
+        return (values if self._variable.values else ()), None, None
 
     def _numbers(self, kind: SwitchKind) -> tuple[tuple[Any, ...], Any, Any]:
-        exact = [value for value in self._given.values if isinstance(value, int)]
+        exact = [value for value in self._variable.values if isinstance(value, int)]
         values = order_efforts(exact)
         if kind not in (SwitchKind.EFFORT, SwitchKind.BUDGET):
             return values, None, None
-        off = next(iter(self._off_values(tuple(filter(is_number, self._variable.values)))), None)
+        off = next(iter(self._off_values(tuple(filter(is_number, self._trial.values)))), None)
         default = self._default(values)
         on = default if default != off else values[-1] if kind is SwitchKind.EFFORT and values else None
         return values, on, off
 
     def _on_and_off(self, kind: SwitchKind, values: tuple[Any, ...]) -> tuple[Any, Any]:
         if kind is SwitchKind.KEEPING:
-            kept = self._variable.keeping
-            on, off = (next((v for v in values if kept.get(repr(v)) is wanted), None) for wanted in (True, False))
+            kept = self._trial.keeping
+            on, off = (next((v for v in values if kept.get(repr(v)) is keeps), None) for keeps in (True, False))
             return on, off
         if kind not in (SwitchKind.THINKING, SwitchKind.EFFORT):
             return None, None
@@ -517,25 +505,25 @@ class _VariableStudy:
         return default if default in ons else ons[-1 if kind is SwitchKind.EFFORT else 0], offs[0]
 
     def _off_values(self, values: tuple[Any, ...]) -> list[Any]:
-        """Those that shut thinking off: by how the reply opens, else by what the word means."""
-        states = {repr(value): self._variable.state(value) for value in values}
+        """The values that switch thinking off, by how the reply opens, or else by the meaning of the word."""
+        states = {repr(value): self._trial.opening(value) for value in values}
         order = {"open": 2, "free": 1, "closed": 0}
         known = [order[state] for state in states.values() if state]
         if len(set(known)) > 1:
-            least = min(known)
-            return [v for v in values if (state := states[repr(v)]) and order[state] == least]
+            lowest = min(known)
+            return [v for v in values if (state := states[repr(v)]) and order[state] == lowest]
         return [value for value in values if value is False or (isinstance(value, str) and is_effort_off(value))]
 
     def _text_values(self) -> tuple[Any, ...]:
-        found = (v for v in (*self._given.values, *self._given.defaults) if isinstance(v, str) and v)
-        return tuple(value for value in dict.fromkeys(found) if self._variable.takes(value))
+        found = (v for v in (*self._variable.values, *self._variable.defaults) if isinstance(v, str) and v)
+        return tuple(value for value in dict.fromkeys(found) if self._trial.accepts(value))
 
     def _default(self, values: tuple[Any, ...]) -> Any:
-        """A stand-in that the template names, or a value; what it makes must be what leaving it out makes."""
-        for value in (*self._given.defaults, *values):
-            if value is not None and self._variable.is_as_unset(value):
-                others = (other for other in self._variable.values if repr(other) != repr(value))
-                if value in self._given.defaults or not all(map(self._variable.is_as_unset, others)):
+        """The default in the template, or a value, with the same effect as leaving the variable out."""
+        for value in (*self._variable.defaults, *values):
+            if value is not None and self._trial.equals_unset(value):
+                others = (other for other in self._trial.values if repr(other) != repr(value))
+                if value in self._variable.defaults or not all(map(self._trial.equals_unset, others)):
                     return value
         return None
 
@@ -543,15 +531,15 @@ class _VariableStudy:
         if self._type == "boolean":
             return False
         if self._type == "integer":
-            return kind is not SwitchKind.EFFORT or self._variable.takes(NUMBER)
-        if not values or not self._variable.takes(WORD):
+            return kind is not SwitchKind.EFFORT or self._trial.accepts(NUMBER)
+        if not values or not self._trial.accepts(WORD):
             return not values
-        return self._variable.prints(WORD) or not self._given.values
+        return self._trial.prints(WORD) or not self._variable.values
 
 
-def _form(value: Any) -> str:
-    """How a date is written; empty for what is none."""
-    for form in _FORMS if isinstance(value, str) else ():
+def _date_format(value: Any) -> str:
+    """The `strftime` format of a date; empty for other values."""
+    for form in _DATE_FORMATS if isinstance(value, str) else ():
         try:
             datetime.strptime(value, form)
         except ValueError:
@@ -560,5 +548,5 @@ def _form(value: Any) -> str:
     return ""
 
 
-def _kept(keeping: dict[str, bool]) -> str:
+def _describe_keeping(keeping: dict[str, bool]) -> str:
     return ", ".join(f"{value} {'kept' if kept else 'dropped'}" for value, kept in keeping.items())

@@ -1,6 +1,7 @@
-"""What a template asks of its user: the names it reads and does not set itself, and what its syntax tells about each.
+"""Finds the variables of a template in its syntax tree: names that it reads and does not set itself, with the values
+that it compares them with, their defaults and their uses.
 
-A name that is only set for the template's own ends is no input, even where some path reads it unset."""
+A name that the template sets for itself is no variable, even if some path reads it unset."""
 
 from __future__ import annotations
 
@@ -19,49 +20,49 @@ _CASTS = {"default", "d", "lower", "upper", "trim", "string", "int", "float", "s
 
 
 class VariableUse(StrEnum):
-    """What the template does with a value."""
+    """The use of a value in the template."""
 
-    TRUTH = "asked whether it holds"
-    NUMBER = "counted with"
-    TEXT = "joined to text"
-    LIST = "gone through"
-    OBJECT = "taken apart"
-    MEMBERS = "asked for members"
+    TRUTH = "truth"
+    NUMBER = "number"
+    TEXT = "text"
+    LIST = "list"
+    OBJECT = "object"
+    MEMBERS = "members"
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateVariable:
     name: str
     values: tuple[Any, ...] = ()
-    """Constants it is compared with or looked up by, in the template's order."""
+    """Constants that it is compared with, or keys that it is looked up by, in the order of the template."""
     bounds: tuple[int, ...] = ()
-    """Numbers it is measured against."""
+    """Numbers that it is compared with by order."""
     defaults: tuple[Any, ...] = ()
-    """Constants that stand in for it."""
+    """Constants that replace it if it is not set."""
     uses: frozenset[VariableUse] = frozenset()
 
 
 def template_variables(tree: nodes.Template, standard: Iterable[str]) -> tuple[TemplateVariable, ...]:
-    """In alphabetical order. `standard` are the names that everybody gives. Raises OutOfFuel for what no honest
-    template asks for."""
-    if sum(1 for _ in _all(tree)) > MAX_NODES:
+    """The variables in alphabetical order. `standard` are the names that every template gets. Raises OutOfFuel for a
+    template that is too large or has too many variables."""
+    if sum(1 for _ in _all_nodes(tree)) > MAX_NODES:
         raise OutOfFuel(f"it has more than {MAX_NODES} pieces")
-    free = sorted(set(_Flow().reads(tree)) - set(standard) - GLOBALS)
-    own = _own(tree)
-    names = [name for name in free if name not in own]
+    free = sorted(set(_ReadNames().find(tree)) - set(standard) - GLOBALS)
+    local = _local_names(tree)
+    names = [name for name in free if name not in local]
     if len(names) > MAX_INPUTS:
         raise OutOfFuel(f"it asks for more than {MAX_INPUTS} variables")
-    return tuple(_Clues(tree, name).input() for name in names)
+    return tuple(_VariableUses(tree, name).collect() for name in names)
 
 
-class _Flow:
+class _ReadNames:
     """Finds names that may be read before the template has set them."""
 
     def __init__(self) -> None:
         self._reads: dict[str, None] = {}
         self._macros: list[nodes.Macro] = []
 
-    def reads(self, tree: nodes.Template) -> list[str]:
+    def find(self, tree: nodes.Template) -> list[str]:
         self._block(tree.body, frozenset())
         bound = frozenset(_targets(tree.body)) | {macro.name for macro in self._macros}
         for macro in self._macros:
@@ -122,18 +123,18 @@ class _Flow:
 
 
 def _names(node: nodes.Node) -> Iterator[str]:
-    for found in _all(node):
+    for found in _all_nodes(node):
         if isinstance(found, nodes.Name):
             yield found.name
 
 
-def _all(node: nodes.Node) -> Iterator[nodes.Node]:
+def _all_nodes(node: nodes.Node) -> Iterator[nodes.Node]:
     yield node
     yield from node.find_all(nodes.Node)
 
 
 def _targets(body: Iterable[nodes.Node]) -> Iterator[str]:
-    """Names set at the top of a template, on whatever path."""
+    """Names that are set at the top level of a template, on any path."""
     for node in body:
         if isinstance(node, nodes.Assign | nodes.AssignBlock):
             yield from _names(node.target)
@@ -141,31 +142,31 @@ def _targets(body: Iterable[nodes.Node]) -> Iterator[str]:
             yield from _targets([*node.body, *node.elif_, *node.else_])
 
 
-def _own(tree: nodes.Template) -> set[str]:
-    """Names that the template sets, and never because of what they were before: its own."""
-    own: set[str] = set()
-    given: set[str] = set()
-    for name, because in _assignments(tree, frozenset()):
-        (given if name in because else own).add(name)
-    return own - given
+def _local_names(tree: nodes.Template) -> set[str]:
+    """Names that the template sets independently of their value before."""
+    local: set[str] = set()
+    inputs: set[str] = set()
+    for name, dependencies in _assignments(tree, frozenset()):
+        (inputs if name in dependencies else local).add(name)
+    return local - inputs
 
 
 def _assignments(node: nodes.Node, guards: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:
-    """Every name that is set, with the names of unknown value that decide it."""
+    """Every name that is set, with the names that its value depends on."""
     if isinstance(node, nodes.If):
         guards |= set(_names(node.test))
     before: set[str] = set()
     for child in node.iter_child_nodes():
         if isinstance(child, nodes.Assign):
-            because = (guards | set(_names(child.node))) - before
-            yield from ((name, because) for name in _names(child.target))
+            dependencies = (guards | set(_names(child.node))) - before
+            yield from ((name, dependencies) for name in _names(child.target))
             before |= set(_names(child.target))
         yield from _assignments(child, guards)
 
 
 @dataclass
-class _Clues:
-    """Gathers what is done with one name, and with every name that carries its value."""
+class _VariableUses:
+    """Collects the uses of one variable, and of every name that carries its value."""
 
     tree: nodes.Template
     name: str
@@ -174,14 +175,14 @@ class _Clues:
     defaults: list[Any] = field(default_factory=list)
     uses: set[VariableUse] = field(default_factory=set)
 
-    def input(self) -> TemplateVariable:
+    def collect(self) -> TemplateVariable:
         self._constants = dict(_constants(self.tree))
         self._carriers = {self.name}
         for _ in range(3):
             self._find_carriers()
-        for node in _all(self.tree):
-            self._look(node)
-        self._guarded_defaults(self.tree, False)
+        for node in _all_nodes(self.tree):
+            self._visit(node)
+        self._find_guarded_defaults(self.tree, False)
         values, defaults = (_unique(values) for values in (self.values, self.defaults))
         return TemplateVariable(self.name, values, _unique(self.bounds), defaults, frozenset(self.uses))
 
@@ -201,7 +202,7 @@ class _Clues:
             self._carriers |= {pair.key for pair in call.kwargs if pair.key in named and self._carries(pair.value)}
 
     def _carries(self, node: nodes.Node | None) -> bool:
-        """Whether an expression is the value itself, maybe cast or with something in its stead."""
+        """Whether an expression is the value itself, possibly cast or with a default."""
         match node:
             case nodes.Name() | nodes.NSRef():
                 return _path(node) in self._carriers
@@ -217,30 +218,30 @@ class _Clues:
                 return self._carries(node.left) or self._carries(node.right)
         return False
 
-    def _look(self, node: nodes.Node) -> None:
+    def _visit(self, node: nodes.Node) -> None:
         match node:
             case nodes.Compare():
-                self._compared(node)
+                self._visit_compare(node)
             case nodes.Test():
-                self._tested(node)
+                self._visit_test(node)
             case nodes.Filter():
-                self._filtered(node)
+                self._visit_filter(node)
             case nodes.Or() if self._carries(node.left):
                 self.defaults += self._constant(node.right)
             case nodes.CondExpr():
-                self._chosen(node)
-            case nodes.If() if self._holds(node.test):
+                self._visit_conditional(node)
+            case nodes.If() if self._tests_truth(node.test):
                 self.uses.add(VariableUse.TRUTH)
             case nodes.For() if self._carries(node.iter):
                 self.uses.add(VariableUse.LIST)
             case nodes.Add() | nodes.Sub() | nodes.Mul():
-                self._reckoned(node)
+                self._visit_arithmetic(node)
             case nodes.Concat() if any(map(self._carries, node.nodes)):
                 self.uses.add(VariableUse.TEXT)
             case nodes.Output() if any(map(self._carries, node.nodes)):
                 self.uses.add(VariableUse.TEXT)
             case nodes.Getitem():
-                self._indexed(node)
+                self._visit_index(node)
             case nodes.Getattr() if _path(node) not in self._carriers and self._carries(node.node):
                 self.uses.add(
                     VariableUse.TEXT
@@ -250,15 +251,15 @@ class _Clues:
                     else VariableUse.OBJECT
                 )
             case nodes.Call(node=nodes.Getattr(attr="get") as method) if node.args and self._carries(node.args[0]):
-                self._looked_up(method.node)
+                self._add_lookup(method.node)
 
-    def _compared(self, node: nodes.Compare) -> None:
+    def _visit_compare(self, node: nodes.Compare) -> None:
         left: nodes.Expr = node.expr
         for operand in node.ops:
             right = operand.expr
             if operand.op in ("in", "notin"):
                 if self._carries(left):
-                    self._looked_up(right)
+                    self._add_lookup(right)
                 elif self._carries(right):
                     self.uses.add(VariableUse.MEMBERS)
             elif operand.op in ("eq", "ne"):
@@ -270,15 +271,15 @@ class _Clues:
                 self.bounds += [value for value in self._constant(other) if isinstance(value, int)]
             left = right
 
-    def _tested(self, node: nodes.Test) -> None:
+    def _visit_test(self, node: nodes.Test) -> None:
         if not self._carries(node.node):
             return
-        told = {"true": [True], "false": [False]}.get(node.name)
+        values = {"true": [True], "false": [False]}.get(node.name)
         if node.name in ("equalto", "eq", "==", "sameas", "ne", "!="):
-            told = self._constant(node.args[0])
+            values = self._constant(node.args[0])
         elif node.name == "in":
-            self._looked_up(node.args[0])
-        self.values += told or []
+            self._add_lookup(node.args[0])
+        self.values += values or []
         kinds = {
             "string": VariableUse.TEXT,
             "number": VariableUse.NUMBER,
@@ -291,7 +292,7 @@ class _Clues:
         if node.name in kinds:
             self.uses.add(kinds[node.name])
 
-    def _filtered(self, node: nodes.Filter) -> None:
+    def _visit_filter(self, node: nodes.Filter) -> None:
         if not self._carries(node.node):
             return
         if node.name in ("default", "d"):
@@ -314,28 +315,28 @@ class _Clues:
         if node.name in kinds:
             self.uses.add(kinds[node.name])
 
-    def _chosen(self, node: nodes.CondExpr) -> None:
-        if self._holds(node.test):
+    def _visit_conditional(self, node: nodes.CondExpr) -> None:
+        if self._tests_truth(node.test):
             self.uses.add(VariableUse.TRUTH)
         if self.name in _names(node.test):
             for one, other in ((node.expr1, node.expr2), (node.expr2, node.expr1)):
                 self.defaults += self._constant(other) if self._carries(one) else []
 
-    def _reckoned(self, node: nodes.BinExpr) -> None:
+    def _visit_arithmetic(self, node: nodes.BinExpr) -> None:
         for one, other in ((node.left, node.right), (node.right, node.left)):
             if self._carries(one):
                 number = any(isinstance(value, int) for value in self._constant(other))
                 self.uses.add(VariableUse.TEXT if isinstance(node, nodes.Add) and not number else VariableUse.NUMBER)
 
-    def _indexed(self, node: nodes.Getitem) -> None:
+    def _visit_index(self, node: nodes.Getitem) -> None:
         if self._carries(node.arg):
-            self._looked_up(node.node, node)
+            self._add_lookup(node.node, node)
         elif self._carries(node.node):
             key = self._constant(node.arg)
             self.uses.add(VariableUse.OBJECT if any(isinstance(value, str) for value in key) else VariableUse.LIST)
 
-    def _looked_up(self, table: nodes.Node, item: nodes.Getitem | None = None) -> None:
-        """The value is looked for in a constant: its keys, its members, or its places."""
+    def _add_lookup(self, table: nodes.Node, item: nodes.Getitem | None = None) -> None:
+        """The value is looked up in a constant: it is a key, a member or an index."""
         for constant in self._constant(table):
             if isinstance(constant, dict) or (isinstance(constant, list | tuple) and item is None):
                 self.values += list(constant)
@@ -343,26 +344,26 @@ class _Clues:
                 self.values += list(range(len(constant)))
                 self.uses.add(VariableUse.NUMBER)
 
-    def _holds(self, test: nodes.Node) -> bool:
-        """Whether a condition asks if the value is true."""
+    def _tests_truth(self, test: nodes.Node) -> bool:
+        """Whether a condition tests the truth of the value."""
         match test:
             case nodes.Not():
-                return self._holds(test.node)
+                return self._tests_truth(test.node)
             case nodes.And() | nodes.Or():
-                return self._holds(test.left) or self._holds(test.right)
+                return self._tests_truth(test.left) or self._tests_truth(test.right)
         return self._carries(test)
 
-    def _guarded_defaults(self, node: nodes.Node, guarded: bool) -> None:
-        """What is set where a condition asks about the name."""
+    def _find_guarded_defaults(self, node: nodes.Node, guarded: bool) -> None:
+        """Constants that are assigned under a condition on the variable."""
         if isinstance(node, nodes.If):
             guarded = guarded or self.name in _names(node.test)
         if isinstance(node, nodes.Assign) and guarded and _path(node.target) in self._carriers:
             self.defaults += self._constant(node.node)
         for child in node.iter_child_nodes():
-            self._guarded_defaults(child, guarded)
+            self._find_guarded_defaults(child, guarded)
 
     def _constant(self, node: nodes.Node | None) -> list[Any]:
-        """The constant that an expression is, as a list of at most one."""
+        """The constant value of an expression, as a list of at most one item."""
         if isinstance(node, nodes.Name) and node.name in self._constants:
             return [self._constants[node.name]]
         try:
@@ -392,6 +393,6 @@ def _path(node: nodes.Node) -> str:
 
 
 def _unique(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Without repetitions; true and 1 are two values."""
+    """The values without duplicates; true and 1 are different."""
     found = {repr(value): value for value in values if isinstance(value, str | int) or value is None}
     return tuple(found.values())[:MAX_VALUES]

@@ -1,5 +1,5 @@
-"""How models write tool calls: one module a syntax, each with the same names.
+"""Syntaxes of tool calls: one module per syntax, each with the same names.
 
-`learn(samples)` finds the syntax in what a template wrote, `add_states` adds its part of the automaton,
-`Calls` turns what is said there into events, `write` gives calls back as the model would have written them, and
-`grammar` is what calls of some tools must look like."""
+`learn(samples)` finds the syntax in the calls that a template rendered, `add_states` adds its states to the state
+machine of a reply, `Calls` turns the text of these states into events, `write` writes calls as the model does, and
+`grammar` is the grammar of calls to some tools."""

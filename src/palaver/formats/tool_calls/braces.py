@@ -1,4 +1,4 @@
-"""Calls with bare keys in braces and texts between quotation marks of the model's own.
+"""Calls with bare keys in braces and strings between special quotation marks.
 
 <|tool_call>call:f{a:<|"|>x<|"|>,b:1}<tool_call|>"""
 
@@ -17,12 +17,12 @@ from palaver.formats.tool_calls.frame import CallFrame, learn_frame
 from palaver.formats.tool_calls.lark import LarkBuilder, join_expressions, one_of
 from palaver.formats.tool_calls.samples import NAME, NUMBER_KEY, NUMBER_VALUE, TEXT_KEY, TEXT_VALUE, CallSamples
 from palaver.formats.tool_calls.schemas import (
+    additional_keys,
     arguments_schema,
     check_argument_name,
     check_schema,
     check_tool_name,
     object_members,
-    other_keys,
     resolve_pointer,
     text_patterns,
     unsupported_schema,
@@ -47,15 +47,15 @@ def learn(samples: CallSamples) -> Syntax | None:
     return Syntax(learn_frame(samples, found.start(), found.end()), found["quote"])
 
 
-def add_states(builder: StateMachineBuilder, syntax: Syntax, froms: tuple[int, ...], back: int) -> None:
-    glue = builder.state(Phase.TOOL_CALL, GLUE)
-    name = builder.state(Phase.TOOL_CALL, NAME_SLOT)
-    braces = builder.state(Phase.TOOL_CALL, BRACES_SLOT)
-    text = builder.state(Phase.TOOL_CALL, TEXT_SLOT)
-    syntax.frame.add_openings(builder, froms, glue, name)
-    builder.on_text(name, "{", braces, keep=True)
-    builder.on(braces, syntax.quote, text)
-    builder.on(text, syntax.quote, braces)
+def add_states(builder: StateMachineBuilder, syntax: Syntax, origins: tuple[int, ...], back: int) -> None:
+    glue = builder.add_state(Phase.TOOL_CALL, GLUE)
+    name = builder.add_state(Phase.TOOL_CALL, NAME_SLOT)
+    braces = builder.add_state(Phase.TOOL_CALL, BRACES_SLOT)
+    text = builder.add_state(Phase.TOOL_CALL, TEXT_SLOT)
+    syntax.frame.add_openings(builder, origins, glue, name)
+    builder.add_text_marker(name, "{", braces, keep=True)
+    builder.add_marker(braces, syntax.quote, text)
+    builder.add_marker(text, syntax.quote, braces)
     syntax.frame.add_closings(builder, braces, glue, name, back)
 
 
@@ -72,7 +72,7 @@ def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> st
 
 
 def _braces(text: str, quote: str) -> str:
-    """The JSON text with its own notation: bare keys, texts between the model's quotation marks."""
+    """JSON arguments in this notation: bare keys, strings between the model's quotation marks."""
     out = re.sub(r'"(\w+)":\s*', r"\1:", text)
     out = re.sub(r'"((?:[^"\\]|\\.)*)("|\Z)', lambda m: _quoted(m[1], quote, bool(m[2])), out)
     return re.sub(r",\s+", ",", out)
@@ -93,20 +93,19 @@ _KINDS = ("null", "boolean", "number", "string", "array", "object")
 
 
 def grammar(syntax: Syntax, tools: Sequence[Tool], lark: LarkBuilder) -> str:
-    held = (_Held(syntax, tool, lark) for tool in tools)
-    return syntax.frame.around(lark, [one.call() for one in held])
+    return syntax.frame.grammar(lark, [_ToolGrammar(syntax, tool, lark).call() for tool in tools])
 
 
-class _Held:
-    """The grammar of one tool's calls: its schema in this notation."""
+class _ToolGrammar:
+    """The grammar of calls to one tool: its schema in this notation."""
 
     def __init__(self, syntax: Syntax, tool: Tool, lark: LarkBuilder) -> None:
         self._quote = syntax.quote
         self._tool = tool
         self._lark = lark
         self._root = arguments_schema(tool)
-        self._known: dict[str, str] = {}
-        """Rules by what refers to them."""
+        self._rules: dict[str, str] = {}
+        """The names of rules by the `$ref` that they stand for."""
 
     def call(self) -> str:
         return self._lark.rule(
@@ -115,36 +114,35 @@ class _Held:
 
     def _value(self, schema: Any) -> str:
         if schema is True or schema == {}:
-            return self._referred("", {"type": list(_KINDS)})
+            return self._reference("", {"type": list(_KINDS)})
         if not isinstance(schema, Mapping):
             raise unsupported_schema(self._tool, "there is a value that can't be")
         if "$ref" in schema:
-            return self._referred(schema["$ref"], None)
-        ways = schema.get("anyOf", schema.get("oneOf"))
-        if ways is not None:
+            return self._reference(schema["$ref"], None)
+        options = schema.get("anyOf", schema.get("oneOf"))
+        if options is not None:
             check_schema(self._tool, schema, frozenset(("anyOf", "oneOf")))
-            return one_of([self._value(way) for way in ways])
+            return one_of([self._value(option) for option in options])
         if "enum" in schema or "const" in schema:
             return one_of([self._constant(value) for value in schema.get("enum", [schema.get("const")])])
-        kinds = schema["type"] if "type" in schema else self._guessed(schema)
-        return one_of([self._of(kind, schema) for kind in ([kinds] if isinstance(kinds, str) else kinds)])
+        kinds = schema["type"] if "type" in schema else self._infer_type(schema)
+        return one_of([self._typed_value(kind, schema) for kind in ([kinds] if isinstance(kinds, str) else kinds)])
 
-    def _referred(self, place: str, schema: Any) -> str:
-        """A rule of its own for what may hold itself."""
-        if place not in self._known:
-            self._known[place] = name = self._lark.pending()
-            self._lark.fill(
-                name, self._value(resolve_pointer(self._tool, self._root, place) if schema is None else schema)
-            )
-        return self._known[place]
+    def _reference(self, pointer: str, schema: Any) -> str:
+        """A separate rule for a value that may be recursive."""
+        if pointer not in self._rules:
+            self._rules[pointer] = name = self._lark.declare_rule()
+            target = resolve_pointer(self._tool, self._root, pointer) if schema is None else schema
+            self._lark.define_rule(name, self._value(target))
+        return self._rules[pointer]
 
-    def _guessed(self, schema: Mapping[str, Any]) -> str:
+    def _infer_type(self, schema: Mapping[str, Any]) -> str:
         for keyword, kind in (("properties", "object"), ("items", "array"), ("pattern", "string")):
             if keyword in schema:
                 return kind
         raise unsupported_schema(self._tool, f"the type of a value is missing beside {', '.join(schema)}")
 
-    def _of(self, kind: str, schema: Mapping[str, Any]) -> str:
+    def _typed_value(self, kind: str, schema: Mapping[str, Any]) -> str:
         match kind:
             case "string":
                 stated = {key: value for key, value in schema.items() if schema.get("type") == kind or key != "type"}
@@ -176,62 +174,64 @@ class _Held:
         lark = self._lark
         if schema.get("type") == "array":
             check_schema(self._tool, schema, _ARRAYS)
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        min_items, max_items = schema.get("minItems", 0), schema.get("maxItems")
         item = lark.rule(self._value(schema.get("items", {})))
-        further = "" if most is None else max(most - 1, 0)
-        more = f"({join_expressions(lark.literal(','), item)}){{{max(least - 1, 0)},{further}}}"
-        items = "" if most == 0 else join_expressions(item, more)
-        inside = items if least or not items else f"({items})?"
+        max_more = "" if max_items is None else max(max_items - 1, 0)
+        more = f"({join_expressions(lark.literal(','), item)}){{{max(min_items - 1, 0)},{max_more}}}"
+        items = "" if max_items == 0 else join_expressions(item, more)
+        inside = items if min_items or not items else f"({items})?"
         return join_expressions(lark.literal("["), inside, lark.literal("]"))
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         lark = self._lark
-        found = object_members(self._tool, schema if schema.get("type") == "object" else {"type": "object"}, self._root)
+        members = object_members(
+            self._tool, schema if schema.get("type") == "object" else {"type": "object"}, self._root
+        )
         items = []
-        for one in found.listed:
-            key = lark.literal(f"{check_argument_name(self._tool, one.key, _KEY)}:")
-            items.append((join_expressions(key, self._value(one.schema)), one.required))
+        for argument in members.properties:
+            key = lark.literal(f"{check_argument_name(self._tool, argument.key, _KEY)}:")
+            items.append((join_expressions(key, self._value(argument.schema)), argument.required))
         more = ""
-        if found.others is not False:
-            more = join_expressions(other_keys(lark, found), lark.literal(":"), self._value(found.others))
-        return join_expressions(lark.literal("{"), lark.series(items, ",", more), lark.literal("}"))
+        if members.additional is not False:
+            more = join_expressions(additional_keys(lark, members), lark.literal(":"), self._value(members.additional))
+        return join_expressions(lark.literal("{"), lark.sequence(items, ",", more), lark.literal("}"))
 
 
 class Calls:
-    def __init__(self, syntax: Syntax, opened: CallRegistry) -> None:
-        self._opened = opened
+    def __init__(self, syntax: Syntax, registry: CallRegistry) -> None:
+        self._registry = registry
         self._frame = syntax.frame
         self._name = ""
         self._word = ""
         self._last = ""
         self._depth = 0
-        self._began = False
+        self._started = False
 
     def enter(self, slot: str) -> list[ReadEvent]:
         previous, self._last = self._last, slot
         if slot == NAME_SLOT:
             events = self.leave()
-            self._name, self._began, self._depth = "", False, 0
+            self._name, self._started, self._depth = "", False, 0
             return events
-        if slot == BRACES_SLOT and not self._began:
-            self._began = True
-            return [self._opened.open(self._frame.without_prefix(self._name.strip()).removeprefix("call:"))]
+        if slot == BRACES_SLOT and not self._started:
+            self._started = True
+            return [self._registry.open(self._frame.without_prefix(self._name.strip()).removeprefix("call:"))]
         if slot == TEXT_SLOT or (slot == BRACES_SLOT and previous == TEXT_SLOT):
-            return [*self._flush(), *self._opened.arguments('"')]
+            return [*self._flush(), *self._registry.arguments('"')]
         return []
 
-    def cut(self) -> list[ReadEvent]:
+    def truncate(self) -> list[ReadEvent]:
         return self.leave()
 
-    def say(self, slot: str, text: str) -> list[ReadEvent]:
+    def feed(self, slot: str, text: str) -> list[ReadEvent]:
         if slot == NAME_SLOT:
             self._name += text
             return []
         if slot == TEXT_SLOT:
-            return self._opened.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+            return self._registry.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
         if slot == BRACES_SLOT:
-            return self._opened.arguments("".join(map(self._step, text)))
-        self._opened.ignore(text)
+            return self._registry.arguments("".join(map(self._convert, text)))
+        self._registry.ignore(text)
         return []
 
     def leave(self) -> list[ReadEvent]:
@@ -239,13 +239,13 @@ class Calls:
         return self._flush()
 
     def _ignore_unopened(self) -> None:
-        if not self._began:
-            self._opened.ignore(f" {self._name} ")
+        if not self._started:
+            self._registry.ignore(f" {self._name} ")
 
-    def _step(self, character: str) -> str:
-        """Words are keys where a colon follows, else values."""
-        if self._began and not self._depth and character != "{":
-            self._opened.ignore(character)
+    def _convert(self, character: str) -> str:
+        """A word before a colon is a key, any other word a value."""
+        if self._started and not self._depth and character != "{":
+            self._registry.ignore(character)
             return ""
         if character not in "{}[],:":
             self._word += character
@@ -259,4 +259,4 @@ class Calls:
 
     def _flush(self) -> list[ReadEvent]:
         word, self._word = self._word.strip(), ""
-        return self._opened.arguments(word)
+        return self._registry.arguments(word)

@@ -1,4 +1,4 @@
-"""The tool calls of one reply as they open: numbers, ids, and the pieces of their arguments."""
+"""Reading tool calls: the calls of one reply, the interface of a syntax's reader, and incremental JSON scanners."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from palaver.messages import Tool
 
 
 class CallRegistry:
-    """Hands out numbers and ids. Ids are a function of the prompt and the number, nine letters and digits."""
+    """The calls of one reply. Assigns indexes and ids; an id is a hash of the prompt and the index, 9 hex digits."""
 
     def __init__(self, context_ids: Sequence[int], tools: Sequence[Tool]) -> None:
         self._context = context_ids
@@ -31,21 +31,21 @@ class CallRegistry:
         return [ToolCallDelta(self.count - 1, text)] if text else []
 
     def ignore(self, text: str) -> None:
-        """Remembers what stands among the calls and is no part of one: nothing that was said is discarded."""
+        """Records text between calls that is no part of one. The reader reports it in a notice."""
         self._ignored.append(text)
 
-    def take_ignored(self) -> str:
+    def pop_ignored(self) -> str:
         text, self._ignored = visible_text("".join(self._ignored)), []
         return text if any(map(str.isalnum, text)) else ""
 
     def schema(self, name: str, key: str) -> Mapping[str, Any]:
-        """What the offered tool says of an argument; nothing where it is not known."""
+        """The schema of a tool's argument; empty if it is unknown."""
         tool = next((tool for tool in self.tools if tool.name == name), None)
         found = (tool.parameters.get("properties") or {}).get(key) if tool else None
         return found if isinstance(found, Mapping) else {}
 
     def parameter(self, name: str, place: int) -> str:
-        """The name of the tool's parameter at this place."""
+        """The name of the tool's parameter at this position."""
         tool = next((tool for tool in self.tools if tool.name == name), None)
         names = list(tool.parameters.get("properties") or {}) if tool else []
         return names[place] if place < len(names) else f"argument_{place + 1}"
@@ -56,43 +56,43 @@ class CallRegistry:
 
 
 class CallReader(Protocol):
-    """Reads what is said in the slots of one syntax."""
+    """Reads the text in the slots of one syntax."""
 
     def enter(self, slot: str) -> list[ReadEvent]:
-        """The reply is in a state with this slot now."""
+        """The reply entered a state with this slot."""
         ...
 
-    def say(self, slot: str, text: str) -> list[ReadEvent]: ...
+    def feed(self, slot: str, text: str) -> list[ReadEvent]: ...
 
     def leave(self) -> list[ReadEvent]:
-        """The calls end here; what is no part of them has been ignored."""
+        """The calls end here. Text that is no part of them is passed to `CallRegistry.ignore`."""
         ...
 
-    def cut(self) -> list[ReadEvent]:
-        """The reply stops here, in the midst of a call; what could not be told has been ignored."""
+    def truncate(self) -> list[ReadEvent]:
+        """The reply stops inside a call. Text that is no event yet is passed to `CallRegistry.ignore`."""
         ...
 
 
 class JsonScanner:
-    """Follows one JSON object, list or text character by character; anything else never becomes whole."""
+    """Scans one JSON object, list or string character by character. Other values never become complete."""
 
     def __init__(self) -> None:
         self.depth = 0
-        self.begun = False
-        self.whole = False
+        self.started = False
+        self.complete = False
         self._in_string = False
         self._escaped = False
 
-    def take(self, text: str) -> int:
-        """How many characters belong to the value; those after it are not looked at."""
+    def feed(self, text: str) -> int:
+        """The number of characters that belong to the value; scanning stops at its end."""
         for at, character in enumerate(text):
-            if self.whole:
+            if self.complete:
                 return at
             self.step(character)
         return len(text)
 
     def step(self, character: str) -> None:
-        self.begun = self.begun or not character.isspace()
+        self.started = self.started or not character.isspace()
         if self._in_string:
             self._in_string = self._escaped or character != '"'
             self._escaped = character == "\\" and not self._escaped
@@ -105,12 +105,12 @@ class JsonScanner:
             self.depth -= 1
         else:
             return
-        self.whole = self.depth == 0 and not self._in_string
+        self.complete = self.depth == 0 and not self._in_string
 
 
 @dataclass(frozen=True, slots=True)
 class ValueDelta:
-    """More of the value of a key, as it is written."""
+    """More text of the value of a key."""
 
     key: str
     text: str
@@ -127,18 +127,18 @@ class ObjectEnd:
     pass
 
 
-Found = ValueDelta | CompleteValue | ObjectEnd
+ObjectEvent = ValueDelta | CompleteValue | ObjectEnd
 
 
 class ObjectReader:
-    """Walks over JSON objects that stand one after another, in a list or not, key by key."""
+    """Reads JSON objects key by key. They may follow each other with or without a list around them."""
 
     def __init__(self) -> None:
         self._step = self._outside
         self._text: list[str] = []
         self._key = ""
         self._value = JsonScanner()
-        self._found: list[Found] = []
+        self._events: list[ObjectEvent] = []
         self._piece: list[str] = []
         self._ignored: list[str] = []
 
@@ -147,33 +147,33 @@ class ObjectReader:
         return self._key
 
     @property
-    def waits(self) -> bool:
-        """Whether a key was read whose value has not begun."""
+    def awaits_value(self) -> bool:
+        """Whether a key was read whose value has not started."""
         return self._step == self._before_value
 
     @property
     def ignored(self) -> str:
-        """What stands where JSON has no place for it."""
+        """Text that is not valid JSON at its position."""
         return "".join(self._ignored)
 
     @property
     def unfinished(self) -> str:
-        """The value that has begun and not ended."""
+        """The text of an incomplete value."""
         return "".join(self._text) if self._step == self._in_value else ""
 
     @property
-    def hanging(self) -> str:
-        """All that has begun and not ended: a key, or a key and its value."""
+    def incomplete(self) -> str:
+        """An incomplete key, or a key with its incomplete value."""
         if self._step == self._in_key:
             return "".join(self._text)
-        return f"{self._key}: {self.unfinished}" if self.waits or self._step == self._in_value else ""
+        return f"{self._key}: {self.unfinished}" if self.awaits_value or self._step == self._in_value else ""
 
-    def feed(self, text: str) -> list[Found]:
+    def feed(self, text: str) -> list[ObjectEvent]:
         for character in text:
             self._step(character)
         self._flush_piece()
-        found, self._found = self._found, []
-        return found
+        events, self._events = self._events, []
+        return events
 
     def _outside(self, character: str) -> None:
         if character == "{":
@@ -194,7 +194,7 @@ class ObjectReader:
     def _in_key(self, character: str) -> None:
         self._text.append(character)
         self._value.step(character)
-        if self._value.whole:
+        if self._value.complete:
             self._key = decode_string("".join(self._text))
             self._step = self._before_value
 
@@ -214,7 +214,7 @@ class ObjectReader:
         self._text.append(character)
         self._piece.append(character)
         self._value.step(character)
-        if self._value.whole and not bare:
+        if self._value.complete and not bare:
             self._end_value()
 
     def _after_value(self, character: str) -> None:
@@ -227,16 +227,16 @@ class ObjectReader:
 
     def _end_value(self) -> None:
         self._flush_piece()
-        self._found.append(CompleteValue(self._key, "".join(self._text).strip()))
+        self._events.append(CompleteValue(self._key, "".join(self._text).strip()))
         self._step = self._after_value
 
     def _end_object(self) -> None:
-        self._found.append(ObjectEnd())
+        self._events.append(ObjectEnd())
         self._step = self._outside
 
     def _flush_piece(self) -> None:
         if self._piece:
-            self._found.append(ValueDelta(self._key, "".join(self._piece)))
+            self._events.append(ValueDelta(self._key, "".join(self._piece)))
             self._piece = []
 
 

@@ -1,4 +1,4 @@
-"""The frame around calls that stand one after another: a section, and what opens and closes each call."""
+"""The frame of a list of calls: the section around them, and the markers around each call."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from palaver.messages import ToolCall
 class CallFrame:
     section_open: str
     call_open: str
-    """Up to the name."""
+    """The text up to the name."""
     call_close: str
-    """From behind the arguments."""
+    """The text after the arguments."""
     separator: str
     """Between two calls."""
     section_close: str
     counted: bool = False
-    """Whether the name is written with a number, which together are the call's id."""
+    """Whether the name is followed by a number; together they are the id of the call."""
 
     @property
     def opening(self) -> str:
@@ -35,80 +35,80 @@ class CallFrame:
     def name(self, call: ToolCall, place: int) -> str:
         if not self.counted:
             return call.name
-        known = call.id.removeprefix(self.prefix)
-        return known if known.endswith(f":{place}") else f"{call.name}:{place}"
+        counted_id = call.id.removeprefix(self.prefix)
+        return counted_id if counted_id.endswith(f":{place}") else f"{call.name}:{place}"
 
     @property
     def prefix(self) -> str:
-        """The word that stands right before the name, as in `functions.f`."""
+        """The word directly before the name, as in `functions.f`."""
         match = re.search(r"[\w.]+\Z", self.call_open)
         return match[0] if match else ""
 
     def without_prefix(self, written: str) -> str:
         return written.removeprefix(self.prefix) if self.prefix else written
 
-    def around(self, lark: LarkBuilder, calls: list[str]) -> str:
-        """The grammar of calls one after another, given that of each from its name to its arguments' end."""
+    def grammar(self, lark: LarkBuilder, calls: list[str]) -> str:
+        """The grammar of a list of calls. `calls` are expressions from a tool's name to the end of its arguments."""
         opening = lark.literal(self.call_open)
         one = lark.rule(join_expressions(opening, one_of(calls), lark.literal(self.call_close)))
-        parting = lark.literal(self.separator)
-        more = f"({join_expressions(parting, one)})*" if parting or opening else ""
+        separator = lark.literal(self.separator)
+        more = f"({join_expressions(separator, one)})*" if separator or opening else ""
         return join_expressions(lark.literal(self.section_open), one, more, lark.literal(self.section_close))
 
-    def add_openings(self, builder: StateMachineBuilder, froms: tuple[int, ...], glue: int, name: int) -> None:
-        """From text to a call: through the section, or straight where the model leaves it out."""
+    def add_openings(self, builder: StateMachineBuilder, origins: tuple[int, ...], glue: int, name: int) -> None:
+        """Transitions from text to a call: through the section, or directly if the model leaves it out."""
         opener = self.call_open.removesuffix(self.prefix) if self._tagged else self.call_open
         if not opener.strip():
-            self._add_bare_openings(builder, froms, name)
+            self._add_bare_openings(builder, origins, name)
             return
-        for origin in froms:
+        for origin in origins:
             if self.section_open.strip():
-                builder.on(origin, self.section_open, glue, fallback=origin)
+                builder.add_marker(origin, self.section_open, glue, fallback=origin)
             for marker in _endings(opener):
-                builder.on(origin, marker, name, fallback=origin)
+                builder.add_marker(origin, marker, name, fallback=origin)
         for marker in _endings(opener):
-            builder.on(glue, marker, name)
+            builder.add_marker(glue, marker, name)
 
-    def _add_bare_openings(self, builder: StateMachineBuilder, froms: tuple[int, ...], name: int) -> None:
-        """Where the prompt has opened the first call already, a reply begins with the name."""
+    def _add_bare_openings(self, builder: StateMachineBuilder, origins: tuple[int, ...], name: int) -> None:
+        """If the prompt opens the first call, a reply starts with the name."""
         if not self.section_open.strip():
-            builder.leads(froms[0], name)
-        for origin in froms:
-            builder.on(origin, self.section_open.strip() or self.separator, name)
+            builder.set_default(origins[0], name)
+        for origin in origins:
+            builder.add_marker(origin, self.section_open.strip() or self.separator, name)
 
     def add_closings(self, builder: StateMachineBuilder, last: int, glue: int, name: int, back: int) -> None:
-        """From the end of a call to the next one, or out of the calls."""
+        """Transitions from the end of a call to the next one, or out of the calls."""
         opener = self.call_open.removesuffix(self.prefix) if self._tagged else self.call_open
         has_section = bool(self.section_close.strip())
         if self.call_close.strip():
-            builder.on(last, self.call_close, glue if has_section else back)
+            builder.add_marker(last, self.call_close, glue if has_section else back)
         if has_section:
-            builder.on(last, self.section_close, back)
-            builder.on(glue, self.section_close, back)
+            builder.add_marker(last, self.section_close, back)
+            builder.add_marker(glue, self.section_close, back)
         if opener.strip() or self.separator.strip():
-            builder.on(last, opener.strip() or self.separator, name)
+            builder.add_marker(last, opener.strip() or self.separator, name)
 
     @property
     def _tagged(self) -> bool:
-        """Whether the opening holds a marker beside the word before the name."""
+        """Whether the opening has a marker beside the word before the name."""
         return bool(CONTROL_LIKE.search(self.call_open))
 
 
 def _endings(opener: str) -> list[str]:
-    """The opening, and the last markers of it alone: models leave out what comes before."""
+    """The opening, and its last markers alone: models may leave out the first ones."""
     found = split_marker(opener)
     starts = [place for place, part in enumerate(found) if part[0] in "<[" and (len(part) > 2)]
     return [opener, *(" ".join(found[place:]) for place in starts if place)]
 
 
 def learn_frame(samples: CallSamples, name_at: int, end: int) -> CallFrame:
-    """`end` is where the first call's arguments end in `samples.one`."""
+    """The frame of the samples. `end` is the end of the arguments in `samples.one`."""
     before = samples.one[:name_at]
     tail = samples.one[end:]
     counted = f"{NAME}:0" in samples.one
     if samples.two is None or OTHER_NAME not in samples.two:
         return CallFrame("", before.lstrip() or before, strip_turn_end(tail, samples.ends), "", "", counted)
-    middle = samples.two[_second_end(samples.two, samples.one[name_at:end]) : samples.two.index(OTHER_NAME)]
+    middle = samples.two[_first_call_end(samples.two, samples.one[name_at:end]) : samples.two.index(OTHER_NAME)]
     call_open = common_end(before, middle)
     rest = middle[: len(middle) - len(call_open)]
     call_close = common_start(rest, tail).rstrip() if rest.strip() else ""
@@ -123,6 +123,6 @@ def learn_frame(samples: CallSamples, name_at: int, end: int) -> CallFrame:
     return CallFrame(section_open.lstrip(), call_open, call_close, separator, section_close, counted)
 
 
-def _second_end(two: str, body: str) -> int:
-    """Where the first call's arguments end: the same text as in the single call."""
+def _first_call_end(two: str, body: str) -> int:
+    """The end of the first call's arguments in `samples.two`."""
     return two.index(body) + len(body)

@@ -1,4 +1,4 @@
-"""The syntax of tool calls from a template's own words about them, where it renders no calls."""
+"""Learns the syntax of tool calls from the instructions in a template that renders no calls."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from palaver.formats.tool_calls import json_calls, python_calls
 from palaver.formats.tool_calls.syntaxes import CallSyntax
 
 
-def learn_from_instructions(told: str, plain: str, texts: list[str]) -> CallSyntax | None:
-    """`told` is the prompt with tools, `plain` without; `texts` are the template's own pieces."""
-    described = _described(told)
+def learn_from_instructions(prompt: str, texts: list[str]) -> CallSyntax | None:
+    """`prompt` is a prompt with tools; `texts` are the constant texts of the template."""
+    described = _described(prompt)
     if described is not None:
         return described
-    return _special_pair(" ".join([told, *texts]))
+    return _special_pair(" ".join([prompt, *texts]))
 
 
-def _described(told: str) -> CallSyntax | None:
-    """`<tag>{"name": ..., "arguments": ...}</tag>` in the prompt's own words."""
+def _described(prompt: str) -> CallSyntax | None:
+    """`<tag>{"name": ..., "arguments": ...}</tag>` in the instructions."""
     found = re.search(
-        r"(<([\w:|]+)>)\s*\{[^{}]*[\"']name[\"'][^{}]*[\"'](arguments|parameters)[\"'].*?(</\2>)", told, re.S
+        r"(<([\w:|]+)>)\s*\{[^{}]*[\"']name[\"'][^{}]*[\"'](arguments|parameters)[\"'].*?(</\2>)", prompt, re.S
     )
     if found is None:
-        fenced = re.search(r"(\w+:)\s*```json\s*\[\s*\{\s*\"(\w*name)\":.*?\"(arguments|parameters)\"", told, re.S)
+        fenced = re.search(r"(\w+:)\s*```json\s*\[\s*\{\s*\"(\w*name)\":.*?\"(arguments|parameters)\"", prompt, re.S)
         return _fenced(fenced) if fenced else None
     return _json(found[1] + "\n", "\n" + found[4], "name", found[3])
 
@@ -53,8 +53,7 @@ def _fenced(found: re.Match[str]) -> json_calls.Syntax:
 
 
 def _special_pair(text: str) -> CallSyntax | None:
-    """Markers for the start and the end of calls, named outright or by the likes of them for lists and results,
-    without a word on what stands between: Python calls."""
+    """Python calls, if there are only markers for the start and end of calls (or of tool lists or results)."""
     for tag in dict.fromkeys(CONTROL_LIKE.findall(text)):
         start = re.sub(r"tool_(list|response|result|output)_start", "tool_call_start", tag)
         if "tool_call" in start and "start" in start:

@@ -29,19 +29,19 @@ _ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 @dataclass(frozen=True, slots=True)
 class Syntax:
     opening: str
-    """What comes before the first object, or before the list of them."""
+    """The text before the first object, or before the list of objects."""
     closing: str
     between: str
-    """What comes between two objects."""
+    """The text between two objects."""
     list_open: str
-    """What opens a list of objects, white space included; empty where there is no list."""
+    """The text that opens a list of objects, white space included; empty if there is no list."""
     list_close: str
     name_key: str | None
-    """None: the name itself is the key of the arguments."""
+    """None if the name itself is the key of the arguments."""
     arguments_key: str | None
     id_key: str | None
     before_name: str
-    """From the object's brace to the name, as it is written."""
+    """The text from the opening brace to the name."""
     before_arguments: str
     after_arguments: str
 
@@ -59,7 +59,7 @@ class Syntax:
 
 
 def learn(samples: CallSamples) -> Syntax | None:
-    start = _start(samples.one)
+    start = _find_call(samples.one)
     if start is None:
         return None
     value, size = json.JSONDecoder().raw_decode(samples.one[start:])
@@ -70,17 +70,17 @@ def learn(samples: CallSamples) -> Syntax | None:
         return None
     text = samples.one[start : start + size]
     one = text[text.index("{") : text.rindex("}") + 1]
-    before, middle, after = _written(one)
+    before, middle, after = _split_call(one)
     closing = strip_turn_end(samples.one[start + size :], samples.ends)
     list_open, list_close = (text[: text.index("{")], text[text.rindex("}") + 1 :]) if listed else ("", "")
     between = ", " if listed else "\n"
     if samples.two is not None:
-        between, closing = _between(samples, start, listed, between, closing)
+        between, closing = _learn_separator(samples, start, listed, between, closing)
     return Syntax(samples.one[:start].lstrip(), closing, between, list_open, list_close, *keys, before, middle, after)
 
 
-def _start(text: str) -> int | None:
-    """Where the first JSON value begins that holds the call."""
+def _find_call(text: str) -> int | None:
+    """The position of the first JSON value that contains the call."""
     for at, character in enumerate(text):
         if character not in "{[":
             continue
@@ -104,26 +104,26 @@ def _keys(call: Any) -> tuple[str | None, str | None, str | None] | None:
     return (name, arguments, known_id) if name is not None and arguments is not None else None
 
 
-def _written(one: str) -> tuple[str, str, str]:
-    """What is written around the name and the arguments of a call."""
+def _split_call(one: str) -> tuple[str, str, str]:
+    """The text before the name, between name and arguments, and after the arguments."""
     name_at = one.index(NAME)
     arguments_at = next(
         at
         for at in range(name_at, len(one))
-        if one[at] in '{"' and _decodes(one[at:]) in (ARGUMENTS, json.dumps(ARGUMENTS))
+        if one[at] in '{"' and _decode(one[at:]) in (ARGUMENTS, json.dumps(ARGUMENTS))
     )
     size = json.JSONDecoder().raw_decode(one[arguments_at:])[1]
     return one[:name_at], one[name_at + len(NAME) : arguments_at], one[arguments_at + size :]
 
 
-def _decodes(text: str) -> Any:
+def _decode(text: str) -> Any:
     try:
         return json.JSONDecoder().raw_decode(text)[0]
     except ValueError:
         return None
 
 
-def _between(samples: CallSamples, start: int, listed: bool, between: str, closing: str) -> tuple[str, str]:
+def _learn_separator(samples: CallSamples, start: int, listed: bool, between: str, closing: str) -> tuple[str, str]:
     assert samples.two is not None
     text = samples.two[start:]
     if listed:
@@ -139,24 +139,24 @@ def _between(samples: CallSamples, start: int, listed: bool, between: str, closi
     return text[size:second], strip_turn_end(tail, samples.ends)
 
 
-def add_states(builder: StateMachineBuilder, syntax: Syntax, froms: tuple[int, ...], back: int) -> None:
-    state = builder.state(Phase.TOOL_CALL, SLOT, quotes=b'"')
-    for origin in froms:
+def add_states(builder: StateMachineBuilder, syntax: Syntax, origins: tuple[int, ...], back: int) -> None:
+    state = builder.add_state(Phase.TOOL_CALL, SLOT, quotes=b'"')
+    for origin in origins:
         if syntax.bare:
             continue
-        builder.on(origin, syntax.opening, state, fallback=origin)
+        builder.add_marker(origin, syntax.opening, state, fallback=origin)
     if syntax.closing.strip():
-        builder.on(state, syntax.closing, back)
+        builder.add_marker(state, syntax.closing, back)
 
 
 def add_bare(builder: StateMachineBuilder, syntax: Syntax, origin: int) -> None:
-    """Calls without any marker begin with their own brace, where a reply begins with it."""
-    state = builder.state(Phase.TOOL_CALL, SLOT, quotes=b'"')
-    builder.on_text(origin, "[" if syntax.listed else "{", state, keep=True)
+    """Calls without a marker: a reply that starts with a brace or bracket is a call."""
+    state = builder.add_state(Phase.TOOL_CALL, SLOT, quotes=b'"')
+    builder.add_text_marker(origin, "[" if syntax.listed else "{", state, keep=True)
 
 
 def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> str:
-    """The calls as the model writes them; the last one may still be open."""
+    """The calls as the model writes them. The last one may be open."""
     out = [syntax.opening + syntax.list_open]
     for place, call in enumerate(calls):
         out.append(syntax.between if place else "")
@@ -172,15 +172,15 @@ def _fill(literal: str, call: ToolCall, place: int) -> str:
 
 
 def grammar(syntax: Syntax, tools: Sequence[Tool], lark: LarkBuilder) -> str:
-    """One call where nothing shows where a second would begin."""
-    one = lark.rule(one_of([_held(syntax, tool, lark) for tool in tools]))
+    """Only one call if the syntax has no marker between calls."""
+    one = lark.rule(one_of([_tool_grammar(syntax, tool, lark) for tool in tools]))
     several = syntax.listed or syntax.closing.strip()
     more = f"({join_expressions(lark.literal(syntax.between), one)})*" if several else ""
     closing = lark.literal(syntax.list_close + syntax.closing)
     return join_expressions(lark.literal(syntax.opening + syntax.list_open), one, more, closing)
 
 
-def _held(syntax: Syntax, tool: Tool, lark: LarkBuilder) -> str:
+def _tool_grammar(syntax: Syntax, tool: Tool, lark: LarkBuilder) -> str:
     before = _with_ids(syntax, lark, syntax.before_name)
     name = lark.literal(check_tool_name(tool) + syntax.before_arguments)
     return lark.rule(
@@ -191,7 +191,7 @@ def _held(syntax: Syntax, tool: Tool, lark: LarkBuilder) -> str:
 
 
 def _with_ids(syntax: Syntax, lark: LarkBuilder, literal: str) -> str:
-    """What is written around a call, with any id where the sample had one."""
+    """The text around a call, with a pattern in place of the sample's id."""
     written = '"0"' if syntax.id_key is not None and '"0"' in literal else f'"{IDS[0]}"'
     before, found, after = literal.partition(written)
     if not found:
@@ -201,72 +201,72 @@ def _with_ids(syntax: Syntax, lark: LarkBuilder, literal: str) -> str:
 
 
 class Calls:
-    """Reads objects one after another, in a list or not; arguments stream as they are written."""
+    """Reads objects in a list or one after another. Arguments are streamed."""
 
-    def __init__(self, syntax: Syntax, opened: CallRegistry) -> None:
+    def __init__(self, syntax: Syntax, registry: CallRegistry) -> None:
         self._syntax = syntax
-        self._opened = opened
-        self._walk = ObjectReader()
+        self._registry = registry
+        self._reader = ObjectReader()
         self._call = _Call()
 
     def enter(self, slot: str) -> list[ReadEvent]:
         return []
 
     def leave(self) -> list[ReadEvent]:
-        return self.cut()
+        return self.truncate()
 
-    def cut(self) -> list[ReadEvent]:
+    def truncate(self) -> list[ReadEvent]:
         call = self._call
         events = self._open() if call.name is not None and not call.opened else []
-        in_arguments = call.begun and self._holds_arguments(self._walk.key)
-        if in_arguments and call.opened and not call.told and not call.packed:
-            events += self._opened.arguments(self._walk.unfinished)
-        elif not (in_arguments and call.told):
-            self._opened.ignore(f" {self._walk.hanging} ")
+        in_arguments = call.started and self._holds_arguments(self._reader.key)
+        if in_arguments and call.opened and not call.emitted and not call.packed:
+            events += self._registry.arguments(self._reader.unfinished)
+        elif not (in_arguments and call.emitted):
+            self._registry.ignore(f" {self._reader.incomplete} ")
         self._ignore_fields(call)
-        self._opened.ignore(self._walk.ignored)
+        self._registry.ignore(self._reader.ignored)
         return events
 
-    def say(self, slot: str, text: str) -> list[ReadEvent]:
+    def feed(self, slot: str, text: str) -> list[ReadEvent]:
         events: list[ReadEvent] = []
-        for found in self._walk.feed(text):
+        for found in self._reader.feed(text):
             match found:
                 case ValueDelta(key, piece):
-                    events += self._piece(key, piece)
+                    events += self._feed_value(key, piece)
                 case CompleteValue(key, value):
-                    events += self._field(key, value)
+                    events += self._end_field(key, value)
                 case ObjectEnd():
                     events += self._end()
         return events
 
-    def _piece(self, key: str, text: str) -> list[ReadEvent]:
+    def _feed_value(self, key: str, text: str) -> list[ReadEvent]:
         if self._syntax.name_key is None and self._call.name != key:
             self._call = _Call(key, opened=True)
-            return [self._opened.open(key), *self._piece(key, text)]
+            return [self._registry.open(key), *self._feed_value(key, text)]
         if not self._holds_arguments(key) or key in self._call.fields:
             return []
-        if not self._call.begun:
-            self._call.begun, self._call.packed = True, text.startswith('"')
+        if not self._call.started:
+            self._call.started, self._call.packed = True, text.startswith('"')
         if not self._call.opened or self._call.packed:
             return []
-        self._call.told = True
-        return self._opened.arguments(text)
+        self._call.emitted = True
+        return self._registry.arguments(text)
 
-    def _field(self, key: str, value: str) -> list[ReadEvent]:
+    def _end_field(self, key: str, value: str) -> list[ReadEvent]:
         if key in self._call.fields:  # the first one counts
-            self._opened.ignore(f" {key}: {value} ")
+            self._registry.ignore(f" {key}: {value} ")
             return []
         self._call.fields[key] = value
         if key == self._syntax.name_key or (self._call.name is None and key in _NAME_KEYS):
             self._call.name = _string(value)
         events = self._open() if self._ready() else []
-        if self._call.opened and not self._call.told and self._holds_arguments(key):
-            self._call.told = True
-            events += self._opened.arguments(_unpacked(value))
+        if self._call.opened and not self._call.emitted and self._holds_arguments(key):
+            self._call.emitted = True
+            events += self._registry.arguments(_unpack(value))
         return events
 
     def _ready(self) -> bool:
-        """A call opens with its name; where ids are written before the name or right with it, with its id."""
+        """Whether the call can be opened: its name is known, and its id if the syntax has ids."""
         call = self._call
         waits = self._syntax.id_key is not None and self._syntax.id_key not in call.fields
         return call.name is not None and not call.opened and not waits
@@ -275,12 +275,12 @@ class Calls:
         call = self._call
         assert call.name is not None
         call.opened = True
-        events = [self._opened.open(call.name, _string(call.fields.get(self._syntax.id_key or "", "")))]
+        events = [self._registry.open(call.name, _string(call.fields.get(self._syntax.id_key or "", "")))]
         early = next((call.fields[key] for key in call.fields if self._holds_arguments(key)), None)
         if early is None:
             return events
-        call.told = True
-        return [*events, *self._opened.arguments(_unpacked(early))]
+        call.emitted = True
+        return [*events, *self._registry.arguments(_unpack(early))]
 
     def _holds_arguments(self, key: str) -> bool:
         return self._holds_arguments_of(self._call, key)
@@ -294,34 +294,37 @@ class Calls:
         late = self._open() if self._call.name is not None and not self._call.opened else []
         call, self._call = self._call, _Call()
         self._ignore_fields(call)
-        return [*late, *(self._opened.arguments("{}") if call.opened and not call.told else [])]
+        return [*late, *(self._registry.arguments("{}") if call.opened and not call.emitted else [])]
 
     def _ignore_fields(self, call: _Call) -> None:
-        """Fields that are no part of a call, and those of an object that is none."""
+        """Ignores fields that are no part of a call, and all fields of an object that is no call."""
         known = (self._syntax.id_key, *_NAME_KEYS, *self._syntax.written_keys)
         for key, value in call.fields.items():
             if not (call.opened and (key in known or self._holds_arguments_of(call, key))):
-                self._opened.ignore(f" {key}: {value} ")
+                self._registry.ignore(f" {key}: {value} ")
 
 
 @dataclass
 class _Call:
-    """What is known so far of the call being read."""
+    """The state of the call that is being read."""
 
     name: str | None = None
     fields: dict[str, str] = field(default_factory=dict)
     opened: bool = False
-    told: bool = False
-    begun: bool = False
+    emitted: bool = False
+    """Whether arguments were emitted."""
+    started: bool = False
+    """Whether the arguments have started."""
     packed: bool = False
+    """Whether the arguments are a JSON string that holds JSON."""
 
 
 def _string(text: str) -> str:
-    value = _decodes(text.strip())
+    value = _decode(text.strip())
     return value if isinstance(value, str) else text.strip()
 
 
-def _unpacked(text: str) -> str:
-    """Arguments that were packed into a JSON string are the JSON in it."""
-    value = _decodes(text) if text.startswith('"') else None
+def _unpack(text: str) -> str:
+    """Arguments that are a JSON string that holds JSON: the inner JSON."""
+    value = _decode(text) if text.startswith('"') else None
     return value if isinstance(value, str) else text

@@ -1,4 +1,4 @@
-"""Calls that name the function between markers and give its arguments as JSON.
+"""Calls with the function's name between markers and its arguments as JSON.
 
 <|tool_call_begin|>f<|tool_sep|>{"a": 1}<|tool_call_end|>
 [TOOL_CALLS]f[ARGS]{"a": 1}
@@ -28,7 +28,7 @@ NAME_SLOT, ID_SLOT, ARGUMENTS_SLOT, GLUE = "name", "id", "arguments", "glue"
 class Syntax:
     frame: CallFrame
     before_id: str
-    """Between the name and the call's id, where one is written."""
+    """Between the name and the id of the call, if the syntax has ids."""
     before_arguments: str
     """From the name or the id to the arguments."""
 
@@ -61,27 +61,27 @@ def _arguments_at(text: str, start: int) -> int | None:
     return None
 
 
-def add_states(builder: StateMachineBuilder, syntax: Syntax, froms: tuple[int, ...], back: int) -> None:
-    glue = builder.state(Phase.TOOL_CALL, GLUE)
-    name = builder.state(Phase.TOOL_CALL, NAME_SLOT)
-    arguments = builder.state(Phase.TOOL_CALL, ARGUMENTS_SLOT, quotes=b'"')
-    syntax.frame.add_openings(builder, froms, glue, name)
+def add_states(builder: StateMachineBuilder, syntax: Syntax, origins: tuple[int, ...], back: int) -> None:
+    glue = builder.add_state(Phase.TOOL_CALL, GLUE)
+    name = builder.add_state(Phase.TOOL_CALL, NAME_SLOT)
+    arguments = builder.add_state(Phase.TOOL_CALL, ARGUMENTS_SLOT, quotes=b'"')
+    syntax.frame.add_openings(builder, origins, glue, name)
     if syntax.before_id.strip():
-        call_id = builder.state(Phase.TOOL_CALL, ID_SLOT)
-        builder.on(name, syntax.before_id, call_id)
+        call_id = builder.add_state(Phase.TOOL_CALL, ID_SLOT)
+        builder.add_marker(name, syntax.before_id, call_id)
         _on_arguments(builder, call_id, syntax, arguments)
     _on_arguments(builder, name, syntax, arguments)
     syntax.frame.add_closings(builder, arguments, glue, name, back)
     if not syntax.frame.call_close.strip():
-        builder.leads(glue, back)
+        builder.set_default(glue, back)
 
 
 def _on_arguments(builder: StateMachineBuilder, state: int, syntax: Syntax, arguments: int) -> None:
     if syntax.before_arguments.strip():
-        builder.on(state, syntax.before_arguments, arguments)
+        builder.add_marker(state, syntax.before_arguments, arguments)
     elif syntax.before_arguments:
-        builder.on_text(state, syntax.before_arguments, arguments)
-    builder.on_text(state, "{", arguments, keep=True)
+        builder.add_text_marker(state, syntax.before_arguments, arguments)
+    builder.add_text_marker(state, "{", arguments, keep=True)
 
 
 def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> str:
@@ -98,10 +98,10 @@ def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> st
 
 
 def grammar(syntax: Syntax, tools: Sequence[Tool], lark: LarkBuilder) -> str:
-    return syntax.frame.around(lark, [_held(syntax, tool, lark) for tool in tools])
+    return syntax.frame.grammar(lark, [_tool_grammar(syntax, tool, lark) for tool in tools])
 
 
-def _held(syntax: Syntax, tool: Tool, lark: LarkBuilder) -> str:
+def _tool_grammar(syntax: Syntax, tool: Tool, lark: LarkBuilder) -> str:
     counted = lark.pattern(":[0-9]{1,3}") if syntax.frame.counted else ""
     call_id = (
         join_expressions(lark.literal(syntax.before_id), lark.pattern("[A-Za-z0-9]{9}")) if syntax.before_id else ""
@@ -114,9 +114,9 @@ _COUNTED = re.compile(r"\A(?:functions?\.)?(.+?):\d+\Z")
 
 
 class Calls:
-    def __init__(self, syntax: Syntax, opened: CallRegistry) -> None:
+    def __init__(self, syntax: Syntax, registry: CallRegistry) -> None:
         self._syntax = syntax
-        self._opened = opened
+        self._registry = registry
         self._name = ""
         self._id = ""
         self._json = JsonScanner()
@@ -130,47 +130,47 @@ class Calls:
             return self._begin()
         return []
 
-    def cut(self) -> list[ReadEvent]:
+    def truncate(self) -> list[ReadEvent]:
         return self.leave()
 
-    def say(self, slot: str, text: str) -> list[ReadEvent]:
+    def feed(self, slot: str, text: str) -> list[ReadEvent]:
         if slot == NAME_SLOT:
             self._name += text
         elif slot == ID_SLOT:
             self._id += text
         elif slot == ARGUMENTS_SLOT:
-            fresh = text if self._json.begun else text.lstrip()
-            size = self._json.take(fresh)
-            self._opened.ignore(fresh[size:])
-            return self._opened.arguments(fresh[:size])
+            text = text if self._json.started else text.lstrip()
+            size = self._json.feed(text)
+            self._registry.ignore(text[size:])
+            return self._registry.arguments(text[:size])
         else:
-            self._opened.ignore(text)
+            self._registry.ignore(text)
         return []
 
     def leave(self) -> list[ReadEvent]:
-        """A name whose arguments have not begun is a call all the same, if a tool is called so."""
+        """A name without arguments is a call if it is the start of a tool's name."""
         name = self._syntax.frame.without_prefix(self._name.strip())
-        known = name and any(tool.name.startswith(name) for tool in self._opened.tools)
-        if known and not self._open:
+        is_tool = name and any(tool.name.startswith(name) for tool in self._registry.tools)
+        if is_tool and not self._open:
             return self._begin()
         self._ignore_unopened()
         return []
 
     def _ignore_unopened(self) -> None:
         if not self._open:
-            self._opened.ignore(f" {self._name} {self._id} ")
+            self._registry.ignore(f" {self._name} {self._id} ")
 
     def _begin(self) -> list[ReadEvent]:
         self._open, self._json = True, JsonScanner()
         written = self._syntax.frame.without_prefix(self._name.strip())
         counted = _COUNTED.match(self._name.strip()) if self._syntax.frame.counted else None
         if counted:
-            return [self._opened.open(self._known(counted[1]), self._name.strip())]
-        return [self._opened.open(self._known(written), self._id.strip())]
+            return [self._registry.open(self._tool_name(counted[1]), self._name.strip())]
+        return [self._registry.open(self._tool_name(written), self._id.strip())]
 
-    def _known(self, name: str) -> str:
-        """An offered tool's name where what was written is one but for its surroundings."""
-        names = [tool.name for tool in self._opened.tools]
+    def _tool_name(self, name: str) -> str:
+        """The name of an offered tool that the written name contains, else the written name."""
+        names = [tool.name for tool in self._registry.tools]
         known = next((n for n in sorted(names, key=len, reverse=True) if n in name), name)
-        self._opened.ignore(f" {name.replace(known, ' ', 1)} ")
+        self._registry.ignore(f" {name.replace(known, ' ', 1)} ")
         return known

@@ -1,4 +1,4 @@
-"""Calls that write each argument between markers of its own.
+"""Calls that write each argument between separate markers.
 
 <tool_call><function=f><parameter=a>1</parameter></function></tool_call>
 <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
@@ -19,16 +19,16 @@ from palaver.formats.tool_calls.frame import CallFrame, learn_frame
 from palaver.formats.tool_calls.lark import ANYTHING, LarkBuilder, join_expressions, one_of
 from palaver.formats.tool_calls.samples import NAME, NUMBER_KEY, NUMBER_VALUE, TEXT_KEY, TEXT_VALUE, CallSamples
 from palaver.formats.tool_calls.schemas import (
-    admits,
+    accepts_type,
+    additional_keys,
     arguments_schema,
     check_argument_name,
     check_tool_name,
-    is_text,
+    is_string,
     object_members,
-    other_keys,
     text_patterns,
     with_definitions,
-    without_letter,
+    without_character,
 )
 from palaver.messages import Tool, ToolCall
 from palaver.phases import Phase
@@ -41,12 +41,12 @@ VALUE_SLOT, TEXT_SLOT, JSON_SLOT = "value", "text_value", "json_value"
 class Syntax:
     frame: CallFrame
     name_close: str
-    """Between the name and the first argument's marker."""
+    """Between the name and the marker of the first argument."""
     key_open: str
     key_close: str
-    """Between an argument's key and a text value."""
+    """Between the key of an argument and a string value."""
     key_close_json: str
-    """The same for any other value; where it differs, the model says which it is."""
+    """The same for any other value. If it differs, the model declares the type."""
     value_close: str
     between: str
     """Between two arguments."""
@@ -84,34 +84,34 @@ def learn(samples: CallSamples) -> Syntax | None:
 
 
 def _whole_parts(close: str, rest: str) -> str:
-    """White space behind the last marker belongs to what comes next."""
+    """The closing without trailing white space, which belongs to the next marker."""
     return close.rstrip() if close.strip() else rest
 
 
-def add_states(builder: StateMachineBuilder, syntax: Syntax, froms: tuple[int, ...], back: int) -> None:
-    glue = builder.state(Phase.TOOL_CALL, GLUE)
-    name = builder.state(Phase.TOOL_CALL, NAME_SLOT)
-    inside = builder.state(Phase.TOOL_CALL, GLUE)
-    key = builder.state(Phase.TOOL_CALL, KEY_SLOT)
-    syntax.frame.add_openings(builder, froms, glue, name)
+def add_states(builder: StateMachineBuilder, syntax: Syntax, origins: tuple[int, ...], back: int) -> None:
+    glue = builder.add_state(Phase.TOOL_CALL, GLUE)
+    name = builder.add_state(Phase.TOOL_CALL, NAME_SLOT)
+    inside = builder.add_state(Phase.TOOL_CALL, GLUE)
+    key = builder.add_state(Phase.TOOL_CALL, KEY_SLOT)
+    syntax.frame.add_openings(builder, origins, glue, name)
     if syntax.name_close.strip():
-        builder.on(name, syntax.name_close, inside)
-    builder.on(name, syntax.key_open, key)
-    builder.on(inside, syntax.key_open, key)
+        builder.add_marker(name, syntax.name_close, inside)
+    builder.add_marker(name, syntax.key_open, key)
+    builder.add_marker(inside, syntax.key_open, key)
     for state, marker in _values(builder, syntax):
-        builder.on(key, marker, state)
-        builder.on(state, syntax.value_close, inside)
+        builder.add_marker(key, marker, state)
+        builder.add_marker(state, syntax.value_close, inside)
     for state in (inside, name):
         syntax.frame.add_closings(builder, state, glue, name, back)
 
 
 def _values(builder: StateMachineBuilder, syntax: Syntax) -> list[tuple[int, str]]:
-    """The states of a value, each with the marker that leads to it."""
+    """The states of a value, each with its marker."""
     if not syntax.typed:
-        return [(builder.state(Phase.TOOL_CALL, VALUE_SLOT), syntax.key_close)]
+        return [(builder.add_state(Phase.TOOL_CALL, VALUE_SLOT), syntax.key_close)]
     return [
-        (builder.state(Phase.TOOL_CALL, TEXT_SLOT), syntax.key_close),
-        (builder.state(Phase.TOOL_CALL, JSON_SLOT), syntax.key_close_json),
+        (builder.add_state(Phase.TOOL_CALL, TEXT_SLOT), syntax.key_close),
+        (builder.add_state(Phase.TOOL_CALL, JSON_SLOT), syntax.key_close_json),
     ]
 
 
@@ -131,30 +131,30 @@ def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> st
 
 
 def _arguments(syntax: Syntax, text: str, is_open: bool) -> str:
-    """The arguments back from their JSON text, whose last value may be cut off."""
-    walk = ObjectReader()
-    found = walk.feed(text)
-    whole = {item.key: item.value for item in found if isinstance(item, CompleteValue)}
+    """The arguments in this notation, from their JSON text; its last value may be truncated."""
+    reader = ObjectReader()
+    found = reader.feed(text)
+    complete = {item.key: item.value for item in found if isinstance(item, CompleteValue)}
     keys = list(dict.fromkeys(item.key for item in found if isinstance(item, ValueDelta | CompleteValue)))
-    keys += [walk.key] if walk.waits and walk.key not in keys else []
+    keys += [reader.key] if reader.awaits_value and reader.key not in keys else []
     out = []
     for place, key in enumerate(keys):
         out.append((syntax.between if place else "") + syntax.key_open + key)
-        raw = whole.get(key)
+        raw = complete.get(key)
         if raw is None and is_open:
-            cut = "".join(item.text for item in found if isinstance(item, ValueDelta) and item.key == key)
-            return "".join([*out, _cut_value(syntax, cut)])
+            partial = "".join(item.text for item in found if isinstance(item, ValueDelta) and item.key == key)
+            return "".join([*out, _partial_value(syntax, partial)])
         out.append(_value(syntax, raw or "null") + syntax.value_close)
     return "".join(out)
 
 
 def _value(syntax: Syntax, raw: str) -> str:
-    """A value as it stands between its markers: texts without their quotation marks."""
+    """A value between its markers: strings without quotation marks."""
     return syntax.key_close + decode_string(raw) if raw.startswith('"') else syntax.key_close_json + raw
 
 
-def _cut_value(syntax: Syntax, raw: str) -> str:
-    """A value that breaks off; only texts do, and what is not begun yet may be either kind."""
+def _partial_value(syntax: Syntax, raw: str) -> str:
+    """A truncated value. An empty one may still become a string or JSON."""
     if not raw:
         return "" if syntax.typed else syntax.key_close
     return (
@@ -164,15 +164,15 @@ def _cut_value(syntax: Syntax, raw: str) -> str:
 
 _PLAIN = r"[^\s\-0-9\"\[{](?s:.*)"
 _WORDS = r"\s*(true|false|null|NaN|-?Infinity|True|False|None)\s*"
-"""Text that begins so, or is one of these words, may be read as JSON."""
+"""Text that is no number, quoted string, list or object and none of these words can't be read as JSON."""
 
 
 def grammar(syntax: Syntax, tools: Sequence[Tool], lark: LarkBuilder) -> str:
-    return syntax.frame.around(lark, [_Held(syntax, tool, lark).call() for tool in tools])
+    return syntax.frame.grammar(lark, [_ToolGrammar(syntax, tool, lark).call() for tool in tools])
 
 
-class _Held:
-    """The grammar of one tool's calls: each argument between its markers, by its own schema."""
+class _ToolGrammar:
+    """The grammar of calls to one tool: each argument between its markers, by its schema."""
 
     def __init__(self, syntax: Syntax, tool: Tool, lark: LarkBuilder) -> None:
         self._syntax = syntax
@@ -182,47 +182,48 @@ class _Held:
 
     def call(self) -> str:
         syntax, lark = self._syntax, self._lark
-        found = object_members(self._tool, self._root, self._root)
+        members = object_members(self._tool, self._root, self._root)
         items = []
-        for one in found.listed:
-            key = lark.literal(syntax.key_open + check_argument_name(self._tool, one.key))
-            items.append((join_expressions(key, self._value(one.schema)), one.required))
+        for argument in members.properties:
+            key = lark.literal(syntax.key_open + check_argument_name(self._tool, argument.key))
+            items.append((join_expressions(key, self._value(argument.schema)), argument.required))
         more = ""
-        if found.others is not False:
-            more = join_expressions(lark.literal(syntax.key_open), other_keys(lark, found), self._value(found.others))
-        arguments = lark.series(items, syntax.between, more)
+        if members.additional is not False:
+            key = join_expressions(lark.literal(syntax.key_open), additional_keys(lark, members))
+            more = join_expressions(key, self._value(members.additional))
+        arguments = lark.sequence(items, syntax.between, more)
         return lark.rule(join_expressions(lark.literal(check_tool_name(self._tool) + syntax.name_close), arguments))
 
     def _value(self, schema: Any) -> str:
-        """Texts as they are, all else as JSON; what may be both is written as text where it can't be mistaken."""
+        """Strings as plain text, other values as JSON. A value that may be either is plain text if it is no JSON."""
         syntax, lark = self._syntax, self._lark
         text = lark.literal(syntax.key_close)
-        if isinstance(schema, Mapping) and is_text(schema):
+        if isinstance(schema, Mapping) and is_string(schema):
             return join_expressions(text, lark.until(syntax.value_close, *text_patterns(self._tool, schema)))
-        safe = without_letter(with_definitions(schema, self._root), lark.is_text(syntax.value_close))
-        ways = [
+        safe = without_character(with_definitions(schema, self._root), lark.text_marker_start(syntax.value_close))
+        options = [
             join_expressions(lark.literal(syntax.key_close_json), lark.json(safe), lark.literal(syntax.value_close))
         ]
-        if admits(schema, "string"):
-            said = lark.until(syntax.value_close, ANYTHING) if syntax.typed else self._plain_text()
-            ways.append(join_expressions(text, said))
-        return one_of(ways)
+        if accepts_type(schema, "string"):
+            plain = lark.until(syntax.value_close, ANYTHING) if syntax.typed else self._plain_text()
+            options.append(join_expressions(text, plain))
+        return one_of(options)
 
     def _plain_text(self) -> str:
-        return self._lark.until(self._syntax.value_close, _PLAIN, but=_WORDS)
+        return self._lark.until(self._syntax.value_close, _PLAIN, excluding=_WORDS)
 
 
 class Calls:
-    def __init__(self, syntax: Syntax, opened: CallRegistry) -> None:
+    def __init__(self, syntax: Syntax, registry: CallRegistry) -> None:
         self._syntax = syntax
-        self._opened = opened
+        self._registry = registry
         self._lead, _, _ = split_space(syntax.key_close[::-1])
         self._trail, _, _ = split_space(syntax.value_close)
         self._lead = self._lead[::-1]
         self._name = ""
         self._open = False
         self._count = 0
-        self._value: _TextValue | _OtherValue | None = None
+        self._value: _TextValue | _JsonValue | None = None
         self._key = ""
 
     def enter(self, slot: str) -> list[ReadEvent]:
@@ -239,121 +240,121 @@ class Calls:
             events += self._begin()
         return events
 
-    def say(self, slot: str, text: str) -> list[ReadEvent]:
+    def feed(self, slot: str, text: str) -> list[ReadEvent]:
         if slot == NAME_SLOT:
             self._name += text
         elif slot == KEY_SLOT:
             self._key += text
         elif self._value is not None:
-            return self._opened.arguments(self._value.say(text))
+            return self._registry.arguments(self._value.feed(text))
         else:
-            self._opened.ignore(text)
+            self._registry.ignore(text)
         return []
 
     def _ignore_key(self) -> None:
-        """A key without a value is no argument."""
-        self._opened.ignore(f" {self._key} ")
+        """Ignores a key without a value."""
+        self._registry.ignore(f" {self._key} ")
         self._key = ""
 
     def leave(self) -> list[ReadEvent]:
         return self._end_call()
 
-    def cut(self) -> list[ReadEvent]:
-        """The reply stops here; nothing is closed that the model has not closed."""
+    def truncate(self) -> list[ReadEvent]:
+        """The reply stops here. Values and calls that the model has not closed stay open."""
         if self._name.strip() and not self._open:
             return self._begin()
         self._ignore_key()
         if self._value is None:
             return []
-        told = self._value.cut()
-        self._opened.ignore("" if told else f" {self._value.untold} ")
-        return self._opened.arguments(told)
+        rest = self._value.truncate()
+        self._registry.ignore("" if rest else f" {self._value.buffered} ")
+        return self._registry.arguments(rest)
 
     def _begin(self) -> list[ReadEvent]:
         if self._open:
             return []
         self._open = True
-        return [self._opened.open(self._name.strip()), *self._opened.arguments("{")]
+        return [self._registry.open(self._name.strip()), *self._registry.arguments("{")]
 
     def _begin_value(self, slot: str) -> list[ReadEvent]:
         key, self._key = self._key.strip(), ""
-        plain = slot == TEXT_SLOT or (slot == VALUE_SLOT and is_text(self._opened.schema(self._name.strip(), key)))
-        self._value = (_TextValue if plain else _OtherValue)(self._lead, self._trail)
+        plain = slot == TEXT_SLOT or (slot == VALUE_SLOT and is_string(self._registry.schema(self._name.strip(), key)))
+        self._value = (_TextValue if plain else _JsonValue)(self._lead, self._trail)
         before = ", " if self._count else ""
         self._count += 1
-        return self._opened.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+        return self._registry.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
 
     def _end_value(self) -> list[ReadEvent]:
         value, self._value = self._value, None
-        return self._opened.arguments(value.end()) if value else []
+        return self._registry.arguments(value.end()) if value else []
 
     def _end_call(self) -> list[ReadEvent]:
         self._ignore_key()
         if not self._name.strip():
             return []
-        events = [*self._begin(), *self._end_value(), *self._opened.arguments("}")]
+        events = [*self._begin(), *self._end_value(), *self._registry.arguments("}")]
         self._name = ""
         return events
 
 
 class _TextValue:
-    """An argument that is text: told as it comes, but for the white space around it that is the format's."""
+    """A string argument: streamed, without the white space that the format puts around it."""
 
     def __init__(self, lead: str, trail: str) -> None:
         self._lead = lead
         self._trail = trail
         self._decided = False
-        self._begun = False
-        self.untold = ""
+        self._started = False
+        self.buffered = ""
 
-    def say(self, text: str) -> str:
-        self.untold += text
+    def feed(self, text: str) -> str:
+        self.buffered += text
         if not self._decided:
-            if len(self.untold) < len(self._lead) and self._lead.startswith(self.untold):
+            if len(self.buffered) < len(self._lead) and self._lead.startswith(self.buffered):
                 return ""
-            self._decided, self.untold = True, self.untold.removeprefix(self._lead)
-        return self._tell(max(len(self.untold) - len(self._trail), 0))
+            self._decided, self.buffered = True, self.buffered.removeprefix(self._lead)
+        return self._release(max(len(self.buffered) - len(self._trail), 0))
 
-    def cut(self) -> str:
-        return self._tell(len(self.untold))
+    def truncate(self) -> str:
+        return self._release(len(self.buffered))
 
     def end(self) -> str:
-        self.untold = self.untold.removesuffix(self._trail)
-        told = self.cut()
-        return f'{told}"' if self._begun else '""'
+        self.buffered = self.buffered.removesuffix(self._trail)
+        rest = self.truncate()
+        return f'{rest}"' if self._started else '""'
 
-    def _tell(self, size: int) -> str:
-        fresh, self.untold = self.untold[:size], self.untold[size:]
-        opened = '"' if fresh and not self._begun else ""
-        self._begun = self._begun or bool(fresh)
+    def _release(self, size: int) -> str:
+        fresh, self.buffered = self.buffered[:size], self.buffered[size:]
+        opened = '"' if fresh and not self._started else ""
+        self._started = self._started or bool(fresh)
         return opened + json.dumps(fresh, ensure_ascii=False)[1:-1]
 
 
-class _OtherValue:
-    """An argument that may be anything: told when it is whole."""
+class _JsonValue:
+    """An argument of any type: emitted when it is complete."""
 
     def __init__(self, lead: str, trail: str) -> None:
         self._lead = lead
         self._trail = trail
-        self._said: list[str] = []
+        self._pieces: list[str] = []
 
     @property
-    def untold(self) -> str:
-        return "".join(self._said)
+    def buffered(self) -> str:
+        return "".join(self._pieces)
 
-    def say(self, text: str) -> str:
-        self._said.append(text)
+    def feed(self, text: str) -> str:
+        self._pieces.append(text)
         return ""
 
-    def cut(self) -> str:
+    def truncate(self) -> str:
         return ""
 
     def end(self) -> str:
-        return _as_json(self.untold.removeprefix(self._lead).removesuffix(self._trail))
+        return _as_json(self.buffered.removeprefix(self._lead).removesuffix(self._trail))
 
 
 def _as_json(text: str) -> str:
-    """The value as it is where it is JSON, else as a text."""
+    """The value itself if it is JSON, else as a JSON string."""
     try:
         json.loads(text)
     except ValueError:

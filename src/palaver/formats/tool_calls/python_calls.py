@@ -17,11 +17,11 @@ from palaver.formats.tool_calls.call_reader import CallRegistry
 from palaver.formats.tool_calls.lark import LarkBuilder, join_expressions, one_of
 from palaver.formats.tool_calls.samples import NAME, OTHER_NAME, TEXT_KEY, CallSamples, strip_turn_end
 from palaver.formats.tool_calls.schemas import (
-    admits,
+    accepts_type,
+    additional_keys,
     arguments_schema,
     check_tool_name,
     object_members,
-    other_keys,
     unsupported_schema,
     with_definitions,
 )
@@ -47,11 +47,11 @@ def learn(samples: CallSamples) -> Syntax | None:
     return Syntax(samples.one[: found.start()].lstrip(), strip_turn_end(text[end:], samples.ends))
 
 
-def add_states(builder: StateMachineBuilder, syntax: Syntax, froms: tuple[int, ...], back: int) -> None:
-    state = builder.state(Phase.TOOL_CALL, SLOT, quotes=b"\"'")
-    for origin in froms:
-        builder.on(origin, syntax.opening, state, fallback=origin)
-    builder.on(state, syntax.closing, back)
+def add_states(builder: StateMachineBuilder, syntax: Syntax, origins: tuple[int, ...], back: int) -> None:
+    state = builder.add_state(Phase.TOOL_CALL, SLOT, quotes=b"\"'")
+    for origin in origins:
+        builder.add_marker(origin, syntax.opening, state, fallback=origin)
+    builder.add_marker(state, syntax.closing, back)
 
 
 def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> str:
@@ -76,32 +76,36 @@ def _python(value: object) -> str:
 
 
 def grammar(syntax: Syntax, tools: Sequence[Tool], lark: LarkBuilder) -> str:
-    one = lark.rule(one_of([_held(tool, lark) for tool in tools]))
+    one = lark.rule(one_of([_tool_grammar(tool, lark) for tool in tools]))
     more = f"({join_expressions(lark.literal(', '), one)})*"
     return join_expressions(lark.literal(syntax.opening + "["), one, more, lark.literal("]" + syntax.closing))
 
 
-def _held(tool: Tool, lark: LarkBuilder) -> str:
+def _tool_grammar(tool: Tool, lark: LarkBuilder) -> str:
     schema = arguments_schema(tool)
-    found = object_members(tool, schema, schema)
-    for argument in found.listed:
+    members = object_members(tool, schema, schema)
+    for argument in members.properties:
         if not argument.key.isidentifier():
             raise unsupported_schema(tool, f"{argument.key!r} can't be the name of an argument in Python")
     items = [
-        (join_expressions(lark.literal(f"{one.key}="), _value(one.schema, schema, lark)), one.required)
-        for one in found.listed
+        (join_expressions(lark.literal(f"{argument.key}="), _value(argument.schema, schema, lark)), argument.required)
+        for argument in members.properties
     ]
     more = ""
-    if found.others is not False:
-        more = join_expressions(other_keys(lark, found), lark.literal("="), _value(found.others, schema, lark))
+    if members.additional is not False:
+        value = _value(members.additional, schema, lark)
+        more = join_expressions(additional_keys(lark, members), lark.literal("="), value)
     return lark.rule(
-        join_expressions(lark.literal(f"{check_tool_name(tool)}("), lark.series(items, ", ", more), lark.literal(")"))
+        join_expressions(lark.literal(f"{check_tool_name(tool)}("), lark.sequence(items, ", ", more), lark.literal(")"))
     )
 
 
 def _value(schema: Any, root: Mapping[str, Any], lark: LarkBuilder) -> str:
-    """As JSON, which is read too, but for the words that Python spells otherwise."""
-    words = [*(("True", "False") if admits(schema, "boolean") else ()), *(("None",) if admits(schema, "null") else ())]
+    """As JSON, which the reader accepts too, or one of Python's words for true, false and null."""
+    words = [
+        *(("True", "False") if accepts_type(schema, "boolean") else ()),
+        *(("None",) if accepts_type(schema, "null") else ()),
+    ]
     spelled = [lark.literal(word) for word in words]
     if isinstance(schema, Mapping) and schema.get("type") in ("boolean", "null") and spelled:
         return one_of(spelled)
@@ -109,33 +113,33 @@ def _value(schema: Any, root: Mapping[str, Any], lark: LarkBuilder) -> str:
 
 
 class Calls:
-    """Follows the text from bracket to bracket; an argument is told when it is whole."""
+    """Scans the text character by character; an argument is emitted when it is complete."""
 
-    def __init__(self, syntax: Syntax, opened: CallRegistry) -> None:
-        self._opened = opened
+    def __init__(self, syntax: Syntax, registry: CallRegistry) -> None:
+        self._registry = registry
         self._text: list[str] = []
         self._name = ""
         self._quote = ""
         self._escaped = False
         self._depth = 0
         self._in_call = False
-        self._keyed = False
+        self._has_key = False
         self._count = 0
 
     def enter(self, slot: str) -> list[ReadEvent]:
         return []
 
     def leave(self) -> list[ReadEvent]:
-        return self.cut()
+        return self.truncate()
 
-    def cut(self) -> list[ReadEvent]:
-        self._opened.ignore(f" {self._take()} ")
+    def truncate(self) -> list[ReadEvent]:
+        self._registry.ignore(f" {self._pop_text()} ")
         return []
 
-    def say(self, slot: str, text: str) -> list[ReadEvent]:
-        return [event for character in text for event in self._step(character)]
+    def feed(self, slot: str, text: str) -> list[ReadEvent]:
+        return [event for character in text for event in self._feed_character(character)]
 
-    def _step(self, character: str) -> list[ReadEvent]:
+    def _feed_character(self, character: str) -> list[ReadEvent]:
         if self._quote:
             self._text.append(character)
             if not self._escaped and character == self._quote:
@@ -148,14 +152,14 @@ class Calls:
 
     def _outside(self, character: str) -> list[ReadEvent]:
         if character == "(":
-            *before, self._name = self._take().rsplit(maxsplit=1) or [""]
-            self._opened.ignore(f" {' '.join(before)} ")
+            *before, self._name = self._pop_text().rsplit(maxsplit=1) or [""]
+            self._registry.ignore(f" {' '.join(before)} ")
             self._in_call, self._count, self._depth = True, 0, 0
-            return [self._opened.open(self._name), *self._opened.arguments("{")]
+            return [self._registry.open(self._name), *self._registry.arguments("{")]
         self._text.append(" " if character in "[]," else character)
         return []
 
-    def _take(self) -> str:
+    def _pop_text(self) -> str:
         text, self._text = "".join(self._text).strip(), []
         return text
 
@@ -168,32 +172,32 @@ class Calls:
             self._depth -= 1
         elif character == ")":
             self._in_call = False
-            return [*self._argument_ends(), *self._opened.arguments("}")]
+            return [*self._end_argument(), *self._registry.arguments("}")]
         elif character == "," and not self._depth:
-            return self._argument_ends()
-        elif character == "=" and not self._depth and not self._keyed and "".join(self._text).strip().isidentifier():
-            return self._key(self._take())
+            return self._end_argument()
+        elif character == "=" and not self._depth and not self._has_key and "".join(self._text).strip().isidentifier():
+            return self._key(self._pop_text())
         self._text.append(character)
         return []
 
     def _key(self, key: str) -> list[ReadEvent]:
         before = ", " if self._count else ""
         self._count += 1
-        self._keyed = True
-        return self._opened.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+        self._has_key = True
+        return self._registry.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
 
-    def _argument_ends(self) -> list[ReadEvent]:
-        """An argument without a key goes by the name that the tool has for its place."""
-        text, keyed = self._take(), self._keyed
-        if not text and not keyed:
+    def _end_argument(self) -> list[ReadEvent]:
+        """Ends an argument. A positional one gets the name of the tool's parameter at its position."""
+        text, has_key = self._pop_text(), self._has_key
+        if not text and not has_key:
             return []
-        key = [] if keyed else self._key(self._opened.parameter(self._name, self._count))
-        self._keyed = False
-        return [*key, *self._opened.arguments(_as_json(text) if text else "null")]
+        key = [] if has_key else self._key(self._registry.parameter(self._name, self._count))
+        self._has_key = False
+        return [*key, *self._registry.arguments(_as_json(text) if text else "null")]
 
 
 def _as_json(text: str) -> str:
-    """A Python or JSON literal as JSON; anything else as a text."""
+    """A Python or JSON literal as JSON; anything else as a JSON string."""
     try:
         json.loads(text)
     except ValueError:

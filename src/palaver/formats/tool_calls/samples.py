@@ -1,4 +1,4 @@
-"""What a template made of known tool calls: the samples that syntaxes are learned from."""
+"""Sample tool calls, and their rendering by a template, from which a syntax is learned."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ ARGUMENTS: dict[str, Any] = {TEXT_KEY: TEXT_VALUE, NUMBER_KEY: NUMBER_VALUE}
 
 @dataclass(frozen=True, slots=True)
 class CallSamples:
-    """What the assistant's turn holds, from where the reply begins to the end of the turn."""
+    """Rendered assistant turns, from the start of the reply to the end of the turn."""
 
     one: str
     """One call with two arguments."""
     two: str | None
-    """The same call twice, by two names; None where the template takes one only."""
+    """Two calls to different tools; None if the template allows one call only."""
     none: str | None
     """One call without arguments."""
     ends: tuple[str, ...]
-    """What is known to end a turn."""
+    """The markers that end a turn."""
 
 
 def sample_tools() -> list[dict[str, Any]]:
@@ -52,6 +52,6 @@ def sample_calls(count: int, as_text: bool, arguments: dict[str, Any] | None = N
 
 
 def strip_turn_end(text: str, ends: tuple[str, ...]) -> str:
-    """The text up to the first thing that ends a turn."""
+    """The text up to the first marker that ends a turn."""
     cuts = [at for end in ends if end and (at := text.find(end)) >= 0]
     return text[: min(cuts)] if cuts else text

@@ -1,4 +1,4 @@
-"""What a tool's JSON schema says of its arguments, for syntaxes that write them one by one and not as JSON."""
+"""JSON schemas of tool arguments, for syntaxes that write the arguments one by one instead of as JSON."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from palaver.errors import BadParameter
 from palaver.formats.tool_calls.lark import ANYTHING, LarkBuilder, escape_regex
 from palaver.messages import Tool
 
-NAME = re.compile(r"[\w.:/-]{1,128}")
-"""Names that every syntax can write."""
-KEY = re.compile(r"[\w.$:/@-]+( [\w.$:/@-]+)*")
-"""Names of arguments that can stand between markers."""
-NOTES = frozenset(
+TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
+"""Tool names that every syntax can write."""
+ARGUMENT_NAME = re.compile(r"[\w.$:/@-]+( [\w.$:/@-]+)*")
+"""Argument names that can stand between markers."""
+ANNOTATIONS = frozenset(
     (
         *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "format"),
         *("$defs", "definitions", "$schema", "$id", "$comment", "strict"),
     )
 )
-"""Keywords that a value need not follow."""
+"""Keywords that do not constrain a value."""
 _OBJECT = frozenset(("type", "properties", "required", "additionalProperties"))
 _STRING = frozenset(("type", "enum", "const", "pattern", "minLength", "maxLength"))
 _ANY = "palaver_anything"
@@ -36,11 +36,11 @@ class SchemaArgument:
 
 @dataclass(frozen=True, slots=True)
 class ObjectMembers:
-    """The members of an object in the order in which they are written."""
+    """The properties of an object in the order in which they are written."""
 
-    listed: tuple[SchemaArgument, ...]
-    others: Any
-    """The schema of any further one; False where there can be none."""
+    properties: tuple[SchemaArgument, ...]
+    additional: Any
+    """The schema of additional properties; False if there are none."""
 
 
 def unsupported_schema(tool: Tool, why: str) -> BadParameter:
@@ -48,25 +48,25 @@ def unsupported_schema(tool: Tool, why: str) -> BadParameter:
 
 
 def check_tool_name(tool: Tool) -> str:
-    if not NAME.fullmatch(tool.name):
+    if not TOOL_NAME.fullmatch(tool.name):
         raise unsupported_schema(tool, "its name has letters that a call can't hold")
     return tool.name
 
 
-def check_argument_name(tool: Tool, key: str, allowed: re.Pattern[str] = KEY) -> str:
+def check_argument_name(tool: Tool, key: str, allowed: re.Pattern[str] = ARGUMENT_NAME) -> str:
     if not allowed.fullmatch(key):
         raise unsupported_schema(tool, f"{key!r} can't be the name of an argument in the way it writes them")
     return key
 
 
-def other_keys(lark: LarkBuilder, found: ObjectMembers) -> str:
-    """Names of members that are not listed."""
-    listed = "|".join(escape_regex(one.key) for one in found.listed)
-    return lark.pattern("[A-Za-z_][A-Za-z0-9_]{0,31}", but=[f"({listed})"] if listed else [])
+def additional_keys(lark: LarkBuilder, members: ObjectMembers) -> str:
+    """The pattern of names of additional properties."""
+    names = "|".join(escape_regex(one.key) for one in members.properties)
+    return lark.pattern("[A-Za-z_][A-Za-z0-9_]{0,31}", excluding=[f"({names})"] if names else [])
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """The schema of all arguments together: always an object."""
+    """The schema of the arguments object."""
     schema = dict(tool.parameters)
     if schema.get("type", "object") != "object":
         raise unsupported_schema(tool, "its arguments are no object")
@@ -74,19 +74,19 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 
 def object_members(tool: Tool, schema: Mapping[str, Any], root: Mapping[str, Any]) -> ObjectMembers:
-    """Of an object. BadParameter for what only JSON written as such could be held to."""
+    """The members of an object schema. BadParameter for keywords that only arguments written as JSON can follow."""
     schema = resolve_schema(tool, schema, root)
     check_schema(tool, schema, _OBJECT)
     properties = schema.get("properties") or {}
     required = [*(schema.get("required") or ())]
-    listed = [SchemaArgument(key, value, key in required) for key, value in properties.items()]
-    listed += [SchemaArgument(key, {}, True) for key in required if key not in properties]
-    further = schema.get("additionalProperties", "properties" not in schema)
-    return ObjectMembers(tuple(listed), {} if further is True else further)
+    members = [SchemaArgument(key, value, key in required) for key, value in properties.items()]
+    members += [SchemaArgument(key, {}, True) for key in required if key not in properties]
+    additional = schema.get("additionalProperties", "properties" not in schema)
+    return ObjectMembers(tuple(members), {} if additional is True else additional)
 
 
 def resolve_schema(tool: Tool, schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema itself where it only refers to one of the tool's own."""
+    """Follows `$ref` inside the tool's own schema."""
     seen = set()
     while isinstance(schema, Mapping) and "$ref" in schema:
         place = schema["$ref"]
@@ -106,39 +106,39 @@ def resolve_pointer(tool: Tool, root: Mapping[str, Any], place: str) -> Any:
     return at
 
 
-def check_schema(tool: Tool, schema: Any, known: frozenset[str]) -> None:
+def check_schema(tool: Tool, schema: Any, supported: frozenset[str]) -> None:
     if not isinstance(schema, Mapping):
         raise unsupported_schema(tool, "there is a value that can't be")
     for keyword in schema:
-        if keyword not in known and keyword not in NOTES:
+        if keyword not in supported and keyword not in ANNOTATIONS:
             raise unsupported_schema(tool, f"{keyword!r} can't be held in the way it writes arguments")
 
 
-def is_text(schema: Mapping[str, Any]) -> bool:
-    """Whether a value can be nothing but text."""
+def is_string(schema: Mapping[str, Any]) -> bool:
+    """Whether a value can only be a string."""
     kinds = schema.get("type")
-    return kinds == "string" or kinds == ["string"] or (kinds is None and _only_text(schema.get("enum")))
+    return kinds == "string" or kinds == ["string"] or (kinds is None and _only_strings(schema.get("enum")))
 
 
-def _only_text(values: Any) -> bool:
+def _only_strings(values: Any) -> bool:
     return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
 
 
-def admits(schema: Any, kind: str) -> bool:
-    """Whether any value of this type is one of the schema's: seen from the outside only."""
+def accepts_type(schema: Any, kind: str) -> bool:
+    """Whether the schema accepts every value of this type. Looks only at `type` and `anyOf`."""
     if schema is True or schema == {}:
         return True
     if not isinstance(schema, Mapping):
         return False
-    rest = set(schema) - NOTES
+    rest = set(schema) - ANNOTATIONS
     kinds = schema.get("type")
     if rest == {"type"}:
         return kind == kinds or (isinstance(kinds, list) and kind in kinds)
-    return rest == {"anyOf"} and any(admits(one, kind) for one in schema["anyOf"])
+    return rest == {"anyOf"} and any(accepts_type(one, kind) for one in schema["anyOf"])
 
 
 def text_patterns(tool: Tool, schema: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a text must match, each as a whole."""
+    """The patterns that a string must fully match."""
     check_schema(tool, schema, _STRING)
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if values is not None:
@@ -152,7 +152,7 @@ def text_patterns(tool: Tool, schema: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _anchored(pattern: str) -> str:
-    """The pattern for a whole text, which JSON schema looks for anywhere in it."""
+    """The pattern for a full match; JSON schema searches for a pattern anywhere in the string."""
     before = "" if pattern.startswith("^") else ANYTHING
     after = "" if re.search(r"(?<!\\)(\\\\)*\$\Z", pattern) else ANYTHING
     core = pattern.removeprefix("^")
@@ -162,35 +162,36 @@ def _anchored(pattern: str) -> str:
 
 
 def with_definitions(schema: Any, root: Mapping[str, Any]) -> Any:
-    """A part of the schema that can stand alone."""
+    """A subschema with the definitions of its root."""
     if schema is True:
         return {}
-    kept = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    return {**kept, **schema} if isinstance(schema, Mapping) else schema
+    definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    return {**definitions, **schema} if isinstance(schema, Mapping) else schema
 
 
-def without_letter(schema: Any, letter: str) -> Any:
-    """The same for values in whose texts the letter does not occur, so that no text can spell a marker."""
-    if not letter:
+def without_character(schema: Any, character: str) -> Any:
+    """The schema for values whose strings do not contain the character, so that no string can spell a marker."""
+    if not character:
         return schema
-    walk = _Without(f"^[^{re.escape(letter)}]*$")
-    found = walk.schema(schema)
-    return {**found, "$defs": {**found.get("$defs", {}), _ANY: walk.anything()}}
+    restriction = _StringRestriction(f"^[^{re.escape(character)}]*$")
+    restricted = restriction.schema(schema)
+    return {**restricted, "$defs": {**restricted.get("$defs", {}), _ANY: restriction.anything()}}
 
 
-class _Without:
-    def __init__(self, plain: str) -> None:
-        self._plain = plain
-        """The pattern of texts without the letter."""
+class _StringRestriction:
+    """Rewrites a schema so that all strings, keys included, match a pattern."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
 
     def anything(self) -> dict[str, Any]:
         here = {"$ref": f"#/$defs/{_ANY}"}
         return {
             "anyOf": [
                 {"type": ["null", "boolean", "number"]},
-                {"type": "string", "pattern": self._plain},
+                {"type": "string", "pattern": self._pattern},
                 {"type": "array", "items": here},
-                {"type": "object", "patternProperties": {self._plain: here}, "additionalProperties": False},
+                {"type": "object", "patternProperties": {self._pattern: here}, "additionalProperties": False},
             ]
         }
 
@@ -205,7 +206,7 @@ class _Without:
         if listed is None:
             return {**found, "$ref": f"#/$defs/{_ANY}"}
         if "string" in listed:
-            found = self._text(found)
+            found = self._string(found)
         if "array" in listed:
             found.setdefault("items", {"$ref": f"#/$defs/{_ANY}"})
         return self._members(found) if "object" in listed else found
@@ -217,16 +218,16 @@ class _Without:
             return [self.schema(one) for one in value]
         return self.schema(value) if key in ("items", "additionalProperties") else value
 
-    def _text(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def _string(self, schema: dict[str, Any]) -> dict[str, Any]:
         if "pattern" not in schema:
-            return {**schema, "pattern": self._plain}
-        return {**schema, "allOf": [{"type": "string", "pattern": self._plain}]}
+            return {**schema, "pattern": self._pattern}
+        return {**schema, "allOf": [{"type": "string", "pattern": self._pattern}]}
 
     def _members(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Only named members, or any whose names are without the letter."""
+        """Only named properties, or any whose names match the pattern."""
         if schema.get("properties"):
             return {**schema, "additionalProperties": False}
         others = schema.get("additionalProperties", {"$ref": f"#/$defs/{_ANY}"})
         if others is False:
             return schema
-        return {**schema, "patternProperties": {self._plain: others}, "additionalProperties": False}
+        return {**schema, "patternProperties": {self._pattern: others}, "additionalProperties": False}

@@ -45,32 +45,32 @@ def _module(syntax: CallSyntax) -> ModuleType:
             return braces
 
 
-def add_states(builder: StateMachineBuilder, syntax: CallSyntax, froms: tuple[int, ...], back: int) -> None:
-    _module(syntax).add_states(builder, syntax, froms, back)
+def add_states(builder: StateMachineBuilder, syntax: CallSyntax, origins: tuple[int, ...], back: int) -> None:
+    _module(syntax).add_states(builder, syntax, origins, back)
 
 
 def write(syntax: CallSyntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> str:
-    """The calls as the model writes them; where the last one is open, up to what is there of it."""
+    """The calls as the model writes them. If the last one is open, it ends where its arguments end."""
     text: str = _module(syntax).write(syntax, calls, last_is_open)
     return text
 
 
 def grammar(syntax: CallSyntax, tools: Sequence[Tool], lark: LarkBuilder) -> str:
-    """Calls of these tools and nothing else, arguments by their schemas. BadParameter where that can't be had."""
+    """The grammar of calls to these tools, arguments by their schemas. BadParameter if the syntax can't express one."""
     expression: str = _module(syntax).grammar(syntax, tools, lark)
     return expression
 
 
-def reader(syntax: CallSyntax, opened: CallRegistry) -> CallReader:
-    calls: CallReader = _module(syntax).Calls(syntax, opened)
+def reader(syntax: CallSyntax, registry: CallRegistry) -> CallReader:
+    calls: CallReader = _module(syntax).Calls(syntax, registry)
     return calls
 
 
 def opening(syntax: CallSyntax) -> str:
-    """What opens the calls; empty where the prompt or the call itself does."""
+    """The marker that opens the calls; empty if the prompt or the call itself does."""
     return syntax.opening if isinstance(syntax, json_calls.Syntax | python_calls.Syntax) else syntax.frame.opening
 
 
 def syntax_name(syntax: CallSyntax) -> str:
-    """The name of the syntax, as its module is called."""
+    """The name of the module of the syntax."""
     return _module(syntax).__name__.rpartition(".")[2]

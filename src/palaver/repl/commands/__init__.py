@@ -1,9 +1,9 @@
-"""The commands of the terminal, by theme."""
+"""The slash commands, one module per group."""
 
 from palaver.repl.command_table import CommandTable
 from palaver.repl.commands import branches, conversations, files, help, model, parameters, thinking, tools, voice
 
 
 def table() -> CommandTable:
-    themes = (conversations, branches, thinking, parameters, tools, files, voice, model, help)
-    return CommandTable(module.commands for module in themes)
+    modules = (conversations, branches, thinking, parameters, tools, files, voice, model, help)
+    return CommandTable(module.commands for module in modules)

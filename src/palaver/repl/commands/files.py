@@ -1,4 +1,4 @@
-"""Files: conversations written and read, things attached to a message, a reply copied."""
+"""Commands for files: save, export, import, attachments, copy."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from palaver.repl.session import Session
 
 commands = CommandGroup("Files")
-
-FORMS = {
+EXPORT_FORMATS = {
     "jsonl": "jsonl",
     "md": "markdown",
     "markdown": "markdown",
@@ -33,25 +32,28 @@ FORMS = {
     "branches": "branches",
     "sharegpt": "sharegpt",
 }
-_ENDINGS = {"markdown": ".md", "tree": ".json", "sharegpt": ".jsonl"}
-_LARGEST = 50_000_000
-_CLIPBOARDS = (["wl-copy"], ["xclip", "-selection", "clipboard"], ["pbcopy"], ["clip.exe"])
+_SUFFIXES = {"markdown": ".md", "tree": ".json", "sharegpt": ".jsonl"}
+_MAX_ATTACHMENT_BYTES = 50_000_000
+_MEDIA_NAMES = {"image": "pictures", "audio": "sound", "video": "video"}
+_CLIPBOARD_COMMANDS = (["wl-copy"], ["xclip", "-selection", "clipboard"], ["pbcopy"], ["clip.exe"])
 
 
 @commands.command("save", "append this branch to a file, for training (JSONL)", "[FILE]", (), complete_paths)
 async def save(session: Session, arguments: str) -> None:
-    conversation = await _here(session)
-    path = _path(arguments.strip() or f"{_named(conversation)}.jsonl")
-    text = await session.chat.export(conversation.id, "jsonl", (await session.place.cursor()).message_id)
+    conversation = await _current_conversation(session)
+    path = _path(arguments.strip() or f"{_file_stem(conversation)}.jsonl")
+    text = await session.chat.export_conversation(
+        conversation.id, "jsonl", (await session.cursor.position()).message_id
+    )
     replies = [one for line in text.splitlines() for one in json.loads(line)["messages"] if one["role"] == "assistant"]
     if not replies:
         raise RequestError("There is no reply on this branch yet: nothing to learn from.")
     with path.open("a", encoding="utf-8") as file:
         file.write(text if text.endswith("\n") else text + "\n")
-    session.screen.note(f"Appended to {path}.{_stopped(replies)}")
+    session.screen.note(f"Appended to {path}.{_stopped_note(replies)}")
 
 
-def _stopped(replies: Iterable[Mapping[str, Any]]) -> str:
+def _stopped_note(replies: Iterable[Mapping[str, Any]]) -> str:
     count = sum(reply.get("weight") == 0 for reply in replies)
     if not count:
         return ""
@@ -59,7 +61,7 @@ def _stopped(replies: Iterable[Mapping[str, Any]]) -> str:
     return f' {stopped} saved up to there, with "weight": 0.'
 
 
-async def _forms(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
+async def _format_choices(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
     _, space, rest = arguments.partition(" ")
     if not space:
         return [ArgumentChoice(one) for one in ("jsonl", "md", "tree", "branches", "sharegpt")]
@@ -67,16 +69,20 @@ async def _forms(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
 
 
 @commands.command(
-    "export", "write the conversation into a new file", "jsonl | md | tree | branches | sharegpt [FILE]", (), _forms
+    "export",
+    "write the conversation into a new file",
+    "jsonl | md | tree | branches | sharegpt [FILE]",
+    (),
+    _format_choices,
 )
 async def export(session: Session, arguments: str) -> None:
     word, _, rest = arguments.strip().partition(" ")
-    form = FORMS.get(word)
-    if form is None:
-        raise RequestError(f"It is /export and one of {', '.join(FORMS)}.")
-    conversation = await _here(session)
-    path = _path(rest.strip() or _named(conversation) + _ENDINGS.get(form, ".jsonl"))
-    text = await session.chat.export(conversation.id, form, (await session.place.cursor()).message_id)
+    format = EXPORT_FORMATS.get(word)
+    if format is None:
+        raise RequestError(f"It is /export and one of {', '.join(EXPORT_FORMATS)}.")
+    conversation = await _current_conversation(session)
+    path = _path(rest.strip() or _file_stem(conversation) + _SUFFIXES.get(format, ".jsonl"))
+    text = await session.chat.export_conversation(conversation.id, format, (await session.cursor.position()).message_id)
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text if text.endswith("\n") else text + "\n")
@@ -98,11 +104,13 @@ async def import_(session: Session, arguments: str) -> None:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise RequestError(f"{path} is no text.") from None
-    taken = await session.chat.take_in(text)
-    if not taken:
+    imported = await session.chat.import_conversations(text)
+    if not imported:
         raise RequestError(f"{path} holds no conversation.")
-    session.screen.note(f"{len(taken)} taken in: {', '.join(one_line(one.title, 40) or one.id for one in taken[:5])}")
-    await session.open(taken[0].id)
+    session.screen.note(
+        f"{len(imported)} taken in: {', '.join(one_line(one.title, 40) or one.id for one in imported[:5])}"
+    )
+    await session.open(imported[0].id)
 
 
 @commands.command("image", "attach a picture to the next message", "FILE", (), complete_paths)
@@ -118,7 +126,7 @@ async def audio(session: Session, arguments: str) -> None:
 @commands.command("file", "attach a file to the next message; text goes in as text", "FILE | clear", (), complete_paths)
 async def file(session: Session, arguments: str) -> None:
     if arguments.strip() == "clear":
-        session.attached.clear()
+        session.attachments.clear()
         session.screen.note("Nothing is attached.")
         return
     path = _path(arguments.strip())
@@ -127,21 +135,18 @@ async def file(session: Session, arguments: str) -> None:
 
 
 async def _attach(session: Session, path: Path, kind: str) -> None:
-    if path.stat().st_size > _LARGEST:
-        raise RequestError(f"{path} is larger than {_LARGEST:,} bytes.")
+    if path.stat().st_size > _MAX_ATTACHMENT_BYTES:
+        raise RequestError(f"{path} is larger than {_MAX_ATTACHMENT_BYTES:,} bytes.")
     if kind == "text":
-        session.attached.append(TextPart(_as_text(path)))
+        session.attachments.append(TextPart(_as_text(path)))
     else:
-        card = await session.waited(session.chat.ready(), "waiting for the model")
+        card = await session.wait_for(session.chat.wait_until_ready(), "waiting for the model")
         if kind not in card.media:
-            raise UnsupportedContent(f"{card.name} takes no {_NAMES[kind]}.")
+            raise UnsupportedContent(f"{card.name} takes no {_MEDIA_NAMES[kind]}.")
         media_type = mimetypes.guess_type(path.name)[0] or f"{kind}/*"
         data = path.read_bytes()
-        session.attached.append(Image(media_type, data) if kind == "image" else Audio(media_type, data))
+        session.attachments.append(Image(media_type, data) if kind == "image" else Audio(media_type, data))
     session.screen.note(f"{path.name} goes with the next message. /file clear takes it away.")
-
-
-_NAMES = {"image": "pictures", "audio": "sound", "video": "video"}
 
 
 def _as_text(path: Path) -> str:
@@ -161,7 +166,7 @@ def _as_text(path: Path) -> str:
     fixed_choices("code", "thought"),
 )
 async def copy(session: Session, arguments: str) -> None:
-    reply = await session.place.last(Role.ASSISTANT)
+    reply = await session.cursor.last_message(Role.ASSISTANT)
     if reply is None:
         raise RequestError("There is no reply to copy.")
     match arguments.strip():
@@ -176,15 +181,15 @@ async def copy(session: Session, arguments: str) -> None:
             raise RequestError(f"/copy {other}: it is /copy, /copy code or /copy thought.")
     if not text:
         raise RequestError("There is nothing of that to copy.")
-    session.screen.note(f"{len(text):,} characters copied with {_copied(session, text)}.")
+    session.screen.note(f"{len(text):,} characters copied with {_copy(session, text)}.")
 
 
-def _copied(session: Session, text: str) -> str:
-    """With a program of the desktop, or else by asking the terminal, which works over the network too."""
-    for command in _CLIPBOARDS:
+def _copy(session: Session, text: str) -> str:
+    """Copies with a desktop program, or else with an OSC 52 sequence, which also works over SSH."""
+    for command in _CLIPBOARD_COMMANDS:
         if shutil.which(command[0]):
-            done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=5, check=False)
-            if done.returncode == 0:
+            result = subprocess.run(command, input=text.encode(), capture_output=True, timeout=5, check=False)
+            if result.returncode == 0:
                 return command[0]
     if not session.screen.is_live:
         raise RequestError("There is no program for the clipboard here.")
@@ -193,8 +198,8 @@ def _copied(session: Session, text: str) -> str:
     return "the terminal"
 
 
-async def _here(session: Session) -> Conversation:
-    conversation = await session.place.conversation()
+async def _current_conversation(session: Session) -> Conversation:
+    conversation = await session.cursor.conversation()
     if conversation is None:
         raise RequestError("Nothing was said yet.")
     return conversation
@@ -206,6 +211,6 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def _named(conversation: Conversation) -> str:
-    """A file's name from the title."""
+def _file_stem(conversation: Conversation) -> str:
+    """A file name without suffix, made from the title."""
     return re.sub(r"[^\w-]+", "-", conversation.title).strip("-").lower()[:60] or conversation.id

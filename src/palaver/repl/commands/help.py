@@ -1,4 +1,4 @@
-"""Help, made from the table of commands, and leaving."""
+"""Commands for help and quitting."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ A line //like this sends /like this."""
 
 
 async def _names(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
-    return [ArgumentChoice(command.name, command.meaning) for command in session.table]
+    return [ArgumentChoice(command.name, command.description) for command in session.table]
 
 
 @commands.command("help", "the commands and keys, or one command", "[COMMAND]", ("?", "h"), _names)
 async def help_(session: Session, arguments: str) -> None:
-    wanted = arguments.strip().removeprefix("/").lower()
-    if wanted:
-        command = session.table.get(wanted)
+    name = arguments.strip().removeprefix("/").lower()
+    if name:
+        command = session.table.get(name)
         if command is None:
-            raise UnknownCommand(wanted, session.table.near(wanted))
+            raise UnknownCommand(name, session.table.suggest(name))
         session.screen.show(_grid([command]))
         return
-    for theme in session.table.themes:
-        session.screen.show(Text(theme.name, style="name"), _grid(theme.commands))
+    for group in session.table.groups:
+        session.screen.show(Text(group.name, style="name"), _grid(group.commands))
     session.screen.show(Text("Keys", style="name"), Text(KEYS))
 
 
 @commands.command("quit", "leave; everything is kept", "", ("exit", "q"))
 async def quit_(session: Session, arguments: str) -> None:
-    session.leaving = True
+    session.should_exit = True
 
 
-def _grid(listed: Iterable[Command]) -> Grid:
+def _grid(commands: Iterable[Command]) -> Grid:
     grid = Grid.grid(padding=(0, 2, 0, 0))
     grid.add_column(overflow="fold", ratio=2)
     grid.add_column(overflow="fold", ratio=3)
-    for one in listed:
+    for one in commands:
         also = f" (also {', '.join(f'/{alias}' for alias in one.aliases)})" if one.aliases else ""
-        grid.add_row(Text(f"  /{one.name} {one.arguments}".rstrip()), Text(f"{one.meaning}{also}"))
+        grid.add_row(Text(f"  /{one.name} {one.arguments}".rstrip()), Text(f"{one.description}{also}"))
     return grid

@@ -1,4 +1,4 @@
-"""What is set for the turns to come: sampling, stop strings, the system prompt; and sets of it under a name."""
+"""Commands for parameters: sampling, stop strings, the system prompt, presets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from palaver.errors import BadParameter, RequestError
 from palaver.repl.command_table import ArgumentChoice, CommandGroup
 from palaver.repl.sanitize import one_line, sanitize
 from palaver.repl.settings import find_preset
-from palaver.sampling import NUMBERS, STRINGS, Parameter, checked_strings
+from palaver.sampling import NUMBERS, STRINGS, SamplingParameter, check_strings
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
@@ -24,7 +24,7 @@ commands = CommandGroup("Parameters")
 
 ALIASES = {"temperature": ("temp",), "max_tokens": ("max_new_tokens", "max"), "repetition_penalty": ("rep",)}
 OVERFLOW = "what happens when the context is full: refuse, or shorten (the oldest turns are left out)"
-_DEFAULT = ("default", "reset")
+_RESET_WORDS = ("default", "reset")
 
 
 async def _names(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
@@ -43,41 +43,41 @@ def _values(name: str) -> Callable[[Session, str], Awaitable[Iterable[ArgumentCh
     async def values(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
         if name == "overflow":
             return [ArgumentChoice("refuse"), ArgumentChoice("shorten")]
-        parameter = NUMBERS.get(_full(name))
+        parameter = NUMBERS.get(_full_name(name))
         if parameter is None:
             return []
         default = getattr((await session.chat.model()).defaults, parameter.name)
         none = [ArgumentChoice("none", "no limit")] if parameter.nullable else []
-        return [ArgumentChoice("default", f"the model's: {written(default)}"), *none]
+        return [ArgumentChoice("default", f"the model's: {format_value(default)}"), *none]
 
     return values
 
 
 @commands.command("set", "show or set a parameter of the replies to come", "NAME [VALUE]", (), _names)
 async def set_(session: Session, arguments: str) -> None:
-    name, value = _parted(arguments)
+    name, value = _split_setting(arguments)
     if not name:
         await params(session, "")
     else:
-        await _set(session, _full(name), value)
+        await _set(session, _full_name(name), value)
 
 
 @commands.command("params", "all parameters: what is set, the model's default, what they may be", "", ("parameters",))
 async def params(session: Session, arguments: str) -> None:
     card = await session.chat.model()
-    given = (await session.place.begins_with()).parameters
+    given = (await session.cursor.settings()).parameters
     grid = Grid.grid(padding=(0, 2, 0, 0))
     for parameter in NUMBERS.values():
         is_set = parameter.name in given
         value = given[parameter.name] if is_set else _default(card, parameter)
         grid.add_row(
             Text(parameter.name, style="name" if is_set else "none"),
-            written(value),
+            format_value(value),
             Text("set" if is_set else "default", style="note"),
-            Text(f"{bounds(parameter)} · {parameter.meaning}", style="note"),
+            Text(f"{format_bounds(parameter)} · {parameter.meaning}", style="note"),
         )
     for name in sorted(set(given) - set(NUMBERS)):
-        grid.add_row(Text(name, style="name"), one_line(written(given[name]), 40), Text("set", style="note"), "")
+        grid.add_row(Text(name, style="name"), one_line(format_value(given[name]), 40), Text("set", style="note"), "")
     session.screen.show(grid)
 
 
@@ -88,38 +88,40 @@ async def _set(session: Session, name: str, value: str) -> None:
         await _set_strings(session, name, value)
     elif name == "overflow":
         if value:
-            await session.place.set(overflow=None if value in _DEFAULT else value)
-        now = (await session.place.begins_with()).parameters.get("overflow", "refuse")
-        session.screen.note(f"overflow = {now} · {OVERFLOW}")
+            await session.cursor.set_parameters(overflow=None if value in _RESET_WORDS else value)
+        current = (await session.cursor.settings()).parameters.get("overflow", "refuse")
+        session.screen.note(f"overflow = {current} · {OVERFLOW}")
     else:
         known = ", ".join((*NUMBERS, *STRINGS, "overflow"))
-        why = "/think sets that" if name in NAMES else f"there is no such parameter; known are {known}"
-        raise BadParameter(name, value, why)
+        reason = "/think sets that" if name in NAMES else f"there is no such parameter; known are {known}"
+        raise BadParameter(name, value, reason)
 
 
-async def _set_number(session: Session, parameter: Parameter, value: str) -> None:
-    if value in _DEFAULT:
-        await session.place.set(**{parameter.name: None})
+async def _set_number(session: Session, parameter: SamplingParameter, value: str) -> None:
+    if value in _RESET_WORDS:
+        await session.cursor.set_parameters(**{parameter.name: None})
     elif value:
         parsed = parameter.parse(value)
-        await session.place.set(**{parameter.name: parsed})
+        await session.cursor.set_parameters(**{parameter.name: parsed})
     card = await session.chat.model()
-    given = (await session.place.begins_with()).parameters
+    given = (await session.cursor.settings()).parameters
     default = _default(card, parameter)
-    now = given.get(parameter.name, default)
-    origin = f"the model's default is {written(default)}" if parameter.name in given else "the model's default"
-    session.screen.note(f"{parameter.name} = {written(now)} · {origin} · {bounds(parameter)} · {parameter.meaning}")
+    current = given.get(parameter.name, default)
+    origin = f"the model's default is {format_value(default)}" if parameter.name in given else "the model's default"
+    session.screen.note(
+        f"{parameter.name} = {format_value(current)} · {origin} · {format_bounds(parameter)} · {parameter.meaning}"
+    )
 
 
 async def _set_strings(session: Session, name: str, value: str) -> None:
-    """Each call adds one string; a quoted one may hold `\\n`."""
-    given = tuple((await session.place.begins_with()).parameters.get(name, ()))
-    if value in ("clear", "none", *_DEFAULT):
-        await session.place.set(**{name: None})
+    """Adds one string per call; a quoted one may contain `\\n`."""
+    given = tuple((await session.cursor.settings()).parameters.get(name, ()))
+    if value in ("clear", "none", *_RESET_WORDS):
+        await session.cursor.set_parameters(**{name: None})
     elif value:
-        await session.place.set(**{name: list(checked_strings(name, (*given, _unquoted(name, value))))})
-    now = (await session.place.begins_with()).parameters.get(name, ())
-    shown = ", ".join(json.dumps(one, ensure_ascii=False) for one in now) or "none"
+        await session.cursor.set_parameters(**{name: list(check_strings(name, (*given, _unquote(name, value))))})
+    current = (await session.cursor.settings()).parameters.get(name, ())
+    shown = ", ".join(json.dumps(one, ensure_ascii=False) for one in current) or "none"
     session.screen.note(f"{name}: {sanitize(shown)} · {STRINGS[name]}")
 
 
@@ -131,10 +133,10 @@ async def stop(session: Session, arguments: str) -> None:
 @commands.command("system", "show or set the system prompt", "[TEXT | clear]")
 async def system(session: Session, arguments: str) -> None:
     if arguments.strip():
-        await session.place.set_system("" if arguments.strip() == "clear" else arguments)
-    now = (await session.place.begins_with()).system
+        await session.cursor.set_system("" if arguments.strip() == "clear" else arguments)
+    current = (await session.cursor.settings()).system
     session.screen.show(
-        Text(f"The system prompt is: {sanitize(now)}" if now else "There is no system prompt.", style="note")
+        Text(f"The system prompt is: {sanitize(current)}" if current else "There is no system prompt.", style="note")
     )
 
 
@@ -142,7 +144,7 @@ async def _presets(session: Session, arguments: str) -> Iterable[ArgumentChoice]
     if " " not in arguments:
         return [ArgumentChoice("save"), ArgumentChoice("load"), ArgumentChoice("delete")]
     verb = arguments.split()[0]
-    return [ArgumentChoice(f"{verb} {one_line(one.name)}", whole=True) for one in await session.chat.presets()]
+    return [ArgumentChoice(f"{verb} {one_line(one.name)}", replaces_all=True) for one in await session.chat.presets()]
 
 
 @commands.command(
@@ -155,15 +157,15 @@ async def _presets(session: Session, arguments: str) -> Iterable[ArgumentChoice]
 async def preset(session: Session, arguments: str) -> None:
     match arguments.split(maxsplit=1):
         case ["save", name]:
-            now = await session.place.begins_with()
-            await session.chat.save_preset(name, now.system, now.parameters)
-            what = "The system prompt and the parameters" if now.system else "The parameters"
+            current = await session.cursor.settings()
+            await session.chat.save_preset(name, current.system, current.parameters)
+            what = "The system prompt and the parameters" if current.system else "The parameters"
             session.screen.note(f"{what} are kept as {name!r}.")
         case ["load", name]:
             found = await find_preset(session.chat, name)
-            await session.place.replace(found.parameters)
+            await session.cursor.replace_parameters(found.parameters)
             if found.system:
-                await session.place.set_system(found.system)
+                await session.cursor.set_system(found.system)
             await params(session, "")
         case ["delete", name]:
             await session.chat.delete_preset((await find_preset(session.chat, name)).name)
@@ -175,7 +177,7 @@ async def preset(session: Session, arguments: str) -> None:
             raise RequestError("It is /preset save NAME, load NAME or delete NAME.")
 
 
-def _of(parameter: Parameter) -> Callable[[Session, str], Awaitable[None]]:
+def _parameter_command(parameter: SamplingParameter) -> Callable[[Session, str], Awaitable[None]]:
     async def run(session: Session, arguments: str) -> None:
         await _set_number(session, parameter, arguments.strip())
 
@@ -189,34 +191,34 @@ for _parameter in NUMBERS.values():
         f"[{'NUMBER | none' if _parameter.nullable else 'NUMBER'} | default]",
         ALIASES.get(_parameter.name, ()),
         _values(_parameter.name),
-    )(_of(_parameter))
+    )(_parameter_command(_parameter))
 
 
-def bounds(parameter: Parameter) -> str:
+def format_bounds(parameter: SamplingParameter) -> str:
     low, high = (f"{int(one):,}" if parameter.read is int else f"{one:g}" for one in parameter.bounds)
     return f"from {low} to {high}{', or none' if parameter.nullable else ''}"
 
 
-def written(value: Any) -> str:
+def format_value(value: Any) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _default(card: ModelCard, parameter: Parameter) -> Any:
+def _default(card: ModelCard, parameter: SamplingParameter) -> Any:
     return "drawn anew" if parameter.name == "seed" else getattr(card.defaults, parameter.name)
 
 
-def _full(name: str) -> str:
+def _full_name(name: str) -> str:
     return next((full for full, short in ALIASES.items() if name in short), name)
 
 
-def _parted(arguments: str) -> tuple[str, str]:
+def _split_setting(arguments: str) -> tuple[str, str]:
     """`name value` or `name=value`."""
     text = arguments.strip()
     place = next((place for place, one in enumerate(text) if one.isspace() or one == "="), len(text))
     return text[:place].lower(), text[place + 1 :].strip()
 
 
-def _unquoted(name: str, value: str) -> str:
+def _unquote(name: str, value: str) -> str:
     if not value.startswith('"'):
         return value
     try:

@@ -1,4 +1,4 @@
-"""What the model thinks: whether, how hard, how long; and how much of it is shown."""
+"""Commands for thinking: switch, effort, budget, and how it is shown."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from palaver.repl.session import Session
 
 commands = CommandGroup("Thinking")
+_DISPLAY_NAMES = {
+    ThinkingDisplay.COLLAPSED: "collapsed",
+    ThinkingDisplay.EXPANDED: "in full",
+    ThinkingDisplay.HIDDEN: "not at all",
+}
 
 
 async def _choices(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
@@ -39,44 +44,44 @@ async def _choices(session: Session, arguments: str) -> Iterable[ArgumentChoice]
     _choices,
 )
 async def think(session: Session, arguments: str) -> None:
-    card = await session.waited(session.chat.ready(), "waiting for the model")
+    card = await session.wait_for(session.chat.wait_until_ready(), "waiting for the model")
     match arguments.split():
         case []:
             pass
-        case ["on" | "off" as wanted]:
-            _check_switch(card, wanted)
-            await session.place.set(thinking=wanted == "on", effort=None)
+        case ["on" | "off" as state]:
+            _check_switch(card, state)
+            await session.cursor.set_parameters(thinking=state == "on", effort=None)
         case ["default"]:
-            await session.place.set(thinking=None, effort=None, budget=None, thinking_budget=None)
+            await session.cursor.set_parameters(thinking=None, effort=None, budget=None, thinking_budget=None)
         case ["budget", "none" | "off" | "default"]:
-            await session.place.set(thinking_budget=None)
+            await session.cursor.set_parameters(thinking_budget=None)
         case ["budget", number]:
-            await session.place.set(thinking_budget=NUMBERS["thinking_budget"].parse(number))
+            await session.cursor.set_parameters(thinking_budget=NUMBERS["thinking_budget"].parse(number))
         case ["effort", "default" | "none"]:
-            await session.place.set(effort=None)
+            await session.cursor.set_parameters(effort=None)
         case ["effort", effort]:
             _check_effort(card, effort)
-            await session.place.set(effort=effort, thinking=None)
+            await session.cursor.set_parameters(effort=effort, thinking=None)
         case _:
             raise RequestError("It is /think on, off, default, budget N or effort X.")
-    await _tell(session, card)
+    await _show_thinking_settings(session, card)
 
 
-async def _tell(session: Session, card: ModelCard) -> None:
-    parameters = (await session.place.begins_with()).parameters
+async def _show_thinking_settings(session: Session, card: ModelCard) -> None:
+    parameters = (await session.cursor.settings()).parameters
     thinking = {None: "the model's default", True: "on", False: "off"}[parameters.get("thinking")]
     effort = f" · effort {parameters['effort']}" if parameters.get("effort") is not None else ""
     budget = parameters.get("thinking_budget")
-    most = f" · at most {budget:,} tokens" if budget is not None else ""
-    session.screen.note(f"Thinking: {thinking}{effort}{most}. The model {thinking_summary(card)}.")
+    limit = f" · at most {budget:,} tokens" if budget is not None else ""
+    session.screen.note(f"Thinking: {thinking}{effort}{limit}. The model {thinking_summary(card)}.")
 
 
-def _check_switch(card: ModelCard, wanted: str) -> None:
-    """Nothing is claimed that the template can't do."""
+def _check_switch(card: ModelCard, state: str) -> None:
+    """Raises if the template has no switch for thinking."""
     switch = thinking_switch(card.switches)
     if switch is None:
-        other = " /think budget 0 closes every thought at once." if card.thinks and wanted == "off" else ""
-        raise RequestError(f"This model's chat template has no switch for thinking.{other}")
+        hint = " /think budget 0 closes every thought at once." if card.thinks and state == "off" else ""
+        raise RequestError(f"This model's chat template has no switch for thinking.{hint}")
 
 
 def _check_effort(card: ModelCard, effort: str) -> None:
@@ -89,17 +94,17 @@ def _check_effort(card: ModelCard, effort: str) -> None:
 
 @commands.command("expand", "the thought of the last reply in full, or of message N on this branch", "[N]")
 async def expand(session: Session, arguments: str) -> None:
-    path = await session.place.path()
-    thoughtful = [one for one in path if one.role is Role.ASSISTANT and one.thinking.strip()]
+    path = await session.cursor.path()
+    replies = [one for one in path if one.role is Role.ASSISTANT and one.thinking.strip()]
     if arguments.strip():
         if not arguments.strip().isdigit() or not 0 < int(arguments) <= len(path):
             raise BadParameter(
                 "number", arguments.strip(), f"must be from 1 to {len(path)}: /history shows the numbers"
             )
-        thoughtful = [one for one in [path[int(arguments) - 1]] if one.thinking.strip()]
-    if not thoughtful:
+        replies = [one for one in [path[int(arguments) - 1]] if one.thinking.strip()]
+    if not replies:
         raise RequestError("There is no thought to show.")
-    session.screen.show(*render_thinking(_thoughts(thoughtful[-1])))
+    session.screen.show(*render_thinking(_thoughts(replies[-1])))
 
 
 @commands.command(
@@ -108,31 +113,24 @@ async def expand(session: Session, arguments: str) -> None:
 async def collapse(session: Session, arguments: str) -> None:
     match arguments.strip():
         case "" | "on":
-            session.thoughts = ThinkingDisplay.COLLAPSED
+            session.thinking_display = ThinkingDisplay.COLLAPSED
         case "off":
-            session.thoughts = ThinkingDisplay.EXPANDED
+            session.thinking_display = ThinkingDisplay.EXPANDED
         case other:
             raise BadParameter("collapse", other, "must be on or off")
-    session.screen.note(f"Thoughts are shown {_HOW[session.thoughts]}.")
+    session.screen.note(f"Thoughts are shown {_DISPLAY_NAMES[session.thinking_display]}.")
 
 
 async def toggle(session: Session) -> None:
-    """Ctrl+T at the prompt: the last thought is shown, and those to come; or no longer."""
-    if session.thoughts is ThinkingDisplay.EXPANDED:
-        session.thoughts = ThinkingDisplay.COLLAPSED
-        session.screen.note(f"Thoughts are shown {_HOW[session.thoughts]}.")
+    """Ctrl+T at the prompt: shows the last thinking and expands the following; or collapses again."""
+    if session.thinking_display is ThinkingDisplay.EXPANDED:
+        session.thinking_display = ThinkingDisplay.COLLAPSED
+        session.screen.note(f"Thoughts are shown {_DISPLAY_NAMES[session.thinking_display]}.")
         return
-    session.thoughts = ThinkingDisplay.EXPANDED
-    reply = await session.place.last(Role.ASSISTANT)
+    session.thinking_display = ThinkingDisplay.EXPANDED
+    reply = await session.cursor.last_message(Role.ASSISTANT)
     session.screen.show(*(render_thinking(_thoughts(reply)) if reply else ()))
-    session.screen.note(f"Thoughts are shown {_HOW[session.thoughts]}.")
-
-
-_HOW = {
-    ThinkingDisplay.COLLAPSED: "collapsed",
-    ThinkingDisplay.EXPANDED: "in full",
-    ThinkingDisplay.HIDDEN: "not at all",
-}
+    session.screen.note(f"Thoughts are shown {_DISPLAY_NAMES[session.thinking_display]}.")
 
 
 def _thoughts(stored: StoredMessage) -> list[str]:

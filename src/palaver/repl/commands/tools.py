@@ -1,4 +1,4 @@
-"""Tools for a person: functions offered to the model, and their results given by hand."""
+"""Commands for tools: functions offered to the model, with results typed by the user."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ commands = CommandGroup("Tools")
     complete_paths,
 )
 async def tools(session: Session, arguments: str) -> None:
-    wanted = arguments.strip()
-    if wanted == "off":
-        await session.place.set(tools=None)
-    elif wanted:
-        card = await session.waited(session.chat.ready(), "waiting for the model")
+    argument = arguments.strip()
+    if argument == "off":
+        await session.cursor.set_parameters(tools=None)
+    elif argument:
+        card = await session.wait_for(session.chat.wait_until_ready(), "waiting for the model")
         if not card.takes_tools:
             raise RequestError("This model's chat template has no place for tools.")
-        await session.place.set(tools=_read(Path(wanted).expanduser()))
-    offered = (await session.place.begins_with()).parameters.get("tools") or ()
+        await session.cursor.set_parameters(tools=_read_tools(Path(argument).expanduser()))
+    offered = (await session.cursor.settings()).parameters.get("tools") or ()
     for one in offered:
         function = one.get("function", one)
         description = one_line(str(function.get("description") or ""))
@@ -47,7 +47,7 @@ async def tools(session: Session, arguments: str) -> None:
     session.screen.note(f"{len(offered)} offered. /result TEXT answers a call." if offered else "No tools are offered.")
 
 
-def _read(path: Path) -> list[Any]:
+def _read_tools(path: Path) -> list[Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -59,47 +59,47 @@ def _read(path: Path) -> list[Any]:
 
 
 async def _calls(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
-    return [ArgumentChoice(call.name, one_line(call.arguments, 40)) for call in await _open_calls(session)]
+    return [ArgumentChoice(call.name, one_line(call.arguments, 40)) for call in await _unanswered_calls(session)]
 
 
 @commands.command(
     "result", "answer the model's call by hand; with several calls, name the one", "[NAME] TEXT", (), _calls
 )
 async def result(session: Session, arguments: str) -> None:
-    calls = await _open_calls(session)
+    calls = await _unanswered_calls(session)
     if not calls:
         raise RequestError("There is no call that waits for a result.")
-    call, text = _addressed(calls, arguments)
+    call, text = _select_call(calls, arguments)
     if not text.strip():
         session.screen.show(*(line for one in calls for line in format_call(one.name, one.arguments)))
         raise RequestError("Write the result: /result TEXT.")
     message = tool(call.id, text, call.name)
     if len(calls) == 1:
-        await session.send(message)
+        await session.send_message(message)
         return
-    conversation = await session.place.made()
-    at = (await session.place.cursor()).message_id
-    stored = await session.chat.append(conversation.id, at, message)
-    await session.place.move(stored.id)
-    left = ", ".join(one.name for one in calls if one.id != call.id)
-    session.screen.note(f"Taken. Still waiting for {left}.")
+    conversation = await session.cursor.ensure_conversation()
+    parent_id = (await session.cursor.position()).message_id
+    stored = await session.chat.append_message(conversation.id, parent_id, message)
+    await session.cursor.move(stored.id)
+    remaining = ", ".join(one.name for one in calls if one.id != call.id)
+    session.screen.note(f"Taken. Still waiting for {remaining}.")
 
 
-def _addressed(calls: list[ToolCall], arguments: str) -> tuple[ToolCall, str]:
+def _select_call(calls: list[ToolCall], arguments: str) -> tuple[ToolCall, str]:
     name, _, rest = arguments.partition(" ")
     named = next((one for one in calls if name in (one.name, one.id)), None)
     return (named, rest) if named is not None else (calls[0], arguments)
 
 
-async def _open_calls(session: Session) -> list[ToolCall]:
-    """Calls of the last reply that no result behind it answers."""
-    path = await session.place.path()
+async def _unanswered_calls(session: Session) -> list[ToolCall]:
+    """Tool calls of the last reply without a result."""
+    path = await session.cursor.path()
     last = max((place for place, one in enumerate(path) if one.role is Role.ASSISTANT), default=None)
     if last is None:
         return []
     answered = [part.call_id for one in path[last + 1 :] for part in one.parts if isinstance(part, ToolResult)]
-    return unanswered_calls(_calls_of(path[last]), answered)
+    return unanswered_calls(_tool_calls(path[last]), answered)
 
 
-def _calls_of(reply: StoredMessage) -> list[ToolCall]:
+def _tool_calls(reply: StoredMessage) -> list[ToolCall]:
     return [part for part in reply.parts if isinstance(part, ToolCall)]

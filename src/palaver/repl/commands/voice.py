@@ -1,4 +1,4 @@
-"""Replies that are spoken."""
+"""The command for spoken replies."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ async def voice(session: Session, arguments: str) -> None:
 
     match arguments.split(maxsplit=1):
         case []:
-            on = session.voice.voice
-            session.screen.note(f"Replies are {f'spoken{_named(on)}' if on is not None else 'not spoken'}.")
+            active = session.voice.voice
+            session.screen.note(f"Replies are {f'spoken{_by_name(active)}' if active is not None else 'not spoken'}.")
         case ["on", *name]:
-            await _on(session, VoiceSettings(name[0].strip() if name else ""))
+            await _turn_on(session, VoiceSettings(name[0].strip() if name else ""))
         case ["off"]:
             session.voice.turn_off()
-            await session.place.set(spoken=None)
+            await session.cursor.set_parameters(spoken=None)
             session.screen.note("Replies are no longer spoken.")
         case ["save", *name]:
             await _save(session, name[0].strip() if name else "")
@@ -44,24 +44,26 @@ async def voice(session: Session, arguments: str) -> None:
             raise RequestError("It is /voice on, /voice on NAME, /voice off or /voice save FILE.")
 
 
-async def _on(session: Session, wanted: VoiceSettings) -> None:
-    player = await session.voice.turn_on(wanted)
-    await session.place.set(spoken=True)
-    how = f"played by {player.name}" if player else "saved as files, because no player was found"
-    session.screen.note(f"Replies are spoken{_named(wanted)}, {how}. Ctrl+C or the next message stops the sound.")
+async def _turn_on(session: Session, settings: VoiceSettings) -> None:
+    player = await session.voice.turn_on(settings)
+    await session.cursor.set_parameters(spoken=True)
+    output = f"played by {player.name}" if player else "saved as files, because no player was found"
+    session.screen.note(
+        f"Replies are spoken{_by_name(settings)}, {output}. Ctrl+C or the next message stops the sound."
+    )
 
 
 async def _save(session: Session, name: str) -> None:
     from palaver.repl.voice import write_sound
 
-    reply = await session.place.last(Role.ASSISTANT)
+    reply = await session.cursor.last_message(Role.ASSISTANT)
     if reply is None or not reply.text.strip():
         raise RequestError("There is no reply to speak yet.")
     path = Path(name or f"{reply.id}.wav").expanduser()
-    samples = await session.waited(session.voice.whole(reply.text), "speaking")
+    samples = await session.wait_for(session.voice.synthesize(reply.text), "speaking")
     await asyncio.to_thread(write_sound, path, samples)
     session.screen.note(f"Spoken into {path}")
 
 
-def _named(voice: VoiceSettings) -> str:
+def _by_name(voice: VoiceSettings) -> str:
     return f" by {voice.name}" if voice.name else ""

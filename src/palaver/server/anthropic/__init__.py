@@ -1,1 +1,1 @@
-"""Anthropic's Messages API, over the same replies that the OpenAI API has."""
+"""Anthropic's Messages API, over the same reply streams as the OpenAI API."""

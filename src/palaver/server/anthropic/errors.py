@@ -1,4 +1,4 @@
-"""Errors in Anthropic's shape."""
+"""Error bodies and statuses of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from palaver.errors import ContextOverflow, PalaverError, QueueFull
 from palaver.server.errors import INTERNAL, error_status
-from palaver.wire.errors import named
+from palaver.wire.errors import error_fields
 
 OVERLOADED = 529
 _TYPES = {
@@ -22,26 +22,26 @@ _TYPES = {
 
 
 def is_anthropic(path: str, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether whoever asks reads errors in this shape: by the path, or by the version that all their clients send."""
+    """Whether the client expects errors of this API: by the path, or by the version header that its clients send."""
     return path == "/v1/messages" or path.startswith("/v1/messages/") or b"anthropic-version" in headers
 
 
-def status_of(error: BaseException) -> int:
-    """What is over in a moment is an overload to them."""
+def anthropic_status(error: BaseException) -> int:
+    """The HTTP status. A temporary refusal (full queue, no model yet) is 529, which clients retry."""
     status = error_status(error).status
     return OVERLOADED if status == 503 or isinstance(error, QueueFull) else status
 
 
 def anthropic_error(error: BaseException, request_id: str) -> dict[str, Any]:
-    status = status_of(error)
+    status = anthropic_status(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    about = named(error)
-    details = {"error_code": about["name"], **about["details"]} if about else {}
+    error_info = error_fields(error)
+    details = {"error_code": error_info["name"], **error_info["details"]} if error_info else {}
     inner = {"type": kind, "message": _message(error), **({"details": details} if details else {})}
     return {"type": "error", "error": inner, "request_id": request_id}
 
 
 def _message(error: BaseException) -> str:
-    if isinstance(error, ContextOverflow):  # in the words by which their clients know that they must shorten
+    if isinstance(error, ContextOverflow):  # clients recognise this sentence and shorten the conversation
         return f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
     return str(error) if isinstance(error, PalaverError) else INTERNAL

@@ -1,4 +1,4 @@
-"""Messages as Anthropic's clients send them, and ours."""
+"""Converts the messages of a request into `Message` values, and restores token ids from thinking signatures."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ from palaver.server.anthropic.schemas import (
 )
 from palaver.server.anthropic.signatures import InvalidSignature, parse_signature
 
-BETWEEN = "\n\n"
-"""Parts one block of text from the next, where a person or the system speaks."""
+BLOCK_SEPARATOR = "\n\n"
+"""Joins the text blocks of a user or system message."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnthropicTurn:
-    """A message, and of a reply the ids that its thoughts' signatures tell: of its beginning, to the last thought."""
+    """A message, and for a reply the token ids from its signatures: from its beginning to the last thinking block."""
 
     message: Message
     ids: tuple[int, ...] = ()
 
-    def joined(self, other: AnthropicTurn) -> AnthropicTurn:
-        between = (Text(BETWEEN),) if self.message.role is not Role.ASSISTANT else ()
-        parts = _merged((*self.message.parts, *between, *other.message.parts))
+    def merge(self, other: AnthropicTurn) -> AnthropicTurn:
+        separator = (Text(BLOCK_SEPARATOR),) if self.message.role is not Role.ASSISTANT else ()
+        parts = _merge_parts((*self.message.parts, *separator, *other.message.parts))
         return AnthropicTurn(Message(self.message.role, parts), self.ids + other.ids)
 
 
-def parse_turns(request: CountRequest, tokenizer: str, most: int) -> list[AnthropicTurn]:
-    """The conversation; what the same side says twice in a row is one turn. `tokenizer` is the one in use."""
-    if len(request.messages) > most:
-        raise BadParameter("messages", f"{len(request.messages)} messages", f"at most {most} are taken")
+def parse_turns(request: CountRequest, tokenizer: str, max_messages: int) -> list[AnthropicTurn]:
+    """The conversation; consecutive messages of one role become one turn. `tokenizer` is the fingerprint in use."""
+    if len(request.messages) > max_messages:
+        raise BadParameter("messages", f"{len(request.messages)} messages", f"at most {max_messages} are taken")
     system = request.system if isinstance(request.system, str) else _text(request.system or ())
-    found = [AnthropicTurn(Message(Role.SYSTEM, (Text(system),)))] if system else []
-    for place, given in enumerate(request.messages):
-        for turn in _turns(given, f"messages[{place}]", tokenizer):
-            if found and found[-1].message.role is turn.message.role is not Role.TOOL:
-                found[-1] = found[-1].joined(turn)
+    turns = [AnthropicTurn(Message(Role.SYSTEM, (Text(system),)))] if system else []
+    for index, message in enumerate(request.messages):
+        for turn in _turns(message, f"messages[{index}]", tokenizer):
+            if turns and turns[-1].message.role is turn.message.role is not Role.TOOL:
+                turns[-1] = turns[-1].merge(turn)
             else:
-                found.append(turn)
-    return _named(found)
+                turns.append(turn)
+    return _add_tool_names(turns)
 
 
-def _turns(given: InputMessage, where: str, tokenizer: str) -> list[AnthropicTurn]:
-    blocks = [TextBlock(type="text", text=given.content)] if isinstance(given.content, str) else given.content
-    if given.role == "assistant":
-        return [_reply(blocks, where, tokenizer)]
-    role = Role.USER if given.role == "user" else Role.SYSTEM
-    return list(_spoken(role, blocks, where))
+def _turns(message: InputMessage, where: str, tokenizer: str) -> list[AnthropicTurn]:
+    blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
+    if message.role == "assistant":
+        return [_assistant_turn(blocks, where, tokenizer)]
+    role = Role.USER if message.role == "user" else Role.SYSTEM
+    return list(_input_turns(role, blocks, where))
 
 
-def _spoken(role: Role, blocks: Sequence[Block], where: str) -> Iterator[AnthropicTurn]:
-    """Results of tools are messages of their own, in their place."""
+def _input_turns(role: Role, blocks: Sequence[Block], where: str) -> Iterator[AnthropicTurn]:
+    """Yields text as one message, and every tool result as a message of its own, in order."""
     texts: list[TextBlock] = []
-    for place, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         match block:
             case TextBlock():
                 texts.append(block)
@@ -73,90 +73,92 @@ def _spoken(role: Role, blocks: Sequence[Block], where: str) -> Iterator[Anthrop
                 if texts:
                     yield AnthropicTurn(Message(role, (Text(_text(texts)),)))
                     texts = []
-                yield AnthropicTurn(Message(Role.TOOL, (_result(block, f"{where}.content[{place}]"),)))
+                yield AnthropicTurn(Message(Role.TOOL, (_result(block, f"{where}.content[{index}]"),)))
             case _:
-                raise _refused(block, f"{where}.content[{place}]", role)
+                raise _unsupported_block(block, f"{where}.content[{index}]", role)
     if texts or not blocks:
         yield AnthropicTurn(Message(role, (Text(_text(texts)),)))
 
 
-def _reply(blocks: Sequence[Block], where: str, tokenizer: str) -> AnthropicTurn:
+def _assistant_turn(blocks: Sequence[Block], where: str, tokenizer: str) -> AnthropicTurn:
     parts: list[Part] = []
     ids: list[tuple[int, ...] | None] = []
-    for place, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         match block:
             case TextBlock(text=text):
                 parts.append(Text(text))
             case ThinkingBlock():
-                thought, made_of = _thought(block, f"{where}.content[{place}]", tokenizer)
-                parts += thought
-                ids.append(made_of)
+                thinking, token_ids = _signed_thinking(block, f"{where}.content[{index}]", tokenizer)
+                parts += thinking
+                ids.append(token_ids)
             case RedactedThinkingBlock():
                 ids.append(None)
             case ToolUseBlock(id=id, name=name, input=input):
                 parts.append(ToolCall(id, name, json.dumps(input, ensure_ascii=False)))
             case _:
-                raise _refused(block, f"{where}.content[{place}]", Role.ASSISTANT)
-    known = [one for one in ids if one is not None]
-    whole = tuple(id for one in known for id in one) if len(known) == len(ids) else ()
-    return AnthropicTurn(Message(Role.ASSISTANT, _merged(parts)), whole)
+                raise _unsupported_block(block, f"{where}.content[{index}]", Role.ASSISTANT)
+    known = [block_ids for block_ids in ids if block_ids is not None]
+    reply_ids = tuple(id for block_ids in known for id in block_ids) if len(known) == len(ids) else ()
+    return AnthropicTurn(Message(Role.ASSISTANT, _merge_parts(parts)), reply_ids)
 
 
-def _thought(block: ThinkingBlock, where: str, tokenizer: str) -> tuple[tuple[Thinking, ...], tuple[int, ...] | None]:
-    """A thought whose words are neither here nor in its signature is left out."""
+def _signed_thinking(
+    block: ThinkingBlock, where: str, tokenizer: str
+) -> tuple[tuple[Thinking, ...], tuple[int, ...] | None]:
+    """The thinking and its token ids. A block with its text neither here nor in its signature is dropped."""
     try:
-        known = parse_signature(block.signature or "", block.thinking)
+        signed = parse_signature(block.signature or "", block.thinking)
     except InvalidSignature as error:
         raise BadParameter(f"{where}.signature", "...", str(error)) from None
-    if known is None:
+    if signed is None:
         return ((Thinking(block.thinking),) if block.thinking else ()), None
-    return (Thinking(known.text),), known.ids if known.tokenizer == tokenizer else None
+    return (Thinking(signed.text),), signed.ids if signed.tokenizer == tokenizer else None
 
 
 def _result(block: ToolResultBlock, where: str) -> ToolResult:
     content = block.content if isinstance(block.content, str) else _text(_texts(block.content or (), where))
-    told = f"Error: {content}" if block.is_error and not content.lower().startswith("error") else content
-    return ToolResult(block.tool_use_id, told)
+    text = f"Error: {content}" if block.is_error and not content.lower().startswith("error") else content
+    return ToolResult(block.tool_use_id, text)
 
 
 def _texts(blocks: Sequence[ResultBlock], where: str) -> Iterator[TextBlock]:
-    for place, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         if not isinstance(block, TextBlock):
-            raise _refused(block, f"{where}.content[{place}]", Role.TOOL)
+            raise _unsupported_block(block, f"{where}.content[{index}]", Role.TOOL)
         yield block
 
 
 def _text(blocks: Sequence[TextBlock] | Iterator[TextBlock]) -> str:
-    return BETWEEN.join(block.text for block in blocks)
+    return BLOCK_SEPARATOR.join(block.text for block in blocks)
 
 
-def _refused(block: Block | ResultBlock, where: str, role: Role) -> BadParameter:
+def _unsupported_block(block: Block | ResultBlock, where: str, role: Role) -> BadParameter:
     if isinstance(block, OtherBlock):
-        why = "blocks of this type are not supported: the model takes text, and no images or documents"
-        return BadParameter(f"{where}.type", block.type[:80], why)
+        reason = "blocks of this type are not supported: the model takes text, and no images or documents"
+        return BadParameter(f"{where}.type", block.type[:80], reason)
     return BadParameter(f"{where}.type", block.type, f"has no place in what the {role} says")
 
 
-def _merged(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Texts that follow each other are one, and so are thoughts; an empty text is none."""
-    found: list[Part] = []
+def _merge_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Merges consecutive texts, and consecutive thinking parts. Drops empty texts."""
+    merged: list[Part] = []
     for part in parts:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if isinstance(part, Text | Thinking) and type(last) is type(part):
             assert isinstance(last, Text | Thinking)
-            found[-1] = replace(last, text=last.text + part.text)
+            merged[-1] = replace(last, text=last.text + part.text)
         elif part != Text(""):
-            found.append(part)
-    return tuple(found)
+            merged.append(part)
+    return tuple(merged)
 
 
-def _named(turns: Sequence[AnthropicTurn]) -> list[AnthropicTurn]:
-    """Some templates want the name of the tool whose result this is, which clients do not send."""
+def _add_tool_names(turns: Sequence[AnthropicTurn]) -> list[AnthropicTurn]:
+    """Adds the tool's name to its result: some templates need it, and clients do not send it."""
     names = {call.id: call.name for turn in turns for call in turn.message.tool_calls}
-    return [replace(turn, message=_with_names(turn.message, names)) for turn in turns]
+    return [replace(turn, message=_with_tool_names(turn.message, names)) for turn in turns]
 
 
-def _with_names(message: Message, names: dict[str, str]) -> Message:
+def _with_tool_names(message: Message, names: dict[str, str]) -> Message:
     parts = (
         replace(part, name=names.get(part.call_id, "")) if isinstance(part, ToolResult) else part
         for part in message.parts

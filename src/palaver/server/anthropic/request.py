@@ -1,4 +1,4 @@
-"""From a request of the Messages API to what is asked of the model: all but the messages is said as a chat request."""
+"""Converts a request of the Messages API into a `ChatCall`: the messages here, the other fields as a `ChatRequest`."""
 
 from __future__ import annotations
 
@@ -24,139 +24,167 @@ from palaver.server.anthropic.schemas import (
 from palaver.server.errors import NotSupported
 from palaver.server.openai.messages import ChatHistory
 from palaver.server.openai.reply_index import ReplyIndex, canonical_arguments
-from palaver.server.openai.request import ChatCall, build_call, check_model, check_token_ids
-from palaver.server.openai.sampling_params import check_nested_fields, ignored_fields, ignores_effort
+from palaver.server.openai.request import (
+    ChatCall,
+    build_call,
+    check_model,
+    check_nested_fields,
+    check_token_ids,
+    ignored_fields,
+)
+from palaver.server.openai.sampling_params import ignores_effort
 from palaver.server.openai.schemas import ChatRequest
 from palaver.server.settings import ServerSettings
 
+_SHARED_FIELDS = (
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "max_tokens",
+    "metadata",
+)
+FIELD_NAMES = {
+    "stop": "stop_sequences",
+    "think": "thinking.type",
+    "thinking_budget": "thinking.budget_tokens",
+    "budget": "thinking.budget_tokens",
+    "effort": "output_config.effort",
+    "reasoning_effort": "output_config.effort",
+    "response_format.json_schema": "output_config.format",
+    "constraint (json_schema)": "output_config.format",
+    "constraint": "output_config.format",
+}
+"""Field names of the Messages API by the names that errors of the chat completion path use."""
 
-def recall_ids(what: ChatCall, begun: AnthropicTurn, remembered: ReplyIndex) -> tuple[int, ...]:
-    """The ids it goes on from; none where only its words are known."""
-    request = what.request
+
+def recall_ids(call: ChatCall, partial: AnthropicTurn, reply_index: ReplyIndex) -> tuple[int, ...]:
+    """The token ids of a partial reply; none if only its text is known."""
+    request = call.request
     replies = sum(message.role is Role.ASSISTANT for message in request.messages) + 1
-    kept = remembered.past(request.owner, (*request.messages, begun.message), [None] * replies)[-1]
-    prompt = what.model.prompt(request, (), begun.message)
-    for ids in (kept, _spliced(what.model.vocabulary, prompt.reply_ids, begun)):
-        said = _open(ids or (), prompt.phases.ends)
-        if said and _says(what, said, begun.message):
-            return said
+    indexed = reply_index.lookup(request.owner, (*request.messages, partial.message), [None] * replies)[-1]
+    prompt = call.model.prompt(request, (), partial.message)
+    for ids in (indexed, _splice_signed(call.model.vocabulary, prompt.reply_ids, partial)):
+        reply_ids = _without_end(ids or (), prompt.phases.ends)
+        if reply_ids and _matches(call, reply_ids, partial.message):
+            return reply_ids
     return ()
 
 
-def _spliced(vocabulary: Vocabulary, written: tuple[int, ...], begun: AnthropicTurn) -> tuple[int, ...]:
-    """What the thoughts were made of, then the rest as it is written; none where the two do not meet."""
-    if not begun.ids or not all(token_id < len(vocabulary) for token_id in begun.ids):
+def _splice_signed(vocabulary: Vocabulary, rendered: tuple[int, ...], partial: AnthropicTurn) -> tuple[int, ...]:
+    """The signed ids, then the rest of the rendered ones; none if there is no token boundary between them."""
+    if not partial.ids or not all(token_id < len(vocabulary) for token_id in partial.ids):
         return ()
-    signed = b"".join(vocabulary[token_id] for token_id in begun.ids)
-    text = b"".join(vocabulary[token_id] for token_id in written)
+    signed = b"".join(vocabulary[token_id] for token_id in partial.ids)
+    text = b"".join(vocabulary[token_id] for token_id in rendered)
     if not text.startswith(signed):
-        return begun.ids if signed.startswith(text) else ()
-    at, place = 0, 0
-    while at < len(signed):
-        at, place = at + len(vocabulary[written[place]]), place + 1
-    return (*begun.ids, *written[place:]) if at == len(signed) else ()
+        return partial.ids if signed.startswith(text) else ()
+    size, count = 0, 0
+    while size < len(signed):
+        size, count = size + len(vocabulary[rendered[count]]), count + 1
+    return (*partial.ids, *rendered[count:]) if size == len(signed) else ()
 
 
-def _open(ids: tuple[int, ...], ends: Collection[int]) -> tuple[int, ...]:
-    """Without the end of the turn: whoever sends a reply back to go on wants more of it."""
+def _without_end(ids: tuple[int, ...], ends: Collection[int]) -> tuple[int, ...]:
+    """Drops the end-of-turn token, so that the reply can be continued."""
     return ids[:-1] if ids and ids[-1] in ends else ids
 
 
-def _says(what: ChatCall, ids: tuple[int, ...], message: Message) -> bool:
-    """Whether these tokens are read as this reply, and are such as a reply may hold."""
+def _matches(call: ChatCall, ids: tuple[int, ...], message: Message) -> bool:
+    """Whether these ids are valid in a reply and decode to this message."""
     try:
-        said = check_token_ids(ids, what.model, what.request)
-        reader = what.model.reader(what.request, said)
-        found = fold([*reader.open(), *reader.close()]).message
+        reply_ids = check_token_ids(ids, call.model, call.request)
+        reader = call.model.reader(call.request, reply_ids)
+        decoded = fold([*reader.open(), *reader.close()]).message
     except PalaverError:
         return False
-    return _words(found) == _words(message)
+    return _comparable(decoded) == _comparable(message)
 
 
-def _words(message: Message) -> tuple[str, str, list[tuple[str, str]]]:
+def _comparable(message: Message) -> tuple[str, str, list[tuple[str, str]]]:
     calls = [(call.name, canonical_arguments(call.arguments)) for call in message.tool_calls]
     return message.thinking.rstrip(), message.text, calls
 
 
-_SAME = ("stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens", "metadata")
-
-
 class ThreadUnsupportedRequest(NotSupported):
-    """By this name their clients know that they must send the whole conversation, and do."""
+    """Anthropic's clients recognise this error's name and send the whole conversation instead."""
 
     def __init__(self) -> None:
         super().__init__("thread: conversations are not kept under it; send all messages, or metadata.conversation.")
 
 
 def parse_request(
-    request: CountRequest, model: Model, settings: ServerSettings, owner: str, remembered: ReplyIndex
+    request: CountRequest, model: Model, settings: ServerSettings, owner: str, reply_index: ReplyIndex
 ) -> ChatCall:
-    """May take a while: not for the event loop. Raises whatever makes the reply impossible."""
-    said, begun = parse_conversation(request, model, settings)
-    messages = tuple(turn.message for turn in said)
-    replies = [turn.ids or None for turn in said if turn.message.role is Role.ASSISTANT]
-    known = remembered.past(owner, messages, [None] * len(replies))
-    past = tuple(whole or signed for whole, signed in zip(known, replies, strict=True))
-    what = build_call(to_chat_request(request, model, begun), ChatHistory(messages, past), model, settings, owner)
-    return what if begun is None else _going_on(what, begun, remembered)
+    """Blocking: call it in a thread. Raises the error that makes the reply impossible."""
+    turns, partial = parse_conversation(request, model, settings)
+    messages = tuple(turn.message for turn in turns)
+    signed = [turn.ids or None for turn in turns if turn.message.role is Role.ASSISTANT]
+    indexed = reply_index.lookup(owner, messages, [None] * len(signed))
+    past = tuple(ids or signed_ids for ids, signed_ids in zip(indexed, signed, strict=True))
+    call = build_call(to_chat_request(request, model, partial), ChatHistory(messages, past), model, settings, owner)
+    return call if partial is None else _continue_partial(call, partial, reply_index)
 
 
 def parse_conversation(
     request: CountRequest, model: Model, settings: ServerSettings
 ) -> tuple[Sequence[AnthropicTurn], AnthropicTurn | None]:
-    """What was said, and the reply that was begun, where the last message is one."""
-    said = parse_turns(request, model.tokenizer, settings.limits.messages)
+    """The turns, and the partial reply if the last message is one."""
+    turns = parse_turns(request, model.tokenizer, settings.limits.messages)
     if (request.model_extra or {}).get("thread") is not None:
         raise ThreadUnsupportedRequest
     check_nested_fields(request, tolerated=TOLERATED)
     check_model(request.model, model, settings)
-    if not said or said[-1].message.role is not Role.ASSISTANT:
-        return said, None
-    begun = said.pop()
-    if begun.message.parts and isinstance(begun.message.parts[-1], ToolCall):
+    if not turns or turns[-1].message.role is not Role.ASSISTANT:
+        return turns, None
+    partial = turns.pop()
+    if partial.message.parts and isinstance(partial.message.parts[-1], ToolCall):
         raise BadParameter("messages", "tool_use", "the last message calls a tool: its tool_result must follow")
-    return said, begun if begun.message.parts else None
+    return turns, partial if partial.message.parts else None
 
 
-def _going_on(what: ChatCall, begun: AnthropicTurn, remembered: ReplyIndex) -> ChatCall:
-    return replace(what, begun=begun.message, said=recall_ids(what, begun, remembered))
+def _continue_partial(call: ChatCall, partial: AnthropicTurn, reply_index: ReplyIndex) -> ChatCall:
+    return replace(call, partial=partial.message, partial_ids=recall_ids(call, partial, reply_index))
 
 
-def ignored_of(request: CountRequest, model: Model, settings: ServerSettings) -> list[str]:
-    """The fields without effect."""
+def ignored_request_fields(request: CountRequest, model: Model, settings: ServerSettings) -> list[str]:
+    """The names of the fields without effect."""
     ignored = ignored_fields(request, TOLERATED)
     if ignores_effort(to_chat_request(request, model), settings, model.format):
         ignored.append("output_config.effort")
     return ignored
 
 
-def to_chat_request(request: CountRequest, model: Model, begun: AnthropicTurn | None = None) -> ChatRequest:
-    """The same wishes without the messages, for the reply that was begun."""
+def to_chat_request(request: CountRequest, model: Model, partial: AnthropicTurn | None = None) -> ChatRequest:
+    """All fields but the messages. `partial` is the partial reply to continue, if any."""
     config = request.output_config
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "messages": [],
-        "tools": [_tool(place, tool) for place, tool in enumerate(request.tools or ())] or None,
-        "tool_choice": _choice(request.tool_choice),
-        "thinking": _thinking(request.thinking, model, begun),
+        "tools": [_tool(index, tool) for index, tool in enumerate(request.tools or ())] or None,
+        "tool_choice": _tool_choice(request.tool_choice),
+        "thinking": _thinking(request.thinking, model, partial),
         "include_reasoning": request.thinking is None or request.thinking.display != "omitted",
     }
     if request.tool_choice is not None and request.tool_choice.disable_parallel_tool_use:
-        given["parallel_tool_calls"] = False
+        fields["parallel_tool_calls"] = False
     if config is not None:
-        given |= {"reasoning_effort": config.effort, "response_format": _format(config)}
+        fields |= {"reasoning_effort": config.effort, "response_format": _response_format(config)}
     if isinstance(request, MessagesRequest):
-        given |= {name: getattr(request, name) for name in _SAME} | {"stop": request.stop_sequences}
-    return ChatRequest.model_validate(given)
+        fields |= {name: getattr(request, name) for name in _SHARED_FIELDS} | {"stop": request.stop_sequences}
+    return ChatRequest.model_validate(fields)
 
 
-def _tool(place: int, tool: InputTool) -> dict[str, Any]:
+def _tool(index: int, tool: InputTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise BadParameter(f"tools[{place}].type", tool.type[:80], "only tools that the client runs are supported")
+        raise BadParameter(f"tools[{index}].type", tool.type[:80], "only tools that the client runs are supported")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": function}
 
 
-def _choice(choice: ToolChoice | None) -> Any:
+def _tool_choice(choice: ToolChoice | None) -> Any:
     match choice:
         case None | ToolChoice(type="auto"):
             return None
@@ -170,12 +198,12 @@ def _choice(choice: ToolChoice | None) -> Any:
             return {"type": "function", "function": {"name": name}}
 
 
-def _thinking(config: ThinkingConfig | None, model: Model, begun: AnthropicTurn | None) -> dict[str, Any] | None:
-    """A wish for what the model does anyway needs no switch. An answer that was begun without a thought, where nobody
-    asked for one, gets none."""
+def _thinking(config: ThinkingConfig | None, model: Model, partial: AnthropicTurn | None) -> dict[str, Any] | None:
+    """Asking for the model's default needs no switch. A partial answer without thinking is continued without it, unless
+    the request asks for thinking."""
     if config is None:
-        answers = begun is not None and not any(isinstance(part, Thinking) for part in begun.message.parts)
-        return {"type": "disabled"} if answers and model.format.thinking_switch is not None else None
+        is_answer = partial is not None and not any(isinstance(part, Thinking) for part in partial.message.parts)
+        return {"type": "disabled"} if is_answer and model.format.thinking_switch is not None else None
     switchable, thinks = model.format.thinking_switch is not None, model.format.thinks
     if config.type == "disabled":
         return {"type": "disabled"} if switchable or thinks else None
@@ -183,20 +211,7 @@ def _thinking(config: ThinkingConfig | None, model: Model, begun: AnthropicTurn 
     return {"type": "enabled" if enabled else "adaptive", "budget_tokens": config.budget_tokens}
 
 
-def _format(config: OutputConfig) -> dict[str, Any] | None:
+def _response_format(config: OutputConfig) -> dict[str, Any] | None:
     if config.format is None:
         return None
     return {"type": "json_schema", "json_schema": {"schema": config.format.schema_}}
-
-
-NAMES = {
-    "stop": "stop_sequences",
-    "think": "thinking.type",
-    "thinking_budget": "thinking.budget_tokens",
-    "budget": "thinking.budget_tokens",
-    "effort": "output_config.effort",
-    "reasoning_effort": "output_config.effort",
-    "response_format.json_schema": "output_config.format",
-    "constraint (json_schema)": "output_config.format",
-    "constraint": "output_config.format",
-}

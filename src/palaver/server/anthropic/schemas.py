@@ -1,4 +1,4 @@
-"""What a request of the Messages API may hold, and its answer, as the OpenAPI schema tells it."""
+"""Request and response bodies of the Messages API."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from palaver.server.openai.sampling_params import ToleratedFields
+from palaver.server.openai.request import ToleratedFields
 from palaver.server.openai.schemas import Number, RequestFields, Switched, Whole
 
 TOLERATED = ToleratedFields(
@@ -33,10 +33,10 @@ TOLERATED = ToleratedFields(
         "input_examples": ([],),
     },
 )
-"""Hints for speed or accounting, and what asks for nothing but what is done anyway."""
+"""Fields that are accepted without effect: hints for speed or accounting, and values that ask for the default."""
 
 
-_KNOWN = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+_BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 class TextBlock(RequestFields):
@@ -65,7 +65,7 @@ class ToolUseBlock(RequestFields):
 class OtherBlock(RequestFields):
     """What no model here takes yet, such as images and documents: it is refused by its type."""
 
-    type: str = Field(json_schema_extra={"not": {"enum": list(_KNOWN)}})
+    type: str = Field(json_schema_extra={"not": {"enum": list(_BLOCK_TYPES)}})
 
 
 class ToolResultBlock(RequestFields):
@@ -75,17 +75,17 @@ class ToolResultBlock(RequestFields):
     is_error: Switched = Field(None, description="The content is told with `Error: ` before it.")
 
 
-def _kind(value: Any) -> str:
+def _block_type(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return kind if isinstance(kind, str) and kind in _KNOWN else "other"
+    return kind if isinstance(kind, str) and kind in _BLOCK_TYPES else "other"
 
 
-def _result_kind(value: Any) -> str:
-    return "text" if _kind(value) == "text" else "other"
+def _result_block_type(value: Any) -> str:
+    return "text" if _block_type(value) == "text" else "other"
 
 
 ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")], Discriminator(_result_kind)
+    Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")], Discriminator(_result_block_type)
 ]
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
@@ -94,7 +94,7 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
     | Annotated[OtherBlock, Tag("other")],
-    Discriminator(_kind),
+    Discriminator(_block_type),
 ]
 
 

@@ -1,8 +1,8 @@
-"""Signatures of thoughts: the token ids that a thought was made of travel with it.
+"""Thinking signatures: they carry the token ids of a thinking block.
 
-A client holds a thought as text, and text can be spelled by other tokens than the model chose. With its signature a
-thought that comes back is the same tokens, on any server of the same model and after any restart. A signature keeps
-no secret and proves nothing to a stranger: who wants to put words into a thought may send it without one.
+A client stores thinking as text, and the same text can be encoded as other tokens than the model generated. With its
+signature a block that is sent back becomes the same tokens, on any server of the same model and after any restart. A
+signature is neither secret nor a proof of origin: a client may also send thinking of its own without one.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-_OURS = "palaver"
+_PREFIX = "palaver"
 _UNREADABLE = "this is no signature of a thought"
 _MAX_BITS = 31
 
 
 class InvalidSignature(ValueError):
-    """A signature of ours that can't be read, or does not fit its thought."""
+    """A signature of Palaver that can't be decoded, or does not match its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,62 +28,62 @@ class SignedThinking:
     tokenizer: str
     """The fingerprint of the tokenizer whose ids these are."""
     ids: tuple[int, ...]
-    """From the last thought before it in the same reply, or the reply's beginning, to this thought's end."""
+    """From the end of the previous thinking block of the reply, or the reply's beginning, to the end of this block."""
     text: str
 
 
-def sign(tokenizer: str, ids: Iterable[int], text: str, whole: bool) -> str:
-    """`whole`: whether the text itself goes along, for a thought that is not shown."""
-    about = {"tokenizer": tokenizer, "digest": _digest(text)} | ({"text": text} if whole else {})
-    return ".".join((_OURS, _written(json.dumps(about).encode()), _written(_packed(ids))))
+def sign(tokenizer: str, ids: Iterable[int], text: str, include_text: bool) -> str:
+    """`include_text`: for thinking that is not shown to the client."""
+    header = {"tokenizer": tokenizer, "digest": _digest(text)} | ({"text": text} if include_text else {})
+    return ".".join((_PREFIX, _encode(json.dumps(header).encode()), _encode(_pack(ids))))
 
 
 def parse_signature(signature: str, text: str) -> SignedThinking | None:
-    """What a signature says of a thought; None where it is nobody's or another's. Raises Forged."""
+    """The signed thinking; None if there is no signature or another service made it. Raises InvalidSignature."""
     match signature.split("."):
-        case [ours, about, ids] if ours == _OURS:
-            return _fitting(_about(_read(about)), _unpacked(_read(ids)), text)
-        case [ours, *_] if ours == _OURS:
+        case [prefix, header, ids] if prefix == _PREFIX:
+            return _verify(_parse_header(_decode(header)), _unpack(_decode(ids)), text)
+        case [prefix, *_] if prefix == _PREFIX:
             raise InvalidSignature(_UNREADABLE)
         case _:
             return None
 
 
-def _fitting(about: Any, ids: tuple[int, ...], text: str) -> SignedThinking:
-    match about:
+def _verify(header: Any, ids: tuple[int, ...], text: str) -> SignedThinking:
+    match header:
         case {"tokenizer": str(tokenizer), "digest": str(digest), **rest}:
-            said = text or rest.get("text", "")
+            thinking = text or rest.get("text", "")
         case _:
             raise InvalidSignature(_UNREADABLE)
-    if not isinstance(said, str) or _digest(said) != digest:
+    if not isinstance(thinking, str) or _digest(thinking) != digest:
         raise InvalidSignature("the thought was changed: send it as it came, or without a signature")
-    return SignedThinking(tokenizer, ids, said)
+    return SignedThinking(tokenizer, ids, thinking)
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def _written(data: bytes) -> str:
+def _encode(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).decode()
 
 
-def _read(text: str) -> bytes:
+def _decode(text: str) -> bytes:
     try:
         return base64.b64decode(text, altchars=b"-_", validate=True)
     except ValueError:
         raise InvalidSignature(_UNREADABLE) from None
 
 
-def _about(data: bytes) -> Any:
+def _parse_header(data: bytes) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
         raise InvalidSignature(_UNREADABLE) from None
 
 
-def _packed(ids: Iterable[int]) -> bytes:
-    """Seven bits to a byte, the lowest first; the eighth says that more of the same id follow."""
+def _pack(ids: Iterable[int]) -> bytes:
+    """LEB128: seven bits per byte, the lowest first; the eighth bit is set if more bytes follow."""
     out = bytearray()
     for rest in ids:
         while rest > 0x7F:
@@ -93,7 +93,7 @@ def _packed(ids: Iterable[int]) -> bytes:
     return bytes(out)
 
 
-def _unpacked(data: bytes) -> tuple[int, ...]:
+def _unpack(data: bytes) -> tuple[int, ...]:
     ids: list[int] = []
     value = bits = 0
     for byte in data:

@@ -1,4 +1,4 @@
-"""Replies in Anthropic's words: blocks that open, grow and close, and the same folded when they are whole."""
+"""Encodes a reply as stream events of the Messages API, and folds the events into a message."""
 
 from __future__ import annotations
 
@@ -29,50 +29,49 @@ from palaver.server.anthropic.schemas import MessagesRequest
 from palaver.server.anthropic.signatures import sign
 from palaver.server.errors import log_unexpected
 from palaver.server.openai.choices import ChoiceDelta, ChoiceStream, ChoiceUsage
-from palaver.server.openai.disconnect import close_stream
-from palaver.server.sse import EventStream
+from palaver.server.sse import EventStream, close_stream
 from palaver.store.records import new_id
 
 Event = dict[str, Any]
 Sign = Callable[[str], str]
-"""From what was thought in a block to the block's signature."""
+"""Makes the signature of a thinking block from its text."""
 PING: Event = {"type": "ping"}
 
 
 @dataclass
 class ContentBlocks:
-    """The content of one reply, block by block; what a block's kind is never changes."""
+    """Encodes a reply's content as a sequence of content blocks, one open at a time."""
 
     sign: Sign | None = None
     shows_thinking: bool = True
-    opened: Callable[[], None] = lambda: None
-    """Told of every thought that begins."""
+    on_thinking: Callable[[], None] = lambda: None
+    """Called when a thinking block starts."""
     notices: list[str] = field(default_factory=list)
     calls: int = 0
-    _count: int = -1
-    _kind: str = ""
-    _thought: list[str] = field(default_factory=list)
+    _index: int = -1
+    _block_type: str = ""
+    _thinking_text: list[str] = field(default_factory=list)
 
     def open(self, phase: Phase) -> Iterator[Event]:
-        """What is known before the first token: a thought that the prompt has opened."""
+        """Starts a thinking block if the phase is thinking, before its first token."""
         if phase is Phase.THINKING:
-            yield from self._thinking()
+            yield from self._start_thinking()
 
-    def take(self, events: Sequence[ReadEvent]) -> Iterator[Event]:
+    def feed(self, events: Sequence[ReadEvent]) -> Iterator[Event]:
         for event in events:
             match event:
                 case ThinkingDelta(text):
-                    yield from self._thinking()
-                    self._thought.append(text)
+                    yield from self._start_thinking()
+                    self._thinking_text.append(text)
                     if self.shows_thinking:
                         yield self._delta("thinking_delta", "thinking", text)
                 case AnswerDelta(text):
-                    yield from self._block("text", {"type": "text", "text": ""})
+                    yield from self._start_block("text", {"type": "text", "text": ""})
                     yield self._delta("text_delta", "text", text)
                 case ToolCallOpened(_, id, name):
                     self.calls += 1
                     yield from self.close()
-                    yield from self._block("tool_use", {"type": "tool_use", "id": id, "name": name, "input": {}})
+                    yield from self._start_block("tool_use", {"type": "tool_use", "id": id, "name": name, "input": {}})
                 case ToolCallDelta(_, arguments):
                     yield self._delta("input_json_delta", "partial_json", arguments)
                 case PhaseOpened(phase):
@@ -83,85 +82,85 @@ class ContentBlocks:
                     assert_never(event)
 
     def close(self) -> Iterator[Event]:
-        if not self._kind:
+        if not self._block_type:
             return
-        if self._kind == "thinking" and self.sign is not None:
-            yield self._delta("signature_delta", "signature", self.sign("".join(self._thought)))
-        self._kind, self._thought = "", []
-        yield {"type": "content_block_stop", "index": self._count}
+        if self._block_type == "thinking" and self.sign is not None:
+            yield self._delta("signature_delta", "signature", self.sign("".join(self._thinking_text)))
+        self._block_type, self._thinking_text = "", []
+        yield {"type": "content_block_stop", "index": self._index}
 
-    def _thinking(self) -> Iterator[Event]:
-        if self._kind != "thinking":
-            yield from self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            self.opened()
+    def _start_thinking(self) -> Iterator[Event]:
+        if self._block_type != "thinking":
+            yield from self._start_block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            self.on_thinking()
 
-    def _block(self, kind: str, block: Event) -> Iterator[Event]:
-        if self._kind == kind:
+    def _start_block(self, block_type: str, block: Event) -> Iterator[Event]:
+        if self._block_type == block_type:
             return
         yield from self.close()
-        self._count, self._kind = self._count + 1, kind
-        yield {"type": "content_block_start", "index": self._count, "content_block": block}
+        self._index, self._block_type = self._index + 1, block_type
+        yield {"type": "content_block_start", "index": self._index, "content_block": block}
 
     def _delta(self, type: str, name: str, text: str) -> Event:
-        return {"type": "content_block_delta", "index": self._count, "delta": {"type": type, name: text}}
+        return {"type": "content_block_delta", "index": self._index, "delta": {"type": type, name: text}}
 
 
-def message_start(model: str, totals: ChoiceUsage, about: Event) -> Event:
-    """`about`: what is said of the message beyond Anthropic's own fields."""
+def message_start(model: str, usage: ChoiceUsage, extra: Event) -> Event:
+    """`extra`: fields of the message beyond Anthropic's own."""
     message = {"id": f"msg_{new_id()}", "type": "message", "role": "assistant", "model": model, "content": []}
     return {
         "type": "message_start",
-        "message": {**message, "stop_reason": None, "stop_sequence": None, "usage": anthropic_usage(totals), **about},
+        "message": {**message, "stop_reason": None, "stop_sequence": None, "usage": anthropic_usage(usage), **extra},
     }
 
 
-def message_end(ending: tuple[str, str | None], totals: ChoiceUsage, notices: Sequence[str]) -> Iterator[Event]:
-    reason, stop = ending
-    delta: Event = {"stop_reason": reason, "stop_sequence": stop}
+def message_end(stop_reason: tuple[str, str | None], usage: ChoiceUsage, notices: Sequence[str]) -> Iterator[Event]:
+    reason, stop_sequence = stop_reason
+    delta: Event = {"stop_reason": reason, "stop_sequence": stop_sequence}
     if notices:
         delta["notices"] = list(notices)
-    yield {"type": "message_delta", "delta": delta, "usage": anthropic_usage(totals)}
+    yield {"type": "message_delta", "delta": delta, "usage": anthropic_usage(usage)}
     yield {"type": "message_stop"}
 
 
-def anthropic_usage(totals: ChoiceUsage) -> dict[str, Any]:
-    """What was computed before is no part of `input_tokens`."""
+def anthropic_usage(usage: ChoiceUsage) -> dict[str, Any]:
+    """`input_tokens` does not include the cached tokens."""
     return {
-        "input_tokens": totals.prompt - totals.cached,
+        "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": totals.cached,
-        "output_tokens": totals.reply,
-        "output_tokens_details": {"thinking_tokens": totals.thinking},
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.reply,
+        "output_tokens_details": {"thinking_tokens": usage.thinking},
     }
 
 
 def anthropic_stop_reason(
-    finished: Finished | None, calls: int, full: bool, theirs: Sequence[str]
+    finished: Finished | None, calls: int, context_full: bool, stop_sequences: Sequence[str]
 ) -> tuple[str, str | None]:
-    """The reason, and the stop sequence that was met.
+    """The stop reason and the stop sequence.
 
-    `full`: whether the context ended it rather than its own length; `theirs`: the request's stop sequences, because
-    what the template declares besides ends a turn like any other end.
+    `context_full`: whether the context ended the reply rather than `max_tokens`. `stop_sequences` are the request's; a
+    stop string of the template counts as a normal end.
     """
     if finished is None:
         return "end_turn", None
-    if finished.stop is not None and finished.stop in theirs:
+    if finished.stop is not None and finished.stop in stop_sequences:
         return "stop_sequence", finished.stop
     if finished.finish is Finish.LENGTH:
-        return ("model_context_window_exceeded" if full else "max_tokens"), None
+        return ("model_context_window_exceeded" if context_full else "max_tokens"), None
     if finished.finish is Finish.STOPPED:
         return "pause_turn", None
     return ("tool_use" if calls else "end_turn"), None
 
 
 class AnthropicMessageBuilder:
-    """The events of a stream folded into the message that they tell of."""
+    """Folds the events of a stream into the message."""
 
     def __init__(self) -> None:
         self._message: Event = {}
         self._pieces: list[list[str]] = []
 
-    def take(self, event: Event) -> None:
+    def feed(self, event: Event) -> None:
         match event:
             case {"type": "message_start", "message": message}:
                 self._message = {**message, "content": []}
@@ -180,14 +179,14 @@ class AnthropicMessageBuilder:
             text = "".join(pieces)
             match block["type"]:
                 case "tool_use":
-                    block["input"] = _input(text)
-                case kind:
-                    block[kind] = text
+                    block["input"] = _tool_input(text)
+                case block_type:
+                    block[block_type] = text
         return self._message
 
 
-def _input(text: str) -> Any:
-    """A call's arguments, as far as they came; nothing where they are no JSON."""
+def _tool_input(text: str) -> Any:
+    """A call's arguments, which may be incomplete; empty if they are not JSON."""
     try:
         return from_json(text or "{}", allow_partial="trailing-strings")
     except ValueError:
@@ -195,93 +194,96 @@ def _input(text: str) -> Any:
 
 
 class AnthropicReply:
-    """A reply without a conversation. Its owner reads `events` once and closes it."""
+    """A reply outside of conversations, with signed thinking. Its owner reads `events` once and closes it."""
 
     def __init__(self, body: MessagesRequest, choice: ChoiceStream) -> None:
         self._body = body
         self._choice = choice
-        self._signed = len(choice.utterance.prompt.reply_ids)
-        """How many of the reply's tokens a signature told already, or were there before."""
-        self._thought_at = (0, 0)
-        """Where the last thought began: tokens of the reply, and those of them that were thought."""
+        self._signed = len(choice.reply_stream.prompt.reply_ids)
+        """The count of reply tokens that are in a signature, or that the request sent."""
+        self._thinking_start = (0, 0)
+        """At the start of the last thinking block: the reply's token count, and its count of thinking tokens."""
 
     async def events(
         self, stream: AsyncGenerator[ChoiceDelta], first: asyncio.Future[ChoiceDelta]
     ) -> AsyncGenerator[Event]:
         choice = self._choice
-        blocks = ContentBlocks(self._sign, choice.shown.thinking, self._opened)
+        blocks = ContentBlocks(self._sign, choice.output.thinking, self._on_thinking)
         try:
-            yield message_start(choice.model.name, self._begun_totals(), {})
-            for event in blocks.open(choice.utterance.phase):
+            yield message_start(choice.model.name, self._initial_usage(), {})
+            for event in blocks.open(choice.reply_stream.phase):
                 yield event
             yield PING
-            async with aclosing(_all(stream, first)) as tellings:
-                async for told in tellings:
-                    for event in blocks.take(told.events):
+            async with aclosing(_with_first(stream, first)) as deltas:
+                async for delta in deltas:
+                    for event in blocks.feed(delta.events):
                         yield event
-            for event in (*blocks.close(), *message_end(self._ending(blocks), choice.totals, blocks.notices)):
+            for event in (*blocks.close(), *message_end(self._stop_reason(blocks), choice.usage, blocks.notices)):
                 yield event
         finally:
             await close_stream(first, stream)
 
-    def _begun_totals(self) -> ChoiceUsage:
-        """What is known at the beginning: the prompt, and once it is read what of it had been computed before."""
-        totals = self._choice.totals
-        return ChoiceUsage(totals.prompt or len(self._choice.utterance.prompt), totals.cached)
+    def _initial_usage(self) -> ChoiceUsage:
+        """The prompt's tokens and, if they are known yet, those from the cache."""
+        usage = self._choice.usage
+        return ChoiceUsage(usage.prompt or len(self._choice.reply_stream.prompt), usage.cached)
 
-    def _opened(self) -> None:
-        utterance = self._choice.utterance
-        self._thought_at = (utterance.said, utterance.usage.thinking_tokens)
+    def _on_thinking(self) -> None:
+        reply_stream = self._choice.reply_stream
+        self._thinking_start = (reply_stream.token_count, reply_stream.usage.thinking_tokens)
 
-    def _sign(self, thought: str) -> str:
-        """A thought's tokens end where its last one was thought; the marker that closes it is one of them."""
-        utterance = self._choice.utterance
-        said, thinking = self._thought_at
-        end = said + utterance.usage.thinking_tokens - thinking
-        ids, self._signed = utterance.token_ids[self._signed : end], end
-        return sign(self._choice.model.tokenizer, ids, thought, whole=not self._choice.shown.thinking)
+    def _sign(self, text: str) -> str:
+        """Signs the tokens up to the last one that was thinking, the closing marker included."""
+        reply_stream = self._choice.reply_stream
+        start, thinking = self._thinking_start
+        end = start + reply_stream.usage.thinking_tokens - thinking
+        ids, self._signed = reply_stream.token_ids[self._signed : end], end
+        return sign(self._choice.model.tokenizer, ids, text, include_text=not self._choice.output.thinking)
 
-    def _ending(self, blocks: ContentBlocks) -> tuple[str, str | None]:
-        choice, utterance = self._choice, self._choice.utterance
-        limit = utterance.request.sampling.max_tokens
-        finished = choice.finish
-        full = finished is not None and finished.finish is Finish.LENGTH and (limit is None or utterance.said < limit)
-        return anthropic_stop_reason(finished, blocks.calls, full, self._body.stop_sequences or ())
+    def _stop_reason(self, blocks: ContentBlocks) -> tuple[str, str | None]:
+        choice, reply_stream = self._choice, self._choice.reply_stream
+        limit = reply_stream.request.sampling.max_tokens
+        finished = choice.finished
+        at_limit = limit is not None and reply_stream.token_count >= limit
+        context_full = finished is not None and finished.finish is Finish.LENGTH and not at_limit
+        return anthropic_stop_reason(finished, blocks.calls, context_full, self._body.stop_sequences or ())
 
 
-async def _all(stream: AsyncGenerator[ChoiceDelta], first: asyncio.Future[ChoiceDelta]) -> AsyncGenerator[ChoiceDelta]:
-    """The stream with its first word, which was waited for already."""
+async def _with_first(
+    stream: AsyncGenerator[ChoiceDelta], first: asyncio.Future[ChoiceDelta]
+) -> AsyncGenerator[ChoiceDelta]:
+    """The stream with its first delta, which the caller awaited already."""
     try:
         yield await first
     except StopAsyncIteration:
         return
-    async for told in stream:
-        yield told
+    async for delta in stream:
+        yield delta
 
 
 def stream_response(
     events: AsyncGenerator[Event], request: Request, headers: Mapping[str, str] | None = None
 ) -> EventStream:
-    return EventStream(_sent(events, request.state.request_id), headers, quiet=_event(PING))
+    return EventStream(_encode_stream(events, request.state.request_id), headers, keep_alive=_encode_event(PING))
 
 
 async def fold_message(events: AsyncGenerator[Event]) -> Event:
-    whole = AnthropicMessageBuilder()
+    builder = AnthropicMessageBuilder()
     async with aclosing(events):
         async for event in events:
-            whole.take(event)
-    return whole.value()
+            builder.feed(event)
+    return builder.value()
 
 
-async def _sent(events: AsyncGenerator[Event], request_id: str) -> AsyncGenerator[bytes]:
+async def _encode_stream(events: AsyncGenerator[Event], request_id: str) -> AsyncGenerator[bytes]:
     async with aclosing(events):
         try:
             async for event in events:
-                yield _event(event)
+                yield _encode_event(event)
         except Exception as error:
             log_unexpected(error)
-            yield _event(anthropic_error(error, request_id))
+            yield _encode_event(anthropic_error(error, request_id))
 
 
-def _event(event: Event) -> bytes:
+def _encode_event(event: Event) -> bytes:
     return f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()

@@ -1,4 +1,4 @@
-"""`/v1/audio/speech`: a text read aloud, in OpenAI's shape."""
+"""`/v1/audio/speech`: text to speech, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from palaver.errors import BadParameter
-from palaver.server.auth import Whoever
+from palaver.server.auth import CallerDep
 from palaver.server.errors import OtherModel
-from palaver.server.openai.disconnect import close_on_failure, run_while_connected
-from palaver.server.openai.sampling_params import check_nested_fields
+from palaver.server.openai.request import check_nested_fields, voice_name
 from palaver.server.openai.schemas import RequestFields, VoiceReference
-from palaver.server.sse import EventStream
-from palaver.server.state import ServerState, StateOf
+from palaver.server.sse import EventStream, close_on_failure, run_while_connected
+from palaver.server.state import ServerState, StateDep
 from palaver.voice.audio_format import AudioFormat, audio_format, encode_audio, join_audio, pcm, wav_header
 from palaver.voice.base import Samples, Speaker, VoiceSettings
 from palaver.voice.speech import Speech
 
 
 class AudioStream(EventStream):
-    """Ends at once when its client leaves. Between two pieces nothing is sent: it would be heard."""
+    """An audio response that ends at once when the client disconnects. It has no keep-alive: that would be audible."""
 
-    def __init__(self, pieces: AsyncGenerator[bytes], media_type: str) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes], media_type: str) -> None:
         self.media_type = media_type
-        super().__init__(pieces, {"cache-control": "no-store"}, quiet=b"")
+        super().__init__(chunks, {"cache-control": "no-store"}, keep_alive=b"")
 
 
-LONGEST = 20_000
-"""Characters of one text; more of them are sent one after another."""
-_THEIRS = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts")
-"""The models that OpenAI's clients name; here they are whatever speaks."""
-_SOUND = {"schema": {"type": "string", "format": "binary"}}
+MAX_CHARS = 20_000
+"""Characters of one request."""
+_OPENAI_MODELS = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts")
+"""The model names of OpenAI's clients. They stand for the current speaker."""
+_AUDIO_CONTENT = {"schema": {"type": "string", "format": "binary"}}
 
 
 class SpeechRequest(RequestFields):
@@ -58,21 +57,21 @@ def router() -> APIRouter:
     @routes.post(
         "/v1/audio/speech",
         response_class=Response,
-        responses={200: {"content": {"audio/*": _SOUND, "text/event-stream": {"schema": {"type": "string"}}}}},
+        responses={200: {"content": {"audio/*": _AUDIO_CONTENT, "text/event-stream": {"schema": {"type": "string"}}}}},
     )
-    async def speech(request: Request, body: SpeechRequest, caller: Whoever, state: StateOf) -> Response:
+    async def speech(request: Request, body: SpeechRequest, caller: CallerDep, state: StateDep) -> Response:
         """The text as sound, 24 kHz and mono; whole, or clause by clause as it is spoken."""
         check_nested_fields(body)
-        wanted = _form(body)
+        format = _response_format(body)
         speaker = await state.speakers.current()
         _check(body, speaker)
-        said = Speech(speaker, VoiceSettings(voice_name(body.voice), body.speed))
-        said.feed(body.input)
-        said.end()
-        return await _answered(request, body, wanted, _sounds(state, caller.owner_id, said))
+        speech = Speech(speaker, VoiceSettings(voice_name(body.voice), body.speed))
+        speech.feed(body.input)
+        speech.end()
+        return await _respond(request, body, format, _samples(state, caller.owner_id, speech))
 
     @routes.get("/v1/audio/voices")
-    async def voices(caller: Whoever, state: StateOf) -> dict[str, str | list[str]]:
+    async def voices(caller: CallerDep, state: StateDep) -> dict[str, str | list[str]]:
         """What speaks here, and the voices it has."""
         speaker = await state.speakers.current()
         return {"model": speaker.name, "voices": list(speaker.voices)}
@@ -80,29 +79,25 @@ def router() -> APIRouter:
     return routes
 
 
-def voice_name(voice: str | VoiceReference | None) -> str:
-    return voice.id if isinstance(voice, VoiceReference) else voice or ""
-
-
-def _form(body: SpeechRequest) -> AudioFormat:
-    wanted = audio_format(body.response_format)
-    if (body.stream or body.stream_format == "sse") and not wanted.streams:
+def _response_format(body: SpeechRequest) -> AudioFormat:
+    format = audio_format(body.response_format)
+    if (body.stream or body.stream_format == "sse") and not format.streams:
         raise BadParameter("response_format", body.response_format, "only wav and pcm can be streamed")
-    return wanted
+    return format
 
 
 def _check(body: SpeechRequest, speaker: Speaker) -> None:
-    if body.model and body.model not in (*_THEIRS, speaker.name):
+    if body.model and body.model not in (*_OPENAI_MODELS, speaker.name):
         raise OtherModel(f"The voice {body.model[:200]!r} is not the one in use, which is {speaker.name!r}.")
-    if len(body.input) > LONGEST:
-        raise BadParameter("input", f"{len(body.input)} characters", f"at most {LONGEST} are taken")
+    if len(body.input) > MAX_CHARS:
+        raise BadParameter("input", f"{len(body.input)} characters", f"at most {MAX_CHARS} are taken")
     if not body.input.strip():
         raise BadParameter("input", body.input[:80], "there is nothing to say")
 
 
-async def _sounds(state: ServerState, owner: str, speech: Speech) -> AsyncGenerator[Samples]:
+async def _samples(state: ServerState, owner: str, speech: Speech) -> AsyncGenerator[Samples]:
     try:
-        with state.floor.taken(owner, speech.stop):
+        with state.limiter.acquire(owner, speech.stop):
             async with aclosing(aiter(speech)) as pieces:
                 async for piece in pieces:
                     yield piece.samples
@@ -110,33 +105,33 @@ async def _sounds(state: ServerState, owner: str, speech: Speech) -> AsyncGenera
         speech.stop()
 
 
-async def _answered(
-    request: Request, body: SpeechRequest, wanted: AudioFormat, sounds: AsyncGenerator[Samples]
+async def _respond(
+    request: Request, body: SpeechRequest, format: AudioFormat, samples: AsyncGenerator[Samples]
 ) -> Response:
-    """Waits for the first sound, so that what can't be said has a status of its own."""
-    async with close_on_failure(sounds):
+    """Waits for the first samples, so that a failure has a status of its own."""
+    async with close_on_failure(samples):
         if not body.stream and body.stream_format != "sse":
-            whole = await run_while_connected(request, join_audio(sounds))
-            return Response(await asyncio.to_thread(encode_audio, whole, wanted), media_type=wanted.media_type)
-        first = await run_while_connected(request, anext(sounds))
-    pieces = _streamed(sounds, first, wanted)
+            audio = await run_while_connected(request, join_audio(samples))
+            return Response(await asyncio.to_thread(encode_audio, audio, format), media_type=format.media_type)
+        first = await run_while_connected(request, anext(samples))
+    chunks = _encode_stream(samples, first, format)
     if body.stream_format == "sse":
-        return EventStream(_events(pieces))
-    return AudioStream(pieces, wanted.media_type)
+        return EventStream(_events(chunks))
+    return AudioStream(chunks, format.media_type)
 
 
-async def _streamed(sounds: AsyncGenerator[Samples], first: Samples, wanted: AudioFormat) -> AsyncGenerator[bytes]:
-    async with aclosing(sounds):
-        yield (wav_header() if wanted.name == "wav" else b"") + pcm(first)
-        async for samples in sounds:
+async def _encode_stream(stream: AsyncGenerator[Samples], first: Samples, format: AudioFormat) -> AsyncGenerator[bytes]:
+    async with aclosing(stream):
+        yield (wav_header() if format.name == "wav" else b"") + pcm(first)
+        async for samples in stream:
             if len(samples):
                 yield pcm(samples)
 
 
-async def _events(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    async with aclosing(pieces):
-        async for piece in pieces:
-            yield _event({"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()})
+async def _events(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            yield _event({"type": "speech.audio.delta", "audio": base64.b64encode(chunk).decode()})
     usage = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
     yield _event({"type": "speech.audio.done", "usage": usage})
 

@@ -1,4 +1,4 @@
-"""What every route is given: the caller's own Chat, and the key that makes a write happen once."""
+"""Dependencies of the routes: the caller's `Chat`, and the idempotency key of writes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from fastapi import Depends, Header
 
 from palaver.chat.interface import Chat
 from palaver.errors import BadParameter
-from palaver.server.auth import Whoever
-from palaver.server.state import ServiceOf
+from palaver.server.auth import CallerDep
+from palaver.server.state import ServiceDep
 
 
-def caller_chat(caller: Whoever, service: ServiceOf) -> Chat:
+def caller_chat(caller: CallerDep, service: ServiceDep) -> Chat:
     return service.chat(caller.owner_id)
 
 
-def _header(idempotency_key: Annotated[str | None, Header()] = None) -> str | None:
+def _idempotency_header(idempotency_key: Annotated[str | None, Header()] = None) -> str | None:
     return idempotency_key
 
 
-Mine = Annotated[Chat, Depends(caller_chat)]
-HeaderKey = Annotated[str | None, Depends(_header)]
+ChatDep = Annotated[Chat, Depends(caller_chat)]
+IdempotencyKeyDep = Annotated[str | None, Depends(_idempotency_header)]
 
 
 def idempotency_key(field: str | None, header: str | None) -> str | None:
-    """Of the field and the header, whichever was sent; they may not differ."""
+    """The key from the body's field or the header. Raises BadParameter if they differ."""
     if field is not None and header is not None and field != header:
         raise BadParameter("key", field, "differs from the header Idempotency-Key")
     return header if field is None else field

@@ -1,117 +1,135 @@
-"""Messages in the tree."""
+"""Routes for messages and turns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Body
 
 from palaver.chat.interface import Chat
 from palaver.messages import Message, Part
-from palaver.server.conversations.dependencies import HeaderKey, Mine, idempotency_key
+from palaver.server.conversations.dependencies import ChatDep, IdempotencyKeyDep, idempotency_key
 from palaver.store import Blob
-from palaver.wire import messages as wire
-from palaver.wire.conversations import Said, Stored
-from palaver.wire.requests import Append, Continue, Edit, Fork, Reply, Say
-from palaver.wire.turns import Raw, Token
+from palaver.wire import values
+from palaver.wire.requests import (
+    AppendMessageRequest,
+    ContinueReplyRequest,
+    EditMessageRequest,
+    ForkReplyRequest,
+    SendMessageRequest,
+    StartReplyRequest,
+)
+from palaver.wire.responses import RawReplySchema, ReplyTokenSchema, SentMessageSchema, StoredMessageSchema
 
 routes = APIRouter(tags=["messages"])
 
 
 @routes.get("/messages/{id}")
-async def message(id: str, chat: Mine) -> Stored:
-    return Stored.of(await chat.message(id))
+async def message(id: str, chat: ChatDep) -> StoredMessageSchema:
+    return StoredMessageSchema.from_value(await chat.message(id))
 
 
 @routes.get("/messages/{id}/path")
-async def path(id: str, chat: Mine) -> list[Stored]:
+async def path(id: str, chat: ChatDep) -> list[StoredMessageSchema]:
     """A branch: from the root to this message."""
-    return [Stored.of(one) for one in await chat.path(id)]
+    return [StoredMessageSchema.from_value(message) for message in await chat.path(id)]
 
 
 @routes.get("/messages/{id}/siblings")
-async def siblings(id: str, chat: Mine) -> list[Stored]:
+async def siblings(id: str, chat: ChatDep) -> list[StoredMessageSchema]:
     """The message and the others under the same parent, the oldest first."""
-    return [Stored.of(one) for one in await chat.siblings(id)]
+    return [StoredMessageSchema.from_value(message) for message in await chat.siblings(id)]
 
 
 @routes.post("/conversations/{id}/messages", status_code=201)
-async def append(id: str, asked: Append, chat: Mine, key: HeaderKey) -> Stored:
+async def append(id: str, body: AppendMessageRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessageSchema:
     """Puts a message into the tree without asking for a reply."""
-    said = await resolve_message(chat, asked.message)
-    return Stored.of(await chat.append(id, asked.parent, said, key=idempotency_key(asked.key, key)))
+    message = await resolve_message(chat, body.message)
+    return StoredMessageSchema.from_value(
+        await chat.append_message(id, body.parent, message, key=idempotency_key(body.key, key))
+    )
 
 
 @routes.post("/messages/{id}/edit", status_code=201)
-async def edit(id: str, asked: Edit, chat: Mine, key: HeaderKey) -> Stored:
+async def edit(id: str, body: EditMessageRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessageSchema:
     """Another wording, as a sibling. An edited reply can be continued."""
-    parts = await _whole(chat, asked.parts)
-    return Stored.of(await chat.edit(id, parts, key=idempotency_key(asked.key, key)))
+    parts = await _resolve_parts(chat, body.parts)
+    return StoredMessageSchema.from_value(await chat.edit_message(id, parts, key=idempotency_key(body.key, key)))
 
 
-async def resolve_message(chat: Chat, told: wire.Message) -> Message:
-    return Message(told.role, await _whole(chat, told.parts))
+async def resolve_message(chat: Chat, message: values.MessageSchema) -> Message:
+    return Message(message.role, await _resolve_parts(chat, message.parts))
 
 
-async def _whole(chat: Chat, parts: Iterable[wire.AnyPart]) -> tuple[Part, ...]:
-    """Media that are named by their digest are read: the caller must be able to."""
-    whole: list[Part] = []
-    for part in map(wire.part_value, parts):
+async def _resolve_parts(chat: Chat, parts: Iterable[values.PartSchema]) -> tuple[Part, ...]:
+    """Replaces blob references by their data, which must belong to the caller."""
+    resolved: list[Part] = []
+    for part in map(values.decode_part, parts):
         if isinstance(part, Blob):
-            whole.append(wire.media(part.kind, part.media_type, await chat.blob(part.digest)))
+            resolved.append(values.media_part(part.kind, part.media_type, await chat.blob(part.digest)))
         else:
-            whole.append(part)
-    return tuple(whole)
+            resolved.append(part)
+    return tuple(resolved)
 
 
 turn_routes = APIRouter(tags=["turns"])
 
 
 @turn_routes.post("/conversations/{id}/say", status_code=201)
-async def say(id: str, asked: Say, chat: Mine, key: HeaderKey) -> Said:
+async def say(id: str, body: SendMessageRequest, chat: ChatDep, key: IdempotencyKeyDep) -> SentMessageSchema:
     """Puts a message into the tree, durably, and begins the reply to it."""
-    message = await resolve_message(chat, asked.message)
-    once = idempotency_key(asked.key, key)
-    return Said.of(await chat.say(id, asked.parent, message, parameters=asked.parameters, key=once))
+    message = await resolve_message(chat, body.message)
+    once = idempotency_key(body.key, key)
+    return SentMessageSchema.from_value(
+        await chat.send_message(id, body.parent, message, parameters=body.parameters, key=once)
+    )
 
 
 @turn_routes.post("/conversations/{id}/replies", status_code=201)
-async def reply(id: str, asked: Reply, chat: Mine, key: HeaderKey) -> Stored:
+async def reply(id: str, body: StartReplyRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessageSchema:
     """Begins a reply under a message: a retry is a second one under the same."""
-    once = idempotency_key(asked.key, key)
-    return Stored.of(await chat.reply(id, asked.parent, parameters=asked.parameters, key=once))
+    once = idempotency_key(body.key, key)
+    return StoredMessageSchema.from_value(await chat.start_reply(id, body.parent, parameters=body.parameters, key=once))
+
+
+ContinueBody = Annotated[ContinueReplyRequest | None, Body(title="Asked")]  # the published title
 
 
 @turn_routes.post("/turns/{id}/continue")
-async def go_on(id: str, chat: Mine, key: HeaderKey, asked: Continue | None = None) -> Stored:
+async def go_on(id: str, chat: ChatDep, key: IdempotencyKeyDep, body: ContinueBody = None) -> StoredMessageSchema:
     """Continues a reply that is not whole: the same message, or else a sibling that begins with all it said."""
-    return Stored.of(await chat.go_on(id, key=idempotency_key(asked.key if asked is not None else None, key)))
+    return StoredMessageSchema.from_value(
+        await chat.continue_reply(id, key=idempotency_key(body.key if body is not None else None, key))
+    )
 
 
 @turn_routes.post("/turns/{id}/fork", status_code=201)
-async def fork(id: str, asked: Fork, chat: Mine, key: HeaderKey) -> Stored:
+async def fork(id: str, body: ForkReplyRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessageSchema:
     """A sibling that begins with the reply's first tokens, then `instead`, and goes on from there."""
-    return Stored.of(await chat.fork(id, asked.tokens, asked.instead, key=idempotency_key(asked.key, key)))
+    return StoredMessageSchema.from_value(
+        await chat.fork_reply(id, body.tokens, body.instead, key=idempotency_key(body.key, key))
+    )
 
 
 @turn_routes.post("/turns/{id}/stop", status_code=204)
-async def stop(id: str, chat: Mine) -> None:
+async def stop(id: str, chat: ChatDep) -> None:
     """Keeps everything so far. A turn that is over stays so."""
-    await chat.stop(id)
+    await chat.stop_reply(id)
 
 
 @turn_routes.post("/turns/{id}/answer-now", status_code=204)
-async def answer_now(id: str, chat: Mine) -> None:
+async def answer_now(id: str, chat: ChatDep) -> None:
     """Closes an open thought, so that the answer comes next."""
     await chat.answer_now(id)
 
 
 @turn_routes.get("/turns/{id}/tokens")
-async def tokens(id: str, chat: Mine) -> list[Token]:
+async def tokens(id: str, chat: ChatDep) -> list[ReplyTokenSchema]:
     """Every token with its log-probability and the likeliest alternatives."""
-    return [Token.of(token) for token in await chat.tokens(id)]
+    return [ReplyTokenSchema.from_value(token) for token in await chat.tokens(id)]
 
 
 @turn_routes.get("/turns/{id}/raw")
-async def raw(id: str, chat: Mine) -> Raw:
-    return Raw(text=await chat.raw(id))
+async def raw(id: str, chat: ChatDep) -> RawReplySchema:
+    return RawReplySchema(text=await chat.raw_text(id))

@@ -1,4 +1,4 @@
-"""The model in use."""
+"""Routes for the model in use: state, list, load, unload."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from palaver.server.admin import check_model_name
-from palaver.server.auth import Admin
-from palaver.server.conversations.dependencies import Mine
-from palaver.server.state import StateOf
-from palaver.wire.model import ModelCard
-from palaver.wire.requests import Load
+from palaver.server.auth import AdminDep
+from palaver.server.conversations.dependencies import ChatDep
+from palaver.server.state import StateDep
+from palaver.wire.requests import LoadModelRequest
+from palaver.wire.responses import ModelCardSchema
 
 routes = APIRouter(tags=["model"])
 
 
 @routes.get("/model")
-async def model(chat: Mine) -> ModelCard:
+async def model(chat: ChatDep) -> ModelCardSchema:
     """The model in use, or on its way."""
-    return ModelCard.of(await chat.model())
+    return ModelCardSchema.from_value(await chat.model())
 
 
 @routes.get("/models")
-async def models(chat: Mine) -> list[str]:
+async def models(chat: ChatDep) -> list[str]:
     """The names of models that are at hand."""
     return list(await chat.models())
 
 
 @routes.post("/model/load")
-async def load(asked: Load, chat: Mine, state: StateOf, _: Admin) -> ModelCard:
+async def load(body: LoadModelRequest, chat: ChatDep, state: StateDep, _: AdminDep) -> ModelCardSchema:
     """Puts another model into use. Answers at once; running turns are parked and can be continued."""
-    check_model_name(asked.name, state)
-    return ModelCard.of(await chat.load(asked.name))
+    check_model_name(body.name, state)
+    return ModelCardSchema.from_value(await chat.load_model(body.name))
 
 
 @routes.post("/model/unload")
-async def unload(chat: Mine, _: Admin) -> ModelCard:
-    return ModelCard.of(await chat.unload())
+async def unload(chat: ChatDep, _: AdminDep) -> ModelCardSchema:
+    return ModelCardSchema.from_value(await chat.unload_model())
 
 
 @routes.get("/model/ready")
-async def ready(chat: Mine, wait: Annotated[float, Query(ge=0, le=60)] = 25.0) -> ModelCard:
+async def ready(chat: ChatDep, wait: Annotated[float, Query(ge=0, le=60)] = 25.0) -> ModelCardSchema:
     """Waits until the model can be talked to, `wait` seconds at most; then says how it stands."""
     try:
         async with asyncio.timeout(wait):
-            return ModelCard.of(await chat.ready())
+            return ModelCardSchema.from_value(await chat.wait_until_ready())
     except TimeoutError:
-        return ModelCard.of(await chat.model())
+        return ModelCardSchema.from_value(await chat.model())

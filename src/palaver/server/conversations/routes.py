@@ -1,4 +1,4 @@
-"""All routes of the conversations, one module each for what they are about."""
+"""The router of `/api`: conversations, messages, turns, events, files, speech and the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A message read aloud: one that is whole, or a reply while it is being made."""
+"""The route that reads a message aloud, also while it is being generated."""
 
 from __future__ import annotations
 
@@ -14,62 +14,62 @@ from palaver.errors import BadParameter, PalaverError
 from palaver.events import AnswerDelta, Failed, Finished, Snapshot
 from palaver.messages import Text
 from palaver.server.audio.speech import AudioStream
-from palaver.server.conversations.dependencies import Mine
+from palaver.server.conversations.dependencies import ChatDep
 from palaver.server.errors import log_unexpected
-from palaver.server.state import StateOf
+from palaver.server.state import StateDep
 from palaver.store import ReplyStatus
 from palaver.voice.audio_format import pcm, wav_header
 from palaver.voice.base import SPEEDS, VoiceSettings
 from palaver.voice.speech import Speech
 
 routes = APIRouter(tags=["speech"])
-_TYPE = "audio/wav"
-_SOUND: dict[int | str, dict[str, Any]] = {
+_MEDIA_TYPE = "audio/wav"
+_AUDIO_RESPONSE: dict[int | str, dict[str, Any]] = {
     200: {"content": {"audio/wav": {"schema": {"type": "string", "format": "binary"}}}}
 }
 
 
-@routes.get("/messages/{id}/speech", response_class=Response, responses=_SOUND)
-async def speech(id: str, chat: Mine, state: StateOf, voice: str = "", speed: float = 1.0) -> Response:
+@routes.get("/messages/{id}/speech", response_class=Response, responses=_AUDIO_RESPONSE)
+async def speech(id: str, chat: ChatDep, state: StateDep, voice: str = "", speed: float = 1.0) -> Response:
     """WAV, 24 kHz and mono, sent clause by clause as it is spoken. A reply that is being made is spoken as it comes, to
     its end. Thinking, calls and code are not spoken."""
     low, high = SPEEDS
     if not low <= speed <= high:
         raise BadParameter("speed", speed, f"must be from {low:g} to {high:g}")
     stored = await chat.message(id)
-    said = Speech(await state.speakers.current(), VoiceSettings(voice, speed))
+    spoken = Speech(await state.speakers.current(), VoiceSettings(voice, speed))
     if stored.reply is None or stored.reply.status is not ReplyStatus.RUNNING:
-        said.feed("".join(part.text for part in stored.parts if isinstance(part, Text)))
-        said.end()
-        return AudioStream(_sounds(said), _TYPE)
-    return AudioStream(_followed(chat, id, said), _TYPE)
+        spoken.feed("".join(part.text for part in stored.parts if isinstance(part, Text)))
+        spoken.end()
+        return AudioStream(_wav_chunks(spoken), _MEDIA_TYPE)
+    return AudioStream(_speak_turn(chat, id, spoken), _MEDIA_TYPE)
 
 
-async def _sounds(speech: Speech) -> AsyncGenerator[bytes]:
+async def _wav_chunks(speech: Speech) -> AsyncGenerator[bytes]:
     try:
         yield wav_header()
-        async with aclosing(aiter(speech)) as pieces:
-            async for piece in pieces:
-                if len(piece.samples):
-                    yield pcm(piece.samples)
+        async with aclosing(aiter(speech)) as clauses:
+            async for clause in clauses:
+                if len(clause.samples):
+                    yield pcm(clause.samples)
     finally:
         speech.stop()
 
 
-async def _followed(chat: Chat, reply: str, speech: Speech) -> AsyncGenerator[bytes]:
-    feeding = asyncio.create_task(_fed(chat, reply, speech))
+async def _speak_turn(chat: Chat, reply: str, speech: Speech) -> AsyncGenerator[bytes]:
+    feeder = asyncio.create_task(_feed_turn(chat, reply, speech))
     try:
-        async with aclosing(_sounds(speech)) as pieces:
-            async for piece in pieces:
-                yield piece
+        async with aclosing(_wav_chunks(speech)) as chunks:
+            async for chunk in chunks:
+                yield chunk
     finally:
-        feeding.cancel()
+        feeder.cancel()
         with suppress(asyncio.CancelledError):
-            await feeding
+            await feeder
 
 
-async def _fed(chat: Chat, reply: str, speech: Speech) -> None:
-    """Whatever becomes of the turn, its speech has an end; who follows its events is told why."""
+async def _feed_turn(chat: Chat, reply: str, speech: Speech) -> None:
+    """Feeds the turn's answer into the speech, and ends the speech even if the turn fails."""
     try:
         async with chat.events(reply) as entries:
             async for entry in entries:

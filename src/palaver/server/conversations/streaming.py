@@ -1,4 +1,4 @@
-"""The pieces of a stream: events of turns and changes as they come, from many sources in one."""
+"""Server-sent events: the events of turns and the changes of conversations, merged from many sources."""
 
 from __future__ import annotations
 
@@ -14,122 +14,134 @@ from palaver.chat import interface
 from palaver.chat.interface import Chat
 from palaver.chat.turn_log import LogEntry
 from palaver.errors import BadParameter, PalaverError
-from palaver.server.conversations.dependencies import Mine
+from palaver.server.conversations.dependencies import ChatDep
 from palaver.server.errors import error_value, log_unexpected
 from palaver.server.sse import EventStream
-from palaver.server.state import ClosingOf
-from palaver.wire.errors import Error
-from palaver.wire.events import Changed, Closing, Entry, Opened, Refused, StreamItem, TurnEvent
-from palaver.wire.requests import MAX_TURNS, Follow, Followed
-from palaver.wire.sse import encoded
-from palaver.wire.turns import Change
+from palaver.server.state import ClosingDep
+from palaver.wire.errors import ErrorSchema
+from palaver.wire.events import (
+    LogEntrySchema,
+    StreamChangeSchema,
+    StreamClosingSchema,
+    StreamItem,
+    StreamOpenedSchema,
+    TurnEventSchema,
+    TurnRefusedSchema,
+)
+from palaver.wire.requests import MAX_TURNS, FollowRequest, TurnPosition
+from palaver.wire.responses import ConversationChangeSchema
+from palaver.wire.sse import encode_sse
 
-KNOWN_SECONDS = 2.0
-"""For so long a stream is not begun, so that a refusal has a status of its own."""
-BEHIND = 256
-"""Pieces that wait for a slow client; then its sources wait, too."""
+REFUSAL_SECONDS = 2.0
+"""How long the response is held back, so that a refusal gets its own HTTP status."""
+QUEUE_SIZE = 256
+"""How many chunks wait for a slow client before its sources wait, too."""
 
-Pieces = AsyncGenerator[bytes]
-_OPENED = encoded(Opened(type="opened").model_dump_json())
-_CLOSING = encoded(Closing(type="closing").model_dump_json(), event="closing")
+Chunks = AsyncGenerator[bytes]
+_OPENED = encode_sse(StreamOpenedSchema(type="opened").model_dump_json())
+_CLOSING = encode_sse(StreamClosingSchema(type="closing").model_dump_json(), event="closing")
 
 
-async def turn_stream(chat: Chat, turn: str, after: int) -> Pieces:
-    """The turn's events to its end, each with its number as the id. Raises what it is refused with, unless that takes
-    long to be known, because a model is being loaded: then the stream tells."""
-    held = AsyncExitStack()
-    entering = asyncio.ensure_future(held.enter_async_context(chat.events(turn, after)))
-    await asyncio.wait({entering}, timeout=KNOWN_SECONDS)
+async def turn_stream(chat: Chat, turn: str, after: int) -> Chunks:
+    """The turn's events to its end, each with its number as the id. Raises the error if the turn is refused within
+    `REFUSAL_SECONDS`. A later error, after a model was loaded, ends the stream."""
+    stack = AsyncExitStack()
+    entering = asyncio.ensure_future(stack.enter_async_context(chat.events(turn, after)))
+    await asyncio.wait({entering}, timeout=REFUSAL_SECONDS)
     if entering.done():
         entering.result()
-    return _one_turn(entering, held)
+    return _single_turn(entering, stack)
 
 
-async def _one_turn(entering: asyncio.Future[AsyncIterator[LogEntry]], held: AsyncExitStack) -> Pieces:
+async def _single_turn(entering: asyncio.Future[AsyncIterator[LogEntry]], stack: AsyncExitStack) -> Chunks:
     try:
-        async with aclosing(merge_sources([_turn(entering)])) as pieces:
-            async for piece in pieces:
-                yield piece
+        async with aclosing(merge_sources([_turn_events(entering)])) as chunks:
+            async for chunk in chunks:
+                yield chunk
     finally:
         entering.cancel()
         await asyncio.gather(entering, return_exceptions=True)
-        await held.aclose()
+        await stack.aclose()
 
 
-async def merged_stream(chat: Chat, asked: Follow, closing: asyncio.Event) -> Pieces:
-    """Ends when all the turns have; with changes, when the server closes."""
+async def merged_stream(chat: Chat, request: FollowRequest, closing: asyncio.Event) -> Chunks:
+    """Ends when all turns have ended; with changes, when the server shuts down."""
     async with AsyncExitStack() as stack:
-        sources = [_turn_among(chat, followed) for followed in asked.turns]
-        if asked.changes:
+        sources = [_turn_in_stream(chat, position) for position in request.turns]
+        if request.changes:
             changes = await stack.enter_async_context(chat.changes())
             sources.append(_changes(changes, closing))
         yield _OPENED
-        pieces = await stack.enter_async_context(aclosing(merge_sources(sources)))
-        async for piece in pieces:
-            yield piece
+        chunks = await stack.enter_async_context(aclosing(merge_sources(sources)))
+        async for chunk in chunks:
+            yield chunk
 
 
-async def merge_sources(sources: Sequence[Pieces]) -> Pieces:
-    """The pieces of all sources as they come, until each has ended."""
-    queue: asyncio.Queue[bytes | None] = asyncio.Queue(BEHIND)
-    tasks = [asyncio.create_task(_pour(source, queue)) for source in sources]
-    left = len(tasks)
+async def merge_sources(sources: Sequence[Chunks]) -> Chunks:
+    """Merges the chunks of all sources as they arrive, until all have ended."""
+    queue: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUE_SIZE)
+    tasks = [asyncio.create_task(_forward(source, queue)) for source in sources]
+    running = len(tasks)
     try:
-        while left:
-            taken = [await queue.get()]
+        while running:
+            batch = [await queue.get()]
             while not queue.empty():
-                taken.append(queue.get_nowait())
-            left -= taken.count(None)
-            if pieces := b"".join(piece for piece in taken if piece is not None):
-                yield pieces
+                batch.append(queue.get_nowait())
+            running -= batch.count(None)
+            if data := b"".join(chunk for chunk in batch if chunk is not None):
+                yield data
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pour(source: Pieces, queue: asyncio.Queue[bytes | None]) -> None:
-    """A failure ends the source with an error for the client to read."""
+async def _forward(source: Chunks, queue: asyncio.Queue[bytes | None]) -> None:
+    """Forwards a source into the queue. An exception becomes an error event at its end."""
     try:
         async with aclosing(source):
-            async for piece in source:
-                await queue.put(piece)
+            async for chunk in source:
+                await queue.put(chunk)
     except Exception as error:
         log_unexpected(error)
-        await queue.put(encoded(json.dumps(error_value(error)), event="error"))
+        await queue.put(encode_sse(json.dumps(error_value(error)), event="error"))
     await queue.put(None)
 
 
-async def _turn(entering: asyncio.Future[AsyncIterator[LogEntry]]) -> Pieces:
+async def _turn_events(entering: asyncio.Future[AsyncIterator[LogEntry]]) -> Chunks:
     async for entry in await entering:
-        yield encoded(Entry.of(entry).model_dump_json(), id=entry.number)
+        yield encode_sse(LogEntrySchema.from_value(entry).model_dump_json(), id=entry.number)
 
 
-async def _turn_among(chat: Chat, followed: Followed) -> Pieces:
-    """One that can't be read says so and leaves the others alone."""
+async def _turn_in_stream(chat: Chat, position: TurnPosition) -> Chunks:
+    """A turn that can't be read emits `refused`; the other turns continue."""
     try:
-        async with chat.events(followed.turn, followed.after) as entries:
+        async with chat.events(position.turn, position.after) as entries:
             async for entry in entries:
-                yield encoded(TurnEvent.of(followed.turn, entry).model_dump_json())
+                yield encode_sse(TurnEventSchema.from_value(position.turn, entry).model_dump_json())
     except PalaverError as error:
-        told = Error.model_validate(error_value(error)["error"])
-        yield encoded(Refused(type="refused", turn=followed.turn, error=told).model_dump_json())
+        refusal = ErrorSchema.model_validate(error_value(error)["error"])
+        yield encode_sse(TurnRefusedSchema(type="refused", turn=position.turn, error=refusal).model_dump_json())
 
 
-async def _changes(changes: AsyncIterator[interface.ConversationChange], closing: asyncio.Event) -> Pieces:
-    """What changes; nothing else would end it when the server closes, unlike a turn, which is put aside then."""
+async def _changes(changes: AsyncIterator[interface.ConversationChange], closing: asyncio.Event) -> Chunks:
+    """The changes, until the server shuts down. Turns end by themselves then, but changes would not."""
     closed = asyncio.ensure_future(closing.wait())
-    coming: asyncio.Future[interface.ConversationChange] | None = None
+    next_change: asyncio.Future[interface.ConversationChange] | None = None
     try:
         while True:
-            coming = asyncio.ensure_future(anext(changes))
-            await asyncio.wait((coming, closed), return_when=asyncio.FIRST_COMPLETED)
+            next_change = asyncio.ensure_future(anext(changes))
+            await asyncio.wait((next_change, closed), return_when=asyncio.FIRST_COMPLETED)
             if closed.done():
                 yield _CLOSING
                 return
-            yield encoded(Changed(type="change", change=Change.of(coming.result())).model_dump_json())
+            yield encode_sse(
+                StreamChangeSchema(
+                    type="change", change=ConversationChangeSchema.from_value(next_change.result())
+                ).model_dump_json()
+            )
     finally:
-        waiting = [future for future in (coming, closed) if future is not None]
+        waiting = [future for future in (next_change, closed) if future is not None]
         for future in waiting:
             future.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
@@ -137,55 +149,55 @@ async def _changes(changes: AsyncIterator[interface.ConversationChange], closing
 
 routes = APIRouter(tags=["events"])
 MAX_NUMBER = 2**31
-Number = Annotated[int, Query(ge=0, le=MAX_NUMBER)]
+EventNumber = Annotated[int, Query(ge=0, le=MAX_NUMBER)]
 
 
-def _carries(item: Any, meaning: str) -> dict[int | str, dict[str, Any]]:
-    """What the API's document says of a stream: the data of each of its events."""
+def _event_stream(item: Any, meaning: str) -> dict[int | str, dict[str, Any]]:
+    """The OpenAPI response of a stream whose events have this data."""
     content = {EventStream.media_type: {"schema": {"type": "object"}}}
     return {200: {"model": item, "description": meaning, "content": content}}
 
 
-_ONE = _carries(Entry, "Events whose `data` is an entry and whose `id` is its number.")
-_MANY = _carries(StreamItem, "Events whose `data` is an item of the stream.")
+_TURN_STREAM = _event_stream(LogEntrySchema, "Events whose `data` is an entry and whose `id` is its number.")
+_MERGED_STREAM = _event_stream(StreamItem, "Events whose `data` is an item of the stream.")
 
 
-@routes.get("/turns/{id}/events", status_code=200, response_class=EventStream, responses=_ONE)
+@routes.get("/turns/{id}/events", status_code=200, response_class=EventStream, responses=_TURN_STREAM)
 async def events(
-    id: str, chat: Mine, after: Number = 0, last_event_id: Annotated[str | None, Header()] = None
+    id: str, chat: ChatDep, after: EventNumber = 0, last_event_id: Annotated[str | None, Header()] = None
 ) -> EventStream:
     """The turn's events after that number, as they come, to its end. `Last-Event-ID` goes before `after`. A number
     that the turn never had is refused."""
-    number = after if last_event_id is None else _number("Last-Event-ID", last_event_id)
+    number = after if last_event_id is None else _parse_number("Last-Event-ID", last_event_id)
     return EventStream(await turn_stream(chat, id, number))
 
 
-@routes.get("/events", status_code=200, response_class=EventStream, responses=_MANY)
-async def follow(chat: Mine, closing: ClosingOf, turns: str = "", changes: bool = False) -> EventStream:
+@routes.get("/events", status_code=200, response_class=EventStream, responses=_MERGED_STREAM)
+async def follow(chat: ChatDep, closing: ClosingDep, turns: str = "", changes: bool = False) -> EventStream:
     """Many turns in one stream, as in `turns=ID:after,ID:after`, and what changes in the caller's conversations."""
-    asked = Follow(turns=[_followed(one) for one in _listed(turns)], changes=changes)
-    return EventStream(merged_stream(chat, asked, closing))
+    request = FollowRequest(turns=[_parse_position(text) for text in _split_turns(turns)], changes=changes)
+    return EventStream(merged_stream(chat, request, closing))
 
 
-@routes.post("/events", status_code=200, response_class=EventStream, responses=_MANY)
-async def follow_all(asked: Follow, chat: Mine, closing: ClosingOf) -> EventStream:
+@routes.post("/events", status_code=200, response_class=EventStream, responses=_MERGED_STREAM)
+async def follow_all(body: FollowRequest, chat: ChatDep, closing: ClosingDep) -> EventStream:
     """The same for lists that are too long for an address."""
-    return EventStream(merged_stream(chat, asked, closing))
+    return EventStream(merged_stream(chat, body, closing))
 
 
-def _listed(turns: str) -> list[str]:
-    listed = [one for one in turns.split(",") if one]
-    if len(listed) > MAX_TURNS:
-        raise BadParameter("turns", f"{len(listed)} turns", f"at most {MAX_TURNS} are followed in one stream")
-    return listed
+def _split_turns(turns: str) -> list[str]:
+    parts = [part for part in turns.split(",") if part]
+    if len(parts) > MAX_TURNS:
+        raise BadParameter("turns", f"{len(parts)} turns", f"at most {MAX_TURNS} are followed in one stream")
+    return parts
 
 
-def _followed(text: str) -> Followed:
+def _parse_position(text: str) -> TurnPosition:
     turn, _, after = text.partition(":")
-    return Followed(turn=turn, after=_number("turns", after or "0"))
+    return TurnPosition(turn=turn, after=_parse_number("turns", after or "0"))
 
 
-def _number(name: str, text: str) -> int:
+def _parse_number(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit()) or len(text) > 10 or int(text) > MAX_NUMBER:
         raise BadParameter(name, text[:40], "must be the number of an event")
     return int(text)

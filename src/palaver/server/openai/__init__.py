@@ -1,1 +1,1 @@
-"""The OpenAI API: what its clients send, and what they get."""
+"""OpenAI's API: chat completions, text completions, and token routes."""

@@ -1,89 +1,106 @@
-"""Replies that are spoken: `modalities: ["text", "audio"]`. The text is then the sound's transcript, as OpenAI has it.
+"""Spoken replies (`modalities: ["text", "audio"]`): the text deltas of a choice and their audio as one stream.
 
-Only the answer is spoken: thinking and calls are told as ever."""
+Only the answer is spoken, and its text becomes the transcript. Thinking and tool calls are sent as usual."""
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import asyncio
+import base64
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
 
-from palaver.errors import BadParameter
-from palaver.server.openai.schemas import ChatMessage, ChatRequest, VoiceReference
-from palaver.store.records import new_id
-from palaver.voice.audio_format import AudioFormat, audio_format
-from palaver.voice.base import VoiceSettings
+import numpy as np
 
-AUDIO = "audio"
-KEPT_SECONDS = 3600
-MOST_KEPT = 1000
-STREAMED = "pcm16"
-_MODALITIES = ({"text"}, {"text", AUDIO}, {AUDIO})
-_APART = ("response_format", "json_schema", "regex", "grammar", "logprobs")
+from palaver.events import AnswerDelta
+from palaver.server.openai.choices import ChoiceDelta
+from palaver.server.openai.reply_index import TranscriptIndex
+from palaver.server.openai.request import AudioRecording
+from palaver.server.state import ServerState
+from palaver.voice.audio_format import encode_audio, pcm
+from palaver.voice.base import Samples, Speaker, silence
+from palaver.voice.speech import Speech
 
-
-@dataclass(frozen=True, slots=True)
-class AudioRecording:
-    """The sound of one reply, by the id under which it may be named in a later request."""
-
-    form: AudioFormat
-    voice: VoiceSettings
-    id: str = field(default_factory=lambda: f"audio_{new_id()}")
-    expires_at: int = field(default_factory=lambda: int(time.time()) + KEPT_SECONDS)
-
-    def value(self, data: str, transcript: str) -> dict[str, Any]:
-        return {"id": self.id, "data": data, "expires_at": self.expires_at, "transcript": transcript}
+_Arrivals = asyncio.Queue[ChoiceDelta | Exception | None]
 
 
-def is_spoken(request: ChatRequest) -> bool:
-    return AUDIO in (request.modalities or ())
+@dataclass
+class SpokenChoice:
+    """One spoken reply. A stream has audio deltas between the text deltas; else all audio comes with the end."""
+
+    speaker: Speaker
+    recording: AudioRecording
+    streaming: bool
+    owner: str
+    transcripts: TranscriptIndex
+    _transcript: list[str] = field(default_factory=list)
+    _samples: list[Samples] = field(default_factory=list)
+    _last: ChoiceDelta | None = None
+
+    def __post_init__(self) -> None:
+        self._speech = Speech(self.speaker, self.recording.voice)
+        self._arrivals: _Arrivals = asyncio.Queue()
+
+    async def with_audio(self, stream: AsyncGenerator[ChoiceDelta]) -> AsyncGenerator[ChoiceDelta]:
+        """The deltas of the stream and its audio. The end of the reply is held back until all audio was sent."""
+        tasks = (asyncio.create_task(self._read_text(stream)), asyncio.create_task(self._read_audio()))
+        try:
+            while (arrival := await self._arrivals.get()) is not None:
+                if isinstance(arrival, Exception):
+                    raise arrival
+                yield arrival
+            if self._last is not None:
+                recording, transcript = self.recording, "".join(self._transcript)
+                self.transcripts.add(self.owner, recording.id, recording.expires_at, transcript)
+                yield replace(self._last, audio=await self._encoded_audio())
+        finally:
+            self._speech.stop()
+            for task in tasks:
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(*tasks, return_exceptions=True)
+            await stream.aclose()
+
+    async def _read_text(self, stream: AsyncGenerator[ChoiceDelta]) -> None:
+        try:
+            async for delta in stream:
+                for event in delta.events:
+                    if isinstance(event, AnswerDelta):
+                        self._transcript.append(event.text)
+                        self._speech.feed(event.text)
+                if delta.finished is not None:
+                    self._last = replace(delta, events=())
+                    delta = ChoiceDelta(delta.index, delta.events)
+                self._arrivals.put_nowait(delta)
+            self._speech.end()
+        except Exception as error:
+            self._arrivals.put_nowait(error)
+
+    async def _read_audio(self) -> None:
+        try:
+            async with aclosing(aiter(self._speech)) as pieces:
+                async for piece in pieces:
+                    if not len(piece.samples):
+                        continue
+                    if self.streaming:
+                        self._arrivals.put_nowait(ChoiceDelta(0, audio=_base64(pcm(piece.samples))))
+                    else:
+                        self._samples.append(piece.samples)
+            self._arrivals.put_nowait(None)
+        except Exception as error:
+            self._arrivals.put_nowait(error)
+
+    async def _encoded_audio(self) -> str:
+        if self.streaming:
+            return ""
+        samples = np.concatenate(self._samples) if self._samples else silence()
+        return _base64(await asyncio.to_thread(encode_audio, samples, self.recording.format))
 
 
-def audio_recording(request: ChatRequest) -> AudioRecording | None:
-    """What is to be recorded, or None where the reply is text alone."""
-    modalities = request.modalities or ["text"]
-    if set(modalities) not in _MODALITIES:
-        raise BadParameter("modalities", modalities, 'must be ["text"] or ["text", "audio"]')
-    if not is_spoken(request):
-        if request.audio is not None:
-            raise BadParameter("audio", "...", 'needs modalities to be ["text", "audio"]')
-        return None
-    for name in _APART:
-        if getattr(request, name):
-            raise BadParameter(name, "...", "does not go with a reply that is spoken")
-    if request.n not in (None, 1):
-        raise BadParameter("n", request.n, "one reply at a time can be spoken")
-    wanted = request.audio
-    asked = wanted.format if wanted is not None else None
-    if request.stream and asked not in (None, STREAMED):
-        raise BadParameter("audio.format", asked, f"must be {STREAMED} where the reply is streamed")
-    named = wanted.voice if wanted is not None else None
-    voice = VoiceSettings(named.id if isinstance(named, VoiceReference) else named or "")
-    return AudioRecording(audio_format(asked or (STREAMED if request.stream else "wav"), "audio.format"), voice)
+async def spoken_choice(recording: AudioRecording, streaming: bool, owner: str, state: ServerState) -> SpokenChoice:
+    """Raises where the recording's voice is unknown, or no speaker can be loaded."""
+    return SpokenChoice(await state.speakers.current(), recording, streaming, owner, state.transcripts)
 
 
-class TranscriptIndex:
-    """What was said in recordings, for when a client names one instead of its words."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], tuple[int, str]] = OrderedDict()
-
-    def keep(self, owner: str, recording: AudioRecording, transcript: str) -> None:
-        self._kept[owner, recording.id] = (recording.expires_at, transcript)
-        while len(self._kept) > MOST_KEPT:
-            self._kept.popitem(last=False)
-
-    def fill_in(self, owner: str, messages: Sequence[ChatMessage]) -> None:
-        """Gives each message that names a recording its words."""
-        for place, message in enumerate(messages):
-            if message.audio is None:
-                continue
-            expires_at, transcript = self._kept.get((owner, message.audio.id), (0, ""))
-            if expires_at < time.time():
-                name = f"messages[{place}].audio.id"
-                raise BadParameter(name, message.audio.id, "there is no such recording, or it has expired")
-            if not message.content:
-                message.content = transcript
-            message.audio = None
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()

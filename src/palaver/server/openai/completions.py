@@ -1,4 +1,4 @@
-"""`/v1/completions`: text, or token ids, goes on as it is, without a chat template."""
+"""`/v1/completions`: continues a text or token ids without a chat template."""
 
 from __future__ import annotations
 
@@ -14,37 +14,40 @@ from fastapi.responses import JSONResponse, Response
 
 from palaver.chat.model import Model, draw_seed
 from palaver.chat.parameters import resolve_parameters
-from palaver.chat.reply_stream import ReplyRequest as Asking
-from palaver.chat.reply_stream import ReplyStream
+from palaver.chat.reply_stream import ReplyRequest, ReplyStream
 from palaver.errors import BadParameter, ContextOverflow, EmptyMessage
 from palaver.events import AnswerDelta
 from palaver.formats.completion import CompletionFormat
 from palaver.generation import Prompt
 from palaver.phases import Phase, Phases, State
-from palaver.server.auth import Whoever
+from palaver.server.auth import CallerDep
 from palaver.server.errors import error_body, log_unexpected
 from palaver.server.openai.choices import ChoiceDelta, CompletionStream
-from palaver.server.openai.disconnect import (
+from palaver.server.openai.request import (
+    ChatCall,
+    OutputOptions,
+    UsageChunks,
+    api_field_names,
+    check_model,
+    check_nested_fields,
+    choice_count,
+    ignored_fields,
+    ignored_header,
+    usage_chunks,
+)
+from palaver.server.openai.sampling_params import completion_parameters
+from palaver.server.openai.schemas import CompletionRequest
+from palaver.server.openai.streaming import DONE, ChunkHeader, choice_ending
+from palaver.server.settings import ServerSettings
+from palaver.server.sse import (
+    EventStream,
     close_on_failure,
     close_stream,
     first_chunk,
     first_seconds,
-    limited_stream,
     run_while_connected,
 )
-from palaver.server.openai.request import ChatCall, OutputOptions, Usage, check_model, choice_count, usage_of
-from palaver.server.openai.sampling_params import (
-    api_field_names,
-    check_nested_fields,
-    completion_parameters,
-    ignored_fields,
-    ignored_header,
-)
-from palaver.server.openai.schemas import CompletionRequest
-from palaver.server.openai.streaming import DONE, ChunkHeader, choice_ending
-from palaver.server.settings import ServerSettings
-from palaver.server.sse import EventStream
-from palaver.server.state import StateOf
+from palaver.server.state import StateDep
 from palaver.store.records import new_id
 
 MAX_PROMPTS = 64
@@ -54,47 +57,48 @@ def router() -> APIRouter:
     routes = APIRouter(tags=["OpenAI"])
 
     @routes.post("/v1/completions", response_model=None)
-    async def completions(request: Request, body: CompletionRequest, caller: Whoever, state: StateOf) -> Response:
+    async def completions(request: Request, body: CompletionRequest, caller: CallerDep, state: StateDep) -> Response:
         """What the model makes of a text, whole or as a stream of server-sent events."""
         model = state.service.models.current()
         with api_field_names():
-            what, utterances = await asyncio.to_thread(_asked, body, model, state.settings, caller.owner_id)
-        speaking = CompletionStream(what, utterances, state.metrics)
-        stream, ignored = limited_stream(state, speaking), ignored_header(ignored_fields(body))
-        about = _Texts(ChunkHeader(model.name, f"fp_{model.tokenizer}", f"cmpl-{new_id()}"), speaking)
-        async with close_on_failure(stream):
+            call, reply_streams = await asyncio.to_thread(_parse_request, body, model, state.settings, caller.owner_id)
+        completion = CompletionStream(call, reply_streams, state.metrics, state.limiter)
+        deltas, ignored = completion.deltas(), ignored_header(ignored_fields(body))
+        header = ChunkHeader(model.name, f"fp_{model.tokenizer}", f"cmpl-{new_id()}")
+        response = TextCompletion(header, completion)
+        async with close_on_failure(deltas):
             with api_field_names():
-                if not what.shown.stream:
-                    return JSONResponse(await run_while_connected(request, about.whole(stream)), headers=ignored)
-                first = await first_chunk(request, stream, first_seconds(what.request))
-            return EventStream(about.chunks(stream, first), ignored)
+                if not call.output.stream:
+                    return JSONResponse(await run_while_connected(request, response.fold(deltas)), headers=ignored)
+                first = await first_chunk(request, deltas, first_seconds(call.request))
+            return EventStream(response.chunks(deltas, first), ignored)
 
     return routes
 
 
-def _asked(
+def _parse_request(
     body: CompletionRequest, model: Model, settings: ServerSettings, owner: str
 ) -> tuple[ChatCall, list[ReplyStream]]:
     check_nested_fields(body)
     check_model(body.model, model, settings)
-    _check_rest(body)
-    decided = resolve_parameters(model.engine.info.defaults, completion_parameters(body, settings), draw_seed(), None)
-    prompts = [_prompt(model, one, owner) for one in _prompts(body.prompt)]
+    _check_fields(body)
+    resolved = resolve_parameters(model.engine.info.defaults, completion_parameters(body, settings), draw_seed(), None)
+    prompts = [_encode_prompt(model, prompt, owner) for prompt in _prompts(body.prompt)]
     n = choice_count(body.n, settings)
     if len(prompts) * n > settings.limits.choices:
         raise BadParameter("n", n, f"prompts times n must be at most {settings.limits.choices}")
-    request = Asking((), decided.sampling, owner=owner)
-    shown = OutputOptions(
+    request = ReplyRequest((), resolved.sampling, owner=owner)
+    output = OutputOptions(
         logprobs=body.logprobs is not None,
         token_ids=bool(body.return_token_ids),
         stream=bool(body.stream),
-        usage=usage_of(body.stream_options),
+        usage=usage_chunks(body.stream_options),
     )
-    spoken = [_utterance(model, replace(request, choice=c), prompt) for prompt in prompts for c in range(n)]
-    return ChatCall(model, request, len(spoken), shown), spoken
+    streams = [_reply_stream(model, replace(request, choice=c), prompt) for prompt in prompts for c in range(n)]
+    return ChatCall(model, request, len(streams), output), streams
 
 
-def _check_rest(body: CompletionRequest) -> None:
+def _check_fields(body: CompletionRequest) -> None:
     if body.echo:
         raise BadParameter("echo", True, "the prompt is not sent back")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -114,14 +118,14 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
     return found
 
 
-def _prompt(model: Model, given: str | list[int], owner: str) -> Prompt:
+def _encode_prompt(model: Model, text: str | list[int], owner: str) -> Prompt:
     tokenizer = model.format.tokenizer
     size = model.engine.info.vocabulary_size
-    if isinstance(given, str):
-        model.check_size(len(given))
-        ids = (*tokenizer.prefix, *tokenizer.encode([given]))
+    if isinstance(text, str):
+        model.check_size(len(text))
+        ids = (*tokenizer.prefix, *tokenizer.encode([text]))
     else:
-        ids = tuple(given)
+        ids = tuple(text)
         for token_id in ids:
             if not 0 <= token_id < size:
                 raise BadParameter("prompt", token_id, f"token ids here go from 0 to {size - 1}")
@@ -132,63 +136,63 @@ def _prompt(model: Model, given: str | list[int], owner: str) -> Prompt:
     return Prompt(ids, (), phases, owner=owner)
 
 
-def _utterance(model: Model, request: Asking, prompt: Prompt) -> ReplyStream:
+def _reply_stream(model: Model, request: ReplyRequest, prompt: Prompt) -> ReplyStream:
     reader = CompletionFormat(model.format.tokenizer).reader(prompt, request.sampling.stop)
     return ReplyStream(request, prompt, reader, model.engine)
 
 
 @dataclass
-class _Texts:
-    """Completions in OpenAI's older words."""
+class TextCompletion:
+    """Encodes a completion in the format of OpenAI's text completions."""
 
-    heading: ChunkHeader
-    speaking: CompletionStream
+    header: ChunkHeader
+    completion: CompletionStream
 
-    async def whole(self, stream: AsyncGenerator[ChoiceDelta]) -> dict[str, Any]:
-        texts: list[list[str]] = [[] for _ in self.speaking.choices]
-        logprobs: list[list[dict[str, Any]]] = [[] for _ in self.speaking.choices]
-        async with aclosing(stream):
-            async for told in stream:
-                texts[told.index].append(_text(told))
-                logprobs[told.index] += told.logprobs
-        found = [
+    async def fold(self, deltas: AsyncGenerator[ChoiceDelta]) -> dict[str, Any]:
+        texts: list[list[str]] = [[] for _ in self.completion.choices]
+        logprobs: list[list[dict[str, Any]]] = [[] for _ in self.completion.choices]
+        async with aclosing(deltas):
+            async for delta in deltas:
+                texts[delta.index].append(_text(delta))
+                logprobs[delta.index] += delta.logprobs
+        choices = [
             self._choice(index, "".join(pieces), logprobs[index], finished=True) for index, pieces in enumerate(texts)
         ]
-        return {**self.heading.value("text_completion"), "choices": found, "usage": self.speaking.usage()}
+        return {**self.header.value("text_completion"), "choices": choices, "usage": self.completion.usage()}
 
     async def chunks(
-        self, stream: AsyncGenerator[ChoiceDelta], first: asyncio.Future[ChoiceDelta]
+        self, deltas: AsyncGenerator[ChoiceDelta], first: asyncio.Future[ChoiceDelta]
     ) -> AsyncGenerator[bytes]:
-        shown = self.speaking.asked.shown
         try:
-            told = await first
+            delta = await first
             while True:
-                text = _text(told)
-                if text or told.finished or told.logprobs or told.token_ids:
-                    choice = self._choice(told.index, text, told.logprobs, told.finished is not None, told.token_ids)
-                    yield self._event({"choices": [choice], **self._usage(told)})
-                told = await anext(stream)
+                text = _text(delta)
+                if text or delta.finished or delta.logprobs or delta.token_ids:
+                    is_last = delta.finished is not None
+                    choice = self._choice(delta.index, text, delta.logprobs, is_last, delta.token_ids)
+                    yield self._event({"choices": [choice], **self._usage(delta)})
+                delta = await anext(deltas)
         except StopAsyncIteration:
-            if shown.usage is not Usage.FINISH:
-                yield self._event({"choices": [], "usage": self.speaking.usage()})
+            if self.completion.call.output.usage is not UsageChunks.FINISH:
+                yield self._event({"choices": [], "usage": self.completion.usage()})
             yield DONE
         except Exception as error:
             log_unexpected(error)
             yield b"data: " + error_body(error) + b"\n\n" + DONE
         finally:
-            await close_stream(first, stream)
+            await close_stream(first, deltas)
 
-    def _usage(self, told: ChoiceDelta) -> dict[str, Any]:
-        """Of a chunk with a choice in it."""
-        where = self.speaking.asked.shown.usage
-        last = told.finished is not None and self.speaking.finished
-        if where is Usage.EVERY or (where is Usage.FINISH and last):
-            return {"usage": self.speaking.usage()}
+    def _usage(self, delta: ChoiceDelta) -> dict[str, Any]:
+        """The usage field of the delta's chunk, if it has one."""
+        usage = self.completion.call.output.usage
+        is_last = delta.finished is not None and self.completion.finished
+        if usage is UsageChunks.EVERY or (usage is UsageChunks.FINISH and is_last):
+            return {"usage": self.completion.usage()}
         return {}
 
     def _event(self, value: Mapping[str, Any]) -> bytes:
-        whole = {**self.heading.value("text_completion"), **value}
-        return f"data: {json.dumps(whole, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+        chunk = {**self.header.value("text_completion"), **value}
+        return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
     def _choice(
         self,
@@ -198,24 +202,24 @@ class _Texts:
         finished: bool,
         ids: Sequence[int] | None = None,
     ) -> dict[str, Any]:
-        choice, shown = self.speaking.choices[index], self.speaking.asked.shown
+        choice, output = self.completion.choices[index], self.completion.call.output
         value: dict[str, Any] = {"index": index, "text": text}
-        value["logprobs"] = _logprobs(logprobs) if shown.logprobs else None
+        value["logprobs"] = _logprobs(logprobs) if output.logprobs else None
         value["finish_reason"], value["stop_reason"] = choice_ending(choice) if finished else (None, None)
-        if shown.token_ids:
-            value["token_ids"] = [step.token_id for step in choice.utterance.steps] if ids is None else list(ids)
+        if output.token_ids:
+            value["token_ids"] = [step.token_id for step in choice.reply_stream.steps] if ids is None else list(ids)
             if finished and ids is None:
-                value["prompt_token_ids"] = list(choice.utterance.prompt.context_ids)
+                value["prompt_token_ids"] = list(choice.reply_stream.prompt.context_ids)
         return value
 
 
-def _text(told: ChoiceDelta) -> str:
-    return "".join(event.text for event in told.events if isinstance(event, AnswerDelta))
+def _text(delta: ChoiceDelta) -> str:
+    return "".join(event.text for event in delta.events if isinstance(event, AnswerDelta))
 
 
 def _logprobs(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     tokens = [entry["token"] for entry in entries]
-    places = [sum(map(len, tokens[:place])) for place in range(len(tokens))]
-    likeliest = [{one["token"]: one["logprob"] for one in entry["top_logprobs"]} for entry in entries]
+    offsets = [sum(map(len, tokens[:index])) for index in range(len(tokens))]
+    top = [{one["token"]: one["logprob"] for one in entry["top_logprobs"]} for entry in entries]
     values = [entry["logprob"] for entry in entries]
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": likeliest, "text_offset": places}
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}

@@ -1,54 +1,86 @@
-"""Clients without a conversation send text back, not tokens: the ids that a reply was made of are found again by what
-was said before it and by its words, so that what was computed for it is reused."""
+"""Indexes of earlier replies, for clients that send a conversation back without its ids.
+
+`ReplyIndex` finds the token ids of a reply by its text and the messages before it, so that the prefix cache hits.
+`TranscriptIndex` finds the text of a spoken reply by the id of its recording."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
+from palaver.errors import BadParameter
 from palaver.messages import Message, Role, Text, Thinking, ToolCall
+from palaver.server.openai.schemas import ChatMessage
 
 MAX_TOKENS = 4_000_000
-"""Of all remembered replies together; the one that was not asked for longest is forgotten first."""
+"""Of all replies in the index together. The least recently used is evicted first."""
+MAX_TRANSCRIPTS = 1000
 
 
 class ReplyIndex:
-    """Replies by what led to them. Only where the template writes the very same bytes are their ids used."""
+    """Token ids of replies by owner, earlier messages and text. The caller uses them only if the template renders the
+    same bytes."""
 
-    def __init__(self, most: int = MAX_TOKENS) -> None:
-        self._most = most
+    def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
+        self._max_tokens = max_tokens
         self._tokens = 0
         self._replies: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
 
-    def keep(self, owner: str, before: Sequence[Message], reply: Message, ids: tuple[int, ...]) -> None:
+    def add(self, owner: str, before: Sequence[Message], reply: Message, ids: tuple[int, ...]) -> None:
         *_, key = message_digests(owner, (*before, reply))
         self._tokens += len(ids) - len(self._replies.pop(key, ()))
         self._replies[key] = ids
-        while self._tokens > self._most:
+        while self._tokens > self._max_tokens:
             self._tokens -= len(self._replies.popitem(last=False)[1])
 
-    def past(
+    def lookup(
         self, owner: str, messages: Sequence[Message], sent: Sequence[tuple[int, ...] | None]
     ) -> tuple[tuple[int, ...] | None, ...]:
-        """The ids of the replies among the messages: as they were sent, or as they are remembered."""
+        """The ids of the replies among the messages: those that were sent, else those of the index."""
         keys = [
             key
-            for key, one in zip(message_digests(owner, messages), messages, strict=True)
-            if one.role is Role.ASSISTANT
+            for key, message in zip(message_digests(owner, messages), messages, strict=True)
+            if message.role is Role.ASSISTANT
         ]
-        return tuple(ids or self._found(key) for ids, key in zip(sent, keys, strict=True))
+        return tuple(ids or self._get(key) for ids, key in zip(sent, keys, strict=True))
 
-    def _found(self, key: bytes) -> tuple[int, ...] | None:
+    def _get(self, key: bytes) -> tuple[int, ...] | None:
         if key not in self._replies:
             return None
         self._replies.move_to_end(key)
         return self._replies[key]
 
 
+class TranscriptIndex:
+    """Transcripts of recordings by owner and recording id."""
+
+    def __init__(self) -> None:
+        self._transcripts: OrderedDict[tuple[str, str], tuple[int, str]] = OrderedDict()
+
+    def add(self, owner: str, recording_id: str, expires_at: int, transcript: str) -> None:
+        self._transcripts[owner, recording_id] = (expires_at, transcript)
+        while len(self._transcripts) > MAX_TRANSCRIPTS:
+            self._transcripts.popitem(last=False)
+
+    def resolve(self, owner: str, messages: Sequence[ChatMessage]) -> None:
+        """Replaces the recordings in the messages by their transcripts."""
+        for index, message in enumerate(messages):
+            if message.audio is None:
+                continue
+            expires_at, transcript = self._transcripts.get((owner, message.audio.id), (0, ""))
+            if expires_at < time.time():
+                name = f"messages[{index}].audio.id"
+                raise BadParameter(name, message.audio.id, "there is no such recording, or it has expired")
+            if not message.content:
+                message.content = transcript
+            message.audio = None
+
+
 def canonical_arguments(arguments: str) -> str:
-    """A call's arguments in one spelling: some clients send them back as values instead of the text they were."""
+    """The arguments of a call in one spelling: some clients send them back reformatted."""
     try:
         return json.dumps(json.loads(arguments or "{}"), sort_keys=True)
     except (ValueError, RecursionError):
@@ -56,18 +88,18 @@ def canonical_arguments(arguments: str) -> str:
 
 
 def message_digests(owner: str, messages: Sequence[Message]) -> Iterator[bytes]:
-    """For each message, what it and all before it come to. Thinking is left out, because clients do."""
-    whole = hashlib.sha256(owner.encode())
+    """A digest for each message and all before it. Thinking does not count, because clients leave it out."""
+    digest = hashlib.sha256(owner.encode())
     for message in messages:
-        whole.update(f"\0{message.role}".encode())
+        digest.update(f"\0{message.role}".encode())
         for part in message.parts:
             match part:
                 case Thinking():
                     pass
                 case Text(text):
-                    whole.update(text.encode("utf-8", "surrogatepass"))
+                    digest.update(text.encode("utf-8", "surrogatepass"))
                 case ToolCall(_, name, arguments):
-                    whole.update(f"\1{name}\2{canonical_arguments(arguments)}".encode("utf-8", "surrogatepass"))
+                    digest.update(f"\1{name}\2{canonical_arguments(arguments)}".encode("utf-8", "surrogatepass"))
                 case _:
-                    whole.update(repr(part).encode("utf-8", "surrogatepass"))
-        yield whole.digest()
+                    digest.update(repr(part).encode("utf-8", "surrogatepass"))
+        yield digest.digest()

@@ -1,9 +1,11 @@
-"""From a chat request to what is asked of the model."""
+"""From the body of a chat completion request to a `ChatCall`: its checks, its output options and its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum, auto
 from typing import Any
@@ -17,95 +19,133 @@ from palaver.generation import Prompt
 from palaver.messages import Message, Tool
 from palaver.phases import Phase
 from palaver.server.errors import OtherModel
-from palaver.server.openai.audio import AudioRecording, audio_recording
 from palaver.server.openai.messages import ChatHistory, continues, parse_history, parse_tools
 from palaver.server.openai.reply_index import ReplyIndex
-from palaver.server.openai.sampling_params import chat_parameters, check_nested_fields, ignored_fields, ignores_effort
-from palaver.server.openai.schemas import AllowedToolsChoice, ChatRequest, FunctionName, NamedToolChoice, StreamOptions
+from palaver.server.openai.sampling_params import AUDIO, chat_parameters, ignores_effort, is_spoken
+from palaver.server.openai.schemas import (
+    AllowedToolsChoice,
+    ChatRequest,
+    FunctionName,
+    NamedToolChoice,
+    RequestFields,
+    StreamOptions,
+    VoiceReference,
+)
 from palaver.server.settings import ServerSettings
+from palaver.store.records import new_id
+from palaver.voice.audio_format import AudioFormat, audio_format
+from palaver.voice.base import VoiceSettings
+
+CONVERSATION_HEADER = "x-conversation"
+"""The request header that names a conversation, and the response header that says which one was used."""
+IGNORED_HEADER = "x-palaver-ignored"
+"""The response header that names the fields without effect."""
+RECORDING_SECONDS = 3600
+"""How long a later request may refer to the audio of a reply by its id."""
+STREAMED_FORMAT = "pcm16"
+_MODALITIES = ({"text"}, {"text", AUDIO}, {AUDIO})
+_NOT_WITH_AUDIO = ("response_format", "json_schema", "regex", "grammar", "logprobs")
 
 
-class Usage(Enum):
-    """Where a stream's usage goes."""
+@dataclass(frozen=True, slots=True)
+class AudioRecording:
+    """The audio of one reply, and the id by which a later request may refer to it."""
+
+    format: AudioFormat
+    voice: VoiceSettings
+    id: str = field(default_factory=lambda: f"audio_{new_id()}")
+    expires_at: int = field(default_factory=lambda: int(time.time()) + RECORDING_SECONDS)
+
+    def value(self, data: str, transcript: str) -> dict[str, Any]:
+        return {"id": self.id, "data": data, "expires_at": self.expires_at, "transcript": transcript}
+
+
+class UsageChunks(Enum):
+    """Which chunks of a stream have the usage."""
 
     FINISH = auto()
-    """Into the chunk with the last finish reason: clients that did not ask for it may still count by it."""
+    """The chunk with the last finish reason, for clients that did not ask for usage."""
     LAST = auto()
-    """Into a chunk of its own at the end, without choices."""
+    """A chunk of its own at the end, without choices."""
     EVERY = auto()
-    """Into every chunk, and the last one."""
+    """Every chunk, and one of its own at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """How the reply is to be told."""
+    """What the response contains beside the answer."""
 
     thinking: bool = True
-    """Whether what was thought is told at all."""
+    """Whether thinking is part of the response."""
     legacy: bool = False
-    """Calls as `function_call`."""
+    """Whether tool calls are sent as `function_call`."""
     logprobs: bool = False
     token_ids: bool = False
     stream: bool = False
-    usage: Usage = Usage.LAST
+    usage: UsageChunks = UsageChunks.LAST
     audio: AudioRecording | None = None
-    """Where it is spoken: then its text is the transcript."""
+    """Set for a spoken reply, whose text is the transcript."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
+    """A parsed request."""
+
     model: Model
     request: ReplyRequest
     choices: int
-    shown: OutputOptions
-    begun: Message | None = None
-    said: tuple[int, ...] = ()
+    output: OutputOptions
+    partial: Message | None = None
+    """The reply to continue, as the client sent it."""
+    partial_ids: tuple[int, ...] = ()
+    """Its token ids, if the client sent them or they are known."""
 
-    def utterances(self) -> list[ReplyStream]:
-        """One for each choice. May take a while: not for the event loop."""
+    def reply_streams(self) -> list[ReplyStream]:
+        """One for each choice. Renders the prompts, so call it in a thread."""
         requests = [replace(self.request, choice=choice) for choice in range(self.choices)]
-        return [self.model.utterance(request, self.said, self.begun, limit_added=True) for request in requests]
+        ids, partial = self.partial_ids, self.partial
+        return [self.model.stream_reply(request, ids, partial, limit_added=True) for request in requests]
 
 
 def check_model(name: str | None, model: Model, settings: ServerSettings) -> None:
-    """The one in use by its name, or whatever it is by none."""
+    """Raises OtherModel unless the name is empty or that of the loaded model."""
     known = (model.name, *settings.aliases)
     if name and name not in known:
         raise OtherModel(f"The model {name[:200]!r} is not the one in use, which is {model.name!r}.")
 
 
 def parse_request(
-    request: ChatRequest, model: Model, settings: ServerSettings, owner: str, remembered: ReplyIndex
+    request: ChatRequest, model: Model, settings: ServerSettings, owner: str, reply_index: ReplyIndex
 ) -> ChatCall:
-    """May take a while: not for the event loop. Raises whatever makes the reply impossible."""
+    """Call it in a thread: long prompts take time. Raises every error that makes the reply impossible."""
     check_nested_fields(request)
     check_model(request.model, model, settings)
-    given = parse_history(request, settings.limits.messages)
-    past = remembered.past(owner, given.messages, given.past)
-    return build_call(request, replace(given, past=past), model, settings, owner)
+    history = parse_history(request, settings.limits.messages)
+    past = reply_index.lookup(owner, history.messages, history.past)
+    return build_call(request, replace(history, past=past), model, settings, owner)
 
 
 def build_call(
-    request: ChatRequest, given: ChatHistory, model: Model, settings: ServerSettings, owner: str
+    request: ChatRequest, history: ChatHistory, model: Model, settings: ServerSettings, owner: str
 ) -> ChatCall:
-    """The same where the conversation is known already, however it was sent."""
-    parameters = whole_parameters(request, settings, model.format)
-    decided = resolve_parameters(model.engine.info.defaults, parameters, draw_seed(), datetime.now())
-    options = replace(decided.options, unsplit=request.reasoning_format == "none")
-    whole = ReplyRequest(given.messages, decided.sampling, decided.tools, options, 0, owner, given.past)
-    said = () if given.said is None else check_token_ids(given.said, model, whole)
-    return ChatCall(model, whole, choice_count(request.n, settings), output_options(request), given.begun, said)
+    """Builds the call from a history that was parsed already, whichever API it came by."""
+    parameters = request_parameters(request, settings, model.format)
+    resolved = resolve_parameters(model.engine.info.defaults, parameters, draw_seed(), datetime.now())
+    options = replace(resolved.options, unsplit=request.reasoning_format == "none")
+    reply = ReplyRequest(history.messages, resolved.sampling, resolved.tools, options, 0, owner, history.past)
+    ids = () if history.partial_ids is None else check_token_ids(history.partial_ids, model, reply)
+    return ChatCall(model, reply, choice_count(request.n, settings), output_options(request), history.partial, ids)
 
 
-def whole_parameters(request: ChatRequest, settings: ServerSettings, format: Format) -> dict[str, Any]:
-    """All that a chat request decides but its messages."""
+def request_parameters(request: ChatRequest, settings: ServerSettings, format: Format) -> dict[str, Any]:
+    """All parameters of a chat request except its messages."""
     parameters = chat_parameters(request, settings, format)
     tools = parse_tools(request.tools, request.functions, settings.limits.tools)
     return {**parameters, **_tool_parameters(request, tools, parameters, format)}
 
 
-def ignored_of(request: ChatRequest, settings: ServerSettings, format: Format) -> list[str]:
-    """The fields without effect."""
+def ignored_request_fields(request: ChatRequest, settings: ServerSettings, format: Format) -> list[str]:
+    """The fields that were sent and have no effect."""
     ignored = ignored_fields(request)
     if ignores_effort(request, settings, format):
         ignored.append("reasoning_effort")
@@ -126,23 +166,23 @@ def _tool_parameters(
         case "none":
             return {"tools": tools, "calls": False, **_ban_calls(given, format)} if tools else {}
         case "required":
-            wanted = names
+            chosen = names
         case NamedToolChoice(function=FunctionName(name=name)) | FunctionName(name=name):
-            wanted = (name,)
+            chosen = (name,)
         case AllowedToolsChoice(allowed_tools=allowed):
-            wanted = tuple(tool.function.name for tool in allowed.tools)
+            chosen = tuple(tool.function.name for tool in allowed.tools)
             if allowed.mode == "auto":
-                _check_names(wanted, names)
-                return {"tools": tuple(tool for tool in tools if tool.name in wanted)}
+                _check_names(chosen, names)
+                return {"tools": tuple(tool for tool in tools if tool.name in chosen)}
         case _:
             return {"tools": tools} if tools else {}
-    _check_names(wanted, names)
-    return {"tools": tools, "must_call": wanted}
+    _check_names(chosen, names)
+    return {"tools": tools, "must_call": chosen}
 
 
-def _check_names(wanted: Sequence[str], names: Sequence[str]) -> None:
-    if not wanted or not set(wanted) <= set(names):
-        raise BadParameter("tool_choice", ", ".join(wanted) or "required", "there is no such tool among the tools")
+def _check_names(chosen: Sequence[str], names: Sequence[str]) -> None:
+    if not chosen or not set(chosen) <= set(names):
+        raise BadParameter("tool_choice", ", ".join(chosen) or "required", "there is no such tool among the tools")
 
 
 def _ban_calls(given: Mapping[str, Any], format: Format) -> dict[str, Any]:
@@ -156,9 +196,9 @@ def _ban_calls(given: Mapping[str, Any], format: Format) -> dict[str, Any]:
 
 
 def choice_count(n: int | None, settings: ServerSettings) -> int:
-    most = settings.limits.choices
-    if n is not None and not 1 <= n <= most:
-        raise BadParameter("n", n, f"must be from 1 to {most}")
+    limit = settings.limits.choices
+    if n is not None and not 1 <= n <= limit:
+        raise BadParameter("n", n, f"must be from 1 to {limit}")
     return n or 1
 
 
@@ -169,19 +209,19 @@ def output_options(request: ChatRequest) -> OutputOptions:
         logprobs=bool(request.logprobs),
         token_ids=bool(request.return_token_ids),
         stream=bool(request.stream),
-        usage=usage_of(request.stream_options),
+        usage=usage_chunks(request.stream_options),
         audio=audio_recording(request),
     )
 
 
-def usage_of(options: StreamOptions | None) -> Usage:
+def usage_chunks(options: StreamOptions | None) -> UsageChunks:
     if options is None or not options.include_usage:
-        return Usage.FINISH
-    return Usage.EVERY if options.continuous_usage_stats else Usage.LAST
+        return UsageChunks.FINISH
+    return UsageChunks.EVERY if options.continuous_usage_stats else UsageChunks.LAST
 
 
 def check_token_ids(ids: tuple[int, ...], model: Model, request: ReplyRequest) -> tuple[int, ...]:
-    """Ids that a client says a reply was made of: of control tokens only those that a reply may hold."""
+    """Checks the token ids that a client sent for a reply. Of control tokens only those of a reply are allowed."""
     prompt = model.prompt(request)
     allowed = reply_control_ids(prompt)
     size = len(model.vocabulary) or model.engine.info.vocabulary_size
@@ -202,7 +242,7 @@ def reply_control_ids(prompt: Prompt) -> frozenset[int]:
 
 
 def _markers(prompt: Prompt) -> frozenset[int]:
-    """What leads from phase to phase. What merely strays into an answer, and is not said there, is none of it."""
+    """Control tokens that change the phase, without those that are merely skipped in an answer."""
     states = prompt.phases.states
     found = {t.marker for state in states for t in state.triggers if isinstance(t.marker, int)}
     strays = {
@@ -212,3 +252,156 @@ def _markers(prompt: Prompt) -> frozenset[int]:
         if state.phase is Phase.ANSWER and state.other is None and t.to == place
     }
     return frozenset(marker for marker in found if marker not in strays)
+
+
+def audio_recording(request: ChatRequest) -> AudioRecording | None:
+    """The recording that the request asks for, or None for a reply in text alone."""
+    modalities = request.modalities or ["text"]
+    if set(modalities) not in _MODALITIES:
+        raise BadParameter("modalities", modalities, 'must be ["text"] or ["text", "audio"]')
+    if not is_spoken(request):
+        if request.audio is not None:
+            raise BadParameter("audio", "...", 'needs modalities to be ["text", "audio"]')
+        return None
+    for name in _NOT_WITH_AUDIO:
+        if getattr(request, name):
+            raise BadParameter(name, "...", "does not go with a reply that is spoken")
+    if request.n not in (None, 1):
+        raise BadParameter("n", request.n, "one reply at a time can be spoken")
+    options = request.audio
+    format = options.format if options is not None else None
+    if request.stream and format not in (None, STREAMED_FORMAT):
+        raise BadParameter("audio.format", format, f"must be {STREAMED_FORMAT} where the reply is streamed")
+    format = format or (STREAMED_FORMAT if request.stream else "wav")
+    voice = voice_name(options.voice if options is not None else None)
+    return AudioRecording(audio_format(format, "audio.format"), VoiceSettings(voice))
+
+
+def voice_name(voice: str | VoiceReference | None) -> str:
+    return voice.id if isinstance(voice, VoiceReference) else voice or ""
+
+
+def conversation_name(metadata: Mapping[str, Any] | None, headers: Mapping[str, str]) -> str | None:
+    """The conversation that a request names: the id, `new`, or None."""
+    inside = (metadata or {}).get("conversation")
+    if inside is not None and not isinstance(inside, str):
+        raise BadParameter("metadata.conversation", inside, "must be the id of a conversation, or new")
+    return inside or headers.get(CONVERSATION_HEADER) or None
+
+
+_FIELD_NAMES = {
+    "think": "enable_thinking",
+    "effort": "reasoning_effort",
+    "budget": "thinking_budget",
+    "stop_ids": "stop_token_ids",
+    "banned_ids": "banned_token_ids",
+    "constraint (json_schema)": "response_format",
+    "constraint (regex)": "response_format.regex",
+    "constraint (lark)": "response_format.grammar",
+    "constraint": "response_format",
+}
+
+
+@contextmanager
+def api_field_names(names: Mapping[str, str] = _FIELD_NAMES) -> Iterator[None]:
+    """Inside, a BadParameter is raised under the name of the request's field instead of the parameter's."""
+    try:
+        yield
+    except BadParameter as error:
+        if error.name not in names:
+            raise
+        raise BadParameter(names[error.name], error.value, error.why) from error
+
+
+IGNORED = frozenset(
+    (
+        "cache_prompt",
+        "guided_decoding_backend",
+        "id_slot",
+        "litellm_call_id",
+        "max_tool_calls",
+        "moderation",
+        "prediction",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "timeout",
+        "user",
+        "verbosity",
+        "web_search_options",
+    )
+)
+"""Hints for speed, style or accounting that clients send by default. They change no reply."""
+
+_HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "length_penalty": (1, 1.0),
+    "detokenize": (True,),
+    "strict": (None,),
+    "add_special_tokens": (False,),
+    "dry_multiplier": (0, 0.0),
+    "dynatemp_range": (0, 0.0),
+    "mirostat": (0,),
+    "tfs_z": (1, 1.0),
+    "typical_p": (1, 1.0),
+    "xtc_probability": (0, 0.0),
+}
+"""Unsupported fields, and the values of them that ask for the default behaviour."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToleratedFields:
+    """The unsupported fields that one API accepts."""
+
+    ignored: Collection[str] = IGNORED
+    harmless: Mapping[str, Sequence[Any]] = field(default_factory=lambda: _HARMLESS)
+
+
+OPENAI = ToleratedFields()
+
+
+def check_unknown_fields(fields: RequestFields, path: str = "", tolerated: ToleratedFields = OPENAI) -> None:
+    """Raises BadParameter for the first field that is unknown or unsupported."""
+    for name, value in (fields.model_extra or {}).items():
+        if value is None or name in tolerated.ignored or value in tolerated.harmless.get(name, ()):
+            continue
+        raise BadParameter(path + name, _shortened(value), "this field is not supported")
+
+
+def ignored_fields(fields: RequestFields, tolerated: ToleratedFields = OPENAI) -> list[str]:
+    """The fields of a request that were sent and have no effect."""
+    sent = {**{name: getattr(fields, name) for name in type(fields).model_fields}, **(fields.model_extra or {})}
+    return [name for name, value in sent.items() if value is not None and name in tolerated.ignored]
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    return {IGNORED_HEADER: ", ".join(names)} if names else {}
+
+
+def check_nested_fields(fields: RequestFields, path: str = "", tolerated: ToleratedFields = OPENAI) -> None:
+    """Checks the fields of the request and of all objects inside."""
+    check_unknown_fields(fields, path, tolerated)
+    for name in type(fields).model_fields:
+        value = getattr(fields, name)
+        if isinstance(value, RequestFields):
+            check_nested_fields(value, f"{path}{name}.", tolerated)
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, RequestFields):
+                    check_nested_fields(item, f"{path}{name}[{index}].", tolerated)
+
+
+def _shortened(value: Any) -> Any:
+    text = repr(value)
+    return value if len(text) <= 80 else text[:77] + "..."

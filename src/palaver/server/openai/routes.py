@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: streaming and not is one path; not streaming is folding."""
+"""`/v1/chat/completions`, and `/v1/tokenize`, `/v1/detokenize` and `/v1/apply-template`."""
 
 from __future__ import annotations
 
@@ -14,31 +14,38 @@ from palaver.chat.model import Model, text_size
 from palaver.errors import BadParameter
 from palaver.formats.base import RenderOptions
 from palaver.generation import Prompt
-from palaver.server.auth import Whoever
-from palaver.server.openai.audio_stream import spoken_choice
+from palaver.server.auth import CallerDep
+from palaver.server.openai.audio import spoken_choice
 from palaver.server.openai.choices import CompletionStream
-from palaver.server.openai.disconnect import indexed_stream, limited_stream, run_while_connected
 from palaver.server.openai.messages import parse_messages, parse_tools
-from palaver.server.openai.request import check_model, ignored_of, parse_request
-from palaver.server.openai.sampling_params import api_field_names, check_nested_fields, ignored_header
+from palaver.server.openai.request import (
+    api_field_names,
+    check_model,
+    check_nested_fields,
+    conversation_name,
+    ignored_header,
+    ignored_request_fields,
+    parse_request,
+)
 from palaver.server.openai.schemas import ChatRequest, DetokenizeRequest, RenderRequest, TokenizeRequest
-from palaver.server.openai.stored import answer_in_conversation, conversation_name
+from palaver.server.openai.stored import answer_in_conversation
 from palaver.server.openai.streaming import respond
 from palaver.server.settings import ServerSettings
-from palaver.server.state import ServerState, StateOf
+from palaver.server.sse import run_while_connected
+from palaver.server.state import ServerState, StateDep
 
 
 def chat_router() -> APIRouter:
     routes = APIRouter(tags=["OpenAI"])
 
     @routes.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(request: Request, body: ChatRequest, caller: Whoever, state: StateOf) -> Response:
+    async def chat_completions(request: Request, body: ChatRequest, caller: CallerDep, state: StateDep) -> Response:
         """A reply to a conversation, whole or as a stream of server-sent events. One that is named by
         `metadata.conversation` (or the header `x-conversation`; `new` makes one) keeps what is said."""
-        state.transcripts.fill_in(caller.owner_id, body.messages)
-        named = conversation_name(body.metadata, request.headers)
-        if named is not None:
-            return await answer_in_conversation(request, body, named, caller.owner_id, state)
+        state.transcripts.resolve(caller.owner_id, body.messages)
+        name = conversation_name(body.metadata, request.headers)
+        if name is not None:
+            return await answer_in_conversation(request, body, name, caller.owner_id, state)
         return await answer_chat(request, body, caller.owner_id, state)
 
     return routes
@@ -47,32 +54,34 @@ def chat_router() -> APIRouter:
 async def answer_chat(request: Request, body: ChatRequest, owner: str, state: ServerState) -> Response:
     model = state.service.models.current()
     with api_field_names():
-        what = await asyncio.to_thread(parse_request, body, model, state.settings, owner, state.remembered)
-        speaking = CompletionStream(what, await asyncio.to_thread(what.utterances), state.metrics)
-        sounding = await spoken_choice(what.shown, owner, state)
-    stream = indexed_stream(state, speaking, limited_stream(state, speaking))
-    stream = stream if sounding is None else sounding.of(stream)
-    ignored = ignored_header(ignored_of(body, state.settings, model.format))
-    return await respond(request, speaking, stream, headers=ignored)
+        call = await asyncio.to_thread(parse_request, body, model, state.settings, owner, state.reply_index)
+        reply_streams = await asyncio.to_thread(call.reply_streams)
+        completion = CompletionStream(call, reply_streams, state.metrics, state.limiter, state.reply_index)
+        deltas = completion.deltas()
+        if call.output.audio is not None:
+            spoken = await spoken_choice(call.output.audio, call.output.stream, owner, state)
+            deltas = spoken.with_audio(deltas)
+    ignored = ignored_header(ignored_request_fields(body, state.settings, model.format))
+    return await respond(request, completion, deltas, headers=ignored)
 
 
 def tokens_router() -> APIRouter:
     routes = APIRouter(tags=["Tokens"])
 
     @routes.post("/v1/tokenize")
-    async def tokenize(body: TokenizeRequest, request: Request, state: StateOf) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request, state: StateDep) -> Response:
         """The token ids of a text, or of a conversation as the model reads it."""
-        return await _answer(_tokenized, body, request, state)
+        return await _answer(_tokenize, body, request, state)
 
     @routes.post("/v1/detokenize")
-    async def detokenize(body: DetokenizeRequest, request: Request, state: StateOf) -> Response:
+    async def detokenize(body: DetokenizeRequest, request: Request, state: StateDep) -> Response:
         """The text of token ids, control tokens and all."""
-        return await _answer(_detokenized, body, request, state)
+        return await _answer(_detokenize, body, request, state)
 
     @routes.post("/v1/apply-template")
-    async def apply_template(body: RenderRequest, request: Request, state: StateOf) -> Response:
+    async def apply_template(body: RenderRequest, request: Request, state: StateDep) -> Response:
         """The text that the model reads for a conversation, up to where its reply begins."""
-        return await _answer(_rendered, body, request, state)
+        return await _answer(_apply_template, body, request, state)
 
     return routes
 
@@ -80,7 +89,7 @@ def tokens_router() -> APIRouter:
 async def _answer(
     work: Callable[[Any, Model, ServerSettings], dict[str, Any]], body: Any, request: Request, state: ServerState
 ) -> Response:
-    """In a thread for long work, written as JSON there too; not begun for a client that has left."""
+    """Runs the work and encodes its result as JSON in a thread, unless the client disconnects before."""
     model = state.service.models.current()
 
     def answer() -> bytes:
@@ -90,31 +99,31 @@ async def _answer(
     return Response(content, media_type="application/json")
 
 
-def _tokenized(body: TokenizeRequest, model: Model, settings: ServerSettings) -> dict[str, Any]:
+def _tokenize(body: TokenizeRequest, model: Model, settings: ServerSettings) -> dict[str, Any]:
     check_nested_fields(body)
     check_model(body.model, model, settings)
     if (body.prompt is None) == (body.messages is None):
         raise BadParameter("prompt", body.prompt, "either a prompt or messages must be given")
     tokenizer = model.format.tokenizer
     if body.prompt is not None:
-        most = settings.limits.tokenize_chars
-        if len(body.prompt) > most:
-            shown = f"{len(body.prompt)} characters"
-            raise BadParameter("prompt", shown, f"at most {most} characters are tokenized at once")
+        limit = settings.limits.tokenize_chars
+        if len(body.prompt) > limit:
+            size = f"{len(body.prompt)} characters"
+            raise BadParameter("prompt", size, f"at most {limit} characters are tokenized at once")
         ids = [*(tokenizer.prefix if body.add_special_tokens else ()), *tokenizer.encode([body.prompt])]
     else:
         ids = list(_prompt(body, model, settings).context_ids)
-    told = {"tokens": ids, "count": len(ids), "max_model_len": model.engine.info.context_length}
-    return {**told, "token_strs": [decode_text(model, [one]) for one in ids]} if body.return_token_strs else told
+    value = {"tokens": ids, "count": len(ids), "max_model_len": model.engine.info.context_length}
+    return {**value, "token_strs": [decode_text(model, [one]) for one in ids]} if body.return_token_strs else value
 
 
-def _detokenized(body: DetokenizeRequest, model: Model, settings: ServerSettings) -> dict[str, Any]:
+def _detokenize(body: DetokenizeRequest, model: Model, settings: ServerSettings) -> dict[str, Any]:
     check_nested_fields(body)
     check_model(body.model, model, settings)
     return {"prompt": decode_text(model, body.tokens)}
 
 
-def _rendered(body: RenderRequest, model: Model, settings: ServerSettings) -> dict[str, Any]:
+def _apply_template(body: RenderRequest, model: Model, settings: ServerSettings) -> dict[str, Any]:
     check_nested_fields(body)
     check_model(body.model, model, settings)
     ids = _prompt(body, model, settings).context_ids

@@ -1,23 +1,34 @@
-"""A request's fields as the parameters of a reply: the same names that conversations keep theirs under."""
+"""The fields of a request as the parameters of a reply, under the names that conversations store them by.
+
+Three groups: sampling values, `response_format` and its short forms as a constraint, and thinking effort as the
+template's switches, between the operator's defaults and forced parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import json
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from palaver.chat.model import draw_seed
 from palaver.chat.parameters import merge_parameters
+from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar
 from palaver.errors import BadParameter
 from palaver.formats.base import Format
-from palaver.server.openai.audio import is_spoken
-from palaver.server.openai.response_format import parse_response_format
-from palaver.server.openai.schemas import ChatRequest, CompletionRequest, RequestFields, SamplingFields
-from palaver.server.openai.thinking import follow_effort, operator_parameters
+from palaver.formats.switches import Switch, SwitchKind, effort_rank, is_effort_off, match_effort, switch_of_kind
+from palaver.server.openai.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    ResponseFormat,
+    SamplingFields,
+    StructuredOutputs,
+)
 from palaver.server.settings import ServerSettings
 
-_SAME = (
+AUDIO = "audio"
+_THINKING_PARAMETERS = ("thinking", "effort", "budget")
+_SAMPLING_FIELDS = (
     "temperature",
     "top_p",
     "min_p",
@@ -28,35 +39,35 @@ _SAME = (
     "top_k",
     "min_tokens",
 )
-_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
-_BUDGETS = (
+_MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens", "n_predict")
+_BUDGET_FIELDS = (
     "thinking_budget",
     "thinking_budget_tokens",
     "thinking_token_budget",
     "reasoning_budget",
     "max_thinking_tokens",
 )
-_OF_CHATS = ("thinking", "effort", "budget", "variables", "thinking_budget")
-MAX_LISTED = 1024
+_CHAT_PARAMETERS = ("thinking", "effort", "budget", "variables", "thinking_budget")
+MAX_TOKEN_IDS = 1024
 
 
 def sampling_parameters(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
-    """What both kinds of request share."""
-    given: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
+    """The parameters that chat requests and text completions share."""
+    given: dict[str, Any] = {name: getattr(request, name) for name in _SAMPLING_FIELDS}
     given["repetition_penalty"] = _repetition_penalty(request)
     strings, ids = _stops(request)
     given["stop"] = strings or None
     given["stop_ids"] = ids or None
     given["banned_strings"] = request.banned_strings or None
-    given["banned_ids"] = _listed("banned_token_ids", request.banned_token_ids) or None
+    given["banned_ids"] = _check_count("banned_token_ids", request.banned_token_ids) or None
     given["logit_bias"] = _biases(request.logit_bias)
-    given["max_tokens"] = _agreed(request, _LIMITS)
+    given["max_tokens"] = _agreed(request, _MAX_TOKENS_FIELDS)
     given["constraint"] = parse_response_format(request)
     return without_sentinels(given)
 
 
 def without_sentinels(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that other servers take for "off", "random" or "no limit", as what they mean."""
+    """Replaces the values that mean "off", "random" or "no limit" on other servers."""
     plain = dict(given)
     if plain.get("seed") == -1:
         plain["seed"] = draw_seed()
@@ -70,41 +81,41 @@ def without_sentinels(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chat_parameters(request: ChatRequest, settings: ServerSettings, format: Format) -> dict[str, Any]:
-    """All that a chat request decides, but for its tools and messages; the operator's word goes before and after."""
+    """All parameters of a chat request except tools and messages, merged with the operator's."""
     given = sampling_parameters(request)
     given |= _thinking_parameters(request, settings, format)
     given["response_prefix"] = request.response_prefix or None
     given["healing"] = request.token_healing or None
-    given["logprobs"] = _alternatives(request)
+    given["logprobs"] = _top_logprobs(request)
     given["one_call"] = _one_call(request) or None
     given["spoken"] = is_spoken(request) or None
-    return operator_parameters(settings.defaults, _set(given), settings.forced, format)
+    return operator_parameters(settings.defaults, _without_none(given), settings.forced, format)
 
 
 def completion_parameters(request: CompletionRequest, settings: ServerSettings) -> dict[str, Any]:
-    """The same for text that is completed: nothing is known of its thoughts."""
+    """The parameters of a text completion, which has no thinking parameters."""
     given = {**sampling_parameters(request), "logprobs": request.logprobs}
-    decided = merge_parameters(settings.defaults, _set(given), settings.forced)
-    return {name: value for name, value in decided.items() if name not in _OF_CHATS}
+    decided = merge_parameters(settings.defaults, _without_none(given), settings.forced)
+    return {name: value for name, value in decided.items() if name not in _CHAT_PARAMETERS}
 
 
 def ignores_effort(request: ChatRequest, settings: ServerSettings, format: Format) -> bool:
-    """Whether the request names an effort that the model can't follow."""
+    """Whether the request names an effort that the model has no switch for."""
     effort = _effort(request)
-    return effort is not None and not follow_effort(effort, _without_effort(request, settings, format), format)
+    return effort is not None and not effort_parameters(effort, _explicit_thinking(request, settings, format), format)
 
 
-def _set(given: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
 def _thinking_parameters(request: ChatRequest, settings: ServerSettings, format: Format) -> dict[str, Any]:
-    given, effort = _without_effort(request, settings, format), _effort(request)
-    followed = follow_effort(effort, given, format) if effort is not None else {}
-    return given | {name: value for name, value in followed.items() if given.get(name) is None}
+    given, effort = _explicit_thinking(request, settings, format), _effort(request)
+    from_effort = effort_parameters(effort, given, format) if effort is not None else {}
+    return given | {name: value for name, value in from_effort.items() if given.get(name) is None}
 
 
-def _without_effort(request: ChatRequest, settings: ServerSettings, format: Format) -> dict[str, Any]:
+def _explicit_thinking(request: ChatRequest, settings: ServerSettings, format: Format) -> dict[str, Any]:
     return {
         "thinking": _thinking(request),
         "thinking_budget": _budget(request),
@@ -120,12 +131,12 @@ def _repetition_penalty(request: SamplingFields) -> float | None:
 def _stops(request: SamplingFields) -> tuple[list[str], list[int]]:
     stop = request.stop if isinstance(request.stop, list) else [] if request.stop is None else [request.stop]
     ids = [*(one for one in stop if isinstance(one, int)), *(request.stop_token_ids or ())]
-    return [one for one in stop if isinstance(one, str)], _listed("stop_token_ids", ids) or []
+    return [one for one in stop if isinstance(one, str)], _check_count("stop_token_ids", ids) or []
 
 
-def _listed(name: str, ids: list[int] | None) -> list[int] | None:
-    if ids is not None and len(ids) > MAX_LISTED:
-        raise BadParameter(name, f"{len(ids)} ids", f"at most {MAX_LISTED} are taken")
+def _check_count(name: str, ids: list[int] | None) -> list[int] | None:
+    if ids is not None and len(ids) > MAX_TOKEN_IDS:
+        raise BadParameter(name, f"{len(ids)} ids", f"at most {MAX_TOKEN_IDS} are taken")
     return ids
 
 
@@ -141,15 +152,15 @@ def _biases(biases: Mapping[str, float] | None) -> dict[int, float] | None:
 
 
 def _agreed(request: SamplingFields, names: Collection[str]) -> Any:
-    """The value of whichever of these names is given; two that differ contradict each other."""
-    said = {name: value for name in names if (value := getattr(request, name, None)) is not None}
-    if len(set(said.values())) > 1:
-        raise BadParameter(list(said)[1], list(said.values())[1], f"contradicts {next(iter(said))}")
-    return next(iter(said.values()), None)
+    """The one value of several names for the same field. Raises BadParameter where they differ."""
+    given = {name: value for name in names if (value := getattr(request, name, None)) is not None}
+    if len(set(given.values())) > 1:
+        raise BadParameter(list(given)[1], list(given.values())[1], f"contradicts {next(iter(given))}")
+    return next(iter(given.values()), None)
 
 
 def _budget(request: ChatRequest) -> int | None:
-    budget: int | None = _agreed(request, _BUDGETS)
+    budget: int | None = _agreed(request, _BUDGET_FIELDS)
     if budget is None and request.thinking is not None:
         budget = request.thinking.budget_tokens
     if budget is None and request.reasoning is not None:
@@ -170,7 +181,7 @@ def _effort(request: ChatRequest) -> str | None:
 
 
 def _variables(request: ChatRequest, settings: ServerSettings, known: Collection[str]) -> dict[str, Any] | None:
-    """Only those that the format learned as switches, unless the operator allows others."""
+    """Template variables: only the switches of the format, unless the operator allows others."""
     given = {**(request.template_vars or {}), **(request.chat_template_kwargs or {})}
     for name, value in given.items():
         if name not in known and not settings.any_variables:
@@ -180,132 +191,195 @@ def _variables(request: ChatRequest, settings: ServerSettings, known: Collection
 
 
 def _one_call(request: ChatRequest) -> bool:
-    """The older form has room for one."""
+    """`functions`, the legacy form of tools, allows one call."""
     return request.parallel_tool_calls is False or (bool(request.functions) and not request.tools)
 
 
-def _alternatives(request: ChatRequest) -> int | None:
+def _top_logprobs(request: ChatRequest) -> int | None:
     if request.top_logprobs is not None and not request.logprobs:
         raise BadParameter("top_logprobs", request.top_logprobs, "needs logprobs to be true")
     return request.top_logprobs if request.logprobs else None
 
 
-_THEIRS = {
-    "think": "enable_thinking",
-    "effort": "reasoning_effort",
-    "budget": "thinking_budget",
-    "stop_ids": "stop_token_ids",
-    "banned_ids": "banned_token_ids",
-    "constraint (json_schema)": "response_format",
-    "constraint (regex)": "response_format.regex",
-    "constraint (lark)": "response_format.grammar",
-    "constraint": "response_format",
-}
+def is_spoken(request: ChatRequest) -> bool:
+    """Whether the reply is to be audio too."""
+    return AUDIO in (request.modalities or ())
 
 
-@contextmanager
-def api_field_names(theirs: Mapping[str, str] = _THEIRS) -> Iterator[None]:
-    """Inside, a BadParameter is raised under the name of the request's field."""
-    try:
-        yield
-    except BadParameter as error:
-        if error.name not in theirs:
-            raise
-        raise BadParameter(theirs[error.name], error.value, error.why) from error
+def parse_response_format(request: ChatRequest | CompletionRequest) -> Constraint | None:
+    """The constraint on the answer. At most one of the fields may be set."""
+    found = {
+        "response_format": _format_constraint(request.response_format),
+        "json_schema": _schema_constraint("json_schema", request.json_schema),
+        "regex": _regex("regex", request.regex),
+        "grammar": _grammar("grammar", request.grammar),
+        "guided_json": _schema_constraint("guided_json", request.guided_json),
+        "guided_regex": _regex("guided_regex", request.guided_regex),
+        "guided_choice": _choice_constraint("guided_choice", request.guided_choice),
+        "guided_grammar": _grammar("guided_grammar", request.guided_grammar),
+        **_structured_outputs(request.structured_outputs),
+    }
+    given = {name: constraint for name, constraint in found.items() if constraint is not None}
+    if len(given) > 1:
+        raise BadParameter(list(given)[1], "...", f"contradicts {next(iter(given))}: only one of them can hold")
+    return next(iter(given.values()), None)
 
 
-IGNORED = frozenset(
-    (
-        "cache_prompt",
-        "guided_decoding_backend",
-        "id_slot",
-        "litellm_call_id",
-        "max_tool_calls",
-        "moderation",
-        "prediction",
-        "priority",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "request_id",
-        "safety_identifier",
-        "service_tier",
-        "timeout",
-        "user",
-        "verbosity",
-        "web_search_options",
+def _format_constraint(format: ResponseFormat | None) -> Constraint | None:
+    match format:
+        case None | ResponseFormat(type="text"):
+            return None
+        case ResponseFormat(type="json_object"):
+            return _schema_constraint("response_format", {"type": "object"})
+        case ResponseFormat(type="json_schema", json_schema=inner):
+            if inner is None or inner.schema_ is None:
+                raise BadParameter("response_format.json_schema", None, "must hold a schema")
+            return _schema_constraint("response_format.json_schema", inner.schema_)
+        case ResponseFormat(type="regex", regex=text):
+            return _constraint("response_format.regex", Grammar.REGEX, text)
+        case ResponseFormat(grammar=text):
+            return _grammar("response_format.grammar", text or "")
+
+
+def _structured_outputs(outputs: StructuredOutputs | None) -> dict[str, Constraint | None]:
+    """The constraints in vLLM's `structured_outputs`."""
+    if outputs is None:
+        return {}
+    name = "structured_outputs"
+    return {
+        f"{name}.json": _schema_constraint(f"{name}.json", outputs.json_),
+        f"{name}.json_object": _schema_constraint(
+            f"{name}.json_object", {"type": "object"} if outputs.json_object else None
+        ),
+        f"{name}.regex": _regex(f"{name}.regex", outputs.regex),
+        f"{name}.choice": _choice_constraint(f"{name}.choice", outputs.choice),
+        f"{name}.grammar": _grammar(f"{name}.grammar", outputs.grammar),
+    }
+
+
+def _schema_constraint(name: str, schema: Any) -> Constraint | None:
+    """A JSON schema as an object, or as text."""
+    if schema is None:
+        return None
+    return _constraint(
+        name, Grammar.JSON_SCHEMA, schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     )
-)
-"""They change no reply: hints for speed, style or accounting, which clients send by themselves."""
-
-HEADER = "x-palaver-ignored"
-"""The response header that names the fields without effect."""
-
-_HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "ignore_eos": (False,),
-    "include_stop_str_in_output": (False,),
-    "echo": (False,),
-    "suffix": ("",),
-    "length_penalty": (1, 1.0),
-    "detokenize": (True,),
-    "strict": (None,),
-    "add_special_tokens": (False,),
-    "dry_multiplier": (0, 0.0),
-    "dynatemp_range": (0, 0.0),
-    "mirostat": (0,),
-    "tfs_z": (1, 1.0),
-    "typical_p": (1, 1.0),
-    "xtc_probability": (0, 0.0),
-}
-"""These mean nothing when they ask for what is done anyway."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToleratedFields:
-    """What one API's clients may send although it is not looked at."""
-
-    ignored: Collection[str] = IGNORED
-    harmless: Mapping[str, Sequence[Any]] = field(default_factory=lambda: _HARMLESS)
+def _regex(name: str, text: str | None) -> Constraint | None:
+    return None if text is None else _constraint(name, Grammar.REGEX, text)
 
 
-OPENAI = ToleratedFields()
+def _choice_constraint(name: str, texts: list[str] | None) -> Constraint | None:
+    """The answer is one of these texts."""
+    if texts is None:
+        return None
+    if not texts or not all(texts):
+        raise BadParameter(name, texts, "must be a list of texts, none of them empty")
+    return _constraint(
+        name, Grammar.LARK, "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    )
 
 
-def check_unknown_fields(fields: RequestFields, where: str = "", tolerated: ToleratedFields = OPENAI) -> None:
-    """Raises BadParameter for the first field that would change the reply, or that nobody knows."""
-    for name, value in (fields.model_extra or {}).items():
-        if value is None or name in tolerated.ignored or value in tolerated.harmless.get(name, ()):
-            continue
-        raise BadParameter(where + name, _short(value), "this field is not supported")
+def _grammar(name: str, text: str | None) -> Constraint | None:
+    """In Lark's notation, or in llama.cpp's GBNF, whose rules are written with `::=`."""
+    if text is None:
+        return None
+    if not is_lark_syntax(_constraint(name, Grammar.LARK, text).text):
+        try:
+            text = gbnf_to_lark(text)
+        except Exception as error:  # the converter raises plain ones
+            raise BadParameter(name, "...", f"can't be read as GBNF: {error}") from None
+    return _constraint(name, Grammar.LARK, text)
 
 
-def ignored_fields(fields: RequestFields, tolerated: ToleratedFields = OPENAI) -> list[str]:
-    """The fields of a request that were sent and have no effect."""
-    sent = {**{name: getattr(fields, name) for name in type(fields).model_fields}, **(fields.model_extra or {})}
-    return [name for name, value in sent.items() if value is not None and name in tolerated.ignored]
+def _constraint(name: str, grammar: Grammar, text: str | None) -> Constraint:
+    if not text:
+        raise BadParameter(name, text, "must not be empty")
+    if len(text) > MAX_CONSTRAINT:
+        raise BadParameter(name, f"{len(text)} characters", f"at most {MAX_CONSTRAINT} are taken")
+    return Constraint(grammar, text)
 
 
-def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    return {HEADER: ", ".join(names)} if names else {}
+def effort_parameters(level: str, given: Mapping[str, Any], format: Format) -> dict[str, Any]:
+    """The parameters nearest to a level of effort. Empty where the model has no switch, or `given` contradicts it.
+
+    An unknown level is passed on: it is refused later, with the list of the template's levels.
+    """
+    if is_effort_off(level):
+        return _thinking_off(given, format)
+    if given.get("thinking") is False or _is_switched_off(given, format):
+        return {}
+    effort = switch_of_kind(format.switches, SwitchKind.EFFORT)
+    if effort is not None and effort.name in (given.get("variables") or {}):
+        return {}
+    if effort_rank(level) is None:
+        return {"effort": level}
+    if effort is not None:
+        return _nearest_effort(level, effort)
+    if format.thinking_switch is not None and not _sets_thinking(given, format):
+        return {"thinking": True}
+    return {}
 
 
-def check_nested_fields(fields: RequestFields, where: str = "", tolerated: ToleratedFields = OPENAI) -> None:
-    """The same for everything inside."""
-    check_unknown_fields(fields, where, tolerated)
-    for name in type(fields).model_fields:
-        value = getattr(fields, name)
-        if isinstance(value, RequestFields):
-            check_nested_fields(value, f"{where}{name}.", tolerated)
-        elif isinstance(value, list):
-            for place, one in enumerate(value):
-                if isinstance(one, RequestFields):
-                    check_nested_fields(one, f"{where}{name}[{place}].", tolerated)
+def _thinking_off(given: Mapping[str, Any], format: Format) -> dict[str, Any]:
+    if _sets_thinking(given, format):
+        return {}
+    if format.thinking_switch is not None:
+        return {"thinking": False}
+    return {"thinking_budget": 0} if format.thinks else {}
 
 
-def _short(value: Any) -> Any:
-    text = repr(value)
-    return value if len(text) <= 80 else text[:77] + "..."
+def _sets_thinking(given: Mapping[str, Any], format: Format) -> bool:
+    """Whether `given` sets thinking explicitly."""
+    switch = format.thinking_switch
+    return given.get("thinking") is not None or (switch is not None and switch.name in (given.get("variables") or {}))
+
+
+def _is_switched_off(given: Mapping[str, Any], format: Format) -> bool:
+    switch = format.thinking_switch
+    return switch is not None and (given.get("variables") or {}).get(switch.name, switch) == switch.off
+
+
+def _nearest_effort(level: str, switch: Switch) -> dict[str, Any]:
+    if match_effort(level, [value for value in switch.values if value != switch.off]) is not None:
+        return {"effort": level}
+    target = effort_rank(level) or 0
+    ranked = [(abs(rank - target), rank, value) for value in switch.values if (rank := effort_rank(value))]
+    return {"effort": str(min(ranked)[2])} if ranked else {}
+
+
+def operator_parameters(
+    defaults: Mapping[str, Any], given: Mapping[str, Any], forced: Mapping[str, Any], format: Format
+) -> dict[str, Any]:
+    """Merges a request's parameters with the operator's: it overrides the defaults and is overridden by the forced.
+
+    Several parameters control thinking, so one of a higher layer replaces all of them in a lower one.
+    """
+    if any(given.get(name) is not None for name in _THINKING_PARAMETERS) or _sets_thinking(given, format):
+        defaults = {name: value for name, value in defaults.items() if name not in _THINKING_PARAMETERS}
+    if "thinking" in forced:
+        given = _without_conflicts(given, forced["thinking"], format)
+    return {**_supported(defaults, format), **given, **_supported(forced, format)}
+
+
+def _without_conflicts(given: Mapping[str, Any], thinking: bool, format: Format) -> dict[str, Any]:
+    """The request's parameters without those that contradict the operator's `thinking`."""
+    switch, effort = format.thinking_switch, given.get("effort")
+    left = {name: value for name, value in given.items() if name != "thinking"}
+    if effort is not None and (not thinking or is_effort_off(effort)):
+        del left["effort"]
+    if thinking and left.get("thinking_budget") == 0:
+        del left["thinking_budget"]
+    if switch is not None and switch.name in (left.get("variables") or {}):
+        left["variables"] = {name: value for name, value in left["variables"].items() if name != switch.name}
+    return left
+
+
+def _supported(operators: Mapping[str, Any], format: Format) -> dict[str, Any]:
+    """The operator's parameters apply to every model: without a switch, a thinking budget of 0 stands for off."""
+    thinking = operators.get("thinking")
+    if thinking is None or format.thinking_switch is not None:
+        return dict(operators)
+    others = {name: value for name, value in operators.items() if name != "thinking"}
+    return {**others, "thinking_budget": 0} if format.thinks and not thinking else others

@@ -1,4 +1,4 @@
-"""What a request may hold, as its OpenAPI schema tells it. Bounds of sampling values are `palaver.sampling`'s."""
+"""The request bodies, as in the OpenAPI document. `palaver.sampling` checks the ranges of sampling values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Switched = bool | None
 
 
 class RequestFields(BaseModel):
-    """Fields that are not named are looked at too: see `unknown.py`."""
+    """Unknown fields are kept: `request.check_nested_fields` refuses or ignores them."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 

@@ -1,4 +1,4 @@
-"""Replies in OpenAI's words: chunks while they come, and the same folded when they are whole."""
+"""Responses in OpenAI's format: a stream of chunks, or the same deltas folded into one completion."""
 
 from __future__ import annotations
 
@@ -32,137 +32,139 @@ from palaver.generation import Finish
 from palaver.messages import Message
 from palaver.server.errors import error_body, log_unexpected
 from palaver.server.openai.choices import ChoiceDelta, ChoiceStream, CompletionStream
-from palaver.server.openai.disconnect import (
+from palaver.server.openai.request import OutputOptions, UsageChunks, api_field_names
+from palaver.server.sse import (
+    EventStream,
     close_on_failure,
     close_stream,
     first_chunk,
     first_seconds,
     run_while_connected,
 )
-from palaver.server.openai.request import OutputOptions, Usage
-from palaver.server.openai.sampling_params import api_field_names
-from palaver.server.sse import EventStream
 from palaver.store.records import new_id
 
 DONE = b"data: [DONE]\n\n"
-_REASONS = {Finish.END: "stop", Finish.STOP_STRING: "stop", Finish.LENGTH: "length", Finish.STOPPED: "stop"}
+_FINISH_REASONS = {Finish.END: "stop", Finish.STOP_STRING: "stop", Finish.LENGTH: "length", Finish.STOPPED: "stop"}
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """What every chunk of one answer says of it."""
+    """The fields that all chunks of one completion share."""
 
     model: str
     fingerprint: str
     id: str = field(default_factory=lambda: f"chatcmpl-{new_id()}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def value(self, kind: str) -> dict[str, Any]:
-        about = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+    def value(self, object: str) -> dict[str, Any]:
+        about = {"id": self.id, "object": object, "created": self.created, "model": self.model}
         return {**about, "system_fingerprint": self.fingerprint}
 
 
 def chunk_header(model: Model) -> ChunkHeader:
-    made_by = hashlib.sha256(f"{model.tokenizer}/{model.engine.info.fingerprint}".encode()).hexdigest()
-    return ChunkHeader(model.name, f"fp_{made_by[:16]}")
+    fingerprint = hashlib.sha256(f"{model.tokenizer}/{model.engine.info.fingerprint}".encode()).hexdigest()
+    return ChunkHeader(model.name, f"fp_{fingerprint[:16]}")
 
 
 class ChunkEncoder:
-    """Writes chunks by hand around the text, which is what costs least for each token."""
+    """Encodes chunks as JSON text around the deltas, which is cheaper per token than `json.dumps`."""
 
-    def __init__(self, heading: ChunkHeader, shown: OutputOptions, first: Mapping[str, Any] | None = None) -> None:
-        """`first`: what the first chunk alone says."""
-        self._heading = heading.value("chat.completion.chunk")
-        self._shown = shown
+    def __init__(self, header: ChunkHeader, output: OutputOptions, first: Mapping[str, Any] | None = None) -> None:
+        """`first`: fields of the first chunk only."""
+        self._header = header.value("chat.completion.chunk")
+        self._output = output
         self._first = first
-        self._head = "data: " + json.dumps(self._heading, separators=(",", ":"))[:-1] + ',"choices":[{"index":'
-        self._end = "]}\n\n" if shown.usage is Usage.FINISH else '],"usage":null}\n\n'
+        self._prefix = "data: " + json.dumps(self._header, separators=(",", ":"))[:-1] + ',"choices":[{"index":'
+        self._suffix = "]}\n\n" if output.usage is UsageChunks.FINISH else '],"usage":null}\n\n'
 
-    def count(self, usage: Mapping[str, Any]) -> None:
-        """Puts the usage into the chunks from here on."""
-        self._end = _counted(usage)
+    def set_usage(self, usage: Mapping[str, Any]) -> None:
+        """Puts the usage into all further chunks."""
+        self._suffix = f'],"usage":{json.dumps(usage, separators=(",", ":"))}}}\n\n'
 
-    def opening(self, index: int, thinks: bool = False) -> bytes:
-        """Whose the message is, and whether it opens with a thought: sent before the first token."""
-        thought = ',"reasoning_content":""' if thinks else ""
-        audio = f',"audio":{{"id":"{self._shown.audio.id}"}}' if self._shown.audio else ""
-        piece = self._chunk(index, f'{{"role":"assistant","content":null{thought}{audio}}}')
+    def encode_opening(self, index: int, opens_thinking: bool = False) -> bytes:
+        """The chunk before the first token: the role, and an empty `reasoning_content` if the reply opens thinking."""
+        thinking = ',"reasoning_content":""' if opens_thinking else ""
+        audio = f',"audio":{{"id":"{self._output.audio.id}"}}' if self._output.audio else ""
+        chunk = self._chunk(index, f'{{"role":"assistant","content":null{thinking}{audio}}}')
         if self._first and index == 0:
-            piece = _event({**json.loads(piece[len("data: ") :]), **self._first})
-        return piece.encode()
+            chunk = _event({**json.loads(chunk[len("data: ") :]), **self._first})
+        return chunk.encode()
 
-    def of(
-        self, told: ChoiceDelta, ending: tuple[str, str | int | None] | None, usage: Mapping[str, Any] | None = None
+    def encode(
+        self, choice: ChoiceDelta, ending: tuple[str, str | int | None] | None, usage: Mapping[str, Any] | None = None
     ) -> bytes:
-        """All that came with the last tokens, in one chunk, so that a client that is cut off has all of it or nothing.
-        `ending` is given with the last, which has a chunk of its own; `usage` goes into that one."""
-        extra, delta = self._extra(told), self._delta(told)
+        """One chunk with all of the delta, so that a client that is cut off has all of it or nothing.
+
+        `ending` is the finish reason and stop reason of the last delta; they get a chunk of their own, with `usage`.
+        """
+        extra, delta = self._extra(choice), self._delta(choice)
         if ending is None:
-            return self._chunk(told.index, delta, extra).encode() if delta != "{}" or extra else b""
+            return self._chunk(choice.index, delta, extra).encode() if delta != "{}" or extra else b""
         reason, stop = ending
-        said = self._chunk(told.index, delta) if delta != "{}" else ""
-        if self._shown.audio is not None:
-            said += self._chunk(told.index, f'{{"audio":{{"expires_at":{self._shown.audio.expires_at}}}}}')
-        notices = [event.text for event in told.events if isinstance(event, Notice)]
+        before = self._chunk(choice.index, delta) if delta != "{}" else ""
+        if self._output.audio is not None:
+            before += self._chunk(choice.index, f'{{"audio":{{"expires_at":{self._output.audio.expires_at}}}}}')
+        notices = [event.text for event in choice.events if isinstance(event, Notice)]
         extra += f',"stop_reason":{json.dumps(stop)}'
         if notices:
             extra += f',"notices":{json.dumps(notices)}'
         if usage is not None:
-            self.count(usage)
-        return (said + self._chunk(told.index, "{}", extra, reason)).encode()
+            self.set_usage(usage)
+        return (before + self._chunk(choice.index, "{}", extra, reason)).encode()
 
-    def usage(self, usage: Mapping[str, Any]) -> bytes:
-        return _event({**self._heading, "choices": [], "usage": usage}).encode()
+    def encode_usage(self, usage: Mapping[str, Any]) -> bytes:
+        """The last chunk, without choices."""
+        return _event({**self._header, "choices": [], "usage": usage}).encode()
 
     def _chunk(self, index: int, delta: str, extra: str = "", reason: str | None = None) -> str:
         finish = f'"{reason}"' if reason else "null"
-        return f'{self._head}{index},"delta":{delta}{extra},"finish_reason":{finish}}}{self._end}'
+        return f'{self._prefix}{index},"delta":{delta}{extra},"finish_reason":{finish}}}{self._suffix}'
 
-    def _extra(self, told: ChoiceDelta) -> str:
+    def _extra(self, choice: ChoiceDelta) -> str:
         extra = ""
-        if self._shown.logprobs:
-            content = {"content": list(told.logprobs), "refusal": None} if told.logprobs else None
+        if self._output.logprobs:
+            content = {"content": list(choice.logprobs), "refusal": None} if choice.logprobs else None
             extra += f',"logprobs":{json.dumps(content)}'
-        if self._shown.token_ids:
-            extra += f',"token_ids":{json.dumps(told.token_ids)}'
+        if self._output.token_ids:
+            extra += f',"token_ids":{json.dumps(choice.token_ids)}'
         return extra
 
-    def _delta(self, told: ChoiceDelta) -> str:
+    def _delta(self, choice: ChoiceDelta) -> str:
         thinking = answer = ""
-        calls: dict[int, _CallDelta] = {}
-        for event in told.events:
+        calls: dict[int, _ToolCallFields] = {}
+        for event in choice.events:
             match event:
                 case AnswerDelta(text):
                     answer += text
                 case ThinkingDelta(text):
-                    thinking += text if self._shown.thinking else ""
+                    thinking += text if self._output.thinking else ""
                 case ToolCallOpened(index, id, name):
-                    calls[index] = _CallDelta(id, name)
+                    calls[index] = _ToolCallFields(id, name)
                 case ToolCallDelta(index, arguments):
-                    calls.setdefault(index, _CallDelta()).arguments += arguments
+                    calls.setdefault(index, _ToolCallFields()).arguments += arguments
                 case PhaseOpened() | Notice():
                     pass
                 case _:
                     assert_never(event)
         parts = [f'"reasoning_content":{quoted(thinking)}'] if thinking else []
-        if self._shown.audio is not None and (answer or told.sound):
-            parts.append(_audio(answer, told.sound))
+        if self._output.audio is not None and (answer or choice.audio):
+            parts.append(_audio_delta(answer, choice.audio))
         elif answer:
             parts.append(f'"content":{quoted(answer)}')
         if calls:
-            parts.append(self._calls(calls))
+            parts.append(self._tool_calls(calls))
         return f"{{{','.join(parts)}}}"
 
-    def _calls(self, calls: Mapping[int, _CallDelta]) -> str:
-        if self._shown.legacy:
+    def _tool_calls(self, calls: Mapping[int, _ToolCallFields]) -> str:
+        if self._output.legacy:
             return f'"function_call":{next(iter(calls.values())).function()}'
-        written = (f'{{"index":{index},{call.head()}"function":{call.function()}}}' for index, call in calls.items())
-        return f'"tool_calls":[{",".join(written)}]'
+        encoded = (f'{{"index":{index},{call.head()}"function":{call.function()}}}' for index, call in calls.items())
+        return f'"tool_calls":[{",".join(encoded)}]'
 
 
 @dataclass(slots=True)
-class _CallDelta:
-    """What came of a call: its opening, a piece of its arguments, or both."""
+class _ToolCallFields:
+    """The fields of a tool call in one chunk: its id and name, a piece of its arguments, or both."""
 
     id: str | None = None
     name: str | None = None
@@ -176,91 +178,86 @@ class _CallDelta:
         return f'{{{name}"arguments":{quoted(self.arguments)}}}'
 
 
-def _audio(transcript: str, data: str) -> str:
+def _audio_delta(transcript: str, data: str) -> str:
     parts = [f'"transcript":{quoted(transcript)}'] if transcript else []
     parts += [f'"data":"{data}"'] if data else []
     return f'"audio":{{{",".join(parts)}}}'
-
-
-def _counted(usage: Mapping[str, Any]) -> str:
-    """The end of a chunk that has the usage."""
-    return f'],"usage":{json.dumps(usage, separators=(",", ":"))}}}\n\n'
 
 
 def _event(value: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-def finish_reason(finished: Finished | None, shown: OutputOptions, calls: int) -> str:
-    if finished is not None and calls and finished.finish is Finish.END:
-        return "function_call" if shown.legacy else "tool_calls"
-    return _REASONS[finished.finish] if finished is not None else "stop"
+def finish_reason(finished: Finished | None, output: OutputOptions, tool_calls: int) -> str:
+    if finished is not None and tool_calls and finished.finish is Finish.END:
+        return "function_call" if output.legacy else "tool_calls"
+    return _FINISH_REASONS[finished.finish] if finished is not None else "stop"
 
 
-def stop_reason(finished: Finished | None, utterance: ReplyStream | None = None) -> str | int | None:
-    """The string, or the token id, that ended the reply."""
+def stop_reason(finished: Finished | None, reply_stream: ReplyStream | None = None) -> str | int | None:
+    """The stop string or the stop token id that ended the reply."""
     if finished is None or finished.finish not in (Finish.STOP_STRING, Finish.END):
         return None
-    if finished.stop is not None or utterance is None:
+    if finished.stop is not None or reply_stream is None:
         return finished.stop
-    last = utterance.steps[-1].token_id if utterance.steps else None
-    return last if last in utterance.request.sampling.stop_ids else None
+    last = reply_stream.steps[-1].token_id if reply_stream.steps else None
+    return last if last in reply_stream.request.sampling.stop_ids else None
 
 
 def choice_ending(choice: ChoiceStream) -> tuple[str, str | int | None]:
-    """How a choice ended: its reason, and what stopped it."""
-    reason = finish_reason(choice.finish, choice.shown, choice.calls)
-    return reason, stop_reason(choice.finish, choice.utterance)
+    """The finish reason and the stop reason of a choice."""
+    reason = finish_reason(choice.finished, choice.output, choice.tool_calls)
+    return reason, stop_reason(choice.finished, choice.reply_stream)
 
 
 @dataclass
 class ChoiceBuilder:
-    """One choice as it grows, for clients that want it whole."""
+    """Folds the deltas of one choice, for a response that is not streamed."""
 
     events: list[ReadEvent] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    sound: str = ""
+    audio: str = ""
 
-    def take(self, told: ChoiceDelta) -> None:
-        self.events += told.events
-        self.logprobs += told.logprobs
-        self.token_ids += told.token_ids
-        self.sound += told.sound
+    def add(self, delta: ChoiceDelta) -> None:
+        self.events += delta.events
+        self.logprobs += delta.logprobs
+        self.token_ids += delta.token_ids
+        self.audio += delta.audio
 
-    def value(self, index: int, shown: OutputOptions, ending: tuple[str, str | int | None]) -> dict[str, Any]:
-        folded = fold(_with_calls(self.events))
-        told: dict[str, Any] = {"index": index, "message": message_value(folded.message, shown)}
-        if shown.audio is not None and folded.message.text:
-            told["message"] |= {"content": None, "audio": shown.audio.value(self.sound, folded.message.text)}
-        told["finish_reason"], told["stop_reason"] = ending
-        told["logprobs"] = {"content": self.logprobs, "refusal": None} if shown.logprobs else None
-        if shown.token_ids:
-            told["token_ids"] = self.token_ids
-        return {**told, "notices": list(folded.notices)} if folded.notices else told
+    def value(self, index: int, output: OutputOptions, ending: tuple[str, str | int | None]) -> dict[str, Any]:
+        folded = fold(_with_opened_calls(self.events))
+        value: dict[str, Any] = {"index": index, "message": message_value(folded.message, output)}
+        if output.audio is not None and folded.message.text:
+            value["message"] |= {"content": None, "audio": output.audio.value(self.audio, folded.message.text)}
+        value["finish_reason"], value["stop_reason"] = ending
+        value["logprobs"] = {"content": self.logprobs, "refusal": None} if output.logprobs else None
+        if output.token_ids:
+            value["token_ids"] = self.token_ids
+        return {**value, "notices": list(folded.notices)} if folded.notices else value
 
 
-def _with_calls(events: Sequence[ReadEvent]) -> list[ReadEvent]:
-    """A reply that goes on in the midst of a call tells of arguments alone: they belong to a call without a name."""
-    known: set[int] = set()
+def _with_opened_calls(events: Sequence[ReadEvent]) -> list[ReadEvent]:
+    """Opens a call without a name for arguments whose call was opened before the continued reply."""
+    opened: set[int] = set()
     out: list[ReadEvent] = []
     for event in events:
         if isinstance(event, ToolCallOpened):
-            known.add(event.index)
-        elif isinstance(event, ToolCallDelta) and event.index not in known:
-            known.add(event.index)
+            opened.add(event.index)
+        elif isinstance(event, ToolCallDelta) and event.index not in opened:
+            opened.add(event.index)
             out.append(ToolCallOpened(event.index, "", ""))
         out.append(event)
     return out
 
 
-def message_value(message: Message, shown: OutputOptions) -> dict[str, Any]:
-    """What is not there is null, or left out where clients take its presence for a word."""
+def message_value(message: Message, output: OutputOptions) -> dict[str, Any]:
+    """Missing fields are null, or left out where clients take their presence for a value."""
     value: dict[str, Any] = {"role": "assistant", "content": message.text or None, "refusal": None}
-    if message.thinking and shown.thinking:
+    if message.thinking and output.thinking:
         value["reasoning_content"] = message.thinking
     calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-    if calls and shown.legacy:
+    if calls and output.legacy:
         value["function_call"] = calls[0]
     elif calls:
         named = zip(message.tool_calls, calls, strict=True)
@@ -270,74 +267,74 @@ def message_value(message: Message, shown: OutputOptions) -> dict[str, Any]:
 
 async def respond(
     request: Request,
-    speaking: CompletionStream,
-    stream: AsyncGenerator[ChoiceDelta],
-    more: Mapping[str, Any] | None = None,
+    completion: CompletionStream,
+    deltas: AsyncGenerator[ChoiceDelta],
+    extra: Mapping[str, Any] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """`stream` is what is said of it; `more` is told with the whole, or with the first chunk."""
-    about = {**_prompt_ids(speaking), **(more or {})}
-    async with close_on_failure(stream):
+    """`deltas` are those of the completion. `extra` goes into the folded completion, or into the first chunk."""
+    about = {**_prompt_ids(completion), **(extra or {})}
+    async with close_on_failure(deltas):
         with api_field_names():
-            if not speaking.asked.shown.stream:
-                whole = await run_while_connected(request, _whole(speaking, stream))
-                return JSONResponse({**whole, **about}, headers=dict(headers or {}))
-            first = await first_chunk(request, stream, first_seconds(speaking.asked.request))
-        return EventStream(_chunks(speaking, stream, first, about), headers)
+            if not completion.call.output.stream:
+                folded = await run_while_connected(request, _fold(completion, deltas))
+                return JSONResponse({**folded, **about}, headers=dict(headers or {}))
+            first = await first_chunk(request, deltas, first_seconds(completion.call.request))
+        return EventStream(_chunks(completion, deltas, first, about), headers)
 
 
 async def _chunks(
-    speaking: CompletionStream,
-    stream: AsyncGenerator[ChoiceDelta],
+    completion: CompletionStream,
+    deltas: AsyncGenerator[ChoiceDelta],
     first: asyncio.Future[ChoiceDelta],
     about: Mapping[str, Any],
 ) -> AsyncGenerator[bytes]:
-    what = speaking.asked
-    chunks = ChunkEncoder(chunk_header(what.model), what.shown, about)
+    call = completion.call
+    encoder = ChunkEncoder(chunk_header(call.model), call.output, about)
     try:
-        if what.shown.usage is Usage.EVERY:
-            chunks.count(speaking.usage())
-        yield b"".join(chunks.opening(choice.index, choice.opens_thinking) for choice in speaking.choices)
-        told = await first
+        if call.output.usage is UsageChunks.EVERY:
+            encoder.set_usage(completion.usage())
+        yield b"".join(encoder.encode_opening(choice.index, choice.opens_thinking) for choice in completion.choices)
+        delta = await first
         while True:
-            if piece := _piece(chunks, speaking, told):
-                yield piece
-            told = await anext(stream)
+            if chunk := _encode(encoder, completion, delta):
+                yield chunk
+            delta = await anext(deltas)
     except StopAsyncIteration:
-        if what.shown.usage is not Usage.FINISH:
-            yield chunks.usage(speaking.usage())
+        if call.output.usage is not UsageChunks.FINISH:
+            yield encoder.encode_usage(completion.usage())
         yield DONE
     except Exception as error:
         log_unexpected(error)
         yield b"data: " + error_body(error) + b"\n\n" + DONE
     finally:
-        await close_stream(first, stream)
+        await close_stream(first, deltas)
 
 
-def _piece(chunks: ChunkEncoder, speaking: CompletionStream, told: ChoiceDelta) -> bytes:
-    where = speaking.asked.shown.usage
-    if where is Usage.EVERY:
-        chunks.count(speaking.usage())
-    if told.finished is None:
-        return chunks.of(told, None)
-    last = speaking.usage() if where is Usage.FINISH and speaking.finished else None
-    return chunks.of(told, choice_ending(speaking.choices[told.index]), last)
+def _encode(encoder: ChunkEncoder, completion: CompletionStream, delta: ChoiceDelta) -> bytes:
+    usage = completion.call.output.usage
+    if usage is UsageChunks.EVERY:
+        encoder.set_usage(completion.usage())
+    if delta.finished is None:
+        return encoder.encode(delta, None)
+    final = completion.usage() if usage is UsageChunks.FINISH and completion.finished else None
+    return encoder.encode(delta, choice_ending(completion.choices[delta.index]), final)
 
 
-async def _whole(speaking: CompletionStream, stream: AsyncGenerator[ChoiceDelta]) -> dict[str, Any]:
-    what = speaking.asked
-    wholes = [ChoiceBuilder() for _ in speaking.choices]
-    async with aclosing(stream):
-        async for told in stream:
-            wholes[told.index].take(told)
+async def _fold(completion: CompletionStream, deltas: AsyncGenerator[ChoiceDelta]) -> dict[str, Any]:
+    call = completion.call
+    builders = [ChoiceBuilder() for _ in completion.choices]
+    async with aclosing(deltas):
+        async for delta in deltas:
+            builders[delta.index].add(delta)
     choices = [
-        whole.value(choice.index, what.shown, choice_ending(choice))
-        for whole, choice in zip(wholes, speaking.choices, strict=True)
+        builder.value(choice.index, call.output, choice_ending(choice))
+        for builder, choice in zip(builders, completion.choices, strict=True)
     ]
-    value = {**chunk_header(what.model).value("chat.completion"), "choices": choices}
-    return {**value, "usage": speaking.usage()}
+    value = {**chunk_header(call.model).value("chat.completion"), "choices": choices}
+    return {**value, "usage": completion.usage()}
 
 
-def _prompt_ids(speaking: CompletionStream) -> dict[str, list[int]]:
-    prompt = speaking.choices[0].utterance.prompt
-    return {"prompt_token_ids": list(prompt.context_ids)} if speaking.asked.shown.token_ids else {}
+def _prompt_ids(completion: CompletionStream) -> dict[str, list[int]]:
+    prompt = completion.choices[0].reply_stream.prompt
+    return {"prompt_token_ids": list(prompt.context_ids)} if completion.call.output.token_ids else {}

@@ -1,1 +1,1 @@
-"""The page in the browser: the files of its build, and the session that spares it a key in every request."""
+"""The web page: its built files, and its session cookie."""

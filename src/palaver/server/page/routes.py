@@ -1,4 +1,4 @@
-"""Serves the page's build. Nothing on the page runs but its own scripts: see `POLICY`."""
+"""Serves the built files of the page, with a policy that allows its own scripts only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import FileResponse, RedirectResponse
 
 from palaver.server.page import session
-from palaver.server.state import StateOf
+from palaver.server.state import StateDep
 from palaver.store import NotFound
 
 Encodings = Annotated[str, Header()]
@@ -39,9 +39,9 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
 }
-_FOREVER = "public, max-age=31536000, immutable"
-_ALWAYS_ASK = "no-cache"
-_KINDS = {
+_CACHE_FOREVER = "public, max-age=31536000, immutable"
+_CACHE_REVALIDATE = "no-cache"
+_MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -69,42 +69,42 @@ can go on running.</p>
 
 
 def router() -> APIRouter:
-    whole = APIRouter()
-    whole.include_router(session.routes)
+    routes = APIRouter()
+    routes.include_router(session.routes)
     files = APIRouter(include_in_schema=False)
 
     @files.api_route("/", methods=["GET", "HEAD"])
-    async def page(request: Request, state: StateOf, accept_encoding: Encodings = "", login: str = "") -> Response:
-        asked: str = request.scope.get("raw_path", b"/").decode("latin-1")
-        if state.settings.prefix and asked == state.settings.prefix:  # relative addresses need the slash
+    async def page(request: Request, state: StateDep, accept_encoding: Encodings = "", login: str = "") -> Response:
+        path: str = request.scope.get("raw_path", b"/").decode("latin-1")
+        if state.settings.prefix and path == state.settings.prefix:  # relative URLs need the slash
             return RedirectResponse(state.settings.prefix + "/", 308)
         if login:  # the address that `palaver serve` prints
             answer = RedirectResponse(state.settings.prefix + "/", 303, HEADERS | {"cache-control": "no-store"})
             session.log_in(login, request, answer, state)
             return answer
         if not (DIST / "index.html").is_file():
-            return Response(UNBUILT, media_type="text/html", headers=HEADERS | {"cache-control": _ALWAYS_ASK})
-        return _file("index.html", _ALWAYS_ASK, accept_encoding)
+            return Response(UNBUILT, media_type="text/html", headers=HEADERS | {"cache-control": _CACHE_REVALIDATE})
+        return _file("index.html", _CACHE_REVALIDATE, accept_encoding)
 
     @files.api_route("/assets/{name}", methods=["GET", "HEAD"])
     async def asset(name: str, accept_encoding: Encodings = "") -> Response:
-        return _file(f"assets/{name}", _FOREVER, accept_encoding)
+        return _file(f"assets/{name}", _CACHE_FOREVER, accept_encoding)
 
     @files.api_route("/{name}", methods=["GET", "HEAD"])
     async def other(name: str, accept_encoding: Encodings = "") -> Response:
-        return _file(name, _ALWAYS_ASK, accept_encoding)
+        return _file(name, _CACHE_REVALIDATE, accept_encoding)
 
-    whole.include_router(files)
-    return whole
+    routes.include_router(files)
+    return routes
 
 
-def _file(name: str, caching: str, encodings: str) -> Response:
-    """A file of the build, packed where that was done and the client takes it. A name can't lead out of the folder."""
+def _file(name: str, cache_control: str, encodings: str) -> Response:
+    """A file of the build, compressed if the client accepts it. Names can't lead out of the folder."""
     path = DIST / name
-    if ".." in name or "\\" in name or path.suffix not in _KINDS or not path.is_file():
+    if ".." in name or "\\" in name or path.suffix not in _MEDIA_TYPES or not path.is_file():
         raise NotFound("page", name)
-    headers = HEADERS | {"cache-control": caching, "vary": "accept-encoding"}
-    packed = path.with_name(path.name + ".gz")
-    if "gzip" in encodings and packed.is_file():
-        path, headers = packed, headers | {"content-encoding": "gzip"}
-    return FileResponse(path, media_type=_KINDS[Path(name).suffix], headers=headers)
+    headers = HEADERS | {"cache-control": cache_control, "vary": "accept-encoding"}
+    compressed = path.with_name(path.name + ".gz")
+    if "gzip" in encodings and compressed.is_file():
+        path, headers = compressed, headers | {"content-encoding": "gzip"}
+    return FileResponse(path, media_type=_MEDIA_TYPES[Path(name).suffix], headers=headers)

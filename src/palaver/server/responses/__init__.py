@@ -1,1 +1,1 @@
-"""OpenAI's Responses: replies that are kept in conversations, gone back to by their ids, and resumed by number."""
+"""OpenAI's Responses API. Responses are stored in conversations, retrieved by id and streamed from any event on."""

@@ -1,7 +1,7 @@
-"""A reply in the words of the Responses API: events with names and numbers while it comes, items when it is there.
+"""Encodes a reply as events and output items of the Responses API.
 
-The numbers are a function of what was said: each event of the reader makes the same events here, so a stream that was
-cut is told again from any number on, by this process or the next."""
+The sequence numbers depend only on the events that are fed in. A stream that was cut can therefore be encoded again
+from any number on, by this process or by the next one."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from palaver.phases import Phase
 from palaver.server.responses.items import function_call_item, item_id, message_item, reasoning_item, text_part
 
 Event = dict[str, Any]
-_Piece = tuple[str, dict[str, Any]]
-"""An event without its number and the place of its item."""
-_LAST = {"completed": "completed", "failed": "failed", "incomplete": "incomplete", "cancelled": "incomplete"}
-"""By how a response ended, the name of its last event: there is none of its own for one that was cancelled."""
+_ItemEvent = tuple[str, dict[str, Any]]
+"""An event of an item: its type, and its fields without the sequence number, the item's id and its index."""
+_FINAL_EVENTS = {"completed": "completed", "failed": "failed", "incomplete": "incomplete", "cancelled": "incomplete"}
+"""The last event by final status. The API has no event of its own for a cancelled response."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseEnding:
-    """How a response ended."""
+    """The final status of a response and the fields that come with it."""
 
     status: str
     usage: Usage | None = None
@@ -42,48 +42,48 @@ class ResponseEnding:
 
 @dataclass(frozen=True, slots=True)
 class ResponseOutputOptions:
-    """How a thought is told, and whether log-probabilities are."""
+    """How thinking is shown, and whether log-probabilities are included."""
 
     summary: bool = False
-    sealed: bool = False
+    encrypted: bool = False
     logprobs: bool = False
 
 
 class ResponseEncoder:
-    """One response from its first event to its last. Not streaming is taking all and asking for the `response`."""
+    """Encodes one response from its first event to its last. Without streaming only the last one is used."""
 
-    def __init__(self, message: str, heading: Mapping[str, Any], shows: ResponseOutputOptions) -> None:
-        """`message` is what the items' ids are made of; `heading` all that is known of the response beforehand."""
-        self._message = message
-        self._heading = heading
-        self._shows = shows
-        self._next = 0
-        self._open: _OpenItem | None = None
-        self._done: list[dict[str, Any]] = []
+    def __init__(self, message_id: str, header: Mapping[str, Any], options: ResponseOutputOptions) -> None:
+        """The items' ids contain `message_id`; `header` has the fields that are known beforehand."""
+        self._message_id = message_id
+        self._header = header
+        self._options = options
+        self._next_number = 0
+        self._current: _OpenItem | None = None
+        self._output: list[dict[str, Any]] = []
         self._notices: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
-        """Of tokens whose text was not told yet."""
+        self._pending_logprobs: list[dict[str, Any]] = []
+        """Entries of tokens whose text has not been emitted yet."""
 
-    def opening(self) -> list[Event]:
-        begun = self.response("queued" if self._heading["background"] else "in_progress")
-        events = [self._numbered("response.created", {"response": begun})]
-        if self._heading["background"]:
-            events.append(self._numbered("response.queued", {"response": begun}))
-        runs = {**begun, "status": "in_progress"}
-        return [*events, self._numbered("response.in_progress", {"response": runs})]
+    def start(self) -> list[Event]:
+        created = self.response("queued" if self._header["background"] else "in_progress")
+        events = [self._event("response.created", {"response": created})]
+        if self._header["background"]:
+            events.append(self._event("response.queued", {"response": created}))
+        running = {**created, "status": "in_progress"}
+        return [*events, self._event("response.in_progress", {"response": running})]
 
-    def take(self, events: Iterable[ReadEvent], logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
-        self._logprobs += logprobs
-        return [told for event in events for told in self._take(event)]
+    def feed(self, events: Iterable[ReadEvent], logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
+        self._pending_logprobs += logprobs
+        return [encoded for event in events for encoded in self._encode(event)]
 
-    def end(self, ending: ResponseEnding) -> list[Event]:
-        """To be asked for once."""
-        whole = ending.status == "completed"
-        events = self._close("completed" if whole else "incomplete")
-        last = self._numbered(f"response.{_LAST[ending.status]}", {"response": self.ended(ending)})
+    def finish(self, ending: ResponseEnding) -> list[Event]:
+        """Call once, at the end."""
+        completed = ending.status == "completed"
+        events = self._close_item("completed" if completed else "incomplete")
+        last = self._event(f"response.{_FINAL_EVENTS[ending.status]}", {"response": self._final_response(ending)})
         return [*events, last]
 
-    def ended(self, ending: ResponseEnding) -> dict[str, Any]:
+    def _final_response(self, ending: ResponseEnding) -> dict[str, Any]:
         value = self.response(ending.status)
         if ending.usage is not None:
             value["usage"] = response_usage(ending.usage)
@@ -95,162 +95,161 @@ class ResponseEncoder:
         return value
 
     def response(self, status: str) -> dict[str, Any]:
-        """The response as it stands."""
-        growing = [self._open.value("in_progress")] if self._open is not None else []
-        value = {**self._heading, "status": status, "output": [*self._done, *growing]}
+        """The response so far."""
+        unfinished = [self._current.value("in_progress")] if self._current is not None else []
+        value = {**self._header, "status": status, "output": [*self._output, *unfinished]}
         return {**value, "notices": list(self._notices)} if self._notices else value
 
-    def failure(self, code: str | None, message: str) -> Event:
-        """What ends the stream but not the response. It has the number of the event before it: whoever comes back with
-        that misses nothing."""
-        told = {"code": code, "message": message, "param": None}
+    def error_event(self, code: str | None, message: str) -> Event:
+        """Ends the stream but not the response. It repeats the sequence number of the event before it, so that a client
+        that resumes after this number misses nothing."""
+        error = {"code": code, "message": message, "param": None}
         return {
             "type": "error",
-            "sequence_number": self._next - 1,
-            **told,
-            "error": {"type": "server_error", **told},
+            "sequence_number": self._next_number - 1,
+            **error,
+            "error": {"type": "server_error", **error},
         }
 
-    def _take(self, event: ReadEvent) -> list[Event]:
+    def _encode(self, event: ReadEvent) -> list[Event]:
         match event:
             case PhaseOpened(phase):
-                return self._turn_to(phase)
+                return self._enter_phase(phase)
             case ThinkingDelta(text):
-                return [*self._ensure(_ReasoningItem), *self._said(text)]
+                return [*self._ensure_item(_ReasoningItem), *self._append_text(text)]
             case AnswerDelta(text):
-                return [*self._ensure(_MessageItem), *self._said(text)]
+                return [*self._ensure_item(_MessageItem), *self._append_text(text)]
             case ToolCallOpened(_, id, name):
                 return [
-                    *self._close("completed"),
-                    *self._begin(_FunctionCallItem(self._item("function_call"), id, name)),
+                    *self._close_item("completed"),
+                    *self._open_item(_FunctionCallItem(self._next_item_id("function_call"), id, name)),
                 ]
             case ToolCallDelta(_, arguments):
-                return self._said(arguments)
+                return self._append_text(arguments)
             case Notice(text):
                 self._notices.append(text)
                 return []
             case _:
                 assert_never(event)
 
-    def _turn_to(self, phase: Phase) -> list[Event]:
-        """A thought is told of when it is opened, and when it is over, not with the next text."""
+    def _enter_phase(self, phase: Phase) -> list[Event]:
+        """Opens and closes a reasoning item as soon as its phase does, before the next text."""
         if phase is Phase.THINKING:
-            return self._ensure(_ReasoningItem)
-        return self._close("completed") if isinstance(self._open, _ReasoningItem) else []
+            return self._ensure_item(_ReasoningItem)
+        return self._close_item("completed") if isinstance(self._current, _ReasoningItem) else []
 
-    def _ensure(self, kind: type[_ReasoningItem] | type[_MessageItem]) -> list[Event]:
-        if isinstance(self._open, kind):
+    def _ensure_item(self, kind: type[_ReasoningItem] | type[_MessageItem]) -> list[Event]:
+        if isinstance(self._current, kind):
             return []
-        closed = self._close("completed")
+        closed = self._close_item("completed")
         opened: _OpenItem
         if kind is _ReasoningItem:
-            opened = _ReasoningItem(self._item("reasoning"), self._shows)
+            opened = _ReasoningItem(self._next_item_id("reasoning"), self._options)
         else:
-            opened = _MessageItem(self._item("message"), self._shows.logprobs)
-        return [*closed, *self._begin(opened)]
+            opened = _MessageItem(self._next_item_id("message"))
+        return [*closed, *self._open_item(opened)]
 
-    def _item(self, kind: str) -> str:
-        return item_id(kind, self._message, len(self._done))
+    def _next_item_id(self, kind: str) -> str:
+        return item_id(kind, self._message_id, len(self._output))
 
-    def _begin(self, item: _OpenItem) -> list[Event]:
-        self._open = item
-        return [self._placed("response.output_item.added", {"item": item.value("in_progress")})]
+    def _open_item(self, item: _OpenItem) -> list[Event]:
+        self._current = item
+        return [self._output_event("response.output_item.added", {"item": item.value("in_progress")})]
 
-    def _said(self, text: str) -> list[Event]:
-        assert self._open is not None
+    def _append_text(self, text: str) -> list[Event]:
+        assert self._current is not None
         logprobs: list[dict[str, Any]] = []
-        if isinstance(self._open, _MessageItem):
-            logprobs, self._logprobs = self._logprobs, []
-        return [self._inside(piece) for piece in self._open.say(text, logprobs)]
+        if isinstance(self._current, _MessageItem):
+            logprobs, self._pending_logprobs = self._pending_logprobs, []
+        return [self._item_event(part) for part in self._current.append(text, logprobs)]
 
-    def _close(self, status: str) -> list[Event]:
-        item, self._open = self._open, None
+    def _close_item(self, status: str) -> list[Event]:
+        item, self._current = self._current, None
         if item is None:
             return []
         if isinstance(item, _MessageItem):
-            item.logprobs += self._logprobs
-            self._logprobs = []
-        events = [self._inside(piece, item) for piece in item.close()]
-        whole = item.value(status)
-        events.append(self._placed("response.output_item.done", {"item": whole}))
-        self._done.append(whole)
+            item.logprobs += self._pending_logprobs
+            self._pending_logprobs = []
+        events = [self._item_event(part, item) for part in item.close()]
+        done = item.value(status)
+        events.append(self._output_event("response.output_item.done", {"item": done}))
+        self._output.append(done)
         return events
 
-    def _inside(self, piece: _Piece, item: _OpenItem | None = None) -> Event:
-        item = item or self._open
+    def _item_event(self, part: _ItemEvent, item: _OpenItem | None = None) -> Event:
+        item = item or self._current
         assert item is not None
-        return self._placed(piece[0], {"item_id": item.id, **piece[1]})
+        return self._output_event(part[0], {"item_id": item.id, **part[1]})
 
-    def _placed(self, name: str, fields: Mapping[str, Any]) -> Event:
-        return self._numbered(name, {"output_index": len(self._done), **fields})
+    def _output_event(self, name: str, fields: Mapping[str, Any]) -> Event:
+        return self._event(name, {"output_index": len(self._output), **fields})
 
-    def _numbered(self, name: str, fields: Mapping[str, Any]) -> Event:
-        self._next += 1
-        return {"type": name, "sequence_number": self._next - 1, **fields}
+    def _event(self, name: str, fields: Mapping[str, Any]) -> Event:
+        self._next_number += 1
+        return {"type": name, "sequence_number": self._next_number - 1, **fields}
 
 
 class _OpenItem(Protocol):
-    """An item in the making."""
+    """An output item that is being streamed."""
 
     @property
     def id(self) -> str: ...
 
     def value(self, status: str) -> dict[str, Any]: ...
 
-    def say(self, text: str, logprobs: list[dict[str, Any]]) -> list[_Piece]: ...
+    def append(self, text: str, logprobs: list[dict[str, Any]]) -> list[_ItemEvent]: ...
 
-    def close(self) -> list[_Piece]: ...
+    def close(self) -> list[_ItemEvent]: ...
 
 
 class _ReasoningItem:
-    def __init__(self, id: str, shows: ResponseOutputOptions) -> None:
+    def __init__(self, id: str, options: ResponseOutputOptions) -> None:
         self.id = id
-        self._shows = shows
+        self._options = options
         self._text: list[str] = []
-        kind, place = ("reasoning_summary", "summary_index") if shows.summary else ("reasoning", "content_index")
-        self._names = f"response.{kind}_text"
-        self._parts = "response.reasoning_summary_part" if shows.summary else "response.content_part"
-        self._part = "summary_text" if shows.summary else "reasoning_text"
-        self._at = {place: 0}
+        kind, index = ("reasoning_summary", "summary_index") if options.summary else ("reasoning", "content_index")
+        self._text_event = f"response.{kind}_text"
+        self._part_event = "response.reasoning_summary_part" if options.summary else "response.content_part"
+        self._part_type = "summary_text" if options.summary else "reasoning_text"
+        self._at = {index: 0}
 
     def value(self, status: str) -> dict[str, Any]:
-        seal = self._shows.sealed and status != "in_progress"
-        return reasoning_item(self.id, "".join(self._text), status, self._shows.summary, seal)
+        encrypt = self._options.encrypted and status != "in_progress"
+        return reasoning_item(self.id, "".join(self._text), status, self._options.summary, encrypt)
 
-    def say(self, text: str, logprobs: list[dict[str, Any]]) -> list[_Piece]:
-        opened = [] if self._text else [(f"{self._parts}.added", {**self._at, "part": self._told("")})]
+    def append(self, text: str, logprobs: list[dict[str, Any]]) -> list[_ItemEvent]:
+        opened = [] if self._text else [(f"{self._part_event}.added", {**self._at, "part": self._part_value("")})]
         self._text.append(text)
-        return [*opened, (f"{self._names}.delta", {**self._at, "delta": text})]
+        return [*opened, (f"{self._text_event}.delta", {**self._at, "delta": text})]
 
-    def close(self) -> list[_Piece]:
+    def close(self) -> list[_ItemEvent]:
         if not self._text:
             return []
         text = "".join(self._text)
-        done = (f"{self._names}.done", {**self._at, "text": text})
-        return [done, (f"{self._parts}.done", {**self._at, "part": self._told(text)})]
+        done = (f"{self._text_event}.done", {**self._at, "text": text})
+        return [done, (f"{self._part_event}.done", {**self._at, "part": self._part_value(text)})]
 
-    def _told(self, text: str) -> dict[str, str]:
-        return {"type": self._part, "text": text}
+    def _part_value(self, text: str) -> dict[str, str]:
+        return {"type": self._part_type, "text": text}
 
 
 @dataclass
 class _MessageItem:
     id: str
-    shows_logprobs: bool
     text: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     def value(self, status: str) -> dict[str, Any]:
         return message_item(self.id, "".join(self.text), status, self.logprobs)
 
-    def say(self, text: str, logprobs: list[dict[str, Any]]) -> list[_Piece]:
+    def append(self, text: str, logprobs: list[dict[str, Any]]) -> list[_ItemEvent]:
         added = ("response.content_part.added", {"content_index": 0, "part": text_part("")})
         opened = [] if self.text else [added]
         self.text.append(text)
         self.logprobs += logprobs
         return [*opened, ("response.output_text.delta", {"content_index": 0, "delta": text, "logprobs": logprobs})]
 
-    def close(self) -> list[_Piece]:
+    def close(self) -> list[_ItemEvent]:
         text = "".join(self.text)
         done = {"content_index": 0, "text": text, "logprobs": self.logprobs}
         part = {"content_index": 0, "part": text_part(text, self.logprobs)}
@@ -267,28 +266,28 @@ class _FunctionCallItem:
     def value(self, status: str) -> dict[str, Any]:
         return function_call_item(self.id, self.call_id, self.name, "".join(self.arguments), status)
 
-    def say(self, text: str, logprobs: list[dict[str, Any]]) -> list[_Piece]:
+    def append(self, text: str, logprobs: list[dict[str, Any]]) -> list[_ItemEvent]:
         self.arguments.append(text)
         return [("response.function_call_arguments.delta", {"delta": text})]
 
-    def close(self) -> list[_Piece]:
+    def close(self) -> list[_ItemEvent]:
         done = {"name": self.name, "arguments": "".join(self.arguments)}
         return [("response.function_call_arguments.done", done)]
 
 
-def response_usage(counted: Usage) -> dict[str, Any]:
+def response_usage(usage: Usage) -> dict[str, Any]:
     return {
-        "input_tokens": counted.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": counted.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": counted.reply_tokens,
-        "output_tokens_details": {"reasoning_tokens": counted.thinking_tokens},
-        "total_tokens": counted.prompt_tokens + counted.reply_tokens,
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.reply_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.thinking_tokens},
+        "total_tokens": usage.prompt_tokens + usage.reply_tokens,
     }
 
 
 def encode_events(events: Iterable[Event]) -> bytes:
-    """As server-sent events."""
-    return "".join(f"event: {one['type']}\ndata: {_json(one)}\n\n" for one in events).encode("utf-8", "replace")
+    """Encodes them as server-sent events."""
+    return "".join(f"event: {event['type']}\ndata: {_json(event)}\n\n" for event in events).encode("utf-8", "replace")
 
 
 def _json(value: Any) -> str:

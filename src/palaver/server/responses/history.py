@@ -1,7 +1,7 @@
-"""How a response's id names a turn, and what is kept of the request with the turn's reply.
+"""Where a response is stored: ids, the request's record, and the branch of a conversation that a request continues.
 
-A response is a reply of a conversation: its id holds the id of the reply's message, so that nothing but the
-conversation has to be stored, and every reply, whichever door it came through, is a response too."""
+A response is a reply of a conversation, and its id contains the id of the reply's message. Nothing but the conversation
+is stored, and every reply is a response too, whichever API created it."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from palaver.server.responses.items import split_system
 from palaver.server.responses.schemas import ConversationReference, ResponseRequest
 from palaver.store import Conflict, Conversation, NotFound, ReplyStatus, StoredMessage
 
-_ID = re.compile(r"resp_([0-9a-z]{1,64})")
-_NOTE = "response"
+_RESPONSE_ID = re.compile(r"resp_([0-9a-z]{1,64})")
+_NOTE_KEY = "response"
 
 
 class ResponseRecord(BaseModel):
-    """What a response tells of its request besides what the reply's own record has."""
+    """Fields of the request that are stored with the reply, beyond the reply's own settings."""
 
     model_config = ConfigDict(extra="ignore")
 
     asked: bool = False
-    """Whether the reply was asked for as a response; other doors' replies were not."""
+    """Whether the reply was created by the Responses API."""
     background: bool = False
     metadata: dict[str, str] = Field(default_factory=dict)
     instructions: str | None = None
     developer: str = ""
-    """What the input's own system messages said at the beginning of a conversation."""
+    """The text of the input's system messages at the beginning of a conversation."""
     previous: str | None = None
     inputs: int = 0
-    """How many messages of the branch, up to the reply, came with the request."""
+    """How many messages of the branch, before the reply, came with the request."""
     tool_choice: Any = "auto"
     parallel: bool = True
     strict: list[str] = Field(default_factory=list)
-    """The tools that were sent as strict ones."""
+    """The names of the tools that were sent with `strict`."""
     format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
     effort: str | None = None
     summary: str | None = None
@@ -60,29 +60,31 @@ class ResponseRecord(BaseModel):
     top_logprobs: int = 0
     user: str | None = None
     cancelled: bool = False
-    """Whether it was cancelled when it did not run: it was put aside, and does not go on any more."""
+    """Whether it was cancelled while it was interrupted: it is not resumed any more."""
     deleted: bool = False
     of: str = ""
-    """The reply that was cancelled or deleted: one that was made from it, with all that is kept of it, was not."""
+    """The id of the reply that was cancelled or deleted. A fork copies this record, but is neither."""
 
     def note(self) -> dict[str, Any]:
-        return {_NOTE: self.model_dump(exclude_defaults=True)}
+        return {_NOTE_KEY: self.model_dump(exclude_defaults=True)}
 
 
 def read_record(reply: StoredMessage) -> ResponseRecord:
-    """Of a reply that was asked for elsewhere, or whose note is none of ours: the defaults."""
+    """The record of a reply; the defaults if another API created it or its note can't be read."""
     note = reply.reply.settings.options.get("note") if reply.reply is not None else None
     try:
-        known = ResponseRecord.model_validate(note.get(_NOTE) if isinstance(note, dict) and _NOTE in note else {})
+        record = ResponseRecord.model_validate(
+            note.get(_NOTE_KEY) if isinstance(note, dict) and _NOTE_KEY in note else {}
+        )
     except ValidationError:
         return ResponseRecord()
-    return known if known.of == reply.id else known.model_copy(update={"cancelled": False, "deleted": False})
+    return record if record.of == reply.id else record.model_copy(update={"cancelled": False, "deleted": False})
 
 
 def is_background(reply: StoredMessage) -> bool:
-    """Whether it was asked for in the background, and nobody has cancelled or deleted it."""
-    known = read_record(reply)
-    return known.asked and known.background and not known.cancelled and not known.deleted
+    """Whether it is a background response that was neither cancelled nor deleted."""
+    record = read_record(reply)
+    return record.asked and record.background and not record.cancelled and not record.deleted
 
 
 def response_id(reply: str) -> str:
@@ -90,12 +92,12 @@ def response_id(reply: str) -> str:
 
 
 async def find_response(chat: Chat, id: str) -> StoredMessage:
-    """The reply that a response's id names; NotFound where it is another's, was deleted or never was."""
-    named = _ID.fullmatch(id)
-    if named is None:
+    """The reply with this response id. Raises NotFound if it does not exist, was deleted or has another owner."""
+    match = _RESPONSE_ID.fullmatch(id)
+    if match is None:
         raise NotFound("response", id[:200])
     try:
-        stored = await chat.message(named[1])
+        stored = await chat.message(match[1])
     except NotFound:
         raise NotFound("response", id) from None
     if stored.reply is None or read_record(stored).deleted:
@@ -103,122 +105,124 @@ async def find_response(chat: Chat, id: str) -> StoredMessage:
     return stored
 
 
-MOST = 50_000
-"""Replies that are remembered; the one that was not asked for longest is forgotten first."""
+MAX_REPLIES = 50_000
+"""The size of the index; the least recently used reply is evicted first."""
 
 
 class ResponseIndex:
-    """Replies of stored responses by what they and all before them say."""
+    """LRU index of stored responses, by the digest of the reply and all messages before it."""
 
-    def __init__(self, most: int = MOST) -> None:
-        self._most = most
+    def __init__(self, max_replies: int = MAX_REPLIES) -> None:
+        self._max_replies = max_replies
         self._replies: OrderedDict[bytes, str] = OrderedDict()
 
-    def keep(self, owner: str, branch: Sequence[Message], reply: str) -> None:
+    def add(self, owner: str, branch: Sequence[Message], reply: str) -> None:
         """`branch` ends with the reply."""
         *_, key = message_digests(owner, branch)
         self._replies[key] = reply
         self._replies.move_to_end(key)
-        while len(self._replies) > self._most:
+        while len(self._replies) > self._max_replies:
             self._replies.popitem(last=False)
 
     def find(self, owner: str, messages: Sequence[Message]) -> Iterator[tuple[str, int]]:
-        """The replies among the messages that are known, the last first, and how many messages there are up to each."""
+        """Yields the indexed replies among the messages, the last first, each with the count of messages up to it."""
         keys = list(message_digests(owner, messages))
-        for place in reversed(range(len(messages))):
-            reply = self._replies.get(keys[place]) if messages[place].role is Role.ASSISTANT else None
+        for index in reversed(range(len(messages))):
+            reply = self._replies.get(keys[index]) if messages[index].role is Role.ASSISTANT else None
             if reply is not None:
-                self._replies.move_to_end(keys[place])
-                yield reply, place + 1
+                self._replies.move_to_end(keys[index])
+                yield reply, index + 1
 
 
 @dataclass(frozen=True, slots=True)
-class ResponsePlace:
+class ResponseTarget:
+    """Where a response goes: the conversation, its branch, and the messages to append."""
+
     conversation: Conversation | None
-    """None: one that is to be made."""
+    """None: a new one."""
     path: tuple[StoredMessage, ...]
-    """The branch that the messages hang on."""
+    """The branch that the messages are appended to."""
     messages: tuple[Message, ...]
     system: str
     """The system prompt of this response."""
-    known: ResponseRecord
+    record: ResponseRecord
 
 
-async def place_response(
+async def resolve_target(
     chat: Chat,
     body: ResponseRequest,
     messages: Sequence[Message],
-    known: ResponseRecord,
-    branches: ResponseIndex,
+    record: ResponseRecord,
+    index: ResponseIndex,
     owner: str,
-) -> ResponsePlace:
+) -> ResponseTarget:
     if all(message.role is Role.SYSTEM for message in messages):
         raise NoMessages
     if body.previous_response_id is not None:
-        return await _behind(chat, body.previous_response_id, messages, known)
+        return await _after_response(chat, body.previous_response_id, messages, record)
     if body.conversation is not None:
-        return await _left(chat, body.conversation, messages, known)
-    developer, said = split_system(messages)
-    known = known.model_copy(update={"developer": developer, "inputs": len(said)})
-    system = _joined(known.instructions or "", developer)
-    path = await _said_before(chat, branches.find(owner, said))
+        return await _in_conversation(chat, body.conversation, messages, record)
+    developer, inputs = split_system(messages)
+    record = record.model_copy(update={"developer": developer, "inputs": len(inputs)})
+    system = _join(record.instructions or "", developer)
+    path = await _stored_branch(chat, index.find(owner, inputs))
     if not path:
-        return ResponsePlace(None, (), said, system, known)
-    return ResponsePlace(await chat.conversation(path[-1].conversation_id), path, said[len(path) :], system, known)
+        return ResponseTarget(None, (), inputs, system, record)
+    return ResponseTarget(await chat.conversation(path[-1].conversation_id), path, inputs[len(path) :], system, record)
 
 
-async def begin_response(
+async def start_response(
     service: Service,
     chat: Chat,
     model: Model,
     owner: str,
-    place: ResponsePlace,
+    target: ResponseTarget,
     parameters: Mapping[str, Any],
     key: str | None,
 ) -> StoredMessage:
-    """The messages, durably, and the reply to them. What can't be answered is refused before anything is written."""
-    wanted = {**parameters, "system": place.system, "note": place.known.note()}
-    home = place.conversation or _not_made(owner, place.system)
-    asked = await asyncio.to_thread(
-        service.requests.new, model, home, place.path, place.messages, check_parameters(wanted)
+    """Stores the messages and starts the reply. An invalid request is refused before anything is written."""
+    parameters = {**parameters, "system": target.system, "note": target.record.note()}
+    conversation = target.conversation or _draft_conversation(owner, target.system)
+    new = await asyncio.to_thread(
+        service.requests.build, model, conversation, target.path, target.messages, check_parameters(parameters)
     )
-    conversation = place.conversation or await chat.create(system=place.system, key=key)
-    at = place.path[-1].id if place.path else None
-    for number, message in enumerate(place.messages):
-        at = (await chat.append(conversation.id, at, message, key=_key(key, str(number)))).id
-    request = replace(asked.request, conversation=conversation.id)
-    beginning = NewTurn(conversation.id, at, request, asked.settings, key=_key(key, "reply"), prompt=asked.prompt)
-    return await service.turns.begin(model, beginning)
+    conversation = target.conversation or await chat.create_conversation(system=target.system, key=key)
+    parent = target.path[-1].id if target.path else None
+    for number, message in enumerate(target.messages):
+        parent = (await chat.append_message(conversation.id, parent, message, key=_key(key, str(number)))).id
+    request = replace(new.request, conversation=conversation.id)
+    turn = NewTurn(conversation.id, parent, request, new.settings, key=_key(key, "reply"), prompt=new.prompt)
+    return await service.turns.start(model, turn)
 
 
-async def _behind(chat: Chat, id: str, messages: Sequence[Message], known: ResponseRecord) -> ResponsePlace:
+async def _after_response(chat: Chat, id: str, messages: Sequence[Message], record: ResponseRecord) -> ResponseTarget:
     try:
         reply = await find_response(chat, id)
     except NotFound:
         raise NoPreviousResponse(id) from None
-    _check_over(reply)
+    _check_ended(reply)
     conversation, path = await chat.conversation(reply.conversation_id), await chat.path(reply.id)
-    known = known.model_copy(update={"previous": id, "inputs": len(messages)})
-    system = known.instructions if known.instructions is not None else _carried(conversation, path)
-    return ResponsePlace(conversation, path, tuple(messages), system, known)
+    record = record.model_copy(update={"previous": id, "inputs": len(messages)})
+    system = record.instructions if record.instructions is not None else _inherited_system(conversation, path)
+    return ResponseTarget(conversation, path, tuple(messages), system, record)
 
 
-async def _left(
-    chat: Chat, name: str | ConversationReference, messages: Sequence[Message], known: ResponseRecord
-) -> ResponsePlace:
+async def _in_conversation(
+    chat: Chat, name: str | ConversationReference, messages: Sequence[Message], record: ResponseRecord
+) -> ResponseTarget:
     conversation = await chat.conversation(name if isinstance(name, str) else name.id)
     leaf = conversation.head_id or await chat.newest_leaf(conversation.id)
     path = await chat.path(leaf) if leaf is not None else ()
     if path:
-        _check_over(path[-1])
-    system = known.instructions if known.instructions is not None else conversation.system
-    known = known.model_copy(update={"inputs": len(messages)})
-    return ResponsePlace(conversation, path, tuple(messages), system, known)
+        _check_ended(path[-1])
+    system = record.instructions if record.instructions is not None else conversation.system
+    record = record.model_copy(update={"inputs": len(messages)})
+    return ResponseTarget(conversation, path, tuple(messages), system, record)
 
 
-async def _said_before(chat: Chat, known: Iterable[tuple[str, int]]) -> tuple[StoredMessage, ...]:
-    """The branch that the input repeats, as much of it as is still there."""
-    for reply, count in known:
+async def _stored_branch(chat: Chat, replies: Iterable[tuple[str, int]]) -> tuple[StoredMessage, ...]:
+    """The longest branch that the input repeats and that is still stored."""
+    for reply, count in replies:
         with suppress(NotFound):
             path = await chat.path((await find_response(chat, response_id(reply))).id)
             if len(path) == count:
@@ -226,28 +230,28 @@ async def _said_before(chat: Chat, known: Iterable[tuple[str, int]]) -> tuple[St
     return ()
 
 
-def _check_over(reply: StoredMessage) -> None:
+def _check_ended(reply: StoredMessage) -> None:
     if reply.reply is not None and reply.reply.status is ReplyStatus.RUNNING:
         raise Conflict("The response before this one is still running: wait for it, or cancel it first.")
 
 
-def _carried(conversation: Conversation, path: Sequence[StoredMessage]) -> str:
-    """A response's instructions are its own: of a system prompt that they were a part of only the rest goes on."""
-    for known in map(read_record, path):
-        if known.instructions and conversation.system == _joined(known.instructions, known.developer):
-            return known.developer
+def _inherited_system(conversation: Conversation, path: Sequence[StoredMessage]) -> str:
+    """The system prompt without the instructions of the response that created it: they applied to it alone."""
+    for record in map(read_record, path):
+        if record.instructions and conversation.system == _join(record.instructions, record.developer):
+            return record.developer
     return conversation.system
 
 
-def _joined(*texts: str) -> str:
+def _join(*texts: str) -> str:
     return "\n\n".join(text for text in texts if text)
 
 
-def _key(key: str | None, what: str) -> str | None:
-    return None if key is None else f"{key} {what}"
+def _key(key: str | None, suffix: str) -> str | None:
+    return None if key is None else f"{key} {suffix}"
 
 
-def _not_made(owner: str, system: str) -> Conversation:
-    """The conversation as it will be, to see whether its first message can be answered."""
+def _draft_conversation(owner: str, system: str) -> Conversation:
+    """A conversation that is not stored yet, to check the request before anything is written."""
     now = datetime.now(UTC)
     return Conversation("", owner, "", False, system, {}, (), None, now, now)

@@ -1,4 +1,4 @@
-"""What a request for a response wants, in the words of a chat completion: both doors mean the same by them."""
+"""Converts a request of the Responses API into a `ChatRequest`, and into the record that is stored with the reply."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 from palaver.errors import BadParameter
 from palaver.formats.base import Format
-from palaver.server.openai.sampling_params import check_nested_fields, ignored_fields, ignores_effort
+from palaver.server.openai.request import check_nested_fields, ignored_fields
+from palaver.server.openai.sampling_params import ignores_effort
 from palaver.server.openai.schemas import (
     ChatMessage,
     ChatRequest,
@@ -32,7 +33,7 @@ from palaver.server.responses.schemas import (
 from palaver.server.settings import ServerSettings
 from palaver.store.token_codec import ALTERNATIVES
 
-THEIRS = {
+FIELD_NAMES = {
     "enable_thinking": "enable_thinking",
     "think": "enable_thinking",
     "effort": "reasoning.effort",
@@ -50,8 +51,8 @@ THEIRS = {
     "constraint (json_schema)": "text.format",
     "constraint (lark)": "tools",
 }
-"""Our names, and a chat completion's, by those of a response's fields."""
-_SAME = (
+"""Field names of the Responses API by the names that errors of the chat completion path use."""
+_SHARED_FIELDS = (
     "model",
     "stream",
     "temperature",
@@ -75,7 +76,7 @@ _SAME = (
 
 
 def check_request(request: ResponseRequest) -> None:
-    """Raises BadParameter for what can't be, whatever the model and the conversation are."""
+    """Raises BadParameter for requests that are invalid with any model and any conversation."""
     check_nested_fields(request)
     metadata = request.metadata or {}
     if len(metadata) > MAX_METADATA:
@@ -102,24 +103,24 @@ def _check_stateless(request: ResponseRequest) -> None:
 
 
 def to_chat_request(request: ResponseRequest, messages: Sequence[ChatMessage]) -> ChatRequest:
-    given: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
+    shared: dict[str, Any] = {name: getattr(request, name) for name in _SHARED_FIELDS}
     tools, choice = _tools(request)
-    counts = wants_logprobs(request)
+    logprobs = wants_logprobs(request)
     return ChatRequest(
-        **given,
+        **shared,
         messages=list(messages),
         max_completion_tokens=request.max_output_tokens,
         tools=tools,
         tool_choice=choice,
-        response_format=_format(request.text.format if request.text is not None else None),
-        logprobs=counts or None,
-        top_logprobs=request.top_logprobs if counts else None,
+        response_format=_response_format(request.text.format if request.text is not None else None),
+        logprobs=logprobs or None,
+        top_logprobs=request.top_logprobs if logprobs else None,
         reasoning_effort=request.reasoning.effort if request.reasoning is not None else None,
     )
 
 
-def ignored_of(request: ResponseRequest, settings: ServerSettings, format: Format) -> list[str]:
-    """The fields without effect."""
+def ignored_request_fields(request: ResponseRequest, settings: ServerSettings, format: Format) -> list[str]:
+    """The names of the fields without effect."""
     ignored = ignored_fields(request)
     if request.text is not None and request.text.verbosity is not None:
         ignored.append("text.verbosity")
@@ -133,31 +134,31 @@ def wants_logprobs(request: ResponseRequest) -> bool:
 
 
 def to_record(request: ResponseRequest) -> ResponseRecord:
-    wish, text = request.reasoning, request.text
-    include = [str(one) for one in dict.fromkeys(request.include or ())]
+    reasoning, text = request.reasoning, request.text
+    include = [str(name) for name in dict.fromkeys(request.include or ())]
     if wants_logprobs(request) and LOGPROBS not in include:
         include.append(LOGPROBS)
-    told = ResponseRecord(
+    record = ResponseRecord(
         asked=True,
         background=bool(request.background),
         metadata=request.metadata or {},
         instructions=request.instructions,
-        tool_choice=_told_choice(request),
+        tool_choice=_tool_choice_value(request),
         parallel=request.parallel_tool_calls is not False,
         strict=[tool.name for tool in request.tools or () if tool.strict],
-        effort=wish.effort if wish is not None else None,
-        summary=(wish.summary or wish.generate_summary) if wish is not None else None,
+        effort=reasoning.effort if reasoning is not None else None,
+        summary=(reasoning.summary or reasoning.generate_summary) if reasoning is not None else None,
         truncation=request.truncation or "disabled",
         include=include,
         top_logprobs=request.top_logprobs or 0,
         user=request.user,
     )
     if text is None or text.format is None:
-        return told
-    return told.model_copy(update={"format": text.format.model_dump(by_alias=True, exclude_none=True)})
+        return record
+    return record.model_copy(update={"format": text.format.model_dump(by_alias=True, exclude_none=True)})
 
 
-def _told_choice(request: ResponseRequest) -> Any:
+def _tool_choice_value(request: ResponseRequest) -> Any:
     choice = request.tool_choice
     if choice is None:
         return "auto"
@@ -165,22 +166,22 @@ def _told_choice(request: ResponseRequest) -> Any:
 
 
 def _tools(request: ResponseRequest) -> tuple[list[ChatTool] | None, Any]:
-    """The tools, and which must be called. Of those that are not allowed the model is not told."""
+    """The tools and the tool choice. Tools that are not allowed are left out of the prompt."""
     tools = request.tools or []
     match request.tool_choice:
         case NamedTool(name=name):
-            return _offered(tools), NamedToolChoice(function=FunctionName(name=name))
+            return _chat_tools(tools), NamedToolChoice(function=FunctionName(name=name))
         case AllowedTools(mode=mode, tools=allowed):
             names = [tool.name for tool in allowed]
             for name in names:
                 if not any(tool.name == name for tool in tools):
                     raise BadParameter("tool_choice", name, "there is no such tool among the tools")
-            return _offered([tool for tool in tools if tool.name in names]), mode
+            return _chat_tools([tool for tool in tools if tool.name in names]), mode
         case choice:
-            return _offered(tools), choice
+            return _chat_tools(tools), choice
 
 
-def _offered(tools: Sequence[FunctionTool]) -> list[ChatTool] | None:
+def _chat_tools(tools: Sequence[FunctionTool]) -> list[ChatTool] | None:
     functions = [
         FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
         for tool in tools
@@ -188,7 +189,7 @@ def _offered(tools: Sequence[FunctionTool]) -> list[ChatTool] | None:
     return [ChatTool(type="function", function=function) for function in functions] or None
 
 
-def _format(format: TextFormat | None) -> ResponseFormat | None:
+def _response_format(format: TextFormat | None) -> ResponseFormat | None:
     if format is None or format.type == "text":
         return None
     if format.type == "json_object":

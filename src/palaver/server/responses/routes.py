@@ -1,4 +1,4 @@
-"""`/v1/responses` and what is under it."""
+"""The routes under `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from palaver.errors import BadParameter
-from palaver.server.auth import Whoever
-from palaver.server.conversations.dependencies import Mine
+from palaver.server.auth import CallerDep
+from palaver.server.conversations.dependencies import ChatDep
 from palaver.server.responses import stateless, stored
 from palaver.server.responses.request import check_request
 from palaver.server.responses.schemas import (
@@ -21,66 +21,66 @@ from palaver.server.responses.schemas import (
     ResponseRequest,
 )
 from palaver.server.sse import EventStream
-from palaver.server.state import StateOf
+from palaver.server.state import StateDep
 
 MAX_NUMBER = 2**31
 MAX_ITEMS = 100
-_TOLD: dict[int | str, dict[str, Any]] = {
+_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "model": ResponseBody,
         "description": "The response; as a stream, events that each have a `type` and a `sequence_number`.",
         "content": {EventStream.media_type: {"schema": {"type": "object"}}},
     }
 }
-Included = Annotated[list[Includable] | None, Query()]
-Bracketed = Annotated[list[Includable] | None, Query(alias="include[]")]
+Include = Annotated[list[Includable] | None, Query()]
+BracketedInclude = Annotated[list[Includable] | None, Query(alias="include[]")]
 
 
 def router() -> APIRouter:
     routes = APIRouter(tags=["OpenAI"])
 
-    @routes.post("/v1/responses", response_model=None, responses=_TOLD)
-    async def create(request: Request, body: ResponseRequest, caller: Whoever, state: StateOf) -> Response:
+    @routes.post("/v1/responses", response_model=None, responses=_RESPONSES)
+    async def create(request: Request, body: ResponseRequest, caller: CallerDep, state: StateDep) -> Response:
         """A reply to the input, behind the response before it where one is named. Unless `store` is false it is kept
         in a conversation, and found again by its id."""
         check_request(body)
-        answered = stateless.answer_stateless if body.store is False else stored.answer_stored
-        return await answered(request, body, caller.owner_id, state)
+        answer = stateless.answer_stateless if body.store is False else stored.answer_stored
+        return await answer(request, body, caller.owner_id, state)
 
     @routes.post("/v1/responses/input_tokens")
-    async def input_tokens(body: ResponseRequest, caller: Whoever, state: StateOf) -> InputTokens:
+    async def input_tokens(body: ResponseRequest, caller: CallerDep, state: StateDep) -> InputTokens:
         """How many tokens the model would read for a response; nothing is said."""
         check_request(body)
         return InputTokens(input_tokens=await stateless.count_input_tokens(body, caller.owner_id, state))
 
-    @routes.get("/v1/responses/{id}", response_model=None, responses=_TOLD)
+    @routes.get("/v1/responses/{id}", response_model=None, responses=_RESPONSES)
     async def retrieve(
         request: Request,
         id: str,
-        chat: Mine,
-        state: StateOf,
-        include: Included = None,
-        bracketed: Bracketed = None,
+        chat: ChatDep,
+        state: StateDep,
+        include: Include = None,
+        bracketed: BracketedInclude = None,
         stream: bool = False,
         starting_after: Annotated[int | None, Query(ge=0, le=MAX_NUMBER)] = None,
         include_obfuscation: bool | None = None,
     ) -> Response:
         """A response as it stands; as a stream, its events after a number, to its end."""
-        wanted = [*(include or ()), *(bracketed or ())]
+        included = [*(include or ()), *(bracketed or ())]
         if stream:
             after = -1 if starting_after is None else starting_after
-            return await stored.stream_stored(request, state, chat, id, after, wanted)
+            return await stored.stream_stored(request, state, chat, id, after, included)
         if starting_after is not None:
             raise BadParameter("starting_after", starting_after, "needs stream to be true")
-        return JSONResponse(await stored.read_response(state, chat, id, wanted))
+        return JSONResponse(await stored.read_response(state, chat, id, included))
 
-    @routes.post("/v1/responses/{id}/cancel", response_model=None, responses=_TOLD)
-    async def cancel(id: str, chat: Mine, state: StateOf) -> Response:
+    @routes.post("/v1/responses/{id}/cancel", response_model=None, responses=_RESPONSES)
+    async def cancel(id: str, chat: ChatDep, state: StateDep) -> Response:
         """Stops it where it runs; what was said is kept. One that is over stays as it is."""
         return JSONResponse(await stored.cancel_response(state, chat, id))
 
     @routes.delete("/v1/responses/{id}")
-    async def delete(id: str, chat: Mine, state: StateOf) -> ResponseDeleted:
+    async def delete(id: str, chat: ChatDep, state: StateDep) -> ResponseDeleted:
         """Deletes it, and with the last response of a conversation the conversation."""
         await stored.delete_response(state, chat, id)
         return ResponseDeleted(id=id)
@@ -88,12 +88,12 @@ def router() -> APIRouter:
     @routes.get("/v1/responses/{id}/input_items")
     async def input_items(
         id: str,
-        chat: Mine,
+        chat: ChatDep,
         after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=MAX_ITEMS)] = 20,
         order: Literal["asc", "desc"] = "desc",
-        include: Included = None,
-        bracketed: Bracketed = None,
+        include: Include = None,
+        bracketed: BracketedInclude = None,
     ) -> InputItemList:
         """What came with its request."""
         items = await stored.input_items(chat, id)
@@ -107,6 +107,6 @@ def _page(items: list[dict[str, Any]], after: str | None, limit: int) -> InputIt
     if after is not None and after not in ids:
         raise BadParameter("after", after[:80], "there is no such item")
     rest = items[ids.index(after) + 1 :] if after is not None else items
-    shown = rest[:limit]
-    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    return InputItemList(data=shown, first_id=first, last_id=last, has_more=len(rest) > limit)
+    page = rest[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return InputItemList(data=page, first_id=first, last_id=last, has_more=len(rest) > limit)

@@ -1,4 +1,4 @@
-"""What a request for a response may hold, and what comes back, as the OpenAPI document tells it."""
+"""Request and response bodies of the Responses API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Includable = Literal[
     "web_search_call.action.sources",
 ]
 LOGPROBS = "message.output_text.logprobs"
-SEALED = "reasoning.encrypted_content"
+ENCRYPTED_CONTENT = "reasoning.encrypted_content"
 MAX_METADATA = 16
 MAX_NAME = 64
 MAX_VALUE = 512

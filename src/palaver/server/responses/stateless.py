@@ -1,4 +1,4 @@
-"""A response that is not stored: it belongs to its request, and ends when its client leaves."""
+"""Responses that are not stored (`store: false`). They end when their client disconnects."""
 
 from __future__ import annotations
 
@@ -12,28 +12,19 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from palaver.chat.model import Model
-from palaver.chat.reply_request import oldest_to_drop, spoken, without_oldest
+from palaver.chat.reply_request import oldest_to_drop, without_empty_replies, without_oldest
 from palaver.events import PhaseOpened, Usage
 from palaver.generation import Finish
 from palaver.messages import Message, Role
 from palaver.phases import Phase
 from palaver.server.openai.choices import ChoiceDelta, ChoiceStream, CompletionStream
-from palaver.server.openai.disconnect import (
-    close_on_failure,
-    first_chunk,
-    first_seconds,
-    indexed_stream,
-    limited_stream,
-    run_while_connected,
-)
 from palaver.server.openai.messages import ChatHistory, parse_history
-from palaver.server.openai.request import ChatCall, build_call, check_model
-from palaver.server.openai.sampling_params import api_field_names, ignored_header
+from palaver.server.openai.request import ChatCall, api_field_names, build_call, check_model, ignored_header
 from palaver.server.openai.schemas import ChatRequest
 from palaver.server.responses.encoder import ResponseEncoder, ResponseEnding
-from palaver.server.responses.history import ResponsePlace, place_response, response_id
+from palaver.server.responses.history import ResponseTarget, resolve_target, response_id
 from palaver.server.responses.items import chat_messages, resolve_references
-from palaver.server.responses.request import THEIRS, ignored_of, to_chat_request, to_record
+from palaver.server.responses.request import FIELD_NAMES, ignored_request_fields, to_chat_request, to_record
 from palaver.server.responses.schemas import ResponseRequest
 from palaver.server.responses.streaming import (
     ResponseDelta,
@@ -43,92 +34,100 @@ from palaver.server.responses.streaming import (
     response_header,
     stream_events,
 )
-from palaver.server.sse import EventStream
+from palaver.server.sse import EventStream, close_on_failure, first_chunk, first_seconds, run_while_connected
 from palaver.server.state import ServerState
 from palaver.store import prompt_messages
 from palaver.store.records import new_id
 
-_STATUS = {Finish.END: "completed", Finish.STOP_STRING: "completed", Finish.LENGTH: "incomplete"}
+_STATUSES = {Finish.END: "completed", Finish.STOP_STRING: "completed", Finish.LENGTH: "incomplete"}
 
 
 async def answer_stateless(request: Request, body: ResponseRequest, owner: str, state: ServerState) -> Response:
     model = state.service.models.current()
-    with api_field_names(THEIRS):
-        what, place = await _asked(body, model, owner, state)
-        speaking = CompletionStream(what, await asyncio.to_thread(what.utterances), state.metrics)
-    stream = indexed_stream(state, speaking, limited_stream(state, speaking))
-    telling = _telling(what, place)
+    with api_field_names(FIELD_NAMES):
+        call, target = await _parse_request(body, model, owner, state)
+        reply_streams = await asyncio.to_thread(call.reply_streams)
+        completion = CompletionStream(call, reply_streams, state.metrics, state.limiter, state.reply_index)
+    stream = completion.deltas()
+    encoder = _encoder(call, target)
     async with close_on_failure(stream):
-        with api_field_names(THEIRS):
-            first = await first_chunk(request, stream, first_seconds(what.request))
-            source = _said(speaking.choices[0], stream, first)
-            ignored = ignored_header(ignored_of(body, state.settings, model.format))
+        with api_field_names(FIELD_NAMES):
+            first = await first_chunk(request, stream, first_seconds(call.request))
+            source = _deltas(completion.choices[0], stream, first)
+            ignored = ignored_header(ignored_request_fields(body, state.settings, model.format))
             if body.stream:
-                return EventStream(stream_events(telling, source), ignored)
-            return JSONResponse(await run_while_connected(request, complete_response(telling, source)), headers=ignored)
+                return EventStream(stream_events(encoder, source), ignored)
+            return JSONResponse(await run_while_connected(request, complete_response(encoder, source)), headers=ignored)
 
 
 async def count_input_tokens(body: ResponseRequest, owner: str, state: ServerState) -> int:
-    """How many tokens the model would read."""
+    """The token count of the prompt."""
     model = state.service.models.current()
-    with api_field_names(THEIRS):
-        what, _ = await _asked(body, model, owner, state)
-        return len(await asyncio.to_thread(model.prompt, what.request, what.said, what.begun))
+    with api_field_names(FIELD_NAMES):
+        call, _ = await _parse_request(body, model, owner, state)
+        return len(await asyncio.to_thread(model.prompt, call.request, call.partial_ids, call.partial))
 
 
-async def _asked(body: ResponseRequest, model: Model, owner: str, state: ServerState) -> tuple[ChatCall, ResponsePlace]:
+async def _parse_request(
+    body: ResponseRequest, model: Model, owner: str, state: ServerState
+) -> tuple[ChatCall, ResponseTarget]:
     chat = state.service.chat(owner)
-    wishes = to_chat_request(body, chat_messages(await resolve_references(chat, body.input)))
+    chat_request = to_chat_request(body, chat_messages(await resolve_references(chat, body.input)))
     check_model(body.model, model, state.settings)
-    given = parse_history(wishes, state.settings.limits.messages)
-    place = await place_response(chat, body, given.messages, to_record(body), state.branches, owner)
-    return await asyncio.to_thread(_whole_request, wishes, place, given.begun, model, owner, state), place
+    parsed = parse_history(chat_request, state.settings.limits.messages)
+    target = await resolve_target(chat, body, parsed.messages, to_record(body), state.response_index, owner)
+    return await asyncio.to_thread(_build_call, chat_request, target, parsed.partial, model, owner, state), target
 
 
-def _whole_request(
-    wishes: ChatRequest, place: ResponsePlace, begun: Message | None, model: Model, owner: str, state: ServerState
+def _build_call(
+    chat_request: ChatRequest,
+    target: ResponseTarget,
+    partial: Message | None,
+    model: Model,
+    owner: str,
+    state: ServerState,
 ) -> ChatCall:
-    """What was said before is read from the conversation, with its tokens; the rest may be remembered."""
+    """The history comes from the conversation, with its tokens. Without one, token ids come from the reply index."""
     store, requests = state.service.store, state.service.requests
-    path = spoken(place.path)
-    said = (*store.messages.full_path(path), *place.messages)
-    messages = prompt_messages(place.system, said)
+    path = without_empty_replies(target.path)
+    history = (*store.messages.load_path(path), *target.messages)
+    messages = prompt_messages(target.system, history)
     sent = [None] * sum(message.role is Role.ASSISTANT for message in messages)
-    past = requests.past(model, path)
-    if not place.path:
-        past = state.remembered.past(owner, messages, sent)
-    what = build_call(wishes, ChatHistory(messages, past, begun), model, state.settings, owner)
-    if place.known.truncation == "disabled":
-        return what
-    dropped = oldest_to_drop(model, what.request, "shorten")
-    return replace(what, request=replace(what.request, messages=without_oldest(messages, dropped)))
+    past = requests.past_replies(model, path)
+    if not target.path:
+        past = state.reply_index.lookup(owner, messages, sent)
+    call = build_call(chat_request, ChatHistory(messages, past, partial), model, state.settings, owner)
+    if target.record.truncation == "disabled":
+        return call
+    dropped = oldest_to_drop(model, call.request, "shorten")
+    return replace(call, request=replace(call.request, messages=without_oldest(messages, dropped)))
 
 
-def _telling(what: ChatCall, place: ResponsePlace) -> ResponseEncoder:
-    name = new_id()
-    about = response_header(response_id(name), int(time.time()), what.model.name, place.known)
-    about |= effective_parameters(what.request.sampling, what.request.tools, place.known)
-    return ResponseEncoder(name, about, output_options(place.known))
+def _encoder(call: ChatCall, target: ResponseTarget) -> ResponseEncoder:
+    id = new_id()
+    header = response_header(response_id(id), int(time.time()), call.model.name, target.record)
+    header |= effective_parameters(call.request.sampling, call.request.tools, target.record)
+    return ResponseEncoder(id, header, output_options(target.record))
 
 
-async def _said(
+async def _deltas(
     choice: ChoiceStream, stream: AsyncGenerator[ChoiceDelta], first: asyncio.Future[ChoiceDelta]
 ) -> AsyncGenerator[ResponseDelta]:
     try:
         async with aclosing(stream):
             yield ResponseDelta((PhaseOpened(Phase.THINKING),) if choice.opens_thinking else ())
-            told = await first
+            delta = await first
             while True:
-                yield ResponseDelta(told.events, told.logprobs, _ending(told, choice))
-                told = await anext(stream)
+                yield ResponseDelta(delta.events, delta.logprobs, _ending(delta, choice))
+                delta = await anext(stream)
     finally:
         first.cancel()
 
 
-def _ending(told: ChoiceDelta, choice: ChoiceStream) -> ResponseEnding | None:
-    """The usage counts what is new of a reply that is continued."""
-    if told.finished is None:
+def _ending(delta: ChoiceDelta, choice: ChoiceStream) -> ResponseEnding | None:
+    """The ending with the last delta, else None. The usage of a continued reply counts only its new tokens."""
+    if delta.finished is None:
         return None
-    status, totals = _STATUS.get(told.finished.finish, "cancelled"), choice.count()
-    counted = Usage(totals.prompt, totals.cached, totals.reply, totals.thinking)
-    return ResponseEnding(status, counted, None, int(time.time()) if status == "completed" else None)
+    status, totals = _STATUSES.get(delta.finished.finish, "cancelled"), choice.update_usage()
+    usage = Usage(totals.prompt, totals.cached, totals.reply, totals.thinking)
+    return ResponseEnding(status, usage, None, int(time.time()) if status == "completed" else None)

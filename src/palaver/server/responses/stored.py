@@ -1,4 +1,4 @@
-"""Responses that are stored: asked for, gone back to, followed, cancelled, deleted."""
+"""Stored responses: create, retrieve, stream, cancel, delete."""
 
 from __future__ import annotations
 
@@ -18,189 +18,193 @@ from palaver.chat.subscription import ended_event
 from palaver.errors import EngineError, ModelError, PalaverError, RequestError, ShuttingDown
 from palaver.events import Failed, Finished, ReadEvent, Started, Waiting
 from palaver.messages import Role
-from palaver.server.openai.disconnect import (
+from palaver.server.errors import ClientDisconnected
+from palaver.server.openai.messages import parse_history
+from palaver.server.openai.request import api_field_names, check_model, ignored_header, request_parameters
+from palaver.server.openai.schemas import ChatRequest
+from palaver.server.responses.encoder import ResponseEnding
+from palaver.server.responses.history import find_response, read_record, resolve_target, response_id, start_response
+from palaver.server.responses.items import chat_messages, check_answerable, message_items, resolve_references
+from palaver.server.responses.request import FIELD_NAMES, ignored_request_fields, to_chat_request, to_record
+from palaver.server.responses.schemas import LOGPROBS, ResponseRequest
+from palaver.server.responses.streaming import (
+    ReplyParked,
+    complete_response,
+    follow_response,
+    replay_deltas,
+    start_tracked,
+    stored_encoder,
+    stored_ending,
+    stream_events,
+)
+from palaver.server.sse import (
     FIRST_SECONDS,
+    EventStream,
     close_on_failure,
     close_stream,
     first_chunk,
     first_seconds,
     run_while_connected,
 )
-from palaver.server.openai.messages import parse_history
-from palaver.server.openai.request import check_model, whole_parameters
-from palaver.server.openai.sampling_params import api_field_names, ignored_header
-from palaver.server.openai.schemas import ChatRequest
-from palaver.server.request_body import ClientDisconnected
-from palaver.server.responses.encoder import ResponseEnding
-from palaver.server.responses.history import begin_response, find_response, place_response, read_record, response_id
-from palaver.server.responses.items import chat_messages, check_answerable, message_items, resolve_references
-from palaver.server.responses.request import THEIRS, ignored_of, to_chat_request, to_record
-from palaver.server.responses.schemas import LOGPROBS, ResponseRequest
-from palaver.server.responses.streaming import (
-    ReplyParked,
-    begin_tracked,
-    complete_response,
-    follow_response,
-    replay_deltas,
-    stored_encoder,
-    stored_ending,
-    stream_events,
-)
-from palaver.server.sse import EventStream
 from palaver.server.state import ServerState
 from palaver.store import ReplyStatus, StoredMessage
 
-_KEY = "idempotency-key"
+_KEY_HEADER = "idempotency-key"
 
 
 async def answer_stored(request: Request, body: ResponseRequest, owner: str, state: ServerState) -> Response:
-    """Unless it runs in the background, the reply is stopped when its client leaves: what was said is kept."""
+    """Creates a stored response. Unless it runs in the background, a disconnect of its client stops it; the text so far
+    is kept."""
     chat, model = state.service.chat(owner), state.service.models.current()
-    with api_field_names(THEIRS):
-        reply = await _begun(chat, model, body, owner, state, request.headers.get(_KEY))
-        ignored = ignored_header(ignored_of(body, state.settings, model.format))
+    with api_field_names(FIELD_NAMES):
+        reply = await _start_reply(chat, model, body, owner, state, request.headers.get(_KEY_HEADER))
+        ignored = ignored_header(ignored_request_fields(body, state.settings, model.format))
     if body.background and not body.stream:
         return JSONResponse(stored_encoder(reply).response("queued"), headers=ignored)
-    leave = _nothing if body.background else _stopping(state, reply)
+    on_disconnect = _keep_running if body.background else _stop_callback(state, reply)
     try:
-        with api_field_names(THEIRS):
-            await run_while_connected(request, _let_in(state, chat, reply))
+        with api_field_names(FIELD_NAMES):
+            await run_while_connected(request, _wait_accepted(state, chat, reply))
         if body.stream:
-            return EventStream(_pieces(state, chat, reply), ignored, on_leave=leave)
-        value = await run_while_connected(request, _whole(state, chat, reply))
+            return EventStream(_stream(state, chat, reply), ignored, on_disconnect=on_disconnect)
+        value = await run_while_connected(request, _complete(state, chat, reply))
         _raise_engine_failure(state, reply)
         return JSONResponse(value, headers=ignored)
     except ClientDisconnected:
-        leave()
+        on_disconnect()
         raise
 
 
 async def read_response(state: ServerState, chat: Chat, id: str, include: Sequence[str] = ()) -> dict[str, Any]:
-    """A response as it stands."""
-    return await _as_it_stands(state, chat, await _awake(state, chat, await find_response(chat, id)), include)
+    """The response so far."""
+    return await _current_value(state, chat, await _resume_parked(state, chat, await find_response(chat, id)), include)
 
 
 async def stream_stored(
     request: Request, state: ServerState, chat: Chat, id: str, after: int, include: Sequence[str]
 ) -> Response:
-    """Its events after that number, to the end."""
-    reply = await _awake(state, chat, await find_response(chat, id))
-    stream = _pieces(state, chat, reply, after, include)
+    """Streams the events after a sequence number, to the end."""
+    reply = await _resume_parked(state, chat, await find_response(chat, id))
+    stream = _stream(state, chat, reply, after, include)
     async with close_on_failure(stream):
         first = await first_chunk(request, stream)
     return EventStream(_with_first(first, stream))
 
 
 async def cancel_response(state: ServerState, chat: Chat, id: str) -> dict[str, Any]:
-    """Stops it where it runs, and says how it stands then. One that is over stays as it is."""
+    """Stops a running response and returns it. A response that has ended stays as it is."""
     reply = await find_response(chat, id)
-    await _stopped(chat, reply)
+    await _stop_running(chat, reply)
     if reply.reply is not None and reply.reply.status is ReplyStatus.INTERRUPTED:
-        await _mark(state, reply, cancelled=True)
-    return await _as_it_stands(state, chat, await find_response(chat, id))
+        await _annotate(state, reply, cancelled=True)
+    return await _current_value(state, chat, await find_response(chat, id))
 
 
 async def delete_response(state: ServerState, chat: Chat, id: str) -> None:
-    """The response is gone. Its conversation goes with the last of its replies; until then others may hang on it."""
+    """Marks the response as deleted. The conversation is deleted with the last of its replies: until then other replies
+    may depend on this one."""
     reply = await find_response(chat, id)
-    await _stopped(chat, reply)
-    await _mark(state, reply, deleted=True)
-    everything = await asyncio.to_thread(state.service.store.messages.everything, reply.conversation_id)
+    await _stop_running(chat, reply)
+    await _annotate(state, reply, deleted=True)
+    everything = await asyncio.to_thread(state.service.store.messages.all, reply.conversation_id)
     if all(read_record(message).deleted for message in everything if message.role is Role.ASSISTANT and message.reply):
-        await chat.delete(reply.conversation_id)
+        await chat.delete_conversation(reply.conversation_id)
 
 
 async def input_items(chat: Chat, id: str) -> list[dict[str, Any]]:
-    """What came with the request, the oldest first."""
+    """The input items of the request, the oldest first."""
     reply = await find_response(chat, id)
     path = await chat.path(reply.parent_id) if reply.parent_id is not None else ()
-    known = read_record(reply)
-    came = path[-(known.inputs or 1) :]
-    items = [item for message in came for item in message_items(message.id, message.role, message.parts)]
-    if developer := known.developer:
+    record = read_record(reply)
+    inputs = path[-(record.inputs or 1) :]
+    items = [item for message in inputs for item in message_items(message.id, message.role, message.parts)]
+    if developer := record.developer:
         content = [{"type": "input_text", "text": developer}]
-        about = {"id": f"dev_{reply.id}", "type": "message", "role": "system", "status": "completed"}
-        items.insert(0, {**about, "content": content})
+        header = {"id": f"dev_{reply.id}", "type": "message", "role": "system", "status": "completed"}
+        items.insert(0, {**header, "content": content})
     return items
 
 
-async def _stopped(chat: Chat, reply: StoredMessage) -> None:
-    """Stops it where it runs, and waits for its end."""
+async def _stop_running(chat: Chat, reply: StoredMessage) -> None:
+    """Stops a running reply and waits for its end."""
     if reply.reply is None or reply.reply.status is not ReplyStatus.RUNNING:
         return
-    await chat.stop(reply.id)
+    await chat.stop_reply(reply.id)
     async with chat.events(reply.id) as entries:
         async for _ in entries:
             pass
 
 
-async def _mark(state: ServerState, reply: StoredMessage, **marks: bool) -> None:
+async def _annotate(state: ServerState, reply: StoredMessage, **marks: bool) -> None:
     note = read_record(reply).model_copy(update={**marks, "of": reply.id}).note()
     await asyncio.to_thread(state.service.store.replies.annotate, reply.id, note)
 
 
-async def _begun(
+async def _start_reply(
     chat: Chat, model: Model, body: ResponseRequest, owner: str, state: ServerState, key: str | None
 ) -> StoredMessage:
-    wishes = to_chat_request(body, chat_messages(await resolve_references(chat, body.input)))
-    check_answerable(wishes.messages)
+    chat_request = to_chat_request(body, chat_messages(await resolve_references(chat, body.input)))
+    check_answerable(chat_request.messages)
     check_model(body.model, model, state.settings)
-    messages = parse_history(wishes, state.settings.limits.messages).messages
-    place = await place_response(chat, body, messages, to_record(body), state.branches, owner)
-    parameters = _parameters(wishes, body, model, state)
-    begins = partial(begin_response, state.service, chat, model, owner, place, parameters, key)
-    return await begin_tracked(state, chat, owner, begins)
+    messages = parse_history(chat_request, state.settings.limits.messages).messages
+    target = await resolve_target(chat, body, messages, to_record(body), state.response_index, owner)
+    parameters = _parameters(chat_request, body, model, state)
+    start = partial(start_response, state.service, chat, model, owner, target, parameters, key)
+    return await start_tracked(state, chat, owner, start)
 
 
-async def _let_in(state: ServerState, chat: Chat, reply: StoredMessage) -> None:
-    """Waits for the engine's first word, so that what it refuses has a status of its own, and nothing is left of it."""
+async def _wait_accepted(state: ServerState, chat: Chat, reply: StoredMessage) -> None:
+    """Waits until the engine accepts the request. A request that it refuses fails with an HTTP status, and its response
+    is deleted."""
     turn = state.service.turns.get(reply.id)
-    seconds = first_seconds(turn.utterance.request) if turn is not None else FIRST_SECONDS
+    seconds = first_seconds(turn.reply_stream.request) if turn is not None else FIRST_SECONDS
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds), chat.events(reply.id) as entries:
             async for entry in entries:
                 if isinstance(entry.event, Waiting | Started | Finished | Failed):
                     break
-    if turn is not None and isinstance(turn.error, RequestError | ModelError) and not turn.utterance.steps:
+    if turn is not None and isinstance(turn.error, RequestError | ModelError) and not turn.reply_stream.steps:
         await delete_response(state, chat, response_id(reply.id))
         raise turn.error
 
 
-def _parameters(wishes: ChatRequest, body: ResponseRequest, model: Model, state: ServerState) -> dict[str, Any]:
-    parameters = whole_parameters(wishes, state.settings, model.format)
+def _parameters(chat_request: ChatRequest, body: ResponseRequest, model: Model, state: ServerState) -> dict[str, Any]:
+    parameters = request_parameters(chat_request, state.settings, model.format)
     return {**parameters, "overflow": "shorten"} if body.truncation == "auto" else parameters
 
 
 def _raise_engine_failure(state: ServerState, reply: StoredMessage) -> None:
-    """A reply that the engine failed at is an error to the request that waited for it, so that its client retries."""
+    """Raises the engine's error to the waiting request, so that its client retries."""
     turn = state.service.turns.get(reply.id)
     if turn is not None and isinstance(turn.error, EngineError):
         raise turn.error
 
 
-def _nothing() -> None:
-    """A reply in the background goes on."""
+def _keep_running() -> None:
+    """A background response continues after its client disconnects."""
 
 
-def _stopping(state: ServerState, reply: StoredMessage) -> Callable[[], None]:
+def _stop_callback(state: ServerState, reply: StoredMessage) -> Callable[[], None]:
     def stop() -> None:
         turn = state.service.turns.get(reply.id)
         if turn is not None and not turn.log.ended:
-            turn.utterance.stop()
+            turn.reply_stream.stop()
 
     return stop
 
 
-def _pieces(
+def _stream(
     state: ServerState, chat: Chat, reply: StoredMessage, after: int = -1, include: Sequence[str] = ()
 ) -> AsyncGenerator[bytes]:
-    telling = stored_encoder(reply, include)
-    source = follow_response(state, chat, reply, _counts(reply, include), after < 0)
-    return stream_events(telling, source, after)
+    encoder = stored_encoder(reply, include)
+    source = follow_response(state, chat, reply, _includes_logprobs(reply, include), after < 0)
+    return stream_events(encoder, source, after)
 
 
-async def _whole(state: ServerState, chat: Chat, reply: StoredMessage, include: Sequence[str] = ()) -> dict[str, Any]:
-    source = follow_response(state, chat, reply, _counts(reply, include), True)
+async def _complete(
+    state: ServerState, chat: Chat, reply: StoredMessage, include: Sequence[str] = ()
+) -> dict[str, Any]:
+    source = follow_response(state, chat, reply, _includes_logprobs(reply, include), True)
     try:
         return await complete_response(stored_encoder(reply, include), source)
     except ReplyParked as error:
@@ -209,52 +213,52 @@ async def _whole(state: ServerState, chat: Chat, reply: StoredMessage, include: 
         raise EngineError(str(error)) from None
 
 
-def _counts(reply: StoredMessage, include: Sequence[str]) -> bool:
+def _includes_logprobs(reply: StoredMessage, include: Sequence[str]) -> bool:
     return LOGPROBS in (*read_record(reply).include, *include)
 
 
-async def _as_it_stands(
+async def _current_value(
     state: ServerState, chat: Chat, reply: StoredMessage, include: Sequence[str] = ()
 ) -> dict[str, Any]:
     assert reply.reply is not None
-    telling = stored_encoder(reply, include)
+    encoder = stored_encoder(reply, include)
     if reply.reply.status is ReplyStatus.RUNNING:
         turn = state.service.turns.get(reply.id)
-        if turn is None:  # another process writes it, or it waits for the model to go on
-            return telling.response("in_progress")
-        telling.take([cast("ReadEvent", entry.event) for entry in turn.log.so_far()])
-        return telling.response("in_progress" if turn.log.started else "queued")
-    if _counts(reply, include):
-        return await _whole(state, chat, reply, include)
-    telling.take(replay_deltas(reply.parts))
+        if turn is None:  # another process runs it, or it waits for the model
+            return encoder.response("in_progress")
+        encoder.feed([cast("ReadEvent", entry.event) for entry in turn.log.entries()])
+        return encoder.response("in_progress" if turn.log.started else "queued")
+    if _includes_logprobs(reply, include):
+        return await _complete(state, chat, reply, include)
+    encoder.feed(replay_deltas(reply.parts))
     last = stored_ending(reply, ended_event(reply))
     if read_record(reply).cancelled:
         last = ResponseEnding("cancelled", last.usage)
-    value: dict[str, Any] = telling.end(last)[-1]["response"]
+    value: dict[str, Any] = encoder.finish(last)[-1]["response"]
     return value
 
 
-async def _awake(state: ServerState, chat: Chat, reply: StoredMessage) -> StoredMessage:
-    """A response that was put aside, with a server that ended or a model that went, goes on when it is asked for."""
+async def _resume_parked(state: ServerState, chat: Chat, reply: StoredMessage) -> StoredMessage:
+    """Resumes a response that was interrupted by a shutdown or a change of the model."""
     assert reply.reply is not None
-    known = read_record(reply)
-    if reply.reply.status is not ReplyStatus.INTERRUPTED or not known.asked or known.cancelled:
+    record = read_record(reply)
+    if reply.reply.status is not ReplyStatus.INTERRUPTED or not record.asked or record.cancelled:
         return reply
     try:
         model = state.service.models.current()
     except PalaverError:
         return reply
     messages = state.service.store.messages
-    below = await asyncio.to_thread(messages.children, reply.conversation_id, reply.id)
-    if below or not is_same_tokenizer(model, reply):
+    replies_below = await asyncio.to_thread(messages.children, reply.conversation_id, reply.id)
+    if replies_below or not is_same_tokenizer(model, reply):
         return reply
-    return await chat.go_on(reply.id)
+    return await chat.continue_reply(reply.id)
 
 
 async def _with_first(first: asyncio.Future[bytes], stream: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
     try:
         yield await first
-        async for piece in stream:
-            yield piece
+        async for chunk in stream:
+            yield chunk
     finally:
         await close_stream(first, stream)

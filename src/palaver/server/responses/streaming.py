@@ -1,4 +1,4 @@
-"""A stored response as it is said: the turn's events from its beginning, and with each what belongs to it."""
+"""Streaming of responses: follows a stored turn from its beginning and encodes the events with a `ResponseEncoder`."""
 
 from __future__ import annotations
 
@@ -40,64 +40,64 @@ from palaver.server.responses.encoder import (
     encode_events,
 )
 from palaver.server.responses.history import ResponseRecord, read_record, response_id
-from palaver.server.responses.schemas import LOGPROBS, SEALED
+from palaver.server.responses.schemas import ENCRYPTED_CONTENT, LOGPROBS
 from palaver.server.state import ServerState
 from palaver.store import ReplyStatus, StoredMessage
-from palaver.store.json_values import StoredPart
+from palaver.store.encoding import StoredPart
 
-
-async def begin_tracked(
-    state: ServerState, chat: Chat, owner: str, begin: Callable[[], Awaitable[StoredMessage]]
-) -> StoredMessage:
-    """The reply, begun. QueueFull or ShuttingDown, and nothing begun, where there is no room for it."""
-    with ExitStack() as floor:
-        floor.enter_context(state.floor.taken(owner, _put_aside))
-        reply = await begin()
-        if reply.id in state.attending or reply.reply is None or reply.reply.status is not ReplyStatus.RUNNING:
-            return reply  # it was asked for before, under the same key
-        task = asyncio.create_task(_attend(state, chat, owner, reply.id, floor.pop_all()))
-    state.attending[reply.id] = task
-    task.add_done_callback(lambda _: state.attending.pop(reply.id, None))
-    return reply
-
-
-async def wait_indexed(state: ServerState, reply: str) -> None:
-    """Waits until a response that has ended is remembered: whoever hears of its end may go on from it at once."""
-    if (task := state.attending.get(reply)) is not None:
-        await asyncio.wait({task})
-
-
-def _put_aside() -> None:
-    """With the server's end all turns are put aside: nothing has to be stopped for that."""
-
-
-async def _attend(state: ServerState, chat: Chat, owner: str, reply: str, floor: ExitStack) -> None:
-    with suppress(PalaverError):  # its conversation may be deleted meanwhile
-        with floor:
-            async with chat.events(reply) as entries:
-                async for _ in entries:
-                    pass
-        path = await chat.path(reply)
-        branch = await asyncio.to_thread(state.service.store.messages.full_path, path)
-        state.branches.keep(owner, branch, reply)
-
-
-_ENDED = {
+_STATUSES = {
     Finish.END: "completed",
     Finish.STOP_STRING: "completed",
     Finish.LENGTH: "incomplete",
     Finish.STOPPED: "cancelled",
 }
-_UNLIKELY = -9999.0
+_MIN_LOGPROB = -9999.0
+_FROM_START = -1
+
+
+async def start_tracked(
+    state: ServerState, chat: Chat, owner: str, start: Callable[[], Awaitable[StoredMessage]]
+) -> StoredMessage:
+    """Starts the reply and follows it to its end in a task. Raises QueueFull or ShuttingDown before anything starts."""
+    with ExitStack() as permit:
+        permit.enter_context(state.limiter.acquire(owner, _on_shutdown))
+        reply = await start()
+        if reply.id in state.response_watchers or reply.reply is None or reply.reply.status is not ReplyStatus.RUNNING:
+            return reply  # a retry with the same idempotency key
+        task = asyncio.create_task(_follow(state, chat, owner, reply.id, permit.pop_all()))
+    state.response_watchers[reply.id] = task
+    task.add_done_callback(lambda _: state.response_watchers.pop(reply.id, None))
+    return reply
+
+
+async def wait_indexed(state: ServerState, reply: str) -> None:
+    """Waits until a response that has ended is in the index, so that a client may continue from it at once."""
+    if (task := state.response_watchers.get(reply)) is not None:
+        await asyncio.wait({task})
+
+
+def _on_shutdown() -> None:
+    """Does nothing: the service itself parks all turns when the server shuts down."""
+
+
+async def _follow(state: ServerState, chat: Chat, owner: str, reply: str, permit: ExitStack) -> None:
+    with suppress(PalaverError):  # the conversation may have been deleted in the meantime
+        with permit:
+            async with chat.events(reply) as entries:
+                async for _ in entries:
+                    pass
+        path = await chat.path(reply)
+        branch = await asyncio.to_thread(state.service.store.messages.load_path, path)
+        state.response_index.add(owner, branch, reply)
 
 
 class ReplyParked(PalaverError):
-    """The reply was put aside, with the server or its model: it goes on when somebody asks for it again."""
+    """The reply was interrupted by a shutdown or a change of the model. It resumes at the next request for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseDelta:
-    """Something of a reply: events, or its end, and what belongs to them."""
+    """One step of a response: events with their log-probabilities, and the ending with the last one."""
 
     events: tuple[ReadEvent, ...] = ()
     logprobs: tuple[dict[str, Any], ...] = ()
@@ -107,20 +107,23 @@ class ResponseDelta:
 async def follow_response(
     state: ServerState, chat: Chat, reply: StoredMessage, logprobs: bool, from_start: bool
 ) -> AsyncGenerator[ResponseDelta]:
-    """All of it to its end. PutAside where it has none yet; `from_start` is false where a reader wants only what comes
-    after a number, which can't be told of a reply whose tokens mean nothing to the model in use."""
-    tokens = await _tokens(state.service, reply) if logprobs else None
+    """Follows a stored reply from its beginning to its end. Raises ReplyParked if it was interrupted.
+
+    `from_start` is false if the client resumes after a sequence number. A reply of another tokenizer is only
+    known as a whole, without its numbers, and can't be resumed.
+    """
+    tokens = await _token_logprobs(state.service, reply) if logprobs else None
     async with chat.events(reply.id) as entries:
         if tokens is not None:
-            yield ResponseDelta(tokens.opening())
+            yield ResponseDelta(tokens.open())
         async for entry in entries:
             match entry.event:
                 case Waiting() | Started():
                     yield ResponseDelta()
                 case Finished() | Failed() as last:
-                    for said in await tokens.news() if tokens is not None else ():
-                        yield said
-                    rest = tokens.rest() if tokens is not None else ()
+                    for delta in await tokens.new_deltas() if tokens is not None else ():
+                        yield delta
+                    rest = tokens.flush() if tokens is not None else ()
                     await wait_indexed(state, reply.id)
                     yield ResponseDelta(last.tail, rest, await _ending(chat, reply, last))
                 case Snapshot(message):
@@ -132,12 +135,12 @@ async def follow_response(
                     if tokens is None:
                         yield ResponseDelta((event,))
                         continue
-                    for said in await tokens.news():
-                        yield said
+                    for delta in await tokens.new_deltas():
+                        yield delta
 
 
 def replay_deltas(parts: Iterable[StoredPart | Part]) -> list[ReadEvent]:
-    """All that was said, as if it came now."""
+    """The events that a reader would emit for these parts."""
     events: list[ReadEvent] = []
     calls = 0
     for part in parts:
@@ -153,11 +156,11 @@ def replay_deltas(parts: Iterable[StoredPart | Part]) -> list[ReadEvent]:
 
 
 def stored_ending(reply: StoredMessage, last: Finished | Failed) -> ResponseEnding:
-    """How a reply that is over ended."""
+    """The ending of a reply that has ended."""
     assert reply.reply is not None
     if isinstance(last, Failed):
         return ResponseEnding("failed", reply.reply.usage, last.error)
-    status = _ENDED[last.finish]
+    status = _STATUSES[last.finish]
     at = reply.reply.ended_at
     return ResponseEnding(
         status, last.usage, None, int(at.timestamp()) if at is not None and status == "completed" else None
@@ -166,14 +169,14 @@ def stored_ending(reply: StoredMessage, last: Finished | Failed) -> ResponseEndi
 
 async def _ending(chat: Chat, reply: StoredMessage, last: Finished | Failed) -> ResponseEnding:
     latest = await chat.message(reply.id)
-    open_still = latest.reply is not None and latest.reply.status in (ReplyStatus.INTERRUPTED, ReplyStatus.RUNNING)
-    if isinstance(last, Failed) and open_still:
+    unfinished = latest.reply is not None and latest.reply.status in (ReplyStatus.INTERRUPTED, ReplyStatus.RUNNING)
+    if isinstance(last, Failed) and unfinished:
         raise ReplyParked(last.error)
     return stored_ending(latest, last)
 
 
-async def _tokens(service: Service, reply: StoredMessage) -> _TokenLogprobs | None:
-    """None where the tokens mean nothing to the model in use: then there are no log-probabilities."""
+async def _token_logprobs(service: Service, reply: StoredMessage) -> _TokenLogprobs | None:
+    """None if the reply was made with another tokenizer: then there are no log-probabilities."""
     try:
         model = service.models.current()
     except PalaverError:
@@ -184,156 +187,153 @@ async def _tokens(service: Service, reply: StoredMessage) -> _TokenLogprobs | No
 
 
 class _TokenLogprobs:
-    """A reply read once more beside its turn, token by token, so that each text has its log-probabilities."""
+    """Reads a reply's tokens a second time, beside its turn, to pair each text with its log-probabilities."""
 
     def __init__(self, service: Service, model: Model, reply: StoredMessage) -> None:
         self._service = service
         self._reply = reply
         owner = service.store.conversations.get(reply.conversation_id).owner_id
-        request = service.requests.of(model, reply, owner)
+        request = service.requests.rebuild(model, reply, owner)
         sampling = replace(request.sampling, logprobs=read_record(reply).top_logprobs)
-        utterance = model.utterance(replace(request, sampling=sampling))
-        self._answers = AnswerLogprobs(utterance, model.vocabulary)
+        stream = model.stream_reply(replace(request, sampling=sampling))
+        self._logprobs = AnswerLogprobs(stream, model.vocabulary)
         self._reader = model.reader(request, ())
-        self._read = 0
+        self._position = 0
 
-    def opening(self) -> tuple[ReadEvent, ...]:
+    def open(self) -> tuple[ReadEvent, ...]:
         return tuple(self._reader.open())
 
-    async def news(self) -> list[ResponseDelta]:
-        """What the tokens say that are there now and were not read before."""
+    async def new_deltas(self) -> list[ResponseDelta]:
+        """Deltas for the tokens that were generated since the last call."""
         steps = await self._steps()
-        fresh, self._read = steps[self._read :], len(steps)
-        return [self._said(step) for step in fresh]
+        new, self._position = steps[self._position :], len(steps)
+        return [self._delta(step) for step in new]
 
-    def rest(self) -> tuple[dict[str, Any], ...]:
-        return self._answers.take((), True)
+    def flush(self) -> tuple[dict[str, Any], ...]:
+        return self._logprobs.feed((), True)
 
-    def _said(self, step: Step) -> ResponseDelta:
-        drawn = step if step.logprob == step.logprob else replace(step, logprob=_UNLIKELY)
-        return ResponseDelta(tuple(self._reader.feed(step.token_id)), self._answers.take((drawn,), False))
+    def _delta(self, step: Step) -> ResponseDelta:
+        finite = step if step.logprob == step.logprob else replace(step, logprob=_MIN_LOGPROB)
+        return ResponseDelta(tuple(self._reader.feed(step.token_id)), self._logprobs.feed((finite,), False))
 
     async def _steps(self) -> Sequence[Step]:
         turn = self._service.turns.get(self._reply.id)
-        if turn is not None and not turn.utterance.prompt.reply_ids:
-            return tuple(turn.utterance.steps)
+        if turn is not None and not turn.reply_stream.prompt.reply_ids:
+            return tuple(turn.reply_stream.steps)
         return await asyncio.to_thread(self._service.store.replies.tokens, self._reply.id)
 
 
 def stored_encoder(reply: StoredMessage, include: Sequence[str] = ()) -> ResponseEncoder:
-    """Of a response that is stored; `include` is what a reader asks for besides what was asked for at first."""
+    """The encoder of a stored response; `include` adds to what its request included."""
     assert reply.reply is not None
-    known, made_by = read_record(reply), reply.reply.settings
-    about = response_header(response_id(reply.id), int(reply.created_at.timestamp()), made_by.model, known)
-    about |= effective_parameters(made_by.sampling, made_by.tools, known)
-    about |= {"conversation": {"id": reply.conversation_id}, "store": True}
-    return ResponseEncoder(reply.id, about, output_options(known, include))
+    record, settings = read_record(reply), reply.reply.settings
+    header = response_header(response_id(reply.id), int(reply.created_at.timestamp()), settings.model, record)
+    header |= effective_parameters(settings.sampling, settings.tools, record)
+    header |= {"conversation": {"id": reply.conversation_id}, "store": True}
+    return ResponseEncoder(reply.id, header, output_options(record, include))
 
 
-def output_options(known: ResponseRecord, include: Sequence[str] = ()) -> ResponseOutputOptions:
-    wanted = {*known.include, *include}
-    return ResponseOutputOptions(known.summary is not None, SEALED in wanted, LOGPROBS in wanted)
+def output_options(record: ResponseRecord, include: Sequence[str] = ()) -> ResponseOutputOptions:
+    included = {*record.include, *include}
+    return ResponseOutputOptions(record.summary is not None, ENCRYPTED_CONTENT in included, LOGPROBS in included)
 
 
-def response_header(id: str, created_at: int, model: str, known: ResponseRecord) -> dict[str, Any]:
+def response_header(id: str, created_at: int, model: str, record: ResponseRecord) -> dict[str, Any]:
     return {
         "id": id,
         "object": "response",
         "created_at": created_at,
         "completed_at": None,
         "status": "in_progress",
-        "background": known.background,
+        "background": record.background,
         "model": model,
         "output": [],
         "usage": None,
         "error": None,
         "incomplete_details": None,
-        "instructions": known.instructions,
-        "previous_response_id": known.previous,
+        "instructions": record.instructions,
+        "previous_response_id": record.previous,
         "conversation": None,
-        "metadata": known.metadata,
-        "parallel_tool_calls": known.parallel,
-        "reasoning": {"effort": known.effort, "summary": known.summary},
+        "metadata": record.metadata,
+        "parallel_tool_calls": record.parallel,
+        "reasoning": {"effort": record.effort, "summary": record.summary},
         "store": False,
-        "text": {"format": known.format},
-        "tool_choice": known.tool_choice,
-        "top_logprobs": known.top_logprobs,
-        "truncation": known.truncation,
-        "user": known.user,
+        "text": {"format": record.format},
+        "tool_choice": record.tool_choice,
+        "top_logprobs": record.top_logprobs,
+        "truncation": record.truncation,
+        "user": record.user,
     }
 
 
-def effective_parameters(sampling: Sampling, tools: Sequence[Tool], known: ResponseRecord) -> dict[str, Any]:
-    """What the reply is made with: the request's own values, or the model's where it named none."""
+def effective_parameters(sampling: Sampling, tools: Sequence[Tool], record: ResponseRecord) -> dict[str, Any]:
+    """The parameters in effect: those of the request, or else the model's defaults."""
     return {
         "max_output_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "tools": [_tool(tool, tool.name in known.strict) for tool in tools],
+        "tools": [_tool_value(tool, tool.name in record.strict) for tool in tools],
     }
 
 
-def _tool(tool: Tool, strict: bool) -> dict[str, Any]:
-    about = {"type": "function", "name": tool.name, "description": tool.description or None}
-    return {**about, "parameters": dict(tool.parameters), "strict": strict}
-
-
-_FROM_START = -1
+def _tool_value(tool: Tool, strict: bool) -> dict[str, Any]:
+    header = {"type": "function", "name": tool.name, "description": tool.description or None}
+    return {**header, "parameters": dict(tool.parameters), "strict": strict}
 
 
 async def stream_events(
-    telling: ResponseEncoder, source: AsyncGenerator[ResponseDelta], after: int = _FROM_START
+    encoder: ResponseEncoder, source: AsyncGenerator[ResponseDelta], after: int = _FROM_START
 ) -> AsyncGenerator[bytes]:
-    """The events after that number."""
+    """The encoded events after a sequence number."""
     events: list[Event] = []
-    told_any = False
-    async with aclosing(_events(telling, source)) as batches:
+    emitted = False
+    async with aclosing(_events(encoder, source)) as batches:
         async for events in batches:
-            if piece := encode_events(
-                event for event in events if event["sequence_number"] > after or _is_failure(event)
+            if chunk := encode_events(
+                event for event in events if event["sequence_number"] > after or _is_error(event)
             ):
-                told_any = True
-                yield piece
+                emitted = True
+                yield chunk
     last = events[-1]["sequence_number"]
-    if not told_any:
+    if not emitted:
         if after > last:
             raise BadParameter("starting_after", after, f"the events of this response are 0 to {last}")
         yield b""
 
 
-async def complete_response(telling: ResponseEncoder, source: AsyncGenerator[ResponseDelta]) -> dict[str, Any]:
-    """The response when it has ended."""
+async def complete_response(encoder: ResponseEncoder, source: AsyncGenerator[ResponseDelta]) -> dict[str, Any]:
+    """The whole response, once it has ended."""
     async with aclosing(source):
-        async for said in source:
-            telling.take(said.events, said.logprobs)
-            if said.ending is not None:
-                value: dict[str, Any] = telling.end(said.ending)[-1]["response"]
+        async for delta in source:
+            encoder.feed(delta.events, delta.logprobs)
+            if delta.ending is not None:
+                value: dict[str, Any] = encoder.finish(delta.ending)[-1]["response"]
                 return value
     raise AssertionError("a reply has an end")
 
 
-async def _events(telling: ResponseEncoder, source: AsyncGenerator[ResponseDelta]) -> AsyncGenerator[list[Event]]:
-    """BadParameter where it can't be told at all, and then before anything is."""
-    opening = telling.opening()
+async def _events(encoder: ResponseEncoder, source: AsyncGenerator[ResponseDelta]) -> AsyncGenerator[list[Event]]:
+    """Raises BadParameter only before the first event; any other error becomes the last event."""
+    opening = encoder.start()
     try:
         async with aclosing(source):
-            async for said in source:
-                events = [*opening, *telling.take(said.events, said.logprobs)]
+            async for delta in source:
+                events = [*opening, *encoder.feed(delta.events, delta.logprobs)]
                 opening = []
-                if said.ending is not None:
-                    events += telling.end(said.ending)
+                if delta.ending is not None:
+                    events += encoder.finish(delta.ending)
                 if events:
                     yield events
     except BadParameter:
         raise
     except (ReplyParked, ShuttingDown) as error:
-        yield [*opening, telling.failure("shutting_down", str(error))]
+        yield [*opening, encoder.error_event("shutting_down", str(error))]
     except PalaverError as error:
-        yield [*opening, *telling.end(ResponseEnding("failed", error=str(error)))]
+        yield [*opening, *encoder.finish(ResponseEnding("failed", error=str(error)))]
     except Exception as error:
         log_unexpected(error)
-        yield [*opening, telling.failure(error_status(error).code, INTERNAL)]
+        yield [*opening, encoder.error_event(error_status(error).code, INTERNAL)]
 
 
-def _is_failure(event: Event) -> bool:
+def _is_error(event: Event) -> bool:
     return bool(event["type"] == "error")

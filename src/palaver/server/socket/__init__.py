@@ -1,1 +1,1 @@
-"""`/ws/chat`: turns over a WebSocket, text and sound, as the clients of an omni model's demo speak it."""
+"""`/ws/chat`: turns over a WebSocket, with text and audio, in the protocol of an omni model's demo."""

@@ -1,4 +1,4 @@
-"""How a turn is made: its prompt, its reply and its sound, told into its record."""
+"""Runs a turn: prompt, reply and audio, encoded into the turn's message log."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from palaver.events import AnswerDelta, Event, Finished, Notice, ReadEvent, Star
 from palaver.generation import Finish
 from palaver.server.errors import log_unexpected
 from palaver.server.metrics import Metrics, TokenPace
-from palaver.server.openai.history import begin_replies
-from palaver.server.openai.sampling_params import api_field_names
+from palaver.server.openai.history import start_replies
+from palaver.server.openai.request import api_field_names
 from palaver.server.openai.stored import stream_stored_turn
-from palaver.server.socket.request import THEIRS, decode_recording, parse_history, parse_turn, turn_parameters
+from palaver.server.socket.request import FIELD_NAMES, decode_recording, parse_history, parse_turn, turn_parameters
 from palaver.server.socket.schemas import TurnRequest
 from palaver.server.socket.streaming import TurnEncoder
 from palaver.server.socket.turn import SocketTurn
@@ -27,25 +27,25 @@ from palaver.voice.base import Samples, VoiceSettings
 from palaver.voice.speech import Speech
 
 
-class TurnSound:
-    """Entered by the turn that is spoken; left, it is silent, whatever was still to be said."""
+class TurnAudio:
+    """Speaks a turn's answer while it is entered. Leaving it discards audio that is still pending."""
 
-    def __init__(self, speech: Speech, heard: Callable[[Samples], None]) -> None:
+    def __init__(self, speech: Speech, on_samples: Callable[[Samples], None]) -> None:
         self._speech = speech
-        self._heard = heard
-        self._saying: asyncio.Task[None]
+        self._on_samples = on_samples
+        self._task: asyncio.Task[None]
 
-    async def __aenter__(self) -> TurnSound:
-        self._saying = asyncio.create_task(self._say())
+    async def __aenter__(self) -> TurnAudio:
+        self._task = asyncio.create_task(self._speak())
         return self
 
     async def __aexit__(self, *error: object) -> None:
         self._speech.stop()
-        self._saying.cancel()
-        await asyncio.gather(self._saying, return_exceptions=True)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
-    def take(self, event: ReadEvent) -> None:
-        """Only what is answered is said."""
+    def feed(self, event: ReadEvent) -> None:
+        """Speaks the answer, not the thinking."""
         if isinstance(event, AnswerDelta):
             self._speech.feed(event.text)
 
@@ -53,10 +53,10 @@ class TurnSound:
         self._speech.stop()
 
     async def finish(self) -> PalaverError | None:
-        """Waits until all is said. Gives what went wrong: a voice that fails takes no word from the text."""
+        """Waits for the end of the audio. Returns the voice's error, which does not affect the text."""
         self._speech.end()
         try:
-            await self._saying
+            await self._task
         except PalaverError as error:
             return error
         except Exception as error:
@@ -64,139 +64,147 @@ class TurnSound:
             return EngineError("The voice failed: the server's log has the details.")
         return None
 
-    async def _say(self) -> None:
-        async with aclosing(aiter(self._speech)) as pieces:
-            async for piece in pieces:
-                if len(piece.samples):
-                    self._heard(piece.samples)
+    async def _speak(self) -> None:
+        async with aclosing(aiter(self._speech)) as clauses:
+            async for clause in clauses:
+                if len(clause.samples):
+                    self._on_samples(clause.samples)
 
 
 class TurnProducer:
-    """Holds all that it takes: let go of at the end, when the record is all that is left."""
+    """Generates one turn. The registry drops it at the end and keeps only the turn's log."""
 
-    def __init__(self, turn: SocketTurn, opening: TurnRequest, state: ServerState) -> None:
+    def __init__(self, turn: SocketTurn, request: TurnRequest, state: ServerState) -> None:
         self._owner = turn.owner
-        self._opening = opening
+        self._request = request
         self._state = state
-        self._telling = TurnEncoder(turn.id, turn.record, opening.streaming, opening.tts.enabled)
-        self._metrics = Metrics() if opening.conversation else state.metrics  # turns of conversations are counted
+        self._encoder = TurnEncoder(turn.id, turn.log, request.streaming, request.tts.enabled)
+        self._metrics = Metrics() if request.conversation else state.metrics  # stored turns are counted elsewhere
         self._pace = TokenPace(self._metrics)
-        self._counted = 0
-        """Tokens whose time was noted."""
-        self._utterance: ReplyStream | None = None
-        self._sounding: TurnSound | None = None
+        self._observed_tokens = 0
+        """The count of tokens in the pace metrics."""
+        self._reply_stream: ReplyStream | None = None
+        self._audio: TurnAudio | None = None
         self._stopped = False
-        self._cut = False
-        """Whether the server ended it, because it ends itself."""
+        self._shut_down = False
+        """Whether the server stopped the turn because it shuts down."""
 
     def stop(self) -> None:
         self._stopped = True
-        if self._sounding is not None:
-            self._sounding.stop()
-        if self._utterance is not None:
-            self._utterance.stop()
+        if self._audio is not None:
+            self._audio.stop()
+        if self._reply_stream is not None:
+            self._reply_stream.stop()
 
     async def run(self) -> None:
-        """To its last message, which tells of an error where there was one."""
+        """Runs the turn to its last message, which is an error message if it failed."""
         try:
-            with nullcontext() if self._opening.conversation else self._state.floor.taken(self._owner, self._end):
-                await self._speak()
+            with (
+                nullcontext()
+                if self._request.conversation
+                else self._state.limiter.acquire(self._owner, self._on_shutdown)
+            ):
+                await self._generate()
         except asyncio.CancelledError:
-            self._telling.fail(ShuttingDown())
+            self._encoder.fail(ShuttingDown())
             raise
         except Exception as error:
             log_unexpected(error)
-            self._telling.fail(error)
+            self._encoder.fail(error)
 
-    def _end(self) -> None:
-        self._cut = True
+    def _on_shutdown(self) -> None:
+        self._shut_down = True
         self.stop()
 
-    async def _speak(self) -> None:
+    async def _generate(self) -> None:
         model = self._state.service.models.current()
-        utterance = await (self._landed(model) if self._opening.conversation else asyncio.to_thread(self._begun, model))
-        async with self._voiced():
-            with api_field_names(THEIRS):
-                finished = await self._said(utterance)
-            if self._cut and finished.finish is Finish.STOPPED:
+        reply_stream = await (
+            self._start_stored(model) if self._request.conversation else asyncio.to_thread(self._start_reply, model)
+        )
+        async with self._audio_output():
+            with api_field_names(FIELD_NAMES):
+                finished = await self._follow(reply_stream)
+            if self._shut_down and finished.finish is Finish.STOPPED:
                 raise ShuttingDown
-            self._tell(finished.tail)
-            if self._sounding is not None and (error := await self._sounding.finish()):
-                self._tell([Notice(str(error))])
-            self._telling.take(replace(finished, tail=()))
-        if self._opening.conversation:
+            self._emit(finished.tail)
+            if self._audio is not None and (error := await self._audio.finish()):
+                self._emit([Notice(str(error))])
+            self._encoder.feed(replace(finished, tail=()))
+        if self._request.conversation:
             return
-        reply = utterance.reply()
-        self._state.remembered.keep(self._owner, utterance.request.messages, reply.message, reply.token_ids)
+        reply = reply_stream.reply()
+        self._state.reply_index.add(self._owner, reply_stream.request.messages, reply.message, reply.token_ids)
 
-    async def _landed(self, model: Model) -> ReplyStream:
-        """A turn of the conversation that is named, followed as it is said."""
+    async def _start_stored(self, model: Model) -> ReplyStream:
+        """Starts a turn in the request's conversation and follows it."""
         chat, settings = self._state.service.chat(self._owner), self._state.settings
-        messages = parse_history(self._opening, settings.limits.messages)
-        with api_field_names(THEIRS):
-            wanted = turn_parameters(self._opening, model, settings)
-            place = await begin_replies(chat, model, [wanted], messages, self._opening.conversation, self._state, None)
-            self._telling.place = {"conversation": place.conversation, "reply": place.reply}
-            return await stream_stored_turn(self._state, chat, model, await chat.message(place.reply), 0, False)
+        messages = parse_history(self._request, settings.limits.messages)
+        with api_field_names(FIELD_NAMES):
+            parameters = turn_parameters(self._request, model, settings)
+            stored = await start_replies(
+                chat, model, [parameters], messages, self._request.conversation, self._state, None
+            )
+            self._encoder.stored_ids = {"conversation": stored.conversation, "reply": stored.reply}
+            return await stream_stored_turn(self._state, chat, model, await chat.message(stored.reply), 0, False)
 
-    def _begun(self, model: Model) -> ReplyStream:
-        request = parse_turn(self._opening, model, self._state.settings, self._owner, self._state.remembered)
-        with api_field_names(THEIRS):
-            return model.utterance(request)
+    def _start_reply(self, model: Model) -> ReplyStream:
+        request = parse_turn(self._request, model, self._state.settings, self._owner, self._state.reply_index)
+        with api_field_names(FIELD_NAMES):
+            return model.stream_reply(request)
 
     @asynccontextmanager
-    async def _voiced(self) -> AsyncIterator[None]:
-        """Inside, what is answered is spoken, where that is wanted."""
-        wish = self._opening.tts
-        if not wish.enabled:
+    async def _audio_output(self) -> AsyncIterator[None]:
+        """Speaks the answer while the context is entered, if the request asks for audio."""
+        options = self._request.tts
+        if not options.enabled:
             yield
             return
         speaker = await self._state.speakers.current()
-        reference = await asyncio.to_thread(decode_recording, wish.ref_audio_data)
-        voice = VoiceSettings(reference=reference if speaker.follows else b"")
-        async with TurnSound(Speech(speaker, voice), self._telling.sound) as self._sounding:
+        reference = await asyncio.to_thread(decode_recording, options.ref_audio_data)
+        voice = VoiceSettings(reference=reference if speaker.can_clone else b"")
+        async with TurnAudio(Speech(speaker, voice), self._encoder.add_audio) as self._audio:
             if self._stopped:
-                self._sounding.stop()
+                self._audio.stop()
             yield
 
-    async def _said(self, utterance: ReplyStream) -> Finished:
-        """Runs the reply to its end, telling what it says. The end itself is not told yet."""
+    async def _follow(self, reply_stream: ReplyStream) -> Finished:
+        """Runs the reply to its end and emits its events, except for the end itself."""
         finished: Finished | None = None
-        self._utterance = utterance
+        self._reply_stream = reply_stream
         if self._stopped:
-            utterance.stop()
+            reply_stream.stop()
         try:
-            async with utterance, aclosing(utterance.batches()) as batches:
+            async with reply_stream, aclosing(reply_stream.batches()) as batches:
                 async for events in batches:
                     if isinstance(last := events[-1], Finished):
                         finished = last
                     else:
-                        self._take(events, len(utterance.steps))
+                        self._feed(events, len(reply_stream.steps))
         finally:
-            self._utterance = None
-            self._pace.no_longer_waits()
-            self._metrics.replied(utterance.usage, finished.finish.value if finished else "left")
+            self._reply_stream = None
+            self._pace.stop_waiting()
+            self._metrics.count_reply(reply_stream.usage, finished.finish.value if finished else "left")
         if finished is None:
             raise EngineError("The engine ended the reply without a word.")
         return finished
 
-    def _take(self, events: Sequence[Event], said: int) -> None:
-        """What came with one token, or how the turn stands."""
+    def _feed(self, events: Sequence[Event], token_count: int) -> None:
+        """Emits the events of one token, or a change of the turn's status."""
         match events[0]:
             case Waiting() as event:
-                self._pace.waits()
-                self._telling.take(event)
+                self._pace.start_waiting()
+                self._encoder.feed(event)
             case Started() as event:
-                self._pace.no_longer_waits()
-                self._telling.take(event)
+                self._pace.stop_waiting()
+                self._encoder.feed(event)
             case _:
-                self._tell(cast("Sequence[ReadEvent]", events))
-        if said > self._counted:
-            self._pace.tokens(said - self._counted)
-            self._counted = said
+                self._emit(cast("Sequence[ReadEvent]", events))
+        if token_count > self._observed_tokens:
+            self._pace.observe(token_count - self._observed_tokens)
+            self._observed_tokens = token_count
 
-    def _tell(self, events: Sequence[ReadEvent]) -> None:
+    def _emit(self, events: Sequence[ReadEvent]) -> None:
         for event in events:
-            self._telling.take(event)
-            if self._sounding is not None:
-                self._sounding.take(event)
+            self._encoder.feed(event)
+            if self._audio is not None:
+                self._audio.feed(event)

@@ -1,4 +1,4 @@
-"""What is open: sockets by whose they are, and turns, which outlive the sockets that read them for a while."""
+"""Open sockets by owner, and turns, which outlive their sockets for a while so that clients can resume them."""
 
 from __future__ import annotations
 
@@ -15,93 +15,97 @@ from palaver.store import NotFound
 if TYPE_CHECKING:
     from palaver.server.socket.producer import TurnProducer
 
-KEPT_SECONDS = 600.0
-"""For so long a turn that is over can be read again."""
-KEPT_SIZE = 64 << 20
-"""Characters of all turns that are over; then the oldest is forgotten sooner."""
-
-CLOSING_SECONDS = 5.0
+RETENTION_SECONDS = 600.0
+"""How long a turn can be resumed after its end."""
+MAX_RETAINED_SIZE = 64 << 20
+"""The total characters of all ended turns. Above it the oldest is dropped early."""
+CLOSE_TIMEOUT = 5.0
 
 
 class SocketRegistry:
-    def __init__(self, grace: float, most: int) -> None:
-        """`grace`: for how many seconds a turn that nobody reads goes on; `most`: how many sockets one caller has."""
+    """Counts sockets per owner, and runs and retains turns."""
+
+    def __init__(self, grace: float, max_sockets: int) -> None:
+        """`grace`: seconds that a turn continues without readers; `max_sockets`: the limit per owner."""
         self._grace = grace
-        self._most = most
-        self._open: Counter[str] = Counter()
+        self._max_sockets = max_sockets
+        self._open_sockets: Counter[str] = Counter()
         self._none_open = asyncio.Event()
         self._none_open.set()
         self._turns: dict[str, SocketTurn] = {}
-        self._over: list[SocketTurn] = []
+        self._ended_turns: list[SocketTurn] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unread: dict[str, asyncio.TimerHandle] = {}
+        self._stop_timers: dict[str, asyncio.TimerHandle] = {}
 
     @contextmanager
-    def opened(self, owner: str) -> Iterator[None]:
-        """One more socket of that caller; TooMany where there are enough."""
-        if self._open[owner] >= self._most:
-            raise TooMany(f"{self._most} sockets are open already: close one of them.")
-        self._open[owner] += 1
+    def connect(self, owner: str) -> Iterator[None]:
+        """Counts a socket of the owner while it is open. Raises TooMany at the limit."""
+        if self._open_sockets[owner] >= self._max_sockets:
+            raise TooMany(f"{self._max_sockets} sockets are open already: close one of them.")
+        self._open_sockets[owner] += 1
         self._none_open.clear()
         try:
             yield
         finally:
-            self._open[owner] -= 1
-            if not self._open[owner]:
-                del self._open[owner]
-            if not self._open:
+            self._open_sockets[owner] -= 1
+            if not self._open_sockets[owner]:
+                del self._open_sockets[owner]
+            if not self._open_sockets:
                 self._none_open.set()
 
-    async def closed(self) -> None:
-        """Waits for sockets that close themselves, because the server ends; not for long."""
+    async def wait_closed(self) -> None:
+        """Waits until all sockets have closed at a shutdown, for `CLOSE_TIMEOUT` at most."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSING_SECONDS):
+            async with asyncio.timeout(CLOSE_TIMEOUT):
                 await self._none_open.wait()
 
-    def begin(self, turn: SocketTurn, making: TurnProducer) -> None:
+    def start(self, turn: SocketTurn, producer: TurnProducer) -> None:
         self._turns[turn.id] = turn
-        turn.halt = making.stop
-        task = asyncio.create_task(making.run())
+        turn.on_stop = producer.stop
+        task = asyncio.create_task(producer.run())
         self._tasks.add(task)
-        task.add_done_callback(lambda done: self._ended(done, turn))
+        task.add_done_callback(lambda done: self._on_end(done, turn))
 
     def turn(self, owner: str, id: str) -> SocketTurn:
-        """Another's is not found, and one that was forgotten neither."""
-        found = self._turns.get(id)
-        if found is None or found.owner != owner:
+        """Raises NotFound if it does not exist, was dropped or has another owner."""
+        turn = self._turns.get(id)
+        if turn is None or turn.owner != owner:
             raise NotFound("turn", id)
-        return found
+        return turn
 
-    def join(self, turn: SocketTurn) -> None:
-        """One more reads it: it is to go on."""
+    def add_reader(self, turn: SocketTurn) -> None:
+        """Adds a reader, which keeps the turn running."""
         turn.readers += 1
-        if waiting := self._unread.pop(turn.id, None):
-            waiting.cancel()
+        if timer := self._stop_timers.pop(turn.id, None):
+            timer.cancel()
 
-    def leave(self, turn: SocketTurn, for_good: bool) -> None:
-        """One less. What nobody reads is stopped: at once where its last reader said goodbye, else after the grace."""
+    def remove_reader(self, turn: SocketTurn, closed: bool) -> None:
+        """Removes a reader. The last one stops the turn: at once if the client closed the socket, else after `grace`.
+
+        A turn of a conversation continues.
+        """
         turn.readers -= 1
-        if turn.readers or turn.record.ended or turn.lasting:
+        if turn.readers or turn.log.ended or turn.stored:
             return
-        if for_good:
+        if closed:
             turn.stop()
         else:
-            self._unread[turn.id] = asyncio.get_running_loop().call_later(self._grace, self._give_up, turn)
+            self._stop_timers[turn.id] = asyncio.get_running_loop().call_later(self._grace, self._stop_unread, turn)
 
-    def _give_up(self, turn: SocketTurn) -> None:
-        self._unread.pop(turn.id, None)
+    def _stop_unread(self, turn: SocketTurn) -> None:
+        self._stop_timers.pop(turn.id, None)
         turn.stop()
 
-    def _ended(self, task: asyncio.Task[None], turn: SocketTurn) -> None:
+    def _on_end(self, task: asyncio.Task[None], turn: SocketTurn) -> None:
         self._tasks.discard(task)
-        turn.halt = None
-        if waiting := self._unread.pop(turn.id, None):
-            waiting.cancel()
-        self._over.append(turn)
-        asyncio.get_running_loop().call_later(KEPT_SECONDS, self._forget, turn)
-        while sum(one.record.size for one in self._over) > KEPT_SIZE:
-            self._forget(self._over[0])
+        turn.on_stop = None
+        if timer := self._stop_timers.pop(turn.id, None):
+            timer.cancel()
+        self._ended_turns.append(turn)
+        asyncio.get_running_loop().call_later(RETENTION_SECONDS, self._drop, turn)
+        while sum(ended.log.size for ended in self._ended_turns) > MAX_RETAINED_SIZE:
+            self._drop(self._ended_turns[0])
 
-    def _forget(self, turn: SocketTurn) -> None:
+    def _drop(self, turn: SocketTurn) -> None:
         if self._turns.pop(turn.id, None) is not None:
-            self._over.remove(turn)
+            self._ended_turns.remove(turn)

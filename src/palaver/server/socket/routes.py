@@ -1,4 +1,4 @@
-"""The route of the socket."""
+"""The route `/ws/chat`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def router() -> APIRouter:
         try:
             if state.closing.is_set():
                 raise ShuttingDown
-            with state.sockets.opened(socket.state.caller.owner_id):
+            with state.sockets.connect(socket.state.caller.owner_id):
                 await socket.accept(PROTOCOL if PROTOCOL in socket["subprotocols"] else None)
                 await SocketSession(socket, state).run()
         except PalaverError as error:

@@ -1,4 +1,4 @@
-"""What a client may send: a message that opens a turn, stops one, or comes back to one."""
+"""Messages of clients: start a turn, stop it, or resume it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from palaver.errors import BadParameter
 from palaver.server.errors import NotJson
-from palaver.server.request_body import check_json
+from palaver.server.limits import check_json
 from palaver.server.settings import ServerLimits
 
 MAX_SEQ = 2**31
 
 
 class SocketFields(BaseModel):
-    """A field that is null is as good as left out; one that nobody knows is refused."""
+    """Null fields count as left out; unknown fields are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -25,22 +25,22 @@ class SocketFields(BaseModel):
     def _without_nulls(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {name: one for name, one in value.items() if one is not None}
+        return {name: field for name, field in value.items() if field is not None}
 
 
 class SocketMessage(SocketFields):
     role: Literal["system", "user", "assistant"]
     content: Any = ""
-    """A text, or a list of parts: see `conversing.py`, which can say what is wrong with one."""
+    """A text, or a list of parts. `request.py` parses it, for better error messages."""
     thinking: str = ""
-    """What the assistant thought, as `done` told it."""
+    """The assistant's thinking, from the message `done`."""
 
 
 class TtsOptions(SocketFields):
     enabled: bool = False
     ref_audio_data: str = ""
     mode: Annotated[str, Field(max_length=64)] = ""
-    """A template of the model's own talker, for which there is none here: taken and without effect."""
+    """A template of the reference model's own voice. Accepted, without effect."""
 
 
 class ImageOptions(SocketFields):
@@ -48,7 +48,7 @@ class ImageOptions(SocketFields):
 
 
 class TurnRequest(SocketFields):
-    """Opens a turn: the whole history, and how the reply is wanted."""
+    """Starts a turn: the whole history and the parameters of the reply."""
 
     messages: list[SocketMessage] = Field(min_length=1)
     streaming: bool = True
@@ -58,53 +58,53 @@ class TurnRequest(SocketFields):
     omni_mode: bool = False
     enable_thinking: bool | None = None
     conversation: Annotated[str, Field(max_length=100)] = ""
-    """The one that the messages and the reply are kept in; `new` makes one."""
+    """The conversation that stores the messages and the reply; `new` creates one."""
     use_tts_template: bool = False
-    """Whether the text is to be fit for speech, even where none is made of it."""
+    """Asks for text that is fit for speech, even without audio."""
 
 
 class StopRequest(SocketFields):
-    """Ends the turn that this socket reads."""
+    """Stops the turn that this socket follows."""
 
     type: Literal["stop"]
 
 
 class ResumeRequest(SocketFields):
-    """Comes back to a turn: what was told after that message is told, and what is still to come."""
+    """Resumes a turn after the message with that number, and follows it to its end."""
 
     type: Literal["resume"]
     turn_id: str = Field(min_length=1, max_length=100)
     after: Annotated[int, Field(ge=0, le=MAX_SEQ)] = 0
 
 
-Asked = TurnRequest | StopRequest | ResumeRequest
-_KINDS: dict[str, type[StopRequest | ResumeRequest]] = {"stop": StopRequest, "resume": ResumeRequest}
-_ELSEWHERE = ("path", "file", "url")
+ClientMessage = TurnRequest | StopRequest | ResumeRequest
+_TYPES: dict[str, type[StopRequest | ResumeRequest]] = {"stop": StopRequest, "resume": ResumeRequest}
+_FILE_WORDS = ("path", "file", "url")
 NO_FILES = "files of the server are never read for a client: send the data itself"
 UNKNOWN = "there is no such field"
 T = TypeVar("T", bound=SocketFields)
 
 
-def parse_message(text: str, limits: ServerLimits) -> Asked:
-    """NotJson or BadParameter for what can't be read."""
-    value = _value(text, limits)
+def parse_message(text: str, limits: ServerLimits) -> ClientMessage:
+    """Raises NotJson or BadParameter for invalid messages."""
+    value = _parse_json(text, limits)
     if not isinstance(value, dict):
         raise NotJson("A message must be a JSON object.")
     kind = value.get("type")
     if kind is None:
-        return _checked(TurnRequest, {name: one for name, one in value.items() if name != "type"})
-    if not isinstance(kind, str) or kind not in _KINDS:
+        return _validate(TurnRequest, {name: field for name, field in value.items() if name != "type"})
+    if not isinstance(kind, str) or kind not in _TYPES:
         raise BadParameter("type", _shown(kind), "must be stop or resume; a message without a type opens a turn")
-    return _checked(_KINDS[kind], value)
+    return _validate(_TYPES[kind], value)
 
 
 def unknown_field(where: str, value: Any) -> BadParameter:
-    """What is said of a field that nobody knows: above all of one that names a file."""
+    """The error for an unknown field, with a hint if it names a file."""
     name = where.rpartition(".")[2].lower()
-    return BadParameter(where, _shown(value), NO_FILES if any(word in name for word in _ELSEWHERE) else UNKNOWN)
+    return BadParameter(where, _shown(value), NO_FILES if any(word in name for word in _FILE_WORDS) else UNKNOWN)
 
 
-def _value(text: str, limits: ServerLimits) -> Any:
+def _parse_json(text: str, limits: ServerLimits) -> Any:
     try:
         body = text.encode()
     except UnicodeEncodeError:
@@ -116,7 +116,7 @@ def _value(text: str, limits: ServerLimits) -> Any:
         raise NotJson(f"The message is not JSON: {error}.") from None
 
 
-def _checked(kind: type[T], value: dict[str, Any]) -> T:
+def _validate(kind: type[T], value: dict[str, Any]) -> T:
     try:
         return kind.model_validate(value)
     except ValidationError as error:

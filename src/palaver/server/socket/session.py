@@ -1,4 +1,4 @@
-"""One socket: hears what its client asks for and tells the turn that it reads, one turn at a time."""
+"""One socket: receives requests and sends the messages of one turn at a time."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from palaver.errors import PalaverError
 from palaver.server.errors import INTERNAL, NotJson, log_unexpected
+from palaver.server.middleware import AccessLog
 from palaver.server.socket.producer import TurnProducer
-from palaver.server.socket.schemas import Asked, ResumeRequest, StopRequest, TurnRequest, parse_message
+from palaver.server.socket.schemas import ClientMessage, ResumeRequest, StopRequest, TurnRequest, parse_message
 from palaver.server.socket.turn import SocketTurn, encode_message
 from palaver.server.state import ServerState
 from palaver.store import Conflict
 
-SHORT = 1 << 16
-"""A text of so many characters is read at once; a longer one in a thread, so that nobody waits for it."""
-GOODBYES = (1000, 1001)
+MAX_INLINE_SIZE = 1 << 16
+"""Longer messages are parsed in a thread, so that they don't block the event loop."""
+NORMAL_CLOSE_CODES = (1000, 1001)
 GOING_AWAY = 1001
 
 
@@ -28,127 +29,128 @@ class SocketSession:
     def __init__(self, socket: WebSocket, state: ServerState) -> None:
         self._socket = socket
         self._state = state
+        self._access_log = AccessLog(state.settings.debug)
         self._owner: str = socket.state.caller.owner_id
-        self._admit: Callable[[], Awaitable[None]] = socket.state.again
+        self._admit: Callable[[], Awaitable[None]] = socket.state.admit
         self._turn: SocketTurn | None = None
-        self._telling: asyncio.Task[None] | None = None
-        self._for_good = False
+        self._sender: asyncio.Task[None] | None = None
+        self._closed_by_client = False
 
     async def run(self) -> None:
-        """Until the client leaves, says nothing for too long, or the server ends."""
+        """Runs until the client disconnects, is idle for too long, or the server shuts down."""
         closing = asyncio.create_task(self._state.closing.wait())
-        hearing = asyncio.create_task(self._socket.receive())
+        receiving = asyncio.create_task(self._socket.receive())
         try:
             while True:
-                await self._wait(hearing, closing)
-                if self._telling is not None and self._telling.done():
-                    self._read_to_the_end()
-                if hearing.done():
-                    if not await self._hear(hearing.result()):
+                await self._wait(receiving, closing)
+                if self._sender is not None and self._sender.done():
+                    self._finish_turn()
+                if receiving.done():
+                    if not await self._handle(receiving.result()):
                         return
-                    hearing = asyncio.create_task(self._socket.receive())
-                elif self._telling is None and closing.done():
+                    receiving = asyncio.create_task(self._socket.receive())
+                elif self._sender is None and closing.done():
                     await self._close(GOING_AWAY, "The server is shutting down.")
                     return
         except TimeoutError:
-            await self._close(GOODBYES[0], "Nothing was asked for too long.")
+            await self._close(NORMAL_CLOSE_CODES[0], "Nothing was asked for too long.")
         finally:
-            await self._leave(hearing, closing)
+            await self._clean_up(receiving, closing)
 
-    async def _wait(self, hearing: asyncio.Task[Message], closing: asyncio.Task[Any]) -> None:
-        """For whatever comes next. TimeoutError where nothing is told and nothing asked for too long."""
-        waited: set[asyncio.Task[Any]] = {hearing, self._telling or closing}
-        patience = self._state.settings.limits.socket_idle_seconds if self._telling is None else None
-        done, _ = await asyncio.wait(waited, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+    async def _wait(self, receiving: asyncio.Task[Message], closing: asyncio.Task[Any]) -> None:
+        """Waits for a message, the end of the turn or the shutdown. Raises TimeoutError on an idle socket."""
+        tasks: set[asyncio.Task[Any]] = {receiving, self._sender or closing}
+        timeout = self._state.settings.limits.socket_idle_seconds if self._sender is None else None
+        done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             raise TimeoutError
 
-    async def _hear(self, message: Message) -> bool:
-        """Whether there is more to come."""
+    async def _handle(self, message: Message) -> bool:
+        """Returns False after a disconnect."""
         if message["type"] == "websocket.disconnect":
-            self._for_good = is_goodbye(message)
+            self._closed_by_client = is_normal_close(message)
             return False
         try:
-            await self._take(message.get("text"))
+            await self._dispatch(message.get("text"))
         except Exception as error:
             log_unexpected(error)
-            await self._refuse(error)
+            await self._send_error(error)
         return True
 
-    async def _take(self, text: str | None) -> None:
+    async def _dispatch(self, text: str | None) -> None:
         if text is None:
             raise NotJson("Messages are JSON text: bytes are not taken.")
-        self._state.access.note_body(self._socket.state.request_id, text.encode("utf-8", "replace"))
-        match await self._read(text):
+        self._access_log.log_body(self._socket.state.request_id, text.encode("utf-8", "replace"))
+        match await self._parse(text):
             case StopRequest():
                 if self._turn is not None:
                     self._turn.stop()
-            case TurnRequest() as opening:
-                turn = SocketTurn(self._owner, lasting=bool(opening.conversation))
-                self._state.sockets.begin(turn, TurnProducer(turn, opening, self._state))
-                self._tell(turn, 0)
+            case TurnRequest() as request:
+                turn = SocketTurn(self._owner, stored=bool(request.conversation))
+                self._state.sockets.start(turn, TurnProducer(turn, request, self._state))
+                self._send_turn(turn, 0)
             case ResumeRequest(turn_id=id, after=after):
-                self._tell(self._state.sockets.turn(self._owner, id), after)
+                self._send_turn(self._state.sockets.turn(self._owner, id), after)
 
-    async def _read(self, text: str) -> Asked:
-        """What is asked. All but a stop counts as a request: the key is looked at again, and how many there were."""
+    async def _parse(self, text: str) -> ClientMessage:
+        """Parses a message. All but a stop count as requests: the key and the rate limit are checked again."""
         limits = self._state.settings.limits
         try:
-            asked = (
+            message = (
                 parse_message(text, limits)
-                if len(text) <= SHORT
+                if len(text) <= MAX_INLINE_SIZE
                 else await self._state.workers.run(parse_message, text, limits)
             )
         except PalaverError:
             await self._admit()
             raise
-        if not isinstance(asked, StopRequest):
+        if not isinstance(message, StopRequest):
             if self._turn is not None:
                 raise Conflict(f"The turn {self._turn.id} is running on this socket: wait for its end, or stop it.")
             await self._admit()
-        return asked
+        return message
 
-    def _tell(self, turn: SocketTurn, after: int) -> None:
-        self._state.sockets.join(turn)
+    def _send_turn(self, turn: SocketTurn, after: int) -> None:
+        self._state.sockets.add_reader(turn)
         self._turn = turn
-        self._telling = asyncio.create_task(self._told(turn, after))
+        self._sender = asyncio.create_task(self._send_messages(turn, after))
 
-    async def _told(self, turn: SocketTurn, after: int) -> None:
+    async def _send_messages(self, turn: SocketTurn, after: int) -> None:
         try:
-            async with aclosing(turn.record.read(after)) as messages:
+            async with aclosing(turn.log.read(after)) as messages:
                 async for text in messages:
                     await self._socket.send_text(text)
         except PalaverError as error:
-            await self._refuse(error)
+            await self._send_error(error)
         except (WebSocketDisconnect, RuntimeError):
-            pass  # the client is gone, which is heard, too
+            pass  # the client disconnected; `run` receives that as well
 
-    def _read_to_the_end(self) -> None:
-        """The turn was told whole, or can't be told here: the socket is free for another one."""
+    def _finish_turn(self) -> None:
+        """All messages were sent, or the turn can't be read: the socket is free for another one."""
         assert self._turn is not None
-        self._state.sockets.leave(self._turn, for_good=False)
-        self._turn = self._telling = None
+        self._state.sockets.remove_reader(self._turn, closed=False)
+        self._turn = self._sender = None
 
-    async def _refuse(self, error: Exception) -> None:
-        """An error that belongs to no turn."""
-        said = str(error) if isinstance(error, PalaverError) else INTERNAL
+    async def _send_error(self, error: Exception) -> None:
+        """Sends an error that belongs to no turn."""
+        text = str(error) if isinstance(error, PalaverError) else INTERNAL
         with suppress(WebSocketDisconnect, RuntimeError):
-            await self._socket.send_text(encode_message({"type": "error", "error": said, "seq": 0}))
+            await self._socket.send_text(encode_message({"type": "error", "error": text, "seq": 0}))
 
     async def _close(self, code: int, reason: str) -> None:
         with suppress(WebSocketDisconnect, RuntimeError):
             await self._socket.close(code, reason)
 
-    async def _leave(self, *tasks: asyncio.Task[Any]) -> None:
+    async def _clean_up(self, *tasks: asyncio.Task[Any]) -> None:
         if self._turn is not None:
-            self._state.sockets.leave(self._turn, self._for_good)
-        pending = [task for task in (*tasks, self._telling) if task is not None]
+            self._state.sockets.remove_reader(self._turn, self._closed_by_client)
+        pending = [task for task in (*tasks, self._sender) if task is not None]
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
 
 
-def is_goodbye(message: Message) -> bool:
-    """Whether the client closed the socket because it is done. A line that was cut has no reason, not even none."""
+def is_normal_close(message: Message) -> bool:
+    """Whether the client closed the socket. A lost connection also has code 1005, but then the reason is None."""
     code = message.get("code")
-    return code in GOODBYES or (code == 1005 and message.get("reason") is not None)
+    return code in NORMAL_CLOSE_CODES or (code == 1005 and message.get("reason") is not None)

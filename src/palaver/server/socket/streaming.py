@@ -1,4 +1,4 @@
-"""A turn's events in the words of the protocol. Not streaming is folding them into the last message."""
+"""Encodes a turn's events as messages of the protocol. Without streaming they are folded into the last message."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from palaver.events import (
 from palaver.generation import Finish
 from palaver.phases import Phase
 from palaver.server.errors import INTERNAL
-from palaver.server.socket.turn import TurnRecord
+from palaver.server.socket.turn import MessageLog
 from palaver.voice.base import Samples, silence
 
-_REASONS = {
+_FINISH_REASONS = {
     Finish.END: "stop",
     Finish.STOP_STRING: "stop",
     Finish.LENGTH: "length",
@@ -37,100 +37,100 @@ _REASONS = {
 
 
 class TurnEncoder:
-    """Writes one turn into its record."""
+    """Encodes one turn into its message log."""
 
-    def __init__(self, turn_id: str, record: TurnRecord, streaming: bool, spoken: bool = False) -> None:
-        self._turn = turn_id
-        self._record = record
+    def __init__(self, turn_id: str, log: MessageLog, streaming: bool, spoken: bool = False) -> None:
+        self._turn_id = turn_id
+        self._log = log
         self._streaming = streaming
         self._spoken = spoken
-        self.place: dict[str, str] = {}
-        """Where the reply is kept, if anywhere."""
+        self.stored_ids: dict[str, str] = {}
+        """The ids of the conversation and the reply, if it is stored."""
         self._prefilled = False
         self._text: list[str] = []
         self._thinking: list[str] = []
         self._notices: list[str] = []
-        self._sound: list[Samples] = []
+        self._audio: list[Samples] = []
 
-    def take(self, event: Event) -> None:
+    def feed(self, event: Event) -> None:
         match event:
             case Waiting(position, seconds):
                 self._waiting(position, seconds)
             case Started(prompt_tokens, cached_tokens):
                 self._started(prompt_tokens, cached_tokens)
             case ThinkingDelta(text):
-                self._piece("thinking_delta", text, self._thinking)
+                self._delta("thinking_delta", text, self._thinking)
             case AnswerDelta(text):
-                self._piece("text_delta", text, self._text)
+                self._delta("text_delta", text, self._text)
             case Notice(text):
                 self._notices.append(text)
             case PhaseOpened(Phase.THINKING):
-                self._opened_thought()
+                self._open_thinking()
             case PhaseOpened() | ToolCallOpened() | ToolCallDelta():
-                pass  # without tools all that is said is text, and a delta says whose it is
+                pass  # without tools there is only text, and the field of a delta names its phase
             case Finished():
                 self._finished(event)
             case Failed() | Snapshot():
-                raise AssertionError("an utterance tells of no such thing")
+                raise AssertionError("a reply stream has no such event")
             case _:
                 assert_never(event)
 
-    def sound(self, samples: Samples) -> None:
-        """The sound of a clause."""
+    def add_audio(self, samples: Samples) -> None:
+        """Adds the audio of a clause."""
         if self._streaming:
-            self._record.tell({"type": "chunk", "audio_data": audio_data(samples)})
+            self._log.append({"type": "chunk", "audio_data": audio_data(samples)})
         else:
-            self._sound.append(samples)
+            self._audio.append(samples)
 
     def fail(self, error: Exception) -> None:
-        """The last message of a turn that can't go on. A turn that has ended keeps its end."""
-        if self._record.ended:
+        """Ends the turn with an error, unless it has ended already."""
+        if self._log.ended:
             return
-        said = str(error) if isinstance(error, PalaverError) else INTERNAL
-        self._record.tell({"type": "error", "error": said, "turn_id": self._turn}, last=True)
+        message = str(error) if isinstance(error, PalaverError) else INTERNAL
+        self._log.append({"type": "error", "error": message, "turn_id": self._turn_id}, last=True)
 
     def _waiting(self, position: int, seconds: float | None) -> None:
-        about = {"position": position, "estimated_wait_s": seconds, "turn_id": self._turn}
-        self._record.stand({"type": "queued", **about})
+        fields = {"position": position, "estimated_wait_s": seconds, "turn_id": self._turn_id}
+        self._log.set_status({"type": "queued", **fields})
 
     def _started(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """Once: an engine that had to be started again reads the prompt a second time."""
+        """Only the first time: an engine that was restarted reads the prompt again."""
         if not self._prefilled:
             self._prefilled = True
             counts = {"input_tokens": prompt_tokens, "cached_tokens": cached_tokens}
-            self._record.tell({"type": "prefill_done", **counts, **self.place, "turn_id": self._turn})
+            self._log.append({"type": "prefill_done", **counts, **self.stored_ids, "turn_id": self._turn_id})
 
-    def _opened_thought(self) -> None:
-        """A thought that begins is told before its first token, as an empty piece of it."""
+    def _open_thinking(self) -> None:
+        """Announces thinking before its first token, by an empty delta."""
         if self._streaming:
-            self._record.tell({"type": "chunk", "thinking_delta": ""})
+            self._log.append({"type": "chunk", "thinking_delta": ""})
 
-    def _piece(self, name: str, text: str, whole: list[str]) -> None:
-        whole.append(text)
+    def _delta(self, name: str, text: str, texts: list[str]) -> None:
+        texts.append(text)
         if self._streaming and text:
-            self._record.tell({"type": "chunk", name: text})
+            self._log.append({"type": "chunk", name: text})
 
     def _finished(self, finished: Finished) -> None:
         for event in finished.tail:
-            self.take(event)
-        told: dict[str, Any] = {
+            self.feed(event)
+        done: dict[str, Any] = {
             "type": "done",
             "text": "".join(self._text),
             "thinking": "".join(self._thinking),
             "generated_tokens": finished.usage.reply_tokens,
             "input_tokens": finished.usage.prompt_tokens,
             "cached_tokens": finished.usage.cached_tokens,
-            "finish_reason": _REASONS[finished.finish],
-            **self.place,
-            "turn_id": self._turn,
+            "finish_reason": _FINISH_REASONS[finished.finish],
+            **self.stored_ids,
+            "turn_id": self._turn_id,
         }
         if self._spoken and not self._streaming:
-            told["audio_data"] = audio_data(np.concatenate([silence(), *self._sound]))
+            done["audio_data"] = audio_data(np.concatenate([silence(), *self._audio]))
         if self._notices:
-            told["notices"] = self._notices
-        self._record.tell(told, last=True)
+            done["notices"] = self._notices
+        self._log.append(done, last=True)
 
 
 def audio_data(samples: Samples) -> str:
-    """Base64 of raw float32, little end first."""
+    """Base64 of raw little-endian float32."""
     return base64.b64encode(samples.astype("<f4").tobytes()).decode()

@@ -1,4 +1,4 @@
-"""A turn of the socket: a reply for whoever reads it, on whichever socket, as long as somebody may."""
+"""A turn and the log of its messages, which any socket of the owner can replay and follow."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from palaver.errors import BadParameter
 from palaver.store.records import new_id
 
 
-class TurnRecord:
-    """Append-only. A message is made once, so that whoever reads it again reads the very same."""
+class MessageLog:
+    """Append-only log of encoded messages. Every reader gets the same bytes."""
 
     def __init__(self) -> None:
         self._messages: list[str] = []
-        self._standing: str | None = None
+        self._status: str | None = None
         self._changed = asyncio.Event()
         self.ended = False
         self.size = 0
-        """In characters."""
+        """The total length in characters."""
 
     def __len__(self) -> int:
         return len(self._messages)
 
-    def tell(self, message: Mapping[str, Any], last: bool = False) -> None:
-        """The next message, with its number. A turn has one last message."""
+    def append(self, message: Mapping[str, Any], last: bool = False) -> None:
+        """Appends a message with the next sequence number. `last` ends the log."""
         assert not self.ended
         text = encode_message({**message, "seq": len(self) + 1})
         self._messages.append(text)
-        self._standing = None
+        self._status = None
         self.size += len(text)
         self.ended = last
-        self._wake()
+        self._notify()
 
-    def stand(self, message: Mapping[str, Any]) -> None:
-        """How the turn stands until its next message; it has the number of the message before."""
-        self._standing = encode_message({**message, "seq": len(self)})
-        self._wake()
+    def set_status(self, message: Mapping[str, Any]) -> None:
+        """A status that readers get until the next message. It repeats the last sequence number."""
+        self._status = encode_message({**message, "seq": len(self)})
+        self._notify()
 
     async def read(self, after: int = 0) -> AsyncGenerator[str]:
-        """Everything after that message, as it comes, to the last."""
+        """Yields the messages after a sequence number, and follows the log to its end."""
         if after > len(self):
             raise BadParameter("after", after, f"the turn has {len(self)} messages so far")
-        at, told = after, None
+        position, sent_status = after, None
         while True:
             changed = self._changed
-            while at < len(self):
-                at += 1
-                yield self._messages[at - 1]
-            if self._standing is not None and self._standing is not told:
-                told = self._standing
-                yield told
+            while position < len(self):
+                position += 1
+                yield self._messages[position - 1]
+            if self._status is not None and self._status is not sent_status:
+                sent_status = self._status
+                yield sent_status
             if self.ended:
                 return
             await changed.wait()
 
-    def _wake(self) -> None:
+    def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -69,16 +69,18 @@ def encode_message(message: Mapping[str, Any]) -> str:
 
 @dataclass(eq=False)
 class SocketTurn:
+    """One reply and its message log. It may outlive the socket that requested it."""
+
     owner: str
-    lasting: bool = False
-    """Whether the reply is a conversation's, which goes on when nobody reads it."""
+    stored: bool = False
+    """Whether the reply belongs to a conversation: then it continues without readers."""
     id: str = field(default_factory=new_id)
-    record: TurnRecord = field(default_factory=TurnRecord)
+    log: MessageLog = field(default_factory=MessageLog)
     readers: int = 0
-    halt: Callable[[], None] | None = None
-    """Ends its making, while it is made."""
+    on_stop: Callable[[], None] | None = None
+    """Stops the generation; None when it has ended."""
 
     def stop(self) -> None:
-        """Ends it within one step, whatever it does just now; what was said stays. One that is over stays so."""
-        if self.halt is not None:
-            self.halt()
+        """Stops the generation within one step and keeps the text so far. Has no effect after the end."""
+        if self.on_stop is not None:
+            self.on_stop()

@@ -1,4 +1,4 @@
-"""From any earlier schema, or from nothing, to the one of `schema.py`. Versions are only ever added."""
+"""Migrates a database from any earlier schema, or from nothing, to the one of `schema.py`. Versions are append-only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _LOCK = 0x70616C61
 
 
 def migrate(database: Database, revision: str = HEAD) -> None:
-    """Brings the schema up to `revision`, in one transaction; other processes wait and find it done."""
-    with database.reading() as connection:
+    """Upgrades the schema to `revision` in one transaction. Other processes wait and find it done."""
+    with database.read_transaction() as connection:
         if _revision(connection) == revision:
             return
-    with database.writing() as connection:
+    with database.write_transaction() as connection:
         if not database.is_sqlite:
             connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
         at = _revision(connection)
@@ -29,7 +29,7 @@ def migrate(database: Database, revision: str = HEAD) -> None:
 
 
 def current_revision(database: Database) -> str | None:
-    with database.reading() as connection:
+    with database.read_transaction() as connection:
         return _revision(connection)
 
 
@@ -40,7 +40,7 @@ def _revision(connection: Connection) -> str | None:
 
 
 def _upgrade(connection: Connection, revision: str) -> None:
-    from alembic import command  # here, because a database that is up to date needs none of it
+    from alembic import command  # imported lazily: a database that is up to date does not need it
     from alembic.config import Config
 
     config = Config()

@@ -1,4 +1,4 @@
-"""The transformers library's model code, run over lanes: an attention, a mask and a cache of ours put under it."""
+"""The transformers library's model code over KV-cache slots: its attention, masks and cache are replaced by ours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, Dyna
 from transformers.masking_utils import causal_mask_function
 
 from palaver.engines.torch.attention import MaskRule
-from palaver.engines.torch.attention_kernels import AttentionHead, pair_bytes
+from palaver.engines.torch.attention_kernels import AttentionParams, pair_bytes
 from palaver.engines.torch.batch import ForwardBatch
 from palaver.engines.torch.kv_cache import KVLayout
 from palaver.engines.torch.loader import quiet
@@ -19,21 +19,21 @@ from palaver.engines.torch.rope import LongRope
 
 
 class UnsupportedModel(Exception):
-    """The model does something with its cache or its masks that lanes can't follow."""
+    """The model does something with its cache or its masks that a slot can't represent."""
 
 
 class LibraryDecoder:
-    """Runs a plan through the model. One name in the library's tables leads back here."""
+    """Runs a batch through the library's model. Registers an attention implementation under a name of its own."""
 
     def __init__(self, model: PreTrainedModel, rope: LongRope | None = None) -> None:
         self._model = model
         self._rope = rope
-        self._plan: ForwardBatch
-        self._cache = _LaneCache(self._write, self._seen)
+        self._batch: ForwardBatch
+        self._cache = _SlotCache(self._write, self._row_offsets)
         self._layer = 0
         self.pair_bytes = 0
-        """What attention takes for each pair of a query and a key, as seen so far."""
-        self._before = model.config._attn_implementation
+        """The most memory that attention took for a pair of a query and a key so far."""
+        self._original_attention = model.config._attn_implementation
         self._name = f"palaver_{id(self):x}"
 
     def attach(self) -> None:
@@ -50,40 +50,40 @@ class LibraryDecoder:
         if self._rope is not None:
             self._rope.detach()
         with quiet():
-            self._model.set_attn_implementation(self._before)
+            self._model.set_attn_implementation(self._original_attention)
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(self._name, None)
 
-    def __call__(self, plan: ForwardBatch) -> Tensor:
+    def __call__(self, batch: ForwardBatch) -> Tensor:
         """The logits after each sequence's last token."""
-        self._plan = plan
+        self._batch = batch
         if self._rope is not None:
-            self._rope.use(plan.long)
+            self._rope.use(batch.long_rope)
         try:
             out = self._model(
-                input_ids=plan.ids[None],
-                position_ids=plan.positions[None],
+                input_ids=batch.ids[None],
+                position_ids=batch.positions[None],
                 past_key_values=self._cache,
                 use_cache=True,
-                logits_to_keep=plan.last,
+                logits_to_keep=batch.last_rows,
             )
         finally:
-            del self._plan  # it holds on to lanes
+            del self._batch  # it holds references to pools
         logits: Tensor = out.logits[0]
-        return logits if logits.shape[0] == plan.last.shape[0] else logits[plan.last]
+        return logits if logits.shape[0] == batch.last_rows.shape[0] else logits[batch.last_rows]
 
     def prepare(self, length: int) -> tuple[Tensor, ...]:
-        """It looks up nothing that is ever replaced."""
+        """The library's model has no tables that are replaced."""
         return ()
 
-    def _seen(self) -> Tensor:
-        """How many tokens come before each row, less the rows before it: added to the rows' numbers it gives the
-        positions, as the length of a cache would where one sequence is computed."""
-        return self._plan.positions - torch.arange(self._plan.positions.shape[0], device=self._plan.positions.device)
+    def _row_offsets(self) -> Tensor:
+        """The position of each row less its index: added to row indices it gives positions, as the length of a cache
+        does where one sequence is computed."""
+        return self._batch.positions - torch.arange(self._batch.positions.shape[0], device=self._batch.positions.device)
 
     def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self._layer = layer
-        self._plan.write(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1))
+        self._batch.write(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1))
 
     def _attend(
         self,
@@ -101,41 +101,41 @@ class LibraryDecoder:
             raise UnsupportedModel("it masks attention in a way of its own")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         rule = MaskRule() if attention_mask is None else attention_mask
-        head = AttentionHead(scale, softcap, s_aux)
-        needed = pair_bytes(query.shape[1], key.shape[1], query.dtype, query.device, head)
+        params = AttentionParams(scale, softcap, s_aux)
+        needed = pair_bytes(query.shape[1], key.shape[1], query.dtype, query.device, params)
         self.pair_bytes = max(self.pair_bytes, needed)
-        return self._plan.attend(self._layer, query[0].transpose(0, 1), rule, head)[None], None
+        return self._batch.attend(self._layer, query[0].transpose(0, 1), rule, params)[None], None
 
 
 def _mask(mask_function: Callable[..., Tensor], **_: Any) -> MaskRule:
     return MaskRule(None if mask_function is causal_mask_function else mask_function)
 
 
-class LateCache(DynamicCache):
-    """An empty cache that looks as if so many tokens had been seen, as one does whose window has moved on."""
+class OffsetCache(DynamicCache):
+    """An empty cache that reports a length, as a sliding window does whose tokens have left it."""
 
-    def __init__(self, seen: int) -> None:
+    def __init__(self, length: int) -> None:
         super().__init__()
-        self._seen = seen
+        self._length = length
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._seen + super().get_seq_length(layer_idx)
+        return self._length + super().get_seq_length(layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         length = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return super().get_seq_length(layer_idx) + length, self._seen
+        return super().get_seq_length(layer_idx) + length, self._length
 
 
-class _LaneCache(Cache):
-    """Looks empty to the library: where tokens stand is told by their positions, what they see by our masks."""
+class _SlotCache(Cache):
+    """Looks empty to the library: position ids say where tokens stand, and our masks what they see."""
 
-    def __init__(self, write: Callable[[int, Tensor, Tensor], None], seen: Callable[[], Tensor]) -> None:
+    def __init__(self, write: Callable[[int, Tensor, Tensor], None], row_offsets: Callable[[], Tensor]) -> None:
         super().__init__(layers=[])
         self._write = write
-        self._seen = seen
+        self._row_offsets = row_offsets
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -144,8 +144,8 @@ class _LaneCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
-        """A layer that asks for its own length computes positions from it, as Llama 4 does."""
-        return 0 if layer_idx is None else self._seen()
+        """A layer that asks for its own length, as in Llama 4, computes positions from it."""
+        return 0 if layer_idx is None else self._row_offsets()
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0

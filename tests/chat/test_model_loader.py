@@ -1,0 +1,118 @@
+"""From a name to a model in its engine host: a folder, or a training configuration with its adapter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from palaver.chat.model import Model
+from palaver.chat.model_loader import LoadOptions, ModelSlot, hosted_loader, load_model_format, missing_template_notices
+from palaver.chat.reply_stream import ReplyRequest
+from palaver.errors import BadParameter, NoTemplate, UnknownModel
+from palaver.formats.base import RenderOptions
+from palaver.messages import user
+from palaver.models.resolver import ResolvedModel
+from palaver.models.templates import TEMPLATES
+from palaver.sampling import Sampling
+from tests.tiny import PREOPENED
+
+
+async def test_a_trained_model_is_loaded_by_its_configuration(tiny_model: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: adapters are not tested")
+    from transformers import AutoModelForCausalLM
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "out")
+    (tmp_path / "own.jinja").write_text(PREOPENED)
+    configuration = tmp_path / "run.yml"
+    configuration.write_text(
+        f"base_model: {tiny_model}\nadapter: lora\noutput_dir: ./out\nsequence_len: 256\n"
+        "chat_template: jinja\nchat_template_jinja: own.jinja\nlearning_rate: 0.0002\n"
+    )
+    received: list[str] = []
+    loaded = await hosted_loader(LoadOptions())(str(configuration), lambda _, note: received.append(note))
+    try:
+        assert loaded.engine.info.context_length == 256
+        prompt = loaded.prompt(ReplyRequest((user("Hello"),), Sampling()))
+        assert loaded.vocabulary[prompt.context_ids[-2]] == b"<think>"
+        reply = await loaded.reply(ReplyRequest((user("Hello"),), Sampling(temperature=0, max_tokens=4)))
+        assert len(reply.token_ids) == 4
+        counted = await loaded.engine.metrics()
+        assert counted["prompt_tokens"] > 0
+    finally:
+        await loaded.engine.close()
+    assert "loading the weights" in received
+
+
+def bare(model: Path, folder: Path) -> Path:
+    """The model without a chat template."""
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def opening(model: ResolvedModel) -> str:
+    """What the model would read of a greeting."""
+    tokenizer, format = load_model_format(model, LoadOptions())
+    ids = format.render((user("Hi"),), (), RenderOptions(), ()).context_ids
+    return b"".join(tokenizer.vocabulary[id] for id in ids).decode()
+
+
+def test_which_template_a_training_configuration_means(tiny_model: Path, tmp_path: Path) -> None:
+    base = bare(tiny_model, tmp_path / "base")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    named = ResolvedModel(base, output_folder=saved, template_name="mistral_v3_tekken")
+    assert opening(named).endswith("[INST]Hi[/INST]")
+    fallback = opening(ResolvedModel(base, fallback_template="phi_35"))
+    assert fallback.endswith("<|user|>\nHi<|end|>\n<|assistant|>\n")
+    own = opening(ResolvedModel(tiny_model, fallback_template="phi_35"))
+    assert own == opening(ResolvedModel(tiny_model))
+    (saved / "chat_template.jinja").write_text(TEMPLATES["alpaca"])
+    assert opening(named).endswith("### Instruction:\nHi\n\n### Response:\n"), "what it was trained with comes first"
+    assert opening(replace(named, template=TEMPLATES["phi_35"])).startswith("<|user|>")
+
+
+def test_a_missing_template_gives_a_notice(tiny_model: Path, tmp_path: Path) -> None:
+    trained = ResolvedModel(tiny_model, template_name="made-up")
+    assert opening(trained) == opening(ResolvedModel(tiny_model))
+    (notice,) = missing_template_notices(trained)
+    assert "'made-up' is not at hand" in notice
+    assert missing_template_notices(replace(trained, template_name="llama3")) == ()
+    with pytest.raises(NoTemplate):
+        opening(replace(trained, folder=bare(tiny_model, tmp_path / "base")))
+
+
+async def test_a_missing_model_and_an_invalid_template() -> None:
+    with pytest.raises(UnknownModel):
+        await hosted_loader(LoadOptions())("no such thing", lambda *_: None)
+    with pytest.raises(BadParameter, match="--template"):
+        LoadOptions(Path("no-such.jinja"))
+
+
+async def test_the_card_of_a_starting_engine_is_loading() -> None:
+    import asyncio
+
+    gate = asyncio.Event()
+
+    async def load(name: str, _: object) -> Model:
+        await gate.wait()
+        raise UnknownModel(name, "there is none.")
+
+    models = ModelSlot(load)
+    models.load("one")
+    assert models.card().state == "loading"
+    models.load("two")
+    assert models.card().name == "two"
+    gate.set()
+    with pytest.raises(UnknownModel):
+        await models.ready()
+    await models.unload()

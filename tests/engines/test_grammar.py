@@ -1,0 +1,168 @@
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar, MarkerConstraint
+from palaver.engines.torch import TorchEngine
+from palaver.errors import BadParameter
+from palaver.generation import Ended, Finish, Prompt
+from palaver.phases import Phase, Phases, RequiredGrammar, State, Trigger
+from palaver.sampling import Sampling
+from tests.engines.generate import Run, continued, run
+from tests.engines.tiny import CALL, CALL_END, END, THINK, THINK_END, VOCABULARY
+
+pytest.importorskip("llguidance")
+
+PROMPT = Prompt(tuple(b"Answer:"))
+DIGITS = Constraint(Grammar.REGEX, r"[0-9]{3,5}")
+POINT = Constraint(
+    Grammar.JSON_SCHEMA,
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "maximum": 99}, "ok": {"type": "boolean"}},
+            "required": ["x", "ok"],
+            "additionalProperties": False,
+        }
+    ),
+)
+GREETING = Constraint(Grammar.LARK, 'start: "hello " NAME\nNAME: /[a-z]{2,4}/')
+CITY = {"type": "object", "properties": {"city": {"enum": ["Ulm", "Bern"]}}, "required": ["city"]}
+CALL_SCHEMA = json.dumps(CITY | {"additionalProperties": False})
+
+
+def sampling(constraint: Constraint | None, **settings: object) -> Sampling:
+    return replace(Sampling(temperature=1.0, max_tokens=80, constraint=constraint), **settings)  # type: ignore[arg-type]
+
+
+def text(out: Run) -> bytes:
+    return b"".join(VOCABULARY[i] for i in out.ids)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_the_answer_keeps_to_its_grammar(engine: TorchEngine, seed: int, temperature: float) -> None:
+    digits = await run(engine, PROMPT, sampling(DIGITS, seed=seed, temperature=temperature))
+    assert re.fullmatch(rb"[0-9]{3,5}<end>", text(digits))
+    assert digits.ended == Ended(Finish.END)
+    hello = await run(engine, PROMPT, sampling(GREETING, seed=seed, temperature=temperature))
+    assert re.fullmatch(rb"hello [a-z]{2,4}<end>", text(hello))
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_json_that_is_whole_is_what_the_schema_says(engine: TorchEngine, seed: int) -> None:
+    no_spaces = tuple(b" \n\t\r")
+    out = await run(engine, PROMPT, sampling(POINT, seed=seed, banned_ids=no_spaces))
+    assert out.ended == Ended(Finish.END)
+    point = json.loads(text(out).removesuffix(b"<end>"))
+    assert isinstance(point["x"], int)
+    assert isinstance(point["ok"], bool)
+
+
+THINKING = Phases(
+    states=(
+        State(Phase.ANSWER, (Trigger(THINK, 1),)),
+        State(Phase.THINKING, (Trigger(THINK_END, 2),), closing=(10, THINK_END, 10)),
+        State(Phase.ANSWER),
+    ),
+    ends=frozenset({END}),
+)
+
+
+async def test_thinking_is_never_constrained(engine: TorchEngine) -> None:
+    """The model may open a thought instead of the answer; what it thinks is free, what it answers isn't."""
+    prompt = replace(PROMPT, phases=THINKING)
+    thoughtful = sampling(DIGITS, logit_bias=((THINK, 1000.0),), thinking_budget=12, banned_ids=(THINK_END,))
+    out = await run(engine, prompt, thoughtful)
+    thought, answer = text(out).split(b"</think>")
+    assert thought.startswith(b"<think>")
+    assert re.search(rb"[^0-9]", thought.removeprefix(b"<think>"))
+    assert re.fullmatch(rb"\n[0-9]{3,5}<end>", answer)
+
+
+async def test_a_constrained_reply_cut_anywhere_goes_on_the_same(engine: TorchEngine) -> None:
+    prompt = replace(PROMPT, phases=THINKING)
+    for constraint in (POINT, DIGITS):
+        options = sampling(constraint, thinking_budget=4, logit_bias=((THINK, 9.0),), seed=5)
+        uncut = await run(engine, prompt, options)
+        for cut in range(len(uncut.ids)):
+            rest = await run(engine, continued(prompt, uncut.ids[:cut]), options)
+            assert uncut.ids[:cut] + rest.ids == uncut.ids
+
+
+def calling(marker: str) -> Phases:
+    opening, closing = (CALL, CALL_END) if marker == "token" else (b"[[", b"]]")
+    written = (f"<[{CALL}]>", f"<[{CALL_END}]>") if marker == "token" else ('"[["', '"]]"')
+    grammar = f"call {written[1]}\ncall: {written[0]} %json {CALL_SCHEMA}"
+    ids = (CALL, CALL_END) if marker == "token" else ()
+    first = MarkerConstraint(Grammar.LARK, f"start: <[{THINK}]>? {grammar}", (THINK, *ids))
+    return Phases(
+        states=(
+            State(Phase.ANSWER, (Trigger(opening, 1), Trigger(THINK, 2))),
+            State(Phase.TOOL_CALL, (Trigger(closing, 0),)),
+            State(Phase.THINKING, (Trigger(THINK_END, 0),), closing=(10, THINK_END)),
+        ),
+        ends=frozenset({END}),
+        held=RequiredGrammar(first, MarkerConstraint(Grammar.LARK, f"start: {grammar}", ids)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("marker", ["token", "text"])
+async def test_a_call_that_must_come_is_all_that_comes(engine: TorchEngine, marker: str, seed: int) -> None:
+    """With a thought before it, which is free, or without."""
+    end = b"</tool_call>" if marker == "token" else b"]]"
+    options = sampling(None, seed=seed, max_tokens=160, thinking_budget=9, banned_ids=tuple(b" \n\t\r"))
+    for bias in (9.0, -9.0):
+        out = await run(engine, replace(PROMPT, phases=calling(marker)), replace(options, logit_bias=((THINK, bias),)))
+        call = text(out).removesuffix(b"<end>").removesuffix(end).rpartition(b"</think>")[2]
+        assert json.loads(call.removeprefix(b"<tool_call>").removeprefix(b"[["))["city"] in ("Ulm", "Bern")
+        assert (b"<think>" in text(out)) == (bias > 0)
+        assert out.ended == Ended(Finish.END)
+
+
+async def test_a_held_reply_cut_anywhere_goes_on_the_same(engine: TorchEngine) -> None:
+    prompt = replace(PROMPT, phases=calling("token"))
+    options = sampling(None, seed=3, max_tokens=160, thinking_budget=5, logit_bias=((THINK, 9.0),))
+    uncut = await run(engine, prompt, options)
+    for cut in range(len(uncut.ids)):
+        rest = await run(engine, continued(prompt, uncut.ids[:cut]), options)
+        assert uncut.ids[:cut] + rest.ids == uncut.ids
+
+
+async def test_a_reply_begun_otherwise_stays_and_the_call_follows_it(engine: TorchEngine) -> None:
+    prompt = Prompt(PROMPT.context_ids, tuple(b"Hello"), calling("token"))
+    out = await run(engine, prompt, sampling(None, seed=1, max_tokens=160, banned_ids=tuple(b" \n\t\r")))
+    assert text(out).startswith(b"<tool_call>")
+    assert text(out).endswith(b"</tool_call><end>")
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint(Grammar.JSON_SCHEMA, "{"),
+        Constraint(Grammar.JSON_SCHEMA, "[1]"),
+        Constraint(Grammar.JSON_SCHEMA, '{"type": "nonsense"}'),
+        Constraint(Grammar.REGEX, "(unclosed"),
+        Constraint(Grammar.LARK, "start: nobody"),
+        Constraint(Grammar.LARK, "x" * (MAX_CONSTRAINT + 1)),
+    ],
+    ids=["no json", "no schema", "no type", "regex", "lark", "long"],
+)
+async def test_a_bad_constraint_fails_its_request_alone(engine: TorchEngine, constraint: Constraint) -> None:
+    async with engine.generate(PROMPT, Sampling(temperature=0, max_tokens=5)) as other:
+        with pytest.raises(BadParameter, match="constraint"):
+            await run(engine, PROMPT, sampling(constraint))
+        assert [output async for output in other][-1] == Ended(Finish.LENGTH)
+
+
+async def test_without_the_package_a_constraint_is_refused(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(BadParameter, match="llguidance"):
+        await run(engine, PROMPT, sampling(DIGITS))

@@ -1,0 +1,210 @@
+"""Starting, quitting and resuming sessions; dumb terminals and pipes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from palaver.errors import RequestError
+from palaver.messages import Role
+from palaver.repl.commands.branches import edit_text
+from palaver.store import ReplyStatus, StoredMessage, open_store
+from tests.models import make_model
+from tests.repl.conftest import ENVIRONMENT, Door, local_door
+from tests.repl.terminal import CTRL_C, CTRL_D, Terminal
+
+QUESTION = "What is 246810 + 135791?"
+ANSWER = "382601"
+BANNER = r"palaver \S+ · sprout · context .*\nthinks .*\n/help lists .*\n\n›"
+"""The whole screen at the start: no output of libraries."""
+
+
+def replies(folder: Path) -> list[tuple[StoredMessage, tuple[int, ...]]]:
+    """The replies to the question, the oldest first."""
+    with open_store(folder) as store:
+        owner = store.users.ensure().id
+        found = [one for id in store.conversations.ids(owner) for one in store.messages.all(id)]
+        question_ids = {one.id for one in found if one.text == QUESTION}
+        answers = [one for one in found if one.role is Role.ASSISTANT and one.parent_id in question_ids]
+        return [(one, tuple(store.replies.token_ids(one.id))) for one in answers]
+
+
+def ready(terminal: Terminal) -> None:
+    terminal.until("/help lists the commands", 120)
+    terminal.prompt()
+
+
+def test_stopped_in_a_thought_left_and_gone_on_with(door: Door) -> None:
+    """The continued reply has the tokens of the uninterrupted one."""
+    with door.open("--set", "seed=5") as terminal:
+        if door.name == "local":
+            _interrupt_while_loading(terminal)
+        ready(terminal)
+        assert re.search(rf"\A(› Hello\nInterrupted.\n)?{BANNER}\Z", terminal.transcript())
+        assert ANSWER in terminal.do(QUESTION)
+        terminal.do("/new")
+        terminal.enter(QUESTION)
+        terminal.wait(r"^│ \d")
+        terminal.type(CTRL_C)
+        terminal.until("stopped: /continue goes on")
+        terminal.prompt()
+        terminal.type(CTRL_D)
+        assert terminal.wait_for_exit() == 0
+    with door.open("--resume") as terminal:
+        ready(terminal)
+        assert re.search(
+            rf"1 you\n{re.escape(QUESTION)}\n\n2 model\nthought.*\nstopped: /continue", terminal.transcript()
+        )
+        assert ANSWER in terminal.do("/continue")
+        terminal.type(CTRL_D)
+        assert terminal.wait_for_exit() == 0
+    (whole, first), (_, second) = replies(door.folder)
+    assert whole.reply is not None
+    assert whole.reply.status is ReplyStatus.DONE
+    assert first == second
+
+
+def _interrupt_while_loading(terminal: Terminal) -> None:
+    """A message sent while the model loads waits for it; Ctrl+C puts it back into the prompt."""
+    terminal.wait("(?s)^›.*loading sprout")
+    terminal.enter("Hello")
+    terminal.wait(r"› Hello\nloading sprout.* · [\d.]+ s")
+    terminal.type(CTRL_C)
+    terminal.wait(r"Interrupted.\n› Hello$|Interrupted.\n› Hello\n\n")
+    terminal.type(CTRL_C)
+    terminal.wait(r"Interrupted.\n›(\n\n|$)")
+
+
+def test_killed_in_the_midst_of_a_reply(door: Door) -> None:
+    with door.open("--set", "seed=5") as terminal:
+        ready(terminal)
+        terminal.enter(QUESTION)
+        terminal.wait(r"^│ \d")
+        terminal.kill()
+    with door.open("--resume", "--expand") as terminal:
+        ready(terminal)
+        if door.name == "local":
+            terminal.until("interrupted: /continue goes on")
+            terminal.do("/continue")
+        terminal.until(ANSWER)
+        terminal.prompt()
+    ids = {ids for _, ids in replies(door.folder)}
+    assert len(ids) == 1
+
+
+def test_without_colours(server: Door) -> None:
+    with server.open("--set", "seed=1", environment={"NO_COLOR": "1"}) as terminal:
+        ready(terminal)
+        assert "6912" in terminal.do("What is 1234 + 5678?")
+        colours = re.findall(rb"\x1b\[(?:[\d;]*;)?(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])[\d;]*m", terminal.written)
+        assert colours == []
+
+
+def test_in_a_dumb_terminal(server: Door) -> None:
+    with server.open("--set", "seed=1", environment={"TERM": "dumb"}) as terminal:
+        terminal.wait("^>$")
+        terminal.type("What is 1234 + 5678?\n")
+        terminal.until("6912")
+        terminal.wait(r"^>$")
+        terminal.type("/context\n")
+        terminal.wait(r"of 8,192")
+        terminal.type(CTRL_D)
+        assert terminal.wait_for_exit() == 0
+        assert b"\x1b" not in terminal.written
+
+
+def test_in_forty_columns(server: Door) -> None:
+    with server.open("--set", "seed=1", columns=40) as terminal:
+        ready(terminal)
+        assert re.search(r"n +n²", terminal.do("Make a table of the squares from 1 to 8."))
+        for line in ("/params", "/help", "/status", "/tokens"):
+            terminal.do(line)
+        assert all(len(line) <= 40 for line in terminal.transcript().splitlines())
+
+
+def test_plain_text(server: Door) -> None:
+    with server.open("--set", "seed=1", "--plain") as terminal:
+        ready(terminal)
+        shown = terminal.do("Make a table of the squares from 1 to 8.")
+        assert "| 1 | 1 |" in shown
+        assert "| 8 | 64 |" in shown
+
+
+def test_a_pipe(server: Door) -> None:
+    """One line per turn, only answers on stdout, exit status 1 if a line failed."""
+    command = [sys.executable, "-m", "palaver", "chat", *server.arguments, "--set", "seed=1"]
+    environment = {**ENVIRONMENT, "PATH": "/usr/bin:/bin", "HOME": str(server.folder)}
+    succeeded = subprocess.run(
+        command, input="What is 1234 + 5678?\n\n/think off\n//hi\n", capture_output=True, text=True, env=environment
+    )
+    assert succeeded.returncode == 0, succeeded.stderr
+    assert "6912" in succeeded.stdout
+    assert len(succeeded.stdout.strip().splitlines()) == 2
+    assert "\x1b" not in succeeded.stdout + succeeded.stderr
+    failed = subprocess.run(command, input="/continue\nHello\n", capture_output=True, text=True, env=environment)
+    assert failed.returncode == 1
+    assert "no reply to continue" in failed.stderr
+    assert failed.stdout.strip()
+
+
+def test_a_context_that_is_full(tmp_path: Path) -> None:
+    """The user is warned before the context is full, and then offered choices."""
+    folder = make_model(tmp_path / "tiny")
+    door = local_door(tmp_path)
+    with door.open(str(folder), "--set", "max_tokens=8", "--set", "seed=1") as terminal:
+        ready(terminal)
+        assert "The context is 8" in terminal.do("x" * 400)
+        terminal.enter("y" * 300)
+        terminal.wait(r"(?s)tokens long but the model's context is 512.*\ns  send it without the oldest.*Which\?")
+        terminal.type("\r")
+        terminal.wait(r"(?s)Which\?.*› yyyy.*y$")
+        terminal.type("\r")
+        terminal.wait(r"(?s)Which\?.*› yyyy.*Which\? \(Enter: back to the message\)$")
+        terminal.type("s\r")
+        terminal.until(r"(?s)Which\? .* s\n.*tokens/s")
+        terminal.prompt()
+        assert terminal.do("/history").count(" you") == 2
+        assert "overflow = shorten" in terminal.do("/set overflow shorten")
+        assert "tokens/s" in terminal.do("z" * 300)
+
+
+def test_a_model_that_fails(tmp_path: Path) -> None:
+    """The session survives failures of loading and of the template; another model can be loaded."""
+    folder = make_model(tmp_path / "raising", template="{{ raise_exception('roles must alternate') }}")
+    with local_door(tmp_path).open("nowhere") as terminal:
+        terminal.until("nowhere could not be loaded: No model 'nowhere'")
+        terminal.prompt()
+        assert "No model 'nowhere'" in terminal.do("Hello")
+        terminal.do(f"/model {folder}")
+        assert "roles must alternate" in " ".join(terminal.do("Hello").split())
+        assert "context 8,192" in terminal.do("/model sprout")
+        assert "tokens/s" in terminal.do("What is 2 + 2?")
+
+
+async def test_the_editor(tmp_path: Path) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text("#!/bin/sh\nsed -i 's/one/two/' \"$2\"\n")
+    editor.chmod(0o700)
+    assert await edit_text(f"{editor} --wait", "  one\n\nline") == "  two\n\nline"
+    assert await edit_text("false", "one") == "one"
+    with pytest.raises(RequestError, match="missing-editor"):
+        await edit_text("missing-editor", "one")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--resume", "--conversation", "x"], ["--resume", "--conversation"]),
+        (["--expand", "--no-thinking"], ["--expand", "--no-thinking"]),
+        (["--server", "http://127.0.0.1:1", "--device", "cpu"], ["--server", "--device"]),
+    ],
+)
+def test_flags_that_contradict_each_other(flags: list[str], named: list[str]) -> None:
+    command = [sys.executable, "-m", "palaver", "chat", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env={**ENVIRONMENT, "PATH": "/usr/bin:/bin"})
+    assert done.returncode == 2
+    assert all(name in done.stderr for name in named)

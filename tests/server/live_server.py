@@ -1,0 +1,116 @@
+"""A listening server in a thread of its own, with the embedded model in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import uvicorn
+
+from palaver.chat.model import Model
+from palaver.chat.model_loader import LoadOptions, ModelSlot, build_model, load_model_format
+from palaver.chat.service import Service
+from palaver.engines.host.supervisor import ReportProgress
+from palaver.engines.torch import EngineOptions, load
+from palaver.models.resolver import resolve_model
+from palaver.server.app import Server
+from palaver.server.limits import limited_protocol
+from palaver.server.run import socket_options
+from palaver.server.settings import ServerSettings
+from palaver.store import open_store
+
+TOKEN = "the-token-of-the-data-folder"
+ADMIN = {"authorization": f"Bearer {TOKEN}"}
+
+
+async def sprout(name: str, report: ReportProgress) -> Model:
+    """Loads the model as the server does, but without a process for the engine."""
+    model = resolve_model(name)
+    tokenizer, format = load_model_format(model, LoadOptions())
+    engine = await asyncio.to_thread(
+        load, model.folder, vocabulary=tokenizer.vocabulary, options=EngineOptions(threads=1)
+    )
+    return build_model(name, engine, format, tokenizer)
+
+
+class LiveServer:
+    """A context manager: the server runs inside."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: ServerSettings | None = None,
+        model: str | None = "sprout",
+        resume: bool = False,
+    ) -> None:
+        self._folder = folder
+        self._resume = resume
+        self._settings = replace(settings or ServerSettings(), secret=TOKEN)
+        self._model = model
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._error: BaseException | None = None
+        self.loop: asyncio.AbstractEventLoop
+        self.server: Server
+        self.service: Service
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> LiveServer:
+        self._thread.start()
+        assert self._started.wait(60), "the server did not start"
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._uvicorn.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the server did not end"
+
+    def run_in_loop(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Runs a coroutine function in the event loop of the server."""
+        return asyncio.run_coroutine_threadsafe(work(), self.loop).result(60)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._error = error
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.port = listening.getsockname()[1]
+        with open_store(self._folder) as store:
+            models = ModelSlot(sprout, ("sprout",))
+            async with Service(store, models, resume=self._resume) as self.service:
+                if self._model is not None:
+                    models.load(self._model)
+                    await models.ready()
+                self.server = Server(self.service, self._settings)
+                config = uvicorn.Config(
+                    self.server.asgi,
+                    log_config=None,
+                    lifespan="off",
+                    http=limited_protocol(self._settings.limits),
+                    **socket_options(self._settings),
+                )
+                self._uvicorn = uvicorn.Server(config)
+                serving = asyncio.create_task(self._uvicorn.serve(sockets=[listening]))
+                while not self._uvicorn.started and not serving.done():
+                    await asyncio.sleep(0.005)
+                self._started.set()
+                await serving

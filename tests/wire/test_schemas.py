@@ -1,0 +1,273 @@
+"""Every value of the HTTP API survives a round trip through JSON text; server-sent events are decoded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from datetime import UTC, datetime
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from palaver import errors, events, messages, store
+from palaver.chat import interface
+from palaver.chat.turn_log import LogEntry
+from palaver.constraints import Constraint
+from palaver.errors import BadParameter, ContextOverflow, EngineError, PalaverError, QueueFull
+from palaver.formats.switches import Switch, SwitchKind
+from palaver.sampling import Sampling
+from palaver.server.errors import error_value
+from palaver.store import Blob
+from palaver.store.errors import NotFound
+from palaver.wire import events as event_schemas
+from palaver.wire import responses, values
+from palaver.wire.errors import ErrorBody
+from palaver.wire.sse import ServerSentEvent, SseDecoder, encode_sse
+
+TEXT = st.text(max_size=12)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+COUNT = st.integers(0, 2**53)
+LOGPROB = st.floats(max_value=0, allow_nan=False)
+TIME = st.datetimes(min_value=datetime(1971, 1, 1), timezones=st.just(UTC))
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | FINITE | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+OBJECT = st.dictionaries(TEXT, JSON, max_size=3)
+
+
+def maybe(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.none() | strategy
+
+
+def several(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(strategy, max_size=3).map(tuple)
+
+
+PLAIN = (
+    st.builds(messages.Text, TEXT)
+    | st.builds(messages.Thinking, TEXT)
+    | st.builds(messages.ToolCall, TEXT, TEXT, TEXT, st.booleans())
+    | st.builds(messages.ToolResult, TEXT, TEXT, TEXT)
+)
+MEDIA = st.one_of(*(st.builds(kind, TEXT, st.binary()) for kind in (messages.Image, messages.Audio, messages.Video)))
+BLOB = st.builds(Blob, st.sampled_from(["image", "audio", "video"]), TEXT, TEXT, COUNT)
+MESSAGE = st.builds(messages.Message, st.sampled_from(messages.Role), several(PLAIN | MEDIA))
+SAMPLING = st.builds(
+    Sampling,
+    temperature=FINITE,
+    top_p=FINITE,
+    min_p=FINITE,
+    repetition_penalty=FINITE,
+    presence_penalty=FINITE,
+    frequency_penalty=FINITE,
+    end_penalty=FINITE,
+    logit_bias=several(st.tuples(COUNT, FINITE)),
+    banned_strings=several(TEXT),
+    stop=several(TEXT),
+    seed=st.integers(0, 2**63 - 1),
+    constraint=maybe(st.builds(Constraint, text=TEXT)),
+)
+SETTINGS = st.builds(
+    store.ReplySettings,
+    model=TEXT,
+    sampling=SAMPLING,
+    tokenizer=TEXT,
+    options=OBJECT,
+    tools=several(st.builds(messages.Tool, TEXT, TEXT, OBJECT)),
+    choice=COUNT,
+)
+USAGE = st.builds(events.Usage, COUNT, COUNT, COUNT, COUNT)
+REPLY = st.builds(
+    store.StoredReply,
+    status=st.sampled_from(store.ReplyStatus),
+    settings=SETTINGS,
+    usage=maybe(USAGE),
+    timings=st.dictionaries(TEXT, FINITE, max_size=3),
+    error=maybe(TEXT),
+    started_at=maybe(TIME),
+    ended_at=maybe(TIME),
+)
+STORED = st.builds(
+    store.StoredMessage,
+    TEXT,
+    TEXT,
+    maybe(TEXT),
+    st.sampled_from(messages.Role),
+    several(PLAIN | BLOB),
+    TIME,
+    maybe(TEXT),
+    maybe(REPLY),
+)
+READ = (
+    st.builds(events.PhaseOpened)
+    | st.builds(events.ThinkingDelta, TEXT)
+    | st.builds(events.AnswerDelta, TEXT)
+    | st.builds(events.ToolCallOpened, COUNT, TEXT, TEXT, st.booleans())
+    | st.builds(events.ToolCallDelta, COUNT, TEXT)
+    | st.builds(events.Notice, TEXT)
+)
+EVENT = (
+    READ
+    | st.builds(events.Waiting, COUNT, maybe(FINITE))
+    | st.builds(events.Started, COUNT, COUNT)
+    | st.builds(events.Snapshot, MESSAGE)
+    | st.builds(events.Finished, usage=USAGE, stop=maybe(TEXT), tail=several(READ))
+    | st.builds(events.Failed, TEXT, several(READ))
+)
+CONVERSATION = st.builds(
+    store.Conversation, TEXT, TEXT, TEXT, st.booleans(), TEXT, OBJECT, several(TEXT), maybe(TEXT), TIME, TIME,
+    maybe(TIME),
+)  # fmt: skip
+SWITCH = st.builds(
+    Switch,
+    TEXT,
+    st.sampled_from(SwitchKind),
+    st.sampled_from(["boolean", "text", "any"]),
+    several(JSON),
+    st.booleans(),
+    JSON,
+    JSON,
+    JSON,
+    TEXT,
+    TEXT,
+)
+CARD = st.builds(
+    interface.ModelCard,
+    name=TEXT,
+    progress=maybe(FINITE),
+    note=TEXT,
+    defaults=SAMPLING,
+    switches=several(SWITCH),
+    media=several(TEXT),
+    notices=several(TEXT),
+)
+TOKEN = st.builds(
+    interface.ReplyToken,
+    COUNT,
+    TEXT,
+    maybe(LOGPROB),
+    several(st.builds(interface.TokenAlternative, COUNT, TEXT, LOGPROB)),
+)
+HIT = st.builds(store.SearchHit, TEXT, TEXT, TEXT, st.sampled_from(messages.Role), TIME, TEXT)
+KINDS = [
+    (values.MessageSchema, MESSAGE),
+    (values.SamplingSchema, SAMPLING),
+    (values.ReplySettingsSchema, SETTINGS),
+    (event_schemas.LogEntrySchema, st.builds(LogEntry, COUNT, EVENT)),
+    (responses.ConversationSchema, CONVERSATION),
+    (responses.StoredMessageSchema, STORED),
+    (responses.SentMessageSchema, st.builds(interface.SentMessage, STORED, STORED)),
+    (responses.TreeNodeSchema, st.builds(store.TreeNode, TEXT, maybe(TEXT), st.sampled_from(messages.Role), TIME)),
+    (responses.SearchHitSchema, HIT),
+    (responses.CursorSchema, st.builds(store.Cursor, maybe(TEXT), st.booleans(), st.booleans())),
+    (responses.ModelCardSchema, CARD),
+    (responses.ReplyTokenSchema, TOKEN),
+    (responses.ContextUsageSchema, st.builds(interface.ContextUsage, COUNT, COUNT, COUNT)),
+    (responses.ConversationChangeSchema, st.builds(interface.ConversationChange, TEXT, TEXT, maybe(TEXT))),
+]
+
+
+@pytest.mark.parametrize("kind", [kind for kind, _ in KINDS], ids=lambda kind: kind.__name__)
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_every_value_survives_a_round_trip(kind: Any, data: st.DataObject) -> None:
+    value = data.draw(dict(KINDS)[kind])
+    text = kind.from_value(value).model_dump_json()
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert kind.model_validate_json(text).to_value() == value
+    assert kind.model_validate(json.loads(text)).to_value() == value  # as the server's framework reads it
+
+
+PAIRS: list[tuple[Any, Any]] = [
+    (responses.ConversationSchema, store.Conversation),
+    (responses.StoredMessageSchema, store.StoredMessage),
+    (responses.StoredReplySchema, store.StoredReply),
+    (responses.TreeNodeSchema, store.TreeNode),
+    (responses.SearchHitSchema, store.SearchHit),
+    (responses.CursorSchema, store.Cursor),
+    (responses.SentMessageSchema, interface.SentMessage),
+    (responses.ModelCardSchema, interface.ModelCard),
+    (responses.SwitchSchema, Switch),
+    (responses.ReplyTokenSchema, interface.ReplyToken),
+    (responses.TokenAlternativeSchema, interface.TokenAlternative),
+    (responses.ContextUsageSchema, interface.ContextUsage),
+    (responses.ConversationChangeSchema, interface.ConversationChange),
+    (values.SamplingSchema, Sampling),
+    (values.ReplySettingsSchema, store.ReplySettings),
+    (values.ConstraintSchema, Constraint),
+    (values.ToolSchema, messages.Tool),
+    (values.MessageSchema, messages.Message),
+    (values.BlobSchema, Blob),
+    (values.UsageSchema, events.Usage),
+    *((getattr(event_schemas, f"{kind.__name__}Schema"), kind) for kind in get_args(events.Event)),
+]
+
+
+@pytest.mark.parametrize(("told", "ours"), PAIRS, ids=lambda kind: kind.__name__)
+def test_schemas_have_all_fields(told: Any, ours: Any) -> None:
+    assert set(told.model_fields) - {"type"} == {field.name for field in fields(ours)} - {"type"}
+
+
+def test_a_reference_to_a_blob_is_kept() -> None:
+    blob = Blob("image", "image/png", "0" * 64, 7)
+    assert values.decode_part(values.encode_part(blob)) == blob
+    told = values.MessageSchema(role=messages.Role.USER, parts=[values.encode_part(blob)])
+    with pytest.raises(BadParameter, match="parts"):
+        told.to_value()
+
+
+def test_invalid_base64_is_refused() -> None:
+    with pytest.raises(BadParameter, match="base64"):
+        values.decode_part(values.MediaSchema(type="image", media_type="image/png", data="not base64!"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BadParameter("top_p", 1.7, "must be at most 1"),
+        BadParameter("x", object(), "is no value that JSON knows"),
+        ContextOverflow(5000, 4096),
+        QueueFull(7),
+        NotFound("message", "abc"),
+        EngineError("It broke."),
+        errors.NoModel(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_survives_a_round_trip(error: PalaverError) -> None:
+    told = ErrorBody.model_validate_json(json.dumps(error_value(error))).error
+    again = told.to_value()
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    same = {name: value for name, value in vars(error).items() if type(value) is not object}
+    assert vars(again) == same
+
+
+def test_an_unknown_error_is_none() -> None:
+    body = {"error": {"message": "no", "type": "x", "param": None, "code": None, "name": "of_a_newer_server"}}
+    assert ErrorBody.model_validate(body).error.to_value() is None
+
+
+@given(texts=st.lists(st.text(), max_size=4), cut=st.integers(1, 7))
+def test_events_are_decoded_however_the_bytes_are_cut(texts: list[str], cut: int) -> None:
+    wanted = [
+        ServerSentEvent(json.dumps(text, ensure_ascii=False), "turn", str(place)) for place, text in enumerate(texts)
+    ]
+    whole = b"".join(
+        b": a comment\n\n" + encode_sse(sent.data, event="turn", id=place) for place, sent in enumerate(wanted)
+    )
+    decoder = SseDecoder()
+    read = [sent for start in range(0, len(whole), cut) for sent in decoder.feed(whole[start : start + cut])]
+    assert read == wanted
+
+
+def test_an_incomplete_event_is_not_decoded() -> None:
+    whole = encode_sse('"one"', id=1) + encode_sse('"two"', id=2)
+    for end in range(len(whole)):
+        decoder = SseDecoder()
+        read = [sent.data for sent in decoder.feed(whole[:end])]
+        assert read == ['"one"', '"two"'][: whole[:end].count(b"\n\n")]
