@@ -84,7 +84,7 @@ def load(
     adapter: Path | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> TorchEngine:
-    """Loads a model from a folder or a hub id and starts its thread. Raises a ModelError where that fails.
+    """Loads a model from a folder and starts its thread. Raises a ModelError where that fails.
 
     `vocabulary` holds the bytes of each token id: stop strings, banned strings and text markers are bytes. `adapter` is
     the folder of a LoRA adapter that is merged into the weights. `on_failure` is called when the engine's thread dies.
