@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -81,3 +84,24 @@ def test_a_folder_that_is_shared_stays_shared(tmp_path: Path) -> None:
     shared.mkdir()
     shared.chmod(0o1777)
     assert mode(data_folder(shared)) == 0o1777
+
+
+def test_another_process_sees_what_is_written_after_its_visit(tmp_path: Path) -> None:
+    """SQLite's locks are those of the process: closing the file anywhere in it would release them all."""
+    with open_store(tmp_path) as store, ThreadPoolExecutor(4) as threads:
+        owner_id = store.users.ensure().id
+        list(threads.map(lambda _: store.conversations.ids(owner_id), range(16)))  # connections in every thread
+        for count in range(1, 4):
+            store.conversations.create(owner_id)
+            list(threads.map(lambda _: store.conversations.ids(owner_id), range(16)))
+            assert visit(tmp_path) == count
+
+
+def visit(folder: Path) -> int:
+    """Counts the conversations in another process, which opens the store and closes it."""
+    program = (
+        "import sys; from pathlib import Path; from palaver.store import open_store\n"
+        "with open_store(Path(sys.argv[1])) as store: print(len(store.conversations.ids(store.users.ensure().id)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True)
+    return int(done.stdout)

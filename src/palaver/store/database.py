@@ -162,9 +162,14 @@ def _parse_url(url: str | URL) -> URL:
 
 
 def _restrict_sqlite(path: Path) -> None:
-    """SQLite gives its log and index the permissions of the file."""
+    """SQLite gives its log and index the permissions of the file.
+
+    A file that exists is never opened here: closing it would drop the locks of all connections of this process, and
+    another process would then remove the log under them.
+    """
     with suppress(OSError):  # SQLite's own error is clearer
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        with suppress(FileExistsError):
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         for suffix in ("", "-wal", "-shm"):
             restrict(path.with_name(path.name + suffix))
 
