@@ -61,7 +61,8 @@ def run_server(folder: Path) -> Iterator[tuple[Door, subprocess.Popen[bytes]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "palaver", "serve", "--port", str(port), "--data", str(folder)]
+    # without compiled steps: a reply must last long enough to be stopped by a key
+    command = [sys.executable, "-m", "palaver", "serve", "--no-compile", "--port", str(port), "--data", str(folder)]
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=log)
     try:
