@@ -20,6 +20,8 @@ from tests.repl.terminal import Terminal
 
 SOURCE = Path(__file__).parents[2] / "src"
 ENVIRONMENT = {"PYTHONPATH": str(SOURCE)}
+SLOW_STEPS = "--no-compile"
+"""A reply must last long enough to be stopped by a key."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Door:
 
 
 def local_door(folder: Path) -> Door:
-    return Door("local", folder, ("--local", "--data", str(folder)))
+    return Door("local", folder, ("--local", SLOW_STEPS, "--data", str(folder)))
 
 
 @pytest.fixture(scope="session", params=["local", "server"])
@@ -61,8 +63,7 @@ def run_server(folder: Path) -> Iterator[tuple[Door, subprocess.Popen[bytes]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # without compiled steps: a reply must last long enough to be stopped by a key
-    command = [sys.executable, "-m", "palaver", "serve", "--no-compile", "--port", str(port), "--data", str(folder)]
+    command = [sys.executable, "-m", "palaver", "serve", SLOW_STEPS, "--port", str(port), "--data", str(folder)]
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=log)
     try:

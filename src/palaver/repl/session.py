@@ -20,7 +20,7 @@ from palaver.messages import Text as TextPart
 from palaver.repl.command_table import CommandLine, CommandTable, MessageLine, parse_line
 from palaver.repl.cursor import ConversationCursor, ConversationSettings, find_conversation
 from palaver.repl.input import KeyActions, LastMessage, LineSource, ReplyDropped, StreamLineSource, TypedLine
-from palaver.repl.plain import PlainPrinter, PlainView
+from palaver.repl.plain import PlainPrinter, PlainView, handle_interrupt
 from palaver.repl.reply_view import ReplyView, TurnFollower, TurnView
 from palaver.repl.screen import Screen, console, has_cursor
 from palaver.repl.settings import SessionSettings, ThinkingDisplay
@@ -67,15 +67,17 @@ class Session:
 
     async def run(self) -> None:
         """Runs until the input ends or `/quit`. Errors are shown and do not end the session."""
-        while not self.should_exit:
-            try:
-                await self._run_once()
-            except EOFError:
-                return
+        with handle_interrupt(self._defer_interrupt):  # between a prompt and its message too
+            while not self.should_exit:
+                try:
+                    await self._run_once()
+                except EOFError:
+                    return
 
     async def _run_once(self) -> None:
         try:
             initial, self.initial_line = self.initial_line, None
+            self._interrupted = False
             typed = await self.lines.read(initial, await self._last_user_message())
             await self.stop_speech()
             await self.handle_line(typed)
@@ -97,7 +99,21 @@ class Session:
             case MessageLine(text):
                 await self.send_text(text)
             case CommandLine(command, arguments):
-                await command.run(self, arguments)
+                await self._run_command(command.run(self, arguments))
+
+    async def _run_command(self, command: Awaitable[None]) -> None:
+        """Ctrl+C cancels the command, unless it handles the key itself."""
+        task = asyncio.ensure_future(command)
+        try:
+            with handle_interrupt(task.cancel):
+                if self._interrupted:
+                    task.cancel()
+                await asyncio.wait([task])
+        finally:
+            task.cancel()
+        if task.cancelled():
+            raise Interrupted
+        task.result()
 
     async def _report_errors(self, action: Callable[[], Awaitable[None]]) -> None:
         try:
