@@ -8,22 +8,31 @@ Several processes send hostile requests to every API. Meanwhile 8 streams ask se
 Checked: every honest reply completes and is the one that came undisturbed; no honest request waits longer than 5 s for
 its first chunk or its next one; `/health` answers in time and says ready; hostile requests get no unexpected answer;
 memory of the server's processes, with the KV cache bounded, is back within 20% afterwards; the log holds no key, no
-token and nothing that was said; data that was committed before is the same. Exits with 1 where one of these fails.
+token and nothing that was said; data that was committed before is the same. Before the attack, hostile model folders
+are given to `palaver inspect`. After it, one user floods the queue, and then the engine's process is killed several
+times while honest streams run: their replies must still be the undisturbed ones. Exits with 1 where a check fails.
+
+The numbers are those of a list of attacks. Not sent here: kill -9 of the server (`benchmarks.kills`), a full disk and a
+locked database (`tests/store`), scripts on the page (`tests/web`).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import json
 import os
 import random
 import re
+import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -120,6 +129,13 @@ def nested(opening: str, closing: str, depth: int = 10_000) -> str:
     return opening * depth + "1" + closing * depth
 
 
+def png_bomb() -> bytes:
+    """A header that announces 2^31 by 2^31 pixels, and no pixels."""
+    size = struct.pack(">IIBBBBB", 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0)
+    header = b"IHDR" + size
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+
+
 def lark_rules(count: int) -> str:
     rules = "\n".join(f"r{i}: r{i + 1} | r{(i * 7) % count} r{i + 1}?" for i in range(count))
     return f"start: r0\n{rules}\nr{count}: /a/"
@@ -205,8 +221,8 @@ def json_cases() -> Iterator[Case]:
     yield request("31 tokenize", "/v1/tokenize", partial(large, prompt="LONG"), 400)
     yield request("31 complete", COMPLETIONS, partial(large, prompt="LONG"), 400)
     for path in (CHAT, MESSAGES, "/v1/apply-template", "/v1/messages/count_tokens"):
-        body = partial(large, messages='[{"role": "user", "content": LONG}]')
-        yield request(f"31 text {path}", path, body, 400)
+        text = partial(large, messages='[{"role": "user", "content": LONG}]')
+        yield request(f"31 text {path}", path, text, 400)
     yield request("31 input", RESPONSES, partial(large, input="LONG", store="false"), 400)
     yield request("31 import", "/api/import", partial(lines, 300_000), 400, headers={"content-type": "text/plain"})
     for key in ("pal-00000000-unknown", "sk-else"):
@@ -226,6 +242,13 @@ def json_cases() -> Iterator[Case]:
         400,
     )
     yield request("08 announced too large", CHAT, lambda: bytes(33 << 20), 413)
+    for kind, bomb in (("png", png_bomb()), ("gif", b"GIF89a" + b"\xff" * 8)):
+        url = f"data:image/{kind};base64,{base64.b64encode(bomb).decode()}"
+        yield request("17 picture bomb", CHAT, chat_body([{"type": "image_url", "image_url": {"url": url}}]), 400)
+        source = {"type": "base64", "media_type": f"image/{kind}", "data": base64.b64encode(bomb).decode()}
+        content = [{"type": "image", "source": source}]
+        picture = value(messages=[{"role": "user", "content": content}], max_tokens=2)
+        yield request("17 picture bomb, Anthropic", MESSAGES, picture, 400)
 
 
 async def open_connection(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -317,6 +340,55 @@ def key_cases(revoked: str) -> Iterator[Case]:
     yield request("32 revoked key, administration", "/v1/model/unload", raw("{}"), 401, headers={"x-api-key": revoked})
 
 
+def route_cases(url: str) -> Iterator[Case]:
+    """Every documented route with an unknown key, in each header that takes one."""
+    document = httpx.get(f"{url}/openapi.json", timeout=60).json()
+    for path, methods in document["paths"].items():
+        if path in ("/health", "/api/session"):  # these need no key
+            continue
+        for method in methods.keys() & {"get", "post", "put", "patch", "delete"}:
+            for header, key in (("authorization", "Bearer sk-else"), ("x-api-key", "sk-else")):
+                send = partial(send_with_key, method, re.sub(r"{\w+}", "0" * 32, path), {header: key})
+                yield Case("19 unknown key on every route", send, frozenset({401}))
+
+
+async def send_with_key(method: str, path: str, headers: dict[str, str], client: httpx.AsyncClient) -> int:
+    body = None if method == "get" else b"{}"
+    return (await client.request(method, path, content=body, headers={**JSON, **headers})).status_code
+
+
+async def fetch_script(client: httpx.AsyncClient) -> int:
+    """A stored file with a script: a browser must not run it."""
+    svg = b"<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>"
+    stored = await client.post("/api/blobs", content=svg, headers={"content-type": "application/octet-stream"})
+    answer = await client.get(f"/api/blobs/{stored.json()['digest']}")
+    policy = answer.headers.get("content-security-policy", "")
+    safe = "sandbox" in policy and answer.headers.get("x-content-type-options") == "nosniff"
+    return answer.status_code if safe else 0
+
+
+async def read_far(message_id: str, after: int, client: httpx.AsyncClient) -> int:
+    """Events from a number that the turn never had, or no longer keeps: an answer with a snapshot, or an error."""
+    async with client.stream("GET", f"/api/turns/{message_id}/events", params={"after": after}) as answer:
+        first = [line async for line in answer.aiter_lines()]
+    if answer.status_code == 200 and not any("snapshot" in line or "error" in line for line in first):
+        return 0
+    return answer.status_code
+
+
+def stored_cases(message_id: str) -> Iterator[Case]:
+    yield Case("28 a script in a file", fetch_script, frozenset({200}))
+    as_page = "/api/blobs/" + "0" * 64
+    yield Case("28 a file as a page", lambda client: get_status(f"{as_page}?type=text/html", client), frozenset({400}))
+    if message_id:
+        for after in (0, 5, 2**40):
+            yield Case("27 events from anywhere", partial(read_far, message_id, after), frozenset({200, 400, 404}))
+
+
+async def get_status(path: str, client: httpx.AsyncClient) -> int:
+    return (await client.get(path)).status_code
+
+
 # an attacker's process
 
 
@@ -332,7 +404,8 @@ BUSY = frozenset({429, 503, 529})
 
 async def attack(options: argparse.Namespace) -> None:
     """Sends cases until the time is over, or every case once. Prints the results as JSON."""
-    cases = [*json_cases(), *raw_cases(), *key_cases(options.revoked)]
+    cases = [*json_cases(), *raw_cases(), *key_cases(options.revoked), *stored_cases(options.message)]
+    routes = list(route_cases(options.url))
     order = random.Random(options.seed)
     tallies: dict[str, Tally] = defaultdict(Tally)
     wrong: Counter[str] = Counter()
@@ -353,11 +426,11 @@ async def attack(options: argparse.Namespace) -> None:
     async def task() -> None:
         async with httpx.AsyncClient(base_url=options.url, timeout=120, trust_env=False) as client:
             while time.monotonic() < until:
-                await send(client, order.choice(cases))
+                await send(client, order.choice(routes if order.random() < 0.05 else cases))
 
     if options.once:
         async with httpx.AsyncClient(base_url=options.url, timeout=120, trust_env=False) as client:
-            for case in cases:
+            for case in (*cases, *routes):
                 await send(client, case)
     else:
         await asyncio.gather(*(task() for _ in range(options.tasks)))
@@ -498,8 +571,9 @@ class Health:
                 await asyncio.sleep(0.2)
 
 
-async def attacker(server: Server, revoked: str, seed: int, options: argparse.Namespace, once: bool = False) -> Any:
-    command = [sys.executable, "-m", "benchmarks.attack", "--url", server.url, "--revoked", revoked]
+async def attacker(server: Server, seed: int, options: argparse.Namespace, once: bool = False) -> Any:
+    command = [sys.executable, "-m", "benchmarks.attack", "--url", server.url, "--revoked", options.revoked]
+    command += ["--message", options.message]
     command += ["--seed", str(seed), "--seconds", str(options.minutes * 60), "--tasks", str(options.tasks)]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     process = await asyncio.create_subprocess_exec(
@@ -524,18 +598,96 @@ async def run(options: argparse.Namespace) -> int:
     ):
         with open_store(server.data) as store:
             user = store.users.ensure("mallory").id
-            key, revoked = store.keys.add(user, admin=True)
+            key, options.revoked = store.keys.add(user, admin=True)
             store.keys.revoke(key.id)
+            _, flooder = store.keys.add(user)
         async with httpx.AsyncClient(base_url=server.url, timeout=120, trust_env=False) as client:
-            return await run_checks(server, client, revoked, options)
+            return await run_checks(server, client, flooder, options)
 
 
-async def run_checks(server: Server, client: httpx.AsyncClient, revoked: str, options: argparse.Namespace) -> int:
+HOSTILE_TEMPLATES = {
+    "endless loop": "{% for a in range(10**9) %}{% for b in range(10**9) %}x{% endfor %}{% endfor %}",
+    "attribute escape": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "a gigabyte": "{{ 'x' * 10**9 }}",
+}
+
+
+def refuse_folders(folder: Path) -> dict[str, str]:
+    """Gives hostile model folders to `palaver inspect`. Returns those that were not refused in time, and why."""
+    sprout = ROOT / "src/palaver/models/sprout"
+    folders: dict[str, Path] = {}
+    for name, template in HOSTILE_TEMPLATES.items():
+        folders[name] = Path(shutil.copytree(sprout, folder / name))
+        (folders[name] / "chat_template.jinja").write_text(template)
+    folders["code"] = Path(shutil.copytree(sprout, folder / "code"))
+    config = json.loads((folders["code"] / "config.json").read_text())
+    hostile = {**config, "model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}
+    (folders["code"] / "config.json").write_text(json.dumps(hostile))
+    (folders["code"] / "evil.py").write_text(f"open({str(folder / 'executed')!r}, 'w')")
+    folders["pickle"] = Path(shutil.copytree(sprout, folder / "pickle"))
+    (folders["pickle"] / "model.safetensors").rename(folders["pickle"] / "pytorch_model.bin")
+    wrong = {}
+    for name, path in folders.items():
+        command = [sys.executable, "-m", "palaver", "inspect", str(path)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+        except subprocess.TimeoutExpired:
+            wrong[name] = "hangs"
+        else:
+            if done.returncode == 0 or b"Traceback" in done.stderr:
+                wrong[name] = f"exit status {done.returncode}"
+    if (folder / "executed").exists():
+        wrong["code"] = "executed"
+    return wrong
+
+
+async def flood(server: Server, key: str) -> Counter[str]:
+    """More replies at once than the server takes, all of one user: the statuses, and whether each 429 says when."""
+    seen: Counter[str] = Counter()
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        answer = await client.post(CHAT, json={"messages": SUM, **SHORT, "n": 32})
+        told = "" if answer.status_code != 429 or "retry-after" in answer.headers else " without Retry-After"
+        seen[f"{answer.status_code}{told}"] += 1
+
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(
+        base_url=server.url, timeout=120, headers=headers, trust_env=False, limits=httpx.Limits(max_connections=100)
+    ) as client:
+        await asyncio.gather(*(ask(client) for _ in range(60)))
+    return seen
+
+
+async def kill_engine(server: Server, times: int) -> None:
+    """Kills the engine's process while honest streams run, and waits until a reply can be made again."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=30, trust_env=False) as client:
+        for _ in range(times):
+            engines = [pid for pid in _process_tree(server.pid)[1:] if _is_engine(pid)]
+            for pid in engines:
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(1)
+            until = time.monotonic() + 60
+            while (await client.get("/health")).json()["status"] != "ready" and time.monotonic() < until:
+                await asyncio.sleep(0.2)
+            await asyncio.sleep(2)
+
+
+def _is_engine(pid: int) -> bool:
+    with suppress(OSError):
+        return b"palaver.engines.host" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+async def run_checks(server: Server, client: httpx.AsyncClient, flooder: str, options: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        accepted = await asyncio.to_thread(refuse_folders, Path(folder))
     committed = {"messages": [{"role": "user", "content": SECRET_WORDS}, {"role": "assistant", "content": "I see."}]}
     stored = (
         await client.post("/api/import", content=json.dumps(committed), headers={"content-type": "text/plain"})
     ).json()
     export = f"/api/conversations/{stored[0]['id']}/export"
+    options.message = stored[0]["head_id"] or ""
     before_text = (await client.get(export, params={"form": "tree"})).text
 
     honest = HonestClients(client)
@@ -543,7 +695,7 @@ async def run_checks(server: Server, client: httpx.AsyncClient, revoked: str, op
         for question in QUESTIONS:
             honest.undisturbed[question, seed] = await honest.reply(question, seed)
     print(f"{len(honest.undisturbed)} undisturbed replies; every case once, as a warm-up ...", flush=True)
-    warm = await attacker(server, revoked, 0, options, once=True)
+    warm = await attacker(server, 0, options, once=True)
     over = asyncio.Event()
     warming = [asyncio.create_task(honest.stream(seed, over)) for seed in range(options.streams)]
     await asyncio.sleep(WARM_SECONDS)
@@ -557,15 +709,22 @@ async def run_checks(server: Server, client: httpx.AsyncClient, revoked: str, op
     print(f"memory {before:.0f} MB; attacking for {options.minutes:g} minutes ...", flush=True)
     beside = [asyncio.create_task(honest.stream(seed, over)) for seed in range(options.streams)]
     beside.append(asyncio.create_task(health.poll(server.url, over)))
-    reports = await asyncio.gather(*(attacker(server, revoked, seed + 1, options) for seed in range(options.attackers)))
+    reports = await asyncio.gather(*(attacker(server, seed + 1, options) for seed in range(options.attackers)))
     over.set()
     await asyncio.gather(*beside)
     seconds = time.monotonic() - started
     after = await settled_memory(server, before * MEMORY_GROWTH)
     after_text = (await client.get(export, params={"form": "tree"})).text
+    flooded = await flood(server, flooder)
+    bereft = HonestClients(client, honest.undisturbed)
+    over = asyncio.Event()
+    beside = [asyncio.create_task(bereft.stream(seed, over)) for seed in range(options.streams)]
+    await kill_engine(server, options.engine_deaths)
+    over.set()
+    await asyncio.gather(*beside)
     log = server.log.read_text(errors="replace")
     token = (server.data / "token").read_text().strip()
-    leaked = [text for text in (revoked, token, SECRET_WORDS, "sk-else", "dear friend") if text in log]
+    leaked = [text for text in (options.revoked, token, SECRET_WORDS, "sk-else", "dear friend") if text in log]
 
     wrong = sum((Counter(report["wrong"]) for report in (warm, *reports)), Counter())
     sent = show_cases(reports)
@@ -585,6 +744,13 @@ async def run_checks(server: Server, client: httpx.AsyncClient, revoked: str, op
             health.answers > 0 and not health.wrong and health.slowest <= MAX_WAIT,
         ),
         ("memory of all processes", f"{before:.0f} MB before, {after:.0f} MB after", after <= before * MEMORY_GROWTH),
+        ("hostile model folders", f"not refused: {accepted or 'none'}", not accepted),
+        ("one user's flood", str(dict(flooded)), flooded.keys() == {"200", "429"}),
+        (
+            f"engine killed {options.engine_deaths} times",
+            f"{bereft.replies} honest replies, failed: {dict(bereft.failures) or 'none'}",
+            bereft.replies > 0 and not bereft.failures,
+        ),
         ("secrets in the log", f"{len(leaked)} of 5 found", not leaked),
         ("data committed before", "the same" if after_text == before_text else "changed", after_text == before_text),
         ("the server", "lives" if server.process.poll() is None else "ended", server.process.poll() is None),
@@ -615,10 +781,12 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8, help="honest ones")
     parser.add_argument("--attackers", type=int, default=3, help="processes")
     parser.add_argument("--tasks", type=int, default=3, help="requests at once of each attacker")
+    parser.add_argument("--engine-deaths", type=int, default=3, help="after the attack")
     parser.add_argument("--serve-option", action="append", default=[], help="for `palaver serve`; repeatable")
     hidden = argparse.SUPPRESS  # how an attacker's process is started
     parser.add_argument("--url", default="", help=hidden)
     parser.add_argument("--revoked", default="", help=hidden)
+    parser.add_argument("--message", default="", help=hidden)
     parser.add_argument("--seed", type=int, default=0, help=hidden)
     parser.add_argument("--seconds", type=float, default=0.0, help=hidden)
     parser.add_argument("--once", action="store_true", help=hidden)
