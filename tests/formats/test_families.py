@@ -15,7 +15,6 @@ from palaver.commands.format_trials.roundtrip import run_roundtrips
 from palaver.events import Notice, PhaseOpened, ReadEvent, fold
 from palaver.formats.base import RenderOptions
 from palaver.formats.format import TemplateFormat
-from palaver.formats.tool_calls import syntaxes
 from palaver.messages import Message, user
 from palaver.phases import Phase
 from tests.formats.adversarial import contents, control_ids
@@ -56,7 +55,7 @@ def replies(family: Family, kind: Kind) -> list[Case]:
 @pytest.mark.parametrize(("family", "kind"), ALL)
 def test_what_is_learned(family: Family, kind: Kind) -> None:
     facts = make_format(family, kind)[0].facts
-    assert (syntaxes.syntax_name(facts.calls) if facts.calls else None) == family.calls
+    assert (facts.calls.family if facts.calls else None) == family.calls
     assert (facts.switch.name if facts.switch else None) == family.switch
     assert facts.reasoning_field == family.reasoning
     if family.thinking:

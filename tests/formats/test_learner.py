@@ -14,10 +14,9 @@ import pytest
 from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer
 from palaver.errors import BadParameter, TemplateError
 from palaver.events import AnswerDelta
-from palaver.formats import facts_store as facts_store
+from palaver.formats import facts as facts_module
 from palaver.formats.base import RenderOptions
-from palaver.formats.facts import Confidence, Facts
-from palaver.formats.facts_store import apply_overrides, facts_from_json, facts_to_json
+from palaver.formats.facts import Confidence, Facts, apply_overrides, facts_from_json, facts_to_json
 from palaver.formats.format import TemplateFormat
 from palaver.formats.learn.learner import learn
 from palaver.formats.template import MAX_STEPS, Template
@@ -30,7 +29,7 @@ ALL = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: fa
 
 _PRINT_ALL = """
 import json, sys
-from palaver.formats.facts_store import facts_to_json
+from palaver.formats.facts import facts_to_json
 from palaver.formats.learn.learner import learn
 from palaver.formats.template import Template
 from palaver.messages import assistant, system, user
@@ -79,29 +78,29 @@ def test_facts_are_the_same_after_writing_and_reading_them(family: Family) -> No
 
 
 def test_learned_facts_are_cached_between_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts_store, "user_cache_path", lambda _: tmp_path)
+    monkeypatch.setattr(facts_module, "user_cache_path", lambda _: tmp_path)
     calls = []
 
     def learner() -> Facts:
         calls.append(1)
         return learned(FAMILIES["JSON in tags"])
 
-    first = facts_store.cached_facts("source", STRINGS, {"<x>": 1}, learner)
-    assert facts_store.cached_facts("source", STRINGS, {"<x>": 1}, learner) == first
+    first = facts_module.cached_facts("source", STRINGS, {"<x>": 1}, learner)
+    assert facts_module.cached_facts("source", STRINGS, {"<x>": 1}, learner) == first
     assert len(calls) == 1
-    facts_store.cached_facts("another source", STRINGS, {"<x>": 1}, learner)
-    facts_store.cached_facts("source", STRINGS, {"<y>": 1}, learner)
+    facts_module.cached_facts("another source", STRINGS, {"<x>": 1}, learner)
+    facts_module.cached_facts("source", STRINGS, {"<y>": 1}, learner)
     assert len(calls) == 3
     for path in (tmp_path / "formats").iterdir():
         path.write_text("not JSON", encoding="utf-8")
-    assert facts_store.cached_facts("source", STRINGS, {"<x>": 1}, learner) == first
+    assert facts_module.cached_facts("source", STRINGS, {"<x>": 1}, learner) == first
     assert len(calls) == 4
 
 
 def test_a_cache_that_can_not_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
-    monkeypatch.setattr(facts_store, "user_cache_path", lambda _: tmp_path / "file")
-    assert facts_store.cached_facts("s", {}, {}, Facts) == Facts()
+    monkeypatch.setattr(facts_module, "user_cache_path", lambda _: tmp_path / "file")
+    assert facts_module.cached_facts("s", {}, {}, Facts) == Facts()
 
 
 def override(tmp_path: Path, text: str, facts: Facts) -> Facts:

@@ -18,7 +18,6 @@ from palaver.commands.format_trials.piece_tokenizer import control_strings
 from palaver.errors import TemplateError
 from palaver.formats.base import RenderOptions
 from palaver.formats.format import TemplateFormat, _schemas
-from palaver.formats.learn.probes import tool_variables
 from palaver.formats.markers import looks_special
 from palaver.formats.switches import SwitchKind
 from palaver.formats.template import Template
@@ -68,7 +67,7 @@ def library_ids(path: Path, messages: list[Message], tools: list[Tool]) -> list[
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(definition(path)), **STRINGS)
     format = make_format(path)
     dates = format.date_variables(RenderOptions(now=NOW))
-    variables: dict[str, Any] = {**tool_variables(format.facts, _schemas(tools)), **dates}
+    variables: dict[str, Any] = {**format.facts.tool_variables(_schemas(tools)), **dates}
     try:
         ids = tokenizer.apply_chat_template(
             [format.template_message(m) for m in messages],

@@ -10,7 +10,7 @@ import pytest
 
 from palaver.errors import BadParameter
 from palaver.formats.base import RenderOptions
-from palaver.formats.facts_store import apply_overrides
+from palaver.formats.facts import apply_overrides
 from palaver.formats.learn.template_variables import TemplateVariable, template_variables
 from palaver.formats.switches import Switch, SwitchKind, match_effort, order_efforts
 from palaver.formats.template import Template

@@ -11,8 +11,7 @@ import pytest
 from palaver.commands.format_trials.roundtrip import Roundtrip
 from palaver.events import fold
 from palaver.formats.base import RenderOptions
-from palaver.formats.facts import Confidence, Facts
-from palaver.formats.facts_store import facts_from_json, facts_to_json
+from palaver.formats.facts import Confidence, Facts, facts_from_json, facts_to_json
 from palaver.messages import user
 from tests.formats.families import FAMILIES, TOOLS
 from tests.formats.families import make_format as make_family_format

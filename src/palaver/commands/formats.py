@@ -30,7 +30,7 @@ def show(
         if as_json:
             import json
 
-            from palaver.formats.facts_store import facts_to_json
+            from palaver.formats.facts import facts_to_json
 
             print(json.dumps(facts_to_json(facts), ensure_ascii=False, indent=2))
         else:

@@ -1,16 +1,34 @@
-"""The facts of a format, each with the evidence it was learned from."""
+"""The facts of a format with their evidence, the cache of learned facts, and the overrides in `palaver-format.toml`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+import json
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
+from platformdirs import user_cache_path
+from pydantic import ConfigDict, Discriminator, TypeAdapter, ValidationError
+
+from palaver import __version__
+from palaver.errors import BadParameter
 from palaver.formats.markers import CONTROL_LIKE, split_marker
 from palaver.formats.switches import Switch, SwitchKind, switch_of_kind, thinking_switch
 from palaver.formats.tool_calls.syntaxes import CallSyntax
 
+FILE_NAME = "palaver-format.toml"
+_VERSION = 3
+"""The version of the cached JSON."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class ThinkingFacts:
     """`opening` and `closing` are the text around a thought, white space included."""
 
@@ -19,11 +37,11 @@ class ThinkingFacts:
     by_convention: bool = False
     """Nothing in the template shows it; most models use these markers."""
 
-    @property
+    @cached_property
     def opener(self) -> str:
         return self.opening.strip()
 
-    @property
+    @cached_property
     def closer(self) -> str:
         """The marker that closes the thought; the rest of `closing` opens the answer."""
         found = split_marker(self.closing)
@@ -53,6 +71,8 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
     header: str = ""
     """The text that opens the assistant's turn, without any part of the reply."""
     reasoning_field: str | None = None
@@ -69,7 +89,7 @@ class Facts:
     """The strings that end the assistant's turn."""
     stop_strings: tuple[str, ...] = ()
     """Stop strings that the template itself declares."""
-    calls: CallSyntax | None = None
+    calls: Annotated[CallSyntax, Discriminator("family")] | None = None
     space_before_calls: str = ""
     """The text between an answer and the calls after it."""
     space_after_thought: str = ""
@@ -96,3 +116,116 @@ class Facts:
     def keeping(self) -> Switch | None:
         """The switch that keeps the thinking of earlier turns."""
         return switch_of_kind(self.switches, SwitchKind.KEEPING)
+
+    def tool_variables(self, schemas: list[dict[str, Any]]) -> dict[str, Any]:
+        """The template variables for these tools."""
+        if not schemas:
+            return no_tool_variables(self.no_tools)
+        functions = {"functions": json.dumps(schemas, indent=4)} if "functions" in self.asks_for else {}
+        return {"tools": schemas, **functions}
+
+
+def no_tool_variables(how: str) -> dict[str, Any]:
+    """The template variables for no tools."""
+    if how == "absent":
+        return {}
+    return {"tools": None if how == "null" else [], "functions": ""}
+
+
+@cache
+def _adapter() -> TypeAdapter[Facts]:
+    return TypeAdapter(Facts)
+
+
+def facts_to_json(facts: Facts) -> dict[str, Any]:
+    """The facts as JSON values. The syntax of tool calls has a `family`; switches are keyed by name."""
+    values: dict[str, Any] = _adapter().dump_python(facts, mode="json")
+    return {**values, "switches": {switch.pop("name"): switch for switch in values["switches"]}}
+
+
+def facts_from_json(values: Mapping[str, Any], base: Facts | None = None) -> Facts:
+    """Facts from JSON values, on top of `base`. BadParameter names an unknown key or a value of another type."""
+    merged = _merge(facts_to_json(base or Facts()), dict(values))
+    try:
+        return _adapter().validate_json(json.dumps({**merged, "switches": _switch_list(merged["switches"])}))
+    except ValidationError as error:
+        raise _bad_parameter(merged, error) from None
+
+
+def _switch_list(table: Any) -> Any:
+    """The switches of a table keyed by name, sorted by name; anything else as it is."""
+    if not isinstance(table, Mapping):
+        return table
+    return [
+        {**table[name], "name": name} if isinstance(table[name], Mapping) else table[name] for name in sorted(table)
+    ]
+
+
+def _bad_parameter(values: Mapping[str, Any], error: ValidationError) -> BadParameter:
+    first = error.errors()[0]
+    place = [str(step) for step in first["loc"]]
+    if place[0] == "switches" and len(place) > 1:
+        place[1] = sorted(values["switches"])[int(place[1])]
+    if place[0] == "calls" and len(place) > 1:
+        del place[1]  # the family
+    if first["type"].startswith("union_tag"):
+        place.append("family")
+    return BadParameter(".".join(place), first["input"], first["msg"])
+
+
+def _merge(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The values on top of the base, table by table. Calls of another family replace those of the base."""
+    out = dict(base)
+    for key, value in values.items():
+        inner = base.get(key)
+        if isinstance(value, dict) and isinstance(inner, dict) and value.get("family") in (None, inner.get("family")):
+            out[key] = _merge(inner, value)
+        else:
+            out[key] = value
+    return out
+
+
+def apply_overrides(facts: Facts, path: Path) -> Facts:
+    """The facts with those of the file on top. An unknown key is an error that names it."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadParameter(path.name, "...", f"can't be read as TOML: {error}") from None
+    merged = facts_from_json(values, facts)
+    note = Evidence(f"corrected by {path.name}", ", ".join(values), Confidence.GIVEN)
+    return replace(merged, evidence=(*merged.evidence, note))
+
+
+def cached_facts(
+    source: str, strings: Mapping[str, str], control: Mapping[str, int], learn: Callable[[], Facts]
+) -> Facts:
+    """The facts from the cache; if there are none, they are learned and cached."""
+    key = json.dumps([_VERSION, __version__, _code_version(), source, sorted(strings.items()), sorted(control)])
+    path = user_cache_path("palaver") / "formats" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    cached = _read(path)
+    if cached is not None:
+        return cached
+    facts = learn()
+    with suppress(OSError):
+        _write(path, _adapter().dump_json(facts))
+    return facts
+
+
+def _code_version() -> int:
+    """Changes with the code of this package, so that changed code never reads facts of older code."""
+    return max(path.stat().st_mtime_ns for path in Path(__file__).parent.rglob("*.py"))
+
+
+def _read(path: Path) -> Facts | None:
+    try:
+        return _adapter().validate_json(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Writes the file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_bytes(data)
+    draft.replace(path)

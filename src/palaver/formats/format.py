@@ -7,18 +7,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from palaver.errors import BadParameter, EmptyMessage, NoMessages, TemplateError, UnsupportedContent
 from palaver.formats.base import RenderOptions
 from palaver.formats.escaping import ControlTextEscaper
-from palaver.formats.facts import Confidence, Evidence, Facts, ThinkingFacts
-from palaver.formats.facts_store import apply_overrides, cached_facts
+from palaver.formats.facts import Confidence, Evidence, Facts, ThinkingFacts, apply_overrides, cached_facts
 from palaver.formats.history_tokens import match_history
 from palaver.formats.learn.learner import learn
-from palaver.formats.learn.probes import ANSWER, THOUGHT, Prober, tool_variables
+from palaver.formats.learn.probes import ANSWER, THOUGHT, Prober
 from palaver.formats.markers import CONTROL_LIKE, match_any, split_marker
 from palaver.formats.prefill import Healer, LeadingSpace, write_partial_reply
 from palaver.formats.reader import ReaderOptions, ReplyReader
@@ -47,7 +46,7 @@ class TemplateFormat:
             template.source, strings, tokenizer.control, lambda: learn(template, strings, tokenizer.control)
         )
         self._leading_space_cache: dict[str, LeadingSpace] = {}
-        self._reply_states = ReplyStates(self.facts, tokenizer.control, tokenizer.special_ids)
+        self._reply_phases = cache(ReplyStates(self.facts, tokenizer.control, tokenizer.special_ids).phases)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -110,7 +109,7 @@ class TemplateFormat:
         _check_messages(messages)
         inputs = {
             "messages": [self.template_message(m) for m in messages],
-            **tool_variables(self.facts, _schemas(tools)),
+            **self.facts.tool_variables(_schemas(tools)),
         }
         escaped = self._escaper.escape({**inputs, **options.variables})
         switches = {**self.switch_variables(options), **self.date_variables(options)}
@@ -128,16 +127,18 @@ class TemplateFormat:
     def _phases(self, opens_in: Phase, tools: Sequence[Tool], options: RenderOptions) -> Phases:
         offers_tools = bool(tools) and options.calls
         if not options.must_call:
-            return self._reply_states.phases(opens_in, offers_tools, self._closing_ids)
+            return self._reply_phases(opens_in, offers_tools, self._closing_ids)
         forced = [tool for tool in tools if tool.name in options.must_call]
         if not forced or not options.calls:
             raise BadParameter("must_call", ", ".join(options.must_call), "there is no such tool among the tools")
         lead = self._leading_space(options).calls
         grammar = forced_call_grammar(self.facts, forced, self._tokenizer.control, lead, options.thinking is not False)
-        phases = self._reply_states.phases(opens_in, offers_tools, self._closer_ids, must_call=True)
+        phases = self._reply_phases(opens_in, offers_tools, self._closer_ids, must_call=True)
         return replace(phases, held=grammar)
 
     def _context_ids(self, text: str, mark: str, past_replies: Sequence[Sequence[int] | None]) -> list[int]:
+        if not any(past_replies):
+            return self._tokenizer.encode(self._runs(text, mark))
         opening = self.facts.thinking.opening if self.facts.thinking else ""
         ids: list[int] = []
         for piece in match_history(text, self.facts.header, opening, past_replies, self._tokenizer.vocabulary):

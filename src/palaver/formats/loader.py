@@ -9,7 +9,7 @@ from typing import Any
 
 from palaver.errors import BrokenModel, NoTemplate
 from palaver.formats.completion import CompletionFormat
-from palaver.formats.facts_store import FILE_NAME
+from palaver.formats.facts import FILE_NAME
 from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import FastTokenizer, load_tokenizer

@@ -6,6 +6,7 @@ import codecs
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from palaver.events import AnswerDelta, Notice, PhaseOpened, ReadEvent, ThinkingDelta, ToolCallOpened
 from palaver.formats.markers import CONTROL_LIKE, looks_special, visible_text
@@ -84,7 +85,6 @@ class ReplyReader:
         self._options = options
         self._states = prompt.phases.states
         self._tracker = Tracker(prompt.phases, vocabulary, options.stops)
-        self._registry = CallRegistry(prompt.context_ids, options.tools)
         self._thought = False
         self._block = self._new_block(prompt.phases.opens_in)
         self._region: _CallRegion | None = None
@@ -96,6 +96,10 @@ class ReplyReader:
         """The stop string that ended the answer."""
         self.complete = False
         """Whether the reply ended before a second call (`one_call`). Further tokens are ignored."""
+
+    @cached_property
+    def _registry(self) -> CallRegistry:
+        return CallRegistry(self._prompt.context_ids, self._options.tools)
 
     @property
     def phase(self) -> Phase:
@@ -316,6 +320,8 @@ class _StrayText:
         self._data.append(data)
 
     def notices(self) -> list[ReadEvent]:
+        if not self._data:
+            return []
         data, self._data = b"".join(self._data), []
         text = visible_text(data.decode("utf-8", "replace"))
         return [Notice(f"The model wrote what is meant for nobody here: {text}")] if text else []

@@ -136,17 +136,10 @@ class ReplyStates:
         self._facts = facts
         self._control = control
         self._special_ids = special_ids
-        self._cache: dict[tuple[Phase, bool, tuple[int, ...], bool], Phases] = {}
 
     def phases(
         self, opens_in: Phase, offers_tools: bool, closing_ids: tuple[int, ...], must_call: bool = False
     ) -> Phases:
-        key = (opens_in, offers_tools, closing_ids, must_call)
-        if key not in self._cache:
-            self._cache[key] = self._build(*key)
-        return self._cache[key]
-
-    def _build(self, opens_in: Phase, offers_tools: bool, closing_ids: tuple[int, ...], must_call: bool) -> Phases:
         headers = find_headers(self._facts)
         if headers is not None:
             return self._build_with_headers(headers, opens_in, offers_tools, closing_ids, must_call)

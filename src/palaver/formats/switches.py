@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from palaver.errors import BadParameter
 
@@ -83,6 +83,7 @@ class SwitchKind(StrEnum):
     OTHER = "other"
 
 
+SwitchType = Literal["boolean", "text", "integer", "list", "object", "any"]
 TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "text": (str,),
@@ -99,8 +100,7 @@ class Switch:
 
     name: str
     kind: SwitchKind = SwitchKind.OTHER
-    type: str = "any"
-    """One of `TYPES`."""
+    type: SwitchType = "any"
     values: tuple[Any, ...] = ()
     """The known values; efforts from the weakest to the strongest."""
     others: bool = True

@@ -88,7 +88,7 @@ def _describe_switch(switch: Switch) -> str:
 def _describe_calls(facts: Facts) -> str:
     if facts.calls is None:
         return "none could be learned: markup of calls is shown as text"
-    kind = syntaxes.syntax_name(facts.calls).replace("_", " ")
+    kind = facts.calls.family.replace("_", " ")
     return f"{kind}, in messages with typed headers" if find_headers(facts) else kind
 
 

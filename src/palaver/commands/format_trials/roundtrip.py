@@ -15,7 +15,7 @@ from palaver.errors import PalaverError
 from palaver.events import ReadEvent, fold
 from palaver.formats.base import RenderOptions
 from palaver.formats.format import TemplateFormat
-from palaver.formats.learn.probes import QUESTION, tool_variables
+from palaver.formats.learn.probes import QUESTION
 from palaver.formats.template import Template
 from palaver.formats.tool_calls.samples import OTHER_NAME, TEXT_KEY, sample_calls, sample_tools
 from palaver.messages import Message, Tool, user
@@ -133,7 +133,7 @@ class Roundtrip:
         return thought + after.removeprefix(self._format.facts.answer_closing)
 
     def _extract_reply(self, kind: ReplyKind, message: dict[str, Any]) -> str | _Inexpressible:
-        tools = tool_variables(self._format.facts, sample_tools() if kind.calls else [])
+        tools = self._format.facts.tool_variables(sample_tools() if kind.calls else [])
         variables = {
             **STRINGS,
             **tools,

@@ -182,7 +182,7 @@ class Learner:
         syntax = (syntaxes.learn(samples) if samples else None) or self._calls_from_instructions()
         if samples is None or syntax is None:
             return syntax, ()
-        self._note("calls", f"tool calls are {syntaxes.syntax_name(syntax)}", samples.one)
+        self._note("calls", f"tool calls are {syntax.family}", samples.one)
         return syntax, self._call_ends(samples, syntax, ends)
 
     def _samples(

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import meta, nodes
 
 from palaver.errors import TemplateError
-from palaver.formats.facts import Facts
+from palaver.formats.facts import no_tool_variables
 from palaver.formats.learn.template_variables import TemplateVariable, template_variables
 from palaver.formats.markers import CONTROL_LIKE, common_end, common_start
 from palaver.formats.template import MAX_STEPS, HostileTemplate, OutOfFuel, Template
@@ -165,21 +165,6 @@ class Prober:
                 yield constant.value
         for data in self.template.tree.find_all(nodes.TemplateData):
             yield data.data
-
-
-def no_tool_variables(how: str) -> dict[str, Any]:
-    """The template variables for no tools."""
-    if how == "absent":
-        return {}
-    return {"tools": None if how == "null" else [], "functions": ""}
-
-
-def tool_variables(facts: Facts, schemas: list[dict[str, Any]]) -> dict[str, Any]:
-    """The template variables for these tools."""
-    if not schemas:
-        return no_tool_variables(facts.no_tools)
-    functions = {"functions": json.dumps(schemas, indent=4)} if "functions" in facts.asks_for else {}
-    return {"tools": schemas, **functions}
 
 
 def user_message() -> dict[str, Any]:

@@ -21,6 +21,7 @@ from palaver.formats.switches import (
     CONVENTIONAL_EFFORTS,
     Switch,
     SwitchKind,
+    SwitchType,
     are_only_switches,
     effort_rank,
     is_effort_automatic,
@@ -442,7 +443,7 @@ class _SwitchBuilder:
         )
 
     @cached_property
-    def _type(self) -> str:
+    def _type(self) -> SwitchType:
         variable = self._variable
         known = [*variable.values, *variable.defaults]
         if any(isinstance(value, str) for value in known):
@@ -451,12 +452,13 @@ class _SwitchBuilder:
             return "boolean"
         if VariableUse.NUMBER in variable.uses or any(isinstance(value, int) for value in known):
             return "integer"
-        for use, type_ in (
-            (VariableUse.OBJECT, "object"),
-            (VariableUse.LIST, "list"),
-            (VariableUse.TEXT, "text"),
-            (VariableUse.MEMBERS, "any"),
-        ):
+        by_use: dict[VariableUse, SwitchType] = {
+            VariableUse.OBJECT: "object",
+            VariableUse.LIST: "list",
+            VariableUse.TEXT: "text",
+            VariableUse.MEMBERS: "any",
+        }
+        for use, type_ in by_use.items():
             if use in variable.uses:
                 return type_
         return "boolean" if VariableUse.TRUTH in variable.uses else "any"

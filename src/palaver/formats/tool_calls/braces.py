@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from palaver.events import ReadEvent
 from palaver.formats.state_machine import StateMachineBuilder
@@ -37,6 +37,7 @@ NAME_SLOT, BRACES_SLOT, TEXT_SLOT, GLUE = "name", "braces", "text", "glue"
 class Syntax:
     frame: CallFrame
     quote: str
+    family: Literal["braces"] = "braces"
 
 
 def learn(samples: CallSamples) -> Syntax | None:

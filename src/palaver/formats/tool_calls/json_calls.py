@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from palaver.events import ReadEvent
 from palaver.formats.state_machine import StateMachineBuilder
@@ -44,6 +44,7 @@ class Syntax:
     """The text from the opening brace to the name."""
     before_arguments: str
     after_arguments: str
+    family: Literal["json_calls"] = "json_calls"
 
     @property
     def listed(self) -> bool:

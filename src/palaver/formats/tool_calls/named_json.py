@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from palaver.events import ReadEvent
 from palaver.formats.state_machine import StateMachineBuilder
@@ -31,6 +32,7 @@ class Syntax:
     """Between the name and the id of the call, if the syntax has ids."""
     before_arguments: str
     """From the name or the id to the arguments."""
+    family: Literal["named_json"] = "named_json"
 
 
 def learn(samples: CallSamples) -> Syntax | None:

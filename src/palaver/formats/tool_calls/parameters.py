@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from palaver.events import ReadEvent
 from palaver.formats.markers import common_end, common_start, split_marker, split_space
@@ -50,6 +50,7 @@ class Syntax:
     value_close: str
     between: str
     """Between two arguments."""
+    family: Literal["parameters"] = "parameters"
 
     @property
     def typed(self) -> bool:

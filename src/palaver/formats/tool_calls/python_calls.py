@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from palaver.events import ReadEvent
 from palaver.formats.state_machine import StateMachineBuilder
@@ -35,6 +35,7 @@ SLOT = "python_calls"
 class Syntax:
     opening: str
     closing: str
+    family: Literal["python_calls"] = "python_calls"
 
 
 def learn(samples: CallSamples) -> Syntax | None:

@@ -69,8 +69,3 @@ def reader(syntax: CallSyntax, registry: CallRegistry) -> CallReader:
 def opening(syntax: CallSyntax) -> str:
     """The marker that opens the calls; empty if the prompt or the call itself does."""
     return syntax.opening if isinstance(syntax, json_calls.Syntax | python_calls.Syntax) else syntax.frame.opening
-
-
-def syntax_name(syntax: CallSyntax) -> str:
-    """The name of the module of the syntax."""
-    return _module(syntax).__name__.rpartition(".")[2]
