@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
@@ -173,10 +174,16 @@ def _trace(pid: int, url: str, traces: Path, root: Path) -> dict[str, object]:
         "chunks": chunks,
         "files of the server": len(server["files"]),
         "files with the engine": len(everything),
+        "server": _names(server["files"], root),
+        "engine": _names(everything - set(server["files"]), root),
         "switches between files": sum(result["switches"] for result in results.values()),
         "generators a token passes": len(passed),
         "which ones": ", ".join(sorted(key.removeprefix(f"{root}/") for key in passed)),
     }
+
+
+def _names(files: Iterable[str], root: Path) -> str:
+    return " ".join(sorted(file.removeprefix(f"{root}/").removesuffix(".py") for file in files))
 
 
 def _stream(client: httpx.Client, body: dict[str, object]) -> int:
