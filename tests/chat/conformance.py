@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from palaver.chat.interface import ModelState
-from palaver.errors import BadParameter, ContextOverflow, EmptyMessage, NothingToContinue, UnknownModel
+from palaver.errors import BadParameter, ContextOverflow, EmptyMessage, NothingToContinue
 from palaver.events import Finished, PhaseOpened, fold
 from palaver.generation import Finish
 from palaver.messages import Role, Text, Thinking, assistant, tool, user
@@ -340,9 +340,11 @@ async def test_the_model_card_and_loading_another_model(held: Stage) -> None:
     await read_entries(chat, sent.reply.id)
     assert (await chat.message(sent.reply.id)).text == ANSWER
     await chat.load_model("test/missing")
-    with pytest.raises(UnknownModel):
-        await chat.wait_until_ready()
-    assert (await chat.model()).state is ModelState.FAILED
+    kept = await chat.wait_until_ready()
+    assert (kept.name, kept.state) == ("test/other", ModelState.READY)
+    assert "'test/missing'" in kept.note
+    assert kept.note.endswith("test/other is still in use.")
+    assert await chat.model() == kept
     assert (await chat.unload_model()).state is ModelState.NONE
 
 

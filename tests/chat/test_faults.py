@@ -19,7 +19,7 @@ from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry, RecorderClosed
 from palaver.chat.turns import LOST, NOT_BEGUN
 from palaver.engines.host.supervisor import ReportProgress
-from palaver.errors import BadParameter, ModelError, PalaverError
+from palaver.errors import BadParameter, ModelError
 from palaver.events import Failed, Finished, fold
 from palaver.messages import assistant, user
 from palaver.models.resolver import resolve_model
@@ -423,12 +423,12 @@ async def test_a_model_that_cant_be_loaded_says_why(tmp_path: Path) -> None:
 
     models = ModelSlot(load)
     models.load("odd")
-    with pytest.raises(ModelError, match=r"'odd' could not be loaded.*the wrong magic"):
+    with pytest.raises(ModelError, match=r"Can't load the model 'odd'.*the wrong magic"):
         await models.ready()
     assert "the wrong magic" in models.card().note
 
 
-async def test_an_error_while_unloading_does_not_prevent_the_next_load() -> None:
+async def test_an_error_while_unloading_does_not_prevent_the_load() -> None:
     async def load(name: str, report: ReportProgress) -> Model:
         return model([SHORT], name)
 
@@ -440,10 +440,7 @@ async def test_an_error_while_unloading_does_not_prevent_the_next_load() -> None
     await models.ready()
     models.park = park
     models.load("second")
-    with pytest.raises(PalaverError, match="can't park"):
-        await models.ready()
-    models.load("third")
-    assert (await models.ready()).name == "third"
+    assert (await models.loaded()).name == "second"
 
 
 async def test_a_slow_subscriber_misses_changes_and_others_do_not() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from dataclasses import replace
@@ -9,15 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from palaver.chat.interface import ModelState
 from palaver.chat.model import Model
 from palaver.chat.model_loader import LoadOptions, ModelSlot, hosted_loader, load_model_format, missing_template_notices
 from palaver.chat.reply_stream import ReplyRequest
-from palaver.errors import BadParameter, NoTemplate, UnknownModel
+from palaver.errors import BadParameter, BrokenModel, NoTemplate, UnknownModel
 from palaver.formats.base import RenderOptions
 from palaver.messages import user
 from palaver.models.resolver import ResolvedModel
 from palaver.models.templates import TEMPLATES
 from palaver.sampling import Sampling
+from tests.chat.scripted_service import model as scripted_model
 from tests.tiny import PREOPENED
 
 
@@ -99,8 +102,6 @@ async def test_a_missing_model_and_an_invalid_template() -> None:
 
 
 async def test_the_card_of_a_starting_engine_is_loading() -> None:
-    import asyncio
-
     gate = asyncio.Event()
 
     async def load(name: str, _: object) -> Model:
@@ -116,3 +117,51 @@ async def test_the_card_of_a_starting_engine_is_loading() -> None:
     with pytest.raises(UnknownModel):
         await models.ready()
     await models.unload()
+
+
+async def test_the_current_model_serves_until_the_other_is_checked() -> None:
+    gate, requested = asyncio.Event(), []
+
+    async def load(name: str, _: object) -> Model:
+        requested.append(name)
+        return scripted_model(name=name)
+
+    async def check(name: str, _: object) -> None:
+        await gate.wait()
+        if name == "wrong":
+            raise UnknownModel(name, "there is none.")
+
+    models = ModelSlot(load, check=check)
+    models.load("first")
+    await models.ready()
+    models.load("second")
+    await asyncio.sleep(0)
+    assert models.current().name == models.card().name == "first"
+    assert (models.loading_card().name, models.loading_card().state) == ("second", ModelState.LOADING)
+    gate.set()
+    assert (await models.loaded()).name == "second"
+    models.load("wrong")
+    with pytest.raises(UnknownModel, match=r"there is none\. second is still in use\."):
+        await models.loaded()
+    assert models.current().name == "second"
+    assert models.card().note.endswith("second is still in use.")
+    assert requested == ["first", "second"]
+    await models.unload()
+
+
+async def test_a_model_that_fails_to_start_is_replaced_by_the_previous_one() -> None:
+    async def load(name: str, _: object) -> Model:
+        if name == "broken":
+            raise BrokenModel("Its weights are damaged.")
+        return scripted_model(name=name)
+
+    models = ModelSlot(load)
+    models.load("good")
+    await models.ready()
+    models.load("broken")
+    with pytest.raises(BrokenModel, match=r"damaged\. good is still in use\."):
+        await models.loaded()
+    assert (await models.ready()).name == "good"
+    assert models.card().state is ModelState.READY
+    await models.unload()
+    assert models.card().state is ModelState.NONE

@@ -35,7 +35,8 @@ class ModelCard:
     progress: float | None = None
     """From 0 to 1 while it loads; None if it is not known."""
     note: str = ""
-    """The current step while it loads, or the reason why loading failed."""
+    """The current step while it loads, or the reason why loading failed. On the card of a model in use: why another
+    one could not replace it."""
     context_length: int = 0
     device: str = ""
     dtype: str = ""
@@ -116,13 +117,14 @@ class Chat(Protocol):
         ...
 
     async def load_model(self, name: str) -> ModelCard:
-        """Starts loading another model and returns at once. Running turns are parked and can be continued."""
+        """Starts loading another model and returns at once. Running turns are parked when it replaces the current one,
+        and can be continued. If it can't be loaded the current model stays, and the card's note says why."""
         ...
 
     async def unload_model(self) -> ModelCard: ...
 
     async def wait_until_ready(self) -> ModelCard:
-        """Waits until the model is loaded. Raises the error of the loading."""
+        """Waits until no model is being loaded. Raises the error of the load if no model is in use then."""
         ...
 
     # conversations

@@ -57,21 +57,21 @@ class LocalChat:
     # the model
 
     async def model(self) -> ModelCard:
-        return self._service.models.card()
+        return self._service.models.loading_card()
 
     async def models(self) -> tuple[str, ...]:
         return self._service.models.names
 
     async def load_model(self, name: str) -> ModelCard:
         self._service.models.load(name)
-        return self._service.models.card()
+        return self._service.models.loading_card()
 
     async def unload_model(self) -> ModelCard:
         await self._service.models.unload()
         return self._service.models.card()
 
     async def wait_until_ready(self) -> ModelCard:
-        await self._service.models.ready()
+        await self._service.models.settled()
         return self._service.models.card()
 
     # conversations

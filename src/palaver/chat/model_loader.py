@@ -23,60 +23,86 @@ from palaver.models.templates import TEMPLATES
 
 _log = logging.getLogger(__name__)
 Load = Callable[[str, ReportProgress], Awaitable[Model]]
+Check = Callable[[str, ReportProgress], Awaitable[None]]
 Park = Callable[[], Awaitable[None]]
 
 
 class ModelSlot:
-    def __init__(self, load: Load, names: Sequence[str] = ()) -> None:
-        """`load` loads a model by name; `names` are the available models."""
+    """The model in use. Another one replaces it: the current model stays until the other is checked, and is loaded
+    again if the other fails to start. Both are never in memory at once."""
+
+    def __init__(self, load: Load, names: Sequence[str] = (), check: Check | None = None) -> None:
+        """`load` loads a model by name; `names` are the available models. `check` raises if a model can't be loaded,
+        as far as that shows without its engine."""
         self._load = load
+        self._check = check
         self.names = tuple(names)
         self.park: Park | None = None
         """Called before a model is unloaded, to park its turns."""
         self._model: Model | None = None
-        self._unloading: Model | None = None
-        """The previous model, until it is closed."""
+        self._in_use = ""
+        """The name of the model in use, or of the one to load again if a load fails."""
         self._name = ""
+        """The name that was requested last."""
         self._progress: float | None = None
         self._note = ""
         self._error: PalaverError | None = None
+        """The error of the last load."""
         self._loading: asyncio.Task[None] | None = None
 
     def current(self) -> Model:
         if self._model is not None:
             return self._model
-        if self._error is not None:
-            raise self._error
-        raise ModelLoading(self._name) if self._loading is not None else NoModel
+        if self._loading is not None:
+            raise ModelLoading(self._name)
+        raise self._error or NoModel()
 
     def card(self) -> ModelCard:
+        """The model in use; without one, the model that is being loaded or failed to load."""
+        if self._model is None:
+            return self.loading_card()
+        note = "" if self._error is None else str(self._error)
+        return _with_status(replace(_card(self._model), note=note), self._model.engine.status)
+
+    def loading_card(self) -> ModelCard:
+        """The model that is being loaded; without one, the model in use."""
+        if self._loading is not None:
+            return ModelCard(self._name, ModelState.LOADING, self._progress, self._note)
         if self._model is not None:
-            return _with_status(_card(self._model), self._model.engine.status)
+            return self.card()
         if self._error is not None:
             return ModelCard(self._name, ModelState.FAILED, note=str(self._error))
-        state = ModelState.LOADING if self._loading is not None else ModelState.NONE
-        return ModelCard(self._name, state, self._progress, self._note)
+        return ModelCard(self._name, ModelState.NONE)
 
     async def use(self, model: Model) -> None:
         """Puts a model into use that is loaded already."""
         await self.unload()
-        self._model, self._name = model, model.name
+        self._model, self._name, self._in_use = model, model.name, model.name
 
     def load(self, name: str) -> None:
-        """Starts loading. The turns of the current model are parked and the model is closed first."""
+        """Starts loading. The turns of the current model are parked when it is replaced."""
         previous, self._name = self._loading, name
-        if self._model is not None:
-            self._unloading, self._model = self._model, None
         self._error, self._progress, self._note = None, None, ""
         self._loading = asyncio.create_task(self._replace(name, previous))
 
     async def ready(self) -> Model:
-        while self._loading is not None:
-            loading = self._loading
-            await asyncio.wait([loading])
-            if self._loading is loading:
-                self._loading = None
+        """The model in use. Waits for one only if there is none."""
+        while self._model is None and self._loading is not None:
+            await self._settle(self._loading)
         return self.current()
+
+    async def settled(self) -> Model:
+        """The model in use when no model is being loaded any more, whether or not the last load succeeded."""
+        while self._loading is not None:
+            await self._settle(self._loading)
+        return self.current()
+
+    async def loaded(self) -> Model:
+        """The model that was loaded last. Raises the error of its load, even if another model is in use."""
+        model = await self.settled()
+        if self._error is not None:
+            raise self._error
+        return model
 
     async def forget(self, conversation: str) -> None:
         """Frees the conversation's cache; does nothing if no model is loaded."""
@@ -89,34 +115,59 @@ class ModelSlot:
             await asyncio.wait([self._loading])
             self._loading = None
         await self._close_model()
-        self._name, self._error = "", None
+        self._name, self._in_use, self._error = "", "", None
+
+    async def _settle(self, loading: asyncio.Task[None]) -> None:
+        await asyncio.wait([loading])
+        if self._loading is loading:
+            self._loading = None
 
     async def _replace(self, name: str, previous: asyncio.Task[None] | None) -> None:
         try:
             if previous is not None:
                 previous.cancel()
                 await asyncio.wait([previous])
-            await self._close_model()
-            self._model = await self._load(name, self._report)
-        except PalaverError as error:
-            self._error = error
-        except Exception as error:
-            _log.exception("the model %r could not be loaded", name)
-            self._error = ModelError(f"The model {name!r} could not be loaded ({type(error).__name__}: {error}).")
+            self._error = await self._try_to_load(name, replaces=self._model is not None)
+            if self._error is not None:
+                await self._fall_back(self._error)
         finally:
             if self._loading is asyncio.current_task():
                 self._loading = None
 
+    async def _try_to_load(self, name: str, replaces: bool = False) -> PalaverError | None:
+        """Puts the model into use. Returns the error if that fails."""
+        try:
+            if replaces and self._check is not None:
+                await self._check(name, self._report)
+            await self._close_model()
+            self._model = await self._load(name, self._report)
+            self._in_use = name
+        except PalaverError as error:
+            return error
+        except Exception as error:
+            _log.exception("the model %r could not be loaded", name)
+            return ModelError(f"Can't load the model {name!r} ({type(error).__name__}: {error}).")
+        return None
+
+    async def _fall_back(self, error: PalaverError) -> None:
+        """After a load that failed: the previous model stays in use, and the error says so."""
+        if not self._in_use:
+            return
+        if self._model is None and await self._try_to_load(self._in_use) is not None:
+            self._in_use = ""
+            return
+        error.args = (f"{error} {self._in_use} is still in use.",)
+
     async def _close_model(self) -> None:
-        model = self._model or self._unloading
+        model, self._model = self._model, None
         if model is None:
             return
-        self._model = None
         try:
             if self.park is not None:
                 await self.park()
+        except Exception:  # its turns end with the engine
+            _log.exception("the turns of %r could not be parked", model.name)
         finally:
-            self._unloading = None
             await model.engine.close()
 
     def _report(self, progress: float | None, note: str) -> None:
@@ -204,6 +255,17 @@ def hosted_loader(loading: LoadOptions) -> Load:
         return replace(build_model(name, engine, format, tokenizer), notices=tuple(filter(None, notices)))
 
     return load
+
+
+def model_checker(loading: LoadOptions) -> Check:
+    """Finds (or downloads) a model and reads its tokenizer and template, without starting an engine."""
+
+    async def check(name: str, report: ReportProgress) -> None:
+        report(None, "looking for the model")
+        resolved = await asyncio.to_thread(resolve_model, name)
+        await asyncio.to_thread(load_model_format, resolved, loading)
+
+    return check
 
 
 def load_model_format(model: ResolvedModel, loading: LoadOptions) -> tuple[FastTokenizer, Format]:

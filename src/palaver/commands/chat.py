@@ -150,14 +150,14 @@ async def _local_chat(
 ) -> AsyncIterator[Chat]:
     import asyncio
 
-    from palaver.chat.model_loader import ModelSlot, hosted_loader
+    from palaver.chat.model_loader import ModelSlot, hosted_loader, model_checker
     from palaver.chat.service import Service
     from palaver.models.resolver import DEFAULT_MODEL, embedded_models
     from palaver.store import open_store
 
     store = await asyncio.to_thread(open_store, folder, database)
     try:
-        models = ModelSlot(hosted_loader(options), embedded_models())
+        models = ModelSlot(hosted_loader(options), embedded_models(), model_checker(options))
         models.load(name or DEFAULT_MODEL)
         async with Service(store, models) as service:
             owner = await asyncio.to_thread(store.users.ensure)

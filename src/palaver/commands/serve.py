@@ -150,7 +150,7 @@ async def _run(
     import secrets
     from dataclasses import replace
 
-    from palaver.chat.model_loader import ModelSlot, hosted_loader
+    from palaver.chat.model_loader import ModelSlot, hosted_loader, model_checker
     from palaver.chat.service import Service
     from palaver.client.connection import leaf_certificate
     from palaver.client.discovery import announce_server, local_token
@@ -158,7 +158,7 @@ async def _run(
     from palaver.server.app import Server
     from palaver.server.run import UvicornServer, listen, run_server, server_url
 
-    models = ModelSlot(hosted_loader(options), embedded_models())
+    models = ModelSlot(hosted_loader(options), embedded_models(), model_checker(options))
     listener = listen(settings)
     url = server_url(settings, listener, certificate is not None)
     secret, login = local_token(store.folder), secrets.token_urlsafe(16)

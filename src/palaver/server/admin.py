@@ -97,7 +97,7 @@ def router() -> APIRouter:
         state.service.models.load(body.model)
         if body.stream:
             return EventStream(_progress(state))
-        await state.service.models.ready()
+        await state.service.models.loaded()
         return JSONResponse(_health(state.service.models.card()).model_dump())
 
     @routes.post("/v1/model/unload")
@@ -124,11 +124,11 @@ def check_model_name(name: str, state: ServerState) -> None:
 
 async def _progress(state: ServerState) -> AsyncGenerator[bytes]:
     models = state.service.models
-    loading = asyncio.ensure_future(models.ready())
+    loading = asyncio.ensure_future(models.loaded())
     sent = None
     try:
         while not loading.done():
-            if (now := _health(models.card())) != sent:
+            if (now := _health(models.loading_card())) != sent:
                 sent = now
                 yield _event("progress", now.model_dump())
             await asyncio.wait({loading}, timeout=_POLL_SECONDS)

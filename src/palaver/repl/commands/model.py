@@ -11,7 +11,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from palaver.chat.interface import ModelState, ReplyToken
-from palaver.errors import BadParameter, RequestError
+from palaver.errors import BadParameter, ModelError, RequestError
 from palaver.messages import Role
 from palaver.repl.command_table import ArgumentChoice, CommandGroup
 from palaver.repl.sanitize import one_line
@@ -33,6 +33,8 @@ async def model(session: Session, arguments: str) -> None:
     if arguments.strip():
         await session.chat.load_model(arguments.strip())
         card = await session.wait_for(session.chat.wait_until_ready(), f"loading {arguments.strip()}")
+        if card.note:  # it could not be loaded: the previous model stays
+            raise ModelError(card.note)
         session.screen.show(*banner(card))
         return
     card = await session.chat.model()
