@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
-from palaver.chat.model import Model, draw_seed
+from palaver.chat.model import Model, draw_seed, text_size
 from palaver.chat.parameters import (
     LOGPROBS,
     Overflow,
@@ -74,7 +75,7 @@ class RequestBuilder:
             conversation.id,
         )
         dropped, rendered = fit_prompt(model, request, resolved.overflow)
-        request = replace(request, messages=without_oldest(request.messages, dropped))
+        request = without_oldest(request, dropped)
         return PreparedRequest(request, _settings(model, request, system, dropped, resolved.note), rendered)
 
     def rebuild(self, model: Model, reply: StoredMessage, owner: str) -> ReplyRequest:
@@ -83,8 +84,8 @@ class RequestBuilder:
         settings = reply.reply.settings
         path = without_empty_replies(self._store.messages.path(reply.parent_id)) if reply.parent_id else ()
         messages = prompt_messages(settings.options.get("system", ""), self._store.messages.load_path(path))
-        return ReplyRequest(
-            without_oldest(messages, settings.options.get("dropped", 0)),
+        request = ReplyRequest(
+            messages,
             settings.sampling,
             settings.tools,
             options_from_json(settings.options),
@@ -94,6 +95,7 @@ class RequestBuilder:
             reply.conversation_id,
             settings.answer_at,
         )
+        return without_oldest(request, settings.options.get("dropped", 0))
 
     def past_replies(self, model: Model, path: Sequence[StoredMessage]) -> tuple[tuple[int, ...] | None, ...]:
         """The token ids of the replies on a path `without_empty_replies`; None for those of another tokenizer."""
@@ -116,37 +118,66 @@ def _is_empty(stored: StoredMessage) -> bool:
     return all(isinstance(part, Text | Thinking) and not part.text for part in stored.parts)
 
 
-def without_oldest(messages: Sequence[Message], dropped: int) -> tuple[Message, ...]:
-    """Without that many of the oldest messages; the system prompt stays."""
-    start = 1 if messages and messages[0].role is Role.SYSTEM else 0
-    return (*messages[:start], *messages[start + dropped :])
-
-
-def oldest_to_drop(model: Model, request: ReplyRequest, overflow: Overflow) -> int:
-    """How many of the oldest messages to drop, in whole exchanges, so that the prompt fits."""
-    return fit_prompt(model, request, overflow)[0]
+def without_oldest(request: ReplyRequest, dropped: int) -> ReplyRequest:
+    """The request without that many of its oldest messages; the system prompt stays."""
+    if not dropped:
+        return request
+    start = _conversation_start(request.messages)
+    removed = request.messages[start : start + dropped]
+    messages = (*request.messages[:start], *request.messages[start + dropped :])
+    replies = sum(message.role is Role.ASSISTANT for message in removed)
+    return replace(request, messages=messages, past_replies=request.past_replies[replies:])
 
 
 def fit_prompt(model: Model, request: ReplyRequest, overflow: Overflow) -> tuple[int, Prompt]:
-    """How many of the oldest messages to drop, and the prompt without them."""
-    dropped = 0
-    while True:
+    """How many of the oldest messages to drop, in whole exchanges, so that the prompt fits; and the shortened prompt.
+
+    Rendering is what takes time: the position is interpolated from the sizes of the messages, and every third probe
+    bisects, so that a few probes suffice for any conversation.
+    """
+    starts, sizes = _exchange_starts(request.messages)
+    below, above = (-1, 0), (len(starts), 0)
+    """The last exchange from which on the prompt is too long, and the first from which on it fits; their tokens."""
+    fitting: Prompt | None = None
+    probe, probes = 0, 1
+    while below[0] + 1 < above[0]:
         try:
-            prompt = model.prompt(replace(request, messages=without_oldest(request.messages, dropped)))
-        except ContextOverflow:
-            exchange = _oldest_exchange(without_oldest(request.messages, dropped))
-            if overflow == "refuse" or exchange is None:
+            fitting = model.prompt(without_oldest(request, starts[probe]))
+        except ContextOverflow as error:
+            if overflow == "refuse" or probe + 1 == len(starts):
                 raise
-            dropped += exchange
+            below = (probe, error.tokens)
         else:
-            return dropped, prompt
+            above = (probe, len(fitting))
+        target = _interpolate(sizes, below, above, model.engine.info.context_length)
+        middle = (below[0] + above[0]) // 2
+        probe = max(below[0] + 1, min(above[0] - 1, middle if probes % 3 == 0 else target, len(starts) - 1))
+        probes += 1
+    assert fitting is not None
+    return starts[above[0]], fitting
 
 
-def _oldest_exchange(messages: Sequence[Message]) -> int | None:
-    """The number of messages of the oldest exchange; None if it is the only one."""
-    turns = [message for message in messages if message.role is not Role.SYSTEM]
-    later = [index for index, message in enumerate(turns) if message.role is Role.USER and index > 0]
-    return later[0] if later else None
+def _conversation_start(messages: Sequence[Message]) -> int:
+    return 1 if messages and messages[0].role is Role.SYSTEM else 0
+
+
+def _exchange_starts(messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+    """The numbers of messages that may be dropped, and for each the characters of the messages that are left."""
+    turns = messages[_conversation_start(messages) :]
+    starts = [0, *(index for index, message in enumerate(turns) if message.role is Role.USER and index > 0)]
+    left = [*accumulate((text_size([message]) for message in reversed(turns)), initial=0)][::-1]
+    return starts, [left[start] for start in starts]
+
+
+def _interpolate(sizes: Sequence[int], below: tuple[int, int], above: tuple[int, int], limit: int) -> int:
+    """The first exchange from which on the prompt probably fits, by its characters: tokens grow in proportion."""
+    (long, long_tokens), (short, short_tokens) = below, above
+    short_size = sizes[short] if short < len(sizes) else 0
+    if long < 0 or long_tokens <= short_tokens:
+        return short - 1
+    share = (limit - short_tokens) / (long_tokens - short_tokens)
+    wanted = short_size + share * (sizes[long] - short_size)
+    return next((index for index in range(long + 1, len(sizes)) if sizes[index] <= wanted), len(sizes) - 1)
 
 
 def _settings(model: Model, request: ReplyRequest, system: str, dropped: int, note: Mapping[str, Any]) -> ReplySettings:

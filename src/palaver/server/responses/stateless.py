@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from palaver.chat.model import Model
-from palaver.chat.reply_request import oldest_to_drop, without_empty_replies, without_oldest
+from palaver.chat.reply_request import fit_prompt, without_empty_replies, without_oldest
 from palaver.events import PhaseOpened, Usage
 from palaver.generation import Finish
 from palaver.messages import Message, Role
@@ -99,8 +99,8 @@ def _build_call(
     call = build_call(chat_request, ChatHistory(messages, past, partial), model, state.settings, owner)
     if target.record.truncation == "disabled":
         return call
-    dropped = oldest_to_drop(model, call.request, "shorten")
-    return replace(call, request=replace(call.request, messages=without_oldest(messages, dropped)))
+    dropped, _ = fit_prompt(model, call.request, "shorten")
+    return replace(call, request=without_oldest(call.request, dropped))
 
 
 def _encoder(call: ChatCall, target: ResponseTarget) -> ResponseEncoder:
