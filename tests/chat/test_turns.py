@@ -339,6 +339,36 @@ async def test_turns_left_open_are_as_after_a_crash(tmp_path: Path, resume: bool
             assert all(meanings[entry.number] == event_text(entry) for entry in received if event_text(entry))
 
 
+async def test_times_of_a_continued_reply_are_those_of_all_its_runs(tmp_path: Path) -> None:
+    async with open_stage(tmp_path, held=True) as stage:
+        sent, reader = await read_underway(stage)
+        await read_until(stage.chat, sent.reply.id, 2)
+        await stage.chat.stop_reply(sent.reply.id)
+        await reader
+        stopped = (await stage.chat.message(sent.reply.id)).reply
+        assert stopped is not None
+        stage.hold.set()
+        await stage.chat.continue_reply(sent.reply.id)
+        await read_entries(stage.chat, sent.reply.id)
+        done = (await stage.chat.message(sent.reply.id)).reply
+        assert done is not None
+        assert 0 < stopped.timings["thinking"] < done.timings["thinking"] < done.timings["seconds"]
+
+
+async def test_a_reply_that_outlived_a_crash_has_no_times(tmp_path: Path) -> None:
+    """How long the dead process took is not known, and the time of the rest is not the time of the reply."""
+    with open_store(tmp_path) as store:
+        reply_id = await left_running(store)
+        async with run_service(store) as stage:
+            await stage.service.recovered.wait()
+            await stage.chat.continue_reply(reply_id)
+            await read_entries(stage.chat, reply_id)
+            done = (await stage.chat.message(reply_id)).reply
+            assert done is not None
+            assert done.status is ReplyStatus.DONE
+            assert done.timings == {}
+
+
 def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     count = run(tmp_path, "scripted", kills=4, seconds=0.4, seed=3)
     assert count.wrong == []

@@ -203,8 +203,11 @@ class TurnTimer:
     """Measures a turn in seconds and adds the timings of earlier runs of the same reply: `seconds` in total, `thinking`
     without the prefill, and `first_token` of the first run."""
 
-    def __init__(self, before: Mapping[str, float] | None = None) -> None:
+    def __init__(self, before: Mapping[str, float] | None = None, is_complete: bool = True) -> None:
+        """`is_complete`: whether `before` covers all earlier tokens. If not, the reply has no timings: those of a part
+        would be taken for those of the whole reply."""
         self._before = dict(before or {})
+        self._is_complete = is_complete
         self._started_at = self._last_token_at = time.monotonic()
         self._first_token: float | None = None
         self._thinking = 0.0
@@ -221,6 +224,8 @@ class TurnTimer:
         self._last_token_at = now
 
     def timings(self) -> dict[str, float]:
+        if not self._is_complete:
+            return {}
         seconds = self._before.get("seconds", 0.0) + time.monotonic() - self._started_at
         timings = {**self._before, "seconds": seconds, "thinking": self._before.get("thinking", 0.0) + self._thinking}
         return timings if self._first_token is None else {"first_token": self._first_token, **timings}

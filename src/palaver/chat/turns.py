@@ -165,7 +165,7 @@ class Turns:
             reply, is_new = await self._under_lease(lambda lease: self._store_reply(lease, new_turn))
             if is_new:
                 set_reply_id(reply.id)
-                self._launch(reply, new_turn.request.owner, stream, TurnTimer())
+                self._launch(reply, new_turn.request.owner, stream, _timer(reply, stream))
         return reply
 
     async def resume(
@@ -197,7 +197,7 @@ class Turns:
             previous = self._turns.get(reply.id)
             if previous is not None and previous.reply_stream.answer_requested:
                 stream.answer_now()
-            self._launch(resumed, owner, stream, TurnTimer(reply.reply.timings))
+            self._launch(resumed, owner, stream, _timer(reply, stream))
         return resumed
 
     async def take_over(self, model: Model, reply: StoredMessage, request: ReplyRequest, steps: Sequence[Step]) -> None:
@@ -206,7 +206,7 @@ class Turns:
         set_reply_id(reply.id)
         fingerprint = model.engine.info.fingerprint
         reply = await asyncio.to_thread(self._store.replies.record_engine, reply.id, fingerprint)
-        self._launch(reply, request.owner, stream, TurnTimer(reply.reply.timings if reply.reply else None))
+        self._launch(reply, request.owner, stream, _timer(reply, stream))
         self._recovering.discard(reply.id)
 
     async def claim_orphans(self, resume: bool) -> tuple[str, ...]:
@@ -470,6 +470,13 @@ def engine_notice(settings: ReplySettings, tokens: int) -> str:
         f"The first {tokens} tokens were computed by {before}, which isn't in use; {now} goes on, "
         "and may round otherwise."
     )
+
+
+def _timer(reply: StoredMessage, stream: ReplyStream) -> TurnTimer:
+    """The timer of a reply that may have tokens. It is not known how long those took that a dead process wrote."""
+    stored = reply.reply
+    measured = stored.usage.reply_tokens if stored is not None and stored.usage is not None else 0
+    return TurnTimer(stored.timings if stored is not None else None, is_complete=measured == stream.token_count)
 
 
 def _ids(steps: Sequence[Step]) -> tuple[int, ...]:
