@@ -96,3 +96,22 @@ async def test_the_sdks_send_it_again(tmp_path: Path) -> None:
         async with anthropic.AsyncAnthropic(base_url=base, api_key="none") as theirs:
             message = await theirs.messages.create(model="scripted", max_tokens=50, messages=SUM)  # type: ignore[arg-type]
             assert [block.text for block in message.content if block.type == "text"] == ["Two"]
+
+
+@pytest.mark.parametrize("path", [*BODIES, "/v1/tokenize", "/api/conversations"])
+async def test_a_body_that_is_no_json_is_named_so(tmp_path: Path, path: str) -> None:
+    headers = {"content-type": "application/json"}
+    async with scripted_client(tmp_path, CHATML, FAILS) as http:
+        answer = await http.post(path, content="{", headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("The body is not JSON: ")
+
+
+async def test_answers_about_tokens_are_compact_json(tmp_path: Path) -> None:
+    async with scripted_client(tmp_path, CHATML, FAILS) as http:
+        answer = await http.post("/v1/tokenize", json={"prompt": "One"})
+        document = (await http.get("/openapi.json")).json()
+    assert answer.text == json.dumps(answer.json(), separators=(",", ":"))
+    for path in ("/v1/tokenize", "/v1/detokenize", "/v1/apply-template"):
+        described = document["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+        assert described["type"] == "object"

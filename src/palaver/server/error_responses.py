@@ -72,7 +72,7 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     first: dict[str, Any] = next(iter(error.errors()), {})
     parts = (str(part) for part in first.get("loc", ())[1:])
     path = ".".join(part for part in parts if not part.startswith("list["))  # one of several types of a field
-    if first.get("type") == "json_validation_error":
+    if first.get("type") == "json_invalid":
         return await _error(request, NotJson(f"The body is not JSON: {first.get('ctx', {}).get('error', '')}"))
     if isinstance(first.get("input"), bytes):
         return await _error(request, NotJson("The body must be sent as Content-Type: application/json."))

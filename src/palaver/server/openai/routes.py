@@ -68,17 +68,17 @@ async def answer_chat(request: Request, body: ChatRequest, owner: str, state: Se
 def tokens_router() -> APIRouter:
     routes = APIRouter(tags=["Tokens"])
 
-    @routes.post("/v1/tokenize")
+    @routes.post("/v1/tokenize", response_model=dict[str, Any])
     async def tokenize(body: TokenizeRequest, request: Request, state: StateDep) -> Response:
         """The token ids of a text, or of a conversation as the model reads it."""
         return await _answer(_tokenize, body, request, state)
 
-    @routes.post("/v1/detokenize")
+    @routes.post("/v1/detokenize", response_model=dict[str, Any])
     async def detokenize(body: DetokenizeRequest, request: Request, state: StateDep) -> Response:
         """The text of token ids, control tokens and all."""
         return await _answer(_detokenize, body, request, state)
 
-    @routes.post("/v1/apply-template")
+    @routes.post("/v1/apply-template", response_model=dict[str, Any])
     async def apply_template(body: RenderRequest, request: Request, state: StateDep) -> Response:
         """The text that the model reads for a conversation, up to where its reply begins."""
         return await _answer(_apply_template, body, request, state)
@@ -93,7 +93,7 @@ async def _answer(
     model = state.service.models.current()
 
     def answer() -> bytes:
-        return json.dumps(work(body, model, state.settings), ensure_ascii=False).encode()
+        return json.dumps(work(body, model, state.settings), ensure_ascii=False, separators=(",", ":")).encode()
 
     content = await run_while_connected(request, state.workers.run(answer))
     return Response(content, media_type="application/json")
