@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from palaver.generation import Finish
+from palaver.generation import Finish, Step
 from palaver.messages import Message, Part, Role, Text, Thinking, ToolCall
 from palaver.phases import Phase
 
@@ -112,6 +112,20 @@ class Snapshot:
 
 
 Event = Waiting | Started | Snapshot | ReadEvent | Finished | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyBatch:
+    """The events that one token made, or one event of the turn, such as its end."""
+
+    events: tuple[Event, ...]
+    steps: tuple[Step, ...] = ()
+    """The tokens since the last batch: the last one made the events, text of the others was held back. The events
+    before the first sampled token have none."""
+    answer_steps: tuple[Step, ...] = ()
+    """The tokens, of this batch or of earlier ones, that are known since then to be text of the answer."""
+    thinking_tokens: int = 0
+    """The number of thinking tokens up to here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,6 +201,11 @@ class Tracker:
         return self._phases.states[self.state].phase
 
     @property
+    def holds_text(self) -> bool:
+        """Whether bytes are held back because they may become a marker or a stop string."""
+        return bool(self._markers.buffered or self._stop_scanner.buffered)
+
+    @property
     def buffered(self) -> bytes:
         """Bytes that are held back because they may become a marker."""
         return self._markers.buffered

@@ -23,6 +23,6 @@ async def test_the_reply_is_complete_with_its_first_call() -> None:
     assert len(both.message.tool_calls) == 2
     assert one.finish is Finish.END
     assert len(one.token_ids) < len(both.token_ids)
-    reader = model.reader(one.request, one.token_ids)
+    reader = model.reader(one.request, model.prompt(one.request, one.token_ids))
     reader.open()
     assert reader.complete

@@ -10,13 +10,16 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from palaver.chat.turn_log import LogEntry
 from palaver.formats.switches import Switch
 from palaver.messages import Message, Part
 from palaver.sampling import Sampling
 from palaver.store import Blob, Conversation, Cursor, Preset, SearchHit, StoredMessage, TreeNode
+
+if TYPE_CHECKING:
+    from palaver.chat.subscription import StoredReply
 
 
 class ModelState(StrEnum):
@@ -302,3 +305,15 @@ class Chat(Protocol):
     async def put_blob(self, data: bytes) -> str: ...
 
     async def blob(self, digest: str) -> bytes: ...
+
+
+class ServerChat(Chat, Protocol):
+    """A `Chat` in the process of the model, for the APIs of a server: tokens and requests do not go over HTTP."""
+
+    async def reply_stream(self, reply_id: str, *, raw: bool = False, wait: bool = True) -> StoredReply:
+        """The turn as a reply stream from its beginning. Closing the stream does not stop the turn.
+
+        `raw`: thinking and its markers are part of the text. `wait`: first waits until a reply that a dead process left
+        is resumed. A reply of another tokenizer is a snapshot.
+        """
+        ...

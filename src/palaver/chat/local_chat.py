@@ -19,6 +19,7 @@ from palaver.chat.interface import (
 )
 from palaver.chat.model import Model
 from palaver.chat.recovery import is_same_tokenizer
+from palaver.chat.subscription import StoredReply
 from palaver.chat.turn_log import LogEntry
 from palaver.chat.turns import NewTurn, Turn
 from palaver.errors import BadParameter, ContextOverflow, NothingToContinue, PalaverError
@@ -326,16 +327,13 @@ class LocalChat:
 
     @asynccontextmanager
     async def events(self, reply_id: str, after: int = 0) -> AsyncIterator[AsyncIterator[LogEntry]]:
-        reply = await self.message(reply_id)
-        if _is_running(reply) and self._turns.get(reply_id) is None:
-            await self._service.recovered.wait()  # of a dead process: it is resumed once the model is loaded
-            reply = await self._with_ending(await self.message(reply_id))
-        try:
-            model: Model | None = self._service.models.current()
-        except PalaverError:
-            model = None
+        model, reply = await self._model_and_reply(reply_id)
         async with aclosing(await self._service.subscriptions.subscribe(model, reply, after)) as entries:
             yield entries
+
+    async def reply_stream(self, reply_id: str, *, raw: bool = False, wait: bool = True) -> StoredReply:
+        model, reply = await self._model_and_reply(reply_id, wait)
+        return await self._service.subscriptions.stream(model, reply, raw)
 
     async def stop_reply(self, reply_id: str) -> None:
         if turn := await self._running_turn(reply_id):
@@ -432,6 +430,17 @@ class LocalChat:
             return reply
         await self._turns.write_pending_endings()
         return await self.message(reply.id)
+
+    async def _model_and_reply(self, reply_id: str, wait: bool = True) -> tuple[Model | None, StoredMessage]:
+        """The reply to follow, and the model that reads its tokens, if one is loaded."""
+        reply = await self.message(reply_id)
+        if wait and _is_running(reply) and self._turns.get(reply_id) is None:
+            await self._service.recovered.wait()  # of a dead process: it is resumed once the model is loaded
+            reply = await self._with_ending(await self.message(reply_id))
+        try:
+            return self._service.models.current(), reply
+        except PalaverError:
+            return None, reply
 
     async def _get_reply(self, id: str) -> StoredMessage:
         stored = await self.message(id)

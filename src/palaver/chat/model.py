@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from palaver.chat.reply_stream import RecordStep, ReplyRecord, ReplyRequest, ReplyStream
+from palaver.chat.reply_stream import BatchReader, GeneratedReply, RecordStep, ReplyRecord, ReplyRequest
 from palaver.engines.base import Engine
 from palaver.errors import ContextOverflow, NothingToContinue
 from palaver.formats.base import Format
 from palaver.formats.reader import ReplyReader
-from palaver.generation import Finish, Prompt
+from palaver.generation import Finish, Prompt, Step
 from palaver.messages import Message, Text, Tool, ToolResult
 from palaver.phases import Vocabulary
 from palaver.sampling import MAX_SEED, MAX_TOKENS, Sampling, check_sampling
@@ -91,11 +91,13 @@ class Model:
         record_step: RecordStep | None = None,
         limit_added: bool = False,
         prompt: Prompt | None = None,
-    ) -> ReplyStream:
+        earlier: Sequence[Step] = (),
+    ) -> GeneratedReply:
         """A stream to enter. It continues the token ids `reply_so_far`, or the text of `partial_reply`.
 
         `prompt` is the rendered request, if it is rendered already. `limit_added`: `min_tokens` and `max_tokens` count
-        the tokens that are added, not the complete reply.
+        the tokens that are added, not the complete reply. `earlier`: the last tokens of `reply_so_far`, if they were
+        sampled before the reply was stopped.
         """
         request = self._with_stop_strings(request)
         if prompt is None:
@@ -103,14 +105,13 @@ class Model:
         prompt = replace(prompt, conversation=request.conversation)
         if limit_added:
             request = replace(request, sampling=offset_limits(request.sampling, len(prompt.reply_ids)))
-        return ReplyStream(request, prompt, self._reader(request, prompt), self.engine, record_step)
+        first_prompt = replace(prompt, reply_ids=prompt.reply_ids[: len(prompt.reply_ids) - len(earlier)])
+        reader = BatchReader(self.reader(request, first_prompt), first_prompt)
+        return GeneratedReply(request, prompt, reader, self.engine, record_step, earlier)
 
-    def reader(self, request: ReplyRequest, reply_so_far: Sequence[int]) -> ReplyReader:
-        """A reader for stored tokens, or for tokens that another process generates."""
+    def reader(self, request: ReplyRequest, prompt: Prompt) -> ReplyReader:
+        """A reader for the tokens of a reply to the rendered request."""
         request = self._with_stop_strings(request)
-        return self._reader(request, self.prompt(request, reply_so_far))
-
-    def _reader(self, request: ReplyRequest, prompt: Prompt) -> ReplyReader:
         return self.format.reader(prompt, request.sampling.stop, request.tools, request.options)
 
     def _with_stop_strings(self, request: ReplyRequest) -> ReplyRequest:
@@ -118,7 +119,7 @@ class Model:
         stops = tuple(dict.fromkeys((*request.sampling.stop, *self.format.stop_strings)))
         return replace(request, sampling=check_sampling(replace(request.sampling, stop=stops)))
 
-    def continue_reply(self, reply: ReplyRecord) -> ReplyStream:
+    def continue_reply(self, reply: ReplyRecord) -> GeneratedReply:
         """Continues a stopped reply, token for token as if it had not been stopped.
 
         A reply that reached `max_tokens` gets the same number of tokens again.

@@ -53,7 +53,8 @@ class Recovery:
     def _fold_tokens(self, model: Model, reply: StoredMessage) -> tuple[Part, ...]:
         """The parts of the message that the reply's tokens encode."""
         owner = self._store.conversations.get(reply.conversation_id, deleted=True).owner_id
-        reader = model.reader(self._requests.rebuild(model, reply, owner), self._store.replies.token_ids(reply.id))
+        request = self._requests.rebuild(model, reply, owner)
+        reader = model.reader(request, model.prompt(request, self._store.replies.token_ids(reply.id)))
         return fold((*reader.open(), *reader.close())).message.parts
 
 

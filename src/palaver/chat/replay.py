@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from palaver.chat.model import Model
 from palaver.chat.recovery import is_same_tokenizer
 from palaver.chat.reply_request import RequestBuilder
-from palaver.generation import Step
+from palaver.chat.reply_stream import first_generated
 from palaver.store import Conflict, NotFound, Store
 
 
@@ -46,8 +45,3 @@ async def replay(store: Store, model: Model, reply_id: str) -> ReplayResult:
     request = replace(request, sampling=replace(request.sampling, max_tokens=len(recorded)))
     replayed = await model.reply(request, recorded[: first_generated(steps)])
     return ReplayResult(recorded, replayed.token_ids)
-
-
-def first_generated(steps: Sequence[Step]) -> int:
-    """The index from which on every token was sampled."""
-    return max((index + 1 for index, step in enumerate(steps) if step.logprob != step.logprob), default=0)

@@ -1,4 +1,4 @@
-"""A reply while it is generated: an async stream of events with one owner. Nothing is stored here.
+"""A reply as an async stream of batches with one owner. Every API reads the same batches, stored or not.
 
 A reply that is not streamed is the same stream, folded. Stopping keeps the tokens. Continuing passes them back to the
 engine, so that the rest is the same as without the stop."""
@@ -6,19 +6,21 @@ engine, so that the rest is the same as without the stop."""
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
-from typing import Protocol, assert_never
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self, assert_never, cast
 
 from palaver.engines.base import EngineGeneration
-from palaver.events import Event, Finished, Folded, ReadEvent, Started, Usage, Waiting, fold
+from palaver.errors import EngineError, PalaverError
+from palaver.events import Event, Failed, Finished, Folded, ReadEvent, ReplyBatch, Started, Usage, Waiting, fold
 from palaver.formats.base import RenderOptions
 from palaver.formats.reader import ReplyReader
 from palaver.generation import AnswerRequested, Ended, Finish, Prefilled, Prompt, Queued, Step
 from palaver.messages import Message, Tool
 from palaver.phases import Phase
 from palaver.sampling import Sampling
+from palaver.store.token_codec import prefill_steps
 
 RecordStep = Callable[[Step], Awaitable[Step]]
 """Stores a token before its events are sent, and returns it as it was stored."""
@@ -72,46 +74,110 @@ class ReplyRecord:
         return self.folded.finished.finish if self.folded.finished else None
 
 
-class ReplyStream:
-    """An async context manager. Its owner enters it, iterates over its events once, and leaves it."""
+def first_generated(steps: Sequence[Step]) -> int:
+    """The index from which on every token was sampled."""
+    return max((index + 1 for index, step in enumerate(steps) if step.logprob != step.logprob), default=0)
 
-    def __init__(
-        self,
-        request: ReplyRequest,
-        prompt: Prompt,
-        reader: ReplyReader,
-        engine: TokenSource,
-        record_step: RecordStep | None = None,
-    ) -> None:
+
+@dataclass(frozen=True, slots=True)
+class ReplyOpening:
+    """A reply before its first new token."""
+
+    events: tuple[ReadEvent, ...] = ()
+    """The phase in which it opens, and the events of the tokens that the prompt starts it with."""
+    phase: Phase = Phase.ANSWER
+    """The phase of the first new token."""
+    thinking_tokens: int = 0
+    answer_steps: tuple[Step, ...] = ()
+    """The prompt's tokens that are text of the answer. They were not sampled."""
+    tail: tuple[ReadEvent, ...] = ()
+    """The text of the prompt's tokens that is held back."""
+
+    @property
+    def batch(self) -> ReplyBatch:
+        return ReplyBatch(self.events, (), self.answer_steps, self.thinking_tokens)
+
+
+class BatchReader:
+    """Reads the tokens of one reply into batches."""
+
+    def __init__(self, reader: ReplyReader, prompt: Prompt) -> None:
+        """`reader` is a new reader of this prompt."""
+        self.prompt = prompt
+        events = tuple(reader.open())
+        tail = tuple(reader.held_back()) if prompt.reply_ids else ()
+        answer_steps = prefill_steps(prompt.reply_ids[position] for position in reader.pop_answer_tokens())
+        self.opening = ReplyOpening(events, reader.phase, reader.thinking_tokens, answer_steps, tail)
+        self._reader = reader
+        self._steps: list[Step] = []
+        self._sent = 0
+        """The number of tokens that are in batches."""
+
+    @property
+    def phase(self) -> Phase:
+        return self._reader.phase
+
+    @property
+    def thinking_tokens(self) -> int:
+        return self._reader.thinking_tokens
+
+    @property
+    def complete(self) -> bool:
+        return self._reader.complete
+
+    @property
+    def stop(self) -> str | None:
+        return self._reader.stop
+
+    def feed(self, step: Step) -> ReplyBatch | None:
+        """None for a token whose text is held back: it is in the next batch."""
+        self._steps.append(step)
+        events = self._reader.feed(step.token_id)
+        return self._batch(events) if events else None
+
+    def feed_all(self, steps: Iterable[Step]) -> list[ReplyBatch]:
+        return [batch for step in steps if (batch := self.feed(step)) is not None]
+
+    def close(self) -> ReplyBatch:
+        """The tail: the events and the tokens that were held back. Call once, at the end."""
+        return self._batch(self._reader.close())
+
+    def _batch(self, events: Sequence[ReadEvent]) -> ReplyBatch:
+        steps, self._sent = tuple(self._steps[self._sent :]), len(self._steps)
+        answer = [position - len(self.prompt.reply_ids) for position in self._reader.pop_answer_tokens()]
+        answer_steps = tuple(self._steps[index] for index in answer if index >= 0)
+        return ReplyBatch(tuple(events), steps, answer_steps, self._reader.thinking_tokens)
+
+
+class ReplyStream:
+    """A reply as a stream of batches: generated here, or followed as a stored turn.
+
+    An async context manager. Its owner enters it, iterates over it once, and leaves it.
+    """
+
+    def __init__(self, request: ReplyRequest, prompt: Prompt, opening: ReplyOpening) -> None:
         self.request = request
         self.prompt = prompt
-        self._reader = reader
-        self._engine = engine
-        self._record_step = record_step
-        self.record_answer_at: RecordAnswerAt | None = None
-        self._stopped = False
-        self.answer_requested = False
-        self._generation: EngineGeneration | None = None
+        self.opening = opening
+        """Its events are the first batch, if there are any."""
         self.steps: list[Step] = []
-        self.notice = ""
-        """A sentence for the user that is sent with `Started`, such as a change of the engine."""
+        """The new tokens, without those that the prompt starts the reply with."""
         self._events: list[Event] = []
         self._started = Started(len(prompt), 0)
         self._batches = self._run()
 
-    async def __aenter__(self) -> ReplyStream:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._batches.aclose()
 
     async def __aiter__(self) -> AsyncGenerator[Event]:
-        async for events in self.batches():
-            for event in events:
+        async for batch in self._batches:
+            for event in batch.events:
                 yield event
 
-    def batches(self) -> AsyncGenerator[Sequence[Event]]:
-        """The same events, those of each token in one batch."""
+    def batches(self) -> AsyncGenerator[ReplyBatch]:
         return self._batches
 
     @property
@@ -124,8 +190,8 @@ class ReplyStream:
         return len(self.prompt.reply_ids) + len(self.steps)
 
     @property
-    def phase(self) -> Phase:
-        return self._reader.phase
+    def thinking_tokens(self) -> int:
+        raise NotImplementedError
 
     @property
     def usage(self) -> Usage:
@@ -133,11 +199,61 @@ class ReplyStream:
             prompt_tokens=len(self.prompt.context_ids),
             cached_tokens=self._started.cached_tokens,
             reply_tokens=self.token_count,
-            thinking_tokens=self._reader.thinking_tokens,
+            thinking_tokens=self.thinking_tokens,
         )
+
+    def reply(self) -> ReplyRecord:
+        return ReplyRecord(self.request, self.token_ids, tuple(self.steps), fold(self._events))
 
     def stop(self) -> None:
         """Ends the reply now, even during prefill. The tokens stay; the stream ends with `Finished`."""
+        raise NotImplementedError
+
+    def failure(self, failed: Failed) -> PalaverError:
+        """The error of a stream that ended with `Failed`."""
+        return EngineError(failed.error)
+
+    def _run(self) -> AsyncGenerator[ReplyBatch]:
+        raise NotImplementedError
+
+
+class GeneratedReply(ReplyStream):
+    """A reply that an engine generates. Nothing is stored here, and errors of the engine are raised."""
+
+    def __init__(
+        self,
+        request: ReplyRequest,
+        prompt: Prompt,
+        reader: BatchReader,
+        engine: TokenSource,
+        record_step: RecordStep | None = None,
+        earlier: Sequence[Step] = (),
+    ) -> None:
+        """`earlier`: the last of the prompt's reply tokens, if they were sampled before the reply was stopped. They
+        get batches of their own; the prompt of the reader is without them."""
+        super().__init__(request, prompt, reader.opening)
+        self._reader = reader
+        self._earlier = reader.feed_all(earlier)
+        self.first_prompt = reader.prompt
+        self._engine = engine
+        self._record_step = record_step
+        self.record_answer_at: RecordAnswerAt | None = None
+        self._stopped = False
+        self.answer_requested = False
+        self._generation: EngineGeneration | None = None
+        self.notice = ""
+        """A sentence for the user that is sent with `Started`, such as a change of the engine."""
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the next token."""
+        return self._reader.phase
+
+    @property
+    def thinking_tokens(self) -> int:
+        return self._reader.thinking_tokens
+
+    def stop(self) -> None:
         self._stopped = True
         if self._generation is not None:
             self._generation.stop()
@@ -148,18 +264,16 @@ class ReplyStream:
         if self._generation is not None:
             self._generation.answer_now()
 
-    def reply(self) -> ReplyRecord:
-        return ReplyRecord(self.request, self.token_ids, tuple(self.steps), fold(self._events))
+    def close(self) -> ReplyBatch:
+        """The events and the tokens that the reader still holds back. Call once, after an error."""
+        return self._reader.close()
 
-    def tail(self) -> tuple[ReadEvent, ...]:
-        """The events that the reader still holds back. Call once, at the end."""
-        return tuple(self._reader.close())
-
-    async def _run(self) -> AsyncGenerator[Sequence[Event]]:
+    async def _run(self) -> AsyncGenerator[ReplyBatch]:
         ended = Ended(Finish.STOPPED)
-        if opening := self._reader.open():  # the phase in which the reply opens, and the tokens that it continues
-            self._events += opening
-            yield opening
+        for batch in (self.opening.batch, *self._earlier):
+            if batch.events:
+                self._events += batch.events
+                yield batch
         generating = self._engine.generate(self.prompt, self.request.sampling, self.request.choice)
         async with generating as self._generation:
             if self._stopped:
@@ -170,31 +284,32 @@ class ReplyStream:
                 if isinstance(output, Ended):
                     ended = output
                     break
-                if events := await self._read(output):
-                    self._events += events
-                    yield events
+                if (read := await self._read(output)) is not None:
+                    self._events += read.events
+                    yield read
                 if self._reader.complete:
                     ended = Ended(Finish.END)
                     break
-        finished = Finished(ended.finish, self.usage, ended.stop, self.tail())
+        tail = self._reader.close()
+        finished = Finished(ended.finish, self.usage, ended.stop, cast("tuple[ReadEvent, ...]", tail.events))
         self._events.append(finished)
-        yield [finished]
+        yield replace(tail, events=(finished,))
 
-    async def _read(self, output: Queued | Prefilled | Step | AnswerRequested) -> list[Event]:
+    async def _read(self, output: Queued | Prefilled | Step | AnswerRequested) -> ReplyBatch | None:
         match output:
             case Queued(position, seconds):
-                return [Waiting(position, seconds)]
+                return ReplyBatch((Waiting(position, seconds),))
             case Prefilled(prompt_tokens, cached_tokens):
                 self._started = Started(prompt_tokens, cached_tokens, self.notice)
-                return [self._started]
+                return ReplyBatch((self._started,))
             case Step():
                 step = output if self._record_step is None else await self._record_step(output)
                 self.steps.append(step)
-                return [*self._reader.feed(step.token_id)]
+                return self._reader.feed(step)
             case AnswerRequested(position):
                 if self.record_answer_at is not None:
                     await self.record_answer_at(position)
-                return []
+                return None
             case _:
                 assert_never(output)
 

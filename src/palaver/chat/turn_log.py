@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from palaver.errors import BadParameter
-from palaver.events import Event, Failed, Finished, Folded, ReadEvent, Snapshot, Started, Waiting, fold
+from palaver.events import Event, Failed, Finished, ReadEvent, ReplyBatch, Snapshot, Started, Waiting
 from palaver.generation import Step
 from palaver.store import Lease, LeaseLost, Store, StoreError, TokenFrame
 from palaver.store.token_codec import as_stored
@@ -29,17 +30,19 @@ class LogEntry:
 class TurnLog:
     """Append-only. Subscribers never slow the writer down: each keeps its own position."""
 
-    def __init__(self, events: Iterable[Event] = ()) -> None:
-        self._events: list[ReadEvent] = []
-        self._snapshot: Snapshot | None = None
-        self._status: Waiting | Started | None = None
-        self._ending: Finished | Failed | None = None
+    def __init__(self, batches: Iterable[ReplyBatch] = ()) -> None:
+        self._batches: list[ReplyBatch] = []
+        self._count = 0
+        """The number of numbered events."""
+        self._has_snapshot = False
+        self._status: ReplyBatch | None = None
+        self._ending: ReplyBatch | None = None
         self._changed = asyncio.Event()
-        for event in events:
-            self.append(event)
+        for batch in batches:
+            self.append(batch)
 
     def __len__(self) -> int:
-        return len(self._events)
+        return self._count
 
     @property
     def ended(self) -> bool:
@@ -48,28 +51,30 @@ class TurnLog:
     @property
     def started(self) -> bool:
         """Whether the turn has left the queue."""
-        return isinstance(self._status, Started)
+        return self._status is not None and isinstance(self._status.events[0], Started)
 
-    def append(self, event: Event) -> None:
-        match event:
+    def append(self, batch: ReplyBatch) -> None:
+        match batch.events[0]:
             case Waiting() | Started():
-                self._status = event
+                self._status = batch
             case Finished() | Failed():
-                self._ending = event
+                self._ending = batch
             case Snapshot():
-                self._snapshot = event
+                self._batches.append(batch)
+                self._has_snapshot = True
             case _:
-                self._events.append(event)
+                self._batches.append(batch)
+                self._count += len(batch.events)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def fold(self, ending: Finished | Failed | None = None) -> Folded:
-        """The reply so far as one value, with this ending."""
-        return fold([*self._events, *((ending,) if ending else ())])
+    def so_far(self) -> tuple[ReplyBatch, ...]:
+        """The batches so far."""
+        return tuple(self._batches)
 
-    def entries(self, after: int = 0) -> list[LogEntry]:
-        """The entries after that number that exist already."""
-        return [LogEntry(index + 1, self._events[index]) for index in range(after, len(self))]
+    def events(self) -> list[Event]:
+        """The events of the batches so far."""
+        return [event for batch in self._batches for event in batch.events]
 
     async def wait_for(self, after: int) -> None:
         """Waits until the log holds that number of events. Raises BadParameter if the turn never had as many."""
@@ -79,28 +84,39 @@ class TurnLog:
 
     def check_number(self, after: int) -> None:
         """Raises BadParameter for a number beyond the log. With a snapshot every number is accepted."""
-        if self._snapshot is None and not 0 <= after <= len(self):
+        if not self._has_snapshot and not 0 <= after <= len(self):
             raise BadParameter("after", after, f"the turn has {len(self)} events")
 
-    async def read(self, after: int = 0) -> AsyncGenerator[LogEntry]:
-        """Everything after that number, as it comes, to the end of the turn."""
-        await self.wait_for(after)
-        number, sent = after, None
-        if self._snapshot is not None:
-            yield LogEntry(number, self._snapshot)
+    async def batches(self) -> AsyncGenerator[ReplyBatch]:
+        """Everything from the beginning, as it comes, to the end of the turn."""
+        position, sent = 0, None
         while True:
             changed = self._changed
             if self._status is not sent:
                 sent = self._status
                 assert sent is not None
-                yield LogEntry(number, sent)
-            while number < len(self):
-                number += 1
-                yield LogEntry(number, self._events[number - 1])
+                yield sent
+            while position < len(self._batches):
+                position += 1
+                yield self._batches[position - 1]
             if self._ending is not None:
-                yield LogEntry(number, self._ending)
+                yield self._ending
                 return
             await changed.wait()
+
+
+async def numbered(batches: AsyncGenerator[ReplyBatch], after: int) -> AsyncGenerator[LogEntry]:
+    """The entries after that number. Closing it closes the batches."""
+    number = 0
+    async with aclosing(batches):
+        async for batch in batches:
+            for event in batch.events:
+                if not isinstance(event, ReadEvent):
+                    yield LogEntry(max(number, after), event)
+                    continue
+                number += 1
+                if number > after:
+                    yield LogEntry(number, event)
 
 
 class RecorderClosed(StoreError):

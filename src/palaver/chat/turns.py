@@ -11,15 +11,15 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from palaver.chat.change_feed import ChangeFeed
 from palaver.chat.interface import ConversationChange
 from palaver.chat.model import Model
-from palaver.chat.reply_stream import ReplyRequest, ReplyStream, TurnTimer
+from palaver.chat.reply_stream import GeneratedReply, ReplyRequest, TurnTimer, first_generated
 from palaver.chat.turn_log import TokenRecorder, TurnLog
 from palaver.errors import EngineError, PalaverError, ShuttingDown
-from palaver.events import Event, Failed, Finished, ReadEvent, Started
+from palaver.events import Event, Failed, Finished, ReadEvent, ReplyBatch, Started, fold
 from palaver.generation import Finish, Prompt, Step
 from palaver.messages import Message
 from palaver.phases import Phase
@@ -69,7 +69,7 @@ class Turn:
 
     reply: StoredMessage
     owner: str
-    reply_stream: ReplyStream
+    reply_stream: GeneratedReply
     timer: TurnTimer
     log: TurnLog = field(default_factory=TurnLog)
     parked: bool = False
@@ -149,7 +149,7 @@ class Turns:
             self._stream_reply,
             model,
             new_turn.request,
-            _ids(new_turn.initial_steps),
+            new_turn.initial_steps,
             new_turn.partial_reply,
             new_turn.prompt,
         )
@@ -158,7 +158,7 @@ class Turns:
         return await self._shielded(self._start(new_turn, stream, set_reply_id))
 
     async def _start(
-        self, new_turn: NewTurn, stream: ReplyStream, set_reply_id: Callable[[str], None]
+        self, new_turn: NewTurn, stream: GeneratedReply, set_reply_id: Callable[[str], None]
     ) -> StoredMessage:
         async with self._start_lock:
             self.check_open()
@@ -173,7 +173,7 @@ class Turns:
     ) -> StoredMessage:
         """Continues the same reply after its tokens. Raises Conflict if it can't: see `Replies.resume`."""
         self.check_open()
-        stream, set_reply_id = await asyncio.to_thread(self._stream_reply, model, request, _ids(steps))
+        stream, set_reply_id = await asyncio.to_thread(self._stream_reply, model, request, steps)
         fingerprint = model.engine.info.fingerprint
         return await self._shielded(self._resume(reply, request.owner, stream, set_reply_id, key, fingerprint))
 
@@ -181,7 +181,7 @@ class Turns:
         self,
         reply: StoredMessage,
         owner: str,
-        stream: ReplyStream,
+        stream: GeneratedReply,
         set_reply_id: Callable[[str], None],
         key: str | None,
         fingerprint: str,
@@ -202,7 +202,7 @@ class Turns:
 
     async def take_over(self, model: Model, reply: StoredMessage, request: ReplyRequest, steps: Sequence[Step]) -> None:
         """Resumes a reply of a dead process that this one has claimed."""
-        stream, set_reply_id = await asyncio.to_thread(self._stream_reply, model, request, _ids(steps))
+        stream, set_reply_id = await asyncio.to_thread(self._stream_reply, model, request, steps)
         set_reply_id(reply.id)
         fingerprint = model.engine.info.fingerprint
         reply = await asyncio.to_thread(self._store.replies.record_engine, reply.id, fingerprint)
@@ -316,24 +316,26 @@ class Turns:
         self,
         model: Model,
         request: ReplyRequest,
-        initial_ids: tuple[int, ...],
+        initial_steps: Sequence[Step],
         partial_reply: Message | None = None,
         prompt: Prompt | None = None,
-    ) -> tuple[ReplyStream, Callable[[str], None]]:
+    ) -> tuple[GeneratedReply, Callable[[str], None]]:
         """The stream, and a function that sets the reply's id: it is known only once the reply is stored."""
-        ids: list[str] = []
+        reply_id: list[str] = []
 
         async def record_step(step: Step) -> Step:
             position = stream.token_count
-            self._turns[ids[0]].timer.token(stream.phase is Phase.THINKING)
-            return await self._recorder.record(ids[0], position, step)
+            self._turns[reply_id[0]].timer.token(stream.phase is Phase.THINKING)
+            return await self._recorder.record(reply_id[0], position, step)
 
         async def record_answer_at(position: int) -> None:
-            await asyncio.to_thread(self._store.replies.record_answer_at, self._lease, ids[0], position)
+            await asyncio.to_thread(self._store.replies.record_answer_at, self._lease, reply_id[0], position)
 
-        stream = model.stream_reply(request, initial_ids, partial_reply, record_step, prompt=prompt)
+        ids = tuple(step.token_id for step in initial_steps)
+        earlier = initial_steps[first_generated(initial_steps) :]
+        stream = model.stream_reply(request, ids, partial_reply, record_step, prompt=prompt, earlier=earlier)
         stream.record_answer_at = record_answer_at
-        return stream, ids.append
+        return stream, reply_id.append
 
     def _store_reply(self, lease: Lease, new_turn: NewTurn) -> tuple[StoredMessage, bool]:
         """The reply, and whether to run it: a reply that was found by its key runs already or has ended."""
@@ -353,7 +355,7 @@ class Turns:
         )
         return reply, is_running and reply.id in self._store.replies.running_ids(lease)
 
-    def _launch(self, reply: StoredMessage, owner: str, stream: ReplyStream, timer: TurnTimer) -> None:
+    def _launch(self, reply: StoredMessage, owner: str, stream: GeneratedReply, timer: TurnTimer) -> None:
         if reply.reply is not None:
             stream.notice = engine_notice(reply.reply.settings, stream.token_count)
         turn = Turn(reply, owner, stream, timer)
@@ -365,8 +367,9 @@ class Turns:
     async def _run(self, turn: Turn) -> None:
         """Runs a turn. The log always gets an ending: subscribers wait for it."""
         ending: Finished | Failed = Failed(LEFT)
+        last = ReplyBatch(())
         try:
-            ending = await self._generate(turn)
+            ending, last = await self._generate(turn)
             if not (isinstance(ending, Failed) and ending.error in (LOST, LEFT)):
                 ending = await self._finish(turn, ending)
         except asyncio.CancelledError as error:
@@ -378,37 +381,38 @@ class Turns:
                 raise
             self._pending_endings[turn.id] = ReplyEnding(ReplyStatus.INTERRUPTED, None, error=ending.error)
         finally:
-            turn.log.append(ending)
+            turn.log.append(replace(last, events=(ending,)))
             self._emit(turn, ending)
             if isinstance(ending, Failed) and ending.error == LOST and self._turns.get(turn.id) is turn:
                 del self._turns[turn.id]  # from now on the store is read
             self._publish(turn, "ended")
             self._evict_ended()
 
-    async def _generate(self, turn: Turn) -> Finished | Failed:
-        """Generates the reply and appends its events to the log."""
+    async def _generate(self, turn: Turn) -> tuple[Finished | Failed, ReplyBatch]:
+        """Generates the reply and appends its batches to the log. Returns its ending, with the last batch."""
         stream = turn.reply_stream
         try:
             async with stream:
-                async for event in stream:
-                    if isinstance(event, Finished):
-                        return _ending(turn, event)
-                    if isinstance(event, Started):
+                async for batch in stream.batches():
+                    if isinstance(first := batch.events[0], Finished):
+                        return _ending(turn, first), batch
+                    if isinstance(first, Started):
                         turn.timer.prefilled()
-                    turn.log.append(event)
-                    self._emit(turn, event)
+                    turn.log.append(batch)
+                    for event in batch.events:
+                        self._emit(turn, event)
             raise EngineError("The engine ended the reply without a word.")
         except LeaseLost:
-            return Failed(LOST)
+            return Failed(LOST), ReplyBatch(())
         except PalaverError as error:
             turn.error = error
-            return Failed(str(error), _tail(stream))
+            return _failed(stream, str(error))
         except asyncio.CancelledError as error:
             if _is_cancelled():
                 raise
-            return Failed(_internal(error), _tail(stream))  # a task that the turn awaited was cancelled
+            return _failed(stream, _internal(error))  # a task that the turn awaited was cancelled
         except Exception as error:
-            return Failed(_internal(error), _tail(stream))
+            return _failed(stream, _internal(error))
 
     async def _finish(self, turn: Turn, ending: Finished | Failed) -> Finished | Failed:
         """Writes the ending. If that fails it is written later; the tokens are committed already."""
@@ -472,15 +476,11 @@ def engine_notice(settings: ReplySettings, tokens: int) -> str:
     )
 
 
-def _timer(reply: StoredMessage, stream: ReplyStream) -> TurnTimer:
+def _timer(reply: StoredMessage, stream: GeneratedReply) -> TurnTimer:
     """The timer of a reply that may have tokens. It is not known how long those took that a dead process wrote."""
     stored = reply.reply
     measured = stored.usage.reply_tokens if stored is not None and stored.usage is not None else 0
     return TurnTimer(stored.timings if stored is not None else None, is_complete=measured == stream.token_count)
-
-
-def _ids(steps: Sequence[Step]) -> tuple[int, ...]:
-    return tuple(step.token_id for step in steps)
 
 
 def _ending(turn: Turn, event: Finished) -> Finished | Failed:
@@ -498,13 +498,14 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _tail(stream: ReplyStream) -> tuple[ReadEvent, ...]:
-    """The events that the reader held back; none if the reader failed."""
+def _failed(stream: GeneratedReply, error: str) -> tuple[Failed, ReplyBatch]:
+    """The ending with the text that the reader held back; without it if the reader failed."""
     try:
-        return stream.tail()
+        tail = stream.close()
     except Exception:
         _log.exception("the end of a reply could not be read")
-        return ()
+        tail = ReplyBatch(())
+    return Failed(error, cast("tuple[ReadEvent, ...]", tail.events)), tail
 
 
 def _internal(error: BaseException) -> str:
@@ -515,7 +516,7 @@ def _internal(error: BaseException) -> str:
 def _reply_ending(turn: Turn, ending: Finished | Failed) -> ReplyEnding:
     return ReplyEnding(
         _status(turn, ending),
-        turn.log.fold(ending).message.parts,
+        fold([*turn.log.events(), ending]).message.parts,
         turn.reply_stream.usage,
         turn.timer.timings(),
         ending.error if isinstance(ending, Failed) else None,

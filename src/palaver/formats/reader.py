@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import copy
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -83,6 +85,7 @@ class ReplyReader:
     def __init__(self, prompt: Prompt, vocabulary: Vocabulary, options: ReaderOptions = ReaderOptions()) -> None:  # noqa: B008
         self._prompt = prompt
         self._options = options
+        self._vocabulary = vocabulary
         self._states = prompt.phases.states
         self._tracker = Tracker(prompt.phases, vocabulary, options.stops)
         self._thought = False
@@ -91,6 +94,7 @@ class ReplyReader:
         self._pending: list[bytes] = []
         self._strays = _StrayText()
         self._in_header = False
+        self._answer_tokens = _AnswerTokens(self._states)
         self.thinking_tokens = 0
         self.stop: str | None = None
         """The stop string that ended the answer."""
@@ -117,14 +121,31 @@ class ReplyReader:
         if self.complete:
             return []
         self.thinking_tokens += self.phase is Phase.THINKING
-        return self._limit_calls(self._with_token_count(self._read(self._tracker.feed(token_id))))
+        found = self._tracker.feed(token_id)
+        size = len(self._vocabulary[token_id]) if token_id < len(self._vocabulary) else 0
+        self._answer_tokens.feed(size, found, self._tracker.holds_text)
+        return self._limit_calls(self._with_token_count(self._read(found)))
+
+    def pop_answer_tokens(self) -> list[int]:
+        """The positions in the reply of the tokens that are known since the last call to be text of the answer."""
+        found = self._answer_tokens.found
+        if found:
+            self._answer_tokens.found = []
+        return found
 
     def close(self) -> list[ReadEvent]:
         """The end of the stream: events for text that was held back."""
         return [] if self.complete else self._limit_calls(self._flush())
 
+    def held_back(self) -> list[ReadEvent]:
+        """The events that `close` would return now."""
+        shared = (self._vocabulary, self._prompt, self._prompt.phases, self._options)
+        return copy.deepcopy(self, {id(value): value for value in shared}).close()
+
     def _flush(self) -> list[ReadEvent]:
-        events = self._read(self._tracker.flush())
+        flushed = self._tracker.flush()
+        self._answer_tokens.assign(flushed)
+        events = self._read(flushed)
         if self._states[self._tracker.state].slot not in (HEADER, ELSEWHERE):
             events += self._block.feed(self._pop_pending(CONTROL_LIKE.fullmatch))
         events += self._strays.notices()
@@ -253,6 +274,49 @@ class ReplyReader:
         trim_start = phase is Phase.THINKING or self._thought or self._options.trim_start
         strip_fence = self._options.strip_fence and phase is Phase.ANSWER
         return _Block(phase, trim_start, CodeFenceFilter() if strip_fence else None)
+
+
+class _AnswerTokens:
+    """Finds the tokens whose text belongs to the answer: no thinking and no markers."""
+
+    def __init__(self, states: Sequence[State]) -> None:
+        self._states = states
+        self._fed = 0
+        self._held: deque[tuple[int | None, int]] = deque()
+        """Tokens with bytes that are not assigned to a phase yet: the position, None once it is found, and how many."""
+        self._started = False
+        self.found: list[int] = []
+
+    def feed(self, size: int, events: Sequence[TrackerEvent], holds_text: bool) -> None:
+        """The next token has `size` bytes; `holds_text` is whether the tracker holds some back."""
+        self._held.append((self._fed, size))
+        self._fed += 1
+        self.assign(events)
+        if not holds_text:
+            self._held.clear()
+
+    def assign(self, events: Sequence[TrackerEvent]) -> None:
+        for event in events:
+            match event:
+                case StateText(state, data):
+                    answer = self._states[state].phase is Phase.ANSWER and (self._started or bool(data.strip()))
+                    self._started = self._started or answer
+                    self._consume(len(data), answer)
+                case StateEntered(_, marker):
+                    self._consume(len(marker), False)
+                case StopMatched():
+                    self._held.clear()
+
+    def _consume(self, size: int, answer: bool) -> None:
+        """Assigns the next `size` bytes. A token that is partly answer is found once."""
+        while size > 0 and self._held:
+            position, left = self._held.popleft()
+            if answer and position is not None:
+                self.found.append(position)
+                position = None
+            if left > size:
+                self._held.appendleft((position, left - size))
+            size -= left
 
 
 class _CallRegion:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO, assert_never
 
-from palaver.chat.reply_stream import ReplyRecord, ReplyStream
+from palaver.chat.reply_stream import GeneratedReply, ReplyRecord
 from palaver.chat.turn_log import LogEntry
 from palaver.events import (
     AnswerDelta,
@@ -122,7 +122,7 @@ class PlainView:
         """Does nothing: no text is buffered."""
 
 
-async def print_reply(stream: ReplyStream, printer: PlainPrinter) -> ReplyRecord:
+async def print_reply(stream: GeneratedReply, printer: PlainPrinter) -> ReplyRecord:
     """Prints the stream to its end. Ctrl+C stops the reply and keeps what was generated."""
     async with stream:
         with handle_interrupt(stream.stop):

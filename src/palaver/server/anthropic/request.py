@@ -97,7 +97,7 @@ def _matches(call: ChatCall, ids: tuple[int, ...], message: Message) -> bool:
     """Whether these ids are valid in a reply and decode to this message."""
     try:
         reply_ids = check_token_ids(ids, call.model, call.request)
-        reader = call.model.reader(call.request, reply_ids)
+        reader = call.model.reader(call.request, call.model.prompt(call.request, reply_ids))
         decoded = fold([*reader.open(), *reader.close()]).message
     except PalaverError:
         return False

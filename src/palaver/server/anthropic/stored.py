@@ -47,14 +47,14 @@ async def answer_in_conversation(
         stored = await start_replies(
             chat, model, choice_parameters(chat_request, model, state), messages, name, state, key
         )
-        completion = await stored_choices(state, chat, model, stored, OutputOptions())
+        completion = await stored_choices(chat, model, stored, OutputOptions())
     shows_thinking = chat_request.include_reasoning is not False
     stream = completion.deltas()
     headers = {
         CONVERSATION_HEADER: stored.conversation,
         **ignored_header(ignored_request_fields(body, model, state.settings)),
     }
-    initial_phase = completion.choices[0].reply_stream.phase
+    initial_phase = completion.choices[0].reply_stream.opening.phase
     events = _events(body, model.name, stored, stream, shows_thinking, initial_phase)
     if body.stream:
         return stream_response(events, request, headers)

@@ -211,7 +211,7 @@ class AnthropicReply:
         blocks = ContentBlocks(self._sign, choice.output.thinking, self._on_thinking)
         try:
             yield message_start(choice.model.name, self._initial_usage(), {})
-            for event in blocks.open(choice.reply_stream.phase):
+            for event in blocks.open(choice.reply_stream.opening.phase):
                 yield event
             yield PING
             async with aclosing(_with_first(stream, first)) as deltas:

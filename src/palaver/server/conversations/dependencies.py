@@ -1,4 +1,4 @@
-"""Dependencies of the routes: the caller's `Chat`, and the idempotency key of writes."""
+"""Dependencies of the routes: the caller's `ServerChat`, and the idempotency key of writes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Annotated
 
 from fastapi import Depends, Header
 
-from palaver.chat.interface import Chat
+from palaver.chat.interface import ServerChat
 from palaver.errors import BadParameter
 from palaver.server.auth import CallerDep
 from palaver.server.state import ServiceDep
 
 
-def caller_chat(caller: CallerDep, service: ServiceDep) -> Chat:
+def caller_chat(caller: CallerDep, service: ServiceDep) -> ServerChat:
     return service.chat(caller.owner_id)
 
 
@@ -20,7 +20,7 @@ def _idempotency_header(idempotency_key: Annotated[str | None, Header()] = None)
     return idempotency_key
 
 
-ChatDep = Annotated[Chat, Depends(caller_chat)]
+ChatDep = Annotated[ServerChat, Depends(caller_chat)]
 IdempotencyKeyDep = Annotated[str | None, Depends(_idempotency_header)]
 
 

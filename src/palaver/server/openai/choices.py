@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -15,8 +14,11 @@ from palaver.errors import ShuttingDown
 from palaver.events import (
     AnswerDelta,
     Event,
+    Failed,
     Finished,
     ReadEvent,
+    ReplyBatch,
+    Snapshot,
     Started,
     ThinkingDelta,
     ToolCallDelta,
@@ -26,11 +28,14 @@ from palaver.events import (
 )
 from palaver.generation import Finish, Step
 from palaver.messages import Message
-from palaver.phases import Phase, StateEntered, StateText, StopMatched, Tracker, TrackerEvent, Vocabulary
+from palaver.phases import Phase, Vocabulary
 from palaver.server.limits import ConcurrencyLimiter
 from palaver.server.metrics import Metrics, TokenPace
 from palaver.server.openai.reply_index import ReplyIndex
 from palaver.server.openai.request import ChatCall, OutputOptions
+from palaver.store import Conflict
+
+MIN_LOGPROB = -9999.0
 
 
 class SeamTrimmer:
@@ -64,16 +69,14 @@ class SeamTrimmer:
         return text
 
 
-def seam_trimmer(model: Model, reply_stream: ReplyStream, partial: Message | None) -> SeamTrimmer | None:
+def seam_trimmer(reply_stream: ReplyStream, partial: Message | None) -> SeamTrimmer | None:
     """`partial` is the reply to continue as the client sent it. If it came as token ids alone, that is their text."""
-    prompt, request = reply_stream.prompt, reply_stream.request
+    prompt, opening = reply_stream.prompt, reply_stream.opening
     if not prompt.reply_ids and not prompt.healing:
         return None
-    reader = model.format.reader(prompt, request.sampling.stop, request.tools, request.options)
-    opened: Sequence[Event] = reader.open()
-    read, sent = fold(opened).message, fold([*opened, *reader.close()]).message
-    if partial is not None and partial.parts:
-        sent = partial
+    read, sent = fold(opening.events).message, partial
+    if sent is None or not sent.parts:
+        sent = fold([*opening.events, *opening.tail]).message
     return SeamTrimmer({kind: rest for kind, a, b in _text_pairs(sent, read) if (rest := _remainder(a, b))})
 
 
@@ -93,75 +96,21 @@ def _remainder(text: str, prefix: str) -> str:
     return text[len(prefix) :] if text.startswith(prefix) else ""
 
 
-class AnswerLogprobs:
-    """Log-probabilities of the tokens whose text belongs to the answer: no thinking and no markers.
+def logprob_entries(steps: Iterable[Step], vocabulary: Vocabulary, top: int) -> tuple[dict[str, Any], ...]:
+    """The log-probabilities of the tokens in OpenAI's format, each with `top` alternatives."""
 
-    Tracks the phases of the reply in parallel to its reader.
-    """
+    def token(token_id: int, logprob: float) -> dict[str, Any]:
+        data = vocabulary[token_id] if token_id < len(vocabulary) else b""
+        known = logprob if logprob > MIN_LOGPROB else MIN_LOGPROB  # it is not a number for tokens that were not sampled
+        return {"token": data.decode("utf-8", "replace"), "logprob": known, "bytes": list(data)}
 
-    def __init__(self, reply_stream: ReplyStream, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._states = reply_stream.prompt.phases.states
-        self._tracker = Tracker(reply_stream.prompt.phases, vocabulary, reply_stream.request.sampling.stop)
-        self._count = reply_stream.request.sampling.logprobs
-        self._pending: deque[tuple[Step | None, int]] = deque()
-        """Tokens with bytes that are not assigned to a phase yet, and how many."""
-        self._in_answer = False
-        for token_id in reply_stream.prompt.reply_ids:
-            self._feed(None, token_id)
-
-    def feed(self, steps: Sequence[Step], is_last: bool) -> tuple[dict[str, Any], ...]:
-        """The entries of the tokens that are known to be answer now."""
-        answer = [step for one in steps for step in self._feed(one, one.token_id)]
-        if is_last:
-            answer += self._assign(self._tracker.flush())
-        return tuple(self._entry(step) for step in answer)
-
-    def _feed(self, step: Step | None, token_id: int) -> list[Step]:
-        self._pending.append((step, len(self._bytes(token_id))))
-        found = self._assign(self._tracker.feed(token_id))
-        while self._pending and self._pending[0][1] == 0:  # a token of no text
-            self._pending.popleft()
-        return found
-
-    def _assign(self, happenings: Sequence[TrackerEvent]) -> list[Step]:
-        found: list[Step] = []
-        for happening in happenings:
-            match happening:
-                case StateText(state, data):
-                    answer = self._states[state].phase is Phase.ANSWER
-                    counts = answer and (self._in_answer or bool(data.strip()))
-                    self._in_answer = self._in_answer or counts
-                    found += self._consume(len(data), counts)
-                case StateEntered(_, marker):
-                    self._consume(len(marker), False)
-                case StopMatched():
-                    self._pending.clear()
-        return found
-
-    def _consume(self, size: int, counts: bool) -> list[Step]:
-        """Returns the tokens of the next `size` bytes; a token that is partly answer is returned once."""
-        found: list[Step] = []
-        while size > 0 and self._pending:
-            step, left = self._pending.popleft()
-            if counts and step is not None:
-                found.append(step)
-                step = None
-            if left > size:
-                self._pending.appendleft((step, left - size))
-            size -= left
-        return found
-
-    def _bytes(self, token_id: int) -> bytes:
-        return self._vocabulary[token_id] if token_id < len(self._vocabulary) else b""
-
-    def _entry(self, step: Step) -> dict[str, Any]:
-        top = [self._token(one.token_id, one.logprob) for one in step.alternatives[: self._count]]
-        return {**self._token(step.token_id, step.logprob), "top_logprobs": top}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self._bytes(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(data)}
+    return tuple(
+        {
+            **token(step.token_id, step.logprob),
+            "top_logprobs": [token(one.token_id, one.logprob) for one in step.alternatives[:top]],
+        }
+        for step in steps
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,13 +155,9 @@ class ChoiceStream:
     finished: Finished | None = None
 
     def __post_init__(self) -> None:
-        self._seam = seam_trimmer(self.model, self.reply_stream, self.partial)
-        self._logprobs = AnswerLogprobs(self.reply_stream, self.model.vocabulary) if self.output.logprobs else None
+        self._seam = seam_trimmer(self.reply_stream, self.partial)
         self._pace = TokenPace(self.metrics)
-        self._emitted = 0
-        """Tokens whose ids and log-probabilities were emitted."""
-        self._earlier_thinking = 0
-        """Thinking tokens that the reply had before this request."""
+        self.tool_calls = _count_tool_calls(self.reply_stream.opening.events)
 
     async def __aenter__(self) -> ChoiceStream:
         return self
@@ -228,45 +173,45 @@ class ChoiceStream:
     def opens_thinking(self) -> bool:
         """Whether the prompt has opened a thought, and it is shown as one."""
         split = self.output.thinking and not self.reply_stream.request.options.unsplit
-        return split and not self.reply_stream.steps and self.reply_stream.phase is Phase.THINKING
+        return split and self.reply_stream.opening.phase is Phase.THINKING
 
-    def read(self, events: Sequence[Event]) -> ChoiceDelta | None:
-        """The delta of one batch of events."""
-        match events[0]:
+    def read(self, batch: ReplyBatch) -> ChoiceDelta | None:
+        """The delta of one batch. Raises the error of a stored turn that failed."""
+        match batch.events[0]:
             case Waiting():
                 self._pace.start_waiting()
                 return ChoiceDelta(self.index)
             case Started(prompt_tokens, cached_tokens):
                 self._pace.stop_waiting()
-                self._earlier_thinking = self.reply_stream.usage.thinking_tokens
                 self.usage.prompt, self.usage.cached = prompt_tokens, cached_tokens
                 return ChoiceDelta(self.index)
             case Finished() as finished:
                 self.finished = finished
-                return self._delta(_final_events(finished))
-            case _ if self.reply_stream.steps:
-                return self._delta(cast("Sequence[ReadEvent]", events))
+                return self._delta(batch, _final_events(finished))
+            case Failed() as failed:
+                raise self.reply_stream.failure(failed)
+            case Snapshot():
+                raise Conflict("The reply's tokens are not known to this model.")
+            case _ if batch.steps:
+                return self._delta(batch, cast("Sequence[ReadEvent]", batch.events))
             case _:  # the part of the reply that is continued
-                self.tool_calls = _count_tool_calls(events)
                 return None
 
-    def _delta(self, events: Sequence[ReadEvent]) -> ChoiceDelta:
-        """The events of the last tokens, with their ids."""
+    def _delta(self, batch: ReplyBatch, events: Sequence[ReadEvent]) -> ChoiceDelta:
         read = _trim(self._seam, events)
-        steps = self.reply_stream.steps
-        new = steps[self._emitted :]
-        if new:
-            self._pace.observe(len(new))
+        if batch.steps:
+            self._pace.observe(len(batch.steps))
         self.tool_calls += _count_tool_calls(read)
-        self._emitted = len(steps)
-        ids = tuple(step.token_id for step in new) if self.output.token_ids else ()
-        logprobs = self._logprobs.feed(new, self.finished is not None) if self._logprobs else ()
+        ids = tuple(step.token_id for step in batch.steps) if self.output.token_ids else ()
+        logprobs: tuple[dict[str, Any], ...] = ()
+        if self.output.logprobs:
+            logprobs = logprob_entries(batch.answer_steps, self.model.vocabulary, self.output.top_logprobs)
         return ChoiceDelta(self.index, read, self.finished, ids, logprobs)
 
     def update_usage(self) -> ChoiceUsage:
         """Brings the usage up to the tokens so far."""
         self.usage.reply = len(self.reply_stream.steps)
-        self.usage.thinking = self.reply_stream.usage.thinking_tokens - self._earlier_thinking
+        self.usage.thinking = self.reply_stream.thinking_tokens - self.reply_stream.opening.thinking_tokens
         self.usage.prompt = self.usage.prompt or len(self.reply_stream.prompt)
         return self.usage
 
@@ -332,8 +277,8 @@ class CompletionStream:
         with self._acquire_places():
             if len(self.choices) == 1:
                 async with self.choices[0] as choice:
-                    async for events in choice.reply_stream.batches():
-                        if (delta := choice.read(events)) is not None:
+                    async for batch in choice.reply_stream.batches():
+                        if (delta := choice.read(batch)) is not None:
                             yield self._checked(delta)
                 return
             async with _merged(self.choices) as arrivals:
@@ -382,8 +327,8 @@ async def _forward(choice: ChoiceStream, arrivals: _Arrivals) -> None:
     """Puts the choice's deltas into the queue, then None, or the error that ended it, whatever its type."""
     try:
         async with choice:
-            async for events in choice.reply_stream.batches():
-                if (delta := choice.read(events)) is not None:
+            async for batch in choice.reply_stream.batches():
+                if (delta := choice.read(batch)) is not None:
                     arrivals.put_nowait(delta)
     except BaseException as error:
         arrivals.put_nowait(error)

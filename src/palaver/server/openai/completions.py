@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 
 from palaver.chat.model import Model, draw_seed
 from palaver.chat.parameters import resolve_parameters
-from palaver.chat.reply_stream import ReplyRequest, ReplyStream
+from palaver.chat.reply_stream import BatchReader, GeneratedReply, ReplyRequest
 from palaver.errors import BadParameter, ContextOverflow, EmptyMessage
 from palaver.events import AnswerDelta
 from palaver.formats.completion import CompletionFormat
@@ -78,7 +78,7 @@ def router() -> APIRouter:
 
 def _parse_request(
     body: CompletionRequest, model: Model, settings: ServerSettings, owner: str
-) -> tuple[ChatCall, list[ReplyStream]]:
+) -> tuple[ChatCall, list[GeneratedReply]]:
     check_nested_fields(body)
     check_model(body.model, model, settings)
     _check_fields(body)
@@ -90,6 +90,7 @@ def _parse_request(
     request = ReplyRequest((), resolved.sampling, owner=owner)
     output = OutputOptions(
         logprobs=body.logprobs is not None,
+        top_logprobs=body.logprobs or 0,
         token_ids=bool(body.return_token_ids),
         stream=bool(body.stream),
         usage=usage_chunks(body.stream_options),
@@ -136,9 +137,9 @@ def _encode_prompt(model: Model, text: str | list[int], owner: str) -> Prompt:
     return Prompt(ids, (), phases, owner=owner)
 
 
-def _reply_stream(model: Model, request: ReplyRequest, prompt: Prompt) -> ReplyStream:
+def _reply_stream(model: Model, request: ReplyRequest, prompt: Prompt) -> GeneratedReply:
     reader = CompletionFormat(model.format.tokenizer).reader(prompt, request.sampling.stop)
-    return ReplyStream(request, prompt, reader, model.engine)
+    return GeneratedReply(request, prompt, BatchReader(reader, prompt), model.engine)
 
 
 @dataclass

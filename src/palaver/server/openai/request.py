@@ -12,7 +12,7 @@ from typing import Any
 
 from palaver.chat.model import Model, draw_seed
 from palaver.chat.parameters import resolve_parameters
-from palaver.chat.reply_stream import ReplyRequest, ReplyStream
+from palaver.chat.reply_stream import GeneratedReply, ReplyRequest
 from palaver.errors import BadParameter, NothingToContinue
 from palaver.formats.base import Format
 from palaver.generation import Prompt
@@ -80,6 +80,8 @@ class OutputOptions:
     legacy: bool = False
     """Whether tool calls are sent as `function_call`."""
     logprobs: bool = False
+    top_logprobs: int = 0
+    """The number of alternatives of each token."""
     token_ids: bool = False
     stream: bool = False
     usage: UsageChunks = UsageChunks.LAST
@@ -100,7 +102,7 @@ class ChatCall:
     partial_ids: tuple[int, ...] = ()
     """Its token ids, if the client sent them or they are known."""
 
-    def reply_streams(self) -> list[ReplyStream]:
+    def reply_streams(self) -> list[GeneratedReply]:
         """One for each choice. Renders the prompts, so call it in a thread."""
         requests = [replace(self.request, choice=choice) for choice in range(self.choices)]
         ids, partial = self.partial_ids, self.partial
@@ -207,6 +209,7 @@ def output_options(request: ChatRequest) -> OutputOptions:
         thinking=request.include_reasoning is not False,
         legacy=bool(request.functions) and not request.tools,
         logprobs=bool(request.logprobs),
+        top_logprobs=request.top_logprobs or 0,
         token_ids=bool(request.return_token_ids),
         stream=bool(request.stream),
         usage=usage_chunks(request.stream_options),

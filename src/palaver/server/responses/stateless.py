@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 
 from fastapi import Request
@@ -34,7 +33,14 @@ from palaver.server.responses.streaming import (
     response_header,
     stream_events,
 )
-from palaver.server.sse import EventStream, close_on_failure, first_chunk, first_seconds, run_while_connected
+from palaver.server.sse import (
+    EventStream,
+    close_on_failure,
+    close_stream,
+    first_chunk,
+    first_seconds,
+    run_while_connected,
+)
 from palaver.server.state import ServerState
 from palaver.store import prompt_messages
 from palaver.store.records import new_id
@@ -114,14 +120,13 @@ async def _deltas(
     choice: ChoiceStream, stream: AsyncGenerator[ChoiceDelta], first: asyncio.Future[ChoiceDelta]
 ) -> AsyncGenerator[ResponseDelta]:
     try:
-        async with aclosing(stream):
-            yield ResponseDelta((PhaseOpened(Phase.THINKING),) if choice.opens_thinking else ())
-            delta = await first
-            while True:
-                yield ResponseDelta(delta.events, delta.logprobs, _ending(delta, choice))
-                delta = await anext(stream)
+        yield ResponseDelta((PhaseOpened(Phase.THINKING),) if choice.opens_thinking else ())
+        delta: ChoiceDelta | None = await first
+        while delta is not None:
+            yield ResponseDelta(delta.events, delta.logprobs, _ending(delta, choice))
+            delta = await anext(stream, None)
     finally:
-        first.cancel()
+        await close_stream(first, stream)
 
 
 def _ending(delta: ChoiceDelta, choice: ChoiceStream) -> ResponseEnding | None:

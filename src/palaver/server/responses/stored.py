@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
@@ -11,11 +11,11 @@ from typing import Any, cast
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from palaver.chat.interface import Chat
+from palaver.chat.interface import ServerChat
 from palaver.chat.model import Model
 from palaver.chat.recovery import is_same_tokenizer
-from palaver.chat.subscription import ended_event
-from palaver.errors import EngineError, ModelError, PalaverError, RequestError, ShuttingDown
+from palaver.chat.subscription import StoredReply, ended_event
+from palaver.errors import EngineError, PalaverError, ShuttingDown
 from palaver.events import Failed, Finished, ReadEvent, Started, Waiting
 from palaver.messages import Role
 from palaver.server.errors import ClientDisconnected
@@ -38,7 +38,6 @@ from palaver.server.responses.streaming import (
     stream_events,
 )
 from palaver.server.sse import (
-    FIRST_SECONDS,
     EventStream,
     close_on_failure,
     close_stream,
@@ -61,27 +60,29 @@ async def answer_stored(request: Request, body: ResponseRequest, owner: str, sta
         ignored = ignored_header(ignored_request_fields(body, state.settings, model.format))
     if body.background and not body.stream:
         return JSONResponse(stored_encoder(reply).response("queued"), headers=ignored)
-    on_disconnect = _keep_running if body.background else _stop_callback(state, reply)
+    stream = await chat.reply_stream(reply.id)
+    on_disconnect = _keep_running if body.background else stream.stop
     try:
         with api_field_names(FIELD_NAMES):
-            await run_while_connected(request, _wait_accepted(state, chat, reply))
+            await run_while_connected(request, _wait_accepted(state, chat, reply, stream))
         if body.stream:
             return EventStream(_stream(state, chat, reply), ignored, on_disconnect=on_disconnect)
         value = await run_while_connected(request, _complete(state, chat, reply))
-        _raise_engine_failure(state, reply)
+        if isinstance(stream.error, EngineError):
+            raise stream.error  # so that the client retries
         return JSONResponse(value, headers=ignored)
     except ClientDisconnected:
         on_disconnect()
         raise
 
 
-async def read_response(state: ServerState, chat: Chat, id: str, include: Sequence[str] = ()) -> dict[str, Any]:
+async def read_response(state: ServerState, chat: ServerChat, id: str, include: Sequence[str] = ()) -> dict[str, Any]:
     """The response so far."""
     return await _current_value(state, chat, await _resume_parked(state, chat, await find_response(chat, id)), include)
 
 
 async def stream_stored(
-    request: Request, state: ServerState, chat: Chat, id: str, after: int, include: Sequence[str]
+    request: Request, state: ServerState, chat: ServerChat, id: str, after: int, include: Sequence[str]
 ) -> Response:
     """Streams the events after a sequence number, to the end."""
     reply = await _resume_parked(state, chat, await find_response(chat, id))
@@ -91,7 +92,7 @@ async def stream_stored(
     return EventStream(_with_first(first, stream))
 
 
-async def cancel_response(state: ServerState, chat: Chat, id: str) -> dict[str, Any]:
+async def cancel_response(state: ServerState, chat: ServerChat, id: str) -> dict[str, Any]:
     """Stops a running response and returns it. A response that has ended stays as it is."""
     reply = await find_response(chat, id)
     await _stop_running(chat, reply)
@@ -100,7 +101,7 @@ async def cancel_response(state: ServerState, chat: Chat, id: str) -> dict[str, 
     return await _current_value(state, chat, await find_response(chat, id))
 
 
-async def delete_response(state: ServerState, chat: Chat, id: str) -> None:
+async def delete_response(state: ServerState, chat: ServerChat, id: str) -> None:
     """Marks the response as deleted. The conversation is deleted with the last of its replies: until then other replies
     may depend on this one."""
     reply = await find_response(chat, id)
@@ -111,7 +112,7 @@ async def delete_response(state: ServerState, chat: Chat, id: str) -> None:
         await chat.delete_conversation(reply.conversation_id)
 
 
-async def input_items(chat: Chat, id: str) -> list[dict[str, Any]]:
+async def input_items(chat: ServerChat, id: str) -> list[dict[str, Any]]:
     """The input items of the request, the oldest first."""
     reply = await find_response(chat, id)
     path = await chat.path(reply.parent_id) if reply.parent_id is not None else ()
@@ -125,7 +126,7 @@ async def input_items(chat: Chat, id: str) -> list[dict[str, Any]]:
     return items
 
 
-async def _stop_running(chat: Chat, reply: StoredMessage) -> None:
+async def _stop_running(chat: ServerChat, reply: StoredMessage) -> None:
     """Stops a running reply and waits for its end."""
     if reply.reply is None or reply.reply.status is not ReplyStatus.RUNNING:
         return
@@ -141,7 +142,7 @@ async def _annotate(state: ServerState, reply: StoredMessage, **marks: bool) -> 
 
 
 async def _start_reply(
-    chat: Chat, model: Model, body: ResponseRequest, owner: str, state: ServerState, key: str | None
+    chat: ServerChat, model: Model, body: ResponseRequest, owner: str, state: ServerState, key: str | None
 ) -> StoredMessage:
     chat_request = to_chat_request(body, chat_messages(await resolve_references(chat, body.input)))
     check_answerable(chat_request.messages)
@@ -153,19 +154,17 @@ async def _start_reply(
     return await start_tracked(state, chat, owner, start)
 
 
-async def _wait_accepted(state: ServerState, chat: Chat, reply: StoredMessage) -> None:
+async def _wait_accepted(state: ServerState, chat: ServerChat, reply: StoredMessage, stream: StoredReply) -> None:
     """Waits until the engine accepts the request. A request that it refuses fails with an HTTP status, and its response
     is deleted."""
-    turn = state.service.turns.get(reply.id)
-    seconds = first_seconds(turn.reply_stream.request) if turn is not None else FIRST_SECONDS
     with suppress(TimeoutError):
-        async with asyncio.timeout(seconds), chat.events(reply.id) as entries:
+        async with asyncio.timeout(first_seconds(stream.request)), chat.events(reply.id) as entries:
             async for entry in entries:
                 if isinstance(entry.event, Waiting | Started | Finished | Failed):
                     break
-    if turn is not None and isinstance(turn.error, RequestError | ModelError) and not turn.reply_stream.steps:
+    if stream.refusal is not None:
         await delete_response(state, chat, response_id(reply.id))
-        raise turn.error
+        raise stream.refusal
 
 
 def _parameters(chat_request: ChatRequest, body: ResponseRequest, model: Model, state: ServerState) -> dict[str, Any]:
@@ -173,28 +172,12 @@ def _parameters(chat_request: ChatRequest, body: ResponseRequest, model: Model, 
     return {**parameters, "overflow": "shorten"} if body.truncation == "auto" else parameters
 
 
-def _raise_engine_failure(state: ServerState, reply: StoredMessage) -> None:
-    """Raises the engine's error to the waiting request, so that its client retries."""
-    turn = state.service.turns.get(reply.id)
-    if turn is not None and isinstance(turn.error, EngineError):
-        raise turn.error
-
-
 def _keep_running() -> None:
     """A background response continues after its client disconnects."""
 
 
-def _stop_callback(state: ServerState, reply: StoredMessage) -> Callable[[], None]:
-    def stop() -> None:
-        turn = state.service.turns.get(reply.id)
-        if turn is not None and not turn.log.ended:
-            turn.reply_stream.stop()
-
-    return stop
-
-
 def _stream(
-    state: ServerState, chat: Chat, reply: StoredMessage, after: int = -1, include: Sequence[str] = ()
+    state: ServerState, chat: ServerChat, reply: StoredMessage, after: int = -1, include: Sequence[str] = ()
 ) -> AsyncGenerator[bytes]:
     encoder = stored_encoder(reply, include)
     source = follow_response(state, chat, reply, _includes_logprobs(reply, include), after < 0)
@@ -202,7 +185,7 @@ def _stream(
 
 
 async def _complete(
-    state: ServerState, chat: Chat, reply: StoredMessage, include: Sequence[str] = ()
+    state: ServerState, chat: ServerChat, reply: StoredMessage, include: Sequence[str] = ()
 ) -> dict[str, Any]:
     source = follow_response(state, chat, reply, _includes_logprobs(reply, include), True)
     try:
@@ -218,16 +201,16 @@ def _includes_logprobs(reply: StoredMessage, include: Sequence[str]) -> bool:
 
 
 async def _current_value(
-    state: ServerState, chat: Chat, reply: StoredMessage, include: Sequence[str] = ()
+    state: ServerState, chat: ServerChat, reply: StoredMessage, include: Sequence[str] = ()
 ) -> dict[str, Any]:
     assert reply.reply is not None
     encoder = stored_encoder(reply, include)
     if reply.reply.status is ReplyStatus.RUNNING:
-        turn = state.service.turns.get(reply.id)
-        if turn is None:  # another process runs it, or it waits for the model
+        stream = await chat.reply_stream(reply.id, wait=False)
+        if not stream.is_here:  # another process runs it, or it waits for the model
             return encoder.response("in_progress")
-        encoder.feed([cast("ReadEvent", entry.event) for entry in turn.log.entries()])
-        return encoder.response("in_progress" if turn.log.started else "queued")
+        encoder.feed(cast("list[ReadEvent]", stream.events_so_far()))
+        return encoder.response("in_progress" if stream.has_started else "queued")
     if _includes_logprobs(reply, include):
         return await _complete(state, chat, reply, include)
     encoder.feed(replay_deltas(reply.parts))
@@ -238,7 +221,7 @@ async def _current_value(
     return value
 
 
-async def _resume_parked(state: ServerState, chat: Chat, reply: StoredMessage) -> StoredMessage:
+async def _resume_parked(state: ServerState, chat: ServerChat, reply: StoredMessage) -> StoredMessage:
     """Resumes a response that was interrupted by a shutdown or a change of the model."""
     assert reply.reply is not None
     record = read_record(reply)

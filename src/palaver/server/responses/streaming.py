@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack, aclosing, suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
-from palaver.chat.interface import Chat
-from palaver.chat.model import Model
-from palaver.chat.recovery import is_same_tokenizer
-from palaver.chat.service import Service
+from palaver.chat.interface import Chat, ServerChat
 from palaver.errors import BadParameter, PalaverError, ShuttingDown
 from palaver.events import (
     AnswerDelta,
@@ -19,6 +16,7 @@ from palaver.events import (
     Finished,
     PhaseOpened,
     ReadEvent,
+    ReplyBatch,
     Snapshot,
     Started,
     ThinkingDelta,
@@ -26,12 +24,12 @@ from palaver.events import (
     ToolCallOpened,
     Waiting,
 )
-from palaver.generation import Finish, Step
+from palaver.generation import Finish
 from palaver.messages import Part, Text, Thinking, Tool, ToolCall
 from palaver.phases import Phase
 from palaver.sampling import Sampling
 from palaver.server.errors import INTERNAL, error_status, log_unexpected
-from palaver.server.openai.choices import AnswerLogprobs
+from palaver.server.openai.choices import logprob_entries
 from palaver.server.responses.encoder import (
     Event,
     ResponseEncoder,
@@ -51,7 +49,6 @@ _STATUSES = {
     Finish.LENGTH: "incomplete",
     Finish.STOPPED: "cancelled",
 }
-_MIN_LOGPROB = -9999.0
 _FROM_START = -1
 
 
@@ -105,38 +102,36 @@ class ResponseDelta:
 
 
 async def follow_response(
-    state: ServerState, chat: Chat, reply: StoredMessage, logprobs: bool, from_start: bool
+    state: ServerState, chat: ServerChat, reply: StoredMessage, logprobs: bool, from_start: bool
 ) -> AsyncGenerator[ResponseDelta]:
     """Follows a stored reply from its beginning to its end. Raises ReplyParked if it was interrupted.
 
     `from_start` is false if the client resumes after a sequence number. A reply of another tokenizer is only
-    known as a whole, without its numbers, and can't be resumed.
+    known as a whole, without its numbers and log-probabilities, and can't be resumed.
     """
-    tokens = await _token_logprobs(state.service, reply) if logprobs else None
-    async with chat.events(reply.id) as entries:
-        if tokens is not None:
-            yield ResponseDelta(tokens.open())
-        async for entry in entries:
-            match entry.event:
+    stream = await chat.reply_stream(reply.id)
+    async with stream, aclosing(stream.batches()) as batches:
+        async for batch in batches:
+            entries = _logprobs(state, reply, batch) if logprobs else ()
+            match batch.events[0]:
                 case Waiting() | Started():
                     yield ResponseDelta()
                 case Finished() | Failed() as last:
-                    for delta in await tokens.new_deltas() if tokens is not None else ():
-                        yield delta
-                    rest = tokens.flush() if tokens is not None else ()
                     await wait_indexed(state, reply.id)
-                    yield ResponseDelta(last.tail, rest, await _ending(chat, reply, last))
+                    yield ResponseDelta(last.tail, entries, await _ending(chat, reply, last))
                 case Snapshot(message):
                     if not from_start:
                         raise BadParameter("starting_after", "...", "the model that said this is not in use")
-                    tokens = None
                     yield ResponseDelta(tuple(replay_deltas(message.parts)))
-                case event:
-                    if tokens is None:
-                        yield ResponseDelta((event,))
-                        continue
-                    for delta in await tokens.new_deltas():
-                        yield delta
+                case _:
+                    yield ResponseDelta(cast("tuple[ReadEvent, ...]", batch.events), entries)
+
+
+def _logprobs(state: ServerState, reply: StoredMessage, batch: ReplyBatch) -> tuple[dict[str, Any], ...]:
+    if not batch.answer_steps:
+        return ()
+    vocabulary = state.service.models.current().vocabulary
+    return logprob_entries(batch.answer_steps, vocabulary, read_record(reply).top_logprobs)
 
 
 def replay_deltas(parts: Iterable[StoredPart | Part]) -> list[ReadEvent]:
@@ -173,54 +168,6 @@ async def _ending(chat: Chat, reply: StoredMessage, last: Finished | Failed) -> 
     if isinstance(last, Failed) and unfinished:
         raise ReplyParked(last.error)
     return stored_ending(latest, last)
-
-
-async def _token_logprobs(service: Service, reply: StoredMessage) -> _TokenLogprobs | None:
-    """None if the reply was made with another tokenizer: then there are no log-probabilities."""
-    try:
-        model = service.models.current()
-    except PalaverError:
-        return None
-    if not is_same_tokenizer(model, reply):
-        return None
-    return await asyncio.to_thread(_TokenLogprobs, service, model, reply)
-
-
-class _TokenLogprobs:
-    """Reads a reply's tokens a second time, beside its turn, to pair each text with its log-probabilities."""
-
-    def __init__(self, service: Service, model: Model, reply: StoredMessage) -> None:
-        self._service = service
-        self._reply = reply
-        owner = service.store.conversations.get(reply.conversation_id).owner_id
-        request = service.requests.rebuild(model, reply, owner)
-        sampling = replace(request.sampling, logprobs=read_record(reply).top_logprobs)
-        stream = model.stream_reply(replace(request, sampling=sampling))
-        self._logprobs = AnswerLogprobs(stream, model.vocabulary)
-        self._reader = model.reader(request, ())
-        self._position = 0
-
-    def open(self) -> tuple[ReadEvent, ...]:
-        return tuple(self._reader.open())
-
-    async def new_deltas(self) -> list[ResponseDelta]:
-        """Deltas for the tokens that were generated since the last call."""
-        steps = await self._steps()
-        new, self._position = steps[self._position :], len(steps)
-        return [self._delta(step) for step in new]
-
-    def flush(self) -> tuple[dict[str, Any], ...]:
-        return self._logprobs.feed((), True)
-
-    def _delta(self, step: Step) -> ResponseDelta:
-        finite = step if step.logprob == step.logprob else replace(step, logprob=_MIN_LOGPROB)
-        return ResponseDelta(tuple(self._reader.feed(step.token_id)), self._logprobs.feed((finite,), False))
-
-    async def _steps(self) -> Sequence[Step]:
-        turn = self._service.turns.get(self._reply.id)
-        if turn is not None and not turn.reply_stream.prompt.reply_ids:
-            return tuple(turn.reply_stream.steps)
-        return await asyncio.to_thread(self._service.store.replies.tokens, self._reply.id)
 
 
 def stored_encoder(reply: StoredMessage, include: Sequence[str] = ()) -> ResponseEncoder:

@@ -11,13 +11,12 @@ from typing import cast
 from palaver.chat.model import Model
 from palaver.chat.reply_stream import ReplyStream
 from palaver.errors import EngineError, PalaverError, ShuttingDown
-from palaver.events import AnswerDelta, Event, Finished, Notice, ReadEvent, Started, Waiting
+from palaver.events import AnswerDelta, Failed, Finished, Notice, ReadEvent, ReplyBatch, Started, Waiting
 from palaver.generation import Finish
 from palaver.server.errors import log_unexpected
 from palaver.server.metrics import Metrics, TokenPace
 from palaver.server.openai.history import start_replies
 from palaver.server.openai.request import api_field_names
-from palaver.server.openai.stored import stream_stored_turn
 from palaver.server.socket.request import FIELD_NAMES, decode_recording, parse_history, parse_turn, turn_parameters
 from palaver.server.socket.schemas import TurnRequest
 from palaver.server.socket.streaming import TurnEncoder
@@ -81,8 +80,6 @@ class TurnProducer:
         self._encoder = TurnEncoder(turn.id, turn.log, request.streaming, request.tts.enabled)
         self._metrics = Metrics() if request.conversation else state.metrics  # stored turns are counted elsewhere
         self._pace = TokenPace(self._metrics)
-        self._observed_tokens = 0
-        """The count of tokens in the pace metrics."""
         self._reply_stream: ReplyStream | None = None
         self._audio: TurnAudio | None = None
         self._stopped = False
@@ -145,7 +142,7 @@ class TurnProducer:
                 chat, model, [parameters], messages, self._request.conversation, self._state, None
             )
             self._encoder.stored_ids = {"conversation": stored.conversation, "reply": stored.reply}
-            return await stream_stored_turn(self._state, chat, model, await chat.message(stored.reply), 0, False)
+            return await chat.reply_stream(stored.reply)
 
     def _start_reply(self, model: Model) -> ReplyStream:
         request = parse_turn(self._request, model, self._state.settings, self._owner, self._state.reply_index)
@@ -175,11 +172,14 @@ class TurnProducer:
             reply_stream.stop()
         try:
             async with reply_stream, aclosing(reply_stream.batches()) as batches:
-                async for events in batches:
-                    if isinstance(last := events[-1], Finished):
-                        finished = last
-                    else:
-                        self._feed(events, len(reply_stream.steps))
+                async for batch in batches:
+                    match batch.events[0]:
+                        case Finished() as finished:
+                            pass
+                        case Failed() as failed:
+                            raise reply_stream.failure(failed)
+                        case _:
+                            self._feed(batch)
         finally:
             self._reply_stream = None
             self._pace.stop_waiting()
@@ -188,9 +188,9 @@ class TurnProducer:
             raise EngineError("The engine ended the reply without a word.")
         return finished
 
-    def _feed(self, events: Sequence[Event], token_count: int) -> None:
+    def _feed(self, batch: ReplyBatch) -> None:
         """Emits the events of one token, or a change of the turn's status."""
-        match events[0]:
+        match batch.events[0]:
             case Waiting() as event:
                 self._pace.start_waiting()
                 self._encoder.feed(event)
@@ -198,10 +198,9 @@ class TurnProducer:
                 self._pace.stop_waiting()
                 self._encoder.feed(event)
             case _:
-                self._emit(cast("Sequence[ReadEvent]", events))
-        if token_count > self._observed_tokens:
-            self._pace.observe(token_count - self._observed_tokens)
-            self._observed_tokens = token_count
+                self._emit(cast("Sequence[ReadEvent]", batch.events))
+        if batch.steps:
+            self._pace.observe(len(batch.steps))
 
     def _emit(self, events: Sequence[ReadEvent]) -> None:
         for event in events:
