@@ -6,7 +6,7 @@ independently of its subscribers, who may reconnect with the number of the last 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,6 +19,7 @@ from palaver.sampling import Sampling
 from palaver.store import Blob, Conversation, Cursor, Preset, SearchHit, StoredMessage, TreeNode
 
 if TYPE_CHECKING:
+    from palaver.chat.reply_request import PartialReply
     from palaver.chat.subscription import StoredReply
 
 
@@ -96,6 +97,15 @@ class SentMessage:
 
     message: StoredMessage
     reply: StoredMessage
+
+
+@dataclass(frozen=True, slots=True)
+class StartedReplies:
+    """Replies that were started to one message, and the messages that were stored before them."""
+
+    conversation_id: str
+    messages: tuple[StoredMessage, ...]
+    replies: tuple[StoredMessage, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,4 +326,36 @@ class ServerChat(Chat, Protocol):
         `raw`: thinking and its markers are part of the text. `wait`: first waits until a reply that a dead process left
         is resumed. A reply of another tokenizer is a snapshot.
         """
+        ...
+
+    async def start_replies(
+        self,
+        conversation: Conversation | None,
+        parent: str | None,
+        messages: Sequence[Message],
+        choices: Sequence[Mapping[str, Any]],
+        *,
+        system: str = "",
+        partial: PartialReply | None = None,
+        key: str | None = None,
+    ) -> StartedReplies:
+        """Stores the messages and starts a reply to the last one for each of the `choices`, which are parameters.
+
+        Nothing is written if the request is refused. Without a conversation, one is created with the prompt `system`.
+        `partial` is a beginning that all replies continue. The first choice becomes the head.
+        """
+        ...
+
+    async def load_messages(self, path: Sequence[StoredMessage]) -> tuple[Message, ...]:
+        """The messages with the contents of their files."""
+        ...
+
+    async def past_replies(self, path: Sequence[StoredMessage]) -> tuple[tuple[int, ...] | None, ...]:
+        """The token ids of the replies on the path; None for those of another tokenizer."""
+        ...
+
+    async def all_messages(self, conversation_id: str) -> tuple[StoredMessage, ...]: ...
+
+    async def annotate_reply(self, reply_id: str, note: Mapping[str, Any]) -> StoredMessage:
+        """Stores an API's note with a reply."""
         ...

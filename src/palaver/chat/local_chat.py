@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from palaver.chat import parameters as settings
@@ -15,10 +16,12 @@ from palaver.chat.interface import (
     ModelCard,
     ReplyToken,
     SentMessage,
+    StartedReplies,
     TokenAlternative,
 )
 from palaver.chat.model import Model
 from palaver.chat.recovery import is_same_tokenizer
+from palaver.chat.reply_request import PartialReply
 from palaver.chat.subscription import StoredReply
 from palaver.chat.turn_log import LogEntry
 from palaver.chat.turns import NewTurn, Turn
@@ -215,9 +218,7 @@ class LocalChat:
     ) -> StoredMessage:
         conversation = await self.conversation(conversation_id)
         await self._check_parent(parent)
-        stored = await _thread(self._store.messages.append, conversation_id, parent, message, key=key)
-        self._publish(conversation, "message", stored.id)
-        return stored
+        return await self._append(conversation, parent, message, key)
 
     async def edit_message(
         self, message_id: str, parts: Iterable[Part | Blob], *, key: str | None = None
@@ -260,20 +261,8 @@ class LocalChat:
         key: str | None = None,
     ) -> SentMessage:
         conversation = await self.conversation(conversation_id)
-        await self._check_parent(parent)
-        model = await self._service.models.ready()
-        self._turns.check_open()
-        path = await self._path(parent)
-        prepared = await _thread(
-            self._service.requests.build, model, conversation, path, (message,), _check_parameters(parameters)
-        )
-        stored = await _thread(self._store.messages.append, conversation_id, parent, message, key=key)
-        self._publish(conversation, "message", stored.id)
-        reply_key = None if key is None else f"{key} reply"
-        new_turn = NewTurn(
-            conversation_id, stored.id, prepared.request, prepared.settings, key=reply_key, prompt=prepared.prompt
-        )
-        return SentMessage(stored, await self._turns.start(model, new_turn))
+        started = await self.start_replies(conversation, parent, (message,), (parameters or {},), key=key)
+        return SentMessage(started.messages[-1], started.replies[0])
 
     async def start_reply(
         self,
@@ -284,22 +273,50 @@ class LocalChat:
         key: str | None = None,
     ) -> StoredMessage:
         conversation = await self.conversation(conversation_id)
+        return (await self.start_replies(conversation, parent, (), (parameters or {},), key=key)).replies[0]
+
+    async def start_replies(
+        self,
+        conversation: Conversation | None,
+        parent: str | None,
+        messages: Sequence[Message],
+        choices: Sequence[Mapping[str, Any]],
+        *,
+        system: str = "",
+        partial: PartialReply | None = None,
+        key: str | None = None,
+    ) -> StartedReplies:
         await self._check_parent(parent)
         model = await self._service.models.ready()
-        path = await self._path(parent)
-        prepared = await _thread(
-            self._service.requests.build, model, conversation, path, (), _check_parameters(parameters)
-        )
-        new_turn = NewTurn(
-            conversation_id,
-            parent,
-            prepared.request,
-            prepared.settings,
-            key=key,
-            expected_head=conversation.head_id,
-            prompt=prepared.prompt,
-        )
-        return await self._turns.start(model, new_turn)
+        self._turns.check_open()
+        path, build = await self._path(parent), self._service.requests.build
+        draft = conversation or _draft_conversation(self._owner, system)
+        prepared = [
+            await _thread(build, model, draft, path, messages, settings.check_parameters(parameters), partial)
+            for parameters in choices
+        ]
+        if conversation is None:
+            conversation = await self.create_conversation(system=system, key=key)
+        stored: list[StoredMessage] = []
+        for number, message in enumerate(messages):
+            message_key = key if number == len(messages) - 1 else _key(key, number)
+            stored.append(await self._append(conversation, parent, message, message_key))
+            parent = stored[-1].id
+        replies: list[StoredMessage] = []
+        for choice, new in reversed(list(enumerate(prepared))):  # the first is started last, so that it is the head
+            reply_key = _key(key, "reply") if messages else key
+            new_turn = NewTurn(
+                conversation.id,
+                parent,
+                replace(new.request, conversation=conversation.id),
+                new.settings,
+                key=_key(reply_key, choice) if choice else reply_key,
+                prompt=new.prompt,
+            )
+            if replies or partial is not None or not messages:  # it becomes the head, wherever that is
+                new_turn = replace(new_turn, expected_head=(await self.conversation(conversation.id)).head_id)
+            replies.insert(0, await self._turns.start(model, new_turn))
+        return StartedReplies(conversation.id, tuple(stored), tuple(replies))
 
     async def continue_reply(self, reply_id: str, *, key: str | None = None) -> StoredMessage:
         reply = await self._get_reply(reply_id)
@@ -357,6 +374,20 @@ class LocalChat:
         ids = await _thread(self._store.replies.token_ids, reply_id)
         return b"".join(model.vocabulary[id] for id in ids).decode("utf-8", "replace")
 
+    async def load_messages(self, path: Sequence[StoredMessage]) -> tuple[Message, ...]:
+        return await _thread(self._store.messages.load_path, path)
+
+    async def past_replies(self, path: Sequence[StoredMessage]) -> tuple[tuple[int, ...] | None, ...]:
+        return await _thread(self._service.requests.past_replies, self._service.models.current(), path)
+
+    async def all_messages(self, conversation_id: str) -> tuple[StoredMessage, ...]:
+        await self.conversation(conversation_id)
+        return await _thread(self._store.messages.all, conversation_id)
+
+    async def annotate_reply(self, reply_id: str, note: Mapping[str, Any]) -> StoredMessage:
+        await self.message(reply_id)
+        return await _thread(self._store.replies.annotate, reply_id, note)
+
     async def context_usage(
         self, conversation_id: str, leaf: str | None, parameters: Mapping[str, Any] | None = None
     ) -> ContextUsage:
@@ -412,6 +443,13 @@ class LocalChat:
         self._service.changes.publish(self._owner, ConversationChange(conversation.id, what, message))
         return conversation
 
+    async def _append(
+        self, conversation: Conversation, parent: str | None, message: Message, key: str | None
+    ) -> StoredMessage:
+        stored = await _thread(self._store.messages.append, conversation.id, parent, message, key=key)
+        self._publish(conversation, "message", stored.id)
+        return stored
+
     async def _path(self, leaf: str | None) -> tuple[StoredMessage, ...]:
         return await self.path(leaf) if leaf is not None else ()
 
@@ -458,6 +496,16 @@ class LocalChat:
 
 async def _thread(function: Callable[P, T], *values: P.args, **named: P.kwargs) -> T:
     return await asyncio.to_thread(function, *values, **named)
+
+
+def _key(key: str | None, suffix: str | int) -> str | None:
+    return None if key is None else f"{key} {suffix}"
+
+
+def _draft_conversation(owner: str, system: str) -> Conversation:
+    """A conversation that is not stored yet, to check the request before anything is written."""
+    now = datetime.now(UTC)
+    return Conversation("", owner, "", False, system, {}, (), None, now, now)
 
 
 def _is_running(stored: StoredMessage) -> bool:

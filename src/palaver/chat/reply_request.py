@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from palaver.chat.model import Model, draw_seed, text_size
+from palaver.chat.model import Model, draw_seed, offset_limits, text_size
 from palaver.chat.parameters import (
     LOGPROBS,
     Overflow,
@@ -17,10 +17,11 @@ from palaver.chat.parameters import (
     resolve_parameters,
 )
 from palaver.chat.reply_stream import ReplyRequest
-from palaver.errors import ContextOverflow
+from palaver.errors import BadParameter, ContextOverflow, NothingToContinue
 from palaver.formats.base import Format
 from palaver.generation import Prompt
 from palaver.messages import Message, Role, Text, Thinking
+from palaver.phases import Phase
 from palaver.store import Conversation, ReplySettings, ReplyStatus, Store, StoredMessage, prompt_messages
 
 
@@ -30,6 +31,17 @@ class PreparedRequest:
     settings: ReplySettings
     prompt: Prompt
     """The request, rendered."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartialReply:
+    """The beginning of a reply, to be continued as a new message."""
+
+    message: Message
+    token_ids: tuple[int, ...] = ()
+    """Its token ids. Without them its text is tokenized."""
+    is_stored: bool = False
+    """Whether the token ids are those of a stored reply. Others are checked."""
 
 
 Adjust = Callable[[Mapping[str, Any], Format], Mapping[str, Any]]
@@ -50,6 +62,7 @@ class RequestBuilder:
         path: Sequence[StoredMessage],
         new_messages: Sequence[Message],
         parameters: Mapping[str, Any],
+        partial: PartialReply | None = None,
     ) -> PreparedRequest:
         """The request of a new reply to the path and to `new_messages`, which are not stored yet.
 
@@ -76,7 +89,8 @@ class RequestBuilder:
         )
         dropped, rendered = fit_prompt(model, request, resolved.overflow)
         request = without_oldest(request, dropped)
-        return PreparedRequest(request, _settings(model, request, system, dropped, resolved.note), rendered)
+        settings = _settings(model, request, system, dropped, resolved.note)
+        return _continue_partial(model, PreparedRequest(request, settings, rendered), partial)
 
     def rebuild(self, model: Model, reply: StoredMessage, owner: str) -> ReplyRequest:
         """The request of a stored reply, from its settings and the branch above it."""
@@ -105,6 +119,49 @@ class RequestBuilder:
         if stored.reply is None or stored.reply.settings.tokenizer != model.tokenizer:
             return None
         return self._store.replies.token_ids(stored.id)
+
+
+def _continue_partial(model: Model, prepared: PreparedRequest, partial: PartialReply | None) -> PreparedRequest:
+    """The request for the rest of a partial reply. Its limits count the new tokens only."""
+    if partial is None:
+        return prepared
+    ids, request = partial.token_ids, prepared.request
+    if ids and not partial.is_stored:
+        check_token_ids(ids, model, request)
+    prompt = model.prompt(request, ids, None if ids else partial.message)
+    sampling = offset_limits(request.sampling, len(prompt.reply_ids))
+    settings = replace(prepared.settings, sampling=sampling)
+    return PreparedRequest(replace(request, sampling=sampling), settings, prompt)
+
+
+def check_token_ids(ids: tuple[int, ...], model: Model, request: ReplyRequest) -> tuple[int, ...]:
+    """Checks the token ids that a client sent for a reply. Of control tokens only those of a reply are allowed."""
+    prompt = model.prompt(request)
+    markers = _markers(prompt)
+    size = len(model.vocabulary) or model.engine.info.vocabulary_size
+    for place, token_id in enumerate(ids):
+        if not 0 <= token_id < size:
+            raise BadParameter("token_ids", token_id, f"token ids here go from 0 to {size - 1}")
+        if token_id in prompt.phases.hidden and token_id not in prompt.phases.ends | markers:
+            raise BadParameter("token_ids", token_id, "a reply can't hold this control token")
+        if token_id in prompt.phases.ends and token_id not in markers:
+            if place == len(ids) - 1:
+                raise NothingToContinue("The reply is whole: there is nothing to continue.")
+            raise BadParameter("token_ids", token_id, "the reply ends here, but there is more of it")
+    return ids
+
+
+def _markers(prompt: Prompt) -> frozenset[int]:
+    """Control tokens that change the phase, without those that are merely skipped in an answer."""
+    states = prompt.phases.states
+    found = {t.marker for state in states for t in state.triggers if isinstance(t.marker, int)}
+    strays = {
+        t.marker
+        for place, state in enumerate(states)
+        for t in state.triggers
+        if state.phase is Phase.ANSWER and state.other is None and t.to == place
+    }
+    return frozenset(marker for marker in found if marker not in strays)
 
 
 def without_empty_replies(path: Sequence[StoredMessage]) -> tuple[StoredMessage, ...]:

@@ -21,7 +21,6 @@ from palaver.chat.turn_log import TokenRecorder, TurnLog
 from palaver.errors import EngineError, PalaverError, ShuttingDown
 from palaver.events import Event, Failed, Finished, ReadEvent, ReplyBatch, Started, fold
 from palaver.generation import Finish, Prompt, Step
-from palaver.messages import Message
 from palaver.phases import Phase
 from palaver.store import Lease, LeaseLost, ReplyEnding, ReplySettings, ReplyStatus, Store, StoredMessage
 from palaver.store.leases import LEASE_SECONDS
@@ -57,8 +56,6 @@ class NewTurn:
     """The tokens that the reply starts with."""
     key: str | None = None
     expected_head: str | None = None
-    partial_reply: Message | None = None
-    """The text that the reply starts with, if its tokens are not known."""
     prompt: Prompt | None = None
     """The rendered request, if it is rendered already."""
 
@@ -150,7 +147,6 @@ class Turns:
             model,
             new_turn.request,
             new_turn.initial_steps,
-            new_turn.partial_reply,
             new_turn.prompt,
         )
         if not new_turn.initial_steps:  # the text that the request starts the reply with
@@ -317,7 +313,6 @@ class Turns:
         model: Model,
         request: ReplyRequest,
         initial_steps: Sequence[Step],
-        partial_reply: Message | None = None,
         prompt: Prompt | None = None,
     ) -> tuple[GeneratedReply, Callable[[str], None]]:
         """The stream, and a function that sets the reply's id: it is known only once the reply is stored."""
@@ -333,7 +328,7 @@ class Turns:
 
         ids = tuple(step.token_id for step in initial_steps)
         earlier = initial_steps[first_generated(initial_steps) :]
-        stream = model.stream_reply(request, ids, partial_reply, record_step, prompt=prompt, earlier=earlier)
+        stream = model.stream_reply(request, ids, None, record_step, prompt=prompt, earlier=earlier)
         stream.record_answer_at = record_answer_at
         return stream, reply_id.append
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from palaver.chat.model import Model
+from palaver.chat.reply_request import check_token_ids
 from palaver.errors import BadParameter, PalaverError
 from palaver.events import fold
 from palaver.messages import Message, Role, Thinking, ToolCall
@@ -29,7 +30,6 @@ from palaver.server.openai.request import (
     build_call,
     check_model,
     check_nested_fields,
-    check_token_ids,
     ignored_fields,
 )
 from palaver.server.openai.sampling_params import ignores_effort

@@ -44,9 +44,7 @@ async def answer_in_conversation(
         chat_request = to_chat_request(body, model)
         messages = [turn.message for turn in turns]
         key = request.headers.get("idempotency-key")
-        stored = await start_replies(
-            chat, model, choice_parameters(chat_request, model, state), messages, name, state, key
-        )
+        stored = await start_replies(chat, model, choice_parameters(chat_request, model, state), messages, name, key)
         completion = await stored_choices(chat, model, stored, OutputOptions())
     shows_thinking = chat_request.include_reasoning is not False
     stream = completion.deltas()

@@ -12,12 +12,11 @@ from typing import Any
 
 from palaver.chat.model import Model, draw_seed
 from palaver.chat.parameters import resolve_parameters
+from palaver.chat.reply_request import check_token_ids
 from palaver.chat.reply_stream import GeneratedReply, ReplyRequest
-from palaver.errors import BadParameter, NothingToContinue
+from palaver.errors import BadParameter
 from palaver.formats.base import Format
-from palaver.generation import Prompt
 from palaver.messages import Message, Tool
-from palaver.phases import Phase
 from palaver.server.errors import OtherModel
 from palaver.server.openai.messages import ChatHistory, continues, parse_history, parse_tools
 from palaver.server.openai.reply_index import ReplyIndex
@@ -221,40 +220,6 @@ def usage_chunks(options: StreamOptions | None) -> UsageChunks:
     if options is None or not options.include_usage:
         return UsageChunks.FINISH
     return UsageChunks.EVERY if options.continuous_usage_stats else UsageChunks.LAST
-
-
-def check_token_ids(ids: tuple[int, ...], model: Model, request: ReplyRequest) -> tuple[int, ...]:
-    """Checks the token ids that a client sent for a reply. Of control tokens only those of a reply are allowed."""
-    prompt = model.prompt(request)
-    allowed = reply_control_ids(prompt)
-    size = len(model.vocabulary) or model.engine.info.vocabulary_size
-    for place, token_id in enumerate(ids):
-        if not 0 <= token_id < size:
-            raise BadParameter("token_ids", token_id, f"token ids here go from 0 to {size - 1}")
-        if token_id in prompt.phases.hidden and token_id not in allowed:
-            raise BadParameter("token_ids", token_id, "a reply can't hold this control token")
-        if token_id in prompt.phases.ends and token_id not in _markers(prompt):
-            if place == len(ids) - 1:
-                raise NothingToContinue("The reply is whole: there is nothing to continue.")
-            raise BadParameter("token_ids", token_id, "the reply ends here, but there is more of it")
-    return ids
-
-
-def reply_control_ids(prompt: Prompt) -> frozenset[int]:
-    return prompt.phases.ends | _markers(prompt)
-
-
-def _markers(prompt: Prompt) -> frozenset[int]:
-    """Control tokens that change the phase, without those that are merely skipped in an answer."""
-    states = prompt.phases.states
-    found = {t.marker for state in states for t in state.triggers if isinstance(t.marker, int)}
-    strays = {
-        t.marker
-        for place, state in enumerate(states)
-        for t in state.triggers
-        if state.phase is Phase.ANSWER and state.other is None and t.to == place
-    }
-    return frozenset(marker for marker in found if marker not in strays)
 
 
 def audio_recording(request: ChatRequest) -> AudioRecording | None:

@@ -11,11 +11,12 @@ from fastapi.responses import Response
 
 from palaver.chat.interface import ServerChat
 from palaver.chat.model import Model
+from palaver.chat.reply_request import PartialReply
 from palaver.messages import Message
 from palaver.server.metrics import Metrics
 from palaver.server.openai.audio import spoken_choice
 from palaver.server.openai.choices import CompletionStream
-from palaver.server.openai.history import PartialReply, StoredRequest, choice_parameters, start_replies
+from palaver.server.openai.history import StoredRequest, choice_parameters, start_replies
 from palaver.server.openai.messages import parse_history
 from palaver.server.openai.request import (
     CONVERSATION_HEADER,
@@ -47,10 +48,9 @@ async def answer_in_conversation(
             spoken = await spoken_choice(output.audio, output.stream, owner, state)
         partial = None
         if history.partial is not None:
-            reuse = body.continue_final_message in (None, True)
-            partial = PartialReply(history.partial, history.partial_ids, reuse)
-        parameters = choice_parameters(body, model, state)
-        stored = await start_replies(chat, model, parameters, history.messages, name, state, key, partial)
+            partial = PartialReply(history.partial, history.partial_ids or ())
+        parameters, reuse = choice_parameters(body, model, state), body.continue_final_message in (None, True)
+        stored = await start_replies(chat, model, parameters, history.messages, name, key, partial, reuse)
         raw = body.reasoning_format == "none"
         completion = await stored_choices(chat, model, stored, output, raw, history.partial)
     deltas = completion.deltas() if spoken is None else spoken.with_audio(completion.deltas())

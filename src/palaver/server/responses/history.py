@@ -5,22 +5,16 @@ is stored, and every reply is a response too, whichever API created it."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from palaver.chat.interface import Chat
-from palaver.chat.model import Model
-from palaver.chat.parameters import check_parameters
-from palaver.chat.service import Service
-from palaver.chat.turns import NewTurn
+from palaver.chat.interface import Chat, ServerChat
 from palaver.errors import NoMessages
 from palaver.messages import Message, Role
 from palaver.server.errors import NoPreviousResponse
@@ -172,27 +166,15 @@ async def resolve_target(
 
 
 async def start_response(
-    service: Service,
-    chat: Chat,
-    model: Model,
-    owner: str,
-    target: ResponseTarget,
-    parameters: Mapping[str, Any],
-    key: str | None,
+    chat: ServerChat, target: ResponseTarget, parameters: Mapping[str, Any], key: str | None
 ) -> StoredMessage:
     """Stores the messages and starts the reply. An invalid request is refused before anything is written."""
     parameters = {**parameters, "system": target.system, "note": target.record.note()}
-    conversation = target.conversation or _draft_conversation(owner, target.system)
-    new = await asyncio.to_thread(
-        service.requests.build, model, conversation, target.path, target.messages, check_parameters(parameters)
-    )
-    conversation = target.conversation or await chat.create_conversation(system=target.system, key=key)
     parent = target.path[-1].id if target.path else None
-    for number, message in enumerate(target.messages):
-        parent = (await chat.append_message(conversation.id, parent, message, key=_key(key, str(number)))).id
-    request = replace(new.request, conversation=conversation.id)
-    turn = NewTurn(conversation.id, parent, request, new.settings, key=_key(key, "reply"), prompt=new.prompt)
-    return await service.turns.start(model, turn)
+    started = await chat.start_replies(
+        target.conversation, parent, target.messages, (parameters,), system=target.system, key=key
+    )
+    return started.replies[0]
 
 
 async def _after_response(chat: Chat, id: str, messages: Sequence[Message], record: ResponseRecord) -> ResponseTarget:
@@ -245,13 +227,3 @@ def _inherited_system(conversation: Conversation, path: Sequence[StoredMessage])
 
 def _join(*texts: str) -> str:
     return "\n\n".join(text for text in texts if text)
-
-
-def _key(key: str | None, suffix: str) -> str | None:
-    return None if key is None else f"{key} {suffix}"
-
-
-def _draft_conversation(owner: str, system: str) -> Conversation:
-    """A conversation that is not stored yet, to check the request before anything is written."""
-    now = datetime.now(UTC)
-    return Conversation("", owner, "", False, system, {}, (), None, now, now)

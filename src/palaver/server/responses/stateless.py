@@ -14,7 +14,7 @@ from palaver.chat.model import Model
 from palaver.chat.reply_request import fit_prompt, without_empty_replies, without_oldest
 from palaver.events import PhaseOpened, Usage
 from palaver.generation import Finish
-from palaver.messages import Message, Role
+from palaver.messages import Role
 from palaver.phases import Phase
 from palaver.server.openai.choices import ChoiceDelta, ChoiceStream, CompletionStream
 from palaver.server.openai.messages import ChatHistory, parse_history
@@ -82,27 +82,30 @@ async def _parse_request(
     check_model(body.model, model, state.settings)
     parsed = parse_history(chat_request, state.settings.limits.messages)
     target = await resolve_target(chat, body, parsed.messages, to_record(body), state.response_index, owner)
-    return await asyncio.to_thread(_build_call, chat_request, target, parsed.partial, model, owner, state), target
+    path = without_empty_replies(target.path)
+    history = (*await chat.load_messages(path), *target.messages)
+    messages = prompt_messages(target.system, history)
+    past = await chat.past_replies(path)
+    call = await asyncio.to_thread(
+        _build_call, chat_request, ChatHistory(messages, past, parsed.partial), target, model, owner, state
+    )
+    return call, target
 
 
 def _build_call(
     chat_request: ChatRequest,
+    history: ChatHistory,
     target: ResponseTarget,
-    partial: Message | None,
     model: Model,
     owner: str,
     state: ServerState,
 ) -> ChatCall:
     """The history comes from the conversation, with its tokens. Without one, token ids come from the reply index."""
-    store, requests = state.service.store, state.service.requests
-    path = without_empty_replies(target.path)
-    history = (*store.messages.load_path(path), *target.messages)
-    messages = prompt_messages(target.system, history)
-    sent = [None] * sum(message.role is Role.ASSISTANT for message in messages)
-    past = requests.past_replies(model, path)
+    messages = history.messages
     if not target.path:
-        past = state.reply_index.lookup(owner, messages, sent)
-    call = build_call(chat_request, ChatHistory(messages, past, partial), model, state.settings, owner)
+        sent = [None] * sum(message.role is Role.ASSISTANT for message in messages)
+        history = replace(history, past=state.reply_index.lookup(owner, messages, sent))
+    call = build_call(chat_request, history, model, state.settings, owner)
     if target.record.truncation == "disabled":
         return call
     dropped, _ = fit_prompt(model, call.request, "shorten")

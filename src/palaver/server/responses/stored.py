@@ -97,7 +97,7 @@ async def cancel_response(state: ServerState, chat: ServerChat, id: str) -> dict
     reply = await find_response(chat, id)
     await _stop_running(chat, reply)
     if reply.reply is not None and reply.reply.status is ReplyStatus.INTERRUPTED:
-        await _annotate(state, reply, cancelled=True)
+        await _annotate(chat, reply, cancelled=True)
     return await _current_value(state, chat, await find_response(chat, id))
 
 
@@ -106,8 +106,8 @@ async def delete_response(state: ServerState, chat: ServerChat, id: str) -> None
     may depend on this one."""
     reply = await find_response(chat, id)
     await _stop_running(chat, reply)
-    await _annotate(state, reply, deleted=True)
-    everything = await asyncio.to_thread(state.service.store.messages.all, reply.conversation_id)
+    await _annotate(chat, reply, deleted=True)
+    everything = await chat.all_messages(reply.conversation_id)
     if all(read_record(message).deleted for message in everything if message.role is Role.ASSISTANT and message.reply):
         await chat.delete_conversation(reply.conversation_id)
 
@@ -136,9 +136,8 @@ async def _stop_running(chat: ServerChat, reply: StoredMessage) -> None:
             pass
 
 
-async def _annotate(state: ServerState, reply: StoredMessage, **marks: bool) -> None:
-    note = read_record(reply).model_copy(update={**marks, "of": reply.id}).note()
-    await asyncio.to_thread(state.service.store.replies.annotate, reply.id, note)
+async def _annotate(chat: ServerChat, reply: StoredMessage, **marks: bool) -> None:
+    await chat.annotate_reply(reply.id, read_record(reply).model_copy(update={**marks, "of": reply.id}).note())
 
 
 async def _start_reply(
@@ -150,7 +149,7 @@ async def _start_reply(
     messages = parse_history(chat_request, state.settings.limits.messages).messages
     target = await resolve_target(chat, body, messages, to_record(body), state.response_index, owner)
     parameters = _parameters(chat_request, body, model, state)
-    start = partial(start_response, state.service, chat, model, owner, target, parameters, key)
+    start = partial(start_response, chat, target, parameters, key)
     return await start_tracked(state, chat, owner, start)
 
 
@@ -231,9 +230,8 @@ async def _resume_parked(state: ServerState, chat: ServerChat, reply: StoredMess
         model = state.service.models.current()
     except PalaverError:
         return reply
-    messages = state.service.store.messages
-    replies_below = await asyncio.to_thread(messages.children, reply.conversation_id, reply.id)
-    if replies_below or not is_same_tokenizer(model, reply):
+    has_children = any(node.parent_id == reply.id for node in await chat.nodes(reply.conversation_id))
+    if has_children or not is_same_tokenizer(model, reply):
         return reply
     return await chat.continue_reply(reply.id)
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
-from palaver.chat.interface import Chat, ServerChat
+from palaver.chat.interface import ServerChat
 from palaver.errors import BadParameter, PalaverError, ShuttingDown
 from palaver.events import (
     AnswerDelta,
@@ -53,7 +53,7 @@ _FROM_START = -1
 
 
 async def start_tracked(
-    state: ServerState, chat: Chat, owner: str, start: Callable[[], Awaitable[StoredMessage]]
+    state: ServerState, chat: ServerChat, owner: str, start: Callable[[], Awaitable[StoredMessage]]
 ) -> StoredMessage:
     """Starts the reply and follows it to its end in a task. Raises QueueFull or ShuttingDown before anything starts."""
     with ExitStack() as permit:
@@ -77,14 +77,13 @@ def _on_shutdown() -> None:
     """Does nothing: the service itself parks all turns when the server shuts down."""
 
 
-async def _follow(state: ServerState, chat: Chat, owner: str, reply: str, permit: ExitStack) -> None:
+async def _follow(state: ServerState, chat: ServerChat, owner: str, reply: str, permit: ExitStack) -> None:
     with suppress(PalaverError):  # the conversation may have been deleted in the meantime
         with permit:
             async with chat.events(reply) as entries:
                 async for _ in entries:
                     pass
-        path = await chat.path(reply)
-        branch = await asyncio.to_thread(state.service.store.messages.load_path, path)
+        branch = await chat.load_messages(await chat.path(reply))
         state.response_index.add(owner, branch, reply)
 
 
@@ -162,7 +161,7 @@ def stored_ending(reply: StoredMessage, last: Finished | Failed) -> ResponseEndi
     )
 
 
-async def _ending(chat: Chat, reply: StoredMessage, last: Finished | Failed) -> ResponseEnding:
+async def _ending(chat: ServerChat, reply: StoredMessage, last: Finished | Failed) -> ResponseEnding:
     latest = await chat.message(reply.id)
     unfinished = latest.reply is not None and latest.reply.status in (ReplyStatus.INTERRUPTED, ReplyStatus.RUNNING)
     if isinstance(last, Failed) and unfinished:

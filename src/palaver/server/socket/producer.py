@@ -138,9 +138,7 @@ class TurnProducer:
         messages = parse_history(self._request, settings.limits.messages)
         with api_field_names(FIELD_NAMES):
             parameters = turn_parameters(self._request, model, settings)
-            stored = await start_replies(
-                chat, model, [parameters], messages, self._request.conversation, self._state, None
-            )
+            stored = await start_replies(chat, model, [parameters], messages, self._request.conversation, None)
             self._encoder.stored_ids = {"conversation": stored.conversation, "reply": stored.reply}
             return await chat.reply_stream(stored.reply)
 
