@@ -103,7 +103,7 @@ async def try_every_place(stage: Stage, faults: Faults, kinds: tuple[Callable[[]
             faults.arm(place, kind)
             tried = await converse(stage, talk.id)
             for turn in stage.service.turns.running:  # a reader that failed has left it
-                async for _ in turn.log.batches():
+                async for _ in turn.log.follow():
                     pass
             await asyncio.sleep(0)
             faults.disarm()

@@ -153,7 +153,7 @@ class TurnSubscription:
         turn = self._turns.get(reply.id)
         if turn is None:
             return await asyncio.to_thread(self._load_source, model, reply)
-        stream, batches = turn.reply_stream, turn.log.batches()
+        stream, batches = turn.reply_stream, turn.log.follow()
         return _TurnSource(turn.log, batches, stream.request, stream.first_prompt, stream.opening, turn)
 
     def _load_source(self, model: Model | None, reply: StoredMessage) -> _TurnSource:
@@ -163,7 +163,7 @@ class TurnSubscription:
         if model is None or not is_same_tokenizer(model, reply):
             snapshot = Snapshot(self._store.messages.load(reply))
             log = TurnLog((ReplyBatch((snapshot,)), ReplyBatch((ended_event(reply),))))
-            return _TurnSource(log, log.batches(), ReplyRequest((), reply.reply.settings.sampling), Prompt(()))
+            return _TurnSource(log, log.follow(), ReplyRequest((), reply.reply.settings.sampling), Prompt(()))
         owner = self._store.conversations.get(reply.conversation_id).owner_id
         request = self._requests.rebuild(model, reply, owner)
         steps = self._store.replies.tokens(reply.id)
@@ -171,11 +171,11 @@ class TurnSubscription:
         prompt = model.prompt(request, [step.token_id for step in steps[:first]])
         reader = BatchReader(model.reader(request, prompt), prompt)
         log = TurnLog(batch for batch in (reader.opening.batch, *reader.feed_all(steps[first:])) if batch.events)
-        batches = log.batches()
+        batches = log.follow()
         if _is_running(reply):
             batches = self._follow_store(reply, reader, log, len(steps))
         else:
-            log.append(_ending(reply, reader))
+            log.add(_ending(reply, reader))
         return _TurnSource(log, batches, request, prompt, reader.opening)
 
     async def _follow_store(

@@ -11,12 +11,15 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from palaver.errors import BadParameter
 from palaver.events import Event, Failed, Finished, ReadEvent, ReplyBatch, Snapshot, Started, Waiting
 from palaver.generation import Step
 from palaver.store import Lease, LeaseLost, Store, StoreError, TokenFrame
 from palaver.store.token_codec import as_stored
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,82 +30,98 @@ class LogEntry:
     event: Event
 
 
-class TurnLog:
-    """Append-only. Subscribers never slow the writer down: each keeps its own position."""
+class Log(Generic[T]):
+    """Append-only, with a current status. Readers never slow the writer down: each keeps its own position."""
+
+    def __init__(self) -> None:
+        self._items: list[T] = []
+        self._status: tuple[int, T] | None = None
+        """With the number of items before it."""
+        self.ended = False
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def append(self, item: T, last: bool = False) -> None:
+        """`last` ends the log."""
+        assert not self.ended
+        self._items.append(item)
+        self.ended = last
+        self._notify()
+
+    def set_status(self, status: T | None) -> None:
+        """Replaces the status. Every reader gets the current one, after the items before it."""
+        self._status = None if status is None else (len(self._items), status)
+        self._notify()
+
+    async def follow(self, position: int = 0) -> AsyncGenerator[T]:
+        """The items from that position on and the status, as they come, to the end of the log."""
+        sent = None
+        while True:
+            changed, status = self._changed, self._status
+            if status is not None and status is not sent and position >= status[0]:
+                sent = status
+                yield status[1]
+            elif position < len(self._items):
+                position += 1
+                yield self._items[position - 1]
+            elif self.ended:
+                return
+            else:
+                await changed.wait()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+class TurnLog(Log[ReplyBatch]):
+    """The batches of a turn."""
 
     def __init__(self, batches: Iterable[ReplyBatch] = ()) -> None:
-        self._batches: list[ReplyBatch] = []
+        super().__init__()
         self._count = 0
         """The number of numbered events."""
         self._has_snapshot = False
-        self._status: ReplyBatch | None = None
-        self._ending: ReplyBatch | None = None
-        self._changed = asyncio.Event()
         for batch in batches:
-            self.append(batch)
-
-    def __len__(self) -> int:
-        return self._count
-
-    @property
-    def ended(self) -> bool:
-        return self._ending is not None
+            self.add(batch)
 
     @property
     def started(self) -> bool:
         """Whether the turn has left the queue."""
-        return self._status is not None and isinstance(self._status.events[0], Started)
+        return self._status is not None and isinstance(self._status[1].events[0], Started)
 
-    def append(self, batch: ReplyBatch) -> None:
+    def add(self, batch: ReplyBatch) -> None:
         match batch.events[0]:
             case Waiting() | Started():
-                self._status = batch
+                self.set_status(batch)
             case Finished() | Failed():
-                self._ending = batch
+                self.append(batch, last=True)
             case Snapshot():
-                self._batches.append(batch)
                 self._has_snapshot = True
+                self.append(batch)
             case _:
-                self._batches.append(batch)
                 self._count += len(batch.events)
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+                self.append(batch)
 
     def so_far(self) -> tuple[ReplyBatch, ...]:
-        """The batches so far."""
-        return tuple(self._batches)
+        return tuple(self._items)
 
     def events(self) -> list[Event]:
-        """The events of the batches so far."""
-        return [event for batch in self._batches for event in batch.events]
+        """The events so far."""
+        return [event for batch in self._items for event in batch.events]
 
     async def wait_for(self, after: int) -> None:
         """Waits until the log holds that number of events. Raises BadParameter if the turn never had as many."""
-        while after > len(self) and not (self.ended or self.started):  # resumed: its stored tokens are still being read
+        while after > self._count and not (self.ended or self.started):  # resumed: stored tokens are still being read
             await self._changed.wait()
         self.check_number(after)
 
     def check_number(self, after: int) -> None:
         """Raises BadParameter for a number beyond the log. With a snapshot every number is accepted."""
-        if not self._has_snapshot and not 0 <= after <= len(self):
-            raise BadParameter("after", after, f"the turn has {len(self)} events")
-
-    async def batches(self) -> AsyncGenerator[ReplyBatch]:
-        """Everything from the beginning, as it comes, to the end of the turn."""
-        position, sent = 0, None
-        while True:
-            changed = self._changed
-            if self._status is not sent:
-                sent = self._status
-                assert sent is not None
-                yield sent
-            while position < len(self._batches):
-                position += 1
-                yield self._batches[position - 1]
-            if self._ending is not None:
-                yield self._ending
-                return
-            await changed.wait()
+        if not self._has_snapshot and not 0 <= after <= self._count:
+            raise BadParameter("after", after, f"the turn has {self._count} events")
 
 
 async def numbered(batches: AsyncGenerator[ReplyBatch], after: int) -> AsyncGenerator[LogEntry]:

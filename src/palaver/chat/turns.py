@@ -376,7 +376,7 @@ class Turns:
                 raise
             self._pending_endings[turn.id] = ReplyEnding(ReplyStatus.INTERRUPTED, None, error=ending.error)
         finally:
-            turn.log.append(replace(last, events=(ending,)))
+            turn.log.add(replace(last, events=(ending,)))
             self._emit(turn, ending)
             if isinstance(ending, Failed) and ending.error == LOST and self._turns.get(turn.id) is turn:
                 del self._turns[turn.id]  # from now on the store is read
@@ -393,7 +393,7 @@ class Turns:
                         return _ending(turn, first), batch
                     if isinstance(first, Started):
                         turn.timer.prefilled()
-                    turn.log.append(batch)
+                    turn.log.add(batch)
                     for event in batch.events:
                         self._emit(turn, event)
             raise EngineError("The engine ended the reply without a word.")

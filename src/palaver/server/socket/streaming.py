@@ -78,7 +78,7 @@ class TurnEncoder:
     def add_audio(self, samples: Samples) -> None:
         """Adds the audio of a clause."""
         if self._streaming:
-            self._log.append({"type": "chunk", "audio_data": audio_data(samples)})
+            self._log.add({"type": "chunk", "audio_data": audio_data(samples)})
         else:
             self._audio.append(samples)
 
@@ -87,28 +87,28 @@ class TurnEncoder:
         if self._log.ended:
             return
         message = str(error) if isinstance(error, PalaverError) else INTERNAL
-        self._log.append({"type": "error", "error": message, "turn_id": self._turn_id}, last=True)
+        self._log.add({"type": "error", "error": message, "turn_id": self._turn_id}, last=True)
 
     def _waiting(self, position: int, seconds: float | None) -> None:
         fields = {"position": position, "estimated_wait_s": seconds, "turn_id": self._turn_id}
-        self._log.set_status({"type": "queued", **fields})
+        self._log.add_status({"type": "queued", **fields})
 
     def _started(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Only the first time: an engine that was restarted reads the prompt again."""
         if not self._prefilled:
             self._prefilled = True
             counts = {"input_tokens": prompt_tokens, "cached_tokens": cached_tokens}
-            self._log.append({"type": "prefill_done", **counts, **self.stored_ids, "turn_id": self._turn_id})
+            self._log.add({"type": "prefill_done", **counts, **self.stored_ids, "turn_id": self._turn_id})
 
     def _open_thinking(self) -> None:
         """Announces thinking before its first token, by an empty delta."""
         if self._streaming:
-            self._log.append({"type": "chunk", "thinking_delta": ""})
+            self._log.add({"type": "chunk", "thinking_delta": ""})
 
     def _delta(self, name: str, text: str, texts: list[str]) -> None:
         texts.append(text)
         if self._streaming and text:
-            self._log.append({"type": "chunk", name: text})
+            self._log.add({"type": "chunk", name: text})
 
     def _finished(self, finished: Finished) -> None:
         for event in finished.tail:
@@ -128,7 +128,7 @@ class TurnEncoder:
             done["audio_data"] = audio_data(np.concatenate([silence(), *self._audio]))
         if self._notices:
             done["notices"] = self._notices
-        self._log.append(done, last=True)
+        self._log.add(done, last=True)
 
 
 def audio_data(samples: Samples) -> str:

@@ -2,65 +2,40 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from palaver.chat.turn_log import Log
 from palaver.errors import BadParameter
 from palaver.store.records import new_id
 
 
-class MessageLog:
-    """Append-only log of encoded messages. Every reader gets the same bytes."""
+class MessageLog(Log[str]):
+    """The encoded messages. Every reader gets the same bytes."""
 
     def __init__(self) -> None:
-        self._messages: list[str] = []
-        self._status: str | None = None
-        self._changed = asyncio.Event()
-        self.ended = False
+        super().__init__()
         self.size = 0
         """The total length in characters."""
 
-    def __len__(self) -> int:
-        return len(self._messages)
-
-    def append(self, message: Mapping[str, Any], last: bool = False) -> None:
-        """Appends a message with the next sequence number. `last` ends the log."""
-        assert not self.ended
+    def add(self, message: Mapping[str, Any], last: bool = False) -> None:
+        """Adds a message with the next sequence number. `last` ends the log."""
         text = encode_message({**message, "seq": len(self) + 1})
-        self._messages.append(text)
-        self._status = None
         self.size += len(text)
-        self.ended = last
-        self._notify()
+        self.set_status(None)
+        self.append(text, last)
 
-    def set_status(self, message: Mapping[str, Any]) -> None:
+    def add_status(self, message: Mapping[str, Any]) -> None:
         """A status that readers get until the next message. It repeats the last sequence number."""
-        self._status = encode_message({**message, "seq": len(self)})
-        self._notify()
+        self.set_status(encode_message({**message, "seq": len(self)}))
 
-    async def read(self, after: int = 0) -> AsyncGenerator[str]:
-        """Yields the messages after a sequence number, and follows the log to its end."""
+    def read(self, after: int = 0) -> AsyncGenerator[str]:
+        """The messages after a sequence number, to the end of the log."""
         if after > len(self):
             raise BadParameter("after", after, f"the turn has {len(self)} messages so far")
-        position, sent_status = after, None
-        while True:
-            changed = self._changed
-            while position < len(self):
-                position += 1
-                yield self._messages[position - 1]
-            if self._status is not None and self._status is not sent_status:
-                sent_status = self._status
-                yield sent_status
-            if self.ended:
-                return
-            await changed.wait()
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        return self.follow(after)
 
 
 def encode_message(message: Mapping[str, Any]) -> str:
