@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palaver.events import AnswerDelta, PhaseOpened, ReadEvent, ThinkingDelta, fold
-from palaver.formats.reader import ReplyReader
+from palaver.formats.reader import ReaderOptions, ReplyReader
 from palaver.generation import Prompt
-from palaver.messages import Message
+from palaver.messages import Message, user
 from palaver.phases import Phase, Phases, State, Trigger
+from tests.formats.families import FAMILIES, TOOLS, ids, make_format
 from tests.pieces import Pieces, cuts
 
 OPENER, CLOSER, END = 0, 1, 2
@@ -187,3 +188,50 @@ def _random_cuts(feeder: Feeder, text: str, rng: random.Random) -> Iterator[byte
             size = rng.randint(1, 6)
             yield run[:size]
             run = run[size:]
+
+
+def answer_tokens(pieces: list[str], stops: tuple[str, ...] = ()) -> list[str]:
+    """The tokens that a reader finds in the answer."""
+    vocabulary = Pieces([text.encode() for text in CONTROL])
+    hidden = vocabulary.add(b"<|hidden|>")
+    states = replace(phases(True, False), hidden=frozenset({hidden}))
+    reader = ReplyReader(Prompt((), (), states), vocabulary, ReaderOptions(stops=stops))
+    ids = [CONTROL[piece] if piece in CONTROL else vocabulary.add(piece.encode()) for piece in pieces]
+    found = []
+    for token_id in ids:
+        reader.feed(token_id)
+        found += reader.pop_answer_tokens()
+    reader.close()
+    return [pieces[position] for position in [*found, *reader.pop_answer_tokens()]]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "answer"),
+    [
+        (["<think>", "a", "</think>", "\n\n", "b", " ", "c", "<|im_end|>"], (), ["b", " ", "c"]),
+        (["a", "S", "TO", "P", "x"], ("STOP",), ["a"]),
+        (["a", "ST", "b"], ("STOP",), ["a", "ST", "b"]),
+        (["a", "ST"], ("STOP",), ["a", "ST"]),
+        (["a", "bST", "OP"], ("STOP",), ["a", "bST"]),
+        (["a", "<think>", "b", "</think>", "c"], (), ["a", "c"]),
+        (["a", "<|hidden|>", "b", "c"], (), ["a", "b", "c"]),
+    ],
+)
+def test_the_reader_finds_the_tokens_of_the_answer(
+    pieces: list[str], stops: tuple[str, ...], answer: list[str]
+) -> None:
+    assert answer_tokens(pieces, stops) == answer
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_held_back_text_is_that_of_the_end(name: str) -> None:
+    format, pieces = make_format(FAMILIES[name])
+    for case in FAMILIES[name].replies:
+        prompt = format.render((user("q"),), TOOLS)
+        reader = format.reader(prompt, (), TOOLS)
+        reader.open()
+        held = reader.held_back()
+        for token_id in ids(pieces, case.text):
+            reader.feed(token_id)
+            held = reader.held_back()
+        assert held == reader.close(), case.text

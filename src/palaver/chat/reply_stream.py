@@ -105,34 +105,19 @@ class BatchReader:
         """`reader` is a new reader of this prompt."""
         self.prompt = prompt
         events = tuple(reader.open())
-        tail = tuple(reader.held_back()) if prompt.reply_ids else ()
-        answer_steps = prefill_steps(prompt.reply_ids[position] for position in reader.pop_answer_tokens())
-        self.opening = ReplyOpening(events, reader.phase, reader.thinking_tokens, answer_steps, tail)
-        self._reader = reader
+        self.opening = ReplyOpening(events, reader.phase, reader.thinking_tokens)
+        if prompt.reply_ids:
+            answer_steps = prefill_steps(prompt.reply_ids[position] for position in reader.pop_answer_tokens())
+            self.opening = replace(self.opening, answer_steps=answer_steps, tail=tuple(reader.held_back()))
+        self.reader = reader
         self._steps: list[Step] = []
         self._sent = 0
         """The number of tokens that are in batches."""
 
-    @property
-    def phase(self) -> Phase:
-        return self._reader.phase
-
-    @property
-    def thinking_tokens(self) -> int:
-        return self._reader.thinking_tokens
-
-    @property
-    def complete(self) -> bool:
-        return self._reader.complete
-
-    @property
-    def stop(self) -> str | None:
-        return self._reader.stop
-
     def feed(self, step: Step) -> ReplyBatch | None:
         """None for a token whose text is held back: it is in the next batch."""
         self._steps.append(step)
-        events = self._reader.feed(step.token_id)
+        events = self.reader.feed(step.token_id)
         return self._batch(events) if events else None
 
     def feed_all(self, steps: Iterable[Step]) -> list[ReplyBatch]:
@@ -140,13 +125,13 @@ class BatchReader:
 
     def close(self) -> ReplyBatch:
         """The tail: the events and the tokens that were held back. Call once, at the end."""
-        return self._batch(self._reader.close())
+        return self._batch(self.reader.close())
 
     def _batch(self, events: Sequence[ReadEvent]) -> ReplyBatch:
         steps, self._sent = tuple(self._steps[self._sent :]), len(self._steps)
-        answer = [position - len(self.prompt.reply_ids) for position in self._reader.pop_answer_tokens()]
+        answer = [position - len(self.prompt.reply_ids) for position in self.reader.pop_answer_tokens()]
         answer_steps = tuple(self._steps[index] for index in answer if index >= 0)
-        return ReplyBatch(tuple(events), steps, answer_steps, self._reader.thinking_tokens)
+        return ReplyBatch(tuple(events), steps, answer_steps, self.reader.thinking_tokens)
 
 
 class ReplyStream:
@@ -232,7 +217,7 @@ class GeneratedReply(ReplyStream):
         """`earlier`: the last of the prompt's reply tokens, if they were sampled before the reply was stopped. They
         get batches of their own; the prompt of the reader is without them."""
         super().__init__(request, prompt, reader.opening)
-        self._reader = reader
+        self._batch_reader, self._reader = reader, reader.reader
         self._earlier = reader.feed_all(earlier)
         self.first_prompt = reader.prompt
         self._engine = engine
@@ -266,7 +251,7 @@ class GeneratedReply(ReplyStream):
 
     def close(self) -> ReplyBatch:
         """The events and the tokens that the reader still holds back. Call once, after an error."""
-        return self._reader.close()
+        return self._batch_reader.close()
 
     async def _run(self) -> AsyncGenerator[ReplyBatch]:
         ended = Ended(Finish.STOPPED)
@@ -290,7 +275,7 @@ class GeneratedReply(ReplyStream):
                 if self._reader.complete:
                     ended = Ended(Finish.END)
                     break
-        tail = self._reader.close()
+        tail = self._batch_reader.close()
         finished = Finished(ended.finish, self.usage, ended.stop, cast("tuple[ReadEvent, ...]", tail.events))
         self._events.append(finished)
         yield replace(tail, events=(finished,))
@@ -305,7 +290,7 @@ class GeneratedReply(ReplyStream):
             case Step():
                 step = output if self._record_step is None else await self._record_step(output)
                 self.steps.append(step)
-                return self._reader.feed(step)
+                return self._batch_reader.feed(step)
             case AnswerRequested(position):
                 if self.record_answer_at is not None:
                     await self.record_answer_at(position)

@@ -204,7 +204,7 @@ class TurnSubscription:
 
 def _ending(reply: StoredMessage, reader: BatchReader) -> ReplyBatch:
     tail = reader.close()
-    return replace(tail, events=(ended_event(reply, cast("tuple[ReadEvent, ...]", tail.events), reader.stop),))
+    return replace(tail, events=(ended_event(reply, cast("tuple[ReadEvent, ...]", tail.events), reader.reader.stop),))
 
 
 def ended_event(reply: StoredMessage, tail: tuple[ReadEvent, ...] = (), stop: str | None = None) -> Finished | Failed:
