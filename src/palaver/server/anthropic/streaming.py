@@ -105,7 +105,7 @@ class ContentBlocks:
         return {"type": "content_block_delta", "index": self._index, "delta": {"type": type, name: text}}
 
 
-def message_start(model: str, usage: ChoiceUsage, extra: Event) -> Event:
+def message_start(model: str, usage: ChoiceUsage, extra: Mapping[str, Any]) -> Event:
     """`extra`: fields of the message beyond Anthropic's own."""
     message = {"id": f"msg_{new_id()}", "type": "message", "role": "assistant", "model": model, "content": []}
     return {
@@ -194,23 +194,28 @@ def _tool_input(text: str) -> Any:
 
 
 class AnthropicReply:
-    """A reply outside of conversations, with signed thinking. Its owner reads `events` once and closes it."""
+    """A reply in Anthropic's format. Its owner reads `events` once and closes it."""
 
-    def __init__(self, body: MessagesRequest, choice: ChoiceStream) -> None:
+    def __init__(self, body: MessagesRequest, choice: ChoiceStream, stored: Mapping[str, Any] | None = None) -> None:
+        """`stored`: the ids of a reply in a conversation. Its thinking is not signed: the conversation has the token
+        ids."""
         self._body = body
         self._choice = choice
+        self._stored = stored
         self._signed = len(choice.reply_stream.prompt.reply_ids)
         """The count of reply tokens that are in a signature, or that the request sent."""
         self._thinking_start = (0, 0)
         """At the start of the last thinking block: the reply's token count, and its count of thinking tokens."""
 
     async def events(
-        self, stream: AsyncGenerator[ChoiceDelta], first: asyncio.Future[ChoiceDelta]
+        self, stream: AsyncGenerator[ChoiceDelta], first: asyncio.Future[ChoiceDelta] | None = None
     ) -> AsyncGenerator[Event]:
-        choice = self._choice
-        blocks = ContentBlocks(self._sign, choice.output.thinking, self._on_thinking)
+        """`first` is the first delta, if the caller has awaited it."""
+        first = first or asyncio.ensure_future(anext(stream))
+        choice, sign = self._choice, self._sign if self._stored is None else None
+        blocks = ContentBlocks(sign, choice.output.thinking, self._on_thinking)
         try:
-            yield message_start(choice.model.name, self._initial_usage(), {})
+            yield message_start(choice.model.name, self._initial_usage(), self._stored or {})
             for event in blocks.open(choice.reply_stream.opening.phase):
                 yield event
             yield PING
@@ -224,7 +229,9 @@ class AnthropicReply:
             await close_stream(first, stream)
 
     def _initial_usage(self) -> ChoiceUsage:
-        """The prompt's tokens and, if they are known yet, those from the cache."""
+        """The prompt's tokens and, if they are known yet, those from the cache. A stored reply may still wait."""
+        if self._stored is not None:
+            return ChoiceUsage()
         usage = self._choice.usage
         return ChoiceUsage(usage.prompt or len(self._choice.reply_stream.prompt), usage.cached)
 
