@@ -20,7 +20,7 @@ from palaver.store import Blob, Conversation, Cursor, Preset, SearchHit, StoredM
 
 if TYPE_CHECKING:
     from palaver.chat.reply_request import PartialReply
-    from palaver.chat.subscription import StoredReply
+    from palaver.chat.subscription import FollowedReply
 
 
 class ModelState(StrEnum):
@@ -320,7 +320,7 @@ class Chat(Protocol):
 class ServerChat(Chat, Protocol):
     """A `Chat` in the process of the model, for the APIs of a server: tokens and requests do not go over HTTP."""
 
-    async def reply_stream(self, reply_id: str, *, raw: bool = False, wait: bool = True) -> StoredReply:
+    async def reply_stream(self, reply_id: str, *, raw: bool = False, wait: bool = True) -> FollowedReply:
         """The turn as a reply stream from its beginning. Closing the stream does not stop the turn.
 
         `raw`: thinking and its markers are part of the text. `wait`: first waits until a reply that a dead process left

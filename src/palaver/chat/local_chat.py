@@ -22,7 +22,7 @@ from palaver.chat.interface import (
 from palaver.chat.model import Model
 from palaver.chat.recovery import is_same_tokenizer
 from palaver.chat.reply_request import PartialReply
-from palaver.chat.subscription import StoredReply
+from palaver.chat.subscription import FollowedReply
 from palaver.chat.turn_log import LogEntry
 from palaver.chat.turns import NewTurn, Turn
 from palaver.errors import BadParameter, ContextOverflow, NothingToContinue, PalaverError
@@ -348,7 +348,7 @@ class LocalChat:
         async with aclosing(await self._service.subscriptions.subscribe(model, reply, after)) as entries:
             yield entries
 
-    async def reply_stream(self, reply_id: str, *, raw: bool = False, wait: bool = True) -> StoredReply:
+    async def reply_stream(self, reply_id: str, *, raw: bool = False, wait: bool = True) -> FollowedReply:
         model, reply = await self._model_and_reply(reply_id, wait)
         return await self._service.subscriptions.stream(model, reply, raw)
 

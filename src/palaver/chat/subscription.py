@@ -45,7 +45,7 @@ class _TurnSource:
     """None unless it runs in this process, or has ended here recently."""
 
 
-class StoredReply(ReplyStream):
+class FollowedReply(ReplyStream):
     """A stored turn, from its first token on. A turn that fails ends with `Failed`."""
 
     def __init__(self, turns: Turns, source: _TurnSource, raw: BatchReader | None = None) -> None:
@@ -140,14 +140,14 @@ class TurnSubscription:
         source.log.check_number(after)
         return numbered(source.batches, after)
 
-    async def stream(self, model: Model | None, reply: StoredMessage, raw: bool = False) -> StoredReply:
+    async def stream(self, model: Model | None, reply: StoredMessage, raw: bool = False) -> FollowedReply:
         """The turn as a reply stream. `raw`: thinking and its markers are part of the text."""
         source = await self._source(model, reply)
         if not raw or model is None or not is_same_tokenizer(model, reply):
-            return StoredReply(self._turns, source)
+            return FollowedReply(self._turns, source)
         request = replace(source.request, options=replace(source.request.options, unsplit=True))
         reader = model.reader(request, source.prompt)
-        return StoredReply(self._turns, replace(source, request=request), BatchReader(reader, source.prompt))
+        return FollowedReply(self._turns, replace(source, request=request), BatchReader(reader, source.prompt))
 
     async def _source(self, model: Model | None, reply: StoredMessage) -> _TurnSource:
         turn = self._turns.get(reply.id)

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from palaver.chat.interface import ServerChat
 from palaver.chat.model import Model
 from palaver.chat.recovery import is_same_tokenizer
-from palaver.chat.subscription import StoredReply, ended_event
+from palaver.chat.subscription import FollowedReply, ended_event
 from palaver.errors import EngineError, PalaverError, ShuttingDown
 from palaver.events import Failed, Finished, ReadEvent, Started, Waiting
 from palaver.messages import Role
@@ -153,7 +153,7 @@ async def _start_reply(
     return await start_tracked(state, chat, owner, start)
 
 
-async def _wait_accepted(state: ServerState, chat: ServerChat, reply: StoredMessage, stream: StoredReply) -> None:
+async def _wait_accepted(state: ServerState, chat: ServerChat, reply: StoredMessage, stream: FollowedReply) -> None:
     """Waits until the engine accepts the request. A request that it refuses fails with an HTTP status, and its response
     is deleted."""
     with suppress(TimeoutError):
