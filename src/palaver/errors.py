@@ -3,6 +3,9 @@
 Every message is a sentence for the user that names the cause and says what to do.
 """
 
+import difflib
+from collections.abc import Sequence
+
 
 class PalaverError(Exception):
     """The base class of all errors that Palaver raises on purpose."""
@@ -16,20 +19,31 @@ class BadParameter(RequestError):
     """A parameter has an invalid value."""
 
     def __init__(self, name: str, value: object, why: str) -> None:
-        super().__init__(f"{name} = {value!r}: {why}")
+        text = f"{name} {why} (got {value!r})." if why.startswith("must ") else f"{name} {value!r}: {why}"
+        super().__init__(text)
         self.name = name
         self.value = value
         self.why = why
 
 
+class UnknownParameter(BadParameter):
+    """There is no parameter of this name; `known` are those that there are."""
+
+    def __init__(self, name: str, value: object, known: Sequence[str] = ()) -> None:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else f" Known parameters: {', '.join(known)}." if known else ""
+        super().__init__(name, value, "is not a parameter")
+        self.args = (f"Unknown parameter {name!r}.{hint}",)
+
+
 class EmptyMessage(RequestError):
     def __init__(self) -> None:
-        super().__init__("The message is empty: write something to send.")
+        super().__init__("The message is empty.")
 
 
 class NoMessages(RequestError):
     def __init__(self) -> None:
-        super().__init__("There are no messages: a turn needs at least one message from the user.")
+        super().__init__("There are no messages: send at least one message from the user.")
 
 
 class UnsupportedContent(RequestError):
@@ -42,14 +56,14 @@ class NothingToContinue(RequestError):
 
 class QueueFull(RequestError):
     def __init__(self, waiting: int) -> None:
-        super().__init__(f"{waiting} requests are waiting already: try again in a moment.")
+        super().__init__(f"{waiting:,} requests are waiting already: try again in a moment.")
         self.waiting = waiting
 
 
 class CacheFull(RequestError):
     def __init__(self, tokens: int, limit: int) -> None:
         super().__init__(
-            f"The request needs {tokens} tokens of cache but there is room for {limit}: "
+            f"The request needs {tokens:,} tokens of cache but there is room for {limit:,}: "
             "shorten it, or give the cache more memory with --kv-cache-memory."
         )
         self.tokens = tokens
@@ -62,7 +76,7 @@ class ModelError(PalaverError):
 
 class UnknownModel(ModelError):
     def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"No model {name!r}: {why}")
+        super().__init__(f"Can't find the model {name!r}: {why}")
         self.name = name
 
 
@@ -79,7 +93,9 @@ class ModelLoading(ModelError):
 
 class NoWeights(ModelError):
     def __init__(self, folder: str) -> None:
-        super().__init__(f"The folder {folder!r} holds no weights: expected *.safetensors files beside config.json.")
+        super().__init__(
+            f"The folder {folder!r} contains no weights: *.safetensors files are expected beside config.json."
+        )
 
 
 class UnsafeWeights(ModelError):
@@ -141,7 +157,7 @@ class TemplateError(ModelError):
 class ContextOverflow(ModelError):
     def __init__(self, tokens: int, limit: int) -> None:
         super().__init__(
-            f"The prompt is {tokens} tokens long but the model's context is {limit}: "
+            f"The prompt is {tokens:,} tokens long, but the model's context holds {limit:,}: "
             "shorten the conversation or use a model with a longer context."
         )
         self.tokens = tokens

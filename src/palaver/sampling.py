@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from palaver.constraints import Constraint
-from palaver.errors import BadParameter
+from palaver.errors import BadParameter, UnknownParameter
 
 MAX_STRINGS = 64
 MAX_STRING = 1000
@@ -17,6 +17,7 @@ MAX_BIASES = 1024
 """Entries of `logit_bias`, and of each list of token ids."""
 MAX_TOKENS = 1_000_000
 MAX_SEED = 2**63 - 1
+OFF_WORDS = ("none", "null", "off", "false")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,19 @@ class SamplingParameter:
             raise BadParameter(self.name, value, "must be a whole number")
         low, high = self.bounds
         if not low <= value <= high:
-            raise BadParameter(self.name, value, f"must be from {low:g} to {high:g}")
+            raise BadParameter(self.name, value, f"must be between {self.format(low)} and {self.format(high)}")
         return self.read(value)
 
+    def format(self, bound: float) -> str:
+        return f"{int(bound):,}" if self.read is int else f"{bound:g}"
+
     def parse(self, text: str) -> Any:
-        if self.nullable and text.strip().lower() in ("none", "off", ""):
+        """The value that a user typed. Words such as `none` turn a parameter off that can be off."""
+        word = text.strip().lower()
+        if self.nullable and word in ("", *OFF_WORDS):
             return None
+        if word in OFF_WORDS and self.name not in ("temperature", "seed"):
+            return getattr(Sampling(), self.name)
         try:
             return self.check(self.read(text))
         except (ValueError, OverflowError):
@@ -98,7 +106,7 @@ NUMBERS = {
     for p in (
         _parameter("temperature", float, 0, 5, "0 takes the likeliest token, higher is more varied"),
         _parameter("top_k", int, 0, 1_000_000, "only the k likeliest tokens; 0 is off"),
-        _parameter("top_p", float, 1e-6, 1, "only the likeliest tokens that together reach this probability"),
+        _parameter("top_p", float, 0, 1, "only the likeliest tokens that together reach this probability"),
         _parameter("min_p", float, 0, 1, "only tokens at least this likely relative to the likeliest"),
         _parameter("repetition_penalty", float, 0.01, 10, "above 1 makes tokens seen before less likely"),
         _parameter("presence_penalty", float, -2, 2, "above 0 makes tokens said in this reply less likely"),
@@ -120,8 +128,7 @@ def parse_setting(name: str, text: str) -> tuple[str, Any]:
         return name, NUMBERS[name].parse(text)
     if name in STRINGS:
         return name, check_strings(name, (text,))
-    known = ", ".join((*NUMBERS, *STRINGS))
-    raise BadParameter(name, text, f"there is no such setting; known are {known}")
+    raise UnknownParameter(name, text, (*NUMBERS, *STRINGS))
 
 
 def check_strings(name: str, values: tuple[str, ...]) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ def test_a_missing_template_gives_a_notice(tiny_model: Path, tmp_path: Path) -> 
     trained = ResolvedModel(tiny_model, template_name="made-up")
     assert opening(trained) == opening(ResolvedModel(tiny_model))
     (notice,) = missing_template_notices(trained)
-    assert "'made-up' is not at hand" in notice
+    assert "'made-up' is not available" in notice
     assert missing_template_notices(replace(trained, template_name="llama3")) == ()
     with pytest.raises(NoTemplate):
         opening(replace(trained, folder=bare(tiny_model, tmp_path / "base")))

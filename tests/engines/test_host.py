@@ -231,5 +231,5 @@ def test_values_cross_the_wire_unchanged() -> None:
         assert unpack(pack(value)) == value
     error = unpack_error(pack_error(BadParameter("top_p", 7, "must be less")))
     assert type(error) is BadParameter
-    assert str(error) == "top_p = 7: must be less"
+    assert str(error) == "top_p must be less (got 7)."
     assert error.name == "top_p"

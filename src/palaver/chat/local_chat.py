@@ -329,7 +329,7 @@ class LocalChat:
             return latest  # it was complete: only its ending had not been written
         reply = latest
         if _is_done(reply):
-            raise NothingToContinue("The reply is whole: there is nothing to continue.")
+            raise NothingToContinue("The reply is complete: there is nothing to continue.")
         model = await self._service.models.ready()
         conversation = await self.conversation(reply.conversation_id)
         return await self._service.continuation.continue_reply(model, conversation, reply, key)

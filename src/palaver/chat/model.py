@@ -125,7 +125,7 @@ class Model:
         A reply that reached `max_tokens` gets the same number of tokens again.
         """
         if reply.finish in (Finish.END, Finish.STOP_STRING):
-            raise NothingToContinue("The reply is whole: there is nothing to continue.")
+            raise NothingToContinue("The reply is complete: there is nothing to continue.")
         request = reply.request
         if reply.finish is Finish.LENGTH:
             request = replace(request, sampling=extend_limit(request.sampling, len(reply.token_ids)))

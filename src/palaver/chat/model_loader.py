@@ -291,7 +291,7 @@ def missing_template_notices(model: ResolvedModel) -> tuple[str, ...]:
     if model.template_name is None or _training_template(model) is not None:
         return ()
     name = model.template_name
-    return (f"The chat template {name!r} is not at hand here: the model's own is used; --template FILE sets one.",)
+    return (f"The chat template {name!r} is not available, so the model's own is used. --template FILE sets one.",)
 
 
 def _training_template(model: ResolvedModel) -> str | None:

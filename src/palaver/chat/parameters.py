@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from palaver.constraints import Constraint, Grammar
-from palaver.errors import BadParameter
+from palaver.errors import BadParameter, UnknownParameter
 from palaver.formats.base import RenderOptions
 from palaver.messages import Tool
 from palaver.sampling import NUMBERS, STRINGS, Sampling, apply_settings, check_strings
@@ -45,7 +45,7 @@ def check_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The same parameters. Raises BadParameter for the first that is unknown or out of bounds."""
     for name, value in parameters.items():
         if name not in NAMES:
-            raise BadParameter(name, value, "there is no such parameter")
+            raise UnknownParameter(name, value)
     resolve_parameters(Sampling(), {name: value for name, value in parameters.items() if value is not None}, 0, None)
     return dict(parameters)
 

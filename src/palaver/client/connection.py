@@ -262,7 +262,8 @@ def _parse_error_body(response: httpx.Response) -> ErrorBody | None:
 
 def _invalid_response(error: ValidationError) -> ServerFailed:
     return ServerFailed(
-        200, f"The server's answer is not understood ({error.errors()[0]['msg']}): is it of another age?"
+        200,
+        f"The server's answer is not understood ({error.errors()[0]['msg']}). It runs a different version of Palaver.",
     )
 
 

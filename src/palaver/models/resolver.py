@@ -69,17 +69,17 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
     if folder.is_dir():
         return _check_folder(folder, name)
     if folder.exists():
-        raise UnknownModel(name, "it is a file; name the folder that holds config.json and *.safetensors.")
+        raise UnknownModel(name, "it is a file. Name the folder that contains config.json and *.safetensors.")
     if _HUB_ID.fullmatch(name) and ".." not in name:
         return _find_snapshot(name, weights) or _download(name, weights)
     raise UnknownModel(
-        name, f"it is no folder, no hub id (owner/name), and none of ours ({', '.join(embedded_models())})."
+        name, f"name a folder, a model of the hub (such as Qwen/Qwen3-0.6B), or {', '.join(embedded_models())}."
     )
 
 
 def _check_folder(folder: Path, name: str) -> Path:
     if not (folder / "config.json").is_file():
-        raise UnknownModel(name, "the folder has no config.json, so it holds no model.")
+        raise UnknownModel(name, "the folder contains no config.json, so it is not a model.")
     return folder
 
 
@@ -118,12 +118,14 @@ def _download(name: str, weights: bool) -> Path:
     except ModelError:
         raise
     except GatedRepoError as error:
-        raise UnknownModel(name, "its publisher asks for an account with access; log in to the hub first.") from error
+        raise UnknownModel(name, "its publisher requires access. Log in to the hub first.") from error
     except RepositoryNotFoundError as error:
         raise UnknownModel(name, "there is no such folder, and no such model on the hub (or it is private).") from error
     except Exception as error:  # the hub's client raises many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UnknownModel(name, f"it is not on disk and could not be fetched from the hub ({reason}).") from None
+        raise UnknownModel(
+            name, f"it is not on this computer and can't be downloaded from the hub ({reason})."
+        ) from None
 
 
 def _check_weights(name: str, files: Sequence[str]) -> None:

@@ -119,7 +119,7 @@ def check_model_name(name: str, state: ServerState) -> None:
         return
     if not state.settings.any_model or ".." in name or not _HUB_ID.fullmatch(name):
         available = ", ".join(state.service.models.names) or "none"
-        raise BadParameter("model", name, f"is none of the models at hand ({available})")
+        raise BadParameter("model", name, f"is not available here (available: {available})")
 
 
 async def _progress(state: ServerState) -> AsyncGenerator[bytes]:

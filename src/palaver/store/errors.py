@@ -29,7 +29,7 @@ class Ambiguous(RequestError):
     """An id prefix that matches several objects."""
 
     def __init__(self, kind: str, prefix: str, ids: Sequence[str]) -> None:
-        super().__init__(f"Several {kind} begin with {prefix!r} ({', '.join(ids)}): write more of the id.")
+        super().__init__(f"Several {kind} begin with {prefix!r} ({', '.join(ids)}): type more of the ID.")
 
 
 class Conflict(RequestError):
@@ -48,17 +48,17 @@ class Unstorable(RequestError):
     """A name or an id with characters that databases cannot store."""
 
     def __init__(self, why: object) -> None:
-        super().__init__(f"A value can't be stored or looked for: {why}.")
+        super().__init__(f"This value can't be stored: {why}.")
 
 
 class DiskFull(StoreError):
     def __init__(self) -> None:
-        super().__init__("There is no room left on the disk: nothing was changed. Make room and do it again.")
+        super().__init__("The disk is full. Nothing was changed: free some space and try again.")
 
 
 class Locked(StoreError):
     def __init__(self) -> None:
-        super().__init__("Another program is holding the database: nothing was changed. Try again in a moment.")
+        super().__init__("Another program is using the database. Nothing was changed: try again in a moment.")
 
 
 class Unreachable(StoreError):

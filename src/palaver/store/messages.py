@@ -158,7 +158,9 @@ class Messages:
         with self._database.read_transaction() as connection:
             if found := tree.find_by_key(connection, new):
                 return found
-        raise Conflict("The message could not be put into the tree: another writer was quicker.")
+        raise Conflict(
+            "The message was not stored: another program changed the conversation at the same time. Try again."
+        )
 
 
 def _tree_message(

@@ -33,12 +33,12 @@ class TranscriptFormat(StrEnum):
 class UnknownFormat(RequestError):
     def __init__(self) -> None:
         super().__init__(
-            "The file is no conversation that is known: JSONL with messages, ShareGPT, Markdown, "
-            "or an export of Palaver's, of Open WebUI's or of llama.cpp's page."
+            "Can't read this file. Supported: JSONL with messages, ShareGPT, Markdown, and exports of Palaver, "
+            "Open WebUI and llama.cpp's page."
         )
 
 
-_UNKNOWN_VALUE = "it is no conversation of a known kind"
+_UNKNOWN_VALUE = "not a conversation in a supported format"
 _READERS = (palaver_json, open_webui, llama_cpp, sharegpt, jsonl)
 """The most specific first: an object with `conv` has `messages` too."""
 

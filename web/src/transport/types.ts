@@ -513,7 +513,7 @@ export const NUMBERS: Record<string, { whole: boolean; low: number; high: number
   },
   "top_p": {
     "whole": false,
-    "low": 1e-06,
+    "low": 0,
     "high": 1,
     "meaning": "only the likeliest tokens that together reach this probability"
   },
