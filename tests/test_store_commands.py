@@ -85,8 +85,20 @@ def test_conversations_are_listed_the_newest_first(run: Run, rivers: str, mounta
     assert len(ok(run("conversations", "--limit", 1)).splitlines()) == 1
 
 
-def test_a_store_is_made_where_there_is_none(run: Run, tmp_path: Path) -> None:
-    assert ok(run("conversations", folder=tmp_path / "new")) == ""
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (("conversations",), "No conversations yet."),
+        (("conversations", "--search", "x"), 'No conversation matches "x".'),
+        (("conversations", "--deleted"), "No deleted conversations."),
+        (("keys", "list"), "No keys yet."),
+    ],
+)
+def test_listing_creates_no_database(run: Run, tmp_path: Path, command: tuple[str, ...], sentence: str) -> None:
+    result = run(*command, folder=tmp_path / "new")
+    assert ok(result) == ""
+    assert sentence in result.stderr
+    assert not (tmp_path / "new").exists()
 
 
 def test_conversations_are_found_by_title_and_by_what_was_said(run: Run, rivers: str, mountains: str) -> None:
@@ -96,7 +108,9 @@ def test_conversations_are_found_by_title_and_by_what_was_said(run: Run, rivers:
     found = ok(run("conversations", "-s", "santis"))
     assert "assistant: Säntis" in found
     assert "\x1b[31m" not in found, "what was said can't steer the terminal"
-    assert ok(run("conversations", "-s", "nothing like it")) == ""
+    nothing = run("conversations", "-s", "nothing like it")
+    assert ok(nothing) == ""
+    assert 'No conversation matches "nothing like it".' in nothing.stderr
     refused(run("conversations", "-s", "x", "--deleted"), "--deleted")
 
 
@@ -115,7 +129,7 @@ def test_what_was_deleted_comes_back(run: Run, rivers: str, mountains: str) -> N
 def test_a_beginning_must_be_the_only_one(run: Run, store: Store) -> None:
     ids = [new_conversation(store, title=str(number)).id for number in range(40)]
     first = {id[0] for id in ids if sum(other[0] == id[0] for other in ids) > 1}
-    refused(run("export", first.pop()), "Several conversations", "write more")
+    refused(run("export", first.pop()), "Several conversations", "type more")
 
 
 @pytest.mark.parametrize(
@@ -176,9 +190,9 @@ def test_what_was_exported_is_imported_once(run: Run, store: Store, rivers: str,
     file = tmp_path / "one.jsonl"
     file.write_text(tree)
     elsewhere = tmp_path / "elsewhere"
-    assert "1 imported, 0 there already" in ok(run("import", file, folder=elsewhere))
-    assert "0 imported, 1 there already" in ok(run("import", file, folder=elsewhere))
-    assert "0 imported, 1 there already" in ok(run("import", "-", input=tree, folder=elsewhere))
+    assert "1 imported, 0 already there" in ok(run("import", file, folder=elsewhere))
+    assert "0 imported, 1 already there" in ok(run("import", file, folder=elsewhere))
+    assert "0 imported, 1 already there" in ok(run("import", "-", input=tree, folder=elsewhere))
     with open_store(elsewhere) as other:
         (id,) = other.conversations.ids(other.users.ensure().id)
         old, new = read_conversation(store, rivers), read_conversation(other, id)
@@ -196,18 +210,18 @@ def test_a_file_that_cannot_be_read_keeps_no_other_out(run: Run, tmp_path: Path)
         '{"messages": [{"role": "user", "content": "hi"}, {"role": "narrator", "content": "x"}]}\n{"b": 2}\n'
     )
     result = run("import", *files)
-    refused(result, "broken.json: The file is no conversation", "must be UTF-8", "missing.json", "was left out")
+    refused(result, "broken.json: Can't read this file. Supported:", "must be UTF-8", "missing.json", "skipped")
     assert "good.jsonl: 1 imported" in result.stdout
     assert len(ok(run("conversations")).splitlines()) == 1
 
 
 def test_a_backup_is_restored_into_an_empty_place(run: Run, store: Store, rivers: str, tmp_path: Path) -> None:
     file = tmp_path / "store.zip"
-    assert "1 conversation, 1 media files" in ok(run("backup", file))
+    assert "1 conversation, 1 media file" in ok(run("backup", file))
     refused(run("backup", file), "name another one")
     elsewhere = tmp_path / "elsewhere"
     ok(run("conversations", folder=elsewhere))  # an empty store is no hindrance
-    assert "1 conversation and 1 media files restored" in ok(run("restore", file, folder=elsewhere))
+    assert "Restored 1 conversation and 1 media file from" in ok(run("restore", file, folder=elsewhere))
     with open_store(elsewhere) as other:
         assert read_conversation(other, rivers) == read_conversation(store, rivers)
     refused(run("restore", file, folder=elsewhere), "already")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from palaver import __version__
+from palaver.commands import strings
 from palaver.commands.ask import ask
 from palaver.commands.backup import backup, restore
 from palaver.commands.chat import chat
@@ -21,23 +22,23 @@ from palaver.commands.serve import serve
 
 app = typer.Typer(
     name="palaver",
-    help="Talk to open-weight language models on your own machine. Without a command: chat.",
+    help=strings.PALAVER,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command()(chat)
-app.command()(ask)
-app.command()(conversations)
-app.command()(delete)
-app.command()(undelete)
-app.command()(export)
-app.command("import")(import_)
-app.command()(backup)
-app.command()(restore)
-app.command()(replay)
-app.command()(inspect)
-app.command()(serve)
+app.command(help=strings.CHAT)(chat)
+app.command(help=strings.ASK)(ask)
+app.command(help=strings.CONVERSATIONS)(conversations)
+app.command(help=strings.DELETE)(delete)
+app.command(help=strings.UNDELETE)(undelete)
+app.command(help=strings.EXPORT)(export)
+app.command("import", help=strings.IMPORT)(import_)
+app.command(help=strings.BACKUP)(backup)
+app.command(help=strings.RESTORE)(restore)
+app.command(help=strings.REPLAY)(replay)
+app.command(help=strings.INSPECT)(inspect)
+app.command(help=strings.SERVE)(serve)
 app.add_typer(keys, name="keys")
 app.add_typer(formats, name="formats")
 
@@ -60,6 +61,6 @@ def _version(requested: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help=strings.VERSION)] = False,
 ) -> None:
     pass

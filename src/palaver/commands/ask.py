@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from palaver.commands import strings
 from palaver.commands.options import (
     CompileOption,
     DeviceOption,
@@ -24,7 +25,7 @@ from palaver.commands.options import (
     parse_settings,
     report_errors,
 )
-from palaver.errors import BadParameter, EmptyMessage
+from palaver.errors import EmptyMessage, RequestError
 
 if TYPE_CHECKING:
     from palaver.chat.model import Model
@@ -33,14 +34,14 @@ if TYPE_CHECKING:
 
 
 def ask(
-    question: Annotated[str | None, typer.Argument(help="What to ask; from a pipe when left out.")] = None,
+    question: Annotated[str | None, typer.Argument(help=strings.QUESTION)] = None,
     model: ModelOption = None,
     system: SystemOption = None,
     think: ThinkOption = ThinkingOption.DEFAULT,
     set_: SetOption = None,
     template: TemplateOption = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Complete the text as it is, without a chat template.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the whole reply as JSON.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help=strings.RAW)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=strings.AS_JSON)] = False,
     no_thinking: NoThinkingOption = False,
     device: DeviceOption = None,
     exact: ExactOption = False,
@@ -125,12 +126,12 @@ def _read_question(question: str | None) -> str:
 def _read_pipe(wait: bool) -> str:
     """The text from the pipe. If `wait` is False, an open pipe without data is ignored after a second."""
     if not wait and not _has_input():
-        print("palaver: nothing came through the pipe; only the question is asked.", file=sys.stderr)
+        print(f"palaver: {strings.NOTHING_PIPED}", file=sys.stderr)
         return ""
     try:
         return sys.stdin.read()
     except UnicodeDecodeError:
-        raise BadParameter("the text from the pipe", "...", "must be UTF-8") from None
+        raise RequestError(strings.PIPE_NOT_UTF8) from None
 
 
 def _has_input() -> bool:

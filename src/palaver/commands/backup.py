@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from palaver.commands import strings
 from palaver.commands.options import DatabaseOption, DataOption, report_errors, store_context
+
+if TYPE_CHECKING:
+    from palaver.store.backup import Manifest
 
 
 def backup(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write; it must not be there yet.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=strings.BACKUP_FILE)],
     data: DataOption = None,
     database: DatabaseOption = None,
 ) -> None:
@@ -20,11 +24,12 @@ def backup(
         from palaver.store.backup import backup
 
         result = backup(store, file)
-        print(f"{file}: {file.stat().st_size:,} bytes, {_count(result.conversations)}, {result.blobs} media files")
+        size = f"{file.stat().st_size:,}"
+        print(strings.BACKED_UP.format(file=file, size=size, **_counts(result)))
 
 
 def restore(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `palaver backup` has written.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=strings.RESTORE_FILE)],
     data: DataOption = None,
     database: DatabaseOption = None,
 ) -> None:
@@ -33,8 +38,13 @@ def restore(
 
     with report_errors():
         result = restore(file, data, database)
-        print(f"{_count(result.conversations)} and {result.blobs} media files restored from {file}")
+        print(strings.RESTORED.format(file=file, **_counts(result)))
 
 
-def _count(conversations: int) -> str:
-    return f"{conversations} conversation{'' if conversations == 1 else 's'}"
+def _counts(result: Manifest) -> dict[str, str]:
+    conversations = strings.ONE_CONVERSATION if result.conversations == 1 else strings.MANY_CONVERSATIONS
+    files = strings.ONE_FILE if result.blobs == 1 else strings.MANY_FILES
+    return {
+        "conversations": conversations.format(count=f"{result.conversations:,}"),
+        "files": files.format(count=f"{result.blobs:,}"),
+    }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from palaver.commands import strings
 from palaver.commands.options import (
     EXIT_FAILED,
     CacheOption,
@@ -38,19 +39,17 @@ if TYPE_CHECKING:
     from palaver.chat.interface import Chat
     from palaver.chat.model_loader import LoadOptions
 
-ResumeOption = Annotated[bool, typer.Option("--resume", "-r", help="Go on with the last conversation.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", "-r", help=strings.RESUME)]
 ConversationOption = Annotated[
-    str | None, typer.Option("--conversation", "-c", metavar="ID", help="Open this conversation.")
+    str | None, typer.Option("--conversation", "-c", metavar="ID", help=strings.CONVERSATION)
 ]
-PlainOption = Annotated[bool, typer.Option("--plain", help="Raw text, nothing redrawn.")]
-ExpandOption = Annotated[bool, typer.Option("--expand", help="Show thoughts in full.")]
-ServerOption = Annotated[
-    str | None, typer.Option("--server", metavar="URL", help="Talk to a running server instead of loading a model.")
-]
+PlainOption = Annotated[bool, typer.Option("--plain", help=strings.PLAIN)]
+ExpandOption = Annotated[bool, typer.Option("--expand", help=strings.EXPAND)]
+ServerOption = Annotated[str | None, typer.Option("--server", metavar="URL", help=strings.SERVER)]
 KeyOption = Annotated[
-    str | None, typer.Option("--key", metavar="KEY", envvar="PALAVER_KEY", help="The server's key.", show_envvar=True)
+    str | None, typer.Option("--key", metavar="KEY", envvar="PALAVER_KEY", help=strings.SERVER_KEY, show_envvar=True)
 ]
-LocalOption = Annotated[bool, typer.Option("--local", help="Load the model here, even if a server of yours runs.")]
+LocalOption = Annotated[bool, typer.Option("--local", help=strings.LOCAL)]
 
 
 def chat(
@@ -78,8 +77,10 @@ def chat(
 ) -> None:
     """Talk with a model. What is said is kept; --resume goes on with it."""
     import asyncio
+    from dataclasses import replace
 
     from palaver.chat.model_loader import LoadOptions
+    from palaver.client import HttpChat
     from palaver.repl.session import run as run_session
     from palaver.repl.settings import SessionSettings, ThinkingDisplay
     from palaver.store.store import data_folder
@@ -109,7 +110,8 @@ def chat(
 
         async def run() -> bool:
             async with _open_chat(server, key, needs_engine, name, options, folder, database) as chat_client:
-                return await run_session(chat_client, settings)
+                is_attached = isinstance(chat_client, HttpChat)
+                return await run_session(chat_client, replace(settings, is_attached=is_attached))
 
         succeeded = asyncio.run(run())
     if not succeeded and not sys.stdin.isatty():
@@ -136,7 +138,7 @@ async def _open_chat(
             yield chat
         return
     if running is not None:
-        print(f"palaver: attached to your server at {running.url} (--local loads the model here)", file=sys.stderr)
+        print(f"palaver: {strings.ATTACHED.format(url=running.url)}", file=sys.stderr)
         async with HttpChat(running.url, running.secret, verify=running.trust) as chat:
             yield chat
         return

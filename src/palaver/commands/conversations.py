@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from palaver.commands.options import DatabaseOption, DataOption, UserOption, find_owner, store_context
+from palaver.commands import strings
+from palaver.commands.options import DatabaseOption, DataOption, UserOption, find_owner, report_errors, store_context
 from palaver.errors import BadParameter
 
 if TYPE_CHECKING:
     from palaver.store import Conversation, SearchHit, Store
 
-IdsArgument = Annotated[
-    list[str], typer.Argument(metavar="ID...", help="As `palaver conversations` shows them; their beginning is enough.")
-]
+IdsArgument = Annotated[list[str], typer.Argument(metavar="ID...", help=strings.CONVERSATION_IDS)]
 
 
 def conversations(
-    search: Annotated[
-        str | None, typer.Option("--search", "-s", metavar="TEXT", help="Only where a title or a message has it.")
-    ] = None,
-    deleted: Annotated[bool, typer.Option("--deleted", help="Those that were deleted.")] = False,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="How many at most.")] = 50,
+    search: Annotated[str | None, typer.Option("--search", "-s", metavar="TEXT", help=strings.SEARCH)] = None,
+    deleted: Annotated[bool, typer.Option("--deleted", help=strings.DELETED)] = False,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help=strings.LIMIT)] = 50,
     user: UserOption = None,
     data: DataOption = None,
     database: DatabaseOption = None,
 ) -> None:
     """List conversations, the newest first."""
-    with store_context(data, database) as store:
+    from palaver.store.store import has_store
+
+    with report_errors():
         if search is not None and deleted:
-            raise BadParameter("--search", search, "deleted conversations are not searched; leave --deleted out")
-        owner_id = find_owner(store, user)
-        if search is None:
-            _print_list(store.conversations.list(owner_id, limit=limit, deleted=deleted))
-        else:
-            _print_list(*_search(store, owner_id, search, limit))
+            raise BadParameter("--search", search, strings.NOT_SEARCHED)
+    found: tuple[Conversation, ...] = ()
+    if has_store(data, database):
+        with store_context(data, database) as store:
+            owner_id = find_owner(store, user)
+            hits = None
+            if search is None:
+                found = store.conversations.list(owner_id, limit=limit, deleted=deleted)
+            else:
+                found, hits = _search(store, owner_id, search, limit)
+            _print_list(found, hits)
+    if not found:
+        nothing = strings.NO_DELETED if deleted else strings.NO_CONVERSATIONS
+        print(nothing if search is None else strings.NOTHING_FOUND.format(text=search), file=sys.stderr)
 
 
 def delete(ids: IdsArgument, data: DataOption = None, database: DatabaseOption = None) -> None:
@@ -44,7 +52,7 @@ def delete(ids: IdsArgument, data: DataOption = None, database: DatabaseOption =
     with store_context(data, database) as store:
         for one in [store.conversations.resolve(id) for id in ids]:
             store.conversations.delete(one.id)
-            print(f"{one.id} deleted: {_printable(one.title)}")
+            print(strings.DELETED_ONE.format(id=one.id, title=_printable(one.title) or strings.UNTITLED))
 
 
 def undelete(ids: IdsArgument, data: DataOption = None, database: DatabaseOption = None) -> None:
@@ -52,7 +60,7 @@ def undelete(ids: IdsArgument, data: DataOption = None, database: DatabaseOption
     with store_context(data, database) as store:
         for one in [store.conversations.resolve(id, deleted=True) for id in ids]:
             store.conversations.undelete(one.id)
-            print(f"{one.id} is back: {_printable(one.title)}")
+            print(strings.UNDELETED_ONE.format(id=one.id, title=_printable(one.title) or strings.UNTITLED))
 
 
 def _search(
@@ -83,7 +91,7 @@ def _print_list(conversations: tuple[Conversation, ...], hits: dict[str, SearchH
 def _line(one: Conversation) -> Iterator[tuple[str, str]]:
     yield one.id, "cyan"
     yield f"  {one.updated_at.astimezone():%Y-%m-%d %H:%M}  ", "dim"
-    yield _printable(one.title) or "(no title)", ""
+    yield _printable(one.title) or strings.UNTITLED, ""
     if one.tags:
         yield f"  [{', '.join(map(_printable, one.tags))}]", "green"
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from palaver.commands import strings
 from palaver.commands.options import EXIT_USAGE, DatabaseOption, DataOption, UserOption, find_owner, store_context
 from palaver.errors import BadParameter, RequestError
 
@@ -33,19 +34,19 @@ class ExportFormat(StrEnum):
 def export(
     ids: Annotated[
         list[str] | None,
-        typer.Argument(metavar="CONVERSATION...", help="As `palaver conversations` shows them; a beginning is enough."),
+        typer.Argument(metavar="CONVERSATION...", help=strings.CONVERSATION_IDS),
     ] = None,
-    all_: Annotated[bool, typer.Option("--all", help="Every conversation that is not deleted.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help=strings.ALL)] = False,
     format: Annotated[
         ExportFormat,
         typer.Option(
             "--as",
-            help="jsonl: a line for training; branches: one for each branch; tree: all there is, to be imported again.",
+            help=strings.EXPORT_FORMAT,
         ),
     ] = ExportFormat.JSONL,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Instead of stdout; several in Markdown: a folder."),
+        typer.Option("--output", "-o", metavar="FILE", help=strings.OUTPUT),
     ] = None,
     user: UserOption = None,
     data: DataOption = None,
@@ -54,7 +55,7 @@ def export(
     """Write conversations for training, for reading or for another program."""
     with store_context(data, database) as store:
         if all_ == bool(ids):
-            raise BadParameter("CONVERSATION", " ".join(ids or ()), "name conversations, or say --all")
+            raise BadParameter("CONVERSATION", " ".join(ids or ()), strings.NAME_OR_ALL)
         conversation_ids = store.conversations.ids(find_owner(store, user)) if all_ else _resolve_ids(store, ids or [])
         if format is ExportFormat.MARKDOWN and (all_ or len(conversation_ids) > 1):
             _write_pages(store, conversation_ids, output)
@@ -67,7 +68,7 @@ def import_(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="What `palaver export` wrote, ShareGPT, an export of Open WebUI's or of llama.cpp's page; - is stdin.",
+            help=strings.IMPORT_FILES,
         ),
     ],
     user: UserOption = None,
@@ -97,7 +98,9 @@ def _write(store: Store, conversation_ids: Sequence[str], format: ExportFormat, 
         return
     with atomic_file(output, private=False) as out:
         count = sum(bool(out.write(text)) for text in texts)
-    print(f"{output}: {count} of {len(conversation_ids)} conversations written", file=sys.stderr)
+    total = strings.ONE_CONVERSATION if len(conversation_ids) == 1 else strings.MANY_CONVERSATIONS
+    conversations = total.format(count=f"{len(conversation_ids):,}")
+    print(strings.EXPORTED.format(file=output, count=f"{count:,}", conversations=conversations), file=sys.stderr)
 
 
 def _encode(store: Store, conversation_ids: Sequence[str], format: ExportFormat) -> Iterator[bytes]:
@@ -107,15 +110,14 @@ def _encode(store: Store, conversation_ids: Sequence[str], format: ExportFormat)
     for id in conversation_ids:
         text = write_transcript(read_conversation(store, id), TranscriptFormat(format))
         if not text:
-            print(f"palaver: {id} has no messages, so there is nothing to export.", file=sys.stderr)
+            print(f"palaver: {strings.NOTHING_TO_EXPORT.format(id=id)}", file=sys.stderr)
         yield text.encode(errors="replace")
 
 
 def _write_pages(store: Store, conversation_ids: Sequence[str], output: Path | None) -> None:
     """Writes one Markdown file per conversation."""
     if output is None or output.is_file():
-        reason = "must name a folder: in Markdown every conversation is a file of its own"
-        raise BadParameter("--output", str(output or ""), reason)
+        raise BadParameter("--output", str(output or ""), strings.OUTPUT_FOLDER)
     output.mkdir(parents=True, exist_ok=True)
     for id in conversation_ids:
         _write(store, [id], ExportFormat.MARKDOWN, output / f"{_file_name(store.conversations.get(id))}.md")
@@ -136,15 +138,17 @@ def _import_file(store: Store, owner_id: str, file: Path) -> bool:
         print(f"palaver: {file}: {error}", file=sys.stderr)
         return False
     for skipped in found.skipped:
-        print(f"palaver: {file}: {skipped.item} was left out: {skipped.reason}", file=sys.stderr)
+        text = strings.SKIPPED.format(file=file, item=skipped.item, reason=skipped.reason)
+        print(f"palaver: {text}", file=sys.stderr)
     new = 0
     for transcript in found.transcripts:
         stored = store_transcript(store, owner_id, transcript)
         new += stored.new
         if stored.conversation.deleted_at is not None:
-            id = stored.conversation.id
-            print(f"palaver: {id} is there but deleted; `palaver undelete {id}` brings it back.", file=sys.stderr)
-    print(f"{file}: {new} imported, {len(found.transcripts) - new} there already")
+            text = strings.IMPORTED_DELETED.format(id=stored.conversation.id)
+            print(f"palaver: {text}", file=sys.stderr)
+    known = len(found.transcripts) - new
+    print(strings.IMPORTED.format(file=file, new=f"{new:,}", known=f"{known:,}"))
     return True
 
 
@@ -153,4 +157,4 @@ def _read_text(file: Path) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise BadParameter("FILE", str(file), "must be UTF-8 text") from None
+        raise BadParameter("FILE", str(file), strings.NOT_UTF8) from None

@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from palaver.commands import strings
 from palaver.commands.options import report_errors
 from palaver.errors import BadParameter
 
 if TYPE_CHECKING:
     from palaver.formats.facts import Facts
 
-formats = typer.Typer(help="What Palaver has learned of how models talk.", no_args_is_help=True)
+formats = typer.Typer(help=strings.FORMATS, no_args_is_help=True)
 
 _PHASE_COLOURS = {"header": "dim", "marker": "cyan", "thinking": "yellow", "answer": "green", "call": "magenta"}
 
 
-@formats.command()
+@formats.command(help=strings.FORMATS_SHOW)
 def show(
-    what: Annotated[str, typer.Argument(metavar="MODEL|TEMPLATE", help="A model, or a file with a chat template.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print all facts as JSON.")] = False,
+    what: Annotated[str, typer.Argument(metavar="MODEL|TEMPLATE", help=strings.FORMAT_SOURCE)],
+    as_json: Annotated[bool, typer.Option("--json", help=strings.FACTS_JSON)] = False,
 ) -> None:
     """Show what was learned of a format: an example turn, the switches, the tool calls, the evidence."""
     with report_errors():
@@ -65,28 +66,28 @@ def _print_page(what: str, facts: Facts) -> None:
     )
 
     console = Console(highlight=False, soft_wrap=True)
-    console.print(Text(f"How {what} talks", "bold"))
+    console.print(Text(strings.FORMAT_TITLE.format(name=what), "bold"))
     turn = Text()
     for span in example_turn(facts):
         turn.append(span.text, _PHASE_COLOURS[span.kind])
-    console.print(Text("\nA turn, by its phases:"), Text(", ".join(_PHASE_COLOURS), "dim"))
+    console.print(Text(strings.FORMAT_TURN), Text(", ".join(_PHASE_COLOURS), "dim"))
     console.print(turn)
     for title, rows in (
-        ("What is known", describe_facts(facts)),
+        (strings.FORMAT_FACTS, describe_facts(facts)),
         (
-            "Variables that the template takes",
-            describe_variables(facts) if facts.switches else [("none", "it asks for nothing")],
+            strings.FORMAT_VARIABLES,
+            describe_variables(facts) if facts.switches else [strings.FORMAT_NO_VARIABLES],
         ),
-        ("A stopped reply goes on from its text", describe_continuation(facts)),
+        (strings.FORMAT_CONTINUATION, describe_continuation(facts)),
     ):
         console.print(Text(f"\n{title}", "bold"))
         for name, value in rows:
             console.print(Text(f"  {name}: "), Text(value, "cyan"), sep="", end="\n")
     missing = describe_unlearned(facts)
-    console.print(Text("\nWhat could not be learned", "bold"))
-    for line in missing or ["Nothing is missing."]:
+    console.print(Text(f"\n{strings.FORMAT_UNLEARNED}", "bold"))
+    for line in missing or [strings.FORMAT_COMPLETE]:
         console.print(Text(f"  {line}"))
-    console.print(Text("\nEvidence", "bold"))
+    console.print(Text(f"\n{strings.FORMAT_EVIDENCE}", "bold"))
     for evidence in facts.evidence:
         console.print(
             Text(f"  {evidence.about or 'all'}: {evidence.fact} ({evidence.confidence}): "),
@@ -95,7 +96,7 @@ def _print_page(what: str, facts: Facts) -> None:
         )
 
 
-@formats.command()
+@formats.command(help=strings.FORMATS_CHECK)
 def check(
     templates: Annotated[Path, typer.Argument(metavar="TEMPLATES_DIR")],
     cases: Annotated[Path, typer.Argument(metavar="CASES_JSONL")],
@@ -106,7 +107,7 @@ def check(
     with report_errors():
         _check_folder(templates)
         if not cases.is_file():
-            raise BadParameter("CASES_JSONL", str(cases), "there is no such file")
+            raise BadParameter("CASES_JSONL", str(cases), strings.NO_FILE)
         replay = CaseReplay(templates)
         passed, total = defaultdict[str, int](int), defaultdict[str, int](int)
         for number, case in enumerate(load_cases(cases)):
@@ -114,20 +115,24 @@ def check(
             total[case["template"]] += 1
             passed[case["template"]] += not failed
             if failed:
-                splits = ", ".join(f"{r.split} {'as tokens' if r.tokens else 'as text'}" for r in failed)
-                print(f"case {number} ({case['template']}; {splits}): {failed[0].error}")
+                splits = ", ".join(
+                    (strings.CASE_TOKENS if one.tokens else strings.CASE_TEXT).format(split=one.split) for one in failed
+                )
+                fields = {"number": number, "template": case["template"], "splits": splits}
+                print(strings.CASE_FAILED.format(error=failed[0].error, **fields))
     for name in sorted(total):
-        print(f"{passed[name]:4d} of {total[name]:4d}  {name}")
+        print(strings.CASES_OF_TEMPLATE.format(passed=passed[name], total=total[name], template=name))
     complete = sum(passed[name] == total[name] for name in total)
-    print(f"{sum(passed.values())} of {sum(total.values())} cases, {complete} of {len(total)} templates")
+    counts = {"passed": sum(passed.values()), "total": sum(total.values())}
+    print(strings.CASES_PASSED.format(complete=complete, templates=len(total), **counts))
     if complete != len(total):
         raise typer.Exit(1)
 
 
-@formats.command()
+@formats.command(help=strings.FORMATS_ROUNDTRIP)
 def roundtrip(
     templates: Annotated[Path, typer.Argument(metavar="TEMPLATES_DIR")],
-    cases: Annotated[Path | None, typer.Option("--cases", help="Recorded cases to try as well.")] = None,
+    cases: Annotated[Path | None, typer.Option("--cases", help=strings.CASES)] = None,
 ) -> None:
     """Cut replies at every event, continue them from their text, and compare with the uncut bytes."""
     from palaver.commands.format_trials.cases import load_cases
@@ -144,15 +149,16 @@ def roundtrip(
             exact, count = exact + trial.exact, count + trial.count
             tried.add(trial.template)
             if trial.exact < trial.count:
-                print(f"{trial.template}, {trial.kind}: {trial.exact} of {trial.count}; {trial.why}")
-    print("Not counted, because the template can't express it:")
+                fields = {"template": trial.template, "kind": trial.kind, "exact": trial.exact}
+                print(strings.ROUNDTRIP_FAILED.format(count=trial.count, why=trial.why, **fields))
+    print(strings.ROUNDTRIP_NOT_COUNTED)
     for reason, kinds in sorted(reasons.items()):
         print(f"  {reason} ({', '.join(sorted(kinds))})")
-    print(f"{exact} of {count} continuations byte-exact over {len(tried)} templates")
+    print(strings.ROUNDTRIP_PASSED.format(exact=exact, count=count, templates=len(tried)))
     if exact != count:
         raise typer.Exit(1)
 
 
 def _check_folder(templates: Path) -> None:
     if not templates.is_dir() or not any(templates.glob("*.jinja")):
-        raise BadParameter("TEMPLATES_DIR", str(templates), "there is no folder with *.jinja files of that name")
+        raise BadParameter("TEMPLATES_DIR", str(templates), strings.NO_TEMPLATES)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from palaver.commands import strings
 from palaver.commands.options import CompileOption, ExactOption, report_errors
 
 if TYPE_CHECKING:
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    model: Annotated[str | None, typer.Argument(help="A folder, a hub id (owner/name), or sprout.")] = None,
-    device: Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 or mps.")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")] = None,
+    model: Annotated[str | None, typer.Argument(help=strings.MODEL_TO_INSPECT)] = None,
+    device: Annotated[str | None, typer.Option("--device", help=strings.DEVICE)] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help=strings.DTYPE)] = None,
     exact: ExactOption = False,
     compiled: CompileOption = None,
 ) -> None:
@@ -46,15 +47,15 @@ def inspect(
 def _describe_engine(info: EngineInfo) -> Iterator[tuple[str, str]]:
     from palaver.engines.base import COMPILED
 
-    yield "model", Path(info.model).name
-    yield "runs on", f"{info.device}, {info.dtype}"
-    yield "context", f"{info.context_length} tokens"
-    yield "vocabulary", f"{info.vocabulary_size} tokens"
-    yield "what was computed before is reused", info.reuse
-    yield "the next tokens are computed by", "a compiled step" if info.steps == COMPILED else info.steps
-    yield "the bits of a reply", info.exactness
-    yield "fingerprint of its replies", info.fingerprint
-    yield "sampling defaults", _describe_defaults(info.defaults)
+    yield strings.INSPECT_MODEL, Path(info.model).name
+    yield strings.INSPECT_DEVICE, f"{info.device}, {info.dtype}"
+    yield strings.INSPECT_CONTEXT, strings.INSPECT_TOKENS.format(count=f"{info.context_length:,}")
+    yield strings.INSPECT_VOCABULARY, strings.INSPECT_TOKENS.format(count=f"{info.vocabulary_size:,}")
+    yield strings.INSPECT_REUSE, info.reuse
+    yield strings.INSPECT_STEPS, strings.INSPECT_COMPILED if info.steps == COMPILED else info.steps
+    yield strings.INSPECT_EXACTNESS, info.exactness
+    yield strings.INSPECT_FINGERPRINT, info.fingerprint
+    yield strings.INSPECT_DEFAULTS, _describe_defaults(info.defaults)
 
 
 def _describe_defaults(sampling: Sampling) -> str:
@@ -64,4 +65,4 @@ def _describe_defaults(sampling: Sampling) -> str:
 
     plain = asdict(Sampling())
     changed = {name: value for name, value in asdict(sampling).items() if value != plain[name]}
-    return ", ".join(f"{name} {value}" for name, value in changed.items()) or "none of its own"
+    return ", ".join(f"{name} {value}" for name, value in changed.items()) or strings.INSPECT_NO_DEFAULTS

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from palaver.commands import strings
 from palaver.commands.options import DatabaseOption, DataOption, store_context
 
 if TYPE_CHECKING:
     from palaver.store.users import Key
 
-keys = typer.Typer(help="Keys of a server's users.", no_args_is_help=True)
+keys = typer.Typer(help=strings.KEYS, no_args_is_help=True)
 
 
-@keys.command()
+@keys.command(help=strings.KEYS_ADD)
 def add(
-    user: Annotated[str, typer.Argument(metavar="NAME", help="Whose; made where there is no such user.")],
-    admin: Annotated[bool, typer.Option("--admin", help="May load and unload models, too.")] = False,
+    user: Annotated[str, typer.Argument(metavar="NAME", help=strings.KEY_USER)],
+    admin: Annotated[bool, typer.Option("--admin", help=strings.KEY_ADMIN)] = False,
     data: DataOption = None,
     database: DatabaseOption = None,
 ) -> None:
@@ -27,17 +29,24 @@ def add(
         print(text)
 
 
-@keys.command("list")
+@keys.command("list", help=strings.KEYS_LIST)
 def list_(data: DataOption = None, database: DatabaseOption = None) -> None:
     """Show which keys there are, not what they are."""
-    with store_context(data, database) as store:
-        for key in store.keys.all():
-            print(_format_key(key))
+    from palaver.store.store import has_store
+
+    found: tuple[Key, ...] = ()
+    if has_store(data, database):
+        with store_context(data, database) as store:
+            found = tuple(store.keys.all())
+    for key in found:
+        print(_format_key(key))
+    if not found:
+        print(strings.NO_KEYS, file=sys.stderr)
 
 
-@keys.command()
+@keys.command(help=strings.KEYS_REVOKE)
 def revoke(
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="As `palaver keys list` shows them.")],
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help=strings.KEY_IDS)],
     data: DataOption = None,
     database: DatabaseOption = None,
 ) -> None:
@@ -48,6 +57,8 @@ def revoke(
 
 
 def _format_key(key: Key) -> str:
-    rights = "admin" if key.admin else "user"
-    state = f"revoked {key.revoked_at.astimezone():%Y-%m-%d %H:%M}" if key.revoked_at else "valid"
+    rights = strings.KEY_RIGHTS_ADMIN if key.admin else strings.KEY_RIGHTS_USER
+    state = strings.KEY_VALID
+    if key.revoked_at:
+        state = strings.KEY_REVOKED.format(time=f"{key.revoked_at.astimezone():%Y-%m-%d %H:%M}")
     return f"{key.id}  {key.created_at.astimezone():%Y-%m-%d %H:%M}  {rights:5}  {state}  {key.user}"

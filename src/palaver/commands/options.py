@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from palaver.commands import strings
 from palaver.errors import BadParameter, PalaverError, RequestError
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 EXIT_FAILED, EXIT_USAGE = 1, 2
 MAX_RUNNING = 1024
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_MODEL_HELP = "A folder, a hub id (owner/name), a training configuration (.yml), or sprout."
 
 
 class ThinkingOption(StrEnum):
@@ -34,28 +34,22 @@ class ThinkingOption(StrEnum):
         return None if self is ThinkingOption.DEFAULT else self is ThinkingOption.ON
 
 
-ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)]
-ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=_MODEL_HELP)]
-SystemOption = Annotated[str | None, typer.Option("--system", "-s", metavar="TEXT", help="The system prompt.")]
-ThinkOption = Annotated[ThinkingOption, typer.Option("--think", help="Whether the model thinks before it answers.")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A sampling parameter; may be repeated.")
-]
-TemplateOption = Annotated[
-    Path | None, typer.Option("--template", metavar="FILE", help="A chat template to use instead of the model's.")
-]
-DeviceOption = Annotated[
-    str | None, typer.Option("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 or mps; the best one by default.")
-]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=strings.MODEL, show_default=False)]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=strings.MODEL)]
+SystemOption = Annotated[str | None, typer.Option("--system", "-s", metavar="TEXT", help=strings.SYSTEM)]
+ThinkOption = Annotated[ThinkingOption, typer.Option("--think", help=strings.THINK)]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=strings.SET)]
+TemplateOption = Annotated[Path | None, typer.Option("--template", metavar="FILE", help=strings.TEMPLATE)]
+DeviceOption = Annotated[str | None, typer.Option("--device", metavar="DEVICE", help=strings.DEVICE)]
 ExactOption = Annotated[
     bool,
-    typer.Option("--exact", help="Keep the bits of a reply independent of other requests. Slower."),
+    typer.Option("--exact", help=strings.EXACT),
 ]
 CompileOption = Annotated[
     bool | None,
     typer.Option(
         "--compile/--no-compile",
-        help="Require, or never use, the step that is compiled for this CPU; used where it can be by default.",
+        help=strings.COMPILE,
         show_default=False,
     ),
 ]
@@ -64,20 +58,18 @@ CacheOption = Annotated[
     typer.Option(
         "--kv-cache-memory",
         metavar="SIZE",
-        help="The most memory of the KV cache, such as 512MiB or 8GiB.",
+        help=strings.KV_CACHE_MEMORY,
         show_default=False,
     ),
 ]
 MaxRunningOption = Annotated[
     int | None,
-    typer.Option(
-        "--max-num-seqs", metavar="N", min=1, max=MAX_RUNNING, help="How many requests run at once.", show_default=False
-    ),
+    typer.Option("--max-num-seqs", metavar="N", min=1, max=MAX_RUNNING, help=strings.MAX_NUM_SEQS, show_default=False),
 ]
-NoThinkingOption = Annotated[bool, typer.Option("--no-thinking", help="Do not show what the model thinks.")]
+NoThinkingOption = Annotated[bool, typer.Option("--no-thinking", help=strings.NO_THINKING)]
 DataOption = Annotated[
     Path | None,
-    typer.Option("--data", metavar="FOLDER", envvar="PALAVER_DATA", help="Where conversations and media are kept."),
+    typer.Option("--data", metavar="FOLDER", envvar="PALAVER_DATA", help=strings.DATA),
 ]
 DatabaseOption = Annotated[
     str | None,
@@ -85,10 +77,10 @@ DatabaseOption = Annotated[
         "--database",
         metavar="URL",
         envvar="PALAVER_DATABASE",
-        help="postgresql://... to keep conversations there; a file in the data folder by default.",
+        help=strings.DATABASE,
     ),
 ]
-UserOption = Annotated[str | None, typer.Option("--user", metavar="NAME", help="Whose; the local user's by default.")]
+UserOption = Annotated[str | None, typer.Option("--user", metavar="NAME", help=strings.USER)]
 
 
 @contextmanager
@@ -145,17 +137,17 @@ def parse_size(flag: str, text: str | None) -> int | None:
         return None
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise BadParameter(flag, text, "must be a size such as 512MiB or 8GiB")
+        raise BadParameter(flag, text, strings.BAD_SIZE)
     number, prefix, binary = match.groups()
     size = int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " "))
     if size <= 0:
-        raise BadParameter(flag, text, "must be more than nothing")
+        raise BadParameter(flag, text, strings.NO_SIZE)
     return size
 
 
 def single_model(argument: str | None, option: str | None) -> str | None:
     if argument and option and argument != option:
-        raise BadParameter("--model", option, f"the model is already given as {argument!r}")
+        raise BadParameter("--model", option, strings.MODEL_TWICE.format(model=argument))
     return argument or option
 
 
@@ -163,7 +155,7 @@ def exclusive(**flags: object) -> None:
     """Raises if more than one of the flags is set."""
     used = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value]
     if len(used) > 1:
-        raise BadParameter(used[0], "given", f"can't be combined with {used[1]}")
+        raise RequestError(strings.EXCLUSIVE.format(first=used[0], second=used[1]))
 
 
 def operator_settings(texts: list[str] | None) -> dict[str, Any]:
@@ -181,7 +173,7 @@ def operator_settings(texts: list[str] | None) -> dict[str, Any]:
 
 def _parse_bool(name: str, text: str) -> bool:
     if text.lower() not in ("true", "false", "on", "off"):
-        raise BadParameter(name, text, "must be true or false")
+        raise BadParameter(name, text, strings.TRUE_OR_FALSE)
     return text.lower() in ("true", "on")
 
 
@@ -193,7 +185,7 @@ def parse_settings(texts: list[str] | None) -> dict[str, Any]:
     for setting in texts or ():
         name, equals, text = setting.partition("=")
         if not equals:
-            raise BadParameter("--set", setting, "must be written name=value")
+            raise BadParameter("--set", setting, strings.NAME_VALUE)
         name, value = parse_setting(name.strip(), text)
         out[name] = check_strings(name, (*out.get(name, ()), *value)) if name in STRINGS else value
     return out

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from palaver.commands import strings
 from palaver.commands.options import (
     EXIT_FAILED,
     CompileOption,
@@ -28,7 +29,7 @@ Fingerprints: TypeAlias = tuple[tuple[int, str], ...]
 
 
 def replay(
-    id: Annotated[str, typer.Argument(metavar="ID", help="The reply's id, or that of a conversation: its last reply.")],
+    id: Annotated[str, typer.Argument(metavar="ID", help=strings.REPLY_ID)],
     model: ModelOption = None,
     device: DeviceOption = None,
     exact: ExactOption = False,
@@ -52,12 +53,10 @@ def replay(
         for line in _describe_engines(recorded, fingerprint):
             print(line)
         if result.same:
-            print(f"the same: {len(result.replayed)} tokens")
+            print(strings.REPLAY_SAME.format(tokens=f"{len(result.replayed):,}"))
             return
-        print(
-            f"different from token {result.difference} on: "
-            f"{len(result.recorded)} were recorded, {len(result.replayed)} made"
-        )
+        counts = {"recorded": f"{len(result.recorded):,}", "replayed": f"{len(result.replayed):,}"}
+        print(strings.REPLAY_DIFFERENT.format(position=result.difference, **counts))
     raise typer.Exit(EXIT_FAILED)
 
 
@@ -82,11 +81,11 @@ def _recorded_options(recorded: Fingerprints, options: LoadOptions) -> LoadOptio
 
 def _describe_engines(recorded: Fingerprints, fingerprint: str) -> Iterator[str]:
     if not recorded:
-        yield "computed by an engine that was not recorded"
+        yield strings.RECORDED_UNKNOWN
     for start, one in recorded:
-        yield f"computed by {one}" + (f", from token {start} on" if start else "")
+        yield (strings.RECORDED_BY_FROM if start else strings.RECORDED_BY).format(engine=one, start=start)
     same = len(recorded) == 1 and recorded[0] == (0, fingerprint)
-    yield f"replayed by {'the same' if same else fingerprint}"
+    yield strings.REPLAYED_BY.format(engine=strings.SAME_ENGINE if same else fingerprint)
 
 
 def _reply_id(store: Store, id: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from palaver.commands import strings
 from palaver.commands.options import (
     CacheOption,
     CompileOption,
@@ -41,55 +42,33 @@ Strings = list[str] | None
 def serve(
     model: ModelArgument = None,
     model_option: ModelOption = None,
-    host: Annotated[
-        str, typer.Option("--host", help="The address to listen on; elsewhere than here keys are needed.")
-    ] = ("127.0.0.1"),
-    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="0 takes a free one.")] = 8080,
-    make_key: Annotated[
-        bool, typer.Option("--make-key", help="Make an administrator's key where there is none, and show it once.")
-    ] = False,
+    host: Annotated[str, typer.Option("--host", help=strings.HOST)] = ("127.0.0.1"),
+    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help=strings.PORT)] = 8080,
+    make_key: Annotated[bool, typer.Option("--make-key", help=strings.MAKE_KEY)] = False,
     think: ThinkOption = ThinkingOption.DEFAULT,
     defaults: Annotated[
         Strings,
-        typer.Option("--set", metavar="NAME=VALUE", help="A parameter for requests that name none; repeatable."),
+        typer.Option("--set", metavar="NAME=VALUE", help=strings.DEFAULTS),
     ] = None,
-    forced: Annotated[
-        Strings, typer.Option("--force", metavar="NAME=VALUE", help="One that no request can change; repeatable.")
-    ] = None,
-    alias: Annotated[Strings, typer.Option("--alias", metavar="NAME", help="Another name of the model.")] = None,
-    allow_host: Annotated[
-        Strings, typer.Option("--allow-host", metavar="NAME", help="Another name of this server; repeatable.")
-    ] = None,
-    allow_origin: Annotated[
-        Strings, typer.Option("--allow-origin", metavar="URL", help="Pages from elsewhere that may call; repeatable.")
-    ] = None,
-    prefix: Annotated[str, typer.Option("--prefix", metavar="PATH", help="The path it has behind a proxy.")] = "",
-    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="A certificate, for TLS.")] = None,
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its private key.")] = None,
-    max_body: Annotated[int, typer.Option("--max-body", metavar="MB", min=1, help="The largest request.")] = 32,
-    rate: Annotated[
-        int, typer.Option("--rate", metavar="N", min=0, help="Requests a minute of one key; 0 is no limit.")
-    ] = 0,
-    any_variables: Annotated[
-        bool, typer.Option("--any-variables", help="Let requests set template variables that are no switches.")
-    ] = False,
-    any_model: Annotated[
-        bool, typer.Option("--any-model", help="Let an administrator load models by their hub ids.")
-    ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on with replies that a crash cut short.")
-    ] = True,
-    grace: Annotated[
-        float, typer.Option("--grace", metavar="S", min=0, help="For how long running replies may finish at the end.")
-    ] = 10.0,
+    forced: Annotated[Strings, typer.Option("--force", metavar="NAME=VALUE", help=strings.FORCED)] = None,
+    alias: Annotated[Strings, typer.Option("--alias", metavar="NAME", help=strings.ALIAS)] = None,
+    allow_host: Annotated[Strings, typer.Option("--allow-host", metavar="NAME", help=strings.ALLOW_HOST)] = None,
+    allow_origin: Annotated[Strings, typer.Option("--allow-origin", metavar="URL", help=strings.ALLOW_ORIGIN)] = None,
+    prefix: Annotated[str, typer.Option("--prefix", metavar="PATH", help=strings.PREFIX)] = "",
+    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help=strings.TLS_CERT)] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help=strings.TLS_KEY)] = None,
+    max_body: Annotated[int, typer.Option("--max-body", metavar="MB", min=1, help=strings.MAX_BODY)] = 32,
+    rate: Annotated[int, typer.Option("--rate", metavar="N", min=0, help=strings.RATE)] = 0,
+    any_variables: Annotated[bool, typer.Option("--any-variables", help=strings.ANY_VARIABLES)] = False,
+    any_model: Annotated[bool, typer.Option("--any-model", help=strings.ANY_MODEL)] = False,
+    resume: Annotated[bool, typer.Option("--resume/--no-resume", help=strings.RESUME_REPLIES)] = True,
+    grace: Annotated[float, typer.Option("--grace", metavar="S", min=0, help=strings.GRACE)] = 10.0,
     socket_grace: Annotated[
         float,
-        typer.Option("--socket-grace", metavar="S", min=0, help="For how long a turn waits whose WebSocket was cut."),
+        typer.Option("--socket-grace", metavar="S", min=0, help=strings.SOCKET_GRACE),
     ] = 30.0,
-    voice: Annotated[
-        str, typer.Option("--voice", metavar="NAME", help="What speaks: espeak, or a text-to-speech model.")
-    ] = "espeak",
-    debug_log: Annotated[bool, typer.Option("--debug-log", help="Log what is said, too.")] = False,
+    voice: Annotated[str, typer.Option("--voice", metavar="NAME", help=strings.VOICE)] = "espeak",
+    debug_log: Annotated[bool, typer.Option("--debug-log", help=strings.DEBUG_LOG)] = False,
     template: TemplateOption = None,
     device: DeviceOption = None,
     exact: ExactOption = False,
@@ -168,9 +147,10 @@ async def _run(
             models.load(name or DEFAULT_MODEL)
             settings = replace(settings, instance=announced.instance, secret=secret, login_code=login)
             server = Server(service, settings)
-            print(f"palaver: {name or DEFAULT_MODEL} at {url} (OpenAI API: {url}/v1)", file=sys.stderr)
+            print(f"palaver: {strings.SERVING.format(model=name or DEFAULT_MODEL, url=url)}", file=sys.stderr)
             if sys.stderr.isatty():  # the login link must not be logged
-                print(f"palaver: the page with the right to change the model: {url}/?login={login}", file=sys.stderr)
+                link = f"{url}/?login={login}"
+                print(f"palaver: {strings.LOGIN_LINK.format(url=link)}", file=sys.stderr)
             notices = asyncio.create_task(_show_notices(models))
             await run_server(UvicornServer(server, grace, certificate), listener, server)
             notices.cancel()
@@ -190,21 +170,12 @@ def _ensure_keys(store: Store, settings: ServerSettings, make_key: bool) -> None
         return
     if is_loopback(settings.host):
         if settings.hosts:
-            print(
-                f"palaver: requests to {', '.join(settings.hosts)} need a key, and there is none: "
-                "make one with `palaver keys add NAME`",
-                file=sys.stderr,
-            )
+            print(f"palaver: {strings.KEYS_NEEDED.format(hosts=', '.join(settings.hosts))}", file=sys.stderr)
         return
     if not make_key:
-        raise BadParameter(
-            "--host",
-            settings.host,
-            "others can reach this address, so keys are needed: make one with `palaver keys add NAME --admin`, "
-            "or start with --make-key",
-        )
+        raise BadParameter("--host", settings.host, strings.HOST_NEEDS_KEYS)
     _, text = store.keys.add(store.users.ensure().id, admin=True)
-    print(f"palaver: a new administrator's key, shown only now:\n{text}", file=sys.stderr)
+    print(f"palaver: {strings.NEW_ADMIN_KEY.format(key=text)}", file=sys.stderr)
 
 
 def _certificate(chain: Path | None, key: Path | None) -> TLSCertificate | None:
@@ -212,16 +183,16 @@ def _certificate(chain: Path | None, key: Path | None) -> TLSCertificate | None:
 
     for option, path in (("--tls-cert", chain), ("--tls-key", key)):
         if path is not None and not path.is_file():
-            raise BadParameter(option, str(path), "there is no such file")
+            raise BadParameter(option, str(path), strings.NO_FILE)
     if chain is None and key is not None:
-        raise BadParameter("--tls-key", str(key), "needs --tls-cert")
+        raise BadParameter("--tls-key", str(key), strings.NEEDS_CERT)
     return TLSCertificate(chain, key) if chain is not None else None
 
 
 def _check_prefix(prefix: str) -> str:
     path = prefix.rstrip("/")
     if path and not path.startswith("/"):
-        raise BadParameter("--prefix", prefix, "must begin with a slash")
+        raise BadParameter("--prefix", prefix, strings.PREFIX_SLASH)
     return path
 
 

@@ -77,13 +77,31 @@ def open_store(folder: Path | None = None, database: str | URL | None = None, lo
     return Store(Database(database_url(place, database), lock_timeout), place)
 
 
+def has_store(folder: Path | None = None, database: str | URL | None = None) -> bool:
+    """Whether there is a store to open. Creates nothing. A database at a URL counts as there, and so does a path that
+    can't be read: opening it says why."""
+    if database is not None:
+        return True
+    try:
+        (_data_path(folder) / DATABASE).stat()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def data_folder(folder: Path | None = None) -> Path:
     """The data folder, by default the user's own. Created if missing, with permissions for its owner alone."""
-    place = user_data_path("palaver", appauthor=False) if folder is None else folder
+    place = _data_path(folder)
     with translate_errors():
         make_folder(place)
         _restrict(place)
     return place
+
+
+def _data_path(folder: Path | None) -> Path:
+    return user_data_path("palaver", appauthor=False) if folder is None else folder
 
 
 def _restrict(folder: Path) -> None:
