@@ -32,7 +32,7 @@ def markdown(terminal: Terminal, folder: Path) -> str:
 def thinking(terminal: Terminal, folder: Path) -> str:
     terminal.do("/new")
     terminal.enter("What is 123456 + 654321?")
-    live = terminal.wait(r"(?s)123456 \+ 654321\?\nthinking.*│.*\n│.*\n│")
+    live = terminal.wait(r"(?s)123456 \+ 654321\?\nThinking.*│.*\n│.*\n│")
     live = live[live.rindex("› What is 123456") :]
     terminal.until("tokens/s")
     terminal.prompt()
@@ -48,7 +48,7 @@ def stopped(terminal: Terminal, folder: Path) -> str:
     terminal.enter("Count from 1 to 40.")
     terminal.wait("9, 10")
     terminal.type(CTRL_C)
-    terminal.until(r"stopped: /continue")
+    terminal.until(r"Stopped. /continue")
     shown = terminal.prompt()
     return shown[shown.rindex("› Count") :].removesuffix("›") + terminal.do("/continue")
 
@@ -102,7 +102,7 @@ def main() -> None:
         flags = ["--local", "--data", str(folder / "data"), "--set", "seed=1"]
         command = ["/bin/sh", "-c", 'cd "$0" && exec "$@"', name, sys.executable, "-m", "palaver", "chat", *flags]
         with Terminal(command, rows=40, environment={"PYTHONPATH": str(SOURCE)}) as terminal:
-            terminal.wait("/help lists the commands", 120)
+            terminal.wait(" is ready · ", 120)
             terminal.prompt()
             terminal.do("/preset save start")
             for name, record in SCREENS.items():

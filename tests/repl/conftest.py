@@ -33,10 +33,15 @@ class Door:
     arguments: tuple[str, ...]
 
     def open(
-        self, *arguments: str, columns: int = 80, rows: int = 24, environment: Mapping[str, str] | None = None
+        self,
+        *arguments: str,
+        columns: int = 80,
+        rows: int = 24,
+        environment: Mapping[str, str] | None = None,
+        echo: bool = False,
     ) -> Terminal:
         command = [sys.executable, "-m", "palaver", "chat", *self.arguments, *arguments]
-        return Terminal(command, columns, rows, {**ENVIRONMENT, **(environment or {})})
+        return Terminal(command, columns, rows, {**ENVIRONMENT, **(environment or {})}, echo)
 
 
 def local_door(folder: Path) -> Door:
@@ -91,7 +96,7 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> 
 def terminal(door: Door) -> Iterator[Terminal]:
     """One program for many tests; each starts a new conversation."""
     with door.open("--set", "seed=1") as terminal:
-        terminal.wait("/help lists the commands")
+        terminal.wait(" is ready · ")
         terminal.prompt()
         terminal.do("/preset save fresh")
         yield terminal

@@ -14,7 +14,7 @@ import pexpect
 import pyte
 
 ENTER, ALT_ENTER, UP, TAB = "\r", "\x1b\r", "\x1b[A", "\t"
-CTRL_C, CTRL_D, CTRL_R, CTRL_T = "\x03", "\x04", "\x12", "\x14"
+CTRL_C, CTRL_D, CTRL_L, CTRL_R, CTRL_T = "\x03", "\x04", "\x0c", "\x12", "\x14"
 MARK = "›"
 TIMEOUT = 180.0
 
@@ -39,7 +39,9 @@ class Terminal:
         columns: int = 80,
         rows: int = 24,
         environment: Mapping[str, str] | None = None,
+        echo: bool = False,
     ) -> None:
+        """`echo`: whether the terminal shows keys that the program does not read at once, as real ones do."""
         inherited = {name: value for name, value in os.environ.items() if name not in _REMOVED_VARIABLES}
         variables = {**inherited, "TERM": "xterm-256color", "LANG": "C.UTF-8", **(environment or {})}
         self.screen = Screen(columns, rows)
@@ -47,7 +49,7 @@ class Terminal:
         self._stream = pyte.ByteStream(self.screen)
         self.written = b""
         self._child: Any = pexpect.spawn(
-            command[0], list(command[1:]), dimensions=(rows, columns), env=variables, echo=False, timeout=None
+            command[0], list(command[1:]), dimensions=(rows, columns), env=variables, echo=echo, timeout=None
         )
         self._child.delaybeforesend = None
 

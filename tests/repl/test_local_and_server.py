@@ -19,7 +19,7 @@ COUNTED = r"(?s)59,\s60.*tokens/s"
 
 
 def ready(terminal: Terminal) -> None:
-    terminal.until("/help lists the commands", 120)
+    terminal.until(" is ready · ", 120)
     terminal.prompt()
 
 
@@ -55,7 +55,7 @@ def test_a_running_reply_is_joined_at_the_server(server: Door) -> None:
         ready(first)
         start_counting(first)
         with server.open("--resume") as second:
-            second.wait(rf"(?s)1 you\n{COUNT}.*1, 2, 3")
+            second.wait(rf"(?s)1 You\n{COUNT}.*1, 2, 3")
             second.until(r"59,\s60")
             ready(second)
         first.until(COUNTED)
@@ -70,8 +70,8 @@ def test_a_running_reply_is_joined_through_the_other_door(server: Door, begins_h
         ready(second)
         start_counting(first)
         second.enter(f"/open {COUNT}")
-        second.until(r"Which number\?|1, 2, 3")
-        if "Which number?" in second.transcript():
+        second.until(r"Open which number\?|1, 2, 3")
+        if "Open which number?" in second.transcript():
             second.type("1\r")
         second.until(r"59,\s60")
         second.prompt()
@@ -107,7 +107,7 @@ def test_begun_at_a_server_that_is_gone_gone_on_with_here(
         process.wait(60)
     with local_door(door.folder).open("--resume") as terminal:
         ready(terminal)
-        if "interrupted: /continue goes on" in terminal.transcript():
+        if "Interrupted. /continue picks up" in terminal.transcript():
             assert "60" in terminal.do("/continue")
         assert "60" in terminal.transcript()
         terminal.do("/open My name is Ada.")

@@ -54,19 +54,19 @@ def render(
 
 
 def test_a_thought_is_one_line_when_it_is_over() -> None:
-    assert render(REPLY) == "thought for 0.0 s\n\nThe answer is 42."
+    assert render(REPLY) == "Thought for 0.0 s\n\nThe answer is 42."
 
 
 def test_a_thought_in_full() -> None:
     shown = render(REPLY, ThinkingDisplay.EXPANDED)
     assert "\n".join(f"│ step {n}" for n in range(10)) in shown
-    assert "thought for" in shown
+    assert "Thought for" in shown
 
 
 def test_a_hidden_thought() -> None:
     shown = render(REPLY, ThinkingDisplay.HIDDEN)
     assert "step" not in shown
-    assert "thought for" not in shown
+    assert "Thought for" not in shown
     assert shown.startswith("The answer")
 
 
@@ -77,7 +77,7 @@ def test_while_it_thinks_the_last_lines_are_live() -> None:
         view.handle(entry)
     clock.now = 3.2
     view.paint()
-    assert emulator.shown() == "thinking · 3.2 s\n" + "\n".join(f"│ step {n}" for n in range(4, 10))
+    assert emulator.shown() == "Thinking · 3.2 s\n" + "\n".join(f"│ step {n}" for n in range(4, 10))
 
 
 def test_the_time_of_a_thought_is_without_the_prefill() -> None:
@@ -86,16 +86,34 @@ def test_the_time_of_a_thought_is_without_the_prefill() -> None:
     entries = log_entries(THINKING, Started(9, 0), ThinkingDelta("hm"), ANSWER, AnswerDelta("yes"), END)
     view.handle(entries[0])
     view.paint()
-    assert emulator.shown() == "thinking", "the prompt opens the thought: it is shown before anything was computed"
+    assert emulator.shown() == "Thinking", "the prompt opens the thought: it is shown before anything was computed"
     clock.now = 10.0
     view.paint()
-    assert emulator.shown() == "thinking\nreading · 10.0 s"
+    assert emulator.shown() == "Thinking\nReading · 10.0 s"
     view.handle(entries[1])
     clock.now = 11.5
     for entry in entries[2:]:
         view.handle(entry)
-    assert emulator.shown().startswith("thought for 1.5 s")
+    assert emulator.shown().startswith("Thought for 1.5 s")
     assert view.time_to_first_token == 11.5
+
+
+def continued(thinking_seconds: float | None) -> str:
+    """A reply that was stopped in its thought, shown from there on; the rest of the thought takes 2 s."""
+    emulator = TerminalEmulator()
+    view, clock = make_view(emulator, last_event=2, thinking_seconds=thinking_seconds)
+    entries = log_entries(THINKING, ThinkingDelta("hm", 1), Started(9, 9), ThinkingDelta("so", 2), ANSWER, END)
+    for entry in entries[:3]:
+        view.handle(entry)
+    clock.now = 2.0
+    for entry in entries[3:]:
+        view.handle(entry)
+    return emulator.shown()
+
+
+def test_the_time_of_a_continued_thought_is_that_of_all_its_parts() -> None:
+    assert continued(5.0).startswith("Thought for 7.0 s · 2 tokens")
+    assert continued(None).startswith("Thought · 2 tokens"), "a crash: no time rather than a wrong one"
 
 
 def test_toggling_while_it_thinks() -> None:
@@ -139,7 +157,7 @@ def test_notices_waiting_and_failing() -> None:
     view.handle(entries[0])
     clock.now = 1.0
     view.paint()
-    assert emulator.shown() == "waiting: place 2 in the queue, about 5.0 s · 1.0 s"
+    assert emulator.shown() == "Waiting in line: number 2, about 5.0 s · 1.0 s"
     for entry in entries[1:]:
         view.handle(entry)
     assert emulator.shown() == "Careful.\nhalf"
@@ -161,12 +179,12 @@ def test_what_was_seen_before_is_not_shown_again_but_for_the_open_block() -> Non
     shown = render([*before, Started(9, 9), AnswerDelta(" 2\nz = 3\n```\nDone."), END], last_event=4)
     assert "First" not in shown
     assert "x = 1" not in shown
-    assert "thought" not in shown
+    assert "Thought" not in shown
     assert shown.startswith("y = 2\nz = 3\n───\n\nDone.")
 
 
 def test_a_snapshot_stands_for_what_was_said() -> None:
-    assert render([Snapshot(assistant("Said.", "Thought.")), END]).startswith("thought for 0.0 s\n\nSaid.")
+    assert render([Snapshot(assistant("Said.", "Thought.")), END]).startswith("Thought\n\nSaid.")
 
 
 def test_nothing_above_the_live_lines_is_touched() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -12,14 +13,19 @@ import pytest
 from palaver.errors import RequestError
 from palaver.messages import Role
 from palaver.repl.commands.branches import edit_text
+from palaver.repl.input import StreamLineSource
 from palaver.store import ReplyStatus, StoredMessage, open_store
 from tests.models import make_model
 from tests.repl.conftest import ENVIRONMENT, Door, local_door
-from tests.repl.terminal import CTRL_C, CTRL_D, Terminal
+from tests.repl.terminal import CTRL_C, CTRL_D, CTRL_L, Terminal
 
 QUESTION = "What is 246810 + 135791?"
 ANSWER = "382601"
-BANNER = r"palaver \S+ · sprout · context .*\nthinks .*\n/help lists .*\n\n›"
+FIRST_SCREEN = (
+    r"palaver \S+ · sprout\nsprout is a tiny demo model.*\n.*\n\nTry:  What is .*\n"
+    r"(Load|Use) a real model:.*\n(.*\n)?\n/help .*\n\n"
+)
+READY = r"sprout is ready · context 8,192 · thinks.*\n\n"
 """The whole screen at the start: no output of libraries."""
 
 
@@ -34,7 +40,7 @@ def replies(folder: Path) -> list[tuple[StoredMessage, tuple[int, ...]]]:
 
 
 def ready(terminal: Terminal) -> None:
-    terminal.until("/help lists the commands", 120)
+    terminal.until(" is ready · ", 120)
     terminal.prompt()
 
 
@@ -44,20 +50,20 @@ def test_stopped_in_a_thought_left_and_gone_on_with(door: Door) -> None:
         if door.name == "local":
             _interrupt_while_loading(terminal)
         ready(terminal)
-        assert re.search(rf"\A(› Hello\nInterrupted.\n)?{BANNER}\Z", terminal.transcript())
+        assert re.search(rf"\A{FIRST_SCREEN}(› Hello\nCancelled.\n)?{READY}›\Z", terminal.transcript())
         assert ANSWER in terminal.do(QUESTION)
         terminal.do("/new")
         terminal.enter(QUESTION)
         terminal.wait(r"^│ \d")
         terminal.type(CTRL_C)
-        terminal.until("stopped: /continue goes on")
+        terminal.until("Stopped. /continue picks up")
         terminal.prompt()
         terminal.type(CTRL_D)
         assert terminal.wait_for_exit() == 0
     with door.open("--resume") as terminal:
         ready(terminal)
         assert re.search(
-            rf"1 you\n{re.escape(QUESTION)}\n\n2 model\nthought.*\nstopped: /continue", terminal.transcript()
+            rf"1 You\n{re.escape(QUESTION)}\n\n2 Model\nThought.*\nStopped. /continue", terminal.transcript()
         )
         assert ANSWER in terminal.do("/continue")
         terminal.type(CTRL_D)
@@ -70,13 +76,33 @@ def test_stopped_in_a_thought_left_and_gone_on_with(door: Door) -> None:
 
 def _interrupt_while_loading(terminal: Terminal) -> None:
     """A message sent while the model loads waits for it; Ctrl+C puts it back into the prompt."""
-    terminal.wait("(?s)^›.*loading sprout")
+    terminal.wait("(?s)^›.*Loading sprout")
     terminal.enter("Hello")
-    terminal.wait(r"› Hello\nloading sprout.* · [\d.]+ s")
+    terminal.wait(r"› Hello\nLoading sprout.* · [\d.]+ s")
     terminal.type(CTRL_C)
-    terminal.wait(r"Interrupted.\n› Hello$|Interrupted.\n› Hello\n\n")
+    terminal.wait(r"Cancelled.\n› Hello$|Cancelled.\n› Hello\n\n")
     terminal.type(CTRL_C)
-    terminal.wait(r"Interrupted.\n›(\n\n|$)")
+    terminal.wait(r"Cancelled.\n›(\n\n|$)")
+
+
+def test_the_first_screen_is_there_while_the_model_loads(tmp_path: Path) -> None:
+    with local_door(tmp_path).open() as terminal:
+        shown = terminal.wait(r"(?s)^›.*Loading sprout")
+        assert re.match(FIRST_SCREEN, shown)
+        assert "/model Qwen/Qwen3-0.6B" in shown
+
+
+def test_control_l_while_the_model_loads(tmp_path: Path) -> None:
+    """It clears the screen. The terminal's answer about its cursor is never shown as text."""
+    with local_door(tmp_path).open(echo=True) as terminal:
+        terminal.wait(r"(?s)^›.*Loading sprout")
+        terminal.enter("What is 2 + 2?")
+        terminal.wait(r"› What is 2 \+ 2\?\n(Loading|Waiting|Reading|Thinking)")
+        terminal.type(CTRL_L)
+        terminal.wait(lambda shown: "What is 2" not in shown)
+        terminal.until("tokens/s")
+        terminal.prompt()
+        assert "^[" not in terminal.transcript()
 
 
 def test_killed_in_the_midst_of_a_reply(door: Door) -> None:
@@ -88,7 +114,7 @@ def test_killed_in_the_midst_of_a_reply(door: Door) -> None:
     with door.open("--resume", "--expand") as terminal:
         ready(terminal)
         if door.name == "local":
-            terminal.until("interrupted: /continue goes on")
+            terminal.until("Interrupted. /continue picks up")
             terminal.do("/continue")
         terminal.until(ANSWER)
         terminal.prompt()
@@ -151,6 +177,13 @@ def test_a_pipe(server: Door) -> None:
     assert failed.stdout.strip()
 
 
+async def test_a_backslash_joins_lines_in_a_pipe() -> None:
+    lines = StreamLineSource(io.StringIO("one \\\ntwo\\\nthree\nfour\nfive\\"))
+    assert [(await lines.read()).text for _ in range(3)] == ["one \ntwo\nthree", "four", "five"]
+    with pytest.raises(EOFError):
+        await lines.read()
+
+
 def test_a_context_that_is_full(tmp_path: Path) -> None:
     """The user is warned before the context is full, and then offered choices."""
     folder = make_model(tmp_path / "tiny")
@@ -159,15 +192,17 @@ def test_a_context_that_is_full(tmp_path: Path) -> None:
         ready(terminal)
         assert "The context is 8" in terminal.do("x" * 400)
         terminal.enter("y" * 300)
-        terminal.wait(r"(?s)tokens long but the model's context is 512.*\ns  send it without the oldest.*Which\?")
+        terminal.wait(
+            r"(?s)tokens long, but the model's\s+context holds 512.*\ns  Send it without the oldest.*Your choice\?"
+        )
         terminal.type("\r")
-        terminal.wait(r"(?s)Which\?.*› yyyy.*y$")
+        terminal.wait(r"(?s)Your choice\?.*› yyyy.*y$")
         terminal.type("\r")
-        terminal.wait(r"(?s)Which\?.*› yyyy.*Which\? \(Enter: back to the message\)$")
+        terminal.wait(r"(?s)Your choice\?.*› yyyy.*Your choice\? \(Enter: edit the message\)$")
         terminal.type("s\r")
-        terminal.until(r"(?s)Which\? .* s\n.*tokens/s")
+        terminal.until(r"(?s)Your choice\? .* s\n.*tokens/s")
         terminal.prompt()
-        assert terminal.do("/history").count(" you") == 2
+        assert terminal.do("/history").count(" You") == 2
         assert "overflow = shorten" in terminal.do("/set overflow shorten")
         assert "tokens/s" in terminal.do("z" * 300)
 
@@ -176,9 +211,9 @@ def test_a_model_that_fails(tmp_path: Path) -> None:
     """The session survives failures of loading and of the template; another model can be loaded."""
     folder = make_model(tmp_path / "raising", template="{{ raise_exception('roles must alternate') }}")
     with local_door(tmp_path).open("nowhere") as terminal:
-        terminal.until("nowhere could not be loaded: No model 'nowhere'")
+        terminal.until("Can't load nowhere. Can't find the model 'nowhere'")
         terminal.prompt()
-        assert "No model 'nowhere'" in terminal.do("Hello")
+        assert "Can't find the model 'nowhere'" in terminal.do("Hello")
         terminal.do(f"/model {folder}")
         assert "roles must alternate" in " ".join(terminal.do("Hello").split())
         assert "context 8,192" in terminal.do("/model sprout")

@@ -20,7 +20,7 @@ def record(usage: Usage, **timings: float) -> StoredReply:
 def test_a_whole_reply() -> None:
     after = record(USAGE, seconds=2.0, first_token=0.5)
     expected = statistics_line(Finished(Finish.END, USAGE), 0.6, None, after)
-    assert expected == "31 tokens (10 thinking) · 20 tokens/s · first 0.6 s · prompt 20 (15 cached)"
+    assert expected == "31 tokens (10 thinking) · 20 tokens/s · first token 0.6 s · prompt 20 (15 cached)"
     assert statistics_line(Finished(Finish.END, Usage(1_200, 0, 1, 0))) == "1 token · prompt 1,200"
 
 
@@ -33,10 +33,10 @@ def test_of_a_reply_that_went_on_the_new_part_is_measured() -> None:
 @pytest.mark.parametrize(
     ("ending", "expected"),
     [
-        (Finished(Finish.STOPPED, USAGE), "stopped: /continue goes on"),
-        (Finished(Finish.LENGTH, USAGE), "length: /continue goes on"),
-        (Finished(Finish.STOP_STRING, USAGE, stop="END"), "stop string 'END'"),
-        (Failed("The engine died."), "failed: The engine died."),
+        (Finished(Finish.STOPPED, USAGE), "\nStopped. /continue picks up where it left off."),
+        (Finished(Finish.LENGTH, USAGE), "\nReached the length limit. /continue picks up where it left off."),
+        (Finished(Finish.STOP_STRING, USAGE, stop="END"), '\nEnded at the stop string "END".'),
+        (Failed("The engine died."), "Failed: The engine died."),
     ],
 )
 def test_endings_that_are_worth_telling(ending: Finished | Failed, expected: str) -> None:

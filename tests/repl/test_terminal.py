@@ -10,7 +10,7 @@ from palaver.repl.commands import table
 from tests.repl.conftest import Door
 from tests.repl.terminal import ALT_ENTER, CTRL_C, CTRL_R, CTRL_T, ENTER, MARK, TAB, UP, Terminal
 
-STATISTICS = r"\d+ tokens( \(\d+ thinking\))? · [\d.]+ tokens/s · first [\d.]+ s · prompt \d+"
+STATISTICS = r"\d+ tokens( \(\d+ thinking\))? · [\d.]+ tokens/s · first token [\d.]+ s · prompt \d+"
 
 
 def fresh(terminal: Terminal) -> None:
@@ -18,18 +18,18 @@ def fresh(terminal: Terminal) -> None:
     terminal.type(CTRL_C)
     terminal.prompt()
     terminal.do("/preset load fresh")
-    assert "A new conversation" in terminal.do("/new")
+    assert "new conversation" in terminal.do("/new").lower()
 
 
 def test_a_turn(terminal: Terminal) -> None:
     fresh(terminal)
     terminal.enter("What is 1234 + 5678?")
-    terminal.wait(r"^thinking · [\d.]+ s( · \d+ tokens?)?\n│ ")
+    terminal.wait(r"^Thinking · [\d.]+ s( · \d+ tokens?)?\n│ ")
     terminal.until(STATISTICS)
     shown = terminal.prompt()
     turn = shown[shown.rindex("› What is 1234") :]
     assert re.fullmatch(
-        rf"› What is 1234 \+ 5678\?\nthought for [\d.]+ s · \d+ tokens\n\n[^│]*6912[^│]*\n{STATISTICS}(?s:.*)\n›", turn
+        rf"› What is 1234 \+ 5678\?\nThought for [\d.]+ s · \d+ tokens\n\n[^│]*6912[^│]*\n{STATISTICS}(?s:.*)\n›", turn
     )
 
 
@@ -48,52 +48,53 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
     tools.write_text(json.dumps([{"name": "roll", "description": "Roll a die.", "parameters": {"type": "object"}}]))
     saved, written = tmp_path / "out.jsonl", tmp_path / "out.md"
     steps = [
-        ("/help", r"/quit +leave"),
+        ("/help", r"/quit +quit; everything is saved"),
+        ("/help all", r"/temperature \[NUMBER"),
         ("/help think", r"on \| off \| default"),
-        ("/system You are brief.", "The system prompt is: You are brief."),
+        ("/system You are brief.", "System prompt: You are brief."),
         ("/system", "You are brief."),
-        ("/system clear", "There is no system prompt"),
-        ("/title", "no title yet"),
-        ("/context", "Nothing was said yet"),
-        ("/undo", "nothing to undo"),
-        ("/redo", "nothing to redo"),
+        ("/system clear", "No system prompt"),
+        ("/title", "No title yet"),
+        ("/context", "This conversation is empty"),
+        ("/undo", "Nothing to undo"),
+        ("/redo", "Nothing to redo"),
         ("/voice", "Replies are not spoken"),
         ("/continue", "no reply to continue"),
-        ("/expand", "no thought to show"),
+        ("/expand", "no reply yet"),
         ("What is 2 + 3?", "5"),
-        ("/title", "The title is 'What is 2"),
-        ("/title Sums", "The title is 'Sums'"),
+        ("/title", 'Title: "What is 2'),
+        ("/title Sums", 'Title: "Sums"'),
         ("/status", r"conversation +Sums"),
-        ("/model", "At hand: .*sprout"),
+        ("/model", "Available models: .*sprout"),
         ("/context", r"\d+ of 8,192 tokens .* left"),
         ("/tokens", r'1  "<think>"'),
-        ("/tokens 999", "must be from 1 to"),
+        ("/tokens 999", "must be between 1 and"),
         ("/expand", r"│ \d"),
         ("/retry", STATISTICS),
         ("/branches", r"2\* +2 messages"),
-        ("/switch 1", "1 you"),
-        ("/switch next", "one of 2"),
+        ("/switch 1", "1 You"),
+        ("/switch next", "2 versions"),
         ("/undo", "Undone"),
         ("/redo", "Redone"),
-        ("/continue", "The reply is whole"),
-        ("/history", r"1 you\nWhat is 2 \+ 3\?\n\n2 model"),
-        ("/history 1", "2 model"),
-        ("/branch 1", "Branching: you are after: you: What is 2"),
-        ("/branch", "Branching: you are before the first message"),
+        ("/continue", "The reply is complete"),
+        ("/history", r"1 You\nWhat is 2 \+ 3\?\n\n2 Model"),
+        ("/history 1", "2 Model"),
+        ("/branch 1", 'Your next message starts a new branch. Now at: "What is 2'),
+        ("/branch", "Now at the start of the conversation"),
         ("/undo", "Undone"),
-        ("/undo", "Undone: you are after: model"),
+        ("/undo", 'Undone. Now at: ".*5'),
         ("/set", "temperature"),
         ("/set top_k 5", "top_k = 5 · the model's default is 20"),
         ("/set top_k=default", "top_k = 20 · the model's default"),
-        ("/set top_p 7", r"top_p = 7.0: must be from"),
-        ("/set nothing 1", "there is no such parameter"),
+        ("/set top_p 7", r"top_p must be between 0 and 1 \(got 7.0\)"),
+        ("/set nothing 1", "Unknown parameter 'nothing'"),
         ("/set overflow shorten", "overflow = shorten"),
         ("/set overflow default", "overflow = refuse"),
         ("/params", r"seed +1 +set"),
-        ("/preset save mine", "kept as 'mine'"),
+        ("/preset save mine", 'Saved the settings as preset "mine"'),
         ("/preset load mine", "temperature"),
         ("/preset", "Presets: .*mine"),
-        ("/preset delete mine", "is gone"),
+        ("/preset delete mine", "Deleted preset"),
         ("/stop", "stop: none"),
         ('/stop "\\n\\n"', r'stop: "\\n\\n"'),
         ("/stop clear", "stop: none"),
@@ -102,36 +103,36 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
         ("What is 3 + 4?", r"(?s)\n[^│]*7.*\n\d+ tokens ·"),
         ("/think on", "Thinking: on"),
         ("/think budget 5", "at most 5 tokens"),
-        ("/think effort high", "knows no effort"),
+        ("/think effort high", "no thinking effort"),
         ("/think default", "Thinking: the model's default"),
-        ("/think maybe", "It is /think on, off"),
+        ("/think maybe", "Type /think on, off"),
         ("/collapse off", "in full"),
         ("/collapse", "collapsed"),
         ("/list", r"1\* +Sums"),
         ("/search 2 + 3", r"1 +Sums +user: What is"),
         ("/open 1", "Sums · "),
         ("/open Sums", "Sums · "),
-        ("/open nowhere at all", "No conversation has"),
-        (f"/save {saved}", "Appended to"),
-        (f"/export md {written}", "Written to"),
-        (f"/export md {written}", "there already"),
-        (f"/import {saved}", "1 taken in"),
+        ("/open nowhere at all", "No conversation matches"),
+        (f"/save {saved}", "Added to"),
+        (f"/export md {written}", "Saved to"),
+        (f"/export md {written}", "already exists"),
+        (f"/import {saved}", "Imported 1 conversation"),
         ("/import nothing.jsonl", "No such file"),
         ("/image nothing.png", "No such file"),
-        (f"/image {text}", "takes no pictures"),
-        (f"/audio {text}", "takes no sound"),
-        (f"/file {text}", "goes with the next message"),
+        (f"/image {text}", "doesn't accept images"),
+        (f"/audio {text}", "doesn't accept audio"),
+        (f"/file {text}", "will be sent with your next message"),
         ("/file clear", "Nothing is attached"),
-        ("/tools", "No tools are offered"),
+        ("/tools", "No tools"),
         (f"/tools {tools}", "roll Roll a die."),
-        ("/tools off", "No tools are offered"),
-        ("/result 6", "no call that waits"),
-        ("/copy", "characters copied with"),
+        ("/tools off", "No tools"),
+        ("/result 6", "No tool call is waiting"),
+        ("/copy", r"Copied \d+ characters"),
         ("/edit inline", "edit ›"),
         ("/delete", "Deleted."),
-        ("/new", "A new conversation"),
-        ("/hepl", "Near it: /help"),
-        ("/model nowhere", "No model 'nowhere'|none of the models at hand"),
+        ("/new", "new conversation"),
+        ("/hepl", "Did you mean /help"),
+        ("/model nowhere", "Can't find the model 'nowhere'.*sprout is still in use|not available here"),
         ("/model sprout", "context 8,192"),
     ]
     for line, expected in steps:
@@ -173,7 +174,7 @@ def test_every_parameter_can_be_asked_for_and_set(terminal: Terminal) -> None:
             assert f"{command.name} = " in terminal.do(f"/{command.name}")
     assert "temperature = 0.5" in terminal.do("/temp 0.5")
     assert "max_tokens = none" in terminal.do("/max_tokens none")
-    assert "must be from" in terminal.do("/temperature 9")
+    assert "must be between 0 and 5" in terminal.do("/temperature 9")
     assert "must be a number" in terminal.do("/temperature warm")
     assert "temperature = 0.6 · the model's default" in terminal.do("/temperature default")
 
@@ -186,14 +187,14 @@ def test_lines_and_pastes(terminal: Terminal) -> None:
     terminal.type(ENTER)
     terminal.until(STATISTICS)
     terminal.prompt()
-    assert "1 you\n  def f():\n      return 1\n\n  f()\n\n2 model" in terminal.do("/history")
+    assert "1 You\n  def f():\n      return 1\n\n  f()\n\n2 Model" in terminal.do("/history")
     fresh(terminal)
     terminal.type("one" + ALT_ENTER + "two\\" + ENTER + "three")
     terminal.wait(r"› one\n  two\n  three$")
     terminal.type(ENTER)
     terminal.until(STATISTICS)
     terminal.prompt()
-    assert "1 you\none\ntwo\nthree\n\n2 model" in terminal.do("/history")
+    assert "1 You\none\ntwo\nthree\n\n2 Model" in terminal.do("/history")
 
 
 def test_slashes(terminal: Terminal) -> None:
@@ -202,13 +203,13 @@ def test_slashes(terminal: Terminal) -> None:
     assert re.search(STATISTICS, terminal.do("//help"))
     shown = terminal.do("/history")
     assert "/etc/hosts is a file" in shown
-    assert "3 you\n/help\n" in shown
+    assert "3 You\n/help\n" in shown
 
 
 def test_completion(terminal: Terminal, tmp_path: Path) -> None:
     fresh(terminal)
     terminal.type("/colla")
-    terminal.wait("show thoughts in a few")
+    terminal.wait("collapse thoughts to a few")
     terminal.type(TAB)
     terminal.wait("› /collapse")
     terminal.type(" " + TAB)
@@ -240,12 +241,12 @@ def test_control_c_at_each_stage(terminal: Terminal) -> None:
     terminal.wait("› never sent")
     terminal.type(CTRL_C)
     terminal.prompt()
-    assert "Nothing was said yet" in terminal.do("/history")
+    assert "Nothing here yet" in terminal.do("/history")
 
     terminal.enter("What is 123456 + 654321?")  # in a thought
     terminal.wait(r"^│ \d")
     terminal.type(CTRL_C)
-    terminal.until("stopped: /continue goes on")
+    terminal.until("Stopped. /continue picks up")
     terminal.prompt()
     assert "777777" not in terminal.shown()
     assert re.search("777777", terminal.do("/continue"))
@@ -253,11 +254,11 @@ def test_control_c_at_each_stage(terminal: Terminal) -> None:
     terminal.enter("Count from 1 to 40.")  # in an answer
     terminal.wait(r"1, 2, 3, 4, 5")
     terminal.type(CTRL_C)
-    terminal.until("stopped: /continue goes on")
+    terminal.until("Stopped. /continue picks up")
     terminal.prompt()
     last = terminal.do("/continue")
     assert re.search(r"(?s)37, 38,\s39,\s40", last)
-    assert "stopped" not in last.split("/continue\n")[1]
+    assert "Stopped" not in last.split("/continue\n")[1]
 
 
 def test_save_leaves_no_turn_out_behind_a_stopped_reply(terminal: Terminal, tmp_path: Path) -> None:
@@ -266,7 +267,7 @@ def test_save_leaves_no_turn_out_behind_a_stopped_reply(terminal: Terminal, tmp_
     terminal.enter("Count from 1 to 200.")
     terminal.wait(lambda shown: "1, 2, 3" in shown.rpartition("› Count from")[2])
     terminal.type(CTRL_C)
-    terminal.wait(lambda shown: "stopped: /continue goes on" in shown.rpartition("1, 2, 3")[2])
+    terminal.wait(lambda shown: "Stopped. /continue picks up" in shown.rpartition("1, 2, 3")[2])
     terminal.prompt()
     terminal.do("What is 1234 + 5678?")
     assert "1 reply was stopped" in terminal.do(f"/save {saved}").replace("\n", " ")
@@ -281,7 +282,7 @@ def test_save_leaves_no_turn_out_behind_a_stopped_reply(terminal: Terminal, tmp_
 
 def test_control_c_right_after_enter(terminal: Terminal) -> None:
     """It stops the reply, or gives an unsent message back to the prompt. It never ends the program."""
-    endings = (f"Interrupted.\n{MARK} Count from 1 to 200.", f"stopped: /continue goes on\n\n{MARK}")
+    endings = (f"Cancelled.\n{MARK} Count from 1 to 200.", f"Stopped. /continue picks up where it left off.\n\n{MARK}")
     for _ in range(8):
         fresh(terminal)
         terminal.enter("Count from 1 to 200.")
@@ -295,11 +296,11 @@ def test_control_c_in_the_prefill(terminal: Terminal) -> None:
     terminal.paste("\n".join(f"{n} apples and {n} pears." for n in range(250)))
     terminal.wait("249 pears")
     terminal.type(ENTER)
-    terminal.wait(r"^reading · ")
+    terminal.wait(r"^Reading · ")
     terminal.type(CTRL_C)
-    terminal.until(r"0 tokens · .*\nstopped")
+    terminal.until(r"0 tokens · .*\nStopped")
     terminal.prompt()
-    assert re.search(r"length: /continue|tokens/s", terminal.do("/continue", 120))
+    assert re.search(r"length limit|tokens/s", terminal.do("/continue", 120))
 
 
 def test_twice_drops_the_reply(terminal: Terminal) -> None:
@@ -307,13 +308,13 @@ def test_twice_drops_the_reply(terminal: Terminal) -> None:
     terminal.enter("Count from 1 to 40.")
     terminal.wait(r"1, 2, 3")
     terminal.type(CTRL_C + CTRL_C)
-    terminal.wait("The reply was dropped, your message kept")
+    terminal.wait("Reply dropped, your message kept")
     terminal.prompt()
     shown = terminal.do("/history")
-    assert "1 you\nCount from 1 to 40." in shown
-    assert "2 model" not in shown
-    assert "after: model: 1, 2" in terminal.do("/undo")
-    assert "2 model" in terminal.do("/history")
+    assert "1 You\nCount from 1 to 40." in shown
+    assert "2 Model" not in shown
+    assert 'Now at: "1, 2' in terminal.do("/undo")
+    assert "2 Model" in terminal.do("/history")
 
 
 def test_up_edits_the_last_message(terminal: Terminal) -> None:
@@ -342,13 +343,13 @@ def test_thoughts_are_toggled(terminal: Terminal) -> None:
     terminal.prompt()
     shown = terminal.do("What is 14 + 15?")
     assert shown.count("│") > 2
-    assert "thought for" in shown
+    assert "Thought for" in shown
     terminal.enter("What is 1111 + 2222?")
-    terminal.wait(r"^thinking · ")
+    terminal.wait(r"^Thinking · ")
     terminal.type(CTRL_T)
     terminal.until(STATISTICS)
     terminal.prompt()
-    assert "│" not in terminal.do("What is 16 + 17?").split("thought for")[1]
+    assert "│" not in terminal.do("What is 16 + 17?").split("Thought for")[1]
 
 
 def test_history_is_searched(terminal: Terminal) -> None:
@@ -397,7 +398,7 @@ def test_tools_by_hand(terminal: Terminal, tmp_path: Path) -> None:
     assert re.search(r'calls get_weather\(city="Paris"\)', terminal.do("What is the weather in Paris?"))
     assert "get_weather" in terminal.do("/result")
     assert re.search(STATISTICS, terminal.do('/result {"sky": "sunny", "degrees": 21}'))
-    assert re.search(r"(?s)1 you.*2 model.*calls get_weather.*3 tool\n.*sunny.*4 model", terminal.do("/history"))
+    assert re.search(r"(?s)1 You.*2 Model.*calls get_weather.*3 Tool\n.*sunny.*4 Model", terminal.do("/history"))
 
 
 def test_any_script(terminal: Terminal) -> None:

@@ -86,7 +86,7 @@ async def test_without_a_player_it_is_saved(tmp_path: Path, player_folder: Path)
     await speak(voice, LogEntry(1, AnswerDelta("Guten Tag.")), LogEntry(1, DONE))
     await voice.wait()
     path = tmp_path / "spoken" / "reply.wav"
-    assert notices == [f"Spoken into {path}"]
+    assert notices == [f"Saved the audio to {path}"]
     with wave.open(io.BytesIO(path.read_bytes())) as file:
         assert file.getnframes() > 0.3 * SAMPLE_RATE
     voice.turn_off()
@@ -139,6 +139,6 @@ def test_the_terminal_speaks(tmp_path: Path) -> None:
         assert "Sprout" in terminal.do("Who are you?")
         assert seconds(received.read_bytes()) > 1
         assert "spoken" in terminal.do("/voice")
-        assert "Spoken into" in terminal.do(f"/voice save {saved}")
+        assert "Saved the audio to" in terminal.do(f"/voice save {saved}")
         assert "no longer spoken" in terminal.do("/voice off")
     assert seconds(saved.read_bytes()) > 1

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from palaver.errors import RequestError
+from palaver.repl import strings
+from palaver.repl.strings import CommandText
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
@@ -44,8 +46,9 @@ class Command:
 
 class UnknownCommand(RequestError):
     def __init__(self, name: str, suggestions: Sequence[str]) -> None:
-        hint = f" Near it: {', '.join(f'/{one}' for one in suggestions)}." if suggestions else " /help lists them all."
-        super().__init__(f"There is no command /{name}.{hint} To send it as text, write //{name}.")
+        names = ", ".join(f"/{one}" for one in suggestions)
+        hint = strings.DID_YOU_MEAN.format(names=names) if suggestions else strings.SEE_HELP
+        super().__init__(strings.UNKNOWN_COMMAND.format(name=name, hint=hint))
 
 
 class CommandGroup:
@@ -58,13 +61,15 @@ class CommandGroup:
     def command(
         self,
         name: str,
-        description: str,
-        arguments: str = "",
         aliases: Iterable[str] = (),
         choices: Choices | None = None,
+        text: CommandText | None = None,
     ) -> Callable[[CommandFunction], CommandFunction]:
+        """`text` is the command's usage and description, by default the one in `strings.COMMANDS`."""
+        shown = text or strings.COMMANDS[name]
+
         def register(run: CommandFunction) -> CommandFunction:
-            self.commands.append(Command(name, description, run, arguments, tuple(aliases), choices, self.name))
+            self.commands.append(Command(name, shown.description, run, shown.usage, tuple(aliases), choices, self.name))
             return run
 
         return register
@@ -84,6 +89,9 @@ class CommandTable:
 
     def get(self, name: str) -> Command | None:
         return self._by_name.get(name)
+
+    def __getitem__(self, name: str) -> Command:
+        return self._by_name[name]
 
     def suggest(self, name: str) -> list[str]:
         """Similar command names, the most similar first."""

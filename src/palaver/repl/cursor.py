@@ -60,6 +60,14 @@ class ConversationCursor:
         self._new_settings = await self.settings()
         self.conversation_id = None
 
+    async def discard_empty(self) -> None:
+        """Deletes the current conversation if it has no messages. Its settings stay for the next message."""
+        assert self.conversation_id is not None
+        if not await self._chat.nodes(self.conversation_id):
+            id = self.conversation_id
+            await self.start_new()
+            await self._chat.delete_conversation(id)
+
     async def settings(self) -> ConversationSettings:
         found = await self.conversation()
         return self._new_settings if found is None else ConversationSettings(found.system, found.parameters)

@@ -28,10 +28,11 @@ class LastMessage:
 
 @dataclass(frozen=True, slots=True)
 class KeyActions:
-    """Callbacks for Ctrl+C and Ctrl+T while no prompt is shown."""
+    """Callbacks for Ctrl+C, Ctrl+T and Ctrl+L while no prompt is shown."""
 
     on_interrupt: Callable[[], object]
     on_toggle: Callable[[], object] = lambda: None
+    on_clear: Callable[[], object] = lambda: None
 
 
 class ReplyDropped(Exception):
@@ -63,7 +64,15 @@ class StreamLineSource:
         self.is_interactive = prompt_to is not None
 
     async def read(self, initial: TypedLine | None = None, last: LastMessage | None = None) -> TypedLine:
-        return TypedLine(await self._line("> "))
+        """The next line. A backslash at its end joins it with the following one, as at the prompt."""
+        lines = [await self._line("> ")]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1].removesuffix("\\")
+            try:
+                lines.append(await self._line("  "))
+            except EOFError:
+                break
+        return TypedLine("\n".join(lines))
 
     async def ask(self, question: str) -> str:
         if self._prompt_to is None:

@@ -14,10 +14,11 @@ from rich.text import Text
 
 from palaver.chat.interface import ModelState
 from palaver.errors import PalaverError
+from palaver.repl import strings
 from palaver.repl.commands.thinking import toggle
 from palaver.repl.completion import CommandCompleter
 from palaver.repl.prompt import PromptLine, open_history
-from palaver.repl.status import banner, loading_line
+from palaver.repl.status import first_screen, loading_line, ready_lines
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
@@ -43,6 +44,7 @@ async def run_interactive(session: Session) -> None:
         on_toggle,
     )
     session.lines = prompt
+    session.screen.show(*first_screen(await session.chat.model(), session.settings.is_attached), Text())
     watcher = asyncio.create_task(_watch_model(session, prompt))
     try:
         await session.open_initial()
@@ -54,16 +56,16 @@ async def run_interactive(session: Session) -> None:
 
 
 async def _watch_model(session: Session, prompt: PromptLine) -> None:
-    """Shows the loading progress below the prompt, then the banner."""
+    """Shows the loading progress below the prompt, then what was loaded."""
     card = await session.chat.model()
     while card.state is ModelState.LOADING:
-        prompt.set_status(loading_line(card))
+        prompt.set_status(strings.TYPE_ALREADY.format(line=loading_line(card)))
         await asyncio.sleep(_POLL_SECONDS)
         with suppress(PalaverError):
             card = await session.chat.model()
     prompt.set_status("")
     async with in_terminal():
-        session.screen.show(*banner(card), Text())
+        session.screen.show(*ready_lines(card), Text())
 
 
 async def _toggle_thinking(session: Session) -> None:

@@ -27,9 +27,10 @@ from palaver.events import (
 )
 from palaver.generation import Finish
 from palaver.phases import Phase
+from palaver.repl import strings
 from palaver.repl.sanitize import sanitize
 
-_ENDINGS = {Finish.LENGTH: "cut: the length is used up", Finish.STOPPED: "stopped"}
+_ENDINGS = {Finish.LENGTH: strings.CUT_PLAIN, Finish.STOPPED: strings.STOPPED_PLAIN}
 
 
 class PlainPrinter:
@@ -69,7 +70,7 @@ class PlainPrinter:
             case AnswerDelta(text):
                 self._write(self._answer_stream, text)
             case ToolCallOpened(_, _, name):
-                self._write(self._answer_stream, f"\n[calls {name}] ")
+                self._write(self._answer_stream, f"\n[{strings.CALLS.format(name=name)}] ")
             case ToolCallDelta(_, arguments):
                 self._write(self._answer_stream, arguments)
             case Notice(text):

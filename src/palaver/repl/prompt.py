@@ -19,6 +19,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output
 from prompt_toolkit.shortcuts import CompleteStyle
+from prompt_toolkit.styles import Style
 
 from palaver.repl.input import KeyActions, LastMessage, ReplyDropped, TypedLine
 from palaver.repl.plain import handle_interrupt
@@ -26,6 +27,7 @@ from palaver.repl.plain import handle_interrupt
 MARK = "› "
 DOUBLE_PRESS_SECONDS = 1.0
 """A second Ctrl+C within this time counts as a double press."""
+_STYLE = Style.from_dict({"bottom-toolbar": "noreverse"})
 MAX_HISTORY_BYTES = 2_000_000
 """The size to which an oversized history file is truncated; the oldest lines are dropped."""
 
@@ -68,6 +70,7 @@ class PromptLine:
             multiline=True,
             prompt_continuation="  ",
             enable_suspend=True,
+            style=_STYLE,
         )
         self._question_session: PromptSession[str] = PromptSession(input=input, output=output)
 
@@ -163,7 +166,7 @@ def key_bindings(editing: EditState, stopped_at: Callable[[], float], on_toggle:
 
 @contextmanager
 def watch_keys(input: Input, output: Output, actions: KeyActions) -> Iterator[None]:
-    """Inside the context, Ctrl+C and Ctrl+T act at once; all other keys are kept for the next prompt."""
+    """Inside the context, Ctrl+C, Ctrl+T and Ctrl+L act at once; all other keys are kept for the next prompt."""
     typed_ahead: list[KeyPress] = []
 
     def read() -> None:
@@ -176,6 +179,8 @@ def watch_keys(input: Input, output: Output, actions: KeyActions) -> Iterator[No
                 actions.on_interrupt()
             elif press.key == Keys.ControlT:
                 actions.on_toggle()
+            elif press.key == Keys.ControlL:  # not kept: the prompt would ask for the cursor before it can read
+                actions.on_clear()
             elif press.key not in (Keys.CPRResponse, Keys.Vt100MouseEvent):
                 typed_ahead.append(press)
 

@@ -34,8 +34,10 @@ from palaver.events import (
 from palaver.messages import Message, Thinking, ToolCall
 from palaver.messages import Text as TextPart
 from palaver.phases import Phase
+from palaver.repl import strings
 from palaver.repl.input import KeyActions, LineSource
 from palaver.repl.markdown import MarkdownStream, highlight_code
+from palaver.repl.numbers import format_seconds, format_tokens
 from palaver.repl.prompt import DOUBLE_PRESS_SECONDS
 from palaver.repl.sanitize import one_line, sanitize
 from palaver.repl.screen import Screen
@@ -87,11 +89,18 @@ class AnswerSection:
 class ThinkingSection:
     """One block of thinking. Implements ReplySection."""
 
-    def __init__(self, mode: ThinkingDisplay, now: float | None, tokens_before: int = 0) -> None:
+    def __init__(
+        self,
+        mode: ThinkingDisplay,
+        now: float | None,
+        tokens_before: int = 0,
+        seconds_before: float | None = 0.0,
+    ) -> None:
         """`now` is None if the prompt is still being prefilled. `tokens_before` counts the thinking tokens of the reply
-        before this block."""
+        before this block; `seconds_before` is the time this block took before it was continued, None if not known."""
         self.mode = mode
         self._started_at = now
+        self._seconds_before = seconds_before
         self._tokens_before = tokens_before
         self._token_count = tokens_before
         self._text: list[str] = []
@@ -133,7 +142,8 @@ class ThinkingSection:
         return self._lines(text)
 
     def live(self, now: float) -> list[RenderableType]:
-        head = Text(f"thinking · {self._summary(now)}" if self._started_at is not None else "thinking", style="thought")
+        facts = self._facts(now) if self._started_at is not None else []
+        head = Text(" · ".join([strings.THINKING, *facts]), style="thought")
         match self.mode:
             case ThinkingDisplay.COLLAPSED:
                 return [head, BarredText(self._pending.strip("\n"), COLLAPSED_LINES)]
@@ -146,14 +156,24 @@ class ThinkingSection:
         shown = [*self.done(), *(self._lines(self._pending) if self._pending.strip() else ())]
         if self.mode is ThinkingDisplay.HIDDEN:
             return []
-        summary = Text(f"thought for {self._summary(now)}", style="thought")
+        seconds = self._seconds(now)
+        head = strings.THOUGHT if seconds is None else strings.THOUGHT_FOR.format(time=format_seconds(seconds))
+        summary = Text(" · ".join([head, *self._tokens()]), style="thought")
         return [*(shown if self.mode is ThinkingDisplay.EXPANDED else ()), summary]
 
-    def _summary(self, now: float) -> str:
+    def _facts(self, now: float) -> list[str]:
+        seconds = self._seconds(now)
+        return [*([] if seconds is None else [format_seconds(seconds)]), *self._tokens()]
+
+    def _seconds(self, now: float) -> float | None:
+        """The thinking time of this block, with that before it was continued."""
+        if self._seconds_before is None:
+            return None
+        return self._seconds_before + (0.0 if self._started_at is None else now - self._started_at)
+
+    def _tokens(self) -> list[str]:
         count = self._token_count - self._tokens_before
-        return format_seconds(now - (now if self._started_at is None else self._started_at)) + (
-            f" · {format_tokens(count)}" if count else ""
-        )
+        return [format_tokens(count)] if count else []
 
     def _lines(self, text: str) -> list[RenderableType]:
         text = text.lstrip("\n") if self._at_start else text
@@ -175,7 +195,7 @@ class ToolCallSection:
         return []
 
     def live(self, now: float) -> list[RenderableType]:
-        return [Text.assemble((f"calls {sanitize(self._name)} ", "call"), sanitize("".join(self._arguments))[-400:])]
+        return [Text.assemble((f"{_calls(self._name)} ", "call"), sanitize("".join(self._arguments))[-400:])]
 
     def close(self, now: float) -> list[RenderableType]:
         return format_call(self._name, "".join(self._arguments))
@@ -226,7 +246,8 @@ class TurnView(Protocol):
 class ReplyView:
     """Renders a reply on a live screen.
 
-    Events up to `last_event` were shown before: they only restore the open section.
+    Events up to `last_event` were shown before: they only restore the open section. `thinking_seconds` is how long the
+    reply had been thinking by then; None if that is not known.
     """
 
     def __init__(
@@ -235,11 +256,13 @@ class ReplyView:
         thinking_display: ThinkingDisplay,
         *,
         last_event: int = 0,
+        thinking_seconds: float | None = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._screen = screen
         self.thinking_display = thinking_display
         self._last_event = last_event
+        self._thinking_seconds = thinking_seconds
         self._clock = clock
         self._requested_at = clock()
         self.time_to_first_token: float | None = None
@@ -290,8 +313,11 @@ class ReplyView:
     def _handle(self, event: Event) -> None:
         match event:
             case Waiting(position, wait):
-                about = f", about {format_seconds(wait)}" if wait else ""
-                self._queue_status = f"waiting: place {position} in the queue{about}"
+                self._queue_status = strings.QUEUED.format(position=position)
+                if wait:
+                    self._queue_status = strings.QUEUED_WITH_TIME.format(
+                        line=self._queue_status, time=format_seconds(wait)
+                    )
             case Started(notice=notice):
                 self._queue_status, self._started = "", True
                 if notice:
@@ -347,6 +373,7 @@ class ReplyView:
         for part in message.parts:
             match part:
                 case Thinking(text):
+                    self._thinking_seconds = None  # how long it took is not known
                     self._read(ThinkingDelta(text))
                 case TextPart(text):
                     self._read(AnswerDelta(text))
@@ -365,7 +392,12 @@ class ReplyView:
 
     def _new_thinking_section(self) -> ThinkingSection:
         """The thinking time starts after prefill, even if the prompt opens the section."""
-        return ThinkingSection(self.thinking_display, self._clock() if self._started else None, self._thinking_tokens)
+        now = self._clock() if self._started else None
+        is_first = not self._thinking_tokens
+        before = self._thinking_seconds if is_first or self._thinking_seconds is None else 0.0
+        if self._muted and not is_first:  # of several blocks only the time of all is known
+            before = None
+        return ThinkingSection(self.thinking_display, now, self._thinking_tokens, before)
 
     def _close(self) -> None:
         if self._section is not None:
@@ -395,13 +427,26 @@ class ReplyView:
             return shown
         return [
             *shown,
-            Text(f"{self._queue_status or 'reading'} · {format_seconds(now - self._requested_at)}", style="note"),
+            Text(
+                strings.WAITING.format(
+                    what=self._queue_status or strings.READING_PROMPT, time=format_seconds(now - self._requested_at)
+                ),
+                style="note",
+            ),
         ]
 
 
 class TurnFollower:
-    def __init__(self, chat: Chat, view: TurnView, lines: LineSource, speech: SpokenReply | None = None) -> None:
+    def __init__(
+        self,
+        chat: Chat,
+        view: TurnView,
+        lines: LineSource,
+        speech: SpokenReply | None = None,
+        on_clear: Callable[[], object] = lambda: None,
+    ) -> None:
         self._chat = chat
+        self._on_clear = on_clear
         self.view = view
         self._lines = lines
         self._speech = speech
@@ -414,7 +459,7 @@ class TurnFollower:
     async def follow(self, reply_id: str, stop: bool = False) -> Finished | Failed | None:
         """Shows the turn. Returns how it ended, or None if the event stream broke off. `stop`: stops it at once."""
         self._reply_id = reply_id
-        with self._lines.watch_keys(KeyActions(self._on_interrupt, self.view.toggle)):
+        with self._lines.watch_keys(KeyActions(self._on_interrupt, self.view.toggle, self._on_clear)):
             if stop:
                 self._on_interrupt()
             painter = asyncio.create_task(self._paint())
@@ -461,12 +506,16 @@ def format_call(name: str, arguments: str) -> list[RenderableType]:
     try:
         values = json.loads(arguments or "{}")
     except ValueError:
-        return [Text.assemble((f"calls {sanitize(name)} ", "call"), sanitize(arguments)), _not_json()]
+        return [Text.assemble((f"{_calls(name)} ", "call"), sanitize(arguments)), _not_json()]
     short = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in _items(values))
     if isinstance(values, dict) and len(short) <= _MAX_INLINE_ARGUMENTS:
-        return [Text.assemble((f"calls {sanitize(name)}", "call"), sanitize(f"({short})"))]
+        return [Text.assemble((_calls(name), "call"), sanitize(f"({short})"))]
     text = json.dumps(values, ensure_ascii=False, indent=2)
-    return [Text(f"calls {sanitize(name)}", style="call"), highlight_code(sanitize(text), "json")]
+    return [Text(_calls(name), style="call"), highlight_code(sanitize(text), "json")]
+
+
+def _calls(name: str) -> str:
+    return strings.CALLS.format(name=sanitize(name))
 
 
 def unanswered_calls(calls: Iterable[ToolCall], answered: Iterable[str]) -> list[ToolCall]:
@@ -479,15 +528,4 @@ def _items(values: object) -> list[tuple[str, object]]:
 
 
 def _not_json() -> Text:
-    return Text("The arguments are no JSON, or were cut off.", style="note")
-
-
-def format_seconds(value: float) -> str:
-    """3.2 s, 2 min 5 s"""
-    if value < 60:
-        return f"{value:.1f} s"
-    return f"{int(value) // 60} min {int(value) % 60} s"
-
-
-def format_tokens(count: int) -> str:
-    return f"{count:,} token{'' if count == 1 else 's'}"
+    return Text(strings.BAD_ARGUMENTS, style="note")

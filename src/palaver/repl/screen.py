@@ -31,6 +31,7 @@ THEME = Theme(
         "note": "dim",
         "error": "red",
         "name": "bold",
+        "example": "cyan",
         "thought": "dim",
         "call": "magenta",
     }
@@ -73,6 +74,12 @@ class Screen:
 
     def error(self, text: object) -> None:
         self.show(Text(str(text), style="error"))
+
+    def clear(self) -> None:
+        """Clears the terminal. The live lines are written again at the top."""
+        if self.is_live:
+            live, self._live = self._live, []
+            self._write("\x1b[2J\x1b[H" + self._paint([], live))
 
     def update(self, done: Iterable[RenderableType], live: Iterable[RenderableType] | None = ()) -> None:
         """Appends `done` to the scrollback and replaces the live lines by `live`; None keeps them."""

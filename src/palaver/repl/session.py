@@ -17,6 +17,7 @@ from palaver.errors import ContextOverflow, PalaverError
 from palaver.events import Failed
 from palaver.messages import Message, Part, Role
 from palaver.messages import Text as TextPart
+from palaver.repl import strings
 from palaver.repl.command_table import CommandLine, CommandTable, MessageLine, parse_line
 from palaver.repl.cursor import ConversationCursor, ConversationSettings, find_conversation
 from palaver.repl.input import KeyActions, LastMessage, LineSource, ReplyDropped, StreamLineSource, TypedLine
@@ -24,7 +25,15 @@ from palaver.repl.plain import PlainPrinter, PlainView, handle_interrupt
 from palaver.repl.reply_view import ReplyView, TurnFollower, TurnView
 from palaver.repl.screen import Screen, console, has_cursor
 from palaver.repl.settings import SessionSettings, ThinkingDisplay
-from palaver.repl.status import banner, loading_line, offer_context_choices, statistics_line, waiting_line, warn_context
+from palaver.repl.status import (
+    first_screen,
+    loading_line,
+    offer_context_choices,
+    ready_lines,
+    statistics_line,
+    waiting_line,
+    warn_context,
+)
 from palaver.store import StoredMessage
 
 if TYPE_CHECKING:
@@ -85,7 +94,7 @@ class Session:
             await self._report_errors(self.drop_reply)
         except (KeyboardInterrupt, Interrupted):
             await self.stop_speech()
-            self.screen.note("Interrupted.")
+            self.screen.note(strings.INTERRUPTED)
 
     async def handle_line(self, typed: TypedLine) -> None:
         """Runs one line: a message or a command."""
@@ -128,7 +137,7 @@ class Session:
             raise
         except Exception as error:  # a bug must not end the conversation
             self.succeeded = False
-            self.screen.error(f"This went wrong inside of Palaver: {type(error).__name__}: {error}")
+            self.screen.error(strings.INTERNAL_ERROR.format(error=f"{type(error).__name__}: {error}"))
 
     async def _last_user_message(self) -> LastMessage | None:
         """The message that the Up key edits."""
@@ -157,13 +166,20 @@ class Session:
             await self._send_message(message, shorten)
 
     async def _send_message(self, message: Message, shorten: bool) -> None:
+        is_new = self.cursor.conversation_id is None
         conversation = await self.cursor.ensure_conversation()
         parent_id = (await self.cursor.position()).message_id
         overrides = {"overflow": "shorten"} if shorten else None
-        sent = await self.wait_for(
-            self.chat.send_message(conversation.id, parent_id, message, parameters=overrides, key=uuid4().hex),
-            "waiting for the model",
-        )
+        try:
+            sent = await self.wait_for(
+                self.chat.send_message(conversation.id, parent_id, message, parameters=overrides, key=uuid4().hex),
+                strings.WAITING_FOR_MODEL,
+            )
+        except BaseException:
+            if is_new:  # a message that was not sent leaves no empty conversation
+                with suppress(PalaverError):
+                    await self.cursor.discard_empty()
+            raise
         self.attachments.clear()
         await self.cursor.move(sent.reply.id)
         await self.follow(sent.reply)
@@ -180,7 +196,7 @@ class Session:
         with self.deferred_interrupts():
             conversation = await self.cursor.ensure_conversation()
             reply = await self.wait_for(
-                self.chat.start_reply(conversation.id, parent_id, key=uuid4().hex), "waiting for the model"
+                self.chat.start_reply(conversation.id, parent_id, key=uuid4().hex), strings.WAITING_FOR_MODEL
             )
             await self.cursor.move(reply.id)
             await self.follow(reply)
@@ -197,10 +213,14 @@ class Session:
     def _defer_interrupt(self) -> None:
         self._interrupted = True
 
-    async def follow(self, reply: StoredMessage, last_event: int = 0) -> None:
-        """Shows the reply while it streams, from the event after `last_event`."""
+    async def follow(self, reply: StoredMessage, last_event: int = 0, thinking_seconds: float | None = 0.0) -> None:
+        """Shows the reply while it streams, from the event after `last_event`.
+
+        `thinking_seconds`: how long it has been thinking before; None if that is not known.
+        """
         speech = await self._voice.speak_reply(reply.id, last_event) if self._voice is not None else None
-        follower = TurnFollower(self.chat, self.create_view(last_event), self.lines, speech)
+        view = self.create_view(last_event, thinking_seconds)
+        follower = TurnFollower(self.chat, view, self.lines, speech, self.screen.clear)
         ending = await follower.follow(reply.id, stop=self._interrupted)
         self.stopped_at = follower.stopped_at
         self.thinking_display = (
@@ -238,9 +258,11 @@ class Session:
         if self._voice is not None:
             await self._voice.close()
 
-    def create_view(self, last_event: int = 0) -> TurnView:
+    def create_view(self, last_event: int = 0, thinking_seconds: float | None = 0.0) -> TurnView:
         if self.screen.is_live:
-            return ReplyView(self.screen, self.thinking_display, last_event=last_event)
+            return ReplyView(
+                self.screen, self.thinking_display, last_event=last_event, thinking_seconds=thinking_seconds
+            )
         hidden = self.thinking_display is ThinkingDisplay.HIDDEN
         return PlainView(PlainPrinter(sys.stdout, None if hidden else sys.stderr), last_event)
 
@@ -252,13 +274,13 @@ class Session:
         if reply is None or path[-1].id != reply.id or reply.parent_id is None:
             return
         await self.cursor.move(reply.parent_id)
-        self.screen.note("The reply was dropped, your message kept. /retry asks again, /undo brings the reply back.")
+        self.screen.note(strings.DROPPED)
 
     async def wait_for(self, awaitable: Awaitable[T], description: str) -> T:
         """Awaits the result and shows a status line meanwhile. Ctrl+C cancels and raises Interrupted."""
         task = asyncio.ensure_future(awaitable)
         started_at = time.monotonic()
-        with self.lines.watch_keys(KeyActions(task.cancel)):
+        with self.lines.watch_keys(KeyActions(task.cancel, on_clear=self.screen.clear)):
             if self._interrupted:
                 task.cancel()
             while not (await asyncio.wait([task], timeout=0.25))[0]:
@@ -285,7 +307,7 @@ class Session:
             if newest:
                 await self._report_errors(lambda: self.open(newest[0].id))
             else:
-                self.screen.note("There is no conversation yet: this is the first.")
+                self.screen.note(strings.FIRST_CONVERSATION)
         if self.cursor.conversation_id is not None and self.settings.system is not None:
             await self.cursor.set_system(self.settings.system)
         if self.cursor.conversation_id is not None and self.settings.parameters:
@@ -299,7 +321,7 @@ class Session:
         running = await self.cursor.running_reply()
         await show_end(self, without_last=running is not None)
         if running is not None:
-            await self.follow(running)
+            await self.follow(running, thinking_seconds=None)  # it began before it is shown here
 
 
 async def run(chat: Chat, settings: SessionSettings) -> bool:
@@ -326,6 +348,6 @@ async def run(chat: Chat, settings: SessionSettings) -> bool:
 async def _run_streamed(session: Session) -> None:
     card: ModelCard = await session.chat.wait_until_ready()
     if session.lines.is_interactive:
-        session.screen.show(*banner(card))
+        session.screen.show(*first_screen(card, session.settings.is_attached), *ready_lines(card))
     await session.open_initial()
     await session.run()

@@ -10,6 +10,7 @@ from typing import Any
 
 from palaver.chat.interface import Chat
 from palaver.errors import RequestError
+from palaver.repl import strings
 from palaver.store import Preset
 
 
@@ -37,12 +38,23 @@ class SessionSettings:
     thinking_display: ThinkingDisplay = ThinkingDisplay.COLLAPSED
     client: str = "terminal"
     """The client name under which the position in each conversation is stored."""
+    is_attached: bool = False
+    """Whether the model runs in a server, which decides what can be loaded."""
+
+
+_ON_WORDS = ("on", "true", "yes", "1")
+_OFF_WORDS = ("off", "false", "no", "0")
+
+
+def parse_switch(word: str) -> bool | None:
+    """On or off, by any usual word for it; None for other words."""
+    return True if word.lower() in _ON_WORDS else False if word.lower() in _OFF_WORDS else None
 
 
 class NoPreset(RequestError):
     def __init__(self, name: str, names: tuple[str, ...]) -> None:
-        known = f"there are {', '.join(names)}" if names else "there are none yet: /preset save NAME makes one"
-        super().__init__(f"There is no preset {name!r}; {known}.")
+        others = strings.PRESET_OTHERS.format(names=", ".join(names)) if names else strings.NO_PRESETS
+        super().__init__(strings.PRESET_UNKNOWN.format(name=name, others=others))
 
 
 async def find_preset(chat: Chat, name: str) -> Preset:

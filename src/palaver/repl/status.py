@@ -1,7 +1,8 @@
-"""Status lines: the statistics after a turn, the context gauge, the banner and the model's state."""
+"""Status lines: the first screen, the statistics after a turn, the context gauge and the model's state."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,25 +15,19 @@ from palaver.errors import ContextOverflow
 from palaver.events import Failed, Finished, Usage
 from palaver.formats.switches import Switch, SwitchKind, list_values, switch_of_kind, thinking_switch
 from palaver.generation import Finish
+from palaver.models.resolver import DEFAULT_MODEL
+from palaver.repl import strings
 from palaver.repl.input import TypedLine
-from palaver.repl.reply_view import format_seconds, format_tokens
+from palaver.repl.numbers import format_seconds, format_share, format_speed, format_tokens
 from palaver.repl.sanitize import one_line
 from palaver.store import ReplyStatus, StoredReply
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-FINISH_NOTES = {
-    Finish.STOPPED: "stopped: /continue goes on",
-    Finish.LENGTH: "length: /continue goes on",
-    Finish.STOP_STRING: "stop string",
-}
+FINISH_NOTES = {Finish.STOPPED: strings.STOPPED, Finish.LENGTH: strings.CUT, Finish.STOP_STRING: strings.STOP_STRING}
 WARNING_SHARE = 0.8
 """The used share of the context from which on the user is warned."""
-CHOICES = """\
-s  send it without the oldest turns, which stay in the record
-a  always do so (/set overflow shorten)
-n  send it in a new conversation"""
 _BAR_WIDTH = 30
 
 
@@ -48,24 +43,22 @@ def statistics_line(
     """
     if isinstance(ending, Failed):
         interrupted = after is not None and after.status is ReplyStatus.INTERRUPTED
-        return "interrupted: /continue goes on" if interrupted else f"failed: {ending.error}"
+        return strings.INTERRUPTED_REPLY if interrupted else strings.FAILED.format(reason=ending.error)
     usage = ending.usage
     parts = [_format_counts(usage)]
     if (speed := tokens_per_second(usage, time_to_first_token, before, after)) is not None:
-        parts.append(f"{speed:.0f} tokens/s" if speed >= 10 else f"{speed:.1f} tokens/s")
+        parts.append(format_speed(speed))
     if time_to_first_token is not None:
-        parts.append(f"first {format_seconds(time_to_first_token)}")
+        parts.append(strings.FIRST_TOKEN.format(time=format_seconds(time_to_first_token)))
     if usage.prompt_tokens:
-        cached_tokens = min(
-            usage.cached_tokens, usage.prompt_tokens
-        )  # a continued reply may have more cached tokens than prompt tokens
-        cached = f" ({cached_tokens:,} cached)" if cached_tokens else ""
-        parts.append(f"prompt {usage.prompt_tokens:,}{cached}")
+        cached = min(usage.cached_tokens, usage.prompt_tokens)  # a continued reply may have more cached tokens
+        text = strings.PROMPT_CACHED if cached else strings.PROMPT_TOKENS
+        parts.append(text.format(tokens=f"{usage.prompt_tokens:,}", cached=f"{cached:,}"))
     line = " · ".join(parts)
     if ending.finish not in FINISH_NOTES:
         return line
-    stop = f" {ending.stop!r}" if ending.stop else ""
-    return f"{line}\n{FINISH_NOTES[ending.finish]}{stop}"
+    stop = json.dumps(ending.stop or "", ensure_ascii=False)
+    return f"{line}\n{FINISH_NOTES[ending.finish].format(text=stop)}"
 
 
 def tokens_per_second(
@@ -84,8 +77,10 @@ def tokens_per_second(
 
 def _format_counts(usage: Usage) -> str:
     """All tokens of the reply, and the thinking tokens. The rest includes markers, so it is not labelled as answer."""
-    thought = f" ({usage.thinking_tokens:,} thinking)" if usage.thinking_tokens else ""
-    return format_tokens(usage.reply_tokens) + thought
+    tokens = format_tokens(usage.reply_tokens)
+    if not usage.thinking_tokens:
+        return tokens
+    return strings.THINKING_TOKENS.format(tokens=tokens, thinking=f"{usage.thinking_tokens:,}")
 
 
 def context_line(usage: ContextUsage) -> Text:
@@ -94,8 +89,12 @@ def context_line(usage: ContextUsage) -> Text:
     left = max(0, usage.limit - usage.used)
     style = "error" if share >= WARNING_SHARE else "none"
     bar = ("█" * filled, style), ("░" * (_BAR_WIDTH - filled), "note")
-    cached = f" · {usage.cached:,} of the last prompt were cached" if usage.cached else ""
-    return Text.assemble(*bar, f" {usage.used:,} of {usage.limit:,} tokens ({share:.0%}) · {left:,} left{cached}")
+    line = strings.CONTEXT_USED.format(
+        used=f"{usage.used:,}", limit=f"{usage.limit:,}", share=format_share(share), left=f"{left:,}"
+    )
+    if usage.cached:
+        line = strings.CONTEXT_CACHED.format(line=line, cached=f"{usage.cached:,}")
+    return Text.assemble(*bar, f" {line}")
 
 
 async def warn_context(session: Session, ending: Finished | Failed) -> None:
@@ -106,10 +105,8 @@ async def warn_context(session: Session, ending: Finished | Failed) -> None:
     used = ending.usage.prompt_tokens + ending.usage.reply_tokens
     if used >= WARNING_SHARE * card.context_length:
         left = max(0, card.context_length - used)
-        session.screen.note(
-            f"The context is {min(1.0, used / card.context_length):.0%} full: {left:,} tokens are left. "
-            "/new begins a new conversation, /set overflow shorten leaves the oldest turns out when it is full."
-        )
+        share = format_share(min(1.0, used / card.context_length))
+        session.screen.note(strings.CONTEXT_NEARLY_FULL.format(share=share, left=f"{left:,}"))
 
 
 async def offer_context_choices(session: Session, text: str, error: ContextOverflow) -> None:
@@ -119,9 +116,9 @@ async def offer_context_choices(session: Session, text: str, error: ContextOverf
     if not session.lines.is_interactive:
         return
     session.initial_line = TypedLine(text)
-    session.screen.show(Text(CHOICES))
+    session.screen.show(Text(strings.CONTEXT_CHOICES))
     try:
-        choice = await session.lines.ask("Which? (Enter: back to the message)")
+        choice = await session.lines.ask(strings.CONTEXT_QUESTION)
     except EOFError:
         return
     match choice.strip().lower()[:1]:
@@ -146,19 +143,51 @@ async def _resend(session: Session, text: str) -> None:
         session.screen.error(error)
 
 
-def banner(card: ModelCard) -> list[RenderableType]:
-    if card.state is not ModelState.READY:
-        return [Text(f"palaver {__version__} · {model_status(card)}")]
-    facts = [f"context {card.context_length:,}", " ".join(one for one in (card.device, card.dtype) if one)]
-    head = Text.assemble(f"palaver {__version__} · ", (model_name(card), "name"), " · ", " · ".join(facts))
-    capabilities = f"{thinking_summary(card)} · {'calls tools' if card.takes_tools else 'calls no tools'}"
-    notices = [Text(one_line(notice), style="note") for notice in card.notices]
-    return [
-        head,
-        Text(capabilities, style="note"),
-        *notices,
-        Text("/help lists the commands, Ctrl+D leaves.", style="note"),
+def first_screen(card: ModelCard, is_attached: bool = False) -> list[RenderableType]:
+    """What a new user reads first, also while the model still loads: the model, one example, the way on."""
+    is_demo = card.name == DEFAULT_MODEL
+    lines = [Text.assemble(strings.BANNER.format(version=__version__), (model_name(card), "name"))]
+    if card.state is ModelState.NONE:
+        lines = [Text(strings.BANNER.format(version=__version__) + strings.NO_MODEL)]
+    elif is_demo:
+        lines.append(Text(strings.DEMO_MODEL.format(model=card.name)))
+    lines += [
+        Text(),
+        Text.assemble(
+            (strings.FIRST_EXAMPLE, "note"), (strings.DEMO_EXAMPLE if is_demo else strings.EXAMPLE, "example")
+        ),
     ]
+    if is_demo and is_attached:
+        lines.append(
+            Text.assemble((strings.REAL_MODEL_ON_SERVER, "note"), (strings.REAL_MODEL_SERVER_COMMAND, "example"))
+        )
+    elif is_demo:
+        lines.append(
+            Text.assemble(
+                (strings.REAL_MODEL, "note"),
+                (strings.REAL_MODEL_COMMAND, "example"),
+                (strings.REAL_MODEL_SIZE, "note"),
+            )
+        )
+    return [*lines, Text(), Text(strings.FIRST_KEYS, style="note")]
+
+
+def ready_lines(card: ModelCard) -> list[RenderableType]:
+    """What is known of a loaded model, with its notices; or why there is none."""
+    if card.state is ModelState.FAILED:
+        failed = strings.LOAD_FAILED.format(model=model_name(card), reason=card.note)
+        return [Text(failed, style="error"), Text(strings.LOAD_ANOTHER, style="note")]
+    if card.state is not ModelState.READY:
+        return []
+    facts = [
+        strings.READY.format(model=model_name(card)),
+        strings.CONTEXT_FACT.format(tokens=f"{card.context_length:,}"),
+        strings.NEVER_THINKS if not card.thinks else strings.THINKS,
+        strings.CALLS_TOOLS if card.takes_tools else strings.CALLS_NO_TOOLS,
+        " ".join(one for one in (card.device, card.dtype) if one),
+    ]
+    notices = [Text(one_line(notice), style="note") for notice in card.notices]
+    return [Text(" · ".join(filter(None, facts)), style="note"), *notices]
 
 
 def model_name(card: ModelCard) -> str:
@@ -171,29 +200,29 @@ def model_status(card: ModelCard) -> str:
         case ModelState.LOADING:
             return loading_line(card)
         case ModelState.FAILED:
-            return f"{model_name(card)} could not be loaded: {card.note}"
+            return strings.LOAD_FAILED.format(model=model_name(card), reason=card.note)
         case ModelState.NONE:
-            return "no model: /model NAME loads one"
+            return strings.NO_MODEL
         case ModelState.READY:
             return model_name(card)
 
 
 def loading_line(card: ModelCard) -> str:
     progress = "" if card.progress is None else f" {card.progress:.0%}"
-    note = f" · {card.note}" if card.note else ""
-    return f"loading {model_name(card)}{progress}{note}"
+    line = strings.LOADING.format(model=model_name(card)) + progress
+    return strings.LOADING_STEP.format(line=line, step=card.note) if card.note else line
 
 
 def waiting_line(description: str, seconds: float) -> Text:
-    return Text(f"{description} · {format_seconds(seconds)}", style="note")
+    return Text(strings.WAITING.format(what=description, time=format_seconds(seconds)), style="note")
 
 
 def thinking_summary(card: ModelCard) -> str:
     """Whether the model thinks, and the switches its template has for thinking."""
     switches = [_format_switch(one) for one in thinking_switches(card)]
     if not card.thinks:
-        return "does not think"
-    return f"thinks ({', '.join(switches)})" if switches else "thinks, without a switch for it"
+        return strings.NEVER_THINKS
+    return strings.THINKS_WITH_SWITCHES.format(switches=", ".join(switches)) if switches else strings.THINKS_ALWAYS
 
 
 def thinking_switches(card: ModelCard) -> list[Switch]:

@@ -16,6 +16,7 @@ from palaver.chat.turn_log import LogEntry
 from palaver.errors import PalaverError
 from palaver.events import AnswerDelta, Failed, Finished, ReadEvent, Snapshot
 from palaver.generation import Finish
+from palaver.repl import strings
 from palaver.voice.audio_format import FORMATS, encode_audio, pcm, wav_header
 from palaver.voice.base import Samples, VoiceSettings, silence
 from palaver.voice.loader import SpeakerCache
@@ -45,6 +46,11 @@ class SessionVoice:
         self.voice: VoiceSettings | None = None
         """None: replies are not spoken."""
 
+    @property
+    def sound_folder(self) -> Path:
+        """Where replies are saved if no player is installed."""
+        return self._folder / "spoken"
+
     async def turn_on(self, voice: VoiceSettings) -> PlayerProgram | None:
         """Raises if the voice does not exist. Returns the player, or None if the sound goes to files."""
         (await self._speakers.current()).language(voice)
@@ -61,7 +67,7 @@ class SessionVoice:
         if self.voice is None:
             return None
         speech = Speech(await self._speakers.current(), self.voice)
-        path = self._folder / "spoken" / f"{reply_id}.wav"
+        path = self.sound_folder / f"{reply_id}.wav"
         self._current = SpokenReply(speech, last_event, find_player(), path, self._notify)
         return self._current
 
@@ -143,9 +149,9 @@ class SpokenReply:
                 await self._player.end()
             elif any(len(samples) for samples in pieces):
                 await asyncio.to_thread(write_sound, self._path, np.concatenate(pieces))
-                self._notify(f"Spoken into {self._path}")
+                self._notify(strings.VOICE_SAVED.format(path=self._path))
         except PalaverError as error:
-            self._notify(f"The voice failed: {error}")
+            self._notify(strings.VOICE_FAILED.format(reason=error))
         finally:
             self.stop()
 

@@ -18,51 +18,67 @@ from rich.text import Text
 from palaver.errors import BadParameter, NothingToContinue, RequestError
 from palaver.messages import Role, Thinking, ToolCall, ToolResult
 from palaver.messages import Text as TextPart
+from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup
 from palaver.repl.completion import fixed_choices
 from palaver.repl.input import TypedLine
 from palaver.repl.markdown import render_markdown
-from palaver.repl.reply_view import format_call, format_seconds, format_tokens
+from palaver.repl.numbers import format_messages, format_seconds, format_tokens
+from palaver.repl.reply_view import format_call, render_thinking
 from palaver.repl.sanitize import one_line, sanitize
+from palaver.repl.settings import ThinkingDisplay
 from palaver.store import Blob, ReplyStatus, StoredMessage, TreeNode
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-commands = CommandGroup("The branch")
+commands = CommandGroup(strings.GROUP_BRANCHES)
 _STATUS_NOTES = {
-    ReplyStatus.STOPPED: "stopped: /continue goes on",
-    ReplyStatus.LENGTH: "length: /continue goes on",
-    ReplyStatus.INTERRUPTED: "interrupted: /continue goes on",
-    ReplyStatus.FAILED: "failed: /continue goes on",
-    ReplyStatus.RUNNING: "running",
+    ReplyStatus.STOPPED: strings.STOPPED,
+    ReplyStatus.LENGTH: strings.CUT,
+    ReplyStatus.INTERRUPTED: strings.INTERRUPTED_REPLY,
+    ReplyStatus.FAILED: strings.FAILED_REPLY,
+    ReplyStatus.RUNNING: strings.RUNNING,
 }
-_ROLE_NAMES = {Role.USER: "you", Role.ASSISTANT: "model", Role.TOOL: "tool", Role.SYSTEM: "system"}
+_ROLE_NAMES = {
+    Role.USER: strings.ROLE_USER,
+    Role.ASSISTANT: strings.ROLE_ASSISTANT,
+    Role.TOOL: strings.ROLE_TOOL,
+    Role.SYSTEM: strings.ROLE_SYSTEM,
+}
 
 
-@commands.command("retry", "another reply to the same message; the old one is kept", "", ("regen",))
+@commands.command("retry", ("regen",))
 async def retry(session: Session, arguments: str) -> None:
     path = await session.cursor.path()
     message = next((one for one in reversed(path) if one.role in (Role.USER, Role.TOOL)), None)
     if message is None:
-        raise NothingToContinue("There is no reply to try again.")
+        raise NothingToContinue(strings.NOTHING_TO_RETRY)
     seed = (await session.cursor.settings()).parameters.get("seed")
     if seed is not None:
-        session.screen.note(f"The seed is set to {seed}, so the reply may be the same: /seed default draws a new one.")
+        session.screen.note(strings.SEED_IS_SET.format(seed=seed))
     await session.generate_reply(message.id)
 
 
-@commands.command("continue", "go on with the reply exactly where it stopped", "", ("cont",))
+@commands.command("continue", ("cont",))
 async def continue_(session: Session, arguments: str) -> None:
     path = await session.cursor.path()
     if not path or path[-1].role is not Role.ASSISTANT:
-        raise NothingToContinue("There is no reply to continue.")
+        raise NothingToContinue(strings.NOTHING_TO_CONTINUE)
     reply = path[-1]
     last_event = await _last_event(session, reply)
     with session.deferred_interrupts():
-        continued = await session.wait_for(session.chat.continue_reply(reply.id), "waiting for the model")
+        continued = await session.wait_for(session.chat.continue_reply(reply.id), strings.WAITING_FOR_MODEL)
         await session.cursor.move(continued.id)
-        await session.follow(continued, last_event if continued.id == reply.id else 0)
+        is_same = continued.id == reply.id
+        await session.follow(continued, last_event if is_same else 0, _thinking_seconds(reply) if is_same else None)
+
+
+def _thinking_seconds(reply: StoredMessage) -> float | None:
+    """How long the reply has been thinking; None if that was not measured."""
+    if not reply.thinking:
+        return 0.0
+    return reply.reply.timings.get("thinking") if reply.reply is not None else None
 
 
 async def _last_event(session: Session, reply: StoredMessage) -> int:
@@ -75,29 +91,23 @@ async def _last_event(session: Session, reply: StoredMessage) -> int:
     return number
 
 
-@commands.command("undo", "back to before the last exchange or move")
+@commands.command("undo")
 async def undo(session: Session, arguments: str) -> None:
     if session.cursor.conversation_id is None:
-        raise RequestError("There is nothing to undo.")
+        raise RequestError(strings.NOTHING_TO_UNDO)
     await session.cursor.undo()
-    await _show_position(session, "Undone")
+    await _show_position(session, strings.UNDONE)
 
 
-@commands.command("redo", "take an undo back")
+@commands.command("redo")
 async def redo(session: Session, arguments: str) -> None:
     if session.cursor.conversation_id is None:
-        raise RequestError("There is nothing to redo.")
+        raise RequestError(strings.NOTHING_TO_REDO)
     await session.cursor.redo()
-    await _show_position(session, "Redone")
+    await _show_position(session, strings.REDONE)
 
 
-@commands.command(
-    "edit",
-    "another wording of your last message (or of message N, or of the reply), in $EDITOR or here",
-    "[N | reply] [inline]",
-    (),
-    fixed_choices("reply", "inline"),
-)
+@commands.command("edit", choices=fixed_choices("reply", "inline"))
 async def edit(session: Session, arguments: str) -> None:
     words = arguments.split()
     message = await _find_message(session, [one for one in words if one != "inline"])
@@ -107,11 +117,11 @@ async def edit(session: Session, arguments: str) -> None:
         return
     text = await edit_text(editor, message.text)
     if text == message.text or not text.strip():
-        session.screen.note("Nothing was changed.")
+        session.screen.note(strings.NOT_CHANGED)
         return
     await session.edit_message(message.id, text)
     if message.role is Role.ASSISTANT:
-        session.screen.note("The reply was edited, on a branch of its own. /continue goes on from it.")
+        session.screen.note(strings.REPLY_EDITED)
 
 
 async def _find_message(session: Session, words: Sequence[str]) -> StoredMessage:
@@ -123,7 +133,7 @@ async def _find_message(session: Session, words: Sequence[str]) -> StoredMessage
     else:
         found = path[_parse_number(words[0], len(path)) - 1]
     if found is None:
-        raise RequestError("There is no message to edit.")
+        raise RequestError(strings.NOTHING_TO_EDIT)
     return found
 
 
@@ -135,7 +145,7 @@ async def edit_text(editor: str, text: str) -> str:
         try:
             process = await asyncio.create_subprocess_exec(*shlex.split(editor), str(path))
         except (OSError, ValueError) as error:
-            raise RequestError(f"The editor {editor!r} can't be run: {error}. /edit inline edits here.") from None
+            raise RequestError(strings.EDITOR_FAILED.format(editor=editor, reason=error)) from None
         if await process.wait() != 0:
             return text
         return path.read_text(encoding="utf-8").removesuffix("\n")
@@ -146,20 +156,18 @@ async def _numbers(session: Session, arguments: str) -> Iterable[ArgumentChoice]
     return [ArgumentChoice(str(number), _preview(one)) for number, one in enumerate(path, 1)]
 
 
-@commands.command(
-    "branch", "go back to message N (or before your last one): the next message begins a branch", "[N]", (), _numbers
-)
+@commands.command("branch", choices=_numbers)
 async def branch(session: Session, arguments: str) -> None:
     path = await session.cursor.path()
     if not path:
-        raise RequestError("There is nothing to branch from yet.")
+        raise RequestError(strings.NOTHING_TO_BRANCH)
     if arguments.strip():
         to: str | None = path[_parse_number(arguments.strip(), len(path)) - 1].id
     else:
         last = max((place for place, one in enumerate(path) if one.role is Role.USER), default=0)
         to = path[last - 1].id if last else None
     await session.cursor.move(to)
-    await _show_position(session, "Branching")
+    await _show_position(session, strings.BRANCHED)
 
 
 async def _leaves(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
@@ -167,25 +175,25 @@ async def _leaves(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
     return [ArgumentChoice(str(number), _preview(leaf)) for number, leaf in enumerate(leaves, 1)]
 
 
-@commands.command("branches", "the branches of the conversation")
+@commands.command("branches")
 async def branches(session: Session, arguments: str) -> None:
     leaves = await _branch_ends(session)
     if not leaves:
-        raise RequestError("There are no branches yet.")
+        raise RequestError(strings.NO_BRANCHES)
     here = {one.id for one in await session.cursor.path()}
     grid = Grid.grid(padding=(0, 2, 0, 0))
     for number, leaf in enumerate(leaves, 1):
         path = await session.chat.path(leaf.id)
         question = next((one for one in reversed(path) if one.role is Role.USER), leaf)
         mark = "*" if leaf.id in here else ""
-        grid.add_row(f"{number}{mark}", f"{len(path)} messages", one_line(question.text, 40), one_line(leaf.text, 40))
+        grid.add_row(
+            f"{number}{mark}", format_messages(len(path)), one_line(question.text, 40), one_line(leaf.text, 40)
+        )
     session.screen.show(grid)
-    session.screen.note("/switch NUMBER goes to one.")
+    session.screen.note(strings.SWITCH_TO_BRANCH)
 
 
-@commands.command(
-    "switch", "go to another branch, or to another reply to the same message", "N | next | prev", (), _leaves
-)
+@commands.command("switch", choices=_leaves)
 async def switch(session: Session, arguments: str) -> None:
     target = arguments.strip()
     if target in ("next", "prev"):
@@ -204,17 +212,20 @@ async def _sibling(session: Session, step: int) -> str:
         if len(siblings) > 1:
             start = siblings[(siblings.index(one.id) + step) % len(siblings)]
             return await session.chat.newest_leaf(one.conversation_id, start) or start
-    raise RequestError("There is only this branch.")
+    raise RequestError(strings.ONLY_BRANCH)
 
 
-@commands.command("history", "what was said on this branch", "[how many]", ("log",))
+@commands.command("history", ("log",))
 async def history(session: Session, arguments: str) -> None:
     path = await session.cursor.path()
-    if not path:
-        session.screen.note("Nothing was said yet.")
-        return
+    system = (await session.cursor.settings()).system
     count = _parse_number(arguments.strip(), len(path)) if arguments.strip() else len(path)
-    await _show_messages(session, path, count)
+    if system and count == len(path):
+        session.screen.show(Text(strings.SYSTEM_HEAD, style="name"), Text(sanitize(system)), Text())
+    if not path:
+        session.screen.note(strings.EMPTY_CONVERSATION)
+        return
+    await _show_messages(session, path, count, with_thoughts=session.thinking_display is not ThinkingDisplay.HIDDEN)
 
 
 async def show_end(session: Session, without_last: bool = False) -> None:
@@ -223,28 +234,39 @@ async def show_end(session: Session, without_last: bool = False) -> None:
     conversation = await session.cursor.conversation()
     if conversation is not None:
         title = one_line(conversation.title) or conversation.id
-        session.screen.show(Text.assemble((title, "name"), (f" · {len(path)} messages", "note")))
+        session.screen.show(
+            Text.assemble(
+                (title, "name"), (strings.CONVERSATION_HEAD.format(messages=format_messages(len(path))), "note")
+            )
+        )
     if without_last:
         path = path[:-1]
     last_user = max((place for place, one in enumerate(path) if one.role is Role.USER), default=0)
     await _show_messages(session, path, len(path) - last_user)
 
 
-async def _show_messages(session: Session, path: Sequence[StoredMessage], count: int) -> None:
+async def _show_messages(
+    session: Session, path: Sequence[StoredMessage], count: int, with_thoughts: bool = False
+) -> None:
     if not path:
         return
     sibling_counts = _sibling_counts(await session.chat.nodes(path[0].conversation_id))
     for number, one in list(enumerate(path, 1))[-count:] if count else ():
         siblings = sibling_counts[one.parent_id]
-        session.screen.show(*render_message(one, number, siblings), Text())
+        session.screen.show(*render_message(one, number, siblings, with_thoughts), Text())
 
 
-def render_message(stored: StoredMessage, number: int, siblings: int = 1) -> list[RenderableType]:
-    """A stored message, with its thinking summarised in one line."""
-    variants = f" · one of {siblings}" if siblings > 1 else ""
-    shown: list[RenderableType] = [Text.assemble((f"{number} {_ROLE_NAMES[stored.role]}", "name"), (variants, "note"))]
+def render_message(
+    stored: StoredMessage, number: int, siblings: int = 1, with_thoughts: bool = False
+) -> list[RenderableType]:
+    """A stored message. Its thinking is one line, or that line and the text."""
+    versions = strings.VERSIONS.format(count=siblings) if siblings > 1 else ""
+    head = strings.MESSAGE_HEAD.format(number=number, role=_ROLE_NAMES[stored.role])
+    shown: list[RenderableType] = [Text.assemble((head, "name"), (versions, "note"))]
     if stored.thinking:
         shown.append(Text(_thinking_line(stored), style="thought"))
+    if with_thoughts:
+        shown += render_thinking(part.text for part in stored.parts if isinstance(part, Thinking))
     for part in stored.parts:
         match part:
             case TextPart(text):
@@ -252,9 +274,9 @@ def render_message(stored: StoredMessage, number: int, siblings: int = 1) -> lis
             case ToolCall(_, name, arguments):
                 shown += format_call(name, arguments)
             case ToolResult(_, content, name):
-                shown.append(Text(f"{sanitize(name)}: {sanitize(content)}"))
+                shown.append(Text(strings.TOOL_RESULT.format(name=sanitize(name), content=sanitize(content))))
             case Blob(kind, media_type):
-                shown.append(Text(f"[{kind}, {media_type}]", style="note"))
+                shown.append(Text(strings.BLOB.format(kind=kind, media_type=media_type), style="note"))
             case Thinking():
                 pass
     if stored.reply is not None and stored.reply.status in _STATUS_NOTES:
@@ -264,9 +286,9 @@ def render_message(stored: StoredMessage, number: int, siblings: int = 1) -> lis
 
 def _thinking_line(stored: StoredMessage) -> str:
     reply = stored.reply
-    duration = f" for {format_seconds(reply.timings['thinking'])}" if reply and reply.timings.get("thinking") else ""
-    count = f" · {format_tokens(reply.usage.thinking_tokens)}" if reply and reply.usage else ""
-    return f"thought{duration}{count}"
+    seconds = reply.timings.get("thinking") if reply else None
+    head = strings.THOUGHT_FOR.format(time=format_seconds(seconds)) if seconds else strings.THOUGHT
+    return f"{head} · {format_tokens(reply.usage.thinking_tokens)}" if reply and reply.usage else head
 
 
 async def _branch_ends(session: Session) -> list[StoredMessage]:
@@ -284,15 +306,19 @@ def _sibling_counts(nodes: Iterable[TreeNode]) -> Counter[str | None]:
 
 async def _show_position(session: Session, verb: str) -> None:
     path = await session.cursor.path()
-    where = f"after: {_preview(path[-1])}" if path else "before the first message"
-    session.screen.note(f"{verb}: you are {where}")
+    if path:
+        session.screen.note(strings.NOW_AT.format(verb=verb, preview=_preview(path[-1])))
+    else:
+        session.screen.note(strings.NOW_AT_START.format(verb=verb))
 
 
 def _preview(stored: StoredMessage) -> str:
-    return f"{_ROLE_NAMES[stored.role]}: {one_line(stored.text, 60) or '…'}"
+    return one_line(stored.text, 60) or one_line(stored.thinking, 60) or "…"
 
 
 def _parse_number(text: str, maximum: int) -> int:
     if not text.isdigit() or not 0 < int(text) <= maximum:
-        raise BadParameter("number", text, f"must be from 1 to {maximum}" if maximum else "there is none")
+        if not maximum:
+            raise RequestError(strings.EMPTY_CONVERSATION)
+        raise BadParameter(strings.MESSAGE_NUMBER, text, strings.NUMBER_RANGE.format(maximum=f"{maximum:,}"))
     return int(text)

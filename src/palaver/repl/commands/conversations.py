@@ -7,9 +7,9 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from rich.table import Table as Grid
-from rich.text import Text
 
 from palaver.errors import RequestError
+from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup
 from palaver.repl.cursor import find_conversation, list_conversations
 from palaver.repl.sanitize import one_line
@@ -18,7 +18,7 @@ from palaver.store import Conversation, NotFound
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-commands = CommandGroup("Conversations")
+commands = CommandGroup(strings.GROUP_CONVERSATIONS)
 _PAGE_SIZE = 20
 
 
@@ -29,66 +29,77 @@ async def _titles(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
     ]
 
 
-@commands.command("new", "begin a new conversation, with the same system prompt and parameters", "", ("clear", "reset"))
+@commands.command("new", ("clear", "reset"))
 async def new(session: Session, arguments: str) -> None:
     previous_id = session.cursor.conversation_id
     await session.cursor.start_new()
     session.attachments.clear()
-    session.screen.note("A new conversation. The one before is kept: /open finds it.")
+    session.screen.note(strings.NEW_CONVERSATION if previous_id is not None else strings.NEW_EMPTY_CONVERSATION)
     if previous_id is not None:
         await session.chat.clear_cache(previous_id)  # its KV cache can be freed
 
 
-@commands.command(
-    "open", "go on with a conversation, found by its title, its words or its number", "[WORDS]", (), _titles
-)
+@commands.command("open", choices=_titles)
 async def open_(session: Session, arguments: str) -> None:
     conversation_id = await _choose(session, arguments.strip())
     if conversation_id is not None:
         await session.open(conversation_id)
 
 
-@commands.command("list", "the newest conversations, or those with these words in their title", "[WORDS]", ("ls",))
+@commands.command("list", ("ls",))
 async def list_(session: Session, arguments: str) -> None:
-    page = await session.chat.conversations(limit=_PAGE_SIZE, title=arguments.strip())
+    words = arguments.strip()
+    page = await session.chat.conversations(limit=_PAGE_SIZE, title=words)
+    if not page:
+        session.screen.note(
+            strings.NO_MATCHING_CONVERSATIONS.format(words=words) if words else strings.NO_CONVERSATIONS
+        )
+        return
     _show_list(session, page)
+    session.screen.note(strings.OPEN_NUMBER)
     if len(page) == _PAGE_SIZE:
-        session.screen.note("There may be more: /list WORDS, /search WORDS.")
+        session.screen.note(strings.MORE_CONVERSATIONS.format(count=_PAGE_SIZE))
 
 
-@commands.command("search", "find what was said, in all conversations", "WORDS", ("find",))
+@commands.command("search", ("find",))
 async def search(session: Session, arguments: str) -> None:
     if not arguments.strip():
-        raise RequestError("Write what to look for: /search WORDS.")
+        raise RequestError(strings.SEARCH_USAGE)
     hits = await session.chat.search(arguments.strip())
     session.listed_ids = list(dict.fromkeys(hit.conversation_id for hit in hits))
     grid = _grid()
     for hit in hits:
         number = session.listed_ids.index(hit.conversation_id) + 1
-        grid.add_row(f"{number}", one_line(hit.title, 40), f"{hit.role}: {one_line(hit.snippet)}")
-    session.screen.show(grid if hits else Text("Nothing was found.", style="note"))
-    if hits:
-        session.screen.note("/open NUMBER opens one.")
+        grid.add_row(
+            f"{number}",
+            one_line(hit.title, 40),
+            strings.SEARCH_HIT.format(role=hit.role, snippet=one_line(hit.snippet)),
+        )
+    if not hits:
+        session.screen.note(strings.SEARCH_NOTHING.format(words=arguments.strip()))
+        return
+    session.screen.show(grid)
+    session.screen.note(strings.OPEN_NUMBER)
 
 
-@commands.command("title", "show or set the conversation's title", "[TEXT]")
+@commands.command("title")
 async def title(session: Session, arguments: str) -> None:
     if arguments.strip():
         conversation = await session.cursor.ensure_conversation()
         await session.chat.update_conversation(conversation.id, title=arguments.strip())
     current = await session.cursor.conversation()
     shown = one_line(current.title) if current else ""
-    session.screen.note(f"The title is {shown!r}." if shown else "There is no title yet: the first message makes one.")
+    session.screen.note(strings.TITLE.format(title=shown) if shown else strings.NO_TITLE_YET)
 
 
-@commands.command("delete", "put the conversation into the bin; `palaver undelete` brings it back")
+@commands.command("delete")
 async def delete(session: Session, arguments: str) -> None:
     conversation = await session.cursor.conversation()
     if conversation is None:
-        raise RequestError("There is no conversation to delete yet.")
+        raise RequestError(strings.NOTHING_TO_DELETE)
     await session.cursor.start_new()
     await session.chat.delete_conversation(conversation.id)
-    session.screen.note(f"Deleted. `palaver undelete {conversation.id}` brings it back.")
+    session.screen.note(strings.DELETED.format(id=conversation.id))
 
 
 async def _choose(session: Session, query: str) -> str | None:
@@ -99,10 +110,10 @@ async def _choose(session: Session, query: str) -> str | None:
     if len(matches) == 1 and query:
         return matches[0].id
     if not matches:
-        raise RequestError(f"No conversation has {query!r}: /list shows the newest." if query else "There is none yet.")
+        raise RequestError(strings.OPEN_NOTHING.format(words=query) if query else strings.NO_CONVERSATIONS)
     _show_list(session, matches[:_PAGE_SIZE])
     try:
-        number = await session.lines.ask("Which number? (Enter: none)")
+        number = await session.lines.ask(strings.OPEN_QUESTION)
     except EOFError:
         return None
     return await _choose(session, number.strip()) if number.strip() else None
@@ -128,8 +139,8 @@ def _show_list(session: Session, page: Sequence[Conversation]) -> None:
     grid = _grid()
     for number, one in enumerate(page, 1):
         here = "*" if one.id == session.cursor.conversation_id else ""
-        grid.add_row(f"{number}{here}", one_line(one.title, 60) or "(no title)", format_time(one.updated_at))
-    session.screen.show(grid if page else Text("There is no conversation.", style="note"))
+        grid.add_row(f"{number}{here}", one_line(one.title, 60) or strings.NO_TITLE, format_time(one.updated_at))
+    session.screen.show(grid)
 
 
 def format_time(moment: datetime) -> str:

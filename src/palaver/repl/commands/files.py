@@ -8,22 +8,24 @@ import mimetypes
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from palaver.errors import RequestError, UnsupportedContent
 from palaver.messages import Audio, Image, Role
 from palaver.messages import Text as TextPart
+from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup
 from palaver.repl.completion import complete_paths, fixed_choices
+from palaver.repl.numbers import format_count
 from palaver.repl.sanitize import one_line
 from palaver.store import Conversation
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-commands = CommandGroup("Files")
+commands = CommandGroup(strings.GROUP_FILES)
 EXPORT_FORMATS = {
     "jsonl": "jsonl",
     "md": "markdown",
@@ -34,11 +36,11 @@ EXPORT_FORMATS = {
 }
 _SUFFIXES = {"markdown": ".md", "tree": ".json", "sharegpt": ".jsonl"}
 _MAX_ATTACHMENT_BYTES = 50_000_000
-_MEDIA_NAMES = {"image": "pictures", "audio": "sound", "video": "video"}
+_MEDIA_NAMES = {"image": strings.IMAGES, "audio": strings.SOUND, "video": strings.VIDEO}
 _CLIPBOARD_COMMANDS = (["wl-copy"], ["xclip", "-selection", "clipboard"], ["pbcopy"], ["clip.exe"])
 
 
-@commands.command("save", "append this branch to a file, for training (JSONL)", "[FILE]", (), complete_paths)
+@commands.command("save", choices=complete_paths)
 async def save(session: Session, arguments: str) -> None:
     conversation = await _current_conversation(session)
     path = _path(arguments.strip() or f"{_file_stem(conversation)}.jsonl")
@@ -47,18 +49,13 @@ async def save(session: Session, arguments: str) -> None:
     )
     replies = [one for line in text.splitlines() for one in json.loads(line)["messages"] if one["role"] == "assistant"]
     if not replies:
-        raise RequestError("There is no reply on this branch yet: nothing to learn from.")
+        raise RequestError(strings.NOTHING_TO_SAVE)
     with path.open("a", encoding="utf-8") as file:
         file.write(text if text.endswith("\n") else text + "\n")
-    session.screen.note(f"Appended to {path}.{_stopped_note(replies)}")
-
-
-def _stopped_note(replies: Iterable[Mapping[str, Any]]) -> str:
-    count = sum(reply.get("weight") == 0 for reply in replies)
-    if not count:
-        return ""
-    stopped = "1 reply was stopped and is" if count == 1 else f"{count} replies were stopped and are"
-    return f' {stopped} saved up to there, with "weight": 0.'
+    line = strings.SAVED.format(path=path)
+    if stopped := sum(reply.get("weight") == 0 for reply in replies):
+        line = strings.SAVED_STOPPED.format(line=line, replies=format_count(stopped, strings.REPLIES))
+    session.screen.note(line)
 
 
 async def _format_choices(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
@@ -68,18 +65,12 @@ async def _format_choices(session: Session, arguments: str) -> Iterable[Argument
     return [ArgumentChoice(one.text) for one in await complete_paths(session, rest)]
 
 
-@commands.command(
-    "export",
-    "write the conversation into a new file",
-    "jsonl | md | tree | branches | sharegpt [FILE]",
-    (),
-    _format_choices,
-)
+@commands.command("export", choices=_format_choices)
 async def export(session: Session, arguments: str) -> None:
     word, _, rest = arguments.strip().partition(" ")
     format = EXPORT_FORMATS.get(word)
     if format is None:
-        raise RequestError(f"It is /export and one of {', '.join(EXPORT_FORMATS)}.")
+        raise RequestError(strings.EXPORT_USAGE.format(formats=", ".join(EXPORT_FORMATS)))
     conversation = await _current_conversation(session)
     path = _path(rest.strip() or _file_stem(conversation) + _SUFFIXES.get(format, ".jsonl"))
     text = await session.chat.export_conversation(conversation.id, format, (await session.cursor.position()).message_id)
@@ -87,47 +78,41 @@ async def export(session: Session, arguments: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text if text.endswith("\n") else text + "\n")
     except FileExistsError:
-        raise RequestError(f"{path} is there already: choose another name.") from None
-    session.screen.note(f"Written to {path}.")
+        raise RequestError(strings.FILE_EXISTS.format(path=path)) from None
+    session.screen.note(strings.EXPORTED.format(path=path))
 
 
-@commands.command(
-    "import",
-    "take in the conversations of a file, ours or another program's, and open the first",
-    "FILE",
-    ("load",),
-    complete_paths,
-)
+@commands.command("import", ("load",), complete_paths)
 async def import_(session: Session, arguments: str) -> None:
     path = _path(arguments.strip())
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise RequestError(f"{path} is no text.") from None
+        raise RequestError(strings.NOT_TEXT.format(path=path)) from None
     imported = await session.chat.import_conversations(text)
     if not imported:
-        raise RequestError(f"{path} holds no conversation.")
-    session.screen.note(
-        f"{len(imported)} taken in: {', '.join(one_line(one.title, 40) or one.id for one in imported[:5])}"
-    )
+        raise RequestError(strings.IMPORTED_NONE.format(path=path))
+    titles = ", ".join(one_line(one.title, 40) or one.id for one in imported[:5])
+    count = format_count(len(imported), strings.CONVERSATIONS)
+    session.screen.note(strings.IMPORTED.format(conversations=count, titles=titles))
     await session.open(imported[0].id)
 
 
-@commands.command("image", "attach a picture to the next message", "FILE", (), complete_paths)
+@commands.command("image", choices=complete_paths)
 async def image(session: Session, arguments: str) -> None:
     await _attach(session, _path(arguments.strip()), "image")
 
 
-@commands.command("audio", "attach sound to the next message", "FILE", (), complete_paths)
+@commands.command("audio", choices=complete_paths)
 async def audio(session: Session, arguments: str) -> None:
     await _attach(session, _path(arguments.strip()), "audio")
 
 
-@commands.command("file", "attach a file to the next message; text goes in as text", "FILE | clear", (), complete_paths)
+@commands.command("file", choices=complete_paths)
 async def file(session: Session, arguments: str) -> None:
     if arguments.strip() == "clear":
         session.attachments.clear()
-        session.screen.note("Nothing is attached.")
+        session.screen.note(strings.NOTHING_ATTACHED)
         return
     path = _path(arguments.strip())
     kind = (mimetypes.guess_type(path.name)[0] or "").partition("/")[0]
@@ -136,39 +121,33 @@ async def file(session: Session, arguments: str) -> None:
 
 async def _attach(session: Session, path: Path, kind: str) -> None:
     if path.stat().st_size > _MAX_ATTACHMENT_BYTES:
-        raise RequestError(f"{path} is larger than {_MAX_ATTACHMENT_BYTES:,} bytes.")
+        raise RequestError(strings.FILE_TOO_LARGE.format(path=path, limit=_MAX_ATTACHMENT_BYTES // 1_000_000))
     if kind == "text":
         session.attachments.append(TextPart(_as_text(path)))
     else:
-        card = await session.wait_for(session.chat.wait_until_ready(), "waiting for the model")
+        card = await session.wait_for(session.chat.wait_until_ready(), strings.WAITING_FOR_MODEL)
         if kind not in card.media:
-            raise UnsupportedContent(f"{card.name} takes no {_MEDIA_NAMES[kind]}.")
+            raise UnsupportedContent(strings.MEDIA_UNSUPPORTED.format(model=card.name, media=_MEDIA_NAMES[kind]))
         media_type = mimetypes.guess_type(path.name)[0] or f"{kind}/*"
         data = path.read_bytes()
         session.attachments.append(Image(media_type, data) if kind == "image" else Audio(media_type, data))
-    session.screen.note(f"{path.name} goes with the next message. /file clear takes it away.")
+    session.screen.note(strings.ATTACHED.format(name=path.name))
 
 
 def _as_text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise UnsupportedContent(f"{path} is neither text nor of a kind that a model takes.") from None
+        raise UnsupportedContent(strings.FILE_UNSUPPORTED.format(path=path)) from None
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{path.name}:\n{fence}{path.suffix.removeprefix('.')}\n{text.rstrip()}\n{fence}\n\n"
 
 
-@commands.command(
-    "copy",
-    "the last reply to the clipboard, or its last code block, or its thought",
-    "[code | thought]",
-    (),
-    fixed_choices("code", "thought"),
-)
+@commands.command("copy", choices=fixed_choices("code", "thought"))
 async def copy(session: Session, arguments: str) -> None:
     reply = await session.cursor.last_message(Role.ASSISTANT)
     if reply is None:
-        raise RequestError("There is no reply to copy.")
+        raise RequestError(strings.NOTHING_TO_COPY)
     match arguments.strip():
         case "":
             text = reply.text
@@ -177,11 +156,13 @@ async def copy(session: Session, arguments: str) -> None:
         case "code":
             found = re.findall(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1", reply.text, re.MULTILINE | re.DOTALL)
             text = found[-1][1] if found else ""
-        case other:
-            raise RequestError(f"/copy {other}: it is /copy, /copy code or /copy thought.")
+        case _:
+            raise RequestError(strings.COPY_USAGE)
     if not text:
-        raise RequestError("There is nothing of that to copy.")
-    session.screen.note(f"{len(text):,} characters copied with {_copy(session, text)}.")
+        missing = {"thought": strings.NO_THOUGHT, "code": strings.NO_CODE_TO_COPY}
+        raise RequestError(missing.get(arguments.strip(), strings.NOTHING_TO_COPY))
+    program = _copy(session, text)
+    session.screen.note(strings.COPIED.format(characters=format_count(len(text), strings.CHARACTERS), program=program))
 
 
 def _copy(session: Session, text: str) -> str:
@@ -192,22 +173,22 @@ def _copy(session: Session, text: str) -> str:
             if result.returncode == 0:
                 return command[0]
     if not session.screen.is_live:
-        raise RequestError("There is no program for the clipboard here.")
+        raise RequestError(strings.NO_CLIPBOARD)
     session.screen.console.file.write(f"\x1b]52;c;{base64.b64encode(text.encode()).decode()}\a")
     session.screen.console.file.flush()
-    return "the terminal"
+    return strings.CLIPBOARD_TERMINAL
 
 
 async def _current_conversation(session: Session) -> Conversation:
     conversation = await session.cursor.conversation()
     if conversation is None:
-        raise RequestError("Nothing was said yet.")
+        raise RequestError(strings.EMPTY_CONVERSATION)
     return conversation
 
 
 def _path(text: str) -> Path:
     if not text:
-        raise RequestError("Name a file.")
+        raise RequestError(strings.FILE_NEEDED)
     return Path(text).expanduser()
 
 

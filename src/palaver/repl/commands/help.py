@@ -8,48 +8,65 @@ from typing import TYPE_CHECKING
 from rich.table import Table as Grid
 from rich.text import Text
 
+from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, Command, CommandGroup, UnknownCommand
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-commands = CommandGroup("Help")
-
-KEYS = """\
-Enter sends; Alt+Enter, or a backslash before Enter, makes a new line; what is pasted stays one message.
-Ctrl+C stops a reply and keeps it; /continue goes on exactly where it stopped. Twice within a second, it drops it.
-Ctrl+T shows or hides thoughts, Up edits the last message, Ctrl+R searches what was typed, Ctrl+D leaves.
-A line //like this sends /like this."""
+commands = CommandGroup(strings.GROUP_HELP)
 
 
 async def _names(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
-    return [ArgumentChoice(command.name, command.description) for command in session.table]
+    names = [ArgumentChoice(command.name, command.description) for command in session.table]
+    return [ArgumentChoice("all", strings.SEE_HELP), *names]
 
 
-@commands.command("help", "the commands and keys, or one command", "[COMMAND]", ("?", "h"), _names)
+@commands.command("help", ("?", "h"), _names)
 async def help_(session: Session, arguments: str) -> None:
     name = arguments.strip().removeprefix("/").lower()
-    if name:
+    if name == "all":
+        for group in session.table.groups:
+            session.screen.show(Text(group.name, style="name"), _grid(group.commands))
+    elif name:
         command = session.table.get(name)
         if command is None:
             raise UnknownCommand(name, session.table.suggest(name))
-        session.screen.show(_grid([command]))
+        session.screen.show(_grid([command], with_usage=True))
         return
-    for group in session.table.groups:
-        session.screen.show(Text(group.name, style="name"), _grid(group.commands))
-    session.screen.show(Text("Keys", style="name"), Text(KEYS))
+    else:
+        essential = [session.table[name] for name in strings.ESSENTIAL]
+        session.screen.show(Text(strings.HELP_COMMANDS, style="name"), _grid(essential, with_usage=False))
+    session.screen.show(Text(), Text(strings.KEYBOARD_SHORTCUTS, style="name"), _keys())
+    session.screen.show(Text(), Text(strings.HELP_MORE, style="note"))
 
 
-@commands.command("quit", "leave; everything is kept", "", ("exit", "q"))
+@commands.command("quit", ("exit", "q"))
 async def quit_(session: Session, arguments: str) -> None:
     session.should_exit = True
 
 
-def _grid(commands: Iterable[Command]) -> Grid:
+def _grid(commands: Iterable[Command], with_usage: bool = True) -> Grid:
+    """Commands and descriptions. Without usages the column of names is narrow, and aliases are left out."""
     grid = Grid.grid(padding=(0, 2, 0, 0))
-    grid.add_column(overflow="fold", ratio=2)
-    grid.add_column(overflow="fold", ratio=3)
+    if with_usage:
+        grid.add_column(overflow="fold", ratio=2)
+        grid.add_column(overflow="fold", ratio=3)
     for one in commands:
-        also = f" (also {', '.join(f'/{alias}' for alias in one.aliases)})" if one.aliases else ""
-        grid.add_row(Text(f"  /{one.name} {one.arguments}".rstrip()), Text(f"{one.description}{also}"))
+        usage = f" {one.arguments}" if with_usage and one.arguments else ""
+        grid.add_row(Text(f"  /{one.name}{usage}"), Text(_describe(one) if with_usage else one.description))
+    return grid
+
+
+def _describe(command: Command) -> str:
+    if not command.aliases:
+        return command.description
+    aliases = ", ".join(f"/{alias}" for alias in command.aliases)
+    return strings.HELP_ALIASES.format(description=command.description, aliases=aliases)
+
+
+def _keys() -> Grid:
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    for key, action in strings.KEYS:
+        grid.add_row(Text(f"  {key}"), Text(action))
     return grid

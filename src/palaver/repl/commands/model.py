@@ -13,14 +13,17 @@ from rich.text import Text
 from palaver.chat.interface import ModelState, ReplyToken
 from palaver.errors import BadParameter, ModelError, RequestError
 from palaver.messages import Role
+from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup
+from palaver.repl.numbers import format_count, format_messages, format_tokens, format_value
 from palaver.repl.sanitize import one_line
-from palaver.repl.status import banner, context_line, model_status, thinking_summary
+from palaver.repl.status import context_line, model_status, ready_lines, thinking_summary
+from palaver.store import Conversation
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-commands = CommandGroup("The model")
+commands = CommandGroup(strings.GROUP_MODEL)
 _PAGE_SIZE = 40
 
 
@@ -28,33 +31,34 @@ async def _models(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
     return [ArgumentChoice(name, replaces_all=True) for name in await session.chat.models()]
 
 
-@commands.command("model", "which model is talked to; with a name, load another", "[NAME]", (), _models)
+@commands.command("model", choices=_models)
 async def model(session: Session, arguments: str) -> None:
     if arguments.strip():
         await session.chat.load_model(arguments.strip())
-        card = await session.wait_for(session.chat.wait_until_ready(), f"loading {arguments.strip()}")
+        card = await session.wait_for(session.chat.wait_until_ready(), strings.LOADING.format(model=arguments.strip()))
         if card.note:  # it could not be loaded: the previous model stays
             raise ModelError(card.note)
-        session.screen.show(*banner(card))
+        session.screen.show(*ready_lines(card))
         return
     card = await session.chat.model()
-    session.screen.show(*banner(card))
+    lines = ready_lines(card) or [Text(model_status(card), style="note")]
     available = ", ".join(await session.chat.models())
-    session.screen.note(f"At hand: {available}." if available else "/model NAME loads another.")
+    session.screen.show(*lines)
+    session.screen.note(strings.AVAILABLE_MODELS.format(names=available) if available else strings.LOAD_BY_NAME)
 
 
-@commands.command("context", "how full the model's context is")
+@commands.command("context")
 async def context(session: Session, arguments: str) -> None:
     if session.cursor.conversation_id is None:
         card = await session.chat.model()
-        session.screen.note(f"Nothing was said yet; the context is {card.context_length:,} tokens.")
+        session.screen.note(strings.CONTEXT_EMPTY.format(limit=f"{card.context_length:,}"))
         return
     message_id = (await session.cursor.position()).message_id
     usage = session.chat.context_usage(session.cursor.conversation_id, message_id)
-    session.screen.show(context_line(await session.wait_for(usage, "counting")))
+    session.screen.show(context_line(await session.wait_for(usage, strings.COUNTING)))
 
 
-@commands.command("status", "the model, the conversation, what is set, what is attached")
+@commands.command("status")
 async def status(session: Session, arguments: str) -> None:
     card = await session.chat.model()
     conversation = await session.cursor.conversation()
@@ -62,21 +66,21 @@ async def status(session: Session, arguments: str) -> None:
     path = await session.cursor.path()
     cursor = await session.cursor.position()
     rows = {
-        "model": model_status(card),
-        "context": f"{card.context_length:,} tokens" if card.context_length else "",
-        "device": f"{card.device} {card.dtype}".strip(),
-        "reuse": card.reuse,
-        "bits of a reply": card.exactness,
-        "steps": card.steps,
-        "thinking": thinking_summary(card) if card.state is ModelState.READY else "",
-        "conversation": f"{one_line(conversation.title) or '(no title)'} ({conversation.id})"
-        if conversation
-        else "new",
-        "branch": f"{len(path)} messages{_undo_note(cursor.can_undo, cursor.can_redo)}",
-        "system": one_line(settings.system, 60),
-        "set": ", ".join(f"{name}={one_line(str(value), 30)}" for name, value in settings.parameters.items()),
-        "attached": f"{len(session.attachments)}" if session.attachments else "",
-        "thoughts": session.thinking_display,
+        strings.STATUS_MODEL: model_status(card),
+        strings.STATUS_CONTEXT: format_tokens(card.context_length) if card.context_length else "",
+        strings.STATUS_DEVICE: f"{card.device} {card.dtype}".strip(),
+        strings.STATUS_REUSE: card.reuse,
+        strings.STATUS_EXACTNESS: card.exactness,
+        strings.STATUS_STEPS: card.steps,
+        strings.STATUS_THINKING: thinking_summary(card) if card.state is ModelState.READY else "",
+        strings.STATUS_CONVERSATION: _describe_conversation(conversation),
+        strings.STATUS_BRANCH: _describe_branch(len(path), cursor.can_undo, cursor.can_redo),
+        strings.STATUS_SYSTEM: one_line(settings.system, 60),
+        strings.STATUS_SET: ", ".join(
+            f"{name}={one_line(format_value(value), 30)}" for name, value in settings.parameters.items()
+        ),
+        strings.STATUS_ATTACHED: format_count(len(session.attachments), strings.FILES) if session.attachments else "",
+        strings.STATUS_THOUGHTS: session.thinking_display,
     }
     grid = Grid.grid(padding=(0, 2, 0, 0))
     for name, value in rows.items():
@@ -85,24 +89,29 @@ async def status(session: Session, arguments: str) -> None:
     session.screen.show(grid)
 
 
-def _undo_note(can_undo: bool, can_redo: bool) -> str:
+def _describe_conversation(conversation: Conversation | None) -> str:
+    if conversation is None:
+        return strings.STATUS_NEW
+    return strings.STATUS_TITLE.format(title=one_line(conversation.title) or strings.NO_TITLE, id=conversation.id)
+
+
+def _describe_branch(messages: int, can_undo: bool, can_redo: bool) -> str:
     ways = [way for way, can in (("/undo", can_undo), ("/redo", can_redo)) if can]
-    return f", {' and '.join(ways)} possible" if ways else ""
+    count = format_messages(messages)
+    return strings.STATUS_WAYS.format(messages=count, ways=strings.AND.join(ways)) if ways else count
 
 
-@commands.command(
-    "tokens", "the last reply token by token, how likely each was, and what else it nearly said", "[FROM]"
-)
+@commands.command("tokens")
 async def tokens(session: Session, arguments: str) -> None:
     reply = await session.cursor.last_message(Role.ASSISTANT)
     if reply is None:
-        raise RequestError("There is no reply yet.")
-    found = await session.wait_for(session.chat.tokens(reply.id), "reading the tokens")
+        raise RequestError(strings.NO_REPLY_YET)
+    found = await session.wait_for(session.chat.tokens(reply.id), strings.READING_TOKENS)
     if not found:
-        raise RequestError("The tokens of this reply are not known to this model.")
+        raise RequestError(strings.NO_TOKENS)
     start = int(arguments) if arguments.strip().isdigit() else 1
     if not 0 < start <= len(found):
-        raise BadParameter("from", start, f"must be from 1 to {len(found)}")
+        raise BadParameter(strings.FIRST_NUMBER, start, strings.NUMBER_RANGE.format(maximum=f"{len(found):,}"))
     shown = list(enumerate(found, 1))[start - 1 :][:_PAGE_SIZE]
     grid = Grid.grid(padding=(0, 2, 0, 0))
     for justify in ("right", "left", "right", "right", "left"):  # number, token, log-probability, share, what else
@@ -111,14 +120,14 @@ async def tokens(session: Session, arguments: str) -> None:
         grid.add_row(f"{number}", *_cells(token))
     session.screen.show(grid)
     if shown and shown[-1][0] < len(found):
-        session.screen.note(f"{len(found):,} in all: /tokens {shown[-1][0] + 1} shows more.")
+        session.screen.note(strings.MORE_TOKENS.format(count=f"{len(found):,}", next=shown[-1][0] + 1))
 
 
 def _cells(token: ReplyToken) -> list[Text]:
     others = [one for one in token.alternatives if one.token_id != token.token_id][:3]
     alternatives = "  ".join(f"{_quoted(one.text)} {_share(one.logprob)}" for one in others)
     if token.logprob is None:
-        return [Text(_quoted(token.text)), Text("given", style="note"), Text(), Text()]
+        return [Text(_quoted(token.text)), Text(strings.GIVEN_TOKEN, style="note"), Text(), Text()]
     return [
         Text(_quoted(token.text), style=_style(token.logprob)),
         Text(f"{round(token.logprob, 2) + 0.0:.2f}"),

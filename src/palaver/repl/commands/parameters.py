@@ -11,20 +11,24 @@ from rich.text import Text
 
 from palaver.chat.interface import ModelCard
 from palaver.chat.parameters import NAMES
-from palaver.errors import BadParameter, RequestError
+from palaver.errors import BadParameter, RequestError, UnknownParameter
+from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup
+from palaver.repl.numbers import format_value
 from palaver.repl.sanitize import one_line, sanitize
 from palaver.repl.settings import find_preset
-from palaver.sampling import NUMBERS, STRINGS, SamplingParameter, check_strings
+from palaver.repl.strings import CommandText
+from palaver.sampling import NUMBERS, OFF_WORDS, STRINGS, SamplingParameter, check_strings
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-commands = CommandGroup("Parameters")
+commands = CommandGroup(strings.GROUP_PARAMETERS)
 
 ALIASES = {"temperature": ("temp",), "max_tokens": ("max_new_tokens", "max"), "repetition_penalty": ("rep",)}
-OVERFLOW = "what happens when the context is full: refuse, or shorten (the oldest turns are left out)"
 _RESET_WORDS = ("default", "reset")
+_RANDOM_WORDS = ("random", "-1")
+"""Words for a seed that is drawn for each reply."""
 
 
 async def _names(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
@@ -35,7 +39,7 @@ async def _names(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
     return [
         *numbers,
         *(ArgumentChoice(one, meaning) for one, meaning in STRINGS.items()),
-        ArgumentChoice("overflow", OVERFLOW),
+        ArgumentChoice("overflow", strings.OVERFLOW),
     ]
 
 
@@ -47,13 +51,14 @@ def _values(name: str) -> Callable[[Session, str], Awaitable[Iterable[ArgumentCh
         if parameter is None:
             return []
         default = getattr((await session.chat.model()).defaults, parameter.name)
-        none = [ArgumentChoice("none", "no limit")] if parameter.nullable else []
-        return [ArgumentChoice("default", f"the model's: {format_value(default)}"), *none]
+        none = [ArgumentChoice("none", strings.NO_LIMIT)] if parameter.nullable else []
+        default_choice = strings.PARAMETER_DEFAULT_CHOICE.format(value=format_value(default))
+        return [ArgumentChoice("default", default_choice), *none]
 
     return values
 
 
-@commands.command("set", "show or set a parameter of the replies to come", "NAME [VALUE]", (), _names)
+@commands.command("set", choices=_names)
 async def set_(session: Session, arguments: str) -> None:
     name, value = _split_setting(arguments)
     if not name:
@@ -62,7 +67,7 @@ async def set_(session: Session, arguments: str) -> None:
         await _set(session, _full_name(name), value)
 
 
-@commands.command("params", "all parameters: what is set, the model's default, what they may be", "", ("parameters",))
+@commands.command("params", ("parameters",))
 async def params(session: Session, arguments: str) -> None:
     card = await session.chat.model()
     given = (await session.cursor.settings()).parameters
@@ -73,11 +78,16 @@ async def params(session: Session, arguments: str) -> None:
         grid.add_row(
             Text(parameter.name, style="name" if is_set else "none"),
             format_value(value),
-            Text("set" if is_set else "default", style="note"),
+            Text(strings.PARAMETER_SET if is_set else strings.PARAMETER_UNSET, style="note"),
             Text(f"{format_bounds(parameter)} · {parameter.meaning}", style="note"),
         )
     for name in sorted(set(given) - set(NUMBERS)):
-        grid.add_row(Text(name, style="name"), one_line(format_value(given[name]), 40), Text("set", style="note"), "")
+        grid.add_row(
+            Text(name, style="name"),
+            one_line(format_value(given[name]), 40),
+            Text(strings.PARAMETER_SET, style="note"),
+            "",
+        )
     session.screen.show(grid)
 
 
@@ -88,17 +98,20 @@ async def _set(session: Session, name: str, value: str) -> None:
         await _set_strings(session, name, value)
     elif name == "overflow":
         if value:
-            await session.cursor.set_parameters(overflow=None if value in _RESET_WORDS else value)
+            await session.cursor.set_parameters(overflow=None if value.lower() in _RESET_WORDS else value)
         current = (await session.cursor.settings()).parameters.get("overflow", "refuse")
-        session.screen.note(f"overflow = {current} · {OVERFLOW}")
+        line = strings.PARAMETER_VALUE.format(name="overflow", value=current)
+        session.screen.note(f"{line} · {strings.OVERFLOW}")
+    elif name in NAMES:
+        raise RequestError(strings.USE_THINK)
     else:
-        known = ", ".join((*NUMBERS, *STRINGS, "overflow"))
-        reason = "/think sets that" if name in NAMES else f"there is no such parameter; known are {known}"
-        raise BadParameter(name, value, reason)
+        raise UnknownParameter(name, value, (*NUMBERS, *STRINGS, "overflow"))
 
 
 async def _set_number(session: Session, parameter: SamplingParameter, value: str) -> None:
-    if value in _RESET_WORDS:
+    word = value.lower()
+    is_random = parameter.name == "seed" and word in (*_RANDOM_WORDS, *OFF_WORDS)
+    if word in _RESET_WORDS or is_random or (parameter.name == "temperature" and word in OFF_WORDS):
         await session.cursor.set_parameters(**{parameter.name: None})
     elif value:
         parsed = parameter.parse(value)
@@ -107,37 +120,36 @@ async def _set_number(session: Session, parameter: SamplingParameter, value: str
     given = (await session.cursor.settings()).parameters
     default = _default(card, parameter)
     current = given.get(parameter.name, default)
-    origin = f"the model's default is {format_value(default)}" if parameter.name in given else "the model's default"
-    session.screen.note(
-        f"{parameter.name} = {format_value(current)} · {origin} · {format_bounds(parameter)} · {parameter.meaning}"
-    )
+    line = strings.PARAMETER_VALUE.format(name=parameter.name, value=format_value(current))
+    origin = strings.PARAMETER_IS_DEFAULT
+    if parameter.name in given:
+        origin = strings.PARAMETER_DEFAULT.format(value=format_value(default))
+    session.screen.note(" · ".join((line, origin, format_bounds(parameter), parameter.meaning)))
 
 
 async def _set_strings(session: Session, name: str, value: str) -> None:
     """Adds one string per call; a quoted one may contain `\\n`."""
     given = tuple((await session.cursor.settings()).parameters.get(name, ()))
-    if value in ("clear", "none", *_RESET_WORDS):
+    if value.lower() in ("clear", *OFF_WORDS, *_RESET_WORDS):
         await session.cursor.set_parameters(**{name: None})
     elif value:
         await session.cursor.set_parameters(**{name: list(check_strings(name, (*given, _unquote(name, value))))})
     current = (await session.cursor.settings()).parameters.get(name, ())
-    shown = ", ".join(json.dumps(one, ensure_ascii=False) for one in current) or "none"
-    session.screen.note(f"{name}: {sanitize(shown)} · {STRINGS[name]}")
+    shown = ", ".join(json.dumps(one, ensure_ascii=False) for one in current) or strings.NONE
+    session.screen.note(strings.STRINGS_VALUE.format(name=name, values=sanitize(shown), meaning=STRINGS[name]))
 
 
-@commands.command("stop", "show the stop strings, add one, or clear them", '["TEXT" | clear]')
+@commands.command("stop")
 async def stop(session: Session, arguments: str) -> None:
     await _set_strings(session, "stop", arguments.strip())
 
 
-@commands.command("system", "show or set the system prompt", "[TEXT | clear]")
+@commands.command("system")
 async def system(session: Session, arguments: str) -> None:
     if arguments.strip():
-        await session.cursor.set_system("" if arguments.strip() == "clear" else arguments)
+        await session.cursor.set_system("" if arguments.strip().lower() in ("clear", *OFF_WORDS) else arguments)
     current = (await session.cursor.settings()).system
-    session.screen.show(
-        Text(f"The system prompt is: {sanitize(current)}" if current else "There is no system prompt.", style="note")
-    )
+    session.screen.note(strings.SYSTEM_PROMPT.format(text=sanitize(current)) if current else strings.NO_SYSTEM_PROMPT)
 
 
 async def _presets(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
@@ -147,20 +159,13 @@ async def _presets(session: Session, arguments: str) -> Iterable[ArgumentChoice]
     return [ArgumentChoice(f"{verb} {one_line(one.name)}", replaces_all=True) for one in await session.chat.presets()]
 
 
-@commands.command(
-    "preset",
-    "keep the system prompt and the parameters under a name, or take them from one",
-    "save | load | delete NAME",
-    (),
-    _presets,
-)
+@commands.command("preset", choices=_presets)
 async def preset(session: Session, arguments: str) -> None:
     match arguments.split(maxsplit=1):
         case ["save", name]:
             current = await session.cursor.settings()
             await session.chat.save_preset(name, current.system, current.parameters)
-            what = "The system prompt and the parameters" if current.system else "The parameters"
-            session.screen.note(f"{what} are kept as {name!r}.")
+            session.screen.note(strings.PRESET_SAVED.format(name=name))
         case ["load", name]:
             found = await find_preset(session.chat, name)
             await session.cursor.replace_parameters(found.parameters)
@@ -169,12 +174,12 @@ async def preset(session: Session, arguments: str) -> None:
             await params(session, "")
         case ["delete", name]:
             await session.chat.delete_preset((await find_preset(session.chat, name)).name)
-            session.screen.note(f"The preset {name!r} is gone.")
+            session.screen.note(strings.PRESET_DELETED.format(name=name))
         case []:
             names = ", ".join(one_line(one.name) for one in await session.chat.presets())
-            session.screen.note(f"Presets: {names or 'none yet: /preset save NAME makes one'}")
+            session.screen.note(strings.PRESETS.format(names=names) if names else strings.NO_PRESETS)
         case _:
-            raise RequestError("It is /preset save NAME, load NAME or delete NAME.")
+            raise RequestError(strings.PRESET_USAGE)
 
 
 def _parameter_command(parameter: SamplingParameter) -> Callable[[Session, str], Awaitable[None]]:
@@ -185,26 +190,23 @@ def _parameter_command(parameter: SamplingParameter) -> Callable[[Session, str],
 
 
 for _parameter in NUMBERS.values():
+    _usage = strings.PARAMETER_USAGE_NULLABLE if _parameter.nullable else strings.PARAMETER_USAGE
     commands.command(
         _parameter.name,
-        _parameter.meaning,
-        f"[{'NUMBER | none' if _parameter.nullable else 'NUMBER'} | default]",
         ALIASES.get(_parameter.name, ()),
         _values(_parameter.name),
+        CommandText(_parameter.meaning, _usage),
     )(_parameter_command(_parameter))
 
 
 def format_bounds(parameter: SamplingParameter) -> str:
-    low, high = (f"{int(one):,}" if parameter.read is int else f"{one:g}" for one in parameter.bounds)
-    return f"from {low} to {high}{', or none' if parameter.nullable else ''}"
-
-
-def format_value(value: Any) -> str:
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    low, high = map(parameter.format, parameter.bounds)
+    text = strings.PARAMETER_RANGE_OR_NONE if parameter.nullable else strings.PARAMETER_RANGE
+    return text.format(low=low, high=high)
 
 
 def _default(card: ModelCard, parameter: SamplingParameter) -> Any:
-    return "drawn anew" if parameter.name == "seed" else getattr(card.defaults, parameter.name)
+    return strings.RANDOM_SEED if parameter.name == "seed" else getattr(card.defaults, parameter.name)
 
 
 def _full_name(name: str) -> str:
@@ -224,5 +226,5 @@ def _unquote(name: str, value: str) -> str:
     try:
         text = json.loads(value)
     except ValueError:
-        raise BadParameter(name, value, "the quoted text is not closed, or holds an escape that is none") from None
+        raise BadParameter(name, value, strings.BAD_QUOTES) from None
     return str(text)

@@ -11,50 +11,48 @@ from rich.text import Text
 
 from palaver.errors import RequestError
 from palaver.messages import Role, ToolCall, ToolResult, tool
+from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup
 from palaver.repl.completion import complete_paths
+from palaver.repl.numbers import format_count
 from palaver.repl.reply_view import format_call, unanswered_calls
 from palaver.repl.sanitize import one_line
+from palaver.sampling import OFF_WORDS
 from palaver.store import StoredMessage
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
-commands = CommandGroup("Tools")
+commands = CommandGroup(strings.GROUP_TOOLS)
 
 
-@commands.command(
-    "tools",
-    "offer the functions of a JSON file to the model; bare: which are offered",
-    "[FILE | off]",
-    (),
-    complete_paths,
-)
+@commands.command("tools", choices=complete_paths)
 async def tools(session: Session, arguments: str) -> None:
     argument = arguments.strip()
-    if argument == "off":
+    if argument.lower() in OFF_WORDS:
         await session.cursor.set_parameters(tools=None)
     elif argument:
-        card = await session.wait_for(session.chat.wait_until_ready(), "waiting for the model")
+        card = await session.wait_for(session.chat.wait_until_ready(), strings.WAITING_FOR_MODEL)
         if not card.takes_tools:
-            raise RequestError("This model's chat template has no place for tools.")
+            raise RequestError(strings.TOOLS_UNSUPPORTED)
         await session.cursor.set_parameters(tools=_read_tools(Path(argument).expanduser()))
     offered = (await session.cursor.settings()).parameters.get("tools") or ()
     for one in offered:
         function = one.get("function", one)
         description = one_line(str(function.get("description") or ""))
         session.screen.show(Text.assemble((str(function["name"]), "call"), f" {description}"))
-    session.screen.note(f"{len(offered)} offered. /result TEXT answers a call." if offered else "No tools are offered.")
+    count = format_count(len(offered), strings.TOOLS)
+    session.screen.note(strings.TOOLS_OFFERED.format(tools=count) if offered else strings.NO_TOOLS)
 
 
 def _read_tools(path: Path) -> list[Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RequestError(f"{path} is no JSON: {error}.") from None
+        raise RequestError(strings.TOOLS_NOT_JSON.format(path=path, reason=error)) from None
     tools = value.get("tools", [value]) if isinstance(value, dict) else value
     if not isinstance(tools, list) or not tools:
-        raise RequestError(f"{path} holds no list of tools.")
+        raise RequestError(strings.TOOLS_EMPTY.format(path=path))
     return tools
 
 
@@ -62,17 +60,15 @@ async def _calls(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
     return [ArgumentChoice(call.name, one_line(call.arguments, 40)) for call in await _unanswered_calls(session)]
 
 
-@commands.command(
-    "result", "answer the model's call by hand; with several calls, name the one", "[NAME] TEXT", (), _calls
-)
+@commands.command("result", choices=_calls)
 async def result(session: Session, arguments: str) -> None:
     calls = await _unanswered_calls(session)
     if not calls:
-        raise RequestError("There is no call that waits for a result.")
+        raise RequestError(strings.NO_OPEN_CALL)
     call, text = _select_call(calls, arguments)
     if not text.strip():
         session.screen.show(*(line for one in calls for line in format_call(one.name, one.arguments)))
-        raise RequestError("Write the result: /result TEXT.")
+        raise RequestError(strings.RESULT_USAGE)
     message = tool(call.id, text, call.name)
     if len(calls) == 1:
         await session.send_message(message)
@@ -82,7 +78,7 @@ async def result(session: Session, arguments: str) -> None:
     stored = await session.chat.append_message(conversation.id, parent_id, message)
     await session.cursor.move(stored.id)
     remaining = ", ".join(one.name for one in calls if one.id != call.id)
-    session.screen.note(f"Taken. Still waiting for {remaining}.")
+    session.screen.note(strings.RESULT_TAKEN.format(names=remaining))
 
 
 def _select_call(calls: list[ToolCall], arguments: str) -> tuple[ToolCall, str]:

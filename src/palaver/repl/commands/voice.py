@@ -8,49 +8,48 @@ from typing import TYPE_CHECKING
 
 from palaver.errors import RequestError
 from palaver.messages import Role
+from palaver.repl import strings
 from palaver.repl.command_table import CommandGroup
 from palaver.repl.completion import fixed_choices
+from palaver.repl.settings import parse_switch
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
     from palaver.voice.base import VoiceSettings
 
-commands = CommandGroup("Voice")
+commands = CommandGroup(strings.GROUP_VOICE)
 
 
-@commands.command(
-    "voice",
-    "speak replies, or stop speaking; save the last one as a sound file; bare: what is set",
-    "[on [NAME] | off | save [FILE]]",
-    (),
-    fixed_choices("on", "off", "save"),
-)
+@commands.command("voice", choices=fixed_choices("on", "off", "save"))
 async def voice(session: Session, arguments: str) -> None:
     from palaver.voice.base import VoiceSettings
 
     match arguments.split(maxsplit=1):
         case []:
             active = session.voice.voice
-            session.screen.note(f"Replies are {f'spoken{_by_name(active)}' if active is not None else 'not spoken'}.")
-        case ["on", *name]:
+            session.screen.note(
+                strings.VOICE_IS_ON.format(by=_by_name(active)) if active is not None else strings.VOICE_IS_OFF
+            )
+        case [word, *name] if parse_switch(word) is True:
             await _turn_on(session, VoiceSettings(name[0].strip() if name else ""))
-        case ["off"]:
+        case [word] if parse_switch(word) is False:
             session.voice.turn_off()
             await session.cursor.set_parameters(spoken=None)
-            session.screen.note("Replies are no longer spoken.")
+            session.screen.note(strings.VOICE_OFF)
         case ["save", *name]:
             await _save(session, name[0].strip() if name else "")
         case _:
-            raise RequestError("It is /voice on, /voice on NAME, /voice off or /voice save FILE.")
+            raise RequestError(strings.VOICE_USAGE)
 
 
 async def _turn_on(session: Session, settings: VoiceSettings) -> None:
     player = await session.voice.turn_on(settings)
     await session.cursor.set_parameters(spoken=True)
-    output = f"played by {player.name}" if player else "saved as files, because no player was found"
-    session.screen.note(
-        f"Replies are spoken{_by_name(settings)}, {output}. Ctrl+C or the next message stops the sound."
-    )
+    by = _by_name(settings)
+    if player is not None:
+        session.screen.note(strings.VOICE_PLAYED.format(by=by, player=player.name))
+    else:
+        session.screen.note(strings.VOICE_TO_FILES.format(by=by, folder=session.voice.sound_folder))
 
 
 async def _save(session: Session, name: str) -> None:
@@ -58,12 +57,12 @@ async def _save(session: Session, name: str) -> None:
 
     reply = await session.cursor.last_message(Role.ASSISTANT)
     if reply is None or not reply.text.strip():
-        raise RequestError("There is no reply to speak yet.")
+        raise RequestError(strings.VOICE_NOTHING)
     path = Path(name or f"{reply.id}.wav").expanduser()
-    samples = await session.wait_for(session.voice.synthesize(reply.text), "speaking")
+    samples = await session.wait_for(session.voice.synthesize(reply.text), strings.SPEAKING)
     await asyncio.to_thread(write_sound, path, samples)
-    session.screen.note(f"Spoken into {path}")
+    session.screen.note(strings.VOICE_SAVED.format(path=path))
 
 
 def _by_name(voice: VoiceSettings) -> str:
-    return f" by {voice.name}" if voice.name else ""
+    return strings.VOICE_BY.format(name=voice.name) if voice.name else ""

@@ -1,0 +1,149 @@
+"""Commands in a session with a scripted model: what they understand and what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from palaver.chat.interface import ModelState
+from palaver.repl import strings
+from palaver.repl.commands import table
+from tests.chat.scripted_service import WAVE
+from tests.repl.scripted_session import PLAIN, open_session
+
+
+@pytest.mark.parametrize(
+    ("lines", "shown", "stored"),
+    [
+        (["/seed 7", "/seed none"], "seed = random", {}),
+        (["/seed 7", "/seed null"], "seed = random", {}),
+        (["/seed -1"], "seed = random", {}),
+        (["/min_p 0.1", "/min_p null"], "min_p = 0", {"min_p": 0.0}),
+        (["/top_k 5", "/top_k off"], "top_k = 0", {"top_k": 0}),
+        (["/temperature 0.5", "/temperature none"], "the model's default", {}),
+        (["/top_p 0"], "top_p = 0 ", {"top_p": 0.0}),
+        (["/max_tokens 9", "/max_tokens null"], "max_tokens = none", {}),
+        (["/think true"], "Thinking: on", {"thinking": True}),
+        (["/think False"], "Thinking: off", {"thinking": False}),
+        (["/think off", "/think null"], "Thinking: the model's default", {}),
+        (["/think budget 5", "/think budget null"], "Thinking: the model's default", {}),
+        (["/collapse false"], "Thoughts are shown in full.", {}),
+        (["/collapse true"], "Thoughts are collapsed", {}),
+        (["/stop END", "/stop null"], "stop: none", {}),
+        (["/system Be brief.", "/system none"], "No system prompt", {}),
+    ],
+)
+async def test_the_words_that_users_type(
+    tmp_path: Path, lines: list[str], shown: str, stored: dict[str, object]
+) -> None:
+    async with open_session(tmp_path) as session:
+        for line in lines:
+            last = await session.do(line)
+        assert shown in last
+        assert (await session.session.cursor.settings()).parameters == stored
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("/set foo 1", "Unknown parameter 'foo'. Known parameters: temperature,"),
+        ("/set temprature 1", "Unknown parameter 'temprature'. Did you mean 'temperature'?"),
+        ("/top_p 7", "top_p must be between 0 and 1 (got 7.0)."),
+        ("/seed 1.5", "seed must be a whole number (got '1.5')."),
+        ("/collapse maybe", "collapse must be on or off (got 'maybe')."),
+        ("/hepl", "Unknown command /hepl. Did you mean /help? To send it as a message, type //hepl."),
+        ("/search", "What should I search for?"),
+        ("/search kiwi", 'No results for "kiwi".'),
+        ("/list kiwi", 'No conversation title contains "kiwi".'),
+        ("/open kiwi", 'No conversation matches "kiwi".'),
+        ("/expand", "There is no reply yet."),
+    ],
+)
+async def test_what_is_not_understood(tmp_path: Path, line: str, shown: str) -> None:
+    async with open_session(tmp_path) as session:
+        assert shown in await session.do(line)
+
+
+async def test_a_model_that_does_not_exist_leaves_the_current_one(tmp_path: Path) -> None:
+    async with open_session(tmp_path) as session:
+        shown = await session.do("/model test/missing")
+        assert shown.startswith("Can't find the model 'test/missing'")
+        assert shown.endswith("scripted is still in use.")
+        await session.do("Hello")
+        path = await session.session.cursor.path()
+        assert path[0].text == "Hello"
+        assert path[1].text
+        assert (await session.stage.chat.model()).state is ModelState.READY
+
+
+async def test_a_message_that_was_refused_leaves_no_conversation(tmp_path: Path) -> None:
+    async with open_session(tmp_path, context=64) as session:
+        await session.do("/system Be brief.")
+        assert "context holds 64" in await session.do("word " * 200)
+        assert await session.stage.chat.conversations() == ()
+        assert (await session.session.cursor.settings()).system == "Be brief."
+        await session.do("Hello")
+        (one,) = await session.stage.chat.conversations()
+        assert (one.title, one.system) == ("Hello", "Be brief.")
+
+
+async def test_expand_shows_the_last_reply_or_says_that_it_has_no_thoughts(tmp_path: Path) -> None:
+    async with open_session(tmp_path, WAVE, PLAIN) as session:
+        await session.do("Wave!")
+        assert await session.do("/expand") == "│ think 👋"
+        await session.do("And now?")
+        assert await session.do("/expand") == "The last reply has no thoughts."
+        assert await session.do("/expand 2") == "│ think 👋"
+        assert await session.do("/expand 4") == "Message 4 has no thoughts."
+
+
+async def test_history_shows_the_system_prompt_and_the_thoughts(tmp_path: Path) -> None:
+    async with open_session(tmp_path) as session:
+        assert "Nothing here yet." in await session.do("/history")
+        await session.do("/system You are a lighthouse.")
+        await session.do("Wave!")
+        shown = await session.do("/history")
+        assert shown.startswith("System prompt\nYou are a lighthouse.\n\n1 You\nWave!\n\n2 Model\nThought for ")
+        assert "│ think 👋\nWave: 👋🏽" in shown
+        assert "lighthouse" not in await session.do("/history 1")
+
+
+async def test_undo_says_where_it_went(tmp_path: Path) -> None:
+    async with open_session(tmp_path) as session:
+        await session.do("Wave!")
+        assert await session.do("/undo") == "Undone. Now at the start of the conversation."
+        assert await session.do("/redo") == 'Redone. Now at: "Wave: 👋🏽 <think"'
+
+
+async def test_voice_says_where_the_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("espeakng_loader", reason="NOTHING IS SHOWN HERE: there is no espeak")
+    monkeypatch.setattr("palaver.repl.voice.find_player", lambda: None)
+    async with open_session(tmp_path) as session:
+        shown = await session.do("/voice on")
+        assert str(tmp_path / "spoken") in shown
+        await session.session.close()
+
+
+async def test_help_shows_ten_commands_and_all_of_them_on_request(tmp_path: Path) -> None:
+    async with open_session(tmp_path) as session:
+        commands, _, keys = (await session.do("/help")).partition(strings.KEYBOARD_SHORTCUTS)
+        listed = [line.split()[0] for line in commands.splitlines() if line.startswith("  /")]
+        assert listed == [f"/{name}" for name in strings.ESSENTIAL]
+        assert len(listed) == 10
+        assert "Ctrl+C" in keys
+        assert "/help all" in keys
+        everything = await session.do("/help all")
+        assert all(f"  /{command.name}" in everything for command in table())
+        assert "(also /temp)" in await session.do("/help temperature")
+
+
+async def test_numbers_are_written_alike(tmp_path: Path) -> None:
+    async with open_session(tmp_path) as session:
+        assert "4,096 tokens" in await session.do("/context")
+        assert "context 4,096" in await session.do("/model")
+        await session.do("Wave!")
+        assert " of 4,096 tokens (2%)" in await session.do("/context")
+        assert "0 to 1,000,000" in await session.do("/top_k")
+        assert "0 to 9,223,372,036,854,775,807" in await session.do("/seed")
+        assert "seed = 12345678" in await session.do("/seed 12345678")
