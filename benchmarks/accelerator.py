@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,13 @@ def random_model(shape: dict[str, int], device: str, vocabulary: int) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
+SAMPLINGS = {
+    "stored turn": Sampling(temperature=0.6, top_k=20, top_p=0.95, logprobs=5),
+    "temperature 1": Sampling(temperature=1.0, logprobs=5),
+}
+"""The settings of a conversation, and the costliest: every token may be drawn."""
+
+
 class Speed:
     """One shape: tokens a second at some batch sizes, and their share of what the memory bandwidth allows."""
 
@@ -202,9 +210,16 @@ class Speed:
         print(f", {self.engine.info.steps}, ready after {time.perf_counter() - began:.1f} s", flush=True)
 
     async def run(self, batch: int, context: int, tokens: int) -> None:
-        rng = random.Random(batch)
+        """Greedy, then with the settings of a stored turn, then unfiltered: each with its share of the greedy speed."""
+        greedy = await self._run("greedy", Sampling(temperature=0), batch, context, tokens)
+        for name, sampling in SAMPLINGS.items():
+            rate = await self._run(name, sampling, batch, context, tokens)
+            print(f"{'':11} {name}: {rate / greedy:.1%} of greedy", flush=True)
+
+    async def _run(self, name: str, sampling: Sampling, batch: int, context: int, tokens: int) -> float:
+        rng = random.Random(f"{batch} {name}")
         prompts = [Prompt(tuple(rng.randrange(1, self.size) for _ in range(context))) for _ in range(batch)]
-        sampling = Sampling(temperature=0, max_tokens=tokens, banned_ids=(0,))
+        sampling = replace(sampling, max_tokens=tokens, banned_ids=(0,))
         began = time.perf_counter()
         await asyncio.gather(*(generate_ids(self.engine, p, Sampling(temperature=0, max_tokens=1)) for p in prompts))
         prefill = time.perf_counter() - began
@@ -217,11 +232,12 @@ class Speed:
         allowed = batch * self.limit / read
         forward = (after.forward_seconds - before.forward_seconds) / tokens
         print(
-            f"{self.name:11} batch {batch:3} context {context:5}: {rate:8.1f} tokens/s, {rate / allowed:6.1%} of the"
-            f" memory's {allowed:8.0f}; {seconds / tokens * 1e3:6.2f} ms a step, {forward * 1e3:6.2f} of it launching"
-            f" the model; prefill {batch * context / prefill:8.0f} tokens/s",
+            f"{self.name:11} batch {batch:3} context {context:5} {name}: {rate:8.1f} tokens/s,"
+            f" {rate / allowed:6.1%} of the memory's {allowed:8.0f}; {seconds / tokens * 1e3:6.2f} ms a step,"
+            f" {forward * 1e3:6.2f} of it launching the model; prefill {batch * context / prefill:8.0f} tokens/s",
             flush=True,
         )
+        return rate
 
 
 async def speed(arguments: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from palaver.engines.core.logits_processors import BannedStrings, VocabularyInde
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.request import LogitsProcessor
 from palaver.engines.core.rng import uniform
-from palaver.engines.core.sampler import draw_on_device, draw_tokens, sample
+from palaver.engines.core.sampler import sample, sample_on_device
 from palaver.errors import BadParameter, EngineError, RequestError
 from palaver.generation import Prompt, Step
 from palaver.sampling import MAX_BIASES, MAX_STRING, MAX_STRINGS, MAX_TOKENS, Sampling, apply_settings, check_sampling
@@ -37,6 +37,18 @@ def step(logits: torch.Tensor, sampling: Sampling, context: Sequence[int] = (1, 
     (out,) = sample(logits[None], [processor(sampling, context)])
     assert isinstance(out, Step)
     return out
+
+
+def assert_same_steps(steps: Sequence[Step | Exception], expected: Sequence[Step | Exception]) -> None:
+    """The same tokens; log-probabilities but for rounding; alternatives but for their order among equals."""
+    for one, other in zip(steps, expected, strict=True):
+        assert isinstance(one, Step)
+        assert isinstance(other, Step)
+        assert one.token_id == other.token_id
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert one.drawn_logprob == pytest.approx(other.drawn_logprob, abs=1e-4)
+        for mine, theirs in ((one.alternatives, other.alternatives), (one.drawn_from, other.drawn_from)):
+            assert [a.logprob for a in mine] == pytest.approx([a.logprob for a in theirs], abs=1e-4)
 
 
 samplings = st.builds(
@@ -131,14 +143,18 @@ def test_nothing_left_to_choose_is_an_error_of_the_request(temperature: float) -
     assert isinstance(out, RequestError)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(samplings, st.integers(0, 1000))
-def test_the_likeliest_alone_give_the_same_draw(sampling: Sampling, seed: int) -> None:
-    """What an accelerator sends over instead of whole rows."""
-    sampling = replace(sampling, temperature=sampling.temperature or 1.0)
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(samplings, st.integers(0, 1000), st.integers(0, 5))
+def test_torch_operations_draw_the_same(sampling: Sampling, seed: int, count: int) -> None:
+    """What a device without Triton computes. Rounded logits have ties."""
     logits = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
-    uniforms = [uniform(seed, row, 0) for row in range(3)]
-    assert draw_on_device(logits, [sampling] * 3, uniforms) == draw_tokens(logits, [sampling] * 3, uniforms)
+    sampling = replace(sampling, logprobs=count)
+    processors = [processor(sampling, choice=choice) for choice in range(3)]
+    expected = sample(logits, processors)
+    scores = logits.clone()
+    for row, one in enumerate(processors):
+        one.apply(scores[row])
+    assert_same_steps(sample_on_device(logits, scores, processors, None), expected)
 
 
 def test_token_ids_out_of_the_vocabulary_are_refused() -> None:

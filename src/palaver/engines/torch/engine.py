@@ -36,7 +36,7 @@ from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.request import LogitsProcessor, SequenceState
 from palaver.engines.core.runner import CacheStatistics
-from palaver.engines.core.sampler import SAMPLER_VERSION
+from palaver.engines.core.sampler import sampler_version
 from palaver.engines.core.scheduler import Scheduler, SchedulerLimits
 from palaver.engines.core.worker import Worker
 from palaver.engines.grammars import CompiledGrammar, GrammarCache
@@ -266,7 +266,8 @@ def _info(name: str, model: PreTrainedModel) -> EngineInfo:
 
 def _fingerprint(model: PreTrainedModel, info: EngineInfo, build: str) -> Fingerprint:
     """`build`: the hash of the compiled code, where steps are compiled."""
-    device, exactness, sampler = model.device.type, EXACTNESS_LABELS[info.exactness], f"sampler-{SAMPLER_VERSION}"
+    device, exactness = model.device.type, EXACTNESS_LABELS[info.exactness]
+    sampler = f"sampler-{sampler_version(model.device)}"
     if info.steps == COMPILED:
         return Fingerprint(COMPILED_RUNNER, build, device, info.dtype, exactness, sampler)
     runner = "fused" if info.steps.startswith(FEW_OPERATIONS) else "library"

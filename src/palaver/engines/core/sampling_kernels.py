@@ -1,0 +1,280 @@
+"""Triton kernels that sample a batch on a CUDA device: three launches, and one small row of results for each request.
+
+The vocabulary is cut into blocks. The first kernel computes for each block its maximum and its sums of exponentials.
+The second one sorts the blocks that hold the likeliest tokens. The third one joins the blocks of a row and draws by
+inverse transform in vocabulary order. All sums have a fixed order, so the same logits give the same token.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+KEEP = 32
+"""The likeliest tokens of a row that are sorted."""
+MAX_TOP_K = KEEP - 1
+"""One more token is needed to tell whether there is a tie at the threshold."""
+REPORTED = 20
+"""Alternatives in a row of results."""
+SETTINGS = 6
+"""Numbers of a row of settings: 1 / temperature (0: greedy), top_k, top_p, min_p, the uniform number, and the forced
+token id or -1."""
+TOKEN, LOGPROB, DRAWN_LOGPROB, STATUS, LISTS = range(5)
+"""Columns of the results. After them four lists: ids and log-probabilities before filtering, and the same after it."""
+DECIDED, UNDECIDED, NONE_LEFT = range(3)
+WIDTH = LISTS + 4 * REPORTED
+LOWEST = -(2**63)
+
+
+@triton.jit
+def _keys(x, ids):
+    """Integers that sort by value, ties by the lower id."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@triton.jit
+def _key_ids(keys):
+    return 0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _key_values(keys):
+    bits = (keys >> 32).to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _block_statistics(
+    scores_ptr,
+    settings_ptr,
+    statistics_ptr,
+    best_ptr,
+    size,
+    blocks,
+    BLOCK: tl.constexpr,
+    SETTINGS: tl.constexpr,
+):
+    """Of each block: its maximum, its sums of exponentials (plain, and at the row's temperature), its best key."""
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    inverse = tl.load(settings_ptr + row * SETTINGS).to(tl.float32)
+    x = tl.load(scores_ptr + row.to(tl.int64) * size + ids, mask=ids < size, other=float("-inf"))
+    top = tl.max(x, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    here = statistics_ptr + (row * blocks + block) * 3
+    tl.store(here, top)
+    tl.store(here + 1, tl.sum(tl.exp(x - base), 0))
+    tl.store(here + 2, tl.sum(tl.exp((x - base) * inverse), 0))
+    tl.store(best_ptr + row * blocks + block, tl.max(_keys(x, ids), 0))
+
+
+@triton.jit
+def _sort_best_blocks(
+    scores_ptr,
+    best_ptr,
+    keys_ptr,
+    size,
+    blocks,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    KEEP: tl.constexpr,
+    LOWEST: tl.constexpr,
+):
+    """The likeliest tokens are in the blocks with the greatest maxima: program (row, j) sorts the j-th of these."""
+    row = tl.program_id(0)
+    j = tl.program_id(1)
+    index = tl.arange(0, BLOCKS)
+    best = tl.load(best_ptr + row * blocks + index, mask=index < blocks, other=LOWEST)
+    mine = tl.max(tl.where(tl.arange(0, KEEP) == j, tl.topk(best, KEEP), LOWEST), 0)
+    ids = (_key_ids(mine) // BLOCK) * BLOCK + tl.arange(0, BLOCK)
+    found = (ids < size) & (mine != LOWEST)
+    x = tl.load(scores_ptr + row.to(tl.int64) * size + ids, mask=found, other=float("-inf"))
+    keys = tl.where(found, _keys(x, ids), LOWEST)
+    tl.store(keys_ptr + (row * KEEP + j) * KEEP + tl.arange(0, KEEP), tl.topk(keys, KEEP))
+
+
+@triton.jit
+def _log_sum(statistics_ptr, index, blocks, column, base, inverse):
+    """The logarithm of a row's sum of exponentials, relative to `base`."""
+    top = tl.load(statistics_ptr + index * 3, mask=index < blocks, other=float("-inf"))
+    sums = tl.load(statistics_ptr + index * 3 + column, mask=index < blocks, other=0.0)
+    return tl.log(tl.sum(sums * tl.exp((top - base) * inverse), 0))
+
+
+@triton.jit
+def _draw(
+    logits_ptr,
+    scores_ptr,
+    settings_ptr,
+    raw_statistics_ptr,
+    raw_keys_ptr,
+    statistics_ptr,
+    keys_ptr,
+    results_ptr,
+    size,
+    blocks,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    KEEP: tl.constexpr,
+    REPORTED: tl.constexpr,
+    SETTINGS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Joins the blocks of one row and draws its token. `raw` is of the logits, the rest of the scores."""
+    row = tl.program_id(0)
+    index = tl.arange(0, BLOCKS)
+    rank = tl.arange(0, KEEP)
+    infinity = float("inf")
+    mine = settings_ptr + row * SETTINGS
+    inverse = tl.load(mine).to(tl.float32)
+    top_k = tl.load(mine + 1).to(tl.int32)
+    top_p = tl.load(mine + 2)
+    min_p = tl.load(mine + 3).to(tl.float32)
+    uniform = tl.load(mine + 4)
+    forced = tl.load(mine + 5).to(tl.int32)
+
+    raw = tl.topk(tl.load(raw_keys_ptr + row * KEEP * KEEP + tl.arange(0, KEEP * KEEP)), KEEP)
+    raw_ids = _key_ids(raw)
+    raw_values = _key_values(raw)
+    raw_top = tl.max(raw_values, 0)
+    raw_norm = raw_top + _log_sum(raw_statistics_ptr + row * blocks * 3, index, blocks, 1, raw_top, 1.0)
+
+    best = tl.topk(tl.load(keys_ptr + row * KEEP * KEEP + tl.arange(0, KEEP * KEEP)), KEEP)
+    ids = _key_ids(best)
+    values = _key_values(best)
+    top = tl.max(values, 0)
+    none_left = top == -infinity
+    top = tl.where(none_left, 0.0, top)
+    own = statistics_ptr + row * blocks * 3
+    tops = tl.load(own + index * 3, mask=index < blocks, other=-infinity)
+    sums = tl.load(own + index * 3 + 2, mask=index < blocks, other=0.0)
+    masses = tl.where(index < blocks, sums * tl.exp((tops - top) * inverse), 0.0).to(tl.float64)
+    masses = tl.where(tops == -infinity, 0.0, masses)
+    mass = tl.sum(masses, 0)
+
+    undecided = tl.full([], 0, tl.int1)
+    lowest = tl.full([], float("-inf"), tl.float32)
+    if inverse == 0:
+        token = tl.min(tl.where(rank == 0, ids, 0x7FFFFFFF), 0)
+        norm = _log_sum(own, index, blocks, 1, top, 1.0)
+        after = values - top - norm
+        inverse = tl.full([], 1.0, tl.float32)
+    elif (top_k > 0) | (top_p < 1) | (min_p > 0):
+        # tokens as likely as the last one that top_k keeps are kept too
+        limit = tl.where(top_k > 0, top_k, KEEP)
+        limit_value = tl.min(tl.where(rank < limit, values, infinity), 0)
+        sorted_to = tl.min(values, 0)
+        undecided = (top_k > 0) & (sorted_to == limit_value) & (limit_value > -infinity)
+        weights = tl.where(values >= limit_value, tl.exp((values - top) * inverse), 0.0)
+        last = tl.exp((sorted_to - top) * inverse)
+        total = tl.where(top_k > 0, tl.sum(weights.to(tl.float64), 0), mass)
+        wide = weights.to(tl.float64)
+        if top_p < 1:
+            kept = tl.cumsum(wide, 0) - wide < top_p * total
+            threshold = tl.min(tl.where(kept & (weights > 0), weights, infinity), 0)
+            undecided = undecided | ((top_k == 0) & ((tl.sum(wide, 0) < top_p * total) | (threshold == last)))
+            weights = tl.where(weights >= threshold, weights, 0.0)
+        elif top_k == 0:
+            undecided = last >= min_p
+        weights = tl.where(weights >= min_p, weights, 0.0)
+        wide = weights.to(tl.float64)
+        total = tl.sum(wide, 0)
+        reached = tl.sum(tl.where(ids[None, :] <= ids[:, None], wide[None, :], 0.0), 1) > uniform * total
+        token = tl.min(tl.where(reached & (weights > 0), ids, 0x7FFFFFFF), 0)
+        token = tl.minimum(token, tl.max(tl.where(weights > 0, ids, 0), 0))
+        norm = tl.log(total).to(tl.float32)
+        after = tl.where(weights > 0, (values - top) * inverse - norm, -infinity)
+        lowest = tl.min(tl.where(weights > 0, values, infinity), 0)
+    else:
+        block = tl.minimum(tl.sum((tl.cumsum(masses, 0) <= uniform * mass).to(tl.int32), 0), blocks - 1)
+        rest = uniform * mass - tl.sum(tl.where(index < block, masses, 0.0), 0)
+        here = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(scores_ptr + row.to(tl.int64) * size + here, mask=here < size, other=-infinity)
+        shares = tl.exp((x - top) * inverse)
+        token = tl.min(tl.where((tl.cumsum(shares.to(tl.float64), 0) > rest) & (shares > 0), here, 0x7FFFFFFF), 0)
+        token = tl.minimum(token, tl.max(tl.where(shares > 0, here, 0), 0))  # by rounding at the block's end
+        norm = tl.log(mass).to(tl.float32)
+        after = (values - top) * inverse - norm
+
+    token = tl.where(forced >= 0, forced, token)
+    token = tl.maximum(0, tl.minimum(token, size - 1))  # a row of NaNs has none
+    at = row.to(tl.int64) * size + token
+    score = tl.load(scores_ptr + at)
+    drawn = tl.where(score >= lowest, (score - top) * inverse - norm, -infinity)
+    status = tl.where((none_left | (score == -infinity)) & (forced < 0), 2, tl.where(undecided, 1, 0))
+    out = results_ptr + row * WIDTH
+    tl.store(out, token.to(tl.float64))
+    tl.store(out + 1, (tl.load(logits_ptr + at) - raw_norm).to(tl.float64))
+    tl.store(out + 2, drawn.to(tl.float64))
+    tl.store(out + 3, status.to(tl.float64))
+    reported = rank < REPORTED
+    tl.store(out + 4 + rank, raw_ids.to(tl.float64), mask=reported)
+    tl.store(out + 4 + REPORTED + rank, (raw_values - raw_norm).to(tl.float64), mask=reported)
+    tl.store(out + 4 + 2 * REPORTED + rank, ids.to(tl.float64), mask=reported)
+    tl.store(out + 4 + 3 * REPORTED + rank, after.to(tl.float64), mask=reported)
+
+
+def sample_rows(logits: Tensor, scores: Tensor, settings: Tensor) -> Tensor:
+    """A row of results (`TOKEN` ... `LISTS`) for each row of float32 scores, in float64 on the same device.
+
+    `scores` may be the same tensor as `logits`. `settings`: a row of `SETTINGS` numbers each, in float64.
+    """
+    rows, size = logits.shape
+    blocks = triton.cdiv(size, BLOCK)
+    padded_blocks = max(KEEP, triton.next_power_of_2(blocks))
+    raw = _Lists(logits, settings, blocks, padded_blocks)
+    own = raw if scores is logits else _Lists(scores, settings, blocks, padded_blocks)
+    results = torch.empty(rows, WIDTH, dtype=torch.float64, device=logits.device)
+    _draw[(rows,)](
+        logits,
+        scores,
+        settings,
+        raw.statistics,
+        raw.keys,
+        own.statistics,
+        own.keys,
+        results,
+        size,
+        blocks,
+        BLOCK=BLOCK,
+        BLOCKS=padded_blocks,
+        KEEP=KEEP,
+        REPORTED=REPORTED,
+        SETTINGS=SETTINGS,
+        WIDTH=WIDTH,
+        num_warps=8,
+    )
+    return results
+
+
+class _Lists:
+    """The statistics of each block of a row, and its sorted blocks."""
+
+    def __init__(self, scores: Tensor, settings: Tensor, blocks: int, padded_blocks: int) -> None:
+        rows, size = scores.shape
+        device = scores.device
+        self.statistics = torch.empty(rows, blocks, 3, dtype=torch.float32, device=device)
+        self.keys = torch.empty(rows, KEEP, KEEP, dtype=torch.int64, device=device)
+        best = torch.empty(rows, blocks, dtype=torch.int64, device=device)
+        _block_statistics[(rows, blocks)](
+            scores, settings, self.statistics, best, size, blocks, BLOCK=BLOCK, SETTINGS=SETTINGS, num_warps=4
+        )
+        _sort_best_blocks[(rows, KEEP)](
+            scores,
+            best,
+            self.keys,
+            size,
+            blocks,
+            BLOCK=BLOCK,
+            BLOCKS=padded_blocks,
+            KEEP=KEEP,
+            LOWEST=LOWEST,
+            num_warps=4,
+        )
