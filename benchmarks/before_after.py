@@ -113,9 +113,11 @@ class Version:
         if "serve" not in self.children:
             data = self.stack.enter_context(tempfile.TemporaryDirectory())
             command = [sys.executable, "-m", "palaver", "serve", "--port", "0", "--data", data, "--compile"]
-            child = self.start(command, stderr=subprocess.PIPE)
-            while not (found := re.search(r"http://[^\s/]+", _line(child.process.stderr))):
-                pass
+            log = self.stack.enter_context((Path(data) / "log.txt").open("w+"))
+            child = self.start(command, stderr=log)
+            while not (found := re.search(r"http://[^\s/]+", Path(log.name).read_text())):
+                assert child.process.poll() is None, "the server did not start"
+                time.sleep(0.1)
             child.url = found[0]
             self.children["serve"] = child
             asyncio.run(_wait_until_ready(child.url))
