@@ -21,9 +21,10 @@ from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expec
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE = 120.0
+PATIENCE = 240.0
 """Seconds for which anything is waited for; what takes its time on a busy machine is no failure."""
 expect.set_options(timeout=PATIENCE * 1000)
+THOUGHT = "The first line of it.\nThe second line of it.\n\nAnother paragraph."
 
 
 class Served:
@@ -143,6 +144,21 @@ def page(context: BrowserContext) -> Iterator[Page]:
 def sprout(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Served]:
     """One server with the embedded model, for all tests that don't break it."""
     with Served(tmp_path_factory.mktemp("sprout")) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def quick(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Served]:
+    """One server whose replies are over at once."""
+    with Served(tmp_path_factory.mktemp("quick"), script=[{"thought": THOUGHT, "answer": "Yes."}]) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Served]:
+    """One server whose replies think until they are stopped: nobody is too late to stop them."""
+    script = [{"thought": THOUGHT + " and so on" * 8_000, "answer": "Yes."}]
+    with Served(tmp_path_factory.mktemp("endless"), "--rate", "60", script=script) as served:
         yield served
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 
 def ask(page: Page, text: str) -> None:
@@ -52,3 +53,24 @@ def _words(markdown: Locator) -> str:
         "element => [...element.querySelectorAll('.chunk > *')].map(one => one.textContent).join(' ')"
     )
     return found
+
+
+def hold(page: Page, url: str, method: str) -> Callable[[], None]:
+    """Keeps such requests waiting until the returned function is called."""
+    held: list[Route] = []
+    holding = True
+
+    def handle(route: Route) -> None:
+        if holding and route.request.method == method:
+            held.append(route)
+        else:
+            route.continue_()
+
+    def go_on() -> None:
+        nonlocal holding
+        holding = False
+        for route in held:
+            route.continue_()
+
+    page.route(url, handle)
+    return go_on

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 from playwright.sync_api import BrowserContext, Page, Route, expect
 
 from tests.web.conftest import Served, stored, text_of
-from tests.web.screen import answer, ask, conversation, ended, last_reply, message_id, replies
+from tests.web.screen import answer, ask, conversation, ended, hold, last_reply, message_id, replies
 
 
 def test_a_reply_shows_its_thought_and_its_answer(page: Page, sprout: Served, api: httpx.Client) -> None:
@@ -31,7 +30,7 @@ def test_statistics_raw_text_and_tokens_can_be_seen(page: Page, sprout: Served, 
     ask(page, "What is 7 + 8?")
     reply = ended(page)
     reply.get_by_role("button", name="Statistics").click()
-    expect(reply.get_by_text("tokens a second")).to_be_visible()
+    expect(reply.get_by_text("tokens/s")).to_be_visible()
     reply.get_by_role("button", name="Raw").click()
     raw = api.get(f"/api/turns/{message_id(reply)}/raw").json()["text"]
     expect(reply.locator("pre.raw")).to_have_text(raw)
@@ -51,7 +50,7 @@ def test_another_token_begins_a_branch_of_its_own(page: Page, sprout: Served, ap
     first.get_by_role("button", name="Tokens").click()
     first.locator(".text .token").nth(place).click()
     others = [one for one in tokens[place]["alternatives"] if one["token_id"] != tokens[place]["token_id"]]
-    first.get_by_role("button", name="Continue with this one instead").first.click()
+    first.get_by_role("button", name="Use this instead").first.click()
     expect(last_reply(page)).not_to_have_attribute("data-id", old)
     expect(last_reply(page)).not_to_have_attribute("data-status", "running")
     forked = api.get(f"/api/turns/{message_id(last_reply(page))}/tokens").json()
@@ -64,14 +63,14 @@ def test_retry_edit_and_arrows_walk_the_tree(page: Page, sprout: Served, api: ht
     page.goto(sprout.url)
     ask(page, "Hello!")
     first = message_id(ended(page))
-    last_reply(page).get_by_role("button", name="Retry").click()
+    last_reply(page).get_by_role("button", name="Regenerate").click()
     expect(last_reply(page).get_by_label("Version 2 of 2")).to_be_visible()
     ended(page)
-    last_reply(page).get_by_role("button", name="Version before").click()
+    last_reply(page).get_by_role("button", name="Previous version").click()
     expect(last_reply(page)).to_have_attribute("data-id", first)
     page.locator("article.user").get_by_role("button", name="Edit").click()
     page.get_by_role("textbox", name="Your message").fill("What is 2 + 2?")
-    page.get_by_role("button", name="Send as a branch").click()
+    page.locator("form.edit").get_by_role("button", name="Send").click()
     expect(page.locator("article.user").get_by_label("Version 2 of 2")).to_be_visible()
     ended(page)
     expect(page.locator("article.user")).to_contain_text("What is 2 + 2?")
@@ -107,7 +106,7 @@ def test_an_edited_reply_can_be_continued(page: Page, sprout: Served, api: httpx
     ended(page)
     last_reply(page).get_by_role("button", name="Edit").click()
     page.get_by_role("textbox", name="The reply").fill("Here are three:")
-    page.get_by_role("button", name="Save as a branch").click()
+    page.locator("form.edit").get_by_role("button", name="Save").click()
     expect(last_reply(page)).to_contain_text("Here are three:")
     last_reply(page).get_by_role("button", name="Continue").click()
     expect(last_reply(page).get_by_label("Version 3 of 3")).to_be_visible()
@@ -185,7 +184,7 @@ def test_two_tabs_that_edit_make_two_branches(
         tab.locator("article.user").get_by_role("button", name="Edit").click()
         tab.get_by_role("textbox", name="Your message").fill(words)
     for tab in (page, other):
-        tab.get_by_role("button", name="Send as a branch").click()
+        tab.locator("form.edit").get_by_role("button", name="Send").click()
     for tab, words in ((page, "What is 1 + 2?"), (other, "What is 3 + 5?")):
         expect(tab.locator("article.user").get_by_label("of 3")).to_be_visible()
         expect(tab.locator("article.user")).to_contain_text(words)
@@ -213,27 +212,6 @@ def test_a_double_send_is_said_once(page: Page, sprout: Served, api: httpx.Clien
     assert lost
     nodes = api.get(f"/api/conversations/{conversation(page)}/nodes").json()
     assert [node["role"] for node in nodes] == ["user", "assistant"]
-
-
-def hold(page: Page, url: str, method: str) -> Callable[[], None]:
-    """Keeps such requests waiting until the returned function is called."""
-    held: list[Route] = []
-    holding = True
-
-    def handle(route: Route) -> None:
-        if holding and route.request.method == method:
-            held.append(route)
-        else:
-            route.continue_()
-
-    def go_on() -> None:
-        nonlocal holding
-        holding = False
-        for route in held:
-            route.continue_()
-
-    page.route(url, handle)
-    return go_on
 
 
 def test_what_is_sent_while_the_message_before_is_still_being_taken_is_said_next(
@@ -313,7 +291,7 @@ def test_files_of_text_go_into_the_message_and_pictures_say_why_not(
     page.goto(sprout.url)
     picker = page.locator("form input[type=file]")
     picker.set_input_files([picture])
-    expect(page.get_by_role("alert")).to_contain_text("can’t take pictures")
+    expect(page.get_by_role("alert")).to_contain_text("can’t read pictures")
     picker.set_input_files([notes])
     expect(page.get_by_label("Attached files")).to_contain_text("notes.md")
     ask(page, "What does it say?")
@@ -326,7 +304,7 @@ def test_files_of_text_go_into_the_message_and_pictures_say_why_not(
     words = page.get_by_role("textbox", name="Your message")
     expect(words).to_have_value("What does it say?")
     words.fill("And now?")
-    page.get_by_role("button", name="Send as a branch").click()
+    page.locator("form.edit").get_by_role("button", name="Send").click()
     expect(page.locator("article.user")).to_contain_text("And now?")
     ended(page)
     assert stored(api, conversation(page))[0]["parts"][1:] == parts[1:]
@@ -344,8 +322,8 @@ def test_a_tool_call_is_a_card_that_takes_a_result(page: Page, sprout: Served, a
     ended(page)
     card = page.get_by_label("Tool call: get_weather")
     expect(card).to_contain_text("Oslo")
-    card.get_by_label("Its result").fill('{"sky": "snow", "degrees": -3}')
-    card.get_by_role("button", name="Give the result").click()
+    card.get_by_label("Tool result").fill('{"sky": "snow", "degrees": -3}')
+    card.get_by_role("button", name="Submit").click()
     expect(replies(page)).to_have_count(2)
     ended(page)
     expect(page.get_by_label("Tool call: get_weather")).to_contain_text("snow")
@@ -359,11 +337,11 @@ def test_a_full_context_is_a_choice(page: Page, tmp_path: Path, built: None) -> 
         ask(page, "b" * 150)
         dialog = page.get_by_role("dialog", name="The context is full")
         expect(dialog).to_contain_text("300")
-        dialog.get_by_role("button", name="Back to the message").click()
+        dialog.get_by_role("button", name="Back to my message").click()
         field = page.get_by_label("Message", exact=True)
         expect(field).to_have_value("b" * 150)
         field.press("Enter")
-        dialog.get_by_role("button", name="Send it without the oldest turns").click()
+        dialog.get_by_role("button", name="Drop the oldest messages").click()
         expect(replies(page)).to_have_count(2)
         ended(page)
         expect(page.locator("article.user")).to_have_count(2)

@@ -15,6 +15,7 @@ from tests.web.screen import ask, ended
 TABLE = (
     "| name | price | longer header | another one |\n| --- | ---: | :---: | --- |\n| pear | 3 | a few words | more |\n"
 )
+ARABIC = "`print(x)` تطبع قيمة\n\n- `len` تعيد الطول\n\n| `a` | القيمة `b` |\n| --- | --- |\n| 1 | 2 |\n"
 HEBREW = "> ציטוט\n\n- אחד\n- two\n\n| שם | ערך |\n| --- | --- |\n| א | 1 |\n\n```js\nlet x = 1\n```\n"
 
 
@@ -74,3 +75,12 @@ def _check_sides(reply: Locator) -> None:
     expect(reply.locator("figure.code")).to_have_css("direction", "ltr")
     expect(reply.locator(".wide")).to_have_css("direction", "rtl")
     assert side(reply.locator("th").first, "left") > side(reply.locator("th").last, "left")
+
+
+def test_code_at_its_beginning_does_not_turn_a_line_round(phone: Page, tmp_path: Path) -> None:
+    with said(phone, tmp_path, ARABIC) as reply:
+        for name in ("p", "ul", "table", "th:nth-child(2)"):
+            expect(reply.locator(f".parts > .markdown {name}").first).to_have_css("direction", "rtl")
+        code, words = reply.locator(".parts > .markdown p code"), reply.locator(".parts > .markdown p")
+        expect(code).to_have_css("direction", "ltr")
+        assert side(words, "right") - side(code, "right") < 10, "the line begins with it, on the right"

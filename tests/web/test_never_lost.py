@@ -29,7 +29,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Serv
 
 def away(page: Page) -> Locator:
     """The banner that says so; a write that fails just then says it once more, in passing."""
-    return page.locator(".banner", has_text="The server can’t be reached")
+    return page.locator(".banner", has_text="Can’t reach the server")
 
 
 def whole(served: Served, page: Page) -> None:
@@ -91,6 +91,8 @@ def test_the_server_is_killed_and_started_again_in_the_middle(page: Page, slow: 
     slow.start()
     whole(slow, page)
     expect(away(page)).to_have_count(0)
+    thought = last_reply(page).get_by_role("button", name="Thought")
+    expect(thought).to_have_text("Thought")  # the server no longer knows for how long
 
 
 def test_the_server_ends_in_order_and_is_started_again_in_the_middle(page: Page, slow: Served) -> None:

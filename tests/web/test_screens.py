@@ -77,6 +77,19 @@ def opened(browser: Browser, url: str, *, scheme: str = "light", width: int = 12
     return page
 
 
+def test_the_first_screen(browser: Browser, sprout: Served, pictures: Path) -> None:
+    light = opened(browser, sprout.url)
+    dark = opened(browser, sprout.url, scheme="dark")
+    phone = opened(browser, sprout.url, width=360, height=740)
+    for page, name in ((light, "first-light"), (dark, "first-dark"), (phone, "first-phone")):
+        expect(page.get_by_role("group", name="Examples").get_by_role("button")).to_have_count(4)
+        expect(page.get_by_text("sprout is a tiny demo model")).to_be_in_viewport()
+        expect(page.get_by_role("button", name="Use a real model")).to_be_in_viewport()
+        assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")
+        seen(page, name, pictures)
+        page.context.close()
+
+
 def test_thinking_and_the_answer(browser: Browser, drawing: Served, pictures: Path) -> None:
     page = opened(browser, drawing.url)
     ask(page, "How do I draw a circle of points?")

@@ -44,16 +44,16 @@ def test_a_message_is_read_aloud_and_stops(page: Page, sprout: Served) -> None:
     ask(page, "Who are you?")
     reply = ended(page)
     expect(player(reply)).to_have_count(0)
-    reply.get_by_role("button", name="Speak").click()
+    reply.get_by_role("button", name="Read aloud").click()
     sound = plays(reply).element_handle()
     assert sound is not None
     seconds, level = page.evaluate(LEVEL, f"api/messages/{message_id(reply)}/speech")
     assert seconds > 1
     assert level > 0.02
-    player(reply).get_by_role("button", name="Stop speaking").click()
+    player(reply).get_by_role("button", name="Stop reading").click()
     expect(player(reply)).to_have_count(0)
     assert sound.evaluate("audio => audio.paused && !audio.hasAttribute('src')")
-    page.locator("article.user").get_by_role("button", name="Speak").click()
+    page.locator("article.user").get_by_role("button", name="Read aloud").click()
     plays(page.locator("article.user"))
 
 
@@ -89,5 +89,5 @@ def test_stopping_the_reply_stops_its_sound(page: Page, tmp_path: Path, built: N
         expect(player(reply)).to_have_count(0)
         assert sound is not None
         assert sound.evaluate("audio => audio.paused")
-        reply.get_by_role("button", name="Speak").click()
+        reply.get_by_role("button", name="Read aloud").click()
         plays(reply)

@@ -1,8 +1,10 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from 'vitest'
 import { Conversation } from '../src/state/conversation.svelte'
+import { model } from '../src/state/model.svelte'
+import { notices } from '../src/state/notices.svelte'
 import { once, Refused, Unreachable } from '../src/transport/http'
 import type { Stream } from '../src/transport/stream'
-import type { Node, Stored } from '../src/transport/types'
+import type { ModelCard, Node, Status, Stored, StoredReply } from '../src/transport/types'
 
 /** A server with one conversation, whose messages are told by their ids alone. */
 class Server {
@@ -44,7 +46,8 @@ class Server {
     }
     if (this.gone) return Response.json({ error: { message: 'gone', type: 'x', param: null, code: null } }, { status: 404 })
     if (this.full && url.pathname.endsWith('/say') && !(body as { parameters?: unknown }).parameters) {
-      const error = { message: 'too long', type: 'x', param: null, code: null, name: 'context_overflow' }
+      const details = { tokens: 400, limit: 300 }
+      const error = { message: 'too long', type: 'x', param: null, code: null, name: 'context_overflow', details }
       return Response.json({ error }, { status: 400 })
     }
     return Response.json(this.answer(method, url, body))
@@ -178,7 +181,7 @@ describe('the conversation that is open', () => {
     const parts = [{ type: 'text' as const, text: 'hi' }]
     const back = conversation.say(parts, 'key')
     await settled()
-    expect(conversation.full?.why).toBe('too long')
+    expect(conversation.full).toMatchObject({ tokens: 400, limit: 300 })
     conversation.full?.choose(null)
     expect(await back).toBe(false)
     expect(conversation.full).toBe(null)
@@ -189,6 +192,41 @@ describe('the conversation that is open', () => {
     expect(ids(conversation)).toEqual(['a', 'said', 'reply'])
     expect(server.asked.find((one) => one.method === 'PATCH')?.body).toEqual({ parameters: { overflow: 'shorten' } })
     expect(server.asked.findLast((one) => one.path.endsWith('/say'))?.body).toMatchObject({ parameters: { overflow: 'shorten' } })
+  })
+
+  it('says why something failed until it is done after all', async () => {
+    server.add('a', null)
+    server.cursor = 'a'
+    const conversation = await opened()
+    server.gone = true
+    expect(await conversation.say([{ type: 'text', text: 'hi' }], 'key')).toBe(false)
+    expect(notices.all.map((one) => one.text)).toEqual(['gone'])
+    server.gone = false
+    expect(await conversation.say([{ type: 'text', text: 'hi' }], 'key')).toBe(true)
+    expect(notices.all).toEqual([])
+  })
+
+  it('can continue what was cut short, and no reply that is whole', async () => {
+    server.add('a', null)
+    server.add('b', 'a', 'assistant')
+    server.cursor = 'b'
+    const conversation = await opened()
+    const card = { state: 'ready', context_length: 100 } as ModelCard
+    const usage = { prompt_tokens: 40, cached_tokens: 0, reply_tokens: 20, thinking_tokens: 0 }
+    const can = (status: Status | null, given: Partial<Stored> = {}, tokens = usage): boolean => {
+      const reply = status && ({ status, usage: tokens } as StoredReply)
+      return conversation.canContinue({ ...server.stored('b'), reply, ...given })
+    }
+    model.card = card
+    expect((['stopped', 'length', 'interrupted', 'failed'] as const).map((status) => can(status))).toEqual([true, true, true, true])
+    expect(can('done')).toBe(false)
+    expect(can('running')).toBe(false)
+    expect(can(null)).toBe(false) // imported
+    expect(can(null, { edit_of: 'x' })).toBe(true)
+    expect(can(null, { edit_of: 'x', id: 'elsewhere' })).toBe(false)
+    expect(can('length', {}, { ...usage, reply_tokens: 60 })).toBe(false) // the context is full
+    model.card = { ...card, state: 'none' }
+    expect(can('stopped')).toBe(false)
   })
 
   it('tells when it is not there', async () => {

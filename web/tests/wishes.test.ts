@@ -1,6 +1,6 @@
 import { describe, expect, it } from 'vitest'
 import { fileOf, taken, written } from '../src/components/files'
-import { problem, withValue } from '../src/state/wishes'
+import { parseTools, problem, withValue } from '../src/state/wishes'
 
 describe('what a person sets', () => {
   it('is set, and taken back', () => {
@@ -13,9 +13,31 @@ describe('what a person sets', () => {
   it('is told when it is out of bounds', () => {
     expect(problem('temperature', '0.7')).toBe('')
     expect(problem('temperature', '')).toBe('')
-    expect(problem('temperature', '99')).toContain('from 0 to 5')
+    expect(problem('temperature', '99')).toContain('between 0 and 5')
     expect(problem('top_k', '1.5')).toContain('whole')
     expect(problem('seed', 'x')).toContain('number')
+  })
+})
+
+describe('tools as they are typed', () => {
+  it('are taken in both forms', () => {
+    const plain = { name: 'add', description: 'Adds.', parameters: { type: 'object' } }
+    const openai = { type: 'function', function: { ...plain, name: 'sub' } }
+    expect(parseTools(JSON.stringify([plain, openai]))).toEqual([plain, openai])
+    expect(parseTools('  ')).toEqual([])
+  })
+
+  it.each([
+    ['[{', 'aren’t valid JSON'],
+    ['{"name": "add"}', 'must be a JSON list'],
+    ['["add"]', 'Tool 1 must be an object'],
+    ['[{"name": "a"}, {"name": ""}]', 'Tool 2 needs a name'],
+    ['[{"type": "function", "function": {}}]', 'Tool 1 needs a name'],
+    ['[{"name": "a", "description": 1}]', 'description of a'],
+    ['[{"name": "a", "parameters": [1]}]', 'parameters of a'],
+    ['[{"name": "a"}, {"name": "a"}]', 'Two tools are called a'],
+  ])('are refused with a reason: %s', (text, why) => {
+    expect(() => parseTools(text)).toThrow(why)
   })
 })
 
@@ -29,6 +51,6 @@ describe('files in a message', () => {
 
   it('are refused with a reason where the model can’t read them', async () => {
     expect(await taken(new File(['x'], 'a.png', { type: 'image/png' }))).toContain('pictures')
-    expect(await taken(new File([new Uint8Array([255, 254, 0])], 'a.bin'))).toContain('not a text file')
+    expect(await taken(new File([new Uint8Array([255, 254, 0])], 'a.bin'))).toContain('isn’t a text file')
   })
 })

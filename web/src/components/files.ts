@@ -1,4 +1,5 @@
 // Text files in a message: each is a part of its own that begins with the file's name.
+import { strings } from '../strings'
 
 const HEAD = /^File ([^\n]{1,200}):\n\n/
 const MOST = 1_000_000
@@ -19,15 +20,15 @@ export function fileOf(text: string): TextFile | null {
 
 /** The file's text, or why it can't be taken. */
 export async function taken(file: File): Promise<TextFile | string> {
-  const name = file.name.replace(/[\p{Cc}:]+/gu, ' ').slice(0, 200) || 'file'
+  const name = file.name.replace(/[\p{Cc}:]+/gu, ' ').slice(0, 200) || strings.files.unnamed
   const kind = /^(image|audio|video)\//.exec(file.type)?.[1]
-  if (kind) return `${name}: this model can’t take ${{ image: 'pictures', audio: 'sound', video: 'video' }[kind]}.`
-  if (file.size > MOST) return `${name}: too large; text files up to 1 MB can be attached.`
+  if (kind) return strings.files.media(name, kind)
+  if (file.size > MOST) return strings.files.tooLarge(name)
   try {
     const text = new TextDecoder('utf-8', { fatal: true }).decode(await file.arrayBuffer())
-    if (text.includes('\0')) return `${name}: not a text file.`
+    if (text.includes('\0')) return strings.files.notText(name)
     return { name, text }
   } catch {
-    return `${name}: not a text file in UTF-8.`
+    return strings.files.notUtf8(name)
   }
 }

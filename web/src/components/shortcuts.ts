@@ -26,6 +26,12 @@ function isTyping(target: EventTarget | null): boolean {
   return target instanceof HTMLElement && (target.isContentEditable || /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName))
 }
 
+/** Enter sends and saves, wherever a message is written; on a phone it is a new line. */
+export function submits(event: KeyboardEvent): boolean {
+  if (event.key !== 'Enter' || event.shiftKey || event.altKey || event.isComposing) return false
+  return event.ctrlKey || event.metaKey || !matchMedia('(pointer: coarse)').matches
+}
+
 export function pressed(shortcuts: readonly Shortcut[], event: KeyboardEvent): void {
   if (event.isComposing || event.defaultPrevented) return
   const found = shortcuts.find((one) => one.does(event))

@@ -1,4 +1,5 @@
 // Code with its language, a button that copies it, and colours when the highlighter is there.
+import { strings } from '../strings'
 
 type Highlighter = typeof import('highlight.js/lib/common').default
 let highlighter: Highlighter | null = null
@@ -26,12 +27,12 @@ export class CodeView {
     this.element.className = 'code'
     const head = document.createElement('figcaption')
     const name = document.createElement('span')
-    name.textContent = this.#language || 'text'
+    name.textContent = this.#language || strings.markdown.plainText
     const copy = document.createElement('button')
     copy.type = 'button'
     copy.className = 'quiet copy'
-    copy.textContent = 'Copy'
-    copy.ariaLabel = `Copy this ${this.#language || 'text'}`
+    copy.textContent = strings.copy
+    copy.ariaLabel = strings.markdown.copyCode(this.#language || strings.markdown.plainText)
     copy.addEventListener('click', () => void copied(copy, this.#shown))
     head.append(name, copy)
     const pre = document.createElement('pre')
@@ -73,7 +74,7 @@ export class CodeView {
 /** Copies, and says so on the button. */
 export async function copied(button: HTMLElement, text: string): Promise<void> {
   const label = button.textContent
-  button.textContent = (await copy(text)) ? 'Copied' : 'Not copied'
+  button.textContent = (await copy(text)) ? strings.copied : strings.copyFailed
   setTimeout(() => (button.textContent = label), 1500)
 }
 

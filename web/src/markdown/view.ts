@@ -28,6 +28,7 @@ export class MarkdownView {
   constructor(
     private readonly root: HTMLElement,
     private readonly document: MarkdownDocument,
+    private readonly breaks = false,
   ) {
     this.#stopListening = document.listen(() => this.#schedule())
     this.#draw()
@@ -126,7 +127,7 @@ export class MarkdownView {
     }
     const element = document.createElement('div')
     element.className = 'block'
-    element.append(rendered(block.source, this.#references))
+    element.append(rendered(block.source, this.#references, this.breaks))
     if (whole) this.#finish(element)
     return { block, element, code: null }
   }

@@ -6,6 +6,7 @@ import * as api from '../transport/api'
 import { newKey, Refused } from '../transport/http'
 import type { Stream } from '../transport/stream'
 import type { Change, Conversation as About, Cursor, Gauge, Part, Said, Stored } from '../transport/types'
+import { model } from './model.svelte'
 import { notices } from './notices.svelte'
 import { tabName } from './storage'
 import { Tree } from './tree'
@@ -21,7 +22,8 @@ export interface Pending {
 
 /** What was said doesn't fit into the context any more: a person chooses, or goes back to the message. */
 export interface Full {
-  why: string
+  tokens: number
+  limit: number
   choose: (choice: 'once' | 'always' | null) => void
 }
 
@@ -64,6 +66,19 @@ export class Conversation {
     return turn ? !turn.ended : message.reply?.status === 'running'
   }
 
+  /** Whether a reply was cut short, or is an edited one at the end: all others are whole. */
+  canContinue(message: Stored): boolean {
+    if (message.role !== 'assistant' || this.isRunning(message) || !model.isAvailable) return false
+    if (!message.reply) return message.edit_of !== null && message.id === this.leaf
+    return message.reply.status !== 'done' && !this.fillsContext(message)
+  }
+
+  /** Whether a reply was cut off because the context was full, not at a limit that was set. */
+  fillsContext({ reply }: Stored): boolean {
+    if (reply?.status !== 'length' || !reply.usage || !model.card?.context_length) return false
+    return reply.usage.prompt_tokens + reply.usage.reply_tokens >= model.card.context_length
+  }
+
   async open(at: string | null = null): Promise<void> {
     try {
       const [about, cursor, nodes] = await Promise.all([
@@ -76,7 +91,7 @@ export class Conversation {
       this.cursor = cursor
       this.tree = new Tree(nodes)
       const leaf = at && this.tree.has(at) ? (await api.newestLeaf(this.id, at)).id : cursor.message_id
-      await this.#show(leaf)
+      await this.#show(leaf, true)
       if (leaf !== cursor.message_id) await this.#stand(leaf)
       this.loaded = true
     } catch (error) {
@@ -89,6 +104,11 @@ export class Conversation {
     this.#closed = true
     for (const timer of this.#timers) clearTimeout(timer)
     for (const [id, turn] of this.turns) this.stream.unfollow(id, turn)
+  }
+
+  /** The server can't be reached: until it can, nobody knows whether the model thinks. */
+  disconnected(): void {
+    for (const turn of this.turns.values()) turn.pause()
   }
 
   /** Somebody did something here, perhaps we. */
@@ -241,7 +261,8 @@ export class Conversation {
     } catch (error) {
       const full = error instanceof Refused && error.name === 'context_overflow' && this.path.length > 0
       if (!full) throw error
-      const choice = await new Promise<'once' | 'always' | null>((choose) => (this.full = { why: error.message, choose }))
+      const { tokens, limit } = error.error.details as { tokens: number; limit: number }
+      const choice = await new Promise<'once' | 'always' | null>((choose) => (this.full = { tokens, limit, choose }))
       this.full = null
       if (choice === null) return null
       const shorten = { overflow: 'shorten' }
@@ -269,22 +290,24 @@ export class Conversation {
     this.cursor = await api.move(this.id, this.#client, leaf)
   }
 
-  async #show(leaf: string | null): Promise<void> {
+  async #show(leaf: string | null, late = false): Promise<void> {
     const path = leaf === null ? [] : await api.path(leaf)
-    if (!this.#closed) this.#display(path)
+    if (!this.#closed) this.#display(path, late)
   }
 
-  #display(path: Stored[]): void {
+  /** `late`: replies that run were begun before this page was there. */
+  #display(path: Stored[], late = false): void {
     const known = new Map(this.path.map((one) => [one.id, one]))
     this.path = path.map((one) => same(known.get(one.id), one)) // what did not change is not drawn again
-    for (const message of path) if (message.reply?.status === 'running') this.#follow(message.id)
+    for (const message of path) if (message.reply?.status === 'running') this.#follow(message.id, late)
     if (!this.running) void this.#measure()
   }
 
-  #follow(id: string): void {
+  #follow(id: string, late = false): void {
+    if (this.#closed) return
     let turn = this.turns.get(id)
     if (!turn) {
-      turn = new Turn((turn) => void this.#over(id, turn))
+      turn = new Turn((turn) => void this.#over(id, turn), late)
       this.turns.set(id, turn)
     }
     this.stream.follow(id, turn)
@@ -296,6 +319,7 @@ export class Conversation {
   }
 
   async #over(id: string, turn: Turn): Promise<void> {
+    notices.settle('running')
     try {
       const message = await api.message(id)
       this.#replace(message)
@@ -332,6 +356,7 @@ export class Conversation {
   async #try(act: () => Promise<void>): Promise<boolean> {
     try {
       await act()
+      notices.settle('action', 'connection')
       return true
     } catch (error) {
       notices.fail(error)

@@ -1,5 +1,6 @@
 // The list of conversations, and what was found in them.
 import * as api from '../transport/api'
+import { strings } from '../strings'
 import type { Conversation, Hit } from '../transport/types'
 import { notices } from './notices.svelte'
 
@@ -31,7 +32,7 @@ class Conversations {
     try {
       const [found, tags] = await Promise.all([api.conversations(this.#listing(count)), api.tags()])
       if (asked !== this.#asked) return
-      this.all = found
+      this.all = found.filter((one) => !this.deleted || one.head_id !== null || one.title !== '') // no message, nothing to restore
       this.tags = tags
       this.more = found.length >= count
       this.loaded = true
@@ -63,26 +64,22 @@ class Conversations {
     this.#searching = setTimeout(() => void this.#search(query), PAUSE)
   }
 
-  async change(id: string, asked: Parameters<typeof api.change>[1]): Promise<void> {
-    try {
-      const changed = await api.change(id, asked)
-      this.all = this.all.map((one) => (one.id === id ? changed : one))
-      this.refresh()
-    } catch (error) {
-      notices.fail(error)
-    }
-  }
-
   async remove(id: string): Promise<boolean> {
+    const title = this.all.find((one) => one.id === id)?.title || strings.untitled
     try {
       await api.remove(id)
     } catch (error) {
       notices.fail(error)
       return false
     }
-    this.all = this.all.filter((one) => one.id !== id)
-    notices.tell('Deleted.', { label: 'Restore', run: () => void this.restore(id) })
+    this.forget(id)
+    notices.tell(strings.notices.deleted(title), { act: { label: strings.restore, run: () => void this.restore(id) } })
     return true
+  }
+
+  /** No longer in the list; the server knows. */
+  forget(id: string): void {
+    this.all = this.all.filter((one) => one.id !== id)
   }
 
   async restore(id: string): Promise<void> {
@@ -96,14 +93,17 @@ class Conversations {
 
   async takeIn(files: Iterable<File>): Promise<Conversation[]> {
     const taken: Conversation[] = []
+    let failed = false
+    notices.settle('file')
     for (const file of files) {
       try {
         taken.push(...(await api.takeIn(await file.text())))
       } catch (error) {
-        notices.fail(error)
+        notices.fail(error, 'file')
+        failed = true
       }
     }
-    if (taken.length > 0) notices.tell(taken.length === 1 ? 'Imported one conversation.' : `Imported ${taken.length} conversations.`)
+    if (!failed || taken.length > 0) notices.tell(taken.length > 0 ? strings.notices.imported(taken.length) : strings.notices.importedNone)
     await this.look()
     return taken
   }

@@ -4,6 +4,7 @@ import type { ModelCard, Switch, SwitchKind } from '../transport/types'
 import { notices } from './notices.svelte'
 
 const LOOK_AGAIN = 500
+const DEMO = 'sprout'
 
 class Model {
   card: ModelCard | null = $state.raw(null)
@@ -12,6 +13,16 @@ class Model {
 
   get isReady(): boolean {
     return this.card?.state === 'ready'
+  }
+
+  /** Whether a reply can be asked for, now or as soon as the model is loaded. */
+  get isAvailable(): boolean {
+    return this.card?.state === 'ready' || this.card?.state === 'loading'
+  }
+
+  /** Whether it is the one that comes with Palaver, to try things out. */
+  get isDemo(): boolean {
+    return this.card?.name === DEMO
   }
 
   switch(kind: SwitchKind): Switch | null {
@@ -35,6 +46,7 @@ class Model {
   async load(name: string): Promise<void> {
     try {
       this.card = await api.load(name)
+      notices.settle('action', 'connection')
     } catch (error) {
       notices.fail(error)
     }
@@ -44,6 +56,7 @@ class Model {
   async unload(): Promise<void> {
     try {
       this.card = await api.unload()
+      notices.settle('action', 'connection')
     } catch (error) {
       notices.fail(error)
     }

@@ -2,12 +2,18 @@
 import * as api from '../transport/api'
 import { newKey, Refused } from '../transport/http'
 import { Stream } from '../transport/stream'
-import type { Change, Create } from '../transport/types'
+import type { Change, Create, Part } from '../transport/types'
 import { Conversation } from './conversation.svelte'
 import { conversations } from './conversations.svelte'
 import { model } from './model.svelte'
 import { notices } from './notices.svelte'
 import { route } from './route.svelte'
+
+/** Whether a message was sent, and where it belongs: a failed one is a draft there. */
+export interface Sent {
+  sent: boolean
+  home: string | null
+}
 
 class Page {
   session: api.Session | null = $state.raw(null)
@@ -18,14 +24,14 @@ class Page {
   readonly stream = new Stream({
     changed: (change) => this.#changed(change),
     opened: () => this.#opened(),
-    connected: (is) => (this.connected = is),
+    connected: (is) => this.#connected(is),
     unauthorized: () => (this.locked = true),
   })
 
-  async begin(): Promise<void> {
+  async enter(): Promise<void> {
     document.addEventListener('visibilitychange', () => this.#seen())
     addEventListener('online', () => this.#seen())
-    addEventListener('offline', () => (this.connected = false))
+    addEventListener('offline', () => this.#connected(false))
     await this.#enter()
   }
 
@@ -50,23 +56,60 @@ class Page {
       if (at) await this.conversation?.goTo(at)
       return
     }
+    notices.settle('running', 'action', 'file')
+    await this.#show(id, at)
+  }
+
+  async #show(id: string | null, at: string | null = null): Promise<void> {
     this.conversation?.close()
     this.conversation = id === null ? null : new Conversation(id, this.stream)
     await this.conversation?.open(at)
   }
 
-  /** A conversation of one's own making, open at once. */
-  async create(asked: Create): Promise<Conversation | null> {
+  /** Sends the first message of a new conversation. It is opened at once, unless its writer has gone elsewhere. */
+  async begin(asked: Create, parts: Part[], key: string, made: (id: string) => void = () => undefined): Promise<Sent> {
+    let id: string
     try {
-      const made = await api.create(asked, newKey())
-      const opened = this.open(made.id)
-      route.replace(made.id)
-      await opened
-      conversations.refresh()
-      return this.conversation
+      id = (await api.create(asked, newKey())).id
     } catch (error) {
       notices.fail(error)
-      return null
+      return { sent: false, home: null }
+    }
+    made(id)
+    const conversation = await this.#made(id)
+    conversations.refresh()
+    const sent = await conversation.say(parts, key)
+    if (sent || conversation.leaf !== null || !(await this.#discard(id))) return { sent, home: id }
+    if (this.conversation?.id === id) {
+      await this.#show(null)
+      route.replace(null)
+    }
+    return { sent: false, home: null }
+  }
+
+  /** The conversation that was just made, on the page where that is still at a new one. */
+  async #made(id: string): Promise<Conversation> {
+    if (route.conversation !== null) {
+      const elsewhere = new Conversation(id, this.stream)
+      elsewhere.close()
+      return elsewhere
+    }
+    const opened = this.open(id)
+    const made = this.conversation! // whoever goes elsewhere now leaves it behind
+    route.replace(id)
+    await opened
+    return made
+  }
+
+  /** Deletes a conversation that has no message after all. */
+  async #discard(id: string): Promise<boolean> {
+    try {
+      if ((await api.conversation(id)).head_id !== null) return false
+      await api.remove(id)
+      conversations.forget(id)
+      return true
+    } catch {
+      return false
     }
   }
 
@@ -75,7 +118,7 @@ class Page {
       this.session = await api.session()
     } catch (error) {
       if (!(error instanceof Refused && error.status === 404)) {
-        this.connected = false
+        this.#connected(false)
         setTimeout(() => void this.#enter(), 1000)
         return
       }
@@ -91,6 +134,12 @@ class Page {
     if (this.locked) return
     if (document.visibilityState === 'visible') this.stream.resume()
     else this.stream.release()
+  }
+
+  #connected(is: boolean): void {
+    this.connected = is
+    if (is) notices.settle('connection')
+    else this.conversation?.disconnected()
   }
 
   #opened(): void {

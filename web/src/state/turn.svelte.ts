@@ -36,6 +36,7 @@ interface Before {
   calls: Map<number, Call>
   notices: string[]
   phase: Phase | null
+  thought: number
 }
 
 export class Turn implements Reader {
@@ -48,13 +49,19 @@ export class Turn implements Reader {
   usage: Usage | null = $state.raw(null)
   error: string | null = $state.raw(null)
   ended = $state.raw(false)
-  /** When the thought that is open was seen to open, on the page's clock. */
+  /** Since when the open thought is being watched, on the page's clock: since it opened, went on or came back. */
   thinkingSince: number | null = $state.raw(null)
+  /** For how many milliseconds it was watched before that. */
+  thoughtBefore = $state.raw(0)
   #number = 0
   #calls = new Map<number, Call>()
   #before: Before | null = null
 
-  constructor(private readonly over: (turn: Turn) => void = () => undefined) {}
+  /** `late`: it was begun before this page was there, so its thought may be older than what is seen of it. */
+  constructor(
+    private readonly over: (turn: Turn) => void = () => undefined,
+    public late = false,
+  ) {}
 
   get number(): number {
     return this.#number
@@ -102,6 +109,13 @@ export class Turn implements Reader {
     }
   }
 
+  /** The clock of the thought stands still until more of it is told. */
+  pause(): void {
+    if (this.thinkingSince === null) return
+    this.thoughtBefore += performance.now() - this.thinkingSince
+    this.thinkingSince = null
+  }
+
   refused(error: WireError): void {
     this.error = error.message
     this.ended = true
@@ -114,6 +128,7 @@ export class Turn implements Reader {
     this.#takeBack()
     this.#number = number
     this.#read(event)
+    if (this.phase === 'thinking') this.thinkingSince ??= performance.now()
     return true
   }
 
@@ -148,6 +163,7 @@ export class Turn implements Reader {
     this.waiting = null
     this.phase = phase
     this.thinkingSince = phase === 'thinking' ? performance.now() : null
+    this.thoughtBefore = 0
     if (phase === 'thinking') this.#words('thinking') // a thought that was opened is seen at once
   }
 
@@ -183,6 +199,7 @@ export class Turn implements Reader {
   /** The tail is shown at the end, and taken back where the reply goes on after all. */
   #end(tail: ReadEvent[]): void {
     if (this.ended) this.#takeBack()
+    this.pause()
     const last = this.last
     this.#before = {
       parts: this.parts,
@@ -191,11 +208,13 @@ export class Turn implements Reader {
       calls: new Map(this.#calls),
       notices: this.notices,
       phase: this.phase,
+      thought: this.thoughtBefore,
     }
     for (const event of tail) this.#read(event)
     this.#closeLast()
     this.waiting = null
     this.thinkingSince = null
+    this.late = false
     this.ended = true
   }
 
@@ -213,7 +232,7 @@ export class Turn implements Reader {
     const last = this.last
     if (before.last && (last?.kind === 'thinking' || last?.kind === 'text')) last.document.restore(before.last)
     if (last?.kind === 'call') last.arguments = before.call
-    if (this.phase === 'thinking') this.thinkingSince = performance.now()
+    this.thoughtBefore = before.thought
   }
 
   #texts(kind: 'text' | 'thinking'): string {

@@ -1,4 +1,5 @@
 // What a person may set about replies, as the parameters of a conversation, and presets of it.
+import { strings } from '../strings'
 import * as api from '../transport/api'
 import type { Values } from '../transport/api'
 import { NUMBERS, type Preset } from '../transport/types'
@@ -24,9 +25,47 @@ export function problem(name: string, text: string): string {
   if (text.trim() === '') return ''
   const bounds = NUMBERS[name]
   const value = Number(text)
-  if (!bounds || Number.isNaN(value)) return 'must be a number'
-  if (bounds.whole && !Number.isInteger(value)) return 'must be a whole number'
-  return value < bounds.low || value > bounds.high ? `must be from ${bounds.low} to ${bounds.high}` : ''
+  const { notNumber, notWhole, belowRange, outOfRange } = strings.settings
+  if (!bounds || Number.isNaN(value)) return notNumber
+  if (bounds.whole && !Number.isInteger(value)) return notWhole
+  if (value >= bounds.low && value <= bounds.high) return ''
+  return bounds.high >= Number.MAX_SAFE_INTEGER ? belowRange(bounds.low) : outOfRange(bounds.low, bounds.high)
+}
+
+/** Tools as they were typed. Throws an error that says what is wrong with them. */
+export function parseTools(text: string): unknown[] {
+  if (text.trim() === '') return []
+  const told = strings.settings
+  let value: unknown
+  try {
+    value = JSON.parse(text)
+  } catch (error) {
+    throw new Error(told.toolsNotJson(error instanceof Error ? error.message : String(error)))
+  }
+  if (!Array.isArray(value)) throw new Error(told.toolsNotList)
+  const names = new Set<string>()
+  value.forEach((tool: unknown, index) => {
+    const name = checkTool(tool, index + 1)
+    if (names.has(name)) throw new Error(told.toolTwice(name))
+    names.add(name)
+  })
+  return value
+}
+
+/** The name of a tool, in Palaver's form or in OpenAI's. */
+function checkTool(tool: unknown, number: number): string {
+  const told = strings.settings
+  const fields = isObject(tool) && tool['type'] === 'function' ? tool['function'] : tool
+  if (!isObject(fields)) throw new Error(told.toolNotObject(number))
+  const { name, description, parameters } = fields
+  if (typeof name !== 'string' || name === '') throw new Error(told.toolNoName(number))
+  if (description !== undefined && description !== null && typeof description !== 'string') throw new Error(told.toolDescription(name))
+  if (parameters !== undefined && parameters !== null && !isObject(parameters)) throw new Error(told.toolParameters(name))
+  return name
+}
+
+function isObject(value: unknown): value is Record<string, unknown> {
+  return typeof value === 'object' && value !== null && !Array.isArray(value)
 }
 
 /** They are the server's, so that the terminal and other browsers have them too. */

@@ -1,4 +1,5 @@
 // One request to the server and its answer. Addresses are relative to the page, wherever a proxy serves it.
+import { strings } from '../strings'
 import type { Error as WireError, ErrorBody } from './types'
 
 export type Query = Record<string, string | number | boolean | null | undefined>
@@ -18,7 +19,7 @@ export class Refused extends Error {
     readonly status: number,
     readonly error: WireError,
   ) {
-    super(error.message)
+    super(strings.errors.named[error.name ?? '']?.(error.details ?? {}) ?? error.message)
   }
 
   get name(): string {
@@ -29,7 +30,7 @@ export class Refused extends Error {
 /** The server could not be reached, or went away before it had answered. */
 export class Unreachable extends Error {
   constructor() {
-    super('The server can’t be reached.')
+    super(strings.errors.unreachable)
   }
 }
 
@@ -89,7 +90,7 @@ function isPassing(error: unknown): boolean {
 async function refusal(response: Response): Promise<Error> {
   const told = await response.json().catch(() => null)
   if (isErrorBody(told)) return new Refused(response.status, told.error)
-  const message = `The server answered ${response.status}.`
+  const message = strings.errors.status(response.status)
   return new Refused(response.status, { message, type: 'server_error', param: null, code: null })
 }
 

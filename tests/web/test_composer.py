@@ -1,0 +1,204 @@
+"""Writing and sending: files that are dropped, sends that are slow or fail, and what Enter and Esc mean."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, Route, expect
+
+from tests.web.conftest import PATIENCE, Served
+from tests.web.screen import ask, conversation, ended, hold, last_reply, replies
+
+REFUSAL = json.dumps({"error": {"type": "server_error", "message": "No room.", "param": None, "code": None}})
+DROP = """(element) => {
+  const dataTransfer = new DataTransfer()
+  dataTransfer.items.add(new File(['Some notes.'], 'notes.txt', { type: 'text/plain' }))
+  const init = { bubbles: true, cancelable: true, dataTransfer }
+  return ['dragover', 'drop'].map((name) => !element.dispatchEvent(new DragEvent(name, init)))
+}"""
+
+
+@pytest.fixture
+def client(quick: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=quick.url, timeout=PATIENCE) as client:
+        yield client
+
+
+@pytest.mark.parametrize("place", [".scroller", "nav", "main > header"])
+def test_a_file_may_be_dropped_anywhere(page: Page, quick: Served, place: str) -> None:
+    page.goto(quick.url)
+    taken = page.locator(place).evaluate(DROP)
+    assert taken == [True, True], "the browser would leave the page for the file"
+    expect(page.get_by_label("Attached files")).to_contain_text("notes.txt")
+
+
+def test_text_that_is_dragged_is_the_browser_s_to_move(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    assert page.locator(".scroller").evaluate(
+        """(element) => {
+          const dataTransfer = new DataTransfer()
+          dataTransfer.setData('text/plain', 'words')
+          return element.dispatchEvent(new DragEvent('dragover', { bubbles: true, cancelable: true, dataTransfer }))
+        }"""
+    )
+
+
+def test_a_slow_send_holds_up_no_other_conversation(page: Page, quick: Served, client: httpx.Client) -> None:
+    slow, other = (client.post("/api/conversations", json={"title": one}).json()["id"] for one in ("Slow", "Other"))
+    held: list[Route] = []
+    page.route(f"**/conversations/{slow}/say", lambda route: held.append(route))
+    page.goto(f"{quick.url}/#/c/{slow}")
+    expect(page.get_by_role("heading", name="Slow", exact=True)).to_be_visible()
+    with page.expect_request("**/say"):
+        ask(page, "Said slowly")
+    page.goto(f"{quick.url}/#/c/{other}")
+    expect(page.get_by_role("heading", name="Other", exact=True)).to_be_visible()
+    ask(page, "Said at once")
+    ended(page)
+    page.goto(f"{quick.url}/#/c/{slow}")
+    expect(page.get_by_role("heading", name="Slow", exact=True)).to_be_visible()
+    expect(page.get_by_label("Message", exact=True)).to_have_value("")
+    held[0].continue_()
+    ended(page)
+    expect(page.locator("article.user")).to_contain_text("Said slowly")
+    expect(page.get_by_label("Message", exact=True)).to_have_value("")
+
+
+def test_who_goes_elsewhere_while_a_conversation_is_made_stays_there(
+    page: Page, quick: Served, client: httpx.Client
+) -> None:
+    other = client.post("/api/conversations", json={"title": "Elsewhere"}).json()["id"]
+    page.goto(quick.url)
+    go_on = hold(page, "**/api/conversations", "POST")
+    with page.expect_request("**/api/conversations"):
+        ask(page, "Said before leaving")
+    page.goto(f"{quick.url}/#/c/{other}")
+    expect(page.get_by_role("heading", name="Elsewhere", exact=True)).to_be_visible()
+    go_on()
+    made = page.get_by_role("navigation").get_by_role("link", name="Said before leaving")
+    expect(made).to_be_visible()
+    assert conversation(page) == other
+    made.click()
+    ended(page)
+
+
+def test_a_first_message_that_is_refused_leaves_no_conversation(
+    page: Page, quick: Served, client: httpx.Client
+) -> None:
+    page.goto(quick.url)
+    page.route("**/say", lambda route: route.fulfill(status=507, content_type="application/json", body=REFUSAL))
+    ask(page, "Keep me")
+    expect(page.get_by_role("alert")).to_contain_text("No room.")
+    expect(page.get_by_label("Message", exact=True)).to_have_value("Keep me")
+    expect(page.get_by_text("Welcome to Palaver")).to_be_visible()
+    nav = page.get_by_role("navigation")
+    expect(nav.get_by_text("Untitled")).to_have_count(0)
+    known = client.get("/api/conversations", params={"limit": 1000}).json()
+    assert [one for one in known if one["title"] == ""] == []
+    nav.get_by_role("button", name="Deleted").click()
+    expect(nav.get_by_text("No deleted conversations.")).to_be_visible()
+    nav.get_by_role("button", name="Back").click()
+    page.unroute("**/say")
+    page.get_by_label("Message", exact=True).press("Enter")
+    ended(page)
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def test_enter_means_the_same_in_the_editor(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    ask(page, "Before")
+    ended(page)
+    page.locator("article.user").get_by_role("button", name="Edit").click()
+    words = page.get_by_role("textbox", name="Your message")
+    words.fill("After")
+    words.press("Shift+Enter")
+    words.press_sequentially("two lines")
+    words.press("Enter")
+    expect(page.locator("article.user").get_by_label("Version 2 of 2")).to_be_visible()
+    assert page.locator("article.user p").inner_text() == "After\ntwo lines"
+    ended(page)
+
+
+def test_esc_closes_what_is_open_before_it_stops_a_reply(page: Page, endless: Served) -> None:
+    stops: list[str] = []
+    page.on("request", lambda request: stops.append(request.url) if request.url.endswith("/stop") else None)
+    page.goto(endless.url)
+    ask(page, "Well?")
+    expect(last_reply(page).locator(".thinking")).to_contain_text("Another paragraph.")
+    menu = page.locator("[popover]:popover-open")
+    page.get_by_role("button", name="More", exact=True).click()
+    expect(menu).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(menu).to_have_count(0)
+    page.locator("article.user").get_by_role("button", name="Edit").click()
+    page.get_by_role("textbox", name="Your message").press("Escape")
+    expect(page.locator("form.edit")).to_have_count(0)
+    search = page.get_by_label("Search conversations")
+    search.fill("some words")
+    search.press("Escape")
+    expect(search).to_have_value("")
+    page.get_by_role("button", name="Settings").click()
+    expect(page.locator("dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("dialog")).to_have_count(0)
+    assert stops == []
+    page.keyboard.press("Escape")
+    ended(page, "stopped")
+    assert len(stops) == 1
+
+
+def test_esc_closes_the_list_of_a_phone_before_it_stops_a_reply(browser: Browser, endless: Served) -> None:
+    context = browser.new_context(viewport={"width": 360, "height": 740}, service_workers="block")
+    context.set_default_timeout(PATIENCE * 1000)
+    page = context.new_page()
+    page.goto(endless.url)
+    ask(page, "Well?")
+    expect(last_reply(page).locator(".thinking")).to_contain_text("Another paragraph.")
+    page.get_by_role("button", name="Conversations", exact=True).click()
+    expect(page.locator(".page.drawer")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator(".page.drawer")).to_have_count(0)
+    expect(last_reply(page)).to_have_attribute("data-status", "running")
+    page.keyboard.press("Escape")
+    ended(page, "stopped")
+    context.close()
+
+
+def test_only_what_was_cut_short_or_edited_can_be_continued(page: Page, quick: Served, client: httpx.Client) -> None:
+    said = [{"role": role, "content": f"{role} {n}"} for n in range(2) for role in ("user", "assistant")]
+    made = client.post("/api/import", content=json.dumps({"messages": said})).json()[0]["id"]
+    page.goto(f"{quick.url}/#/c/{made}")
+    expect(replies(page)).to_have_count(2)
+    going_on = page.get_by_role("button", name="Continue")
+    expect(going_on).to_have_count(0)
+    page.keyboard.press("Alt+c")
+    last_reply(page).get_by_role("button", name="Edit").click()
+    page.get_by_role("textbox", name="The reply").fill("Half a")
+    page.locator("form.edit").get_by_role("button", name="Save").click()
+    expect(last_reply(page).get_by_label("Version 2 of 2")).to_be_visible()
+    expect(going_on).to_have_count(1)
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def test_tools_are_checked_when_they_are_saved(page: Page, sprout: Served) -> None:
+    page.goto(sprout.url)
+    page.get_by_role("button", name="Settings").click()
+    dialog = page.get_by_role("dialog")
+    dialog.locator("summary").click()
+    tools = dialog.get_by_label(re.compile("Tools"))
+    for text, why in (
+        ("[{", "aren’t valid JSON"),
+        ('{"name": "add"}', "must be a JSON list"),
+        ('[{"description": "no name"}]', "Tool 1 needs a name"),
+        ('[{"name": "add", "parameters": []}]', "parameters of add"),
+    ):
+        tools.fill(text)
+        dialog.get_by_role("button", name="Save", exact=True).click()
+        expect(dialog.get_by_role("alert")).to_contain_text(why)
+    tools.fill('[{"name": "add"}]')
+    dialog.get_by_role("button", name="Save", exact=True).click()
+    expect(dialog).to_have_count(0)

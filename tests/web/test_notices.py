@@ -1,0 +1,81 @@
+"""What the page says in passing: where it is seen, and that it covers nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import BrowserContext, Locator, Page, expect
+
+from tests.web.conftest import Served
+from tests.web.served import LOGIN
+
+
+def box(element: Locator) -> tuple[float, float]:
+    """Its upper and its lower edge."""
+    found = element.bounding_box()
+    assert found is not None
+    return found["y"], found["y"] + found["height"]
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> list[Path]:
+    """Files that no message takes."""
+    made = [tmp_path / "one.png", tmp_path / "two.png"]
+    for path in made:
+        path.write_bytes(b"\x89PNG\r\n")
+    return made
+
+
+def test_an_error_of_a_dialog_is_seen_in_it(page: Page, quick: Served) -> None:
+    page.goto(f"{quick.url}/?login={LOGIN}")
+    page.get_by_role("button", name="Model: scripted").click()
+    dialog = page.get_by_role("dialog", name="Model")
+    dialog.get_by_placeholder("Qwen/Qwen3-0.6B").fill("no/such-model")
+    dialog.locator("form").get_by_role("button", name="Load").click()
+    alert = dialog.get_by_role("alert")
+    expect(alert).to_contain_text("no/such-model")
+    assert alert.evaluate(
+        """element => {
+          const { x, y, width, height } = element.getBoundingClientRect()
+          return element.contains(document.elementFromPoint(x + width / 2, y + height / 2))
+        }"""
+    )
+    alert.get_by_role("button", name="Dismiss").click()
+    expect(alert).to_have_count(0)
+
+
+def test_a_notice_covers_neither_messages_nor_the_banner(
+    page: Page, context: BrowserContext, quick: Served, pictures: list[Path]
+) -> None:
+    page.goto(quick.url)
+    page.locator("form input[type=file]").set_input_files(pictures[:1])
+    alert = page.get_by_role("alert")
+    expect(alert).to_contain_text("one.png")
+    context.set_offline(True)
+    banner = page.locator(".banner")
+    expect(banner).to_be_visible()
+    header, messages = box(page.locator("main > header")), box(page.locator(".scroller"))
+    told, notice = box(banner), box(alert)
+    assert header[1] <= told[0] + 1
+    assert told[1] <= notice[0] + 1
+    assert notice[1] <= messages[0] + 1
+
+
+def test_errors_do_not_pile_up(page: Page, quick: Served, pictures: list[Path]) -> None:
+    page.goto(quick.url)
+    picker = page.locator("form input[type=file]")
+    picker.set_input_files(pictures)
+    alert = page.get_by_role("alert")
+    expect(alert).to_have_count(1)
+    expect(alert).to_contain_text("two.png")
+
+
+def test_the_model_s_dot_follows_the_connection(page: Page, context: BrowserContext, quick: Served) -> None:
+    page.goto(quick.url)
+    expect(page.locator(".model .dot.ready")).to_be_visible()
+    context.set_offline(True)
+    expect(page.locator(".model .dot.offline")).to_be_visible()
+    expect(page.get_by_role("button", name="Model: scripted (offline)")).to_be_visible()
+    context.set_offline(False)
+    expect(page.locator(".model .dot.ready")).to_be_visible()

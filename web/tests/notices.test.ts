@@ -1,0 +1,46 @@
+import { afterEach, beforeEach, describe, expect, it, vi } from 'vitest'
+import { notices } from '../src/state/notices.svelte'
+import { Unreachable } from '../src/transport/http'
+
+const texts = (): string[] => notices.all.map((one) => one.text)
+
+beforeEach(() => {
+  vi.useFakeTimers()
+})
+afterEach(() => {
+  vi.runAllTimers()
+  vi.useRealTimers()
+})
+
+describe('notices', () => {
+  it('are one error and one piece of news at most, the newest of each', () => {
+    notices.tell('one')
+    notices.fail('bad one')
+    notices.tell('two')
+    notices.fail('bad two')
+    expect(texts()).toEqual(['two', 'bad two'])
+  })
+
+  it('go when their cause is over', () => {
+    notices.tell('still replying', { cause: 'running' })
+    notices.fail(new Error('not sent'))
+    notices.settle('running')
+    expect(texts()).toEqual(['not sent'])
+    notices.settle('action')
+    expect(texts()).toEqual([])
+    notices.fail(new Unreachable())
+    notices.settle('action', 'running', 'file')
+    expect(texts()).toHaveLength(1)
+    notices.settle('connection')
+    expect(texts()).toEqual([])
+  })
+
+  it('go after a while', () => {
+    notices.tell('Copied.')
+    notices.fail('bad')
+    vi.advanceTimersByTime(7000)
+    expect(texts()).toEqual(['bad'])
+    vi.advanceTimersByTime(20_000)
+    expect(texts()).toEqual([])
+  })
+})
