@@ -8,13 +8,13 @@ import json
 import re
 import threading
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from cachetools import LRUCache
 from tokenizers import Tokenizer as Backend
 
 from palaver.errors import BrokenModel, UnsupportedContent
@@ -222,40 +222,34 @@ def _convert_tokenizer(folder: Path) -> str:
     return definition
 
 
+class _Encoding(NamedTuple):
+    ids: array[int]
+    size: int
+
+
 class EncodingCache:
     """An LRU cache of encoded texts. Thread-safe."""
 
     def __init__(self, encode: Callable[[str], Sequence[int]], capacity: int = MAX_CACHED_CHARACTERS) -> None:
         self._encode = encode
-        self._capacity = capacity
-        self._entries: OrderedDict[str, array[int]] = OrderedDict()
-        self._size = 0
+        self._entries: LRUCache[str, _Encoding] = LRUCache(capacity, getsizeof=lambda entry: entry.size)
         self._lock = threading.Lock()
 
     def __call__(self, text: str) -> Sequence[int]:
         with self._lock:
-            ids = self._entries.get(text)
-            if ids is not None:
-                self._entries.move_to_end(text)
-                return ids
-        ids = array("I", self._encode(text))
+            found = self._entries.get(text)
+        if found is not None:
+            return found.ids
+        encoding = _Encoding(array("I", self._encode(text)), len(text) + ENTRY_OVERHEAD)
         with self._lock:
-            self._add(text, ids)
-        return ids
+            if encoding.size <= self._entries.maxsize:
+                self._entries[text] = encoding
+        return encoding.ids
 
     @property
     def size(self) -> int:
         """The size of the cache in characters, with the overhead of its entries."""
-        return self._size
-
-    def _add(self, text: str, ids: array[int]) -> None:
-        if text in self._entries or len(text) + ENTRY_OVERHEAD > self._capacity:
-            return
-        self._entries[text] = ids
-        self._size += len(text) + ENTRY_OVERHEAD
-        while self._size > self._capacity:
-            oldest, _ = self._entries.popitem(last=False)
-            self._size -= len(oldest) + ENTRY_OVERHEAD
+        return int(self._entries.currsize)
 
 
 def encodes_runs_independently(spec: Mapping[str, Any]) -> bool:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
-import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from typing import Annotated
 from urllib.parse import urlsplit
 
+from cachetools import TTLCache
 from fastapi import Depends, Request
 
 from palaver.server.errors import ForeignCaller, NoKey, NotAllowed
@@ -118,7 +117,7 @@ class Authenticator:
         self._store = store
         self._needs_key = needs_key
         self._token = token
-        self._cache: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
+        self._cache: TTLCache[str, Caller] = TTLCache(KEY_CACHE_SIZE, KEY_CACHE_SECONDS)
         self._local_id: str | None = None
 
     async def find(self, headers: Mapping[bytes, bytes]) -> Caller:
@@ -135,16 +134,12 @@ class Authenticator:
         if self._token and hmac.compare_digest(key.encode("latin-1", "replace"), self._token.encode()):
             return await self._local_caller(admin=True)
         cached = self._cache.get(key)
-        if cached is not None and time.monotonic() - cached[0] < KEY_CACHE_SECONDS:
-            return cached[1]
+        if cached is not None:
+            return cached
         found = await asyncio.to_thread(self._store.keys.find, key)
         if found is None:
-            self._cache.pop(key, None)
             raise NoKey(given=True)
-        caller = Caller(found.user_id, found.user, found.admin)
-        self._cache[key] = (time.monotonic(), caller)
-        while len(self._cache) > KEY_CACHE_SIZE:
-            self._cache.popitem(last=False)
+        caller = self._cache[key] = Caller(found.user_id, found.user, found.admin)
         return caller
 
     async def _local_caller(self, admin: bool) -> Caller:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from cachetools import LRUCache, TLRUCache
 
 from palaver.errors import BadParameter
 from palaver.messages import Message, Role, Text, Thinking, ToolCall
@@ -25,16 +27,12 @@ class ReplyIndex:
     same bytes."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
-        self._max_tokens = max_tokens
-        self._tokens = 0
-        self._replies: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
+        self._replies: LRUCache[bytes, tuple[int, ...]] = LRUCache(max_tokens, getsizeof=len)
 
     def add(self, owner: str, before: Sequence[Message], reply: Message, ids: tuple[int, ...]) -> None:
         *_, key = message_digests(owner, (*before, reply))
-        self._tokens += len(ids) - len(self._replies.pop(key, ()))
-        self._replies[key] = ids
-        while self._tokens > self._max_tokens:
-            self._tokens -= len(self._replies.popitem(last=False)[1])
+        if len(ids) <= self._replies.maxsize:
+            self._replies[key] = ids
 
     def lookup(
         self, owner: str, messages: Sequence[Message], sent: Sequence[tuple[int, ...] | None]
@@ -45,37 +43,37 @@ class ReplyIndex:
             for key, message in zip(message_digests(owner, messages), messages, strict=True)
             if message.role is Role.ASSISTANT
         ]
-        return tuple(ids or self._get(key) for ids, key in zip(sent, keys, strict=True))
+        return tuple(ids or self._replies.get(key) for ids, key in zip(sent, keys, strict=True))
 
-    def _get(self, key: bytes) -> tuple[int, ...] | None:
-        if key not in self._replies:
-            return None
-        self._replies.move_to_end(key)
-        return self._replies[key]
+
+@dataclass(frozen=True, slots=True)
+class _Transcript:
+    text: str
+    expires_at: int
 
 
 class TranscriptIndex:
     """Transcripts of recordings by owner and recording id."""
 
     def __init__(self) -> None:
-        self._transcripts: OrderedDict[tuple[str, str], tuple[int, str]] = OrderedDict()
+        self._transcripts: TLRUCache[tuple[str, str], _Transcript] = TLRUCache(
+            MAX_TRANSCRIPTS, ttu=lambda _, transcript, now: transcript.expires_at, timer=time.time
+        )
 
-    def add(self, owner: str, recording_id: str, expires_at: int, transcript: str) -> None:
-        self._transcripts[owner, recording_id] = (expires_at, transcript)
-        while len(self._transcripts) > MAX_TRANSCRIPTS:
-            self._transcripts.popitem(last=False)
+    def add(self, owner: str, recording_id: str, expires_at: int, text: str) -> None:
+        self._transcripts[owner, recording_id] = _Transcript(text, expires_at)
 
     def resolve(self, owner: str, messages: Sequence[ChatMessage]) -> None:
         """Replaces the recordings in the messages by their transcripts."""
         for index, message in enumerate(messages):
             if message.audio is None:
                 continue
-            expires_at, transcript = self._transcripts.get((owner, message.audio.id), (0, ""))
-            if expires_at < time.time():
+            transcript = self._transcripts.get((owner, message.audio.id))
+            if transcript is None:
                 name = f"messages[{index}].audio.id"
                 raise BadParameter(name, message.audio.id, "there is no such recording, or it has expired")
             if not message.content:
-                message.content = transcript
+                message.content = transcript.text
             message.audio = None
 
 

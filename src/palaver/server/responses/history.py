@@ -6,12 +6,12 @@ is stored, and every reply is a response too, whichever API created it."""
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from cachetools import LRUCache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from palaver.chat.interface import Chat, ServerChat
@@ -107,16 +107,12 @@ class ResponseIndex:
     """LRU index of stored responses, by the digest of the reply and all messages before it."""
 
     def __init__(self, max_replies: int = MAX_REPLIES) -> None:
-        self._max_replies = max_replies
-        self._replies: OrderedDict[bytes, str] = OrderedDict()
+        self._replies: LRUCache[bytes, str] = LRUCache(max_replies)
 
     def add(self, owner: str, branch: Sequence[Message], reply: str) -> None:
         """`branch` ends with the reply."""
         *_, key = message_digests(owner, branch)
         self._replies[key] = reply
-        self._replies.move_to_end(key)
-        while len(self._replies) > self._max_replies:
-            self._replies.popitem(last=False)
 
     def find(self, owner: str, messages: Sequence[Message]) -> Iterator[tuple[str, int]]:
         """Yields the indexed replies among the messages, the last first, each with the count of messages up to it."""
@@ -124,7 +120,6 @@ class ResponseIndex:
         for index in reversed(range(len(messages))):
             reply = self._replies.get(keys[index]) if messages[index].role is Role.ASSISTANT else None
             if reply is not None:
-                self._replies.move_to_end(keys[index])
                 yield reply, index + 1
 
 
