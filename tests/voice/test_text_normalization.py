@@ -16,6 +16,11 @@ DIGITS = "one two three four five six seven eight nine".split()
         ("-5°C", "minus five degrees Celsius"),
         ("7 * 8, 10 - 3, 5-10", "seven times eight, ten minus three, five to ten"),
         ("the 21st, at 10:30 on 2024-05-01", "the twenty-first, at ten thirty on May first, twenty twenty-four"),
+        (
+            "on 1905-12-31, 2001-01-20 and 0000-01-12",
+            "on December thirty-first, nineteen oh-five, January twentieth, "
+            "two thousand and one and January twelfth, zero",
+        ),
         ("$1, €2.50, £3 million", "one dollar, two euros and fifty cents, three million pounds"),
         ("0.05 and 1.2.3 and 007", "zero point zero five and one point two point three and zero zero seven"),
         ("x^2 <= 9, a/b, 3/4", "x to the power of two is at most nine, a slash b, three over four"),

@@ -6,22 +6,8 @@ import re
 from collections import Counter
 from functools import lru_cache
 
-_SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-    "seventeen eighteen nineteen".split()
-)
-_TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety".split()
-_SCALES = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hundred"))
+_DIGIT_WORDS = "zero one two three four five six seven eight nine".split()
 _MONTHS = "January February March April May June July August September October November December".split()
-_ORDINALS = {
-    "one": "first",
-    "two": "second",
-    "three": "third",
-    "five": "fifth",
-    "eight": "eighth",
-    "nine": "ninth",
-    "twelve": "twelfth",
-}
 _CURRENCIES = {"$": ("dollar", "cent"), "€": ("euro", "cent"), "£": ("pound", "penny"), "¥": ("yen", "")}
 _MAX_DIGITS = 15
 """Numbers of this many digits or more are read digit by digit."""
@@ -38,33 +24,12 @@ _NUMBER = re.compile(rf"(?<![\w.])([-−+](?=\d))?({_DIGITS})((?:\.\d+)*)")
 _EMBEDDED_NUMBER = re.compile(r"\d+")
 
 
-def cardinal(number: int) -> str:
-    if number < 0:
-        return f"minus {cardinal(-number)}"
-    if number < 20:
-        return _SMALL[number]
-    if number < 100:
-        tens, ones = divmod(number, 10)
-        return _TENS[tens] + (f"-{_SMALL[ones]}" if ones else "")
-    size, name = next((size, name) for size, name in _SCALES if number >= size)
-    count, rest = divmod(number, size)
-    tail = "" if not rest else f" and {cardinal(rest)}" if number < 1000 else f" {cardinal(rest)}"
-    return f"{cardinal(count)} {name}{tail}"
+@lru_cache(4096)
+def _number_words(number: int, kind: str = "cardinal") -> str:
+    """The number as a "cardinal", an "ordinal" or a "year", in English."""
+    from num2words import num2words  # imports all of its languages
 
-
-def ordinal(number: int) -> str:
-    head, dash, last = cardinal(number).rpartition("-")
-    if not dash:
-        head, dash, last = cardinal(number).rpartition(" ")
-    ending = _ORDINALS.get(last) or (last[:-1] + "ieth" if last.endswith("y") else last + "th")
-    return f"{head}{dash}{ending}"
-
-
-def year(number: int) -> str:
-    high, low = divmod(number, 100)
-    if not 1100 <= number < 2100 or number // 10 == 200 or not low:
-        return cardinal(number) if low or number < 1100 or number == 2000 else f"{cardinal(high)} hundred"
-    return f"{cardinal(high)} {cardinal(low) if low > 9 else f'oh {cardinal(low)}'}"
+    return str(num2words(number, to=kind)).replace(",", "")
 
 
 def spell_numbers(text: str) -> str:
@@ -78,25 +43,25 @@ def _spell_integer(digits: str) -> str:
     plain = digits.replace(",", "")
     if len(plain) >= _MAX_DIGITS or (len(plain) > 1 and plain.startswith("0")):
         return spell_digits(plain)
-    return cardinal(int(plain))
+    return _number_words(int(plain))
 
 
 def spell_digits(digits: str) -> str:
-    return " ".join(_SMALL[int(digit)] for digit in digits)
+    return " ".join(_DIGIT_WORDS[int(digit)] for digit in digits)
 
 
 def _spell_date(found: re.Match[str]) -> str:
     month, day = int(found[2]), int(found[3])
     if not (1 <= month <= 12 and 1 <= day <= 31):
         return found[0]
-    return f"{_MONTHS[month - 1]} {ordinal(day)}, {year(int(found[1]))}"
+    return f"{_MONTHS[month - 1]} {_number_words(day, 'ordinal')}, {_number_words(int(found[1]), 'year')}"
 
 
 def _spell_time(found: re.Match[str]) -> str:
     hours, minutes = int(found[1]), int(found[2])
     if not minutes:
-        return f"{cardinal(hours)} o'clock" if hours < 13 else f"{cardinal(hours)} hundred"
-    return f"{cardinal(hours)} {f'oh {cardinal(minutes)}' if minutes < 10 else cardinal(minutes)}"
+        return f"{_number_words(hours)} o'clock" if hours < 13 else f"{_number_words(hours)} hundred"
+    return f"{_number_words(hours)} {f'oh {_number_words(minutes)}' if minutes < 10 else _number_words(minutes)}"
 
 
 def _spell_money(found: re.Match[str]) -> str:
@@ -107,7 +72,7 @@ def _spell_money(found: re.Match[str]) -> str:
         return f"{number} {found[4]} {_plural(whole, 2)}"
     words = f"{_spell_integer(found[2])} {_plural(whole, count)}"
     cents = int(found[3] or 0)
-    return f"{words} and {cardinal(cents)} {_plural(part, cents)}" if cents and part else words
+    return f"{words} and {_number_words(cents)} {_plural(part, cents)}" if cents and part else words
 
 
 def _plural(word: str, count: int) -> str:
@@ -117,7 +82,7 @@ def _plural(word: str, count: int) -> str:
 
 
 def _spell_ordinal(found: re.Match[str]) -> str:
-    return ordinal(int(found[1])) if len(found[1]) < _MAX_DIGITS else found[0]
+    return _number_words(int(found[1]), "ordinal") if len(found[1]) < _MAX_DIGITS else found[0]
 
 
 def _spell_number(found: re.Match[str]) -> str:
