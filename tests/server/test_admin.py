@@ -219,12 +219,13 @@ def test_metrics_count_turns_of_conversations_and_what_the_engine_says_of_itself
             _, turn = say(http, temperature=0)
             usage = entries(http.get(f"/api/turns/{turn}/events").text)[-1]["event"]["usage"]
         text = http.get("/metrics").text
-        values = dict(re.findall(r"^(palaver_[a-z_]+) (\S+)$", text, re.MULTILINE))
-        assert int(values["palaver_reply_tokens_total"]) == 2 * usage["reply_tokens"]
-        assert int(values["palaver_thinking_tokens_total"]) == 2 * usage["thinking_tokens"] > 0
-        assert int(values["palaver_cached_tokens_total"]) == int(values["palaver_cache_hit_tokens_total"]) > 0
-        assert int(values["palaver_prompt_tokens_total"]) == int(values["palaver_cache_prompt_tokens_total"])
-        assert values["palaver_first_token_seconds_count"] == "2"
-        assert 'palaver_replies_total{finish="end"} 2' in text
-        assert (values["palaver_replies_waiting"], values["palaver_turns_running"]) == ("0", "0")
-        assert int(values["palaver_cache_limit_bytes"]) > int(values["palaver_cache_used_bytes"]) > 0
+        found = re.findall(r"^(palaver_[a-z_]+) (\S+)$", text, re.MULTILINE)
+        values = {name: float(value) for name, value in found}
+        assert values["palaver_reply_tokens_total"] == 2 * usage["reply_tokens"]
+        assert values["palaver_thinking_tokens_total"] == 2 * usage["thinking_tokens"] > 0
+        assert values["palaver_cached_tokens_total"] == values["palaver_cache_hit_tokens_total"] > 0
+        assert values["palaver_prompt_tokens_total"] == values["palaver_cache_prompt_tokens_total"]
+        assert values["palaver_first_token_seconds_count"] == 2
+        assert 'palaver_replies_total{finish="end"} 2.0' in text
+        assert (values["palaver_replies_waiting"], values["palaver_turns_running"]) == (0, 0)
+        assert values["palaver_cache_limit_bytes"] > values["palaver_cache_used_bytes"] > 0

@@ -1,11 +1,19 @@
-"""The metrics of the server, in the text format of Prometheus."""
+"""The metrics of the server, in the text format of Prometheus.
+
+Counts are plain numbers that a collector reads at a scrape. There is an observation for every token, and the histograms
+of prometheus_client take a lock for each. Every app has its own metrics: nothing uses the global registry."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from palaver.chat.turns import Turn
 from palaver.events import Event, Failed, Finished, Started, Usage, Waiting
@@ -14,9 +22,9 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class Histogram:
-    def __init__(self, name: str, meaning: str, bounds: tuple[float, ...] = _SECONDS) -> None:
+    def __init__(self, name: str, help: str, bounds: tuple[float, ...] = _SECONDS) -> None:
         self._name = name
-        self._meaning = meaning
+        self._help = help
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
@@ -25,15 +33,10 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def lines(self) -> Iterator[str]:
-        yield f"# HELP {self._name} {self._meaning}"
-        yield f"# TYPE {self._name} histogram"
-        total = 0
-        for bound, count in zip((*self._bounds, "+Inf"), self._counts, strict=True):
-            total += count
-            yield f'{self._name}_bucket{{le="{bound}"}} {total}'
-        yield f"{self._name}_sum {self._sum:.6f}"
-        yield f"{self._name}_count {total}"
+    def family(self) -> Metric:
+        bounds = (*map(str, self._bounds), "+Inf")
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        return HistogramMetricFamily(self._name, self._help, buckets, self._sum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,48 +81,57 @@ class Metrics:
         self.count_finish(reason)
 
     def text(self, status: ServerStatus) -> str:
-        histograms = (*self.first_token.lines(), *self.between_tokens.lines())
-        return "\n".join([*self._lines(status), *_engine_lines(status.engine), *histograms]) + "\n"
+        """The metrics in Prometheus's text format 0.0.4."""
+        registry = CollectorRegistry()
+        registry.register(_Scrape(self, status))
+        return generate_latest(registry).decode()
 
-    def _lines(self, status: ServerStatus) -> Iterator[str]:
-        yield from _family("palaver_requests_total", "counter", "Requests by status.", "status", self.requests)
-        yield from _family("palaver_replies_total", "counter", "Replies by how they ended.", "finish", self.finishes)
-        waiting = int(status.engine.get("waiting", self.waiting))
-        for name, kind, meaning, value in (
-            ("prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens),
-            ("cached_tokens_total", "counter", "Tokens of prompts that had been computed before.", self.cached_tokens),
-            ("reply_tokens_total", "counter", "Tokens of replies.", self.reply_tokens),
-            ("thinking_tokens_total", "counter", "Those of them that were thought.", self.thinking_tokens),
-            ("replies_running", "gauge", "Replies of requests in the making or waiting.", status.replies),
-            ("turns_running", "gauge", "Turns of conversations in the making or waiting.", status.turns),
-            ("replies_waiting", "gauge", "All that wait in the queue.", waiting),
-            ("model_ready", "gauge", "Whether a reply can be made now.", int(status.ready)),
-        ):
-            yield from _single(name, kind, meaning, value)
+    def families(self, status: ServerStatus) -> Iterator[Metric]:
+        yield _labelled("palaver_requests", "Requests by HTTP status.", "status", self.requests)
+        yield _labelled("palaver_replies", "Replies by finish reason.", "finish", self.finishes)
+        counter, gauge = CounterMetricFamily, GaugeMetricFamily
+        waiting = status.engine.get("waiting", self.waiting)
+        yield counter("palaver_prompt_tokens", "Prompt tokens.", self.prompt_tokens)
+        yield counter("palaver_cached_tokens", "Prompt tokens from the prefix cache.", self.cached_tokens)
+        yield counter("palaver_reply_tokens", "Generated tokens, thinking included.", self.reply_tokens)
+        yield counter("palaver_thinking_tokens", "Generated thinking tokens.", self.thinking_tokens)
+        yield gauge("palaver_replies_running", "Stateless replies that run or wait.", status.replies)
+        yield gauge("palaver_turns_running", "Turns of conversations that run or wait.", status.turns)
+        yield gauge("palaver_replies_waiting", "Requests in the engine's queue.", waiting)
+        yield gauge("palaver_model_ready", "Whether the server can generate replies now.", status.ready)
+        for name, (family, metric, help) in _ENGINE_METRICS.items():
+            if name in status.engine:
+                yield family(f"palaver_{metric}", help, status.engine[name])
+        yield self.first_token.family()
+        yield self.between_tokens.family()
 
 
-_ENGINE_METRICS = {
-    "running": ("engine_running", "gauge", "Sequences that the engine computes just now."),
-    "limit_bytes": ("cache_limit_bytes", "gauge", "What the cache may hold."),
-    "used_bytes": ("cache_used_bytes", "gauge", "What it holds."),
-    "kept_bytes": ("cache_kept_bytes", "gauge", "What of it is kept for later and may be evicted."),
-    "prompt_tokens": ("cache_prompt_tokens_total", "counter", "Tokens of prompts since the model was loaded."),
-    "hit_tokens": ("cache_hit_tokens_total", "counter", "Those of them that were not computed again."),
-    "evictions": ("cache_evictions_total", "counter", "Pieces that had to go."),
+_ENGINE_METRICS: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str, str]] = {
+    "running": (GaugeMetricFamily, "engine_running", "Sequences in the engine's running batch."),
+    "limit_bytes": (GaugeMetricFamily, "cache_limit_bytes", "Limit of the KV cache."),
+    "used_bytes": (GaugeMetricFamily, "cache_used_bytes", "Used part of the KV cache."),
+    "kept_bytes": (GaugeMetricFamily, "cache_kept_bytes", "Part of the used KV cache that may be evicted."),
+    "prompt_tokens": (CounterMetricFamily, "cache_prompt_tokens", "Prompt tokens since the model was loaded."),
+    "hit_tokens": (CounterMetricFamily, "cache_hit_tokens", "Prompt tokens found in the prefix cache."),
+    "evictions": (CounterMetricFamily, "cache_evictions", "Evictions from the prefix cache."),
 }
-"""The metrics of the engine, by their names in its statistics."""
+"""The metrics of the engine, by their names in its statistics. Counters are shown with `_total`."""
 
 
-def _engine_lines(statistics: Mapping[str, float]) -> Iterator[str]:
-    for name, (shown, kind, meaning) in _ENGINE_METRICS.items():
-        if name in statistics:
-            yield from _single(shown, kind, meaning, int(statistics[name]))
+class _Scrape(Collector):
+    def __init__(self, metrics: Metrics, status: ServerStatus) -> None:
+        self._metrics = metrics
+        self._status = status
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics.families(self._status)
 
 
-def _single(name: str, kind: str, meaning: str, value: int) -> Iterator[str]:
-    yield f"# HELP palaver_{name} {meaning}"
-    yield f"# TYPE palaver_{name} {kind}"
-    yield f"palaver_{name} {value}"
+def _labelled(name: str, help: str, label: str, values: Mapping[int, int] | Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(name, help, labels=[label])
+    for value, count in sorted(values.items()):
+        family.add_metric([str(value)], count)
+    return family
 
 
 class TokenPace:
@@ -149,13 +161,6 @@ class TokenPace:
         else:
             self._has_first = True
             self._metrics.first_token.observe(seconds)
-
-
-def _family(name: str, kind: str, meaning: str, label: str, values: dict[int, int] | dict[str, int]) -> Iterator[str]:
-    yield f"# HELP {name} {meaning}"
-    yield f"# TYPE {name} {kind}"
-    for value, count in sorted(values.items()):
-        yield f'{name}{{{label}="{value}"}} {count}'
 
 
 class TurnMetrics:

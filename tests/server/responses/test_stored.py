@@ -69,9 +69,9 @@ def system_prompt(http: httpx.Client, response: dict[str, Any]) -> str:
 
 
 def gauge(live: LiveServer, name: str) -> int:
-    found = re.search(rf"^palaver_{name} (\d+)$", get(f"{live.url}/metrics").text, re.MULTILINE)
+    found = re.search(rf"^palaver_{name} (\S+)$", get(f"{live.url}/metrics").text, re.MULTILINE)
     assert found is not None
-    return int(found[1])
+    return int(float(found[1]))
 
 
 class TestOtherApis:
