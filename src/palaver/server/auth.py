@@ -59,9 +59,15 @@ def is_direct(headers: Mapping[bytes, bytes]) -> bool:
 
 
 class OriginGuard:
+    """Checks Host and Origin of requests and sockets.
+
+    Starlette's TrustedHostMiddleware does not fit: on loopback every name and address of this machine is allowed, an
+    invalid Host is refused with the error format of the API, and sockets are denied with an HTTP response.
+    """
+
     def __init__(self, settings: ServerSettings) -> None:
         self._hosts = frozenset(name.lower() for name in settings.hosts)
-        self._origins = frozenset(origin.rstrip("/").lower() for origin in settings.origins)
+        self.origins = frozenset(origin.rstrip("/").lower() for origin in settings.origins)
         self._local = is_loopback(settings.host)
 
     def check(self, headers: Mapping[bytes, bytes]) -> None:
@@ -76,10 +82,7 @@ class OriginGuard:
     def allows(self, origin: str, host: str) -> bool:
         """Whether the page is of this server, or of an origin that the operator allowed."""
         lowered = origin.rstrip("/").lower()
-        return lowered in self._origins or (bool(host) and lowered in (f"http://{host}", f"https://{host}"))
-
-    def is_allowed_origin(self, origin: str) -> bool:
-        return origin.rstrip("/").lower() in self._origins
+        return lowered in self.origins or (bool(host) and lowered in (f"http://{host}", f"https://{host}"))
 
     def _is_allowed_host(self, name: str) -> bool:
         return name in self._hosts or (self._local and is_loopback(name))

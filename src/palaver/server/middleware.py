@@ -14,6 +14,8 @@ from contextlib import suppress
 from functools import partial
 from urllib.parse import unquote
 
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
@@ -34,15 +36,12 @@ _SMALL_BODY = 64 << 10
 _LARGE_BODY = 1 << 20
 """After a request with a larger body, unused memory is returned to the system."""
 _MAX_LOGGED_PATH = 200
-_PREFLIGHT = (
-    (b"access-control-allow-methods", b"GET, POST, PUT, PATCH, DELETE, OPTIONS"),
-    (
-        b"access-control-allow-headers",
-        b"authorization, content-type, x-api-key, last-event-id, x-conversation, idempotency-key, anthropic-version, "
-        b"anthropic-beta, anthropic-dangerous-direct-browser-access",
-    ),
-    (b"access-control-max-age", b"600"),
+_CORS_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_CORS_HEADERS = (
+    "authorization content-type x-api-key last-event-id x-conversation idempotency-key anthropic-version "
+    "anthropic-beta anthropic-dangerous-direct-browser-access".split()
 )
+_CORS_EXPOSED = ("x-request-id", "request-id", "x-conversation", "retry-after")
 
 
 class AccessLog:
@@ -74,6 +73,14 @@ class ProtectionMiddleware:
         self.metrics = state.metrics
         self.workers = state.workers
         self.origin_guard = OriginGuard(settings)
+        self.cors = CORSMiddleware(
+            app,
+            allow_origins=self.origin_guard.origins,
+            allow_methods=_CORS_METHODS,
+            allow_headers=_CORS_HEADERS,
+            expose_headers=_CORS_EXPOSED,
+        )
+        """Used by `_RequestCycle` after the guard: by itself it would answer a preflight before the Host is checked."""
         self._authenticator = state.authenticator
         self._is_public = is_public
         self._rate_limiter = RateLimiter(settings.limits.requests_per_minute)
@@ -137,14 +144,6 @@ class ProtectionMiddleware:
             self.access_log.log(id, caller, "SOCKET", path, status, time.monotonic() - started)
             self.metrics.count_request(status)
 
-    def cors_headers(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """The headers that let a page of an allowed origin read the response."""
-        origin = headers.get(b"origin")
-        if origin is None or not self.origin_guard.is_allowed_origin(origin.decode("latin-1")):
-            return []
-        expose = (b"access-control-expose-headers", b"x-request-id, request-id, x-conversation, retry-after")
-        return [(b"access-control-allow-origin", origin), (b"vary", b"origin"), expose]
-
 
 class _RequestCycle:
     """One request and its response."""
@@ -189,9 +188,11 @@ class _RequestCycle:
                 self._middleware.workers.trim()
 
     async def _answer(self) -> None:
-        if self._scope["method"] == "OPTIONS" and b"access-control-request-method" in self._headers:
+        preflight = {b"origin", b"access-control-request-method"} <= self._headers.keys()
+        if self._scope["method"] == "OPTIONS" and preflight:
             self._middleware.check(self._scope, self._headers)
-            await self._preflight()
+            response = self._middleware.cors.preflight_response(Headers(scope=self._scope))
+            await response(self._scope, self._receive, self._send)
             return
         await self._middleware.admit(self._scope, self._headers)
         receive = self._receive
@@ -215,18 +216,15 @@ class _RequestCycle:
         else:
             await self._middleware.workers.run(check_json, body, limits)
 
-    async def _preflight(self) -> None:
-        await self._send({"type": "http.response.start", "status": 204, "headers": list(_PREFLIGHT)})
-        await self._send({"type": "http.response.body", "body": b""})
-
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             names = (b"x-request-id", b"request-id")  # the names that OpenAI's and Anthropic's clients read
             ids = ((name, self._id.encode()) for name in names)
-            cors = self._middleware.cors_headers(self._headers)
-            message = {**message, "headers": [*message.get("headers", ()), *ids, *cors]}
-        elif not message.get("more_body", False):
+            message = {**message, "headers": [*message.get("headers", ()), *ids]}
+            await self._middleware.cors.send(message, self._raw_send, Headers(scope=self._scope))
+            return
+        if not message.get("more_body", False):
             self._complete = True
         await self._raw_send(message)
 
