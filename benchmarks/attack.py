@@ -43,6 +43,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import websockets
 
 from palaver.store import open_store
@@ -454,20 +455,16 @@ class Server:
         return sum(map(_memory_mb, _process_tree(self.pid)))
 
 
-def _process_tree(pid: int) -> list[int]:
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in task.read_text().split():
-                found += _process_tree(int(child))
-    return found
+def _process_tree(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
 
 
-def _memory_mb(pid: int) -> float:
-    with suppress(OSError):
-        found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-        return int(found[1]) / 1024 if found else 0.0
-    return 0.0
+def _memory_mb(process: psutil.Process) -> float:
+    try:
+        return process.memory_info().rss / 2**20
+    except psutil.NoSuchProcess:
+        return 0.0
 
 
 @contextmanager
@@ -663,9 +660,8 @@ async def kill_engine(server: Server, times: int) -> None:
     """Kills the engine's process while honest streams run, and waits until a reply can be made again."""
     async with httpx.AsyncClient(base_url=server.url, timeout=30, trust_env=False) as client:
         for _ in range(times):
-            engines = [pid for pid in _process_tree(server.pid)[1:] if _is_engine(pid)]
-            for pid in engines:
-                os.kill(pid, signal.SIGKILL)
+            for process in filter(_is_engine, _process_tree(server.pid)[1:]):
+                process.kill()
             await asyncio.sleep(1)
             until = time.monotonic() + 60
             while (await client.get("/health")).json()["status"] != "ready" and time.monotonic() < until:
@@ -673,9 +669,9 @@ async def kill_engine(server: Server, times: int) -> None:
             await asyncio.sleep(2)
 
 
-def _is_engine(pid: int) -> bool:
-    with suppress(OSError):
-        return b"palaver.engines.host" in Path(f"/proc/{pid}/cmdline").read_bytes()
+def _is_engine(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return any("palaver.engines.host" in argument for argument in process.cmdline())
     return False
 
 

@@ -32,9 +32,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-TICKS = os.sysconf("SC_CLK_TCK")
 CHAT = "/v1/chat/completions"
 
 
@@ -48,14 +48,12 @@ class ServerProcess:
     @property
     def cpu_seconds(self) -> float:
         """CPU time of the server's process; the engine runs in another."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS
+        spent = psutil.Process(self.pid).cpu_times()
+        return spent.user + spent.system
 
     @property
     def memory_mb(self) -> float:
-        found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{self.pid}/status").read_text())
-        assert found is not None
-        return int(found[1]) / 1024
+        return psutil.Process(self.pid).memory_info().rss / 2**20
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
+import psutil
 
 SRC = Path(__file__).resolve().parent.parent / "src"
 SAME_NAMES_ON_PURPOSE = ("formats.tool_calls.", "formats.calls.")
@@ -193,12 +194,7 @@ def _stream(client: httpx.Client, body: dict[str, object]) -> int:
 
 
 def _descendants(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    # any thread of the process may have started a child
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        children += (task / "children").read_text().split()
-    direct = sorted({int(child) for child in children})
-    return [*direct, *(below for child in direct for below in _descendants(child))]
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
 def main() -> None:

@@ -13,7 +13,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
+
+import psutil
 
 from palaver.chat.turn_log import LogEntry
 from palaver.events import AnswerDelta, Started, ThinkingDelta
@@ -123,10 +124,7 @@ def turns() -> None:
 
 def resident(pid: int) -> int:
     """In kilobytes."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            return int(line.split()[1])
-    return 0
+    return psutil.Process(pid).memory_info().rss // 1024
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -32,7 +31,7 @@ class Fit:
     weights_bytes: int
     needed_bytes: int
     free_bytes: int | None
-    """None where the system doesn't say."""
+    """None if it is not known."""
     device: str
 
     @property
@@ -93,14 +92,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _available_bytes() -> int | None:
-    """Host memory that is available without swapping; None where the system doesn't say."""
+    """Host memory that is available without swapping; None without psutil, which the engine runs without."""
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (OSError, ValueError, AttributeError):
+        import psutil
+    except ImportError:
         return None
+    return psutil.virtual_memory().available
 
 
 LARGE_PASS_PAIRS = 40_000
