@@ -3,8 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.models import make_model
+
+settings.register_profile("palaver", deadline=None)  # a test must not depend on the processor's speed
+settings.load_profile("palaver")
 
 
 @pytest.fixture(scope="session")
