@@ -103,7 +103,7 @@ def turns() -> None:
         flags = ["--set", "max_tokens=4", "--set", "seed=1", "--think", "off"]
         command = [sys.executable, "-m", "palaver", "chat", "--local", "--data", folder, *flags]
         with Terminal(command) as terminal:
-            terminal.wait("/help lists the commands", 120)
+            terminal.wait(" is ready · ", 120)
             terminal.prompt()
             took, memory = [], []
             for number in range(TURNS):

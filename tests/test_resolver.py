@@ -61,7 +61,7 @@ def test_a_folder_must_hold_a_model(tmp_path: Path) -> None:
     with pytest.raises(UnknownModel, match="it is a file"):
         resolve_model(str(folder / "config.json"))
     for name in ("nowhere", "./no/where", "~/no/where/at/all", "../a/b"):
-        with pytest.raises(UnknownModel, match="it is no folder, no hub id"):
+        with pytest.raises(UnknownModel, match="name a folder, a model of the hub"):
             resolve_model(name)
 
 
@@ -97,7 +97,7 @@ def test_an_incomplete_snapshot_is_fetched_again(tmp_path: Path, monkeypatch: py
 def test_a_hub_id_that_is_not_on_disk_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     Hub(monkeypatch, None, files=None)
     with pytest.raises(
-        UnknownModel, match=r"not on disk and could not be fetched from the hub \(no route to the hub\)"
+        UnknownModel, match=r"not on this computer and can't be downloaded from the hub \(no route to the hub\)"
     ):
         resolve_folder(HUB_ID)
 

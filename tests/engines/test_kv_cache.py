@@ -118,7 +118,7 @@ def test_a_sequence_can_use_the_whole_cache_at_once_or_by_growing() -> None:
         check(slot, keys)
         assert slot.pool.capacity >= length
         assert cache.statistics.used_bytes <= limit
-    with pytest.raises(CacheFull, match="needs 7169 tokens of cache but there is room for 7168"):
+    with pytest.raises(CacheFull, match="needs 7,169 tokens of cache but there is room for 7,168"):
         cache.grow(slot, 7_169, 100)
     check(slot, keys)
 

@@ -79,14 +79,14 @@ def too_much(what: str) -> tuple[str, str, str]:
         case "text to tokenize":
             return "/v1/tokenize", json.dumps({"prompt": LONG}), "at most 1048576 characters"
         case "text of a message":
-            return CHAT, json.dumps({"messages": USER}), "tokens long but"
+            return CHAT, json.dumps({"messages": USER}), "tokens long, but"
         case "text for a template":
-            return "/v1/apply-template", json.dumps({"messages": USER}), "tokens long but"
+            return "/v1/apply-template", json.dumps({"messages": USER}), "tokens long, but"
         case "text to complete":
-            return "/v1/completions", json.dumps({"prompt": LONG}), "tokens long but"
+            return "/v1/completions", json.dumps({"prompt": LONG}), "tokens long, but"
         case "description of a tool":
             tool = {"type": "function", "function": {"name": "f", "description": LONG}}
-            return CHAT, json.dumps({"messages": SUM, "tools": [tool]}), "tokens long but"
+            return CHAT, json.dumps({"messages": SUM, "tools": [tool]}), "tokens long, but"
         case _:
             return "/api/import", "\n".join([LINE] * 300_000), "at most 10000"
 

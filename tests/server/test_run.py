@@ -106,7 +106,7 @@ def test_a_terminal_attaches_to_a_server_with_a_certificate_of_its_own(tmp_path:
             rest = process.stderr.read()
         assert process.wait(60) == 0, rest
     assert url.startswith("https://")
-    assert f"attached to your server at {url}" in ran.stderr
+    assert f"connected to your server at {url}" in ran.stderr
     assert "42" in ran.stdout
 
 
@@ -115,5 +115,5 @@ def test_a_model_that_is_not_there_ends_it(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
     assert ran.returncode == 1
-    assert "No model" in ran.stderr
+    assert "Can't find the model" in ran.stderr
     assert "Traceback" not in ran.stderr

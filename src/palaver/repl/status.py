@@ -184,7 +184,7 @@ def ready_lines(card: ModelCard) -> list[RenderableType]:
         strings.CONTEXT_FACT.format(tokens=f"{card.context_length:,}"),
         strings.NEVER_THINKS if not card.thinks else strings.THINKS,
         strings.CALLS_TOOLS if card.takes_tools else strings.CALLS_NO_TOOLS,
-        " ".join(one for one in (card.device, card.dtype) if one),
+        card.device,
     ]
     notices = [Text(one_line(notice), style="note") for notice in card.notices]
     return [Text(" · ".join(filter(None, facts)), style="note"), *notices]
