@@ -148,7 +148,7 @@ class ReplyStream:
         self.steps: list[Step] = []
         """The new tokens, without those that the prompt starts the reply with."""
         self._events: list[Event] = []
-        self._started = Started(len(prompt), 0)
+        self.started = Started(len(prompt), 0)
         self._batches = self._run()
 
     async def __aenter__(self) -> Self:
@@ -182,7 +182,7 @@ class ReplyStream:
     def usage(self) -> Usage:
         return Usage(
             prompt_tokens=len(self.prompt.context_ids),
-            cached_tokens=self._started.cached_tokens,
+            cached_tokens=self.started.cached_tokens,
             reply_tokens=self.token_count,
             thinking_tokens=self.thinking_tokens,
         )
@@ -285,8 +285,8 @@ class GeneratedReply(ReplyStream):
             case Queued(position, seconds):
                 return ReplyBatch((Waiting(position, seconds),))
             case Prefilled(prompt_tokens, cached_tokens):
-                self._started = Started(prompt_tokens, cached_tokens, self.notice)
-                return ReplyBatch((self._started,))
+                self.started = Started(prompt_tokens, cached_tokens, self.notice)
+                return ReplyBatch((self.started,))
             case Step():
                 step = output if self._record_step is None else await self._record_step(output)
                 self.steps.append(step)
@@ -308,7 +308,7 @@ class TurnTimer:
         would be taken for those of the whole reply."""
         self._before = dict(before or {})
         self._is_complete = is_complete
-        self._started_at = self._last_token_at = time.monotonic()
+        self.started_at = self._last_token_at = time.monotonic()
         self._first_token: float | None = None
         self._thinking = 0.0
 
@@ -318,7 +318,7 @@ class TurnTimer:
     def token(self, thinking: bool) -> None:
         now = time.monotonic()
         if self._first_token is None:
-            self._first_token = now - self._started_at
+            self._first_token = now - self.started_at
         if thinking:
             self._thinking += now - self._last_token_at
         self._last_token_at = now
@@ -326,6 +326,6 @@ class TurnTimer:
     def timings(self) -> dict[str, float]:
         if not self._is_complete:
             return {}
-        seconds = self._before.get("seconds", 0.0) + time.monotonic() - self._started_at
+        seconds = self._before.get("seconds", 0.0) + time.monotonic() - self.started_at
         timings = {**self._before, "seconds": seconds, "thinking": self._before.get("thinking", 0.0) + self._thinking}
         return timings if self._first_token is None else {"first_token": self._first_token, **timings}

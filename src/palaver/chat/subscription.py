@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import cast
 
 from palaver.chat.model import Model
@@ -16,8 +16,8 @@ from palaver.chat.reply_request import RequestBuilder
 from palaver.chat.reply_stream import BatchReader, ReplyOpening, ReplyRequest, ReplyStream, first_generated
 from palaver.chat.turn_log import LogEntry, TurnLog, numbered
 from palaver.chat.turns import Turn, Turns
-from palaver.errors import EngineError, ModelError, PalaverError, RequestError, ShuttingDown
-from palaver.events import Event, Failed, Finished, ReadEvent, ReplyBatch, Snapshot, Started, Usage, Waiting
+from palaver.errors import EngineError, ModelError, PalaverError, RequestError
+from palaver.events import Failed, Finished, ReadEvent, ReplyBatch, Snapshot, Started, Usage, Waiting
 from palaver.generation import Finish, Prompt
 from palaver.store import NotFound, ReplyStatus, Store, StoredMessage
 from palaver.store.leases import LEASE_SECONDS
@@ -30,31 +30,32 @@ INTERRUPTED = "The program that was writing this reply ended: it can be continue
 _FINISH = {ReplyStatus.DONE: Finish.END, ReplyStatus.STOPPED: Finish.STOPPED, ReplyStatus.LENGTH: Finish.LENGTH}
 
 
-@dataclass(frozen=True, slots=True)
-class _TurnSource:
-    """A turn's batches, and the request and the prompt that they come from."""
-
-    log: TurnLog
-    """The batches so far. For a turn that runs here or has ended, also those to come."""
-    batches: AsyncGenerator[ReplyBatch]
-    request: ReplyRequest
-    prompt: Prompt
-    """The prompt without the tokens of earlier runs, which have batches."""
-    opening: ReplyOpening = field(default_factory=ReplyOpening)
-    turn: Turn | None = None
-    """None unless it runs in this process, or has ended here recently."""
-
-
 class FollowedReply(ReplyStream):
     """A stored turn, from its first token on. A turn that fails ends with `Failed`."""
 
-    def __init__(self, turns: Turns, source: _TurnSource, raw: BatchReader | None = None) -> None:
-        """`raw` reads the tokens again, as text that includes the thinking."""
-        super().__init__(source.request, source.prompt, raw.opening if raw is not None else source.opening)
-        self._turns = turns
-        self._source = source
-        self._raw = raw
-        self._thinking_tokens = self.opening.thinking_tokens
+    def __init__(
+        self,
+        request: ReplyRequest,
+        prompt: Prompt,
+        opening: ReplyOpening,
+        log: TurnLog,
+        turn: Turn | None = None,
+        source: AsyncGenerator[ReplyBatch] | None = None,
+    ) -> None:
+        """`prompt` is without the tokens of earlier runs, which have batches. `turn` runs here, or has ended here
+        recently. `source` has the turn's batches if the log has only those so far."""
+        super().__init__(request, prompt, opening)
+        self.log = log
+        self._turn = turn
+        self.source = source or log.follow()
+        self._raw: BatchReader | None = None
+        self._thinking_tokens = opening.thinking_tokens
+
+    def read_raw(self, model: Model) -> None:
+        """Reads the tokens again, as text that includes the thinking and its markers. Call before the first batch."""
+        self.request = replace(self.request, options=replace(self.request.options, unsplit=True))
+        self._raw = BatchReader(model.reader(self.request, self.prompt), self.prompt)
+        self.opening = self._raw.opening
 
     @property
     def thinking_tokens(self) -> int:
@@ -63,47 +64,36 @@ class FollowedReply(ReplyStream):
     @property
     def error(self) -> PalaverError | None:
         """The error that ended the turn here."""
-        return self._source.turn.error if self._source.turn is not None else None
+        return self._turn.error if self._turn is not None else None
 
     @property
     def refusal(self) -> PalaverError | None:
         """The error of a request that the engine refused before the first token."""
-        turn = self._source.turn
-        if turn is None or turn.reply_stream.steps or not isinstance(turn.error, RequestError | ModelError):
-            return None
-        return turn.error
+        refused = isinstance(self.error, RequestError | ModelError) and not any(b.steps for b in self.log.so_far())
+        return self.error if refused else None
 
     @property
     def is_here(self) -> bool:
         """Whether the turn runs in this process, or has ended here recently."""
-        return self._source.turn is not None
-
-    @property
-    def has_started(self) -> bool:
-        """Whether the turn has left the queue."""
-        return self._source.log.started
-
-    def events_so_far(self) -> list[Event]:
-        return self._source.log.events()
+        return self._turn is not None
 
     def stop(self) -> None:
         """Stops the turn itself if it runs here."""
-        turn = self._source.turn
-        if turn is not None and not turn.log.ended:
-            turn.reply_stream.stop()
+        if self._turn is not None and not self.log.ended:
+            self._turn.reply_stream.stop()
 
     def failure(self, failed: Failed) -> PalaverError:
-        return self.error or (ShuttingDown() if self._turns.closing else EngineError(failed.error))
+        return self.error or EngineError(failed.error)
 
     async def _run(self) -> AsyncGenerator[ReplyBatch]:
         self._events += self.opening.events
         if self.opening.events:
             yield self.opening.batch
-        async with aclosing(self._source.batches) as batches:
+        async with aclosing(self.source) as batches:
             async for batch in batches:
                 match batch.events[0]:
                     case Started() as started:
-                        self._started = started
+                        self.started = started
                         yield batch
                     case Waiting() | Snapshot():
                         yield batch
@@ -134,36 +124,32 @@ class TurnSubscription:
 
         Raises BadParameter at once for a number beyond the turn's events.
         """
-        source = await self._source(model, reply)
-        if source.turn is not None:
-            await source.log.wait_for(after)
-        source.log.check_number(after)
-        return numbered(source.batches, after)
+        stream = await self.stream(model, reply)
+        if stream.is_here:
+            await stream.log.wait_for(after)
+        stream.log.check_number(after)
+        return numbered(stream.source, after)
 
     async def stream(self, model: Model | None, reply: StoredMessage, raw: bool = False) -> FollowedReply:
         """The turn as a reply stream. `raw`: thinking and its markers are part of the text."""
-        source = await self._source(model, reply)
-        if not raw or model is None or not is_same_tokenizer(model, reply):
-            return FollowedReply(self._turns, source)
-        request = replace(source.request, options=replace(source.request.options, unsplit=True))
-        reader = model.reader(request, source.prompt)
-        return FollowedReply(self._turns, replace(source, request=request), BatchReader(reader, source.prompt))
-
-    async def _source(self, model: Model | None, reply: StoredMessage) -> _TurnSource:
         turn = self._turns.get(reply.id)
         if turn is None:
-            return await asyncio.to_thread(self._load_source, model, reply)
-        stream, batches = turn.reply_stream, turn.log.follow()
-        return _TurnSource(turn.log, batches, stream.request, stream.first_prompt, stream.opening, turn)
+            stream = await asyncio.to_thread(self._load, model, reply)
+        else:
+            running = turn.reply_stream
+            stream = FollowedReply(running.request, running.first_prompt, running.opening, turn.log, turn)
+        if raw and model is not None and is_same_tokenizer(model, reply):
+            stream.read_raw(model)
+        return stream
 
-    def _load_source(self, model: Model | None, reply: StoredMessage) -> _TurnSource:
-        """The source of a turn from its stored tokens."""
+    def _load(self, model: Model | None, reply: StoredMessage) -> FollowedReply:
+        """The stream of a turn from its stored tokens."""
         if reply.reply is None:
             raise NotFound("turn", reply.id)
         if model is None or not is_same_tokenizer(model, reply):
             snapshot = Snapshot(self._store.messages.load(reply))
             log = TurnLog((ReplyBatch((snapshot,)), ReplyBatch((ended_event(reply),))))
-            return _TurnSource(log, log.follow(), ReplyRequest((), reply.reply.settings.sampling), Prompt(()))
+            return FollowedReply(ReplyRequest((), reply.reply.settings.sampling), Prompt(()), ReplyOpening(), log)
         owner = self._store.conversations.get(reply.conversation_id).owner_id
         request = self._requests.rebuild(model, reply, owner)
         steps = self._store.replies.tokens(reply.id)
@@ -171,12 +157,10 @@ class TurnSubscription:
         prompt = model.prompt(request, [step.token_id for step in steps[:first]])
         reader = BatchReader(model.reader(request, prompt), prompt)
         log = TurnLog(batch for batch in (reader.opening.batch, *reader.feed_all(steps[first:])) if batch.events)
-        batches = log.follow()
-        if _is_running(reply):
-            batches = self._follow_store(reply, reader, log, len(steps))
-        else:
+        source = self._follow_store(reply, reader, log, len(steps)) if _is_running(reply) else None
+        if source is None:
             log.add(_ending(reply, reader))
-        return _TurnSource(log, batches, request, prompt, reader.opening)
+        return FollowedReply(request, prompt, reader.opening, log, source=source)
 
     async def _follow_store(
         self, reply: StoredMessage, reader: BatchReader, log: TurnLog, read: int

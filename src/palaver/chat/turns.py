@@ -239,6 +239,7 @@ class Turns:
         running = self.running
         for turn in running:
             turn.parked, turn.left_open = True, leave
+            turn.error = ShuttingDown() if self.closing else turn.error
             turn.reply_stream.stop()
         tasks = [turn.task for turn in running if turn.task is not None]
         if tasks:

@@ -21,6 +21,7 @@ from palaver.events import (
     ThinkingDelta,
     ToolCallDelta,
     ToolCallOpened,
+    Usage,
 )
 from palaver.generation import Finish
 from palaver.phases import Phase
@@ -28,7 +29,7 @@ from palaver.server.anthropic.errors import anthropic_error
 from palaver.server.anthropic.schemas import MessagesRequest
 from palaver.server.anthropic.signatures import sign
 from palaver.server.errors import log_unexpected
-from palaver.server.openai.choices import ChoiceDelta, ChoiceStream, ChoiceUsage
+from palaver.server.openai.choices import ChoiceDelta, ChoiceStream
 from palaver.server.sse import EventStream, close_stream
 from palaver.store.records import new_id
 
@@ -105,7 +106,7 @@ class ContentBlocks:
         return {"type": "content_block_delta", "index": self._index, "delta": {"type": type, name: text}}
 
 
-def message_start(model: str, usage: ChoiceUsage, extra: Mapping[str, Any]) -> Event:
+def message_start(model: str, usage: Usage, extra: Mapping[str, Any]) -> Event:
     """`extra`: fields of the message beyond Anthropic's own."""
     message = {"id": f"msg_{new_id()}", "type": "message", "role": "assistant", "model": model, "content": []}
     return {
@@ -114,7 +115,7 @@ def message_start(model: str, usage: ChoiceUsage, extra: Mapping[str, Any]) -> E
     }
 
 
-def message_end(stop_reason: tuple[str, str | None], usage: ChoiceUsage, notices: Sequence[str]) -> Iterator[Event]:
+def message_end(stop_reason: tuple[str, str | None], usage: Usage, notices: Sequence[str]) -> Iterator[Event]:
     reason, stop_sequence = stop_reason
     delta: Event = {"stop_reason": reason, "stop_sequence": stop_sequence}
     if notices:
@@ -123,14 +124,14 @@ def message_end(stop_reason: tuple[str, str | None], usage: ChoiceUsage, notices
     yield {"type": "message_stop"}
 
 
-def anthropic_usage(usage: ChoiceUsage) -> dict[str, Any]:
+def anthropic_usage(usage: Usage) -> dict[str, Any]:
     """`input_tokens` does not include the cached tokens."""
     return {
-        "input_tokens": usage.prompt - usage.cached,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached,
-        "output_tokens": usage.reply,
-        "output_tokens_details": {"thinking_tokens": usage.thinking},
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.reply_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.thinking_tokens},
     }
 
 
@@ -228,12 +229,11 @@ class AnthropicReply:
         finally:
             await close_stream(first, stream)
 
-    def _initial_usage(self) -> ChoiceUsage:
+    def _initial_usage(self) -> Usage:
         """The prompt's tokens and, if they are known yet, those from the cache. A stored reply may still wait."""
         if self._stored is not None:
-            return ChoiceUsage()
-        usage = self._choice.usage
-        return ChoiceUsage(usage.prompt or len(self._choice.reply_stream.prompt), usage.cached)
+            return Usage()
+        return Usage(self._choice.usage.prompt_tokens, self._choice.usage.cached_tokens)
 
     def _on_thinking(self) -> None:
         reply_stream = self._choice.reply_stream

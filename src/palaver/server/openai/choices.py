@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from palaver.chat.model import Model
@@ -23,6 +23,7 @@ from palaver.events import (
     ThinkingDelta,
     ToolCallDelta,
     ToolCallOpened,
+    Usage,
     Waiting,
     fold,
 )
@@ -126,16 +127,6 @@ class ChoiceDelta:
     """Base64. The audio since the last delta of a spoken reply."""
 
 
-@dataclass(slots=True)
-class ChoiceUsage:
-    """Token counts of one choice, without the reply tokens it continues."""
-
-    prompt: int = 0
-    cached: int = 0
-    reply: int = 0
-    thinking: int = 0
-
-
 @dataclass
 class ChoiceStream:
     """One choice: reads the batches of its reply stream as deltas. Leaving it closes the reply stream.
@@ -150,7 +141,6 @@ class ChoiceStream:
     metrics: Metrics
     partial: Message | None = None
     """The reply to continue, as the client sent it."""
-    usage: ChoiceUsage = field(default_factory=ChoiceUsage)
     tool_calls: int = 0
     finished: Finished | None = None
 
@@ -167,7 +157,14 @@ class ChoiceStream:
             await self.reply_stream.__aexit__(*error)
         finally:
             self._pace.stop_waiting()
-            self._record_metrics()
+            self.metrics.count_reply(self.usage, self.finished.finish.value if self.finished else "left")
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens so far, without the reply tokens that it continues."""
+        stream = self.reply_stream
+        thinking = stream.thinking_tokens - stream.opening.thinking_tokens
+        return Usage(stream.started.prompt_tokens, stream.started.cached_tokens, len(stream.steps), thinking)
 
     @property
     def opens_thinking(self) -> bool:
@@ -181,9 +178,8 @@ class ChoiceStream:
             case Waiting():
                 self._pace.start_waiting()
                 return ChoiceDelta(self.index)
-            case Started(prompt_tokens, cached_tokens):
+            case Started():
                 self._pace.stop_waiting()
-                self.usage.prompt, self.usage.cached = prompt_tokens, cached_tokens
                 return ChoiceDelta(self.index)
             case Finished() as finished:
                 self.finished = finished
@@ -207,21 +203,6 @@ class ChoiceStream:
         if self.output.logprobs:
             logprobs = logprob_entries(batch.answer_steps, self.model.vocabulary, self.output.top_logprobs)
         return ChoiceDelta(self.index, read, self.finished, ids, logprobs)
-
-    def update_usage(self) -> ChoiceUsage:
-        """Brings the usage up to the tokens so far."""
-        self.usage.reply = len(self.reply_stream.steps)
-        self.usage.thinking = self.reply_stream.thinking_tokens - self.reply_stream.opening.thinking_tokens
-        self.usage.prompt = self.usage.prompt or len(self.reply_stream.prompt)
-        return self.usage
-
-    def _record_metrics(self) -> None:
-        metrics, usage = self.metrics, self.update_usage()
-        metrics.prompt_tokens += usage.prompt
-        metrics.cached_tokens += usage.cached
-        metrics.reply_tokens += usage.reply
-        metrics.thinking_tokens += usage.thinking
-        metrics.count_finish(self.finished.finish.value if self.finished else "left")
 
 
 _Arrivals = asyncio.Queue[ChoiceDelta | BaseException | None]
@@ -262,14 +243,14 @@ class CompletionStream:
 
     def usage(self) -> dict[str, Any]:
         """The usage so far, in OpenAI's format. The prompt counts once, replies all."""
-        usages = [choice.update_usage() for choice in self.choices]
-        prompt, reply = usages[0].prompt, sum(usage.reply for usage in usages)
+        usages = [choice.usage for choice in self.choices]
+        prompt, reply = usages[0].prompt_tokens, sum(usage.reply_tokens for usage in usages)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": reply,
             "total_tokens": prompt + reply,
-            "prompt_tokens_details": {"cached_tokens": usages[0].cached},
-            "completion_tokens_details": {"reasoning_tokens": sum(usage.thinking for usage in usages)},
+            "prompt_tokens_details": {"cached_tokens": usages[0].cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": sum(usage.thinking_tokens for usage in usages)},
         }
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta]:

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 
 from palaver.chat.model import Model
 from palaver.chat.reply_request import fit_prompt, without_empty_replies, without_oldest
-from palaver.events import PhaseOpened, Usage
+from palaver.events import PhaseOpened
 from palaver.generation import Finish
 from palaver.messages import Role
 from palaver.phases import Phase
@@ -136,6 +136,5 @@ def _ending(delta: ChoiceDelta, choice: ChoiceStream) -> ResponseEnding | None:
     """The ending with the last delta, else None. The usage of a continued reply counts only its new tokens."""
     if delta.finished is None:
         return None
-    status, totals = _STATUSES.get(delta.finished.finish, "cancelled"), choice.update_usage()
-    usage = Usage(totals.prompt, totals.cached, totals.reply, totals.thinking)
-    return ResponseEnding(status, usage, None, int(time.time()) if status == "completed" else None)
+    status = _STATUSES.get(delta.finished.finish, "cancelled")
+    return ResponseEnding(status, choice.usage, None, int(time.time()) if status == "completed" else None)

@@ -208,8 +208,8 @@ async def _current_value(
         stream = await chat.reply_stream(reply.id, wait=False)
         if not stream.is_here:  # another process runs it, or it waits for the model
             return encoder.response("in_progress")
-        encoder.feed(cast("list[ReadEvent]", stream.events_so_far()))
-        return encoder.response("in_progress" if stream.has_started else "queued")
+        encoder.feed(cast("list[ReadEvent]", stream.log.events()))
+        return encoder.response("in_progress" if stream.log.started else "queued")
     if _includes_logprobs(reply, include):
         return await _complete(state, chat, reply, include)
     encoder.feed(replay_deltas(reply.parts))
