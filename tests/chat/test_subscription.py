@@ -7,7 +7,8 @@ from pathlib import Path
 
 from palaver.chat.interface import ServerChat
 from palaver.chat.local_chat import LocalChat
-from palaver.events import Finished, ReplyBatch, Started, Waiting, fold
+from palaver.chat.turn_log import TurnLog
+from palaver.events import AnswerDelta, Finished, ReplyBatch, Started, Usage, Waiting, fold
 from palaver.generation import Finish, Step
 from palaver.messages import user
 from tests.chat.scripted_service import TOKENIZER, WAVE, Stage, open_stage, run_service
@@ -80,3 +81,8 @@ async def test_closing_a_reader_does_not_stop_the_turn(tmp_path: Path) -> None:
             await anext(stream.batches())
         stage.hold.set()
         assert isinstance((await batches(chat, reply))[-1].events[0], Finished)
+
+
+def test_an_ended_log_still_has_the_events_of_its_tokens() -> None:
+    ending = ReplyBatch((Finished(Finish.END, Usage()),))
+    assert TurnLog([ReplyBatch((AnswerDelta("a"),)), ending]).events() == [AnswerDelta("a")]

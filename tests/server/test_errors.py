@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 
@@ -16,6 +17,7 @@ from palaver.server.anthropic.errors import OVERLOADED
 from tests.scripted_engine import FailScript, HoldScript, Script
 from tests.server.chat_client import CHAT, SUM, chunks
 from tests.server.scripted_server import END, say, scripted_client
+from tests.server.socket.client import scripted_server
 from tests.tiny import CHATML
 
 BROKEN: Any = RuntimeError("a tensor has the wrong shape")
@@ -115,3 +117,19 @@ async def test_answers_about_tokens_are_compact_json(tmp_path: Path) -> None:
     for path in ("/v1/tokenize", "/v1/detokenize", "/v1/apply-template"):
         described = document["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
         assert described["type"] == "object"
+
+
+async def test_a_stored_reply_says_that_the_server_shuts_down(tmp_path: Path) -> None:
+    body = {**BODIES[CHAT], "stream": True, "metadata": {"conversation": "new"}}
+    async with (
+        asyncio.timeout(60),
+        scripted_server(tmp_path, held=True) as held,
+        httpx.AsyncClient(base_url=held.url, timeout=60, trust_env=False) as http,
+        http.stream("POST", CHAT, json=body) as answer,
+    ):
+        lines = answer.aiter_lines()
+        await anext(lines)
+        closing = asyncio.create_task(held.server.close(grace=0))
+        events = [json.loads(line[6:]) async for line in lines if line.startswith("data: {")]
+        await closing
+    assert events[-1]["error"]["code"] == "shutting_down"

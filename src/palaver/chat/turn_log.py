@@ -108,9 +108,9 @@ class TurnLog(Log[ReplyBatch]):
     def so_far(self) -> tuple[ReplyBatch, ...]:
         return tuple(self._items)
 
-    def events(self) -> list[Event]:
-        """The events so far."""
-        return [event for batch in self._items for event in batch.events]
+    def events(self) -> list[ReadEvent]:
+        """The numbered events so far."""
+        return [event for batch in self._items for event in batch.events if isinstance(event, ReadEvent)]
 
     async def wait_for(self, after: int) -> None:
         """Waits until the log holds that number of events. Raises BadParameter if the turn never had as many."""

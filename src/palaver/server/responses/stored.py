@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -16,7 +16,7 @@ from palaver.chat.model import Model
 from palaver.chat.recovery import is_same_tokenizer
 from palaver.chat.subscription import FollowedReply, ended_event
 from palaver.errors import EngineError, PalaverError, ShuttingDown
-from palaver.events import Failed, Finished, ReadEvent, Started, Waiting
+from palaver.events import Failed, Finished, Started, Waiting
 from palaver.messages import Role
 from palaver.server.errors import ClientDisconnected
 from palaver.server.openai.messages import parse_history
@@ -208,7 +208,7 @@ async def _current_value(
         stream = await chat.reply_stream(reply.id, wait=False)
         if not stream.is_here:  # another process runs it, or it waits for the model
             return encoder.response("in_progress")
-        encoder.feed(cast("list[ReadEvent]", stream.log.events()))
+        encoder.feed(stream.log.events())
         return encoder.response("in_progress" if stream.log.started else "queued")
     if _includes_logprobs(reply, include):
         return await _complete(state, chat, reply, include)
