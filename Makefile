@@ -27,7 +27,7 @@ $(PY):
 $(VENV)/.installed: pyproject.toml constraints.txt | $(PY)
 	@echo "Installing Palaver into $(VENV) (once)..."
 	@$(PIP) "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	@$(PIP) hatchling editables
+	@$(PIP) hatchling editables setuptools  # what is built without isolation needs them
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
 
