@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import Annotated, Literal, assert_never
 
+from palaver.encoding import Tagged
 from palaver.generation import Finish, Step
 from palaver.messages import Message, Part, Role, Text, Thinking, ToolCall
 from palaver.phases import Phase
@@ -15,6 +16,7 @@ from palaver.phases import Phase
 class Waiting:
     """The turn is in the queue; position 1 is the next to be admitted."""
 
+    type: Literal["waiting"] = field(default="waiting", kw_only=True, repr=False)
     position: int
     seconds: float | None = None
     """The estimated wait; None if it is not known."""
@@ -24,6 +26,7 @@ class Waiting:
 class Started:
     """The prompt is computed; the first token comes next."""
 
+    type: Literal["started"] = field(default="started", kw_only=True, repr=False)
     prompt_tokens: int
     cached_tokens: int
     notice: str = ""
@@ -35,6 +38,7 @@ class Started:
 class PhaseOpened:
     """The model starts thinking, answering or calling a tool. Comes before the first text of the phase."""
 
+    type: Literal["phase_opened"] = field(default="phase_opened", kw_only=True, repr=False)
     phase: Phase
     tokens: int = field(default=0, compare=False)
     """The number of thinking tokens up to here."""
@@ -42,6 +46,7 @@ class PhaseOpened:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingDelta:
+    type: Literal["thinking_delta"] = field(default="thinking_delta", kw_only=True, repr=False)
     text: str
     tokens: int = field(default=0, compare=False)
     """The number of thinking tokens up to here."""
@@ -49,11 +54,13 @@ class ThinkingDelta:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
+    type: Literal["answer_delta"] = field(default="answer_delta", kw_only=True, repr=False)
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallOpened:
+    type: Literal["tool_call_opened"] = field(default="tool_call_opened", kw_only=True, repr=False)
     index: int
     id: str
     name: str
@@ -64,6 +71,7 @@ class ToolCallOpened:
 class ToolCallDelta:
     """The next part of the arguments' JSON text."""
 
+    type: Literal["tool_call_delta"] = field(default="tool_call_delta", kw_only=True, repr=False)
     index: int
     arguments: str
 
@@ -72,6 +80,7 @@ class ToolCallDelta:
 class Notice:
     """A sentence for the user about the reply."""
 
+    type: Literal["notice"] = field(default="notice", kw_only=True, repr=False)
     text: str
 
 
@@ -89,10 +98,11 @@ ReadEvent = PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCal
 
 @dataclass(frozen=True, slots=True)
 class Finished:
+    type: Literal["finished"] = field(default="finished", kw_only=True, repr=False)
     finish: Finish
     usage: Usage
     stop: str | None = None
-    tail: tuple[ReadEvent, ...] = ()
+    tail: tuple[Annotated[ReadEvent, Tagged], ...] = ()
     """Text that was held back because it could start a marker. Discarded if the reply is continued."""
 
 
@@ -100,14 +110,16 @@ class Finished:
 class Failed:
     """The turn ended with an error. The text so far stays."""
 
+    type: Literal["failed"] = field(default="failed", kw_only=True, repr=False)
     error: str
-    tail: tuple[ReadEvent, ...] = ()
+    tail: tuple[Annotated[ReadEvent, Tagged], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The reply up to here, instead of events that can't be replayed."""
 
+    type: Literal["snapshot"] = field(default="snapshot", kw_only=True, repr=False)
     message: Message
 
 

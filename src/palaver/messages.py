@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from palaver.encoding import Base64Bytes, Tagged
 
 
 class Role(StrEnum):
@@ -15,22 +17,32 @@ class Role(StrEnum):
     TOOL = "tool"
 
 
+class PartBase:
+    """A part of a message. Its decoder ignores unknown fields, also in requests, which refuse others."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar = {"extra": "ignore"}
+
+
 @dataclass(frozen=True, slots=True)
-class Text:
+class Text(PartBase):
+    type: Literal["text"] = field(default="text", kw_only=True, repr=False)
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
+class Thinking(PartBase):
     """The model's thinking, which is never part of its answer."""
 
+    type: Literal["thinking"] = field(default="thinking", kw_only=True, repr=False)
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(PartBase):
     """`arguments` is the JSON text as generated; it may be incomplete or invalid."""
 
+    type: Literal["tool_call"] = field(default="tool_call", kw_only=True, repr=False)
     id: str
     name: str
     arguments: str
@@ -39,28 +51,32 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolResult:
+class ToolResult(PartBase):
+    type: Literal["tool_result"] = field(default="tool_result", kw_only=True, repr=False)
     call_id: str
     content: str
     name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class Image(PartBase):
+    type: Literal["image"] = field(default="image", kw_only=True, repr=False)
     media_type: str
-    data: bytes
+    data: Base64Bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Audio:
+class Audio(PartBase):
+    type: Literal["audio"] = field(default="audio", kw_only=True, repr=False)
     media_type: str
-    data: bytes
+    data: Base64Bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Video:
+class Video(PartBase):
+    type: Literal["video"] = field(default="video", kw_only=True, repr=False)
     media_type: str
-    data: bytes
+    data: Base64Bytes
 
 
 Part = Text | Thinking | ToolCall | ToolResult | Image | Audio | Video
@@ -69,7 +85,7 @@ Part = Text | Thinking | ToolCall | ToolResult | Image | Audio | Video
 @dataclass(frozen=True, slots=True)
 class Message:
     role: Role
-    parts: tuple[Part, ...]
+    parts: tuple[Annotated[Part, Tagged], ...]
 
     @property
     def text(self) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
-from palaver.server.openapi import PUBLISHED_NAMES, publish_names
+from palaver.server.openapi import ADDED_FIELDS, PUBLISHED_NAMES, PUBLISHED_VALUES, publish_names
 from tests.server.live_server import LiveServer
 
 COMPONENTS = """
@@ -37,21 +38,57 @@ def test_every_reference_is_to_a_component(live: LiveServer) -> None:
 
 
 def test_every_published_name_is_a_component() -> None:
-    assert len(set(PUBLISHED_NAMES.values())) == len(PUBLISHED_NAMES)
-    assert set(PUBLISHED_NAMES.values()) - set(COMPONENTS.split()) == set()
+    shared = [name for name, count in Counter(PUBLISHED_NAMES.values()).items() if count > 1]
+    assert shared == ["Media"]
+    assert set(PUBLISHED_NAMES.values()) | set(PUBLISHED_VALUES) <= set(COMPONENTS.split())
+    assert set(ADDED_FIELDS) <= set(PUBLISHED_VALUES)
 
 
 def test_keys_titles_and_references_are_renamed() -> None:
     ref = "#/components/schemas/"
     schemas: dict[str, Any] = {
-        "Zebra": {"title": "Zebra", "items": {"$ref": f"{ref}TextSchema"}},
-        "TextSchema": {"title": "TextSchema", "discriminator": {"mapping": {"text": f"{ref}TextSchema"}}},
+        "Zebra": {"title": "Zebra", "items": {"$ref": f"{ref}LeafSchema"}},
+        "LeafSchema": {"title": "LeafSchema", "discriminator": {"mapping": {"leaf": f"{ref}LeafSchema"}}},
     }
     assert publish_names({"components": {"schemas": schemas}}) == {
         "components": {
             "schemas": {
-                "Text": {"title": "Text", "discriminator": {"mapping": {"text": f"{ref}Text"}}},
-                "Zebra": {"title": "Zebra", "items": {"$ref": f"{ref}Text"}},
+                "Leaf": {"title": "Leaf", "discriminator": {"mapping": {"leaf": f"{ref}Leaf"}}},
+                "Zebra": {"title": "Zebra", "items": {"$ref": f"{ref}Leaf"}},
             }
         }
     }
+
+
+def test_the_fields_of_a_value_are_required_but_for_later_ones() -> None:
+    started = {
+        "title": "Started",
+        "description": "Another one.",
+        "type": "object",
+        "properties": {
+            "prompt_tokens": {"type": "integer"},
+            "notice": {"type": "string", "default": ""},
+            "type": {"const": "started", "default": "started"},
+        },
+        "required": ["prompt_tokens"],
+    }
+    published = publish_names({"components": {"schemas": {"Started": started}}})["components"]["schemas"]["Started"]
+    assert published["required"] == ["type", "prompt_tokens"]
+    assert published["properties"] == {
+        "type": {"const": "started"},
+        "prompt_tokens": {"type": "integer"},
+        "notice": {"type": "string", "default": ""},
+    }
+    assert published["description"] == PUBLISHED_VALUES["Started"]
+
+
+def test_the_kinds_of_media_are_one_component() -> None:
+    schemas: dict[str, Any] = {
+        name: {"title": name, "properties": {"type": {"const": name.lower()}, "data": {}}, "required": ["data"]}
+        for name in ("Audio", "Image", "Video")
+    }
+    schemas["Box"] = {"oneOf": [{"$ref": f"#/components/schemas/{name}"} for name in ("Audio", "Image", "Video")]}
+    published = publish_names({"components": {"schemas": schemas}})["components"]["schemas"]
+    assert published["Box"] == {"oneOf": [{"$ref": "#/components/schemas/Media"}]}
+    assert published["Media"]["properties"]["type"]["enum"] == ["image", "audio", "video"]
+    assert list(published) == ["Box", "Media"]

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from palaver.chat.turn_log import LogEntry
+from palaver.encoding import Logprob
 from palaver.formats.switches import Switch
 from palaver.messages import Message, Part
 from palaver.sampling import Sampling
@@ -68,7 +69,7 @@ class ModelCard:
 class TokenAlternative:
     token_id: int
     text: str
-    logprob: float
+    logprob: Logprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class ReplyToken:
 
     token_id: int
     text: str
-    logprob: float | None
+    logprob: Logprob | None
     alternatives: tuple[TokenAlternative, ...] = ()
 
 

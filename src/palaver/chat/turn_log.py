@@ -11,8 +11,9 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
+from palaver.encoding import Tagged
 from palaver.errors import BadParameter
 from palaver.events import Event, Failed, Finished, ReadEvent, ReplyBatch, Snapshot, Started, Waiting
 from palaver.generation import Step
@@ -27,7 +28,7 @@ class LogEntry:
     """`number` is the count of numbered events up to here. A subscriber that reconnects continues after it."""
 
     number: int
-    event: Event
+    event: Annotated[Event, Tagged]
 
 
 class Log(Generic[T]):

@@ -11,12 +11,13 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import httpx
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
+from palaver.encoding import adapter
 from palaver.errors import PalaverError, RequestError
 from palaver.store.errors import Unstorable
 from palaver.wire.errors import ErrorBody
@@ -204,9 +205,10 @@ class ServerConnection:
 
 def parse_response(response: httpx.Response, kind: type[T]) -> T:
     try:
-        return TypeAdapter(kind).validate_json(response.content)
+        value: T = adapter(cast(Any, kind)).validate_json(response.content)
     except ValidationError as error:
         raise _invalid_response(error) from None
+    return value
 
 
 def parse_event(event: ServerSentEvent, kind: Any) -> Any:
@@ -214,7 +216,7 @@ def parse_event(event: ServerSentEvent, kind: Any) -> Any:
     try:
         if event.event == "error":
             raise _body_error(ErrorBody.model_validate_json(event.data), 500)
-        return TypeAdapter(kind).validate_json(event.data)
+        return adapter(kind).validate_json(event.data)
     except ValidationError as error:
         raise _invalid_response(error) from None
 

@@ -20,7 +20,7 @@ from palaver.errors import BadParameter
 from palaver.messages import Message, Part
 from palaver.store import Blob, Conversation, Cursor, NotFound, Preset, SearchHit, StoredMessage, TreeNode
 from palaver.store.errors import Unstorable
-from palaver.wire import requests, responses, values
+from palaver.wire import requests, responses
 
 B = TypeVar("B", bound=BaseModel)
 READY_WAIT_S = 25.0
@@ -63,21 +63,21 @@ class HttpChat:
     # the model
 
     async def model(self) -> ModelCard:
-        return (await self._connection.get(responses.ModelCardSchema, "model")).to_value()
+        return await self._connection.get(ModelCard, "model")
 
     async def models(self) -> tuple[str, ...]:
-        return tuple(await self._connection.get(list[str], "models"))
+        return await self._connection.get(tuple[str, ...], "models")
 
     async def load_model(self, name: str) -> ModelCard:
         body = _request_body(requests.LoadModelRequest, name=name)
-        return (await self._connection.post(responses.ModelCardSchema, "model/load", body)).to_value()
+        return await self._connection.post(ModelCard, "model/load", body)
 
     async def unload_model(self) -> ModelCard:
-        return (await self._connection.post(responses.ModelCardSchema, "model/unload")).to_value()
+        return await self._connection.post(ModelCard, "model/unload")
 
     async def wait_until_ready(self) -> ModelCard:
         while True:
-            card = (await self._connection.get(responses.ModelCardSchema, "model/ready", wait=READY_WAIT_S)).to_value()
+            card = await self._connection.get(ModelCard, "model/ready", wait=READY_WAIT_S)
             if card.state is not ModelState.LOADING:
                 return card
 
@@ -100,12 +100,10 @@ class HttpChat:
             tags=list(tags),
             key=_idempotency_key(key),
         )
-        return (
-            await self._connection.post(responses.ConversationSchema, "conversations", body, idempotent=True)
-        ).to_value()
+        return await self._connection.post(Conversation, "conversations", body, idempotent=True)
 
     async def conversation(self, id: str) -> Conversation:
-        return (await self._connection.get(responses.ConversationSchema, _conversation(id))).to_value()
+        return await self._connection.get(Conversation, _conversation(id))
 
     async def conversations(
         self,
@@ -117,7 +115,7 @@ class HttpChat:
         deleted: bool = False,
     ) -> tuple[Conversation, ...]:
         found = await self._connection.get(
-            list[responses.ConversationSchema],
+            list[Conversation],
             "conversations",
             limit=limit,
             before=before,
@@ -125,7 +123,7 @@ class HttpChat:
             title=title,
             deleted=deleted,
         )
-        return tuple(one.to_value() for one in found)
+        return tuple(found)
 
     async def update_conversation(
         self,
@@ -144,25 +142,22 @@ class HttpChat:
             tags=None if tags is None else list(tags),
         )
         response = await self._connection.send("PATCH", _conversation(id), body=body, idempotent=True)
-        return parse_response(response, responses.ConversationSchema).to_value()
+        return parse_response(response, Conversation)
 
     async def delete_conversation(self, id: str) -> None:
         await self._connection.send("DELETE", _conversation(id))
 
     async def restore_conversation(self, id: str) -> Conversation:
-        return (
-            await self._connection.post(responses.ConversationSchema, f"{_conversation(id)}/undelete", idempotent=True)
-        ).to_value()
+        return await self._connection.post(Conversation, f"{_conversation(id)}/undelete", idempotent=True)
 
     async def clear_cache(self, id: str) -> None:
         await self._connection.send("POST", f"{_conversation(id)}/forget", idempotent=True)
 
     async def tags(self) -> tuple[str, ...]:
-        return tuple(await self._connection.get(list[str], "tags"))
+        return await self._connection.get(tuple[str, ...], "tags")
 
     async def search(self, query: str, limit: int = 20) -> tuple[SearchHit, ...]:
-        found = await self._connection.get(list[responses.SearchHitSchema], "search", query=query, limit=limit)
-        return tuple(hit.to_value() for hit in found)
+        return await self._connection.get(tuple[SearchHit, ...], "search", query=query, limit=limit)
 
     @asynccontextmanager
     async def changes(self) -> AsyncIterator[AsyncIterator[ConversationChange]]:
@@ -176,13 +171,11 @@ class HttpChat:
     # presets
 
     async def presets(self) -> tuple[Preset, ...]:
-        return tuple(one.to_value() for one in await self._connection.get(list[responses.PresetSchema], "presets"))
+        return await self._connection.get(tuple[Preset, ...], "presets")
 
     async def save_preset(self, name: str, system: str, parameters: Mapping[str, Any]) -> Preset:
         body = _request_body(requests.SavePresetRequest, name=name, system=system, parameters=dict(parameters))
-        return parse_response(
-            await self._connection.send("PUT", "presets", body=body, idempotent=True), responses.PresetSchema
-        ).to_value()
+        return parse_response(await self._connection.send("PUT", "presets", body=body, idempotent=True), Preset)
 
     async def delete_preset(self, name: str) -> None:
         await self._connection.send(
@@ -192,21 +185,16 @@ class HttpChat:
     # the tree
 
     async def message(self, id: str) -> StoredMessage:
-        return (await self._connection.get(responses.StoredMessageSchema, _message(id))).to_value()
+        return await self._connection.get(StoredMessage, _message(id))
 
     async def path(self, leaf: str) -> tuple[StoredMessage, ...]:
-        return _stored_messages(
-            await self._connection.get(list[responses.StoredMessageSchema], f"{_message(leaf)}/path")
-        )
+        return await self._connection.get(tuple[StoredMessage, ...], f"{_message(leaf)}/path")
 
     async def siblings(self, id: str) -> tuple[StoredMessage, ...]:
-        return _stored_messages(
-            await self._connection.get(list[responses.StoredMessageSchema], f"{_message(id)}/siblings")
-        )
+        return await self._connection.get(tuple[StoredMessage, ...], f"{_message(id)}/siblings")
 
     async def nodes(self, conversation_id: str) -> tuple[TreeNode, ...]:
-        found = await self._connection.get(list[responses.TreeNodeSchema], f"{_conversation(conversation_id)}/nodes")
-        return tuple(node.to_value() for node in found)
+        return await self._connection.get(tuple[TreeNode, ...], f"{_conversation(conversation_id)}/nodes")
 
     async def newest_leaf(self, conversation_id: str, start: str | None = None) -> str | None:
         path = f"{_conversation(conversation_id)}/newest-leaf"
@@ -217,33 +205,26 @@ class HttpChat:
     ) -> StoredMessage:
         path = f"{_conversation(conversation_id)}/messages"
         body = _request_body(
-            requests.AppendMessageRequest, parent=parent, message=_encode_message(message), key=_idempotency_key(key)
+            requests.AppendMessageRequest, parent=parent, message=_new_message(message), key=_idempotency_key(key)
         )
-        return (await self._connection.post(responses.StoredMessageSchema, path, body, idempotent=True)).to_value()
+        return await self._connection.post(StoredMessage, path, body, idempotent=True)
 
     async def edit_message(
         self, message_id: str, parts: Iterable[Part | Blob], *, key: str | None = None
     ) -> StoredMessage:
-        schemas = [_encode_part(part) for part in parts]
-        body = _request_body(requests.EditMessageRequest, parts=schemas, key=_idempotency_key(key))
-        return (
-            await self._connection.post(
-                responses.StoredMessageSchema, f"{_message(message_id)}/edit", body, idempotent=True
-            )
-        ).to_value()
+        body = _request_body(requests.EditMessageRequest, parts=list(parts), key=_idempotency_key(key))
+        return await self._connection.post(StoredMessage, f"{_message(message_id)}/edit", body, idempotent=True)
 
     # cursors
 
     async def cursor(self, conversation_id: str, client: str) -> Cursor:
         path = f"{_conversation(conversation_id)}/cursor"
-        return (await self._connection.get(responses.CursorSchema, path, client=client)).to_value()
+        return await self._connection.get(Cursor, path, client=client)
 
     async def move_cursor(self, conversation_id: str, client: str, to: str | None) -> Cursor:
         body = _request_body(requests.MoveCursorRequest, client=client, to=to)
         path = f"{_conversation(conversation_id)}/cursor"
-        return parse_response(
-            await self._connection.send("PUT", path, body=body, idempotent=True), responses.CursorSchema
-        ).to_value()
+        return parse_response(await self._connection.send("PUT", path, body=body, idempotent=True), Cursor)
 
     async def undo(self, conversation_id: str, client: str) -> Cursor:
         return await self._step_cursor(conversation_id, client, "undo")
@@ -253,11 +234,7 @@ class HttpChat:
 
     async def _step_cursor(self, conversation_id: str, client: str, direction: str) -> Cursor:
         path = f"{_conversation(conversation_id)}/cursor/{direction}"
-        return (
-            await self._connection.post(
-                responses.CursorSchema, path, _request_body(requests.CursorRequest, client=client)
-            )
-        ).to_value()
+        return await self._connection.post(Cursor, path, _request_body(requests.CursorRequest, client=client))
 
     # turns
 
@@ -273,12 +250,12 @@ class HttpChat:
         body = _request_body(
             requests.SendMessageRequest,
             parent=parent,
-            message=_encode_message(message),
+            message=_new_message(message),
             parameters=dict(parameters or {}),
             key=_idempotency_key(key),
         )
         path = f"{_conversation(conversation_id)}/say"
-        return (await self._connection.post(responses.SentMessageSchema, path, body, idempotent=True)).to_value()
+        return await self._connection.post(SentMessage, path, body, idempotent=True)
 
     async def start_reply(
         self,
@@ -292,23 +269,17 @@ class HttpChat:
             requests.StartReplyRequest, parent=parent, parameters=dict(parameters or {}), key=_idempotency_key(key)
         )
         path = f"{_conversation(conversation_id)}/replies"
-        return (await self._connection.post(responses.StoredMessageSchema, path, body, idempotent=True)).to_value()
+        return await self._connection.post(StoredMessage, path, body, idempotent=True)
 
     async def continue_reply(self, reply_id: str, *, key: str | None = None) -> StoredMessage:
         body = _request_body(requests.ContinueReplyRequest, key=_idempotency_key(key))
-        return (
-            await self._connection.post(
-                responses.StoredMessageSchema, f"{_turn(reply_id)}/continue", body, idempotent=True
-            )
-        ).to_value()
+        return await self._connection.post(StoredMessage, f"{_turn(reply_id)}/continue", body, idempotent=True)
 
     async def fork_reply(
         self, reply_id: str, tokens: int, instead: int | None = None, *, key: str | None = None
     ) -> StoredMessage:
         body = _request_body(requests.ForkReplyRequest, tokens=tokens, instead=instead, key=_idempotency_key(key))
-        return (
-            await self._connection.post(responses.StoredMessageSchema, f"{_turn(reply_id)}/fork", body, idempotent=True)
-        ).to_value()
+        return await self._connection.post(StoredMessage, f"{_turn(reply_id)}/fork", body, idempotent=True)
 
     @asynccontextmanager
     async def events(self, reply_id: str, after: int = 0) -> AsyncIterator[AsyncIterator[LogEntry]]:
@@ -328,8 +299,7 @@ class HttpChat:
         await self._connection.send("POST", f"{_turn(reply_id)}/answer-now", idempotent=True)
 
     async def tokens(self, reply_id: str) -> tuple[ReplyToken, ...]:
-        found = await self._connection.get(list[responses.ReplyTokenSchema], f"{_turn(reply_id)}/tokens")
-        return tuple(token.to_value() for token in found)
+        return await self._connection.get(tuple[ReplyToken, ...], f"{_turn(reply_id)}/tokens")
 
     async def raw_text(self, reply_id: str) -> str:
         return (await self._connection.get(responses.RawReplySchema, f"{_turn(reply_id)}/raw")).text
@@ -339,7 +309,7 @@ class HttpChat:
     ) -> ContextUsage:
         body = _request_body(requests.ContextUsageRequest, leaf=leaf, parameters=dict(parameters or {}))
         path = f"{_conversation(conversation_id)}/gauge"
-        return (await self._connection.post(responses.ContextUsageSchema, path, body, idempotent=True)).to_value()
+        return await self._connection.post(ContextUsage, path, body, idempotent=True)
 
     # files
 
@@ -356,7 +326,7 @@ class HttpChat:
         response = await self._connection.send(
             "POST", "import", content=content, media_type="text/plain", idempotent=True
         )
-        return tuple(one.to_value() for one in parse_response(response, list[responses.ConversationSchema]))
+        return parse_response(response, tuple[Conversation, ...])
 
     async def put_blob(self, data: bytes) -> str:
         kind = "application/octet-stream"
@@ -390,6 +360,10 @@ def _idempotency_key(key: str | None) -> str:
     return secrets.token_hex(16) if key is None else key
 
 
+def _new_message(message: Message) -> requests.MessageSchema:
+    return requests.MessageSchema(role=message.role, parts=list(message.parts))
+
+
 def _request_body(kind: type[B], **values: Any) -> B:
     """The body of a request. Raises BadParameter for an invalid field, as the server would."""
     try:
@@ -398,21 +372,3 @@ def _request_body(kind: type[B], **values: Any) -> B:
         first = error.errors(include_url=False)[0]
         name = ".".join(str(step) for step in first["loc"])
         raise BadParameter(name, first["input"], first["msg"]) from None
-
-
-def _encode_message(message: Message) -> values.MessageSchema:
-    try:
-        return values.MessageSchema.from_value(message)
-    except ValidationError as error:
-        raise Unstorable(error.errors(include_url=False)[0]["msg"]) from None
-
-
-def _encode_part(part: Part | Blob) -> values.PartSchema:
-    try:
-        return values.encode_part(part)
-    except ValidationError as error:
-        raise Unstorable(error.errors(include_url=False)[0]["msg"]) from None
-
-
-def _stored_messages(found: Iterable[responses.StoredMessageSchema]) -> tuple[StoredMessage, ...]:
-    return tuple(one.to_value() for one in found)

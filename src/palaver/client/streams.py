@@ -75,7 +75,7 @@ async def log_entries(
     async for event in stream:
         if isinstance(event, Reconnected):
             continue
-        entry: LogEntry = parse_event(event, events.LogEntrySchema).to_value()
+        entry: LogEntry = parse_event(event, LogEntry)
         if position.advance(entry):
             yield entry
         if isinstance(entry.event, Finished | Failed):
@@ -90,5 +90,5 @@ async def conversation_changes(
             yield MISSED
             continue
         item = parse_event(event, events.StreamItem)
-        if isinstance(item, events.StreamChangeSchema):
-            yield item.change.to_value()
+        if isinstance(item, events.StreamChange):
+            yield item.change

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from palaver.chat.model import Model
     from palaver.chat.model_loader import LoadOptions
     from palaver.chat.reply_stream import ReplyRecord, ReplyRequest
+    from palaver.messages import ToolCall
 
 
 def ask(
@@ -141,6 +142,10 @@ def _has_input() -> bool:
         return True
 
 
+def _call_fields(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "name": call.name, "arguments": call.arguments, "in_thought": call.in_thought}
+
+
 def _to_json(reply: ReplyRecord) -> str:
     import json
     from dataclasses import asdict
@@ -150,7 +155,7 @@ def _to_json(reply: ReplyRecord) -> str:
     fields = {
         "answer": message.text,
         "thinking": message.thinking or None,
-        "tool_calls": [asdict(call) for call in message.tool_calls],
+        "tool_calls": [_call_fields(call) for call in message.tool_calls],
         "finish": reply.finish,
         "stop": finished.stop if finished else None,
         "usage": asdict(finished.usage) if finished else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -59,95 +60,131 @@ _KEYS = {
 
 
 PUBLISHED_NAMES = {
-    "AnswerDeltaSchema": "AnswerDelta",
     "AnthropicMessage": "MessageTold",
     "AnthropicUsage": "UsageTold",
     "AppendMessageRequest": "Append",
     "AudioOptions": "AudioWish",
     "AudioReference": "NamedAudio",
-    "BlobSchema": "Blob",
     "BlobUploadSchema": "BlobPut",
     "ChatTool": "ToolOffered",
-    "ConstraintSchema": "Constraint",
+    "ContextUsage": "Gauge",
     "ContextUsageRequest": "MeasureContext",
-    "ContextUsageSchema": "Gauge",
     "ContinueReplyRequest": "Continue",
-    "ConversationChangeSchema": "Change",
+    "ConversationChange": "Change",
     "ConversationReference": "ConversationName",
-    "ConversationSchema": "Conversation",
     "CreateConversationRequest": "Create",
     "CursorRequest": "Client",
-    "CursorSchema": "Cursor",
     "DeletePresetRequest": "DeletePreset",
     "EditMessageRequest": "Edit",
     "ErrorSchema": "Error",
-    "FailedSchema": "Failed",
-    "FinishedSchema": "Finished",
     "FollowRequest": "Follow",
     "ForkReplyRequest": "Fork",
     "FunctionDefinition": "Function",
     "FunctionName": "NamedFunction",
+    "Image": "Media",
+    "Audio": "Media",
+    "Video": "Media",
     "InputMessage": "MessageGiven",
     "InputTokensDetails": "TokensRead",
     "InputTool": "ToolGiven",
     "LeafSchema": "Leaf",
     "LoadModelRequest": "Load",
-    "LogEntrySchema": "Entry",
-    "MediaSchema": "Media",
+    "LogEntry": "Entry",
     "MessageSchema": "Message",
     "MessageToolCall": "CallMade",
-    "ModelCardSchema": "ModelCard",
     "MoveCursorRequest": "Move",
     "NamedTool": "ToolName",
     "NamedToolChoice": "NamedTool",
-    "NoticeSchema": "Notice",
     "OutputTokensDetails": "TokensWritten",
-    "PhaseOpenedSchema": "PhaseOpened",
-    "PresetSchema": "Preset",
     "RawReplySchema": "Raw",
     "ReasoningOptions": "ReasoningWish",
-    "ReplySettingsSchema": "Settings",
+    "ReplySettings": "Settings",
     "ReplyStatus": "Status",
-    "ReplyTokenSchema": "Token",
+    "ReplyToken": "Token",
     "ResponseReasoning": "ThoughtWish",
     "ResponseStreamOptions": "StreamWish",
-    "SamplingSchema": "Sampling",
     "SavePresetRequest": "SavePreset",
-    "SearchHitSchema": "Hit",
+    "SearchHit": "Hit",
     "SendMessageRequest": "Say",
-    "SentMessageSchema": "Said",
+    "SentMessage": "Said",
     "SessionInfo": "Session",
-    "SnapshotSchema": "Snapshot",
     "StartReplyRequest": "Reply",
-    "StartedSchema": "Started",
-    "StoredMessageSchema": "Stored",
-    "StoredReplySchema": "StoredReply",
-    "StreamChangeSchema": "Changed",
-    "StreamClosingSchema": "Closing",
-    "StreamOpenedSchema": "Opened",
-    "SwitchSchema": "Switch",
+    "StoredMessage": "Stored",
+    "StreamChange": "Changed",
+    "StreamClosing": "Closing",
+    "StreamOpened": "Opened",
     "TextOptions": "TextWish",
-    "TextSchema": "Text",
-    "ThinkingDeltaSchema": "ThinkingDelta",
     "ThinkingOptions": "ThinkingWish",
-    "ThinkingSchema": "Thinking",
-    "TokenAlternativeSchema": "Alternative",
-    "ToolCallDeltaSchema": "ToolCallDelta",
-    "ToolCallOpenedSchema": "ToolCallOpened",
-    "ToolCallSchema": "ToolCall",
-    "ToolResultSchema": "ToolResult",
-    "ToolSchema": "Tool",
+    "TokenAlternative": "Alternative",
     "TranscriptFormat": "Format",
-    "TreeNodeSchema": "Node",
-    "TurnEventSchema": "TurnEvent",
+    "TreeNode": "Node",
     "TurnPosition": "Followed",
-    "TurnRefusedSchema": "Refused",
+    "TurnRefused": "Refused",
     "UpdateConversationRequest": "ChangeConversation",
-    "UsageSchema": "Usage",
     "VoiceReference": "NamedVoice",
-    "WaitingSchema": "Waiting",
 }
-"""The component names of the document, by class. Clients generate code from them, so a renamed class keeps its name."""
+"""The component names of the document, by class. Clients generate code from them, so a renamed class keeps its name.
+Classes with the same name are one component; they differ at most in their `type` and in optional kinds of parts."""
+PUBLISHED_VALUES = {
+    "Alternative": "",
+    "AnswerDelta": "",
+    "Blob": "A picture, sound or video by its digest: to be had at `/api/blobs/{digest}`.",
+    "Change": "Something happened in a conversation: whoever shows it may look again.",
+    "Changed": "",
+    "Closing": "The server goes down: come back in a moment.",
+    "Constraint": "",
+    "Conversation": "",
+    "Cursor": "Where a client stands; null is before the first message.",
+    "Entry": "One event of one turn. `number` counts the numbered events up to here: come back with it.",
+    "Failed": "The turn ended with an error; what was said so far stays.",
+    "Finished": (
+        "`tail` is what was held back because it could have become a marker; taken back where the reply goes on."
+    ),
+    "Gauge": "How full the context is: what the next turn's prompt would hold, and what the model can take.",
+    "Hit": "A message that a search found.",
+    "Media": "A picture, sound or video, whole.",
+    "Message": "",
+    "ModelCard": "The model in use, or on its way. What is known only of a loaded model is empty until then.",
+    "Node": "A message's place alone: what a picture of the tree needs.",
+    "Notice": "Something the reader of the reply should know, in one sentence.",
+    "Opened": "The first of a stream of many turns. What changed before it was not told.",
+    "PhaseOpened": "From here on the model is thinking, answering or calling a tool.",
+    "Preset": "What a user likes to set for conversations, under a name.",
+    "Refused": "This turn can't be read; the others go on.",
+    "Said": "A message and the reply that was begun to it.",
+    "Sampling": "",
+    "Settings": "All that must be known to make a reply again.",
+    "Snapshot": "All that was said up to here, in place of events that can't be told again.",
+    "Started": "The prompt is in the cache, the first token comes next.",
+    "Stored": "A message in its place in the tree. `reply` is null for what no model said here.",
+    "StoredReply": "What made a reply, and how it went. Every status but running and done can be continued.",
+    "Switch": "One variable of the model's chat template.",
+    "Text": "",
+    "Thinking": "What the model thought; never part of its answer.",
+    "ThinkingDelta": "`tokens`: how many tokens of the reply were thought up to here, as in `PhaseOpened`.",
+    "Token": "One token of a reply as a person sees it. `logprob` is null for words that nobody drew.",
+    "Tool": "A function offered to the model; `parameters` is a JSON schema.",
+    "ToolCall": "`arguments` is the JSON text as the model wrote it; it may be cut off or wrong.",
+    "ToolCallDelta": "A further piece of the arguments' JSON text.",
+    "ToolCallOpened": "",
+    "ToolResult": "",
+    "TurnEvent": "",
+    "Usage": "",
+    "Waiting": "The turn stands in the queue; 1 is the next to be let in.",
+}
+"""The components that are generated from values, with their published descriptions. All their fields are required, but
+for `ADDED_FIELDS`."""
+ADDED_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "ModelCard": ("exactness", "steps", "fingerprint"),
+    "PhaseOpened": ("tokens",),
+    "Sampling": ("spoken",),
+    "Settings": ("fingerprints", "answer_at"),
+    "Started": ("notice",),
+    "ThinkingDelta": ("tokens",),
+}
+"""Fields that were added to a published component later: older servers do not send them."""
+WIDER_FIELDS: Mapping[tuple[str, str], Mapping[str, Any]] = {("Switch", "type"): {"type": "string", "title": "Type"}}
+"""Fields that are published with a wider type than their own."""
 _REF = "#/components/schemas/"
 
 
@@ -186,15 +223,50 @@ def publish_names(document: dict[str, Any]) -> dict[str, Any]:
     """The document with its components under their published names: keys, titles and references."""
     published: dict[str, Any] = _with_published_names(document)
     schemas = published.get("components", {}).get("schemas", {})
-    renamed = {}
-    for name, schema in schemas.items():
-        public = PUBLISHED_NAMES.get(name, name)
-        renamed[public] = {**schema, "title": public} if schema.get("title") == name else schema
-    if len(renamed) != len(schemas):
-        raise ValueError("two classes are published under one name")
+    renamed: dict[str, Any] = {}
+    for name in sorted(schemas, key=_published_order):
+        public, schema = PUBLISHED_NAMES.get(name, name), schemas[name]
+        if public in renamed and public not in PUBLISHED_VALUES:
+            raise ValueError("two classes are published under one name")
+        schema = {**schema, "title": public} if schema.get("title") == name else schema
+        schema = _published_value(public, schema) if public in PUBLISHED_VALUES else schema
+        renamed[public] = _merge_tags(renamed[public], schema) if public in renamed else schema
     if schemas:
         published["components"]["schemas"] = dict(sorted(renamed.items()))
     return published
+
+
+def _published_order(name: str) -> int:
+    """Classes that share a component are merged in the order of the table, other classes come first."""
+    return list(PUBLISHED_NAMES).index(name) if name in PUBLISHED_NAMES else -1
+
+
+def _published_value(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """The component of a value, with its published description and required fields."""
+    optional, properties = ADDED_FIELDS.get(name, ()), schema["properties"]
+    if "const" in properties.get("type", {}):  # the tag of a union, which comes first in the JSON, too
+        properties = {"type": properties["type"], **properties}
+    required = [field for field in properties if field not in optional]
+    described = {"description": PUBLISHED_VALUES[name]} if PUBLISHED_VALUES[name] else {}
+    return {
+        "properties": {
+            field: WIDER_FIELDS.get((name, field))
+            or {key: item for key, item in of.items() if key != "default" or field in optional}
+            for field, of in properties.items()
+        },
+        "type": "object",
+        "required": required,
+        "title": schema["title"],
+        **described,
+    }
+
+
+def _merge_tags(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The second component, with the `type` of either."""
+    tags = [first["properties"].get("type", {}), second["properties"].get("type", {})]
+    kinds = [kind for tag in tags for kind in tag.get("enum", [tag["const"]] if "const" in tag else [])]
+    tag = {"type": "string", "enum": kinds, "title": "Type"}
+    return {**second, "properties": {**second["properties"], **({"type": tag} if kinds else {})}}
 
 
 def _with_published_names(value: Any) -> Any:
@@ -203,9 +275,14 @@ def _with_published_names(value: Any) -> Any:
         case dict():
             return {key: _with_published_names(item) for key, item in value.items()}
         case list():
-            return [_with_published_names(item) for item in value]
+            return _without_duplicates([_with_published_names(item) for item in value])
         case str() if value.startswith(_REF):
             name = value.removeprefix(_REF)
             return _REF + PUBLISHED_NAMES.get(name, name)
         case _:
             return value
+
+
+def _without_duplicates(items: list[Any]) -> list[Any]:
+    """References to classes that are one component are one reference."""
+    return [item for index, item in enumerate(items) if item not in items[:index] or "$ref" not in item]

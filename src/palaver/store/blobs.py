@@ -12,10 +12,11 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from palaver.messages import PartBase
 from palaver.store.errors import Damaged, NotFound, translate_errors
 
 
@@ -99,9 +100,10 @@ GRACE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Blob:
+class Blob(PartBase):
     """A media part of a message, by reference."""
 
+    type: Literal["blob"] = field(default="blob", kw_only=True, repr=False)
     kind: Kind
     media_type: str
     digest: str

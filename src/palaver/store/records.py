@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
+from palaver.encoding import Tagged
 from palaver.errors import BadParameter
 from palaver.events import Usage
 from palaver.messages import Role, Text, Thinking
@@ -85,7 +86,7 @@ class StoredMessage:
     conversation_id: str
     parent_id: str | None
     role: Role
-    parts: tuple[StoredPart, ...]
+    parts: tuple[Annotated[StoredPart, Tagged], ...]
     created_at: datetime
     edit_of: str | None = None
     """The message that this is an edited version of."""

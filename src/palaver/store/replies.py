@@ -7,7 +7,7 @@ is written and the tokens are merged into one row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, exists, insert, select, update
@@ -19,7 +19,7 @@ from palaver.messages import Part, Role
 from palaver.store import tree
 from palaver.store.blobs import Blob, Blobs
 from palaver.store.database import Database, Durability
-from palaver.store.encoding import ReplySettings, StoredPart, encode_parts, encode_settings, store_media
+from palaver.store.encoding import ReplySettings, StoredPart, encode_parts, encode_settings, encode_usage, store_media
 from palaver.store.errors import Conflict, LeaseLost, NotFound
 from palaver.store.leases import Lease, Leases, check_lease, running_reply_ids
 from palaver.store.records import ReplyStatus, StoredMessage, check_name, current_time
@@ -346,7 +346,7 @@ def _count_tokens(connection: Connection, id: str) -> int:
 def _final_values(ending: ReplyEnding) -> dict[str, Any]:
     return {
         "status": ending.status.value,
-        "usage": None if ending.usage is None else asdict(ending.usage),
+        "usage": None if ending.usage is None else encode_usage(ending.usage),
         "timings": dict(ending.timings),
         "error": ending.error,
         "ended_at": current_time(),

@@ -8,9 +8,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, insert, literal, select, update
 
-from palaver.events import Usage
 from palaver.messages import Role
-from palaver.store.encoding import StoredPart, blob_digests, decode_parts, decode_settings, encode_parts
+from palaver.store.encoding import StoredPart, blob_digests, decode_parts, decode_settings, decode_usage, encode_parts
 from palaver.store.errors import Conflict, NotFound
 from palaver.store.records import (
     ReplyStatus,
@@ -192,7 +191,7 @@ def _reply(row: Any) -> StoredReply:
     return StoredReply(
         status=ReplyStatus(row.reply_status),
         settings=decode_settings(row.reply_model, row.reply_tokenizer, row.reply_settings),
-        usage=None if row.reply_usage is None else Usage(**row.reply_usage),
+        usage=None if row.reply_usage is None else decode_usage(row.reply_usage),
         timings=row.reply_timings,
         error=row.reply_error,
         started_at=parse_time(row.reply_started_at),

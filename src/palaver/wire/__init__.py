@@ -1,5 +1,5 @@
-"""The JSON of the HTTP API: pydantic schemas of Palaver's values, requests, events and errors.
+"""The JSON of the HTTP API: requests, errors and streams. Values are encoded by their types (`palaver.encoding`).
 
-Server and client use the same schemas, and the page's TypeScript types are generated from them. The OpenAPI document
-publishes them under the names in `palaver.server.openapi.PUBLISHED_NAMES`.
+The page's TypeScript types are generated from the OpenAPI document, which publishes them under the names in
+`palaver.server.openapi`.
 """

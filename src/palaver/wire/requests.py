@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic_core import InitErrorDetails
 
-from palaver.wire.values import (
-    Count,
-    MessageSchema,
-    Parameters,
-    PartField,
-    RequestModel,
-    TextSchema,
-    ThinkingSchema,
-    ToolCallSchema,
-    ToolResultSchema,
-)
+from palaver.encoding import Tagged
+from palaver.messages import Audio, Image, PartBase, Role, Text, Thinking, ToolCall, ToolResult, Video
+from palaver.store import Blob
+from palaver.wire.values import Count, Parameters, RequestModel, ValueModel
 
 MAX_TEXT = 4 << 20
 """The characters of all texts of a message, or of a system prompt."""
@@ -30,7 +26,35 @@ MAX_TURNS = 256
 """The number of turns that one stream can follow."""
 
 
-def _check_parts(parts: list[PartField]) -> list[PartField]:
+def _complete(kind: type[PartBase]) -> BeforeValidator:
+    """Requires every field of the part, also those with a default."""
+    names = [one.name for one in fields(kind)]  # type: ignore[arg-type]
+
+    def check(value: Any) -> Any:
+        missing = [name for name in names if name not in value] if isinstance(value, Mapping) else []
+        if missing:
+            lines = [InitErrorDetails(type="missing", loc=(name,), input=value) for name in missing]
+            raise ValidationError.from_exception_data(kind.__name__, lines)
+        return value
+
+    return BeforeValidator(check)
+
+
+NewPart = Annotated[
+    Text
+    | Thinking
+    | Annotated[ToolCall, _complete(ToolCall)]
+    | Annotated[ToolResult, _complete(ToolResult)]
+    | Blob
+    | Image
+    | Audio
+    | Video,
+    Tagged,
+]
+"""A part of a message in a request: media are whole, or references to blobs of the caller."""
+
+
+def _check_parts(parts: list[NewPart]) -> list[NewPart]:
     if len(parts) > MAX_PARTS:
         raise ValueError(f"a message has at most {MAX_PARTS} parts")
     if sum(map(_characters, parts)) > MAX_TEXT:
@@ -43,22 +67,27 @@ def _check_message(message: MessageSchema) -> MessageSchema:
     return message
 
 
-def _characters(part: PartField) -> int:
+def _characters(part: NewPart) -> int:
     match part:
-        case TextSchema() | ThinkingSchema():
-            return len(part.text)
-        case ToolCallSchema():
+        case Text(text) | Thinking(text):
+            return len(text)
+        case ToolCall():
             return len(part.name) + len(part.arguments)
-        case ToolResultSchema():
+        case ToolResult():
             return len(part.name) + len(part.content)
         case _:
             return 0
 
 
+class MessageSchema(ValueModel):
+    role: Role
+    parts: list[NewPart]
+
+
 Title = Annotated[str, Field(max_length=10_000)]
 System = Annotated[str, Field(max_length=MAX_TEXT)]
 Tags = Annotated[list[str], Field(max_length=MAX_TAGS)]
-NewParts = Annotated[list[PartField], AfterValidator(_check_parts)]
+NewParts = Annotated[list[NewPart], AfterValidator(_check_parts)]
 NewMessage = Annotated[MessageSchema, AfterValidator(_check_message)]
 
 

@@ -15,11 +15,12 @@ class ServerSentEvent:
     id: str | None = None
 
 
-def encode_sse(data: str, *, event: str = "", id: int | None = None) -> bytes:
-    """`data` is JSON text without line breaks."""
-    id_line = f"id: {id}\n" if id is not None else ""
-    event_line = f"event: {event}\n" if event else ""
-    return f"{id_line}{event_line}data: {data}\n\n".encode()
+def encode_sse(data: bytes, *, event: str = "", id: int | None = None) -> bytes:
+    """`data` is JSON without line breaks."""
+    head = f"id: {id}\n" if id is not None else ""
+    if event:
+        head += f"event: {event}\n"
+    return b"%bdata: %b\n\n" % (head.encode(), data)
 
 
 class SseDecoder:

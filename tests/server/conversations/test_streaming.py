@@ -14,11 +14,12 @@ import httpx
 import pytest
 
 from palaver.chat.interface import SentMessage
+from palaver.chat.turn_log import LogEntry
+from palaver.encoding import adapter
 from palaver.events import Finished, fold
 from palaver.messages import assistant, user
 from palaver.server.app import Server
 from palaver.server.settings import ServerSettings
-from palaver.wire.events import LogEntrySchema
 from palaver.wire.sse import ServerSentEvent, SseDecoder
 from tests.chat.scripted_service import OTHER, WAVE, Stage, open_stage, reply
 from tests.client.live import listening, served
@@ -97,7 +98,7 @@ async def test_an_ended_turn_is_told_again_from_every_number(client: StreamClien
     sent_message = await client.send_message()
     path = f"/api/turns/{sent_message.reply.id}/events"
     all_events = await client.read(path)
-    entries = [LogEntrySchema.model_validate_json(one.data).to_value() for one in all_events]
+    entries = [adapter(LogEntry).validate_json(one.data) for one in all_events]
     assert fold(entry.event for entry in entries).message == assistant(ANSWER, THOUGHT)
     assert isinstance(entries[-1].event, Finished)
     assert [one.id for one in all_events] == [str(entry.number) for entry in entries]

@@ -6,7 +6,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
+from palaver.chat.interface import ContextUsage
 from palaver.server.conversations.dependencies import ChatDep, IdempotencyKeyDep, idempotency_key
+from palaver.store import Conversation, Cursor, Preset, SearchHit, TreeNode
 from palaver.wire.requests import (
     ContextUsageRequest,
     CreateConversationRequest,
@@ -16,30 +18,21 @@ from palaver.wire.requests import (
     SavePresetRequest,
     UpdateConversationRequest,
 )
-from palaver.wire.responses import (
-    ContextUsageSchema,
-    ConversationSchema,
-    CursorSchema,
-    LeafSchema,
-    PresetSchema,
-    SearchHitSchema,
-    TreeNodeSchema,
-)
+from palaver.wire.responses import LeafSchema
 
 routes = APIRouter(tags=["conversations"])
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
 @routes.post("/conversations", status_code=201)
-async def create(body: CreateConversationRequest, chat: ChatDep, key: IdempotencyKeyDep) -> ConversationSchema:
-    conversation = await chat.create_conversation(
+async def create(body: CreateConversationRequest, chat: ChatDep, key: IdempotencyKeyDep) -> Conversation:
+    return await chat.create_conversation(
         title=body.title,
         system=body.system,
         parameters=body.parameters,
         tags=body.tags,
         key=idempotency_key(body.key, key),
     )
-    return ConversationSchema.from_value(conversation)
 
 
 @routes.get("/conversations")
@@ -50,24 +43,23 @@ async def conversations(
     tag: str | None = None,
     title: str = "",
     deleted: bool = False,
-) -> list[ConversationSchema]:
+) -> list[Conversation]:
     """The newest first; `before` is the id of the last one of the page before."""
     page = await chat.conversations(limit=limit, before=before, tag=tag, title=title, deleted=deleted)
-    return [ConversationSchema.from_value(conversation) for conversation in page]
+    return list(page)
 
 
 @routes.get("/conversations/{id}")
-async def conversation(id: str, chat: ChatDep) -> ConversationSchema:
-    return ConversationSchema.from_value(await chat.conversation(id))
+async def conversation(id: str, chat: ChatDep) -> Conversation:
+    return await chat.conversation(id)
 
 
 @routes.patch("/conversations/{id}")
-async def change(id: str, body: UpdateConversationRequest, chat: ChatDep) -> ConversationSchema:
+async def change(id: str, body: UpdateConversationRequest, chat: ChatDep) -> Conversation:
     """Sets what is given. The parameters are set as a whole."""
-    conversation = await chat.update_conversation(
+    return await chat.update_conversation(
         id, title=body.title, system=body.system, parameters=body.parameters, tags=body.tags
     )
-    return ConversationSchema.from_value(conversation)
 
 
 @routes.delete("/conversations/{id}", status_code=204)
@@ -77,8 +69,8 @@ async def delete(id: str, chat: ChatDep) -> None:
 
 
 @routes.post("/conversations/{id}/undelete")
-async def undelete(id: str, chat: ChatDep) -> ConversationSchema:
-    return ConversationSchema.from_value(await chat.restore_conversation(id))
+async def undelete(id: str, chat: ChatDep) -> Conversation:
+    return await chat.restore_conversation(id)
 
 
 @routes.post("/conversations/{id}/forget", status_code=204)
@@ -88,9 +80,9 @@ async def forget(id: str, chat: ChatDep) -> None:
 
 
 @routes.get("/conversations/{id}/nodes")
-async def nodes(id: str, chat: ChatDep) -> list[TreeNodeSchema]:
+async def nodes(id: str, chat: ChatDep) -> list[TreeNode]:
     """The shape of the whole tree, every parent before its children."""
-    return [TreeNodeSchema.from_value(node) for node in await chat.nodes(id)]
+    return list(await chat.nodes(id))
 
 
 @routes.get("/conversations/{id}/newest-leaf")
@@ -100,9 +92,9 @@ async def newest_leaf(id: str, chat: ChatDep, start: str | None = None) -> LeafS
 
 
 @routes.post("/conversations/{id}/gauge")
-async def gauge(id: str, body: ContextUsageRequest, chat: ChatDep) -> ContextUsageSchema:
+async def gauge(id: str, body: ContextUsageRequest, chat: ChatDep) -> ContextUsage:
     """How full the context would be if the conversation went on behind `leaf`."""
-    return ContextUsageSchema.from_value(await chat.context_usage(id, body.leaf, body.parameters))
+    return await chat.context_usage(id, body.leaf, body.parameters)
 
 
 @routes.get("/tags")
@@ -111,49 +103,49 @@ async def tags(chat: ChatDep) -> list[str]:
 
 
 @routes.get("/search")
-async def search(query: str, chat: ChatDep, limit: Limit = 20) -> list[SearchHitSchema]:
+async def search(query: str, chat: ChatDep, limit: Limit = 20) -> list[SearchHit]:
     """Messages that hold every term, the newest first. Terms are beginnings of words, or phrases "in quotes"."""
-    return [SearchHitSchema.from_value(hit) for hit in await chat.search(query, limit)]
+    return list(await chat.search(query, limit))
 
 
 cursor_routes = APIRouter(tags=["cursors"])
 
 
 @cursor_routes.get("/conversations/{id}/cursor")
-async def cursor(id: str, client: str, chat: ChatDep) -> CursorSchema:
+async def cursor(id: str, client: str, chat: ChatDep) -> Cursor:
     """Where the client stands; one that was never here stands where somebody was last."""
-    return CursorSchema.from_value(await chat.cursor(id, client))
+    return await chat.cursor(id, client)
 
 
 @cursor_routes.put("/conversations/{id}/cursor")
-async def move(id: str, body: MoveCursorRequest, chat: ChatDep) -> CursorSchema:
-    return CursorSchema.from_value(await chat.move_cursor(id, body.client, body.to))
+async def move(id: str, body: MoveCursorRequest, chat: ChatDep) -> Cursor:
+    return await chat.move_cursor(id, body.client, body.to)
 
 
 @cursor_routes.post("/conversations/{id}/cursor/undo")
-async def undo(id: str, body: CursorRequest, chat: ChatDep) -> CursorSchema:
+async def undo(id: str, body: CursorRequest, chat: ChatDep) -> Cursor:
     """Back to where the client was before its last move."""
-    return CursorSchema.from_value(await chat.undo(id, body.client))
+    return await chat.undo(id, body.client)
 
 
 @cursor_routes.post("/conversations/{id}/cursor/redo")
-async def redo(id: str, body: CursorRequest, chat: ChatDep) -> CursorSchema:
-    return CursorSchema.from_value(await chat.redo(id, body.client))
+async def redo(id: str, body: CursorRequest, chat: ChatDep) -> Cursor:
+    return await chat.redo(id, body.client)
 
 
 preset_routes = APIRouter(tags=["presets"])
 
 
 @preset_routes.get("/presets")
-async def presets(chat: ChatDep) -> list[PresetSchema]:
+async def presets(chat: ChatDep) -> list[Preset]:
     """By name."""
-    return [PresetSchema.from_value(preset) for preset in await chat.presets()]
+    return list(await chat.presets())
 
 
 @preset_routes.put("/presets")
-async def save(body: SavePresetRequest, chat: ChatDep) -> PresetSchema:
+async def save(body: SavePresetRequest, chat: ChatDep) -> Preset:
     """In place of one of that name."""
-    return PresetSchema.from_value(await chat.save_preset(body.name, body.system, body.parameters))
+    return await chat.save_preset(body.name, body.system, body.parameters)
 
 
 @preset_routes.post("/presets/delete", status_code=204, summary="Delete", operation_id="delete_api_presets_delete_post")

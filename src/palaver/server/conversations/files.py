@@ -12,9 +12,9 @@ from palaver.errors import BadParameter
 from palaver.server.conversations.dependencies import ChatDep
 from palaver.server.sse import run_while_connected
 from palaver.server.state import StateDep
-from palaver.store import NotFound
+from palaver.store import Conversation, NotFound
 from palaver.transcripts import TranscriptFormat
-from palaver.wire.responses import BlobUploadSchema, ConversationSchema
+from palaver.wire.responses import BlobUploadSchema
 
 routes = APIRouter(tags=["files"])
 _MAX_OBJECTS = 20
@@ -52,7 +52,7 @@ async def export(
     status_code=201,
     openapi_extra={"requestBody": {"required": True, "content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
-async def take_in(request: Request, chat: ChatDep, state: StateDep) -> list[ConversationSchema]:
+async def take_in(request: Request, chat: ChatDep, state: StateDep) -> list[Conversation]:
     """Takes the text of a file, whichever of the known forms it has; the same text twice only once.
 
     Ends with its client: conversations that are stored by then stay.
@@ -64,7 +64,7 @@ async def take_in(request: Request, chat: ChatDep, state: StateDep) -> list[Conv
     except UnicodeDecodeError as error:
         raise BadParameter("body", f"byte {error.start}", "the file must be text in UTF-8") from None
     imported = await run_while_connected(request, chat.import_conversations(text), state.closing)
-    return [ConversationSchema.from_value(conversation) for conversation in imported]
+    return list(imported)
 
 
 def _check_count(body: bytes, max_conversations: int) -> None:

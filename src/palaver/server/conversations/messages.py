@@ -7,67 +7,67 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body
 
-from palaver.chat.interface import Chat
+from palaver.chat.interface import Chat, ReplyToken, SentMessage
 from palaver.messages import Message, Part
 from palaver.server.conversations.dependencies import ChatDep, IdempotencyKeyDep, idempotency_key
-from palaver.store import Blob
-from palaver.wire import values
+from palaver.store import Blob, StoredMessage
+from palaver.store.encoding import media_part
 from palaver.wire.requests import (
     AppendMessageRequest,
     ContinueReplyRequest,
     EditMessageRequest,
     ForkReplyRequest,
+    MessageSchema,
+    NewPart,
     SendMessageRequest,
     StartReplyRequest,
 )
-from palaver.wire.responses import RawReplySchema, ReplyTokenSchema, SentMessageSchema, StoredMessageSchema
+from palaver.wire.responses import RawReplySchema
 
 routes = APIRouter(tags=["messages"])
 
 
 @routes.get("/messages/{id}")
-async def message(id: str, chat: ChatDep) -> StoredMessageSchema:
-    return StoredMessageSchema.from_value(await chat.message(id))
+async def message(id: str, chat: ChatDep) -> StoredMessage:
+    return await chat.message(id)
 
 
 @routes.get("/messages/{id}/path")
-async def path(id: str, chat: ChatDep) -> list[StoredMessageSchema]:
+async def path(id: str, chat: ChatDep) -> list[StoredMessage]:
     """A branch: from the root to this message."""
-    return [StoredMessageSchema.from_value(message) for message in await chat.path(id)]
+    return list(await chat.path(id))
 
 
 @routes.get("/messages/{id}/siblings")
-async def siblings(id: str, chat: ChatDep) -> list[StoredMessageSchema]:
+async def siblings(id: str, chat: ChatDep) -> list[StoredMessage]:
     """The message and the others under the same parent, the oldest first."""
-    return [StoredMessageSchema.from_value(message) for message in await chat.siblings(id)]
+    return list(await chat.siblings(id))
 
 
 @routes.post("/conversations/{id}/messages", status_code=201)
-async def append(id: str, body: AppendMessageRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessageSchema:
+async def append(id: str, body: AppendMessageRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessage:
     """Puts a message into the tree without asking for a reply."""
     message = await resolve_message(chat, body.message)
-    return StoredMessageSchema.from_value(
-        await chat.append_message(id, body.parent, message, key=idempotency_key(body.key, key))
-    )
+    return await chat.append_message(id, body.parent, message, key=idempotency_key(body.key, key))
 
 
 @routes.post("/messages/{id}/edit", status_code=201)
-async def edit(id: str, body: EditMessageRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessageSchema:
+async def edit(id: str, body: EditMessageRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessage:
     """Another wording, as a sibling. An edited reply can be continued."""
     parts = await _resolve_parts(chat, body.parts)
-    return StoredMessageSchema.from_value(await chat.edit_message(id, parts, key=idempotency_key(body.key, key)))
+    return await chat.edit_message(id, parts, key=idempotency_key(body.key, key))
 
 
-async def resolve_message(chat: Chat, message: values.MessageSchema) -> Message:
+async def resolve_message(chat: Chat, message: MessageSchema) -> Message:
     return Message(message.role, await _resolve_parts(chat, message.parts))
 
 
-async def _resolve_parts(chat: Chat, parts: Iterable[values.PartSchema]) -> tuple[Part, ...]:
+async def _resolve_parts(chat: Chat, parts: Iterable[NewPart]) -> tuple[Part, ...]:
     """Replaces blob references by their data, which must belong to the caller."""
     resolved: list[Part] = []
-    for part in map(values.decode_part, parts):
+    for part in parts:
         if isinstance(part, Blob):
-            resolved.append(values.media_part(part.kind, part.media_type, await chat.blob(part.digest)))
+            resolved.append(media_part(part.kind, part.media_type, await chat.blob(part.digest)))
         else:
             resolved.append(part)
     return tuple(resolved)
@@ -77,39 +77,33 @@ turn_routes = APIRouter(tags=["turns"])
 
 
 @turn_routes.post("/conversations/{id}/say", status_code=201)
-async def say(id: str, body: SendMessageRequest, chat: ChatDep, key: IdempotencyKeyDep) -> SentMessageSchema:
+async def say(id: str, body: SendMessageRequest, chat: ChatDep, key: IdempotencyKeyDep) -> SentMessage:
     """Puts a message into the tree, durably, and begins the reply to it."""
     message = await resolve_message(chat, body.message)
     once = idempotency_key(body.key, key)
-    return SentMessageSchema.from_value(
-        await chat.send_message(id, body.parent, message, parameters=body.parameters, key=once)
-    )
+    return await chat.send_message(id, body.parent, message, parameters=body.parameters, key=once)
 
 
 @turn_routes.post("/conversations/{id}/replies", status_code=201)
-async def reply(id: str, body: StartReplyRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessageSchema:
+async def reply(id: str, body: StartReplyRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessage:
     """Begins a reply under a message: a retry is a second one under the same."""
     once = idempotency_key(body.key, key)
-    return StoredMessageSchema.from_value(await chat.start_reply(id, body.parent, parameters=body.parameters, key=once))
+    return await chat.start_reply(id, body.parent, parameters=body.parameters, key=once)
 
 
 ContinueBody = Annotated[ContinueReplyRequest | None, Body(title="Asked")]  # the published title
 
 
 @turn_routes.post("/turns/{id}/continue")
-async def go_on(id: str, chat: ChatDep, key: IdempotencyKeyDep, body: ContinueBody = None) -> StoredMessageSchema:
+async def go_on(id: str, chat: ChatDep, key: IdempotencyKeyDep, body: ContinueBody = None) -> StoredMessage:
     """Continues a reply that is not whole: the same message, or else a sibling that begins with all it said."""
-    return StoredMessageSchema.from_value(
-        await chat.continue_reply(id, key=idempotency_key(body.key if body is not None else None, key))
-    )
+    return await chat.continue_reply(id, key=idempotency_key(body.key if body is not None else None, key))
 
 
 @turn_routes.post("/turns/{id}/fork", status_code=201)
-async def fork(id: str, body: ForkReplyRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessageSchema:
+async def fork(id: str, body: ForkReplyRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessage:
     """A sibling that begins with the reply's first tokens, then `instead`, and goes on from there."""
-    return StoredMessageSchema.from_value(
-        await chat.fork_reply(id, body.tokens, body.instead, key=idempotency_key(body.key, key))
-    )
+    return await chat.fork_reply(id, body.tokens, body.instead, key=idempotency_key(body.key, key))
 
 
 @turn_routes.post("/turns/{id}/stop", status_code=204)
@@ -125,9 +119,9 @@ async def answer_now(id: str, chat: ChatDep) -> None:
 
 
 @turn_routes.get("/turns/{id}/tokens")
-async def tokens(id: str, chat: ChatDep) -> list[ReplyTokenSchema]:
+async def tokens(id: str, chat: ChatDep) -> list[ReplyToken]:
     """Every token with its log-probability and the likeliest alternatives."""
-    return [ReplyTokenSchema.from_value(token) for token in await chat.tokens(id)]
+    return list(await chat.tokens(id))
 
 
 @turn_routes.get("/turns/{id}/raw")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Annotated, Any
@@ -13,23 +12,15 @@ from fastapi import APIRouter, Header, Query
 from palaver.chat import interface
 from palaver.chat.interface import Chat
 from palaver.chat.turn_log import LogEntry
+from palaver.encoding import adapter
 from palaver.errors import BadParameter, PalaverError
 from palaver.server.conversations.dependencies import ChatDep
-from palaver.server.errors import error_value, log_unexpected
+from palaver.server.errors import error_body, error_value, log_unexpected
 from palaver.server.sse import EventStream
 from palaver.server.state import ClosingDep
 from palaver.wire.errors import ErrorSchema
-from palaver.wire.events import (
-    LogEntrySchema,
-    StreamChangeSchema,
-    StreamClosingSchema,
-    StreamItem,
-    StreamOpenedSchema,
-    TurnEventSchema,
-    TurnRefusedSchema,
-)
+from palaver.wire.events import StreamChange, StreamClosing, StreamItem, StreamOpened, TurnEvent, TurnRefused
 from palaver.wire.requests import MAX_TURNS, FollowRequest, TurnPosition
-from palaver.wire.responses import ConversationChangeSchema
 from palaver.wire.sse import encode_sse
 
 REFUSAL_SECONDS = 2.0
@@ -38,8 +29,10 @@ QUEUE_SIZE = 256
 """How many chunks wait for a slow client before its sources wait, too."""
 
 Chunks = AsyncGenerator[bytes]
-_OPENED = encode_sse(StreamOpenedSchema(type="opened").model_dump_json())
-_CLOSING = encode_sse(StreamClosingSchema(type="closing").model_dump_json(), event="closing")
+
+
+def _encode_item(item: StreamItem, event: str = "") -> bytes:
+    return encode_sse(adapter(StreamItem).dump_json(item), event=event)
 
 
 async def turn_stream(chat: Chat, turn: str, after: int) -> Chunks:
@@ -71,7 +64,7 @@ async def merged_stream(chat: Chat, request: FollowRequest, closing: asyncio.Eve
         if request.changes:
             changes = await stack.enter_async_context(chat.changes())
             sources.append(_changes(changes, closing))
-        yield _OPENED
+        yield _encode_item(StreamOpened())
         chunks = await stack.enter_async_context(aclosing(merge_sources(sources)))
         async for chunk in chunks:
             yield chunk
@@ -104,13 +97,13 @@ async def _forward(source: Chunks, queue: asyncio.Queue[bytes | None]) -> None:
                 await queue.put(chunk)
     except Exception as error:
         log_unexpected(error)
-        await queue.put(encode_sse(json.dumps(error_value(error)), event="error"))
+        await queue.put(encode_sse(error_body(error), event="error"))
     await queue.put(None)
 
 
 async def _turn_events(entering: asyncio.Future[AsyncIterator[LogEntry]]) -> Chunks:
     async for entry in await entering:
-        yield encode_sse(LogEntrySchema.from_value(entry).model_dump_json(), id=entry.number)
+        yield encode_sse(adapter(LogEntry).dump_json(entry), id=entry.number)
 
 
 async def _turn_in_stream(chat: Chat, position: TurnPosition) -> Chunks:
@@ -118,10 +111,10 @@ async def _turn_in_stream(chat: Chat, position: TurnPosition) -> Chunks:
     try:
         async with chat.events(position.turn, position.after) as entries:
             async for entry in entries:
-                yield encode_sse(TurnEventSchema.from_value(position.turn, entry).model_dump_json())
+                yield _encode_item(TurnEvent(position.turn, entry.number, entry.event))
     except PalaverError as error:
         refusal = ErrorSchema.model_validate(error_value(error)["error"])
-        yield encode_sse(TurnRefusedSchema(type="refused", turn=position.turn, error=refusal).model_dump_json())
+        yield _encode_item(TurnRefused(position.turn, refusal))
 
 
 async def _changes(changes: AsyncIterator[interface.ConversationChange], closing: asyncio.Event) -> Chunks:
@@ -133,13 +126,9 @@ async def _changes(changes: AsyncIterator[interface.ConversationChange], closing
             next_change = asyncio.ensure_future(anext(changes))
             await asyncio.wait((next_change, closed), return_when=asyncio.FIRST_COMPLETED)
             if closed.done():
-                yield _CLOSING
+                yield _encode_item(StreamClosing(), "closing")
                 return
-            yield encode_sse(
-                StreamChangeSchema(
-                    type="change", change=ConversationChangeSchema.from_value(next_change.result())
-                ).model_dump_json()
-            )
+            yield _encode_item(StreamChange(next_change.result()))
     finally:
         waiting = [future for future in (next_change, closed) if future is not None]
         for future in waiting:
@@ -158,7 +147,7 @@ def _event_stream(item: Any, meaning: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"model": item, "description": meaning, "content": content}}
 
 
-_TURN_STREAM = _event_stream(LogEntrySchema, "Events whose `data` is an entry and whose `id` is its number.")
+_TURN_STREAM = _event_stream(LogEntry, "Events whose `data` is an entry and whose `id` is its number.")
 _MERGED_STREAM = _event_stream(StreamItem, "Events whose `data` is an item of the stream.")
 
 
