@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from palaver.phases import PLAIN, Phases
 
@@ -43,6 +44,7 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Queued:
+    type: Literal["queued"] = field(default="queued", kw_only=True, repr=False)
     position: int
     """1 is the next to be admitted."""
     seconds: float | None = None
@@ -53,6 +55,7 @@ class Queued:
 class Prefilled:
     """The prompt is computed; `cached_tokens` of it were in the cache already."""
 
+    type: Literal["prefilled"] = field(default="prefilled", kw_only=True, repr=False)
     prompt_tokens: int
     cached_tokens: int
 
@@ -67,6 +70,7 @@ class Alternative:
 class Step:
     """One token of the reply. `logprob` is of the raw logits, before any sampling parameter."""
 
+    type: Literal["step"] = field(default="step", kw_only=True, repr=False)
     token_id: int
     logprob: float
     alternatives: tuple[Alternative, ...] = ()
@@ -81,6 +85,7 @@ class Step:
 class AnswerRequested:
     """Open thinking is closed from the reply's token at `position` on. Comes before that token."""
 
+    type: Literal["answer_requested"] = field(default="answer_requested", kw_only=True, repr=False)
     position: int
 
 
@@ -88,6 +93,7 @@ class AnswerRequested:
 class Ended:
     """The last output of a generation that did not fail."""
 
+    type: Literal["ended"] = field(default="ended", kw_only=True, repr=False)
     finish: Finish
     stop: str | None = None
     """The stop string that ended it."""

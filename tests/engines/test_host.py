@@ -16,13 +16,11 @@ import pytest
 
 from palaver.engines.base import Engine, EngineState
 from palaver.engines.host import HostedEngine
-from palaver.engines.host.frames import pack, pack_error, unpack, unpack_error
 from palaver.engines.host.process import environment
 from palaver.engines.host.supervisor import MAX_DEATHS, torch_spec
 from palaver.engines.torch import load
-from palaver.errors import BadParameter, ContextOverflow, EngineClosed, EngineError, NoWeights
+from palaver.errors import BadParameter, ContextOverflow, EngineClosed, EngineError, NoWeights, UnsupportedContent
 from palaver.generation import Ended, Finish, Prefilled, Prompt, Step
-from palaver.phases import Phase, Phases, State, Trigger
 from palaver.sampling import Sampling
 from tests.engines import tiny
 
@@ -225,11 +223,7 @@ def test_a_users_own_settings_of_threads_count(monkeypatch: pytest.MonkeyPatch) 
     assert environment() == os.environ
 
 
-def test_values_cross_the_wire_unchanged() -> None:
-    phases = Phases((State(Phase.ANSWER, (Trigger(b"<\xff", 1), Trigger(7, 0))), State(Phase.END)), 0, frozenset({1}))
-    for value in (Prompt((1, 2), (3,), phases), SAMPLED, Ended(Finish.STOP_STRING, "é")):
-        assert unpack(pack(value)) == value
-    error = unpack_error(pack_error(BadParameter("top_p", 7, "must be less")))
-    assert type(error) is BadParameter
-    assert str(error) == "top_p must be less (got 7)."
-    assert error.name == "top_p"
+async def test_a_text_that_cannot_be_sent_fails_its_request_alone(engine: HostedEngine) -> None:
+    with pytest.raises(UnsupportedContent, match="half of a character"):
+        await generate_ids(engine, sampling=replace(SAMPLED, stop=("\ud800",)))
+    assert len(await generate_ids(engine)) == LENGTH

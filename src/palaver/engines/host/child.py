@@ -12,33 +12,44 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from palaver.engines.base import Engine, EngineGeneration
-from palaver.engines.host.frames import LoadProgress, encode_frame, pack, pack_error, read_frame, unpack
+from palaver.engines.host.frames import (
+    EngineSpec,
+    Frame,
+    LoadProgress,
+    OutputFrame,
+    encode_error,
+    encode_frame,
+    read_frame,
+)
 from palaver.engines.processes import die_with_parent
 from palaver.errors import BrokenModel, EngineError, PalaverError
 
-ENGINE_OPTIONS = ("exact", "context", "compiled", "cache_bytes", "max_running")
-"""The engine options that a spec sets."""
 _PROGRESS_INTERVAL_S = 0.2
 """How often the supervisor gets the progress of loading."""
 
 
-def make_engine(spec: dict[str, Any], progress: LoadProgress) -> Engine:
+def make_engine(spec: EngineSpec, progress: LoadProgress) -> Engine:
     """Loads the engine that a spec describes (`supervisor.torch_spec`)."""
     progress.note = "importing the libraries"
     from palaver.engines.torch import EngineOptions, load
 
-    progress.begin(Path(spec["model"]))
-    vocabulary = unpack(spec["vocabulary"])
-    adapter = Path(spec["adapter"]) if spec["adapter"] else None
+    model = Path(os.fsdecode(spec["model"]))
+    progress.begin(model)
+    adapter = Path(os.fsdecode(spec["adapter"])) if spec["adapter"] else None
     engine = load(
-        Path(spec["model"]),
-        vocabulary=vocabulary,
+        model,
+        vocabulary=spec["vocabulary"],
         device=spec["device"],
         dtype=spec["dtype"],
-        options=EngineOptions(**{name: spec[name] for name in ENGINE_OPTIONS}),
+        options=EngineOptions(
+            exact=spec["exact"],
+            context=spec["context"],
+            compiled=spec["compiled"],
+            cache_bytes=spec["cache_bytes"],
+            max_running=spec["max_running"],
+        ),
         adapter=adapter,
         on_failure=exit_process,
     )
@@ -68,9 +79,9 @@ class EngineHost:
         self._engine: Engine | None = None
         self._generations: dict[int, EngineGeneration] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._outputs: list[Any] = []
+        self._outputs: list[tuple[int, OutputFrame]] = []
         self._flushing = False
-        self._commands: dict[str, Callable[[dict[str, Any]], None]] = {
+        self._commands: dict[str, Callable[[Frame], None]] = {
             "generate": self._start_generation,
             "cancel": self._cancel,
             "stop": lambda frame: self._call(frame, "stop"),
@@ -89,25 +100,25 @@ class EngineHost:
                 self._commands[frame["do"]](frame)
         await self._close()
 
-    async def _load(self, frame: dict[str, Any]) -> None:
+    async def _load(self, frame: Frame) -> None:
         progress = LoadProgress()
         reporting = asyncio.create_task(self._report_progress(progress))
         try:
             self._engine = await asyncio.to_thread(make_engine, frame["spec"], progress)
         except Exception as error:
             traceback.print_exception(error)
-            self._send({"failed": pack_error(_as_model_error(error))})
+            self._send({"failed": encode_error(_as_model_error(error))})
             return
         finally:
             reporting.cancel()
-        self._send({"ready": pack(self._engine.info)})
+        self._send({"ready": self._engine.info})
 
     async def _report_progress(self, progress: LoadProgress) -> None:
         while True:
-            self._send({"loading": [progress.fraction, progress.note]})
+            self._send({"loading": (progress.fraction, progress.note)})
             await asyncio.sleep(_PROGRESS_INTERVAL_S)
 
-    def _answer(self, frame: dict[str, Any], result: Awaitable[dict[str, float]]) -> None:
+    def _answer(self, frame: Frame, result: Awaitable[dict[str, float]]) -> None:
         """Answers a query that is no generation with one frame."""
 
         async def answer() -> None:
@@ -131,31 +142,30 @@ class EngineHost:
         await self._engine.forget(conversation)
         return {}
 
-    def _start_generation(self, frame: dict[str, Any]) -> None:
+    def _start_generation(self, frame: Frame) -> None:
         number = frame["number"]
         self._tasks[number] = asyncio.create_task(self._generate(number, frame))
 
-    async def _generate(self, number: int, frame: dict[str, Any]) -> None:
+    async def _generate(self, number: int, frame: Frame) -> None:
         assert self._engine is not None
         self._send({"request": number, "progress": "PREPARING"})
         try:
-            prompt, sampling = unpack(frame["prompt"]), unpack(frame["sampling"])
-            async with self._engine.generate(prompt, sampling, frame["choice"]) as outputs:
+            async with self._engine.generate(frame["prompt"], frame["sampling"], frame["choice"]) as outputs:
                 self._send({"request": number, "progress": "RUNNING"})
                 self._generations[number] = outputs
                 async for output in outputs:
-                    self._put([number, pack(output)])
+                    self._put((number, output))
         except PalaverError as error:
-            self._put([number, pack_error(error)])
+            self._put((number, encode_error(error)))
         except asyncio.CancelledError:
             raise
         except Exception as error:  # fails the request, not the engine
-            self._put([number, pack_error(EngineError(f"The engine failed: {error}"))])
+            self._put((number, encode_error(EngineError(f"The engine failed: {error}"))))
         finally:
             self._generations.pop(number, None)
             self._tasks.pop(number, None)
 
-    def _put(self, item: Any) -> None:
+    def _put(self, item: tuple[int, OutputFrame]) -> None:
         """Collects the outputs of one iteration of the event loop into one frame."""
         self._outputs.append(item)
         if not self._flushing:
@@ -167,17 +177,17 @@ class EngineHost:
         outputs, self._outputs = self._outputs, []
         self._send({"outputs": outputs})
 
-    def _cancel(self, frame: dict[str, Any]) -> None:
+    def _cancel(self, frame: Frame) -> None:
         task = self._tasks.get(frame["number"])
         if task is not None:
             task.cancel()
 
-    def _call(self, frame: dict[str, Any], method: str) -> None:
+    def _call(self, frame: Frame, method: str) -> None:
         generation = self._generations.get(frame["number"])
         if generation is not None:
             getattr(generation, method)()
 
-    def _send(self, frame: dict[str, Any]) -> None:
+    def _send(self, frame: Frame) -> None:
         self._writer.write(encode_frame(frame))
 
     async def _close(self) -> None:

@@ -1,99 +1,114 @@
-"""The protocol between supervisor and engine process: length-prefixed JSON frames. Values are packed by type name."""
+"""The protocol between supervisor and engine process: length-prefixed JSON frames, generated from their types."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
 import os
 import struct
-from dataclasses import fields, is_dataclass
-from enum import Enum
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from palaver import constraints, errors, generation, phases, sampling
-from palaver.engines import base
+from pydantic import ConfigDict, TypeAdapter
+from typing_extensions import TypedDict
+
+from palaver.encoding import Tagged, decode_error, error_details, error_name
+from palaver.engines.base import EngineInfo
+from palaver.errors import EngineError, PalaverError
+from palaver.generation import AnswerRequested, Ended, Prefilled, Prompt, Queued, Step
+from palaver.sampling import Sampling
 
 _LENGTH = struct.Struct("!I")
 MAX_FRAME = 512 * 1024 * 1024
 
-_TYPES: dict[str, Any] = {
-    name: cls
-    for module in (constraints, generation, phases, sampling, base)
-    for name, cls in vars(module).items()
-    if isinstance(cls, type) and (is_dataclass(cls) or issubclass(cls, Enum))
-}
-_ERRORS: dict[str, type[errors.PalaverError]] = {
-    name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, errors.PalaverError)
-}
+
+class ErrorFrame(TypedDict):
+    """A PalaverError."""
+
+    type: Literal["error"]
+    name: str
+    message: str
+    details: dict[str, Any]
 
 
-def pack(value: Any) -> Any:
-    """A value as JSON types. Lists are unpacked as tuples."""
-    if type(value) is generation.Step and value.drawn_logprob is None:  # the most frequent value, so it is short
-        return {"step": [value.token_id, value.logprob]}
-    if isinstance(value, Enum):
-        return {"enum": type(value).__name__, "value": value.value}
-    if is_dataclass(value) and not isinstance(value, type):
-        return {"type": type(value).__name__, "with": {f.name: pack(getattr(value, f.name)) for f in fields(value)}}
-    if isinstance(value, bytes):
-        return {"bytes": base64.b64encode(value).decode()}
-    if isinstance(value, frozenset):
-        return {"set": sorted(value)}
-    if isinstance(value, list | tuple):
-        return list(value) if _is_all_ints(value) else [pack(item) for item in value]
-    return value
+class EngineSpec(TypedDict):
+    """How to load an engine (`supervisor.torch_spec`). Paths are bytes: they need not be UTF-8."""
+
+    model: bytes
+    adapter: bytes | None
+    vocabulary: tuple[bytes, ...]
+    device: str | None
+    dtype: str | None
+    exact: bool
+    context: int | None
+    compiled: bool | None
+    cache_bytes: int | None
+    max_running: int | None
 
 
-def unpack(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(value) if _is_all_ints(value) else tuple(unpack(item) for item in value)
-    if not isinstance(value, dict):
-        return value
-    if "step" in value:
-        return generation.Step(*value["step"])
-    if "type" in value:
-        return _TYPES[value["type"]](**{name: unpack(item) for name, item in value["with"].items()})
-    if "enum" in value:
-        return _TYPES[value["enum"]](value["value"])
-    if "bytes" in value:
-        return base64.b64decode(value["bytes"])
-    return frozenset(value["set"])
+OutputFrame = Annotated[Queued | Prefilled | Step | AnswerRequested | Ended | ErrorFrame, Tagged]
 
 
-def _is_all_ints(values: list[Any] | tuple[Any, ...]) -> bool:
-    """A fast path for token ids, of which there may be many."""
-    return all(type(value) is int for value in values)
+class Frame(TypedDict, total=False):
+    """One frame. Commands to the process have `do`; its answers have one of the fields from `loading` on."""
+
+    do: Literal["load", "generate", "cancel", "stop", "answer_now", "figures", "forget", "close"]
+    number: int
+    spec: EngineSpec
+    prompt: Prompt
+    sampling: Sampling
+    choice: int
+    conversation: str
+
+    loading: tuple[float | None, str]
+    failed: ErrorFrame
+    ready: EngineInfo
+    request: int
+    progress: str
+    outputs: list[tuple[int, OutputFrame]]
+    """The outputs of one step, with the numbers of their requests."""
+    answer: dict[str, float]
 
 
-def pack_error(error: errors.PalaverError) -> dict[str, Any]:
-    extra = {name: item for name, item in vars(error).items() if isinstance(item, str | int | float | bool | None)}
-    return {"error": type(error).__name__, "says": str(error), "with": extra}
+@cache
+def _adapter() -> TypeAdapter[Any]:
+    config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants")
+    return TypeAdapter(Frame | None, config=config)  # a TypedDict by itself takes no configuration
 
 
-def unpack_error(value: dict[str, Any]) -> errors.PalaverError:
-    """An error of the same type and message. Does not call the type's constructor."""
-    cls = _ERRORS.get(value["error"], errors.EngineError)
-    error = cls.__new__(cls)
-    Exception.__init__(error, value["says"])
-    error.__dict__.update(value["with"])
-    return error
+def encode_error(error: PalaverError) -> ErrorFrame:
+    return {
+        "type": "error",
+        "name": error_name(type(error)),
+        "message": str(error),
+        "details": error_details(error),
+    }
 
 
-async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+def decode_error_frame(frame: ErrorFrame) -> PalaverError:
+    error = decode_error(frame["name"], frame["message"], frame["details"])
+    return EngineError(frame["message"]) if error is None else error
+
+
+async def read_frame(reader: asyncio.StreamReader) -> Frame | None:
     """The next frame; None if the connection is closed."""
     try:
         (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         assert size <= MAX_FRAME
-        frame: dict[str, Any] = json.loads(await reader.readexactly(size))
+        data = await reader.readexactly(size)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
+    return decode_frame(data)
+
+
+def decode_frame(data: bytes) -> Frame:
+    frame: Frame = _adapter().validate_json(data)
     return frame
 
 
-def encode_frame(frame: dict[str, Any]) -> bytes:
-    data = json.dumps(frame, separators=(",", ":")).encode()
+def encode_frame(frame: Frame) -> bytes:
+    """Raises ValueError for a text that UTF-8 can't encode (a lone surrogate)."""
+    data = _adapter().dump_json(frame)
     return _LENGTH.pack(len(data)) + data
 
 

@@ -10,9 +10,8 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
-from palaver.engines.host.frames import encode_frame, read_frame, unpack_error
+from palaver.engines.host.frames import EngineSpec, Frame, decode_error_frame, encode_frame, read_frame
 from palaver.errors import PalaverError
 
 _THREAD_DEFAULTS = {"GOMP_SPINCOUNT": "20000"}
@@ -25,14 +24,14 @@ def environment() -> dict[str, str]:
     return _THREAD_DEFAULTS | os.environ
 
 
-OnFrame = Callable[[dict[str, Any], asyncio.StreamWriter], None]
+OnFrame = Callable[[Frame, asyncio.StreamWriter], None]
 _MAX_LINES = 40
 _EXIT_S = 2.0
 """How long a process may take to exit after it closed its connection."""
 
 
 class EngineProcess:
-    def __init__(self, spec: dict[str, Any], on_frame: OnFrame) -> None:
+    def __init__(self, spec: EngineSpec, on_frame: OnFrame) -> None:
         """`on_frame` is called with each frame of the process and the writer to it."""
         self._spec = spec
         self._on_frame = on_frame
@@ -88,7 +87,7 @@ class EngineProcess:
             writer.write(encode_frame({"do": "load", "spec": self._spec}))
             while (frame := await read_frame(reader)) is not None:
                 if "failed" in frame:
-                    self.failure = unpack_error(frame["failed"])
+                    self.failure = decode_error_frame(frame["failed"])
                     return "couldn't load the model"
                 self._on_frame(frame, writer)
         except Exception as error:

@@ -6,18 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
 
 from palaver.engines.base import EngineInfo, EngineState, EngineStatus
-from palaver.engines.host.frames import encode_frame, pack, unpack, unpack_error
+from palaver.engines.host.frames import EngineSpec, Frame, OutputFrame, decode_error_frame, encode_frame
 from palaver.engines.host.process import EngineProcess
-from palaver.errors import EngineClosed, EngineError, PalaverError
+from palaver.errors import EngineClosed, EngineError, PalaverError, UnsupportedContent
 from palaver.generation import AnswerRequested, Ended, Finish, Output, Prefilled, Prompt, Step
 from palaver.phases import Vocabulary
 from palaver.sampling import Sampling
@@ -46,14 +46,14 @@ def torch_spec(
     compiled: bool | None = None,
     cache_bytes: int | None = None,
     max_running: int | None = None,
-) -> dict[str, Any]:
+) -> EngineSpec:
     return {
-        "model": str(model),
-        "vocabulary": pack(tuple(vocabulary)),
+        "model": os.fsencode(model),
+        "vocabulary": tuple(vocabulary),
         "device": device,
         "dtype": dtype,
         "exact": exact,
-        "adapter": str(adapter) if adapter else None,
+        "adapter": os.fsencode(adapter) if adapter else None,
         "context": context,
         "compiled": compiled,
         "cache_bytes": cache_bytes,
@@ -97,11 +97,12 @@ class _PendingRequest:
     """Deaths that no other request can have caused. Cleared in the same way."""
     outputs: asyncio.Queue[Output | PalaverError] = field(default_factory=asyncio.Queue)
 
-    def frame(self, number: int) -> dict[str, Any]:
+    def frame(self, number: int) -> Frame:
         reply_ids = (*self.prompt.reply_ids, *self.generated_ids)
         prompt = replace(self.prompt, reply_ids=reply_ids, healing=b"" if self.generated_ids else self.prompt.healing)
-        arguments = {"prompt": pack(prompt), "sampling": pack(self.sampling), "choice": self.choice}
-        return {"do": "generate", "number": number, **arguments}
+        return {
+            "do": "generate", "number": number, "prompt": prompt, "sampling": self.sampling, "choice": self.choice
+        }  # fmt: skip
 
     def add_output(self, output: Output) -> None:
         if isinstance(output, Step):
@@ -121,7 +122,7 @@ class _PendingRequest:
 class HostedGeneration:
     """The outputs of one generation in the engine process."""
 
-    def __init__(self, request: _PendingRequest, send: Callable[[dict[str, Any]], bool], number: int) -> None:
+    def __init__(self, request: _PendingRequest, send: Callable[[Frame], bool], number: int) -> None:
         self._request = request
         self._send = send
         self._number = number
@@ -154,7 +155,7 @@ class HostedGeneration:
 class HostedEngine:
     """An engine in a process of its own. Entering the context starts the process, leaving it ends the process."""
 
-    def __init__(self, spec: dict[str, Any], on_progress: ReportProgress | None = None) -> None:
+    def __init__(self, spec: EngineSpec, on_progress: ReportProgress | None = None) -> None:
         """`on_progress` is called with the progress of loading."""
         self._spec = spec
         self._on_progress = on_progress
@@ -248,7 +249,7 @@ class HostedEngine:
         self._supervisor.cancel()
         await asyncio.wait([self._supervisor])
 
-    async def _query(self, query: dict[str, Any]) -> dict[str, float]:
+    async def _query(self, query: Frame) -> dict[str, float]:
         number = self._next_number
         self._next_number += 1
         self._queries[number] = asyncio.get_running_loop().create_future()
@@ -262,7 +263,7 @@ class HostedEngine:
         finally:
             self._queries.pop(number, None)
 
-    def _send(self, frame: dict[str, Any]) -> bool:
+    def _send(self, frame: Frame) -> bool:
         """Sends a frame to the current process. Returns False if none runs."""
         if self._writer is None or self._writer.is_closing():
             return False
@@ -279,7 +280,12 @@ class HostedEngine:
             request.progress = _Progress.SENT
             request.sends += 1
             request.fresh_tokens = 0
-            self._send(request.frame(number))
+            try:
+                self._send(request.frame(number))
+            except ValueError:
+                unsupported = "A text of the request holds half of a character (a lone surrogate)."
+                self._fail_requests([number], UnsupportedContent(unsupported))
+                continue
             if request.answer_now_requested and request.prompt.answer_at is None:
                 self._send({"do": "answer_now", "number": number})
             if request.suspect:
@@ -374,7 +380,7 @@ class HostedEngine:
             if request is not None:
                 request.outputs.put_nowait(error)
 
-    def _handle_frame(self, frame: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    def _handle_frame(self, frame: Frame, writer: asyncio.StreamWriter) -> None:
         if "outputs" in frame:
             for number, output in frame["outputs"]:
                 self._handle_output(number, output)
@@ -383,7 +389,7 @@ class HostedEngine:
             if request is not None:
                 request.progress = _Progress[frame["progress"]]
         elif "ready" in frame:
-            self._info = unpack(frame["ready"])
+            self._info = frame["ready"]
             self._writer = writer
             self._status = EngineStatus(EngineState.READY)
             if not self._ready.done():
@@ -398,11 +404,11 @@ class HostedEngine:
         elif self._on_progress is not None:
             self._on_progress(*frame["loading"])
 
-    def _handle_output(self, number: int, packed: Any) -> None:
+    def _handle_output(self, number: int, sent: OutputFrame) -> None:
         request = self._requests.get(number)
         if request is None:
             return
-        output = unpack_error(packed) if "error" in packed else unpack(packed)
+        output = decode_error_frame(sent) if isinstance(sent, dict) else sent
         if isinstance(output, PalaverError):
             request.outputs.put_nowait(output)
         else:
