@@ -24,6 +24,7 @@ from palaver.server.errors import NotSupported, OtherModel, error_body
 from palaver.server.metrics import ServerStatus
 from palaver.server.sse import EventStream
 from palaver.server.state import ServerState, StateDep
+from palaver.wire.sse import encode_sse
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _POLL_SECONDS = 0.2
@@ -135,7 +136,7 @@ async def _progress(state: ServerState) -> AsyncGenerator[bytes]:
         loading.result()
         yield _event("ready", _health(models.card()).model_dump())
     except PalaverError as error:
-        yield b"event: error\ndata: " + error_body(error) + b"\n\n"
+        yield encode_sse(error_body(error), event="error")
     finally:
         loading.cancel()
         with suppress(asyncio.CancelledError, PalaverError):
@@ -143,7 +144,7 @@ async def _progress(state: ServerState) -> AsyncGenerator[bytes]:
 
 
 def _event(name: str, value: dict[str, Any]) -> bytes:
-    return f"event: {name}\ndata: {json.dumps(value)}\n\n".encode()
+    return encode_sse(json.dumps(value).encode(), event=name)
 
 
 async def _current_health(state: ServerState) -> Health:

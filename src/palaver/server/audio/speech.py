@@ -23,6 +23,7 @@ from palaver.server.state import ServerState, StateDep
 from palaver.voice.audio_format import AudioFormat, audio_format, encode_audio, join_audio, pcm, wav_header
 from palaver.voice.base import Samples, Speaker, VoiceSettings
 from palaver.voice.speech import Speech
+from palaver.wire.sse import encode_sse
 
 
 class AudioStream(EventStream):
@@ -137,4 +138,4 @@ async def _events(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
 
 
 def _event(value: dict[str, object]) -> bytes:
-    return f"data: {json.dumps(value)}\n\n".encode()
+    return encode_sse(json.dumps(value).encode())
