@@ -74,9 +74,19 @@ def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> st
 
 def _braces(text: str, quote: str) -> str:
     """JSON arguments in this notation: bare keys, strings between the model's quotation marks."""
-    out = re.sub(r'"(\w+)":\s*', r"\1:", text)
-    out = re.sub(r'"((?:[^"\\]|\\.)*)("|\Z)', lambda m: _quoted(m[1], quote, bool(m[2])), out)
-    return re.sub(r",\s+", ",", out)
+
+    def convert(found: re.Match[str]) -> str:
+        if found[0].startswith(","):
+            return ","
+        if found["colon"]:
+            return f"{found['text']}:" if _KEY.fullmatch(found["text"]) else f"{_quoted(found['text'], quote, True)}:"
+        return _quoted(found["text"], quote, bool(found["end"]))
+
+    return _JSON_PART.sub(convert, text)
+
+
+_JSON_PART = re.compile(r'"(?P<text>(?:[^"\\]|\\.)*)(?:(?P<end>")(?P<colon>\s*:\s*)?|\\?\Z)|,\s+', re.S)
+"""A string, a key, or a comma with white space after it."""
 
 
 def _quoted(text: str, quote: str, closed: bool) -> str:

@@ -171,8 +171,14 @@ class Calls:
         return [self._registry.open(self._tool_name(written), self._id.strip())]
 
     def _tool_name(self, name: str) -> str:
-        """The name of an offered tool that the written name contains, else the written name."""
-        names = [tool.name for tool in self._registry.tools]
-        known = next((n for n in sorted(names, key=len, reverse=True) if n in name), name)
+        """The name of an offered tool that stands as a word in the written name, else the written name."""
+        names = sorted((tool.name for tool in self._registry.tools), key=len, reverse=True)
+        known = next((known for known in names if _contains_word(name, known)), name)
         self._registry.ignore(f" {name.replace(known, ' ', 1)} ")
         return known
+
+
+def _contains_word(text: str, name: str) -> bool:
+    """Whether the name stands in the text and is no part of a longer name; `functions.` may come before it."""
+    before = r"(?:(?<![\w.-])|(?<=\bfunctions\.)|(?<=\bfunction\.))"
+    return re.search(rf"{before}{re.escape(name)}(?![\w.-])", text) is not None

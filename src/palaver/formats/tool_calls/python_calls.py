@@ -68,7 +68,10 @@ def _call(call: ToolCall, is_open: bool) -> str:
         values = json.loads(call.arguments)
     except ValueError:
         return f"{call.name}("
-    inside = ", ".join(f"{key}={_python(value)}" for key, value in values.items())
+    if isinstance(values, dict):
+        inside = ", ".join(f"{key}={_python(value)}" for key, value in values.items())
+    else:  # a positional argument
+        inside = _python(values)
     return f"{call.name}({inside}" + ("" if is_open else ")")
 
 
