@@ -126,3 +126,12 @@ def test_a_folder_without_templates_is_refused(tmp_path: Path) -> None:
     for command in (["check", str(tmp_path), "x"], ["roundtrip", str(tmp_path)]):
         done = RUNNER.invoke(formats, command)
         assert done.exit_code != 0
+
+
+def test_roundtrip_lists_a_template_that_cannot_chat(templates: Path) -> None:
+    source = "{% set query = messages | selectattr('role', 'eq', 'query') | first %}{{ query.content + documents[0] }}"
+    (templates / "reranker.jinja").write_text(source, encoding="utf-8")
+    done = RUNNER.invoke(formats, ["roundtrip", str(templates)])
+    assert done.exit_code == 0, done.output
+    assert "reranker: it can't chat: " in done.output
+    assert done.output.splitlines()[-1].endswith("over 3 templates")

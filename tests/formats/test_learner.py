@@ -249,3 +249,10 @@ def test_tools_may_be_offered_without_telling_the_reader() -> None:
         events = [*reader.open(), *(e for run in pieces.runs(case.text) for e in reader.feed(
             run if isinstance(run, int) else pieces.piece(run)))]  # fmt: skip
         assert [*events, *reader.close()]
+
+
+@pytest.mark.parametrize("name", ["prompt", "messages_", "scene", "message", "mark", "before", "self_"])
+def test_a_variable_of_any_name_is_learned(name: str) -> None:
+    source = "{% if NAME is defined and NAME %}<|think|>{% endif %}" + framed()
+    found = learn(Template(source.replace("NAME", name)), STRINGS, {})
+    assert [switch.name for switch in found.switches] == [name]

@@ -221,8 +221,17 @@ def tojson(
 ) -> str:
     if isinstance(value, jinja2.Undefined):
         raise jinja2.exceptions.UndefinedError("an undefined value can't be written as JSON")
-    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys, default=_listed
+    )
     return _ascii(text) if ensure_ascii else text
+
+
+def _listed(value: Any) -> list[Any]:
+    """The items of a generator, which filters such as `map` and `select` return."""
+    if isinstance(value, Iterator | Metered):
+        return list(value)
+    raise TypeError(f"a value of type {type(value).__name__} can't be written as JSON")
 
 
 def _ascii(text: str) -> str:
@@ -248,7 +257,7 @@ class Template:
         day = now or datetime(2024, 1, 1)
         text = []
         try:
-            for piece in self._compiled.generate(strftime_now=day.strftime, **variables):
+            for piece in self._compiled.generate({"strftime_now": day.strftime, **variables}):
                 text.append(self._sandbox.fuel.charge_text(piece))
         except Exception as error:
             raise self._to_template_error(error) from None

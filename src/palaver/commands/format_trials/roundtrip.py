@@ -238,6 +238,9 @@ def run_roundtrips(folder: Path, cases: Sequence[Mapping[str, Any]] = ()) -> Ite
     for path in sorted(folder.glob("*.jinja")):
         own = [case for case in cases if case["template"] == path.stem]
         for tokens in (True, False):
-            roundtrip = Roundtrip(path, tokens)
-            yield from roundtrip.trials()
-            yield from roundtrip.recorded(own)
+            try:
+                roundtrip = Roundtrip(path, tokens)
+                yield from roundtrip.trials()
+                yield from roundtrip.recorded(own)
+            except PalaverError as error:
+                yield RoundtripResult(path.stem, "all", tokens, 0, 0, f"it can't chat: {error}", expressed=False)

@@ -45,7 +45,7 @@ class Prober:
     def _default_variables(self) -> dict[str, Any]:
         return {"datetime": "Jan 01 2024", **no_tool_variables(self.no_tools)}
 
-    def render(self, messages: list[dict[str, Any]], prompt: bool = False, **variables: Any) -> str | None:
+    def render(self, messages: list[dict[str, Any]], prompt: bool = False, /, **variables: Any) -> str | None:
         """The rendered text; None if the template refuses. `prompt` adds the generation prompt."""
         standard = {**self._strings, "messages": messages, "add_generation_prompt": prompt}
         given = {**standard, **self._default_variables(), **variables}
@@ -68,7 +68,7 @@ class Prober:
             if self._steps > MAX_STEPS:
                 raise HostileTemplate(self.template.name, None, f"a few probes took more than {MAX_STEPS} steps")
 
-    def opening(self, **variables: Any) -> str | None:
+    def opening(self, /, **variables: Any) -> str | None:
         """The generation prompt."""
         with_prompt, without = (
             self.render([user_message()], True, **variables),
@@ -78,7 +78,7 @@ class Prober:
             return None
         return with_prompt[len(common_start(without, with_prompt)) :] or self._fixed_opening(without, **variables)
 
-    def _fixed_opening(self, before: str, **variables: Any) -> str:
+    def _fixed_opening(self, before: str, /, **variables: Any) -> str:
         """The generation prompt of a template that always writes it."""
         whole = self.render([user_message(), {"role": "assistant", "content": ANSWER}], **variables) or ""
         added = common_end(before, whole)
@@ -86,7 +86,7 @@ class Prober:
         ends = [tag.end() for tag in tags if "END_OF_TURN" in tag[0] or tag[0].startswith("</")]
         return added[ends[0] :] if ends and ends[0] < len(added) else (added if len(tags) > 1 else "")
 
-    def reply(self, message: Mapping[str, Any], **variables: Any) -> str | None:
+    def reply(self, message: Mapping[str, Any], /, **variables: Any) -> str | None:
         """The rendered text of an assistant's message that answers the question."""
         before = self.render([user_message()], **variables)
         whole = self.render([user_message(), {"role": "assistant", **message}], **variables)
@@ -102,7 +102,7 @@ class Prober:
             return self._inserted(whole, len(shared), len(whole) - len(tail), **variables)
         return whole[len(shared) :].removesuffix(opening)
 
-    def _inserted(self, whole: str, start: int, end: int, **variables: Any) -> str:
+    def _inserted(self, whole: str, start: int, end: int, /, **variables: Any) -> str:
         """A reply before a text that always comes last, such as a list of tools. Both may start alike, so the start of
         the reply is found by the generation prompt."""
         opening = self.opening(**variables) or ""
@@ -116,12 +116,12 @@ class Prober:
         whole = self.render([user_message(), {"role": "assistant", "content": content}, user_message()])
         return None if whole is None else whole.partition(QUESTION)[2]
 
-    def leading_space(self, message: Mapping[str, Any], mark: str, frame: str = "", **variables: Any) -> str:
+    def leading_space(self, message: Mapping[str, Any], mark: str, frame: str = "", /, **variables: Any) -> str:
         """The white space between the generation prompt and a reply, or the frame of an empty answer."""
         text = self.between(message, mark, **variables)
         return text if text is not None and text.strip() in ("", frame) else ""
 
-    def between(self, message: Mapping[str, Any], mark: str, **variables: Any) -> str | None:
+    def between(self, message: Mapping[str, Any], mark: str, /, **variables: Any) -> str | None:
         """The text between the generation prompt and a mark in the reply; None if the reply does not start with the
         generation prompt."""
         prompt = self.render([user_message()], True, **variables)

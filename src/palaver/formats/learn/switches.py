@@ -101,7 +101,7 @@ class ProbeStage:
             name: scene for name, scene in scenes.items() if name == "plain" or self._render(scene) not in (None, plain)
         }
 
-    def _render(self, scene: ProbeScene, **variables: Any) -> str | None:
+    def _render(self, scene: ProbeScene, /, **variables: Any) -> str | None:
         return self._prober.render(scene.messages, scene.prompt, **{**scene.variables, **variables})
 
     def effect(self, **variables: Any) -> VariableEffect:
@@ -125,7 +125,7 @@ class ProbeStage:
             bare = bare.replace(marker, "")
         return "".join(bare.split())
 
-    def reply_opening(self, **variables: Any) -> str | None:
+    def reply_opening(self, /, **variables: Any) -> str | None:
         """How the reply opens: in an open thought, after a closed one, or free. None if it is unknown."""
         whole = self._prober.render([user_message()], True, **variables)
         if self._thinking is None or whole is None or not self._prober.opening(**variables):

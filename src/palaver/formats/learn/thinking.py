@@ -58,7 +58,7 @@ class ThinkingLearner:
         yield from self._replies_with_answers()
         yield from self._replies_with_calls()
 
-    def _replies_with_answers(self, **variables: Any) -> Iterator[tuple[str, str, str]]:
+    def _replies_with_answers(self, /, **variables: Any) -> Iterator[tuple[str, str, str]]:
         for field in REASONING_FIELDS:
             written = self._prober.reply({"content": ANSWER, field: THOUGHT}, **variables)
             if written and THOUGHT in written and ANSWER in written.split(THOUGHT, 1)[1]:
