@@ -217,7 +217,7 @@ def _json_families() -> list[Family]:
                (Case(tagged, calls=TWO), Case(f"So:\n{tagged}", answer="So:", calls=TWO),
                 Case(f"<tool_call>\n{_plain(_json(QUOTED)[0])}\n</tool_call>", calls=QUOTED),
                 Case(f"<think>\nhm\n</think>\n\n{tagged}", "hm", calls=TWO),
-                Case(f"<think>\nhm\n{tagged}\nmore\n</think>\n\nok", "hmmore", "ok", TWO)),
+                Case(f"<think>\nhm\n{tagged}\nmore\n</think>\n\nok", f"hm\n{tagged}\nmore", "ok")),
                "json_calls", ("<think>\n", "\n</think>\n\n"), "reasoning_content", "enable_thinking"),
         Family("JSON list", framed(listed), ("[TOOL_CALLS]",),
                (Case(f"[TOOL_CALLS][{with_ids}]", calls=ONE), Case("just text [x]", answer="just text [x]")),

@@ -20,6 +20,7 @@ from palaver.phases import Phase
 from tests.formats.adversarial import contents, control_ids
 from tests.formats.families import FAMILIES, TOOLS, Case, Family, Kind, ids
 from tests.formats.families import make_format as make_uncached
+from tests.formats.variations import VARIATIONS
 
 ALL = [pytest.param(family, kind, id=f"{name}, {kind}") for name, family in FAMILIES.items() for kind in Kind]
 make_format = cache(make_uncached)
@@ -138,7 +139,7 @@ def test_continuations_are_byte_exact(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jinja").write_text(family.source, encoding="utf-8")
     trials = list(run_roundtrips(tmp_path))
     assert [trial for trial in trials if trial.exact < trial.count] == []
-    assert sum(trial.count for trial in trials) > 9000
+    assert sum(trial.count for trial in trials) > 8000
     assert {trial.template for trial in trials if trial.count} == set(FAMILIES)
 
 
@@ -161,8 +162,8 @@ def test_what_looks_like_a_call_and_is_none_is_text_with_a_notice() -> None:
 
 
 def test_a_call_inside_a_thought_leads_back_into_it() -> None:
-    family = FAMILIES["JSON in tags"]
-    case = family.replies[-1]
+    family = VARIATIONS["calls with control tokens count in a thought"]
+    case = family.replies[0]
     for kind in Kind:
         format, pieces = make_format(family, kind)
         message = fold(read(format, ids(pieces, case.text), family, RenderOptions())).message

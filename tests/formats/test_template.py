@@ -73,10 +73,8 @@ def test_the_line_of_a_failure_is_named() -> None:
 
 
 def test_generators_are_written_as_json_lists() -> None:
-    source = (
-        "{{ items | map(attribute='n') | tojson }} "
+    source = "{{ items | map(attribute='n') | tojson }} "
     source += "{{ {'k': items | map(attribute='n') | select('odd')} | tojson }}"
-    )
     assert Template(source).render({"items": [{"n": 1}, {"n": 2}, {"n": 3}]}) == '[1, 2, 3] {"k": [1, 3]}'
     with pytest.raises(TemplateError, match="JSON"):
         Template("{{ x | tojson }}").render({"x": object()})

@@ -94,6 +94,8 @@ class Facts:
     """The text between an answer and the calls after it."""
     space_after_thought: str = ""
     """The text between a closed thought and the calls after it."""
+    calls_in_thought: bool = False
+    """Whether a call inside an open thought is a call. If not, its markup is part of the thought."""
     no_tools: str = "null"
     """The value of `tools` that means no tools to the template: null, empty or absent."""
     asks_for: tuple[str, ...] = ()

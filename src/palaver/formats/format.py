@@ -160,6 +160,7 @@ class TemplateFormat:
             call_reader,
             unsplit=options.unsplit,
             opening=opening,
+            closer=self.facts.thinking.closer if self.facts.thinking else "",
             trim_start=self.facts.thinking is not None,
             strip_fence=options.json_answer,
             one_call=options.one_call,

@@ -71,6 +71,8 @@ class ReaderOptions:
     """Thinking and its markers stay in the answer, as the model wrote them."""
     opening: str = ""
     """The text that opens a thought in the prompt; with `unsplit` it is part of the answer."""
+    closer: str = ""
+    """The marker that closes a thought."""
     trim_start: bool = False
     """Remove line breaks before an answer even if no thought was read: the prompt may have closed one."""
     strip_fence: bool = False
@@ -89,6 +91,7 @@ class ReplyReader:
         self._states = prompt.phases.states
         self._tracker = Tracker(prompt.phases, vocabulary, options.stops)
         self._thought = False
+        self._opening = b""
         self._block = self._new_block(prompt.phases.opens_in)
         self._region: _CallRegion | None = None
         self._pending: list[bytes] = []
@@ -112,9 +115,10 @@ class ReplyReader:
     def open(self) -> list[ReadEvent]:
         """The events before the first token: the phase the reply opens in, and the events of a partial reply."""
         events: list[ReadEvent] = []
-        if self.phase is Phase.THINKING:
-            self._thought = self._options.unsplit
-            events = self._block.feed(self._options.opening.encode()) if self._options.unsplit else self._announce()
+        if self.phase is Phase.THINKING and self._options.unsplit:
+            self._thought, self._opening = True, self._options.opening.encode()
+        elif self.phase is Phase.THINKING:
+            events = self._announce()
         return [*events, *(event for token_id in self._prompt.reply_ids for event in self.feed(token_id))]
 
     def feed(self, token_id: int) -> list[ReadEvent]:
@@ -191,7 +195,12 @@ class ReplyReader:
         if state.phase is Phase.CONTROL:
             self._pending.append(data)
             return []
-        return self._block.feed(data)
+        return self._block.feed(self._pop_opening() + data)
+
+    def _pop_opening(self) -> bytes:
+        """With `unsplit`, the marker of a thought that the prompt has opened. It stands before the thought's text."""
+        opening, self._opening = self._opening, b""
+        return opening
 
     def _enter(self, state: State, marker: bytes) -> list[ReadEvent]:
         if state.phase is Phase.CONTROL:
@@ -205,7 +214,7 @@ class ReplyReader:
     def _enter_control(self, marker: bytes) -> list[ReadEvent]:
         if self._options.unsplit and self._thought:
             self._thought = False
-            return self._block.feed(marker)
+            return self._block.feed(self._pop_opening() + marker)
         self._pending.append(marker)
         return []
 
@@ -232,18 +241,22 @@ class ReplyReader:
 
     def _open_block(self, phase: Phase, after_call: bool) -> list[ReadEvent]:
         """Opens a new block. White space that the last block held back belongs to the marker and is dropped."""
-        same = phase is self._block.phase and not after_call and not self._block.started
+        same = phase is self._block.phase and not after_call
         self._thought = self._thought or self._block.phase is Phase.THINKING or after_call
-        if same and phase is Phase.ANSWER:
+        if same and (phase is Phase.THINKING or not self._block.started):
             return []
+        inserted = phase is Phase.THINKING and not after_call and self._block.started
+        events = self._block.close() if inserted else []  # white space before a thought is text of the answer
         self._block = self._new_block(phase)
-        return [] if phase is not Phase.THINKING or after_call else self._announce()
+        return events if phase is not Phase.THINKING or after_call else [*events, *self._announce()]
 
     def _pass_unsplit(self, phase: Phase, marker: bytes) -> list[ReadEvent]:
         """With `unsplit` the markers of a thought are text; other markers are not."""
         thinks, was_thinking = phase is Phase.THINKING, self._thought
         self._thought = thinks
-        return self._block.feed(marker) if thinks or was_thinking else []
+        opening = self._pop_opening()
+        closes = was_thinking and self._options.closer.encode() in marker
+        return self._block.feed(opening + marker) if (thinks and not was_thinking) or closes else []
 
     def _leave_calls(self, marker: bytes) -> tuple[list[ReadEvent], bool]:
         """Ends the calls. Markup that is no call becomes text."""

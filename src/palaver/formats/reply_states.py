@@ -145,17 +145,18 @@ class ReplyStates:
             return self._build_with_headers(headers, opens_in, offers_tools, closing_ids, must_call)
         builder = StateMachineBuilder(self._control)
         fresh, answer = builder.add_state(Phase.ANSWER), builder.add_state(Phase.ANSWER)
-        thinking = builder.add_state(Phase.THINKING)
+        thoughts = builder.add_state(Phase.THINKING), builder.add_state(Phase.THINKING)
         builder.set_default(fresh, answer)
+        builder.set_default(*thoughts)
         ends = self._ends(offers_tools)
-        self._add_thinking(builder, fresh, answer, thinking, closing_ids)
+        self._add_thinking(builder, fresh, answer, thoughts, closing_ids)
         if offers_tools and self._facts.calls is not None:
-            self._add_calls(builder, fresh, answer, None if must_call else thinking)
+            self._add_calls(builder, fresh, answer, () if must_call else thoughts)
         self._add_answer(builder, fresh, answer)
-        self._add_ends(builder, ends, (fresh, answer) if must_call else (fresh, answer, thinking))
+        self._add_ends(builder, ends, (fresh, answer) if must_call else (fresh, answer, *thoughts))
         self._add_strays(builder, fresh, answer)
         ids = frozenset(self._control[end] for end in ends if end in self._control)
-        start = thinking if opens_in is Phase.THINKING else fresh
+        start = thoughts[0] if opens_in is Phase.THINKING else fresh
         return builder.build(start, ids, self._special_ids, self._call_marker_ids)
 
     @cached_property
@@ -191,17 +192,28 @@ class ReplyStates:
         return [end for end in self._facts.turn_ends if end != call_opening]
 
     def _add_thinking(
-        self, builder: StateMachineBuilder, fresh: int, answer: int, thinking: int, closing: tuple[int, ...]
+        self, builder: StateMachineBuilder, fresh: int, answer: int, thoughts: tuple[int, int], closing: tuple[int, ...]
     ) -> None:
+        """A closing marker without a thought, and a second opening marker, have no meaning. Markers that are ordinary
+        text have one only at the start of an answer or thought: later they are text."""
         facts = self._facts.thinking
         if facts is None:
             return
-        builder.add_marker(fresh, facts.opener, thinking, fallback=answer)
-        first = split_marker(facts.opener, self._control)[:1]
-        if all(part in self._control or looks_special(part) for part in first):
-            builder.add_marker(answer, facts.opener, thinking)
-        builder.add_marker(thinking, facts.closer, fresh)
-        builder.set_closing(thinking, closing)
+        opened, thinking = thoughts
+        builder.add_marker(fresh, facts.opener, opened, fallback=answer)
+        builder.add_marker(opened, facts.opener, opened, fallback=thinking)
+        if self._is_never_text(facts.opener):
+            builder.add_marker(answer, facts.opener, opened)
+            builder.add_marker(thinking, facts.opener, thinking)
+        for state in thoughts:
+            builder.add_marker(state, facts.closer, fresh)
+            builder.set_closing(state, closing)
+        builder.add_marker(fresh, facts.closer, fresh, fallback=answer)
+        if self._is_never_text(facts.closer):
+            builder.add_marker(answer, facts.closer, answer)
+
+    def _is_never_text(self, marker: str) -> bool:
+        return all(part in self._control or looks_special(part) for part in split_marker(marker, self._control)[:1])
 
     def _add_answer(self, builder: StateMachineBuilder, fresh: int, answer: int) -> None:
         """Markers around the answer are no part of it."""
@@ -218,15 +230,18 @@ class ReplyStates:
                 builder.add_marker(answer, part, fresh)
                 builder.add_marker(fresh, part, fresh)
 
-    def _add_calls(self, builder: StateMachineBuilder, fresh: int, answer: int, thinking: int | None) -> None:
+    def _add_calls(self, builder: StateMachineBuilder, fresh: int, answer: int, thoughts: tuple[int, ...]) -> None:
         calls = self._facts.calls
         assert calls is not None
         if isinstance(calls, json_calls.Syntax) and calls.bare:
             json_calls.add_bare(builder, calls, fresh)
             return
         syntaxes.add_states(builder, calls, (fresh, answer), fresh)
-        if self._facts.thinking is not None and thinking is not None:
-            syntaxes.add_states(builder, calls, (thinking,), thinking)
+        if self._facts.thinking is not None and self._facts.calls_in_thought and thoughts:
+            syntaxes.add_states(builder, calls, thoughts, thoughts[-1])
+        elif self._facts.thinking is not None:
+            for state in thoughts:
+                builder.keep_tokens(state, self._call_marker_ids, thoughts[-1])
 
     def _add_ends(self, builder: StateMachineBuilder, ends: list[str], states: tuple[int, ...]) -> None:
         end = builder.add_state(Phase.END)
@@ -238,8 +253,7 @@ class ReplyStates:
     def _add_strays(self, builder: StateMachineBuilder, fresh: int, answer: int) -> None:
         """Stray control markers in an answer are no text."""
         header = [part for part in split_marker(self._facts.header, self._control) if CONTROL_LIKE.fullmatch(part)]
-        markers = [self._facts.thinking.closer] if self._facts.thinking else []
-        for marker in (*header, *markers):
+        for marker in header:
             if looks_special(marker):
                 builder.add_marker(fresh, marker, fresh)
                 builder.add_marker(answer, marker, answer)

@@ -67,6 +67,11 @@ class StateMachineBuilder:
         key = self._key(text)
         self._drafts[state].triggers.setdefault(key, Trigger(key, to, keep))
 
+    def keep_tokens(self, state: int, ids: frozenset[int], to: int) -> None:
+        """Tokens that are markers elsewhere are text in this state; they lead to another state of its phase."""
+        for token_id in sorted(ids):
+            self._drafts[state].triggers.setdefault(token_id, Trigger(token_id, to, keep=True))
+
     def build(
         self, start: int, ends: frozenset[int], hidden: frozenset[int], markers: frozenset[int] = frozenset()
     ) -> Phases:

@@ -154,5 +154,5 @@ def _difference(case: Mapping[str, Any], message: Message) -> str:
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
-        return text
+    except ValueError:  # the call was cut off
+        return text.strip()

@@ -16,6 +16,7 @@ from palaver.events import ReadEvent, fold
 from palaver.formats.base import RenderOptions
 from palaver.formats.format import TemplateFormat
 from palaver.formats.learn.probes import QUESTION
+from palaver.formats.reply_states import find_headers
 from palaver.formats.template import Template
 from palaver.formats.tool_calls.samples import OTHER_NAME, TEXT_KEY, sample_calls, sample_tools
 from palaver.messages import Message, Tool, user
@@ -123,6 +124,9 @@ class Roundtrip:
 
     def _call_inside_thought(self, kind: ReplyKind) -> str | _Inexpressible:
         """A call inside a thought: the template's open thought and its call, joined."""
+        facts = self._format.facts
+        if facts.calls is not None and not facts.calls_in_thought and find_headers(facts) is None:
+            return _Inexpressible("the markup of a call inside a thought is text of the thought")
         thought = self._render_reply(ReplyKind("thinking only", THOUGHT, thinking=kind.thinking))
         call = self._render_reply(ReplyKind("answer and call", "", ANSWER, 1, kind.thinking))
         if isinstance(thought, _Inexpressible):

@@ -14,7 +14,7 @@ from palaver.formats.facts import Confidence, Evidence, Facts, ThinkingFacts
 from palaver.formats.learn.probes import ANSWER, THOUGHT, Prober, thinking_message, user_message
 from palaver.formats.learn.switches import SwitchLearner
 from palaver.formats.learn.thinking import ThinkingLearner
-from palaver.formats.markers import CONTROL_LIKE, are_paired, common_start, split_marker
+from palaver.formats.markers import CONTROL_LIKE, are_paired, common_start, looks_special, split_marker
 from palaver.formats.template import Template
 from palaver.formats.tool_calls import syntaxes
 from palaver.formats.tool_calls.instructions import learn_from_instructions
@@ -62,6 +62,7 @@ class Learner:
             stop_strings=self._declared_strings("stop_strings", "stop"),
             space_before_calls=self._space_before_calls(call_syntax, as_text),
             space_after_thought=self._space_after_thought(call_syntax, field, thinking, as_text),
+            calls_in_thought=self._calls_in_thought(call_syntax, field, thinking, as_text),
             no_tools=self._no_tools(),
             asks_for=self._asks_for(),
             arguments_as_text=as_text,
@@ -243,6 +244,24 @@ class Learner:
             seen = f"{thinking.closing}{ANSWER}"
             self._note("space_after_thought", "it is as before an answer", seen, Confidence.INFERRED)
         return space
+
+    def _calls_in_thought(
+        self, syntax: syntaxes.CallSyntax | None, field: str | None, thinking: ThinkingFacts | None, as_text: bool
+    ) -> bool:
+        """Whether a call may stand in an open thought: the template writes one there, or its marker can't be text."""
+        first = next(iter(split_marker(syntaxes.opening(syntax), self._control)), "") if syntax else ""
+        if thinking is None or not first:
+            return False
+        message = {"content": "", "tool_calls": sample_calls(1, as_text), **({field: THOUGHT} if field else {})}
+        written = self._prober.reply(message, tools=sample_tools()) or "" if field != "content" else ""
+        between = written.partition(THOUGHT)[2].partition(NAME)[0]
+        if first in between and thinking.closer not in between:
+            self._note("calls_in_thought", "a call follows a thought that is not closed", written)
+            return True
+        if looks_special(first):
+            self._note("calls_in_thought", "the marker of calls can't be text", first, Confidence.INFERRED)
+            return True
+        return False
 
     def _call_ends(self, samples: CallSamples, syntax: syntaxes.CallSyntax, ends: tuple[str, ...]) -> tuple[str, ...]:
         """The marker after calls, if it is no part of the syntax and does not end an answer."""

@@ -1,0 +1,160 @@
+"""Invented templates that vary the rarer habits of published ones, several for each habit, with replies.
+
+The last template of each habit was written after the rule that learns it."""
+
+from __future__ import annotations
+
+import json
+
+from tests.formats.families import ONE, TWO, Case, Family, framed
+
+_ARGUMENTS = json.dumps(ONE[0][1])
+_JSON_CALLS = """\
+{%- for c in m.tool_calls %}
+{{- '\\n<tool_call>\\n{"name": "' + c.function.name + '", "arguments": ' + c.function.arguments | tojson + '}' }}
+{{- '\\n</tool_call>' }}
+{%- endfor %}"""
+_TAGGED = (
+    f'<tool_call>\n{{"name": "look_up", "arguments": {_ARGUMENTS}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+_SPECIAL_CALLS = """\
+{{- '<|calls|>' }}
+{%- for c in m.tool_calls %}
+{{- '<|call|>' + c.function.name + '<|args|>' + c.function.arguments | tojson }}
+{%- endfor %}
+{{- '<|/calls|>' }}"""
+_SPECIAL = f"<|calls|><|call|>look_up<|args|>{_ARGUMENTS}<|call|>now<|args|>{{}}<|/calls|>"
+
+
+def thought(opening: str, closing: str, empty: str = "") -> str:
+    """The template of a thought in a history. Without one, `empty` is written."""
+    given = f"{{{{- '{opening}' + m.reasoning_content + '{closing}' }}}}"
+    otherwise = f"{{%- else %}}{{{{- '{empty}' }}}}" if empty else ""
+    return f"{{%- if m.reasoning_content %}}{given}{otherwise}{{%- endif %}}"
+
+
+def switched(on: str, off: str) -> str:
+    """The generation prompt with thinking on and off."""
+    return f"{{{{- '{off}' if enable_thinking is defined and not enable_thinking else '{on}' }}}}"
+
+
+def _unpaired_markers() -> list[Family]:
+    return [
+        Family(
+            "a closing marker alone, tags",
+            framed(
+                thought=thought("<think>\\n", "\\n</think>\\n\\n"), opening=switched("", "<think>\\n\\n</think>\\n\\n")
+            ),
+            ("<think>", "</think>"),
+            (
+                Case("</think>\n\nHello", answer="Hello"),
+                Case("<think>\n<think>\nhm\n</think>\n\nHello", "hm", "Hello"),
+                Case("<think>\nhm\n</think>\n\n</think>\n\nHello", "hm", "Hello"),
+                Case("Hello <think>\nhm\n</think>there.", "hm", "Hello there.", as_text=False),
+                Case("Say <\0/think> aloud", answer="Say </think> aloud"),
+                Case("</think>Hello", answer="Hello", thinks=False),
+            ),
+            switch="enable_thinking",
+            reasoning="reasoning_content",
+        ),
+        Family(
+            "a closing marker alone, opened by the prompt",
+            framed(thought=thought("<|thought|>", "<|/thought|>"), opening=switched("<|thought|>", "<|/thought|>")),
+            ("<|thought|>", "<|/thought|>"),
+            (
+                Case("<|/thought|>Hello", answer="Hello"),
+                Case("<|thought|>hm<|/thought|>Hello", "hm", "Hello"),
+                Case("hm<|/thought|><|/thought|>Hello", "hm", "Hello"),
+                Case("a<|thought|>b<|/thought|>Hello", "ab", "Hello"),
+                Case("Hello<|/thought|> there", answer="Hello there", thinks=False),
+            ),
+            switch="enable_thinking",
+            reasoning="reasoning_content",
+        ),
+        Family(
+            "a closing marker before every answer",
+            framed(_JSON_CALLS, thought("<my:think>", "</my:think>", "</my:think>")),
+            ("<my:think>", "</my:think>", "<tool_call>", "</tool_call>"),
+            (
+                Case("</my:think>Hello", answer="Hello"),
+                Case("<my:think>hm</my:think>Hello", "hm", "Hello"),
+                Case("<my:think></my:think>Hello", answer="Hello"),
+                Case(f"</my:think>\n{_TAGGED}", calls=TWO),
+            ),
+            calls="json_calls",
+            reasoning="reasoning_content",
+        ),
+        Family(
+            "a closing marker alone, in square brackets",
+            framed(
+                thought=thought("[REASON]\\n", "\\n[/REASON]\\n", "[/REASON]\\n"),
+                opening=switched("[REASON]\\n", "[/REASON]\\n"),
+            ),
+            ("[REASON]", "[/REASON]"),
+            (
+                Case("[/REASON]\nHello", answer="Hello"),
+                Case("[REASON]\n[REASON]\nhm\n[/REASON]\nHello", "hm", "Hello"),
+                Case("hm\n[/REASON]\n[/REASON]\nHello", "hm", "Hello"),
+            ),
+            switch="enable_thinking",
+            reasoning="reasoning_content",
+        ),
+    ]
+
+
+def _calls_in_thoughts() -> list[Family]:
+    tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    special = ("<think>", "</think>", "<|calls|>", "<|call|>", "<|args|>", "<|/calls|>")
+    closed = thought("<think>\\n", "\\n</think>\\n\\n")
+    unclosed = "{%- if m.reasoning_content %}{{- '<think>\\n' + m.reasoning_content }}"
+    unclosed += "{%- if not m.tool_calls %}{{- '\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
+    return [
+        Family(
+            "calls in tags are text of a thought",
+            framed(_JSON_CALLS, closed),
+            tags,
+            (
+                Case(f"<think>\na {_TAGGED} b\n</think>\n\n{_TAGGED}", f"a {_TAGGED} b", calls=TWO),
+                Case(f"<think>\na {_TAGGED}", f"a {_TAGGED}"),
+            ),
+            calls="json_calls",
+            reasoning="reasoning_content",
+        ),
+        Family(
+            "calls with control tokens count in a thought",
+            framed(_SPECIAL_CALLS, closed),
+            special,
+            (
+                Case(f"<think>\na{_SPECIAL}b\n</think>\n\nok", "ab", "ok", TWO),
+                Case(f"<think>\na{_SPECIAL}", "a", calls=TWO),
+            ),
+            calls="named_json",
+            reasoning="reasoning_content",
+        ),
+        Family(
+            "calls in tags follow a thought that is not closed",
+            framed(_JSON_CALLS, unclosed),
+            tags,
+            (Case(f"<think>\na\n{_TAGGED}", "a", calls=TWO), Case("<think>\na\n</think>\n\nb", "a", "b")),
+            calls="json_calls",
+            reasoning="reasoning_content",
+        ),
+        Family(
+            "calls in named tags are text of a thought that the prompt opens",
+            framed(_JSON_CALLS.replace("tool_call>", "fn:call>"), closed, "{{- '<think>\\n' }}"),
+            ("<think>", "</think>", "<fn:call>", "</fn:call>"),
+            (
+                Case(
+                    f"a <fn:call>x</fn:call>\n</think>\n\n{_TAGGED.replace('tool_call>', 'fn:call>')}",
+                    "a <fn:call>x</fn:call>",
+                    calls=TWO,
+                ),
+            ),
+            calls="json_calls",
+            reasoning="reasoning_content",
+        ),
+    ]
+
+
+VARIATIONS = {family.name: family for family in (*_unpaired_markers(), *_calls_in_thoughts())}
