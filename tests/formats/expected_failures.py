@@ -13,7 +13,6 @@ import pytest
 RECORDED_CASES = {
     "Apriel-1.6-15b-Thinker-fixed": (242,),
     "Kimi-K3": (208, 209, 210, 211, 212),
-    "LFM2.5-Instruct": (214, 215, 216, 218, 219, 220),
     "MiniMax-M3": (228, 229, 230, 231, 232, 233, 234, 235, 236),
     "muse-glimmer": (244, 245),
 }

@@ -157,4 +157,49 @@ def _calls_in_thoughts() -> list[Family]:
     ]
 
 
-VARIATIONS = {family.name: family for family in (*_unpaired_markers(), *_calls_in_thoughts())}
+def _described_calls() -> list[Family]:
+    """Templates that render no calls: messages with calls are accepted, and the calls are left out."""
+    silent = "{{- '' }}"
+    python = '[look_up(word="tree", times=2), now()]'
+    listed = f'[{{"name": "look_up", "arguments": {_ARGUMENTS}}}, {{"name": "now", "arguments": {{}}}}]'
+
+    def telling(words: str) -> str:
+        return framed(silent).replace("+ tools | tojson", f"+ tools | tojson + '{words}'")
+
+    return [
+        Family(
+            "tools without a word on calls",
+            framed(silent),
+            (),
+            (
+                Case(f"<|tool_call_start|>{python}<|tool_call_end|>", calls=TWO),
+                Case(f"So: <|tool_call_start|>{python}<|tool_call_end|>", answer="So:", calls=TWO),
+                Case("See [this](that).", answer="See [this](that)."),
+            ),
+            calls="python_calls",
+        ),
+        Family(
+            "an example of Python calls",
+            telling("\\nCall them like this: <do>[name(argument=value, ...)]</do>"),
+            ("<do>", "</do>"),
+            (Case(f"<do>{python}</do>", calls=TWO), Case(f"Yes. <do>{listed}</do>", answer="Yes.", calls=TWO)),
+            calls="python_calls",
+        ),
+        Family(
+            "markers named after calls",
+            telling("\\nPut calls in Python between <|tool_calls_begin|> and <|tool_calls_end|>."),
+            ("<|tool_calls_begin|>", "<|tool_calls_end|>"),
+            (Case(f"<|tool_calls_begin|>{python}<|tool_calls_end|>", calls=TWO),),
+            calls="python_calls",
+        ),
+        Family(
+            "an example of a list of JSON calls",
+            telling('\\nAnswer with <|tool_call|>[{"name": "f", "arguments": {}}]<|/tool_call|> to call one.'),
+            ("<|tool_call|>", "<|/tool_call|>"),
+            (Case(f"Well <|tool_call|>{listed}<|/tool_call|>", answer="Well", calls=TWO),),
+            calls="json_calls",
+        ),
+    ]
+
+
+VARIATIONS = {family.name: family for family in (*_unpaired_markers(), *_calls_in_thoughts(), *_described_calls())}

@@ -17,6 +17,7 @@ from palaver.formats.learn.thinking import ThinkingLearner
 from palaver.formats.markers import CONTROL_LIKE, are_paired, common_start, looks_special, split_marker
 from palaver.formats.template import Template
 from palaver.formats.tool_calls import syntaxes
+from palaver.formats.tool_calls.instructions import CONVENTION as CONVENTION_OF_CALLS
 from palaver.formats.tool_calls.instructions import learn_from_instructions
 from palaver.formats.tool_calls.samples import NAME, CallSamples, sample_calls, sample_tools
 
@@ -280,10 +281,15 @@ class Learner:
         prompt = self._prober.render([user_message()], True, tools=sample_tools())
         if prompt is None or "first_key_q" not in prompt:
             return None
-        syntax = learn_from_instructions(prompt, list(self._prober.texts()))
+        syntax = learn_from_instructions(prompt, list(self._prober.texts()), self._control)
         if syntax is not None:
-            self._note("calls", "the tools' description says how to call", prompt[:400], Confidence.INFERRED)
-        return syntax
+            self._note("calls", "instructions or control tokens say how to call", prompt[:400], Confidence.INFERRED)
+            return syntax
+        if self._prober.call_reply(1, False) is None and self._prober.call_reply(1, True) is None:
+            return None  # it refuses calls
+        seen = "tools are told, calls are neither described nor rendered"
+        self._note("calls", "models that are told tools and nothing else", seen, Confidence.CONVENTION)
+        return CONVENTION_OF_CALLS
 
 
 def _without_prefix(written: str, header: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from palaver.events import ReadEvent
 from palaver.formats.state_machine import StateMachineBuilder
+from palaver.formats.tool_calls import json_calls
 from palaver.formats.tool_calls.call_reader import CallRegistry
 from palaver.formats.tool_calls.lark import LarkBuilder, join_expressions, one_of
 from palaver.formats.tool_calls.samples import NAME, OTHER_NAME, TEXT_KEY, CallSamples, strip_turn_end
@@ -35,17 +36,19 @@ SLOT = "python_calls"
 class Syntax:
     opening: str
     closing: str
+    quote: str = '"'
+    """The quotation mark around strings."""
     family: Literal["python_calls"] = "python_calls"
 
 
 def learn(samples: CallSamples) -> Syntax | None:
-    found = re.search(rf"\[?{NAME}\(\s*{TEXT_KEY}\s*=", samples.one)
+    found = re.search(rf"\[?{NAME}\(\s*{TEXT_KEY}\s*=\s*(['\"])?", samples.one)
     if found is None:
         return None
     text = samples.two if samples.two is not None and OTHER_NAME in samples.two else samples.one
     end = text.rindex(")") + 1
     end += text[end : end + 1] == "]"
-    return Syntax(samples.one[: found.start()].lstrip(), strip_turn_end(text[end:], samples.ends))
+    return Syntax(samples.one[: found.start()].lstrip(), strip_turn_end(text[end:], samples.ends), found[1] or '"')
 
 
 def add_states(builder: StateMachineBuilder, syntax: Syntax, origins: tuple[int, ...], back: int) -> None:
@@ -56,12 +59,12 @@ def add_states(builder: StateMachineBuilder, syntax: Syntax, origins: tuple[int,
 
 
 def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> str:
-    written = [_call(call, last_is_open and place == len(calls) - 1) for place, call in enumerate(calls)]
+    written = [_call(call, syntax.quote, last_is_open and place == len(calls) - 1) for place, call in enumerate(calls)]
     text = syntax.opening + "[" + ", ".join(written)
     return text if last_is_open else text + "]" + syntax.closing
 
 
-def _call(call: ToolCall, is_open: bool) -> str:
+def _call(call: ToolCall, quote: str, is_open: bool) -> str:
     if not call.arguments:
         return call.name
     try:
@@ -69,14 +72,17 @@ def _call(call: ToolCall, is_open: bool) -> str:
     except ValueError:
         return f"{call.name}("
     if isinstance(values, dict):
-        inside = ", ".join(f"{key}={_python(value)}" for key, value in values.items())
+        inside = ", ".join(f"{key}={_python(value, quote)}" for key, value in values.items())
     else:  # a positional argument
-        inside = _python(values)
+        inside = _python(values, quote)
     return f"{call.name}({inside}" + ("" if is_open else ")")
 
 
-def _python(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+def _python(value: object, quote: str) -> str:
+    if not isinstance(value, str):
+        return repr(value)
+    text = json.dumps(value, ensure_ascii=False)
+    return text if quote == '"' else "'" + text[1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
 
 
 def grammar(syntax: Syntax, tools: Sequence[Tool], lark: LarkBuilder) -> str:
@@ -116,11 +122,18 @@ def _value(schema: Any, root: Mapping[str, Any], lark: LarkBuilder) -> str:
     return one_of([lark.json(with_definitions(schema, root)), *spelled])
 
 
+_JSON = json_calls.Syntax("", "", ", ", "[", "]", "name", "arguments", None, "", "", "")
+"""Calls that are JSON objects, which some models write between the same markers."""
+
+
 class Calls:
-    """Scans the text character by character; an argument is emitted when it is complete."""
+    """Scans the text character by character; an argument is emitted when it is complete. Calls that start with a brace
+    are read as JSON."""
 
     def __init__(self, syntax: Syntax, registry: CallRegistry) -> None:
         self._registry = registry
+        self._start = ""
+        self._json: json_calls.Calls | None = None
         self._text: list[str] = []
         self._name = ""
         self._quote = ""
@@ -137,10 +150,20 @@ class Calls:
         return self.truncate()
 
     def truncate(self) -> list[ReadEvent]:
+        if self._json is not None:
+            return self._json.truncate()
         self._registry.ignore(f" {self._pop_text()} ")
         return []
 
     def feed(self, slot: str, text: str) -> list[ReadEvent]:
+        if self._json is None and not self._start.strip(" \n\t["):
+            start = self._start
+            self._start += text
+            if self._start.strip(" \n\t[").startswith("{"):
+                self._json = json_calls.Calls(_JSON, self._registry)
+                text = start + text
+        if self._json is not None:
+            return self._json.feed(slot, text)
         return [event for character in text for event in self._feed_character(character)]
 
     def _feed_character(self, character: str) -> list[ReadEvent]:
