@@ -5,6 +5,7 @@ The last template of each habit was written after the rule that learns it."""
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from tests.formats.families import ONE, TWO, Case, Family, framed
 
@@ -202,4 +203,61 @@ def _described_calls() -> list[Family]:
     ]
 
 
-VARIATIONS = {family.name: family for family in (*_unpaired_markers(), *_calls_in_thoughts(), *_described_calls())}
+def _openings_of_thoughts() -> list[Family]:
+    """Generation prompts that write line breaks or a first line of the thought."""
+    field: dict[str, Any] = {"reasoning": "reasoning_content"}
+    tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    only_on = thought("<think>\\n", "\\n</think>\\n\\n", "<think>\\n\\n</think>\\n\\n")
+    only_on = f"{{%- if enable_thinking is true %}}{only_on}{{%- endif %}}"
+    on = "{%- if enable_thinking is true %}{{- '<think>\\n' }}{%- endif %}"
+    return [
+        Family(
+            "a first line, closed by a tag",
+            framed(_JSON_CALLS, thought("", "\\n[ANSWER]\\n"), "{{- 'Here is how I see it:\\n' }}"),
+            ("[ANSWER]", "<tool_call>", "</tool_call>"),
+            (
+                Case("so\n[ANSWER]\nHello", "Here is how I see it:\nso", "Hello"),
+                Case(f"so\n[ANSWER]\n{_TAGGED}", "Here is how I see it:\nso", calls=TWO),
+            ),
+            calls="json_calls",
+            **field,
+        ),
+        Family(
+            "a first line, closed by words",
+            framed(thought=thought("", "\\n=== FINAL ANSWER ===\\n"), opening="{{- 'Reasoning: ' }}"),
+            (),
+            (Case("so\n=== FINAL ANSWER ===\nHello == you", "Reasoning: so", "Hello == you"),),
+            **field,
+        ),
+        Family(
+            "line breaks after the opening marker",
+            framed(
+                _JSON_CALLS,
+                thought("<think>\\n\\n", "\\n\\n</think>\\n\\n", "<think>\\n\\n</think>\\n\\n"),
+                "{{- '<think>\\n\\n' }}",
+            ),
+            tags,
+            (Case("hm\n\n</think>\n\nHello", "hm", "Hello"), Case("</think>\n\nHello", answer="Hello")),
+            calls="json_calls",
+            **field,
+        ),
+        Family(
+            "thinking that is rendered only if it is switched on",
+            framed(_JSON_CALLS, only_on, on),
+            tags,
+            (
+                Case("hm\n</think>\n\nHello", "hm", "Hello", thinks=True),
+                Case("\n</think>\n\nHello", answer="Hello", thinks=True),
+                Case("Hello", answer="Hello"),
+            ),
+            calls="json_calls",
+            switch="enable_thinking",
+            **field,
+        ),
+    ]
+
+
+VARIATIONS = {
+    family.name: family
+    for family in (*_unpaired_markers(), *_calls_in_thoughts(), *_described_calls(), *_openings_of_thoughts())
+}

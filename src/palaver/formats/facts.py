@@ -36,6 +36,8 @@ class ThinkingFacts:
     closing: str
     by_convention: bool = False
     """Nothing in the template shows it; most models use these markers."""
+    first_line: bool = False
+    """The opening is no marker but the first line of the thought, which the generation prompt writes."""
 
     @cached_property
     def opener(self) -> str:

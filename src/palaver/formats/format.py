@@ -116,13 +116,25 @@ class TemplateFormat:
         variables = {**self._strings, **escaped.values, **switches}
         text = self._template.render({**variables, "add_generation_prompt": True}, options.now)
         opens_in = self._opens_in(text, variables, options.now)
+        lacks_first_line = opens_in is Phase.THINKING and self._lacks_first_line(partial_reply)
+        if lacks_first_line and self.facts.thinking is not None:
+            text = text.removesuffix(self.facts.thinking.opening)
         ids = self._context_ids(text, escaped.mark, past_replies)
         phases = self._phases(opens_in, tools, options)
+        if lacks_first_line:
+            phases = replace(phases, start=phases.states[phases.start].other or phases.start)
         if reply_so_far or not (options.healing and partial_reply):
             reply = tuple(reply_so_far) or self.partial_reply_ids(partial_reply, options, opens_in)
             return Prompt(tuple(ids), reply, phases)
         reply, healing = self._healer.heal(self.partial_reply_ids(partial_reply, options, opens_in))
         return Prompt(tuple(ids), reply, phases, healing=healing)
+
+    def _lacks_first_line(self, partial_reply: Message | None) -> bool:
+        """Whether the thought of a partial reply lacks the first line that the generation prompt would write."""
+        thinking = self.facts.thinking
+        if thinking is None or not thinking.first_line or partial_reply is None or not partial_reply.thinking:
+            return False
+        return not partial_reply.thinking.startswith(thinking.opener)
 
     def _phases(self, opens_in: Phase, tools: Sequence[Tool], options: RenderOptions) -> Phases:
         offers_tools = bool(tools) and options.calls
@@ -223,11 +235,14 @@ class TemplateFormat:
         thought = {field: THOUGHT} if field and field != "content" else {}
         call = {"content": "", "tool_calls": sample_calls(1, self.facts.arguments_as_text)}
         anchor = next(iter(split_marker(syntaxes.opening(self.facts.calls))), NAME) if self.facts.calls else NAME
+        closed = prober.between(call, anchor, tools=sample_tools(), **given) or ""
+        closes = self.facts.thinking is not None and closed.strip() == self.facts.thinking.closer
         return LeadingSpace(
             prober.leading_space({"content": ANSWER, **thought}, THOUGHT, **given),
             prober.leading_space({"content": ANSWER}, ANSWER, **given),
             prober.leading_space(call, anchor, self.facts.empty_answer, tools=sample_tools(), **given),
             *self._empty_thought(prober, given),
+            calls_after_opening=closed if closes else "",
         )
 
     def _empty_thought(self, prober: Prober, given: Mapping[str, Any]) -> tuple[str, bool]:
@@ -253,7 +268,8 @@ class TemplateFormat:
         block = closed_prompt[len(open_prompt) :] if closed_prompt.startswith(open_prompt) else ""
         if not block.rstrip().endswith(thinking.closer):
             return ""
-        if "".join(block.split()) != "".join((thinking.opener + thinking.closer).split()):  # it gives a reason
+        words = ["".join(text.split()) for text in (block, thinking.opener + thinking.closer, thinking.closer)]
+        if words[0] not in words[1:]:  # it gives a reason
             return thinking.opening + thinking.closing
         return block + prober.leading_space({"content": ANSWER}, ANSWER, **off)
 

@@ -25,6 +25,8 @@ class LeadingSpace:
     """The closed, empty thought before an answer without thinking, if the model thinks by default."""
     thought_before_calls: bool = False
     """Whether the template also writes it before calls."""
+    calls_after_opening: str = ""
+    """The text between a thought that the generation prompt has opened and calls, if the template closes it there."""
 
 
 def write_partial_reply(facts: Facts, message: Message, opens_in: Phase, leading: LeadingSpace) -> str:
@@ -39,6 +41,8 @@ def write_partial_reply(facts: Facts, message: Message, opens_in: Phase, leading
     for part in message.parts:
         match part:
             case Thinking(text):
+                if thinking and not out and facts.thinking is not None and facts.thinking.first_line:
+                    text = text.removeprefix(facts.thinking.opening)
                 out += _write_calls(facts, calls, False) + _before_thought(facts, thinking, out, leading) + text
                 thinking, calls = True, []
             case Text(text):
@@ -66,17 +70,20 @@ def _before_thought(facts: Facts, thinking: bool, written: str, leading: Leading
         raise UnsupportedContent("This model's format has no thinking, so a thought can't be continued.")
     if thinking:
         return "" if written else leading.thought
-    return facts.thinking.opening
+    return "" if facts.thinking.first_line else facts.thinking.opening
 
 
 def _before_answer(facts: Facts, thinking: bool, written: str, leading: LeadingSpace) -> str:
     if thinking and facts.thinking is not None:
-        return facts.thinking.closing
+        empty = leading.empty_thought if not written and facts.thinking.opener not in leading.empty_thought else ""
+        return empty or facts.thinking.closing
     return "" if written else facts.answer_opening or leading.empty_thought or leading.answer
 
 
 def _before_calls(facts: Facts, thinking: bool, in_thought: bool, written: str, leading: LeadingSpace) -> str:
     if thinking and not in_thought and facts.thinking is not None:
+        if not written and leading.calls_after_opening:
+            return leading.calls_after_opening
         if find_headers(facts) is not None:  # the call is a separate message
             return facts.thinking.closing.partition(facts.header)[0] + facts.header + leading.calls
         return facts.thinking.closing.rstrip() + facts.space_after_thought

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from palaver.events import AnswerDelta, Notice, PhaseOpened, ReadEvent, ThinkingDelta, ToolCallOpened
 from palaver.formats.markers import CONTROL_LIKE, looks_special, visible_text
-from palaver.formats.reply_states import ELSEWHERE, HEADER
+from palaver.formats.reply_states import ELSEWHERE, FIRST_LINE, HEADER
 from palaver.formats.tool_calls.call_reader import CallReader, CallRegistry
 from palaver.generation import Prompt
 from palaver.messages import Tool
@@ -118,7 +118,8 @@ class ReplyReader:
         if self.phase is Phase.THINKING and self._options.unsplit:
             self._thought, self._opening = True, self._options.opening.encode()
         elif self.phase is Phase.THINKING:
-            events = self._announce()
+            first_line = self._options.opening if self._states[self._tracker.state].slot == FIRST_LINE else ""
+            events = [*self._announce(), *self._block.feed(first_line.encode())]
         return [*events, *(event for token_id in self._prompt.reply_ids for event in self.feed(token_id))]
 
     def feed(self, token_id: int) -> list[ReadEvent]:

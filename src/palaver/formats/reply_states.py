@@ -16,8 +16,8 @@ from palaver.formats.tool_calls.schemas import arguments_schema, check_tool_name
 from palaver.messages import Tool
 from palaver.phases import Phase, Phases
 
-HEADER, ELSEWHERE = "header", "elsewhere"
-"""Slots of states: a message header, and a message to an unknown recipient."""
+HEADER, ELSEWHERE, FIRST_LINE = "header", "elsewhere", "first_line"
+"""Slots of states: a message header, a message to an unknown recipient, a thought whose first line the prompt wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,8 @@ class ReplyStates:
             return self._build_with_headers(headers, opens_in, offers_tools, closing_ids, must_call)
         builder = StateMachineBuilder(self._control)
         fresh, answer = builder.add_state(Phase.ANSWER), builder.add_state(Phase.ANSWER)
-        thoughts = builder.add_state(Phase.THINKING), builder.add_state(Phase.THINKING)
+        first_line = self._facts.thinking is not None and self._facts.thinking.first_line
+        thoughts = builder.add_state(Phase.THINKING, FIRST_LINE * first_line), builder.add_state(Phase.THINKING)
         builder.set_default(fresh, answer)
         builder.set_default(*thoughts)
         ends = self._ends(offers_tools)
@@ -200,9 +201,12 @@ class ReplyStates:
         if facts is None:
             return
         opened, thinking = thoughts
-        builder.add_marker(fresh, facts.opener, opened, fallback=answer)
-        builder.add_marker(opened, facts.opener, opened, fallback=thinking)
-        if self._is_never_text(facts.opener):
+        if facts.first_line:
+            builder.add_text_marker(fresh, facts.opener, opened, keep=True)
+        else:
+            builder.add_marker(fresh, facts.opener, opened, fallback=answer)
+            builder.add_marker(opened, facts.opener, opened, fallback=thinking)
+        if self._is_never_text(facts.opener) and not facts.first_line:
             builder.add_marker(answer, facts.opener, opened)
             builder.add_marker(thinking, facts.opener, thinking)
         for state in thoughts:

@@ -39,9 +39,12 @@ class Learner:
         self._control = control
         self._evidence: list[Evidence] = []
         self._answer_frame = "", ""
+        self._thinking_variables: dict[str, Any] = {}
 
     def learn(self) -> Facts:
-        field, thinking = ThinkingLearner(self._prober, self._note).learn()
+        thinking_learner = ThinkingLearner(self._prober, self._note)
+        field, thinking = thinking_learner.learn()
+        self._thinking_variables = thinking_learner.variables
         header = self._header(thinking)
         ends = self._turn_ends()
         self._answer_frame = self._learn_answer_frame(header, thinking, ends)
@@ -216,9 +219,12 @@ class Learner:
             self._note("space_before_calls", "what stands between an answer and a call", f"{ANSWER}{space}")
         return space
 
-    def _space(self, syntax: syntaxes.CallSyntax | None, message: dict[str, Any], mark: str, as_text: bool) -> str:
+    def _space(
+        self, syntax: syntaxes.CallSyntax | None, message: dict[str, Any], mark: str, as_text: bool, **variables: Any
+    ) -> str:
         """The text between a mark in the message and the calls after it."""
-        written = self._prober.reply({**message, "tool_calls": sample_calls(1, as_text)}, tools=sample_tools())
+        called = {**message, "tool_calls": sample_calls(1, as_text)}
+        written = self._prober.reply(called, tools=sample_tools(), **variables)
         first = next(iter(split_marker(syntaxes.opening(syntax))), NAME) if syntax else ""
         if not written or mark not in written or not first:
             return ""
@@ -236,7 +242,8 @@ class Learner:
         given = {"content": "", field: THOUGHT} if field and field != "content" else {"content": ""}
         for message in (given, {"content": ""}):
             marks = (thinking.closing.rstrip(), thinking.closer)
-            if space := next(filter(None, (self._space(syntax, message, mark, as_text) for mark in marks)), ""):
+            spaces = (self._space(syntax, message, mark, as_text, **self._thinking_variables) for mark in marks)
+            if space := next(filter(None, spaces), ""):
                 self._note(
                     "space_after_thought", "what stands between a thought and a call", f"{thinking.closer}{space}"
                 )
@@ -254,7 +261,8 @@ class Learner:
         if thinking is None or not first:
             return False
         message = {"content": "", "tool_calls": sample_calls(1, as_text), **({field: THOUGHT} if field else {})}
-        written = self._prober.reply(message, tools=sample_tools()) or "" if field != "content" else ""
+        given = {"tools": sample_tools(), **self._thinking_variables}
+        written = self._prober.reply(message, **given) or "" if field != "content" else ""
         between = written.partition(THOUGHT)[2].partition(NAME)[0]
         if first in between and thinking.closer not in between:
             self._note("calls_in_thought", "a call follows a thought that is not closed", written)

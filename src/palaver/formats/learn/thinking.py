@@ -22,13 +22,15 @@ class ThinkingLearner:
     def __init__(self, prober: Prober, note: Callable[..., None]) -> None:
         self._prober = prober
         self._note = note
+        self.variables: dict[str, Any] = {}
+        """The variables with which the template renders thinking, if it does so only with some."""
 
     def learn(self) -> tuple[str | None, ThinkingFacts | None]:
         """The message field for thinking, and the markers of a thought."""
         field, found = self._by_field()
-        found = found or self._by_split() or self._by_closed_block()
         if field is None and found is None:
             field, found = self._by_switched_field()
+        found = found or self._by_split() or self._by_closed_block()
         return field, found or self._by_instruction()
 
     def _by_switched_field(self) -> tuple[str | None, ThinkingFacts | None]:
@@ -36,6 +38,7 @@ class ThinkingLearner:
         for chosen in self._prober.variations():
             field, found = self._by_field(self._replies_with_answers(**chosen))
             if found is not None:
+                self.variables = chosen
                 return field, found
         return None, None
 
@@ -43,6 +46,10 @@ class ThinkingLearner:
         for field, written, after in shown or self._replies_with_thoughts():
             before, rest = written.split(THOUGHT, 1)
             closing = rest.split(after, 1)[0]
+            if closing.strip() and (first_line := self._first_line(before)):
+                self._note("reasoning_field", f"thinking is given as {field}", written)
+                self._note("thinking", "the generation prompt writes its first line", first_line)
+                return field, ThinkingFacts(first_line, closing, first_line=True)
             opening = self._without_header(before) if closing.strip() else ""
             self._note("reasoning_field", f"thinking is given as {field}", written)
             if closing.strip() and not opening.strip():
@@ -99,6 +106,14 @@ class ThinkingLearner:
         opener = closer.replace("/", "", 1)
         at = before.rfind(opener)
         return before[at:] if opener and at >= 0 else ""
+
+    def _first_line(self, before: str) -> str:
+        """The words after the header in a generation prompt, if nothing is written before a thought in a history."""
+        plain = self._prober.reply({"content": ANSWER})
+        if plain is None or not before or plain.partition(ANSWER)[0] != before:
+            return ""
+        rests = (opening.removeprefix(before) for opening in self._openings() if opening.startswith(before))
+        return next((rest for rest in rests if rest.strip() and not CONTROL_LIKE.search(rest)), "")
 
     def _without_header(self, before: str) -> str:
         """The text between the header and a thought."""
