@@ -257,7 +257,87 @@ def _openings_of_thoughts() -> list[Family]:
     ]
 
 
+def _tags_with_prefixes() -> list[Family]:
+    """Calls with a text of its own before every tag, and arguments as elements."""
+    elements = """\
+{%- macro value(v) -%}
+{%- if v is mapping -%}
+{%- for k, x in v.items() -%}{{ 'P<' + k + '>' }}{{ value(x) }}{{ 'P</' + k + '>' }}{%- endfor -%}
+{%- elif v is string -%}{{ v }}
+{%- elif v is iterable -%}{%- for x in v -%}{{ 'P<ITEM>' }}{{ value(x) }}{{ 'P</ITEM>' }}{%- endfor -%}
+{%- else -%}{{ v | tojson }}
+{%- endif -%}
+{%- endmacro -%}
+"""
+    calls = """\
+{{- 'P<calls>\\n' }}
+{%- for c in m.tool_calls %}
+{{- 'P<invoke name="' + c.function.name + '">' }}
+{%- for k, v in c.function.arguments.items() %}
+{{- 'P<' + k + '>' }}{{- value(v) }}{{- 'P</' + k + '>' }}
+{%- endfor %}{{- 'P</invoke>\\n' }}
+{%- endfor %}{{- 'P</calls>' }}"""
+    attributes = """\
+{{- 'P<calls>\\n' }}
+{%- for c in m.tool_calls %}
+{{- 'P<call name="' + c.function.name + '">\\n' }}
+{%- for k, v in c.function.arguments.items() %}
+{{- 'P<value key="' + k + '">' + (v if v is string else v | tojson) + 'P</value>\\n' }}
+{%- endfor %}{{- 'P</call>\\n' }}
+{%- endfor %}{{- 'P</calls>' }}"""
+    reply = (
+        'P<calls>\nP<invoke name="look_up">P<word>treeP</word>P<times>2P</times>P</invoke>\n'
+        'P<invoke name="now">P</invoke>\nP</calls>'
+    )
+    listed = (
+        'P<calls>\nP<invoke name="sort">P<all>P<ITEM>aP</ITEM>P<ITEM>P<b>1P</b>P<c>]P</c>P</ITEM>P</all>P</invoke>\n'
+        "P</calls>"
+    )
+    sorted_ = (("sort", {"all": ["a", {"b": 1, "c": "]"}]}),)
+    keyed = 'P<calls>\nP<call name="look_up">\nP<value key="word">a ] b ]P</value>\nP</call>\nP</calls>'
+    families = []
+    for name, prefix, item, tokens in (
+        ("brackets", "]<]own[>[", "item", ("]<]own[>[",)),
+        ("a control token", "<|tag|>", "li", ("<|tag|>",)),
+        ("signs", "@:", "entry", ()),
+    ):
+
+        def put(text: str, prefix: str = prefix, item: str = item) -> str:
+            return text.replace("P<", f"{prefix}<").replace("ITEM", item)
+
+        families.append(
+            Family(
+                f"elements with a prefix, {name}",
+                put(elements) + framed(put(calls), thought("<think>", "</think>")),
+                tokens,
+                (
+                    Case(put(reply), calls=TWO),
+                    Case(f"So ] {put(reply)}", answer="So ]", calls=TWO),
+                    Case(f"<think>hm</think>{put(listed)}", "hm", calls=sorted_),
+                ),
+                calls="elements",
+                reasoning="reasoning_content",
+            )
+        )
+        families.append(
+            Family(
+                f"named values with a prefix, {name}",
+                framed(put(attributes)),
+                tokens,
+                (Case(put(keyed), calls=(("look_up", {"word": "a ] b ]"}),)),),
+                calls="parameters",
+            )
+        )
+    return families
+
+
 VARIATIONS = {
     family.name: family
-    for family in (*_unpaired_markers(), *_calls_in_thoughts(), *_described_calls(), *_openings_of_thoughts())
+    for family in (
+        *_unpaired_markers(),
+        *_calls_in_thoughts(),
+        *_described_calls(),
+        *_openings_of_thoughts(),
+        *_tags_with_prefixes(),
+    )
 }

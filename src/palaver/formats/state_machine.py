@@ -24,6 +24,7 @@ class StateMachineBuilder:
 
     def __init__(self, control: Mapping[str, int]) -> None:
         self._control = control
+        self._units: list[str] = []
         self._drafts: list[_StateDraft] = []
         self._chains: dict[tuple[int, int | bytes], int] = {}
 
@@ -35,6 +36,15 @@ class StateMachineBuilder:
     def marker_ids(self) -> frozenset[int]:
         """The token ids of the markers so far."""
         return frozenset(key for draft in self._drafts for key in draft.triggers if isinstance(key, int))
+
+    def add_unit(self, text: str) -> None:
+        """Markers are never split inside of this text, as inside of a control token."""
+        if text.strip():
+            self._units.append(text)
+
+    def split(self, marker: str) -> tuple[str, ...]:
+        """The parts of a marker: control tokens, units, tags and words."""
+        return split_marker(marker, [*self._control, *self._units])
 
     def add_state(self, phase: Phase, slot: str = "", quotes: bytes = b"") -> int:
         self._drafts.append(_StateDraft(phase, slot, quotes=quotes))
@@ -52,7 +62,7 @@ class StateMachineBuilder:
         """The marker leads from the state to another. If it already leads elsewhere, the first one wins.
 
         Text that breaks off a marker of several parts leads to `fallback`, or else back to the state."""
-        pieces = split_marker(marker, self._control)
+        pieces = self.split(marker)
         if not pieces:
             return
         back = state if fallback is None else fallback

@@ -19,7 +19,7 @@ from palaver.formats.template import Template
 from palaver.formats.tool_calls import syntaxes
 from palaver.formats.tool_calls.instructions import CONVENTION as CONVENTION_OF_CALLS
 from palaver.formats.tool_calls.instructions import learn_from_instructions
-from palaver.formats.tool_calls.samples import NAME, CallSamples, sample_calls, sample_tools
+from palaver.formats.tool_calls.samples import LISTED_VALUE, NAME, TEXT_KEY, CallSamples, sample_calls, sample_tools
 
 CONVENTION = ThinkingFacts("<think>\n", "\n</think>\n\n", by_convention=True)
 """The markers of thinking that most models use."""
@@ -199,10 +199,11 @@ class Learner:
                 continue
             two = self._prober.call_reply(2, as_text)
             none = self._prober.call_reply(1, as_text, {})
+            listed = self._prober.call_reply(1, as_text, {TEXT_KEY: [LISTED_VALUE]})
             if as_text:
                 self._note("arguments_as_text", "arguments are shown only where they come as text", one)
             trim = [self._body(text, header, thinking) if text else None for text in (one, two, none)]
-            return as_text, CallSamples(trim[0] or "", trim[1], trim[2], ends)
+            return as_text, CallSamples(trim[0] or "", trim[1], trim[2], ends, listed)
         return False, None
 
     def _body(self, written: str, header: str, thinking: ThinkingFacts | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from palaver.formats.markers import CONTROL_LIKE, common_end, common_start, split_marker
+from palaver.formats.markers import CONTROL_LIKE, common_end, common_start
 from palaver.formats.state_machine import StateMachineBuilder
 from palaver.formats.tool_calls.lark import LarkBuilder, join_expressions, one_of
 from palaver.formats.tool_calls.samples import NAME, OTHER_NAME, CallSamples, strip_turn_end
@@ -24,6 +24,8 @@ class CallFrame:
     section_close: str
     counted: bool = False
     """Whether the name is followed by a number; together they are the id of the call."""
+    tag_prefix: str = ""
+    """The text before every tag of the calls, such as a control token."""
 
     @property
     def opening(self) -> str:
@@ -57,6 +59,7 @@ class CallFrame:
 
     def add_openings(self, builder: StateMachineBuilder, origins: tuple[int, ...], glue: int, name: int) -> None:
         """Transitions from text to a call: through the section, or directly if the model leaves it out."""
+        builder.add_unit(self.tag_prefix)
         opener = self.call_open.removesuffix(self.prefix) if self._tagged else self.call_open
         if not opener.strip():
             self._add_bare_openings(builder, origins, name)
@@ -64,9 +67,9 @@ class CallFrame:
         for origin in origins:
             if self.section_open.strip():
                 builder.add_marker(origin, self.section_open, glue, fallback=origin)
-            for marker in _endings(opener):
+            for marker in _endings(builder, opener):
                 builder.add_marker(origin, marker, name, fallback=origin)
-        for marker in _endings(opener):
+        for marker in _endings(builder, opener):
             builder.add_marker(glue, marker, name)
 
     def _add_bare_openings(self, builder: StateMachineBuilder, origins: tuple[int, ...], name: int) -> None:
@@ -94,9 +97,9 @@ class CallFrame:
         return bool(CONTROL_LIKE.search(self.call_open))
 
 
-def _endings(opener: str) -> list[str]:
+def _endings(builder: StateMachineBuilder, opener: str) -> list[str]:
     """The opening, and its last markers alone: models may leave out the first ones."""
-    found = split_marker(opener)
+    found = builder.split(opener)
     starts = [place for place, part in enumerate(found) if part[0] in "<[" and (len(part) > 2)]
     return [opener, *(" ".join(found[place:]) for place in starts if place)]
 
@@ -107,7 +110,8 @@ def learn_frame(samples: CallSamples, name_at: int, end: int) -> CallFrame:
     tail = samples.one[end:]
     counted = f"{NAME}:0" in samples.one
     if samples.two is None or OTHER_NAME not in samples.two:
-        return CallFrame("", before.lstrip() or before, strip_turn_end(tail, samples.ends), "", "", counted)
+        opening, closing = before.lstrip() or before, strip_turn_end(tail, samples.ends)
+        return CallFrame("", opening, closing, "", "", counted, _tag_prefix(samples))
     middle = samples.two[_first_call_end(samples.two, samples.one[name_at:end]) : samples.two.index(OTHER_NAME)]
     call_open = common_end(before, middle)
     rest = middle[: len(middle) - len(call_open)]
@@ -120,7 +124,21 @@ def learn_frame(samples: CallSamples, name_at: int, end: int) -> CallFrame:
     if not section_open.strip():
         space = call_open[: len(call_open) - len(call_open.lstrip())]
         section_open, section_close, separator, call_open = "", "", separator + space, call_open.lstrip()
-    return CallFrame(section_open.lstrip(), call_open, call_close, separator, section_close, counted)
+    section_open = section_open.lstrip()
+    return CallFrame(section_open, call_open, call_close, separator, section_close, counted, _tag_prefix(samples))
+
+
+def _tag_prefix(samples: CallSamples) -> str:
+    """The text without white space that stands before every tag in the calls."""
+    text = strip_turn_end(samples.one, samples.ends)
+    before = [text[: tag.start()] for tag in re.finditer(r"</?\w[\w:.-]*", text)]
+    if len(before) < 4:
+        return ""
+    size = 0
+    while all(size < len(part) and part[-1 - size] == before[0][-1 - size] for part in before):
+        size += 1
+    shared = before[0][len(before[0]) - size :].split()
+    return shared[-1] if shared and not before[0][-1:].isspace() else ""
 
 
 def _first_call_end(two: str, body: str) -> int:

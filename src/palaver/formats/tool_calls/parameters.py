@@ -351,11 +351,11 @@ class _JsonValue:
         return ""
 
     def end(self) -> str:
-        return _as_json(self.buffered.removeprefix(self._lead).removesuffix(self._trail))
+        return read_value(self.buffered.removeprefix(self._lead).removesuffix(self._trail))
 
 
-def _as_json(text: str) -> str:
-    """The value itself if it is JSON, else as a JSON string."""
+def read_value(text: str) -> str:
+    """The JSON of a value: the text itself if it is JSON, else as a JSON string."""
     try:
         json.loads(text)
     except ValueError:

@@ -9,6 +9,7 @@ from typing import Any
 NAME, OTHER_NAME = "probe_alpha_q", "probe_beta_q"
 TEXT_KEY, TEXT_VALUE = "first_key_q", "text value q"
 NUMBER_KEY, NUMBER_VALUE = "second_key_q", 47113
+LISTED_VALUE = "listed_value_q"
 IDS = ("probeid01", "probeid02")
 ARGUMENTS: dict[str, Any] = {TEXT_KEY: TEXT_VALUE, NUMBER_KEY: NUMBER_VALUE}
 
@@ -25,6 +26,8 @@ class CallSamples:
     """One call without arguments."""
     ends: tuple[str, ...]
     """The markers that end a turn."""
+    listed: str | None = None
+    """One call with a list of one text as its argument."""
 
 
 def sample_tools() -> list[dict[str, Any]]:

@@ -6,19 +6,22 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from palaver.formats.state_machine import StateMachineBuilder
-from palaver.formats.tool_calls import braces, json_calls, named_json, parameters, python_calls
+from palaver.formats.tool_calls import braces, elements, json_calls, named_json, parameters, python_calls
 from palaver.formats.tool_calls.call_reader import CallReader, CallRegistry
 from palaver.formats.tool_calls.lark import LarkBuilder
 from palaver.formats.tool_calls.samples import CallSamples
 from palaver.messages import Tool, ToolCall
 
-CallSyntax = json_calls.Syntax | named_json.Syntax | parameters.Syntax | python_calls.Syntax | braces.Syntax
+CallSyntax = (
+    json_calls.Syntax | named_json.Syntax | parameters.Syntax | python_calls.Syntax | braces.Syntax | elements.Syntax
+)
 
 _LEARNERS: tuple[Callable[[CallSamples], CallSyntax | None], ...] = (
     python_calls.learn,
     json_calls.learn,
     braces.learn,
     named_json.learn,
+    elements.learn,
     parameters.learn,
 )
 
@@ -43,6 +46,8 @@ def _module(syntax: CallSyntax) -> ModuleType:
             return python_calls
         case braces.Syntax():
             return braces
+        case elements.Syntax():
+            return elements
 
 
 def add_states(builder: StateMachineBuilder, syntax: CallSyntax, origins: tuple[int, ...], back: int) -> None:
