@@ -331,6 +331,103 @@ def _tags_with_prefixes() -> list[Family]:
     return families
 
 
+_SECTIONS = """\
+{%- macro section(name, text, more='') -%}
+{{ 'OPEN' + name + more + 'END' + text + 'CLOSE' + name + 'END' }}{%- endmacro -%}
+{%- if tools %}{{- section('message', 'Tools: ' + tools | tojson, ' role="system"') }}{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{{- 'OPENmessage role="assistant"END' }}
+{%- if m.reasoning_content or ALWAYS %}{{- section('THINK', m.reasoning_content or '') }}{%- endif %}
+{{- section('ANSWER', m.content or '') }}
+{%- if m.tool_calls %}{{- 'OPENTOOLSEND' }}
+CALLS
+{{- 'CLOSETOOLSEND' }}{%- endif %}
+{{- 'CLOSEmessageEND' }}
+{%- else %}{{- section('message', m.content, ' role="' + m.role + '"') }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'OPENmessage role="assistant"END' + PROMPT }}{%- endif %}"""
+_TYPED_SECTIONS = """\
+{%- for c in m.tool_calls %}
+{{- 'OPENcall tool="' + c.function.name + '" index="' + loop.index | string + '"END' }}
+{%- for k, v in c.function.arguments.items() %}
+{{- 'OPENargument key="' + k + '" type="' + ('string' if v is string else 'boolean' if v is boolean else 'number') }}
+{{- '"END' + (v if v is string else v | tojson) + 'CLOSEargumentEND' }}
+{%- endfor %}{{- 'CLOSEcallEND' }}
+{%- endfor %}"""
+_PLAIN_SECTIONS = """\
+{%- for c in m.tool_calls %}
+{{- section('call', '{"name": "' + c.function.name + '", "arguments": ' + c.function.arguments | tojson + '}') }}
+{%- endfor %}"""
+
+
+def _named_sections() -> list[Family]:
+    typed = (
+        'OPENTOOLSENDOPENcall tool="look_up" index="1"ENDOPENargument key="word" type="string"ENDtreeCLOSEargumentEND'
+        'OPENargument key="times" type="number"END2CLOSEargumentENDCLOSEcallEND'
+        'OPENcall tool="now" index="2"ENDCLOSEcallENDCLOSETOOLSEND'
+    )
+    flagged = 'OPENTOOLSENDOPENcall tool="now" index="1"ENDOPENargument key="utc" type="boolean"ENDtrueCLOSEargumentEND'
+    flagged += "CLOSEcallENDCLOSETOOLSEND"
+    plain = (
+        f'OPENTOOLSENDOPENcallEND{{"name": "look_up", "arguments": {_ARGUMENTS}}}CLOSEcallEND'
+        'OPENcallEND{"name": "now", "arguments": {}}CLOSEcallENDCLOSETOOLSEND'
+    )
+    opened, free = "('OPENTHINKEND' if enable_thinking is not false else 'OPENANSWEREND')", "''"
+    families = []
+    for name, marks, words, calls, prompt in (
+        (
+            "typed arguments",
+            ("<|open|>", "<|close|>", "<|sep|>"),
+            ("think", "response", "tools"),
+            _TYPED_SECTIONS,
+            opened,
+        ),
+        ("JSON calls", ("<|begin|>", "<|finish|>", "<|of|>"), ("reasoning", "final", "calls"), _PLAIN_SECTIONS, free),
+        ("short tokens", ("<|+|>", "<|-|>", "<|:|>"), ("thought", "answer", "actions"), _TYPED_SECTIONS, free),
+        ("tags as tokens", ("<part>", "</part>", "<body>"), ("inner", "outer", "do"), _PLAIN_SECTIONS, opened),
+    ):
+
+        def put(
+            text: str,
+            marks: tuple[str, str, str] = marks,
+            words: tuple[str, str, str] = words,
+            calls: str = calls,
+            prompt: str = prompt,
+        ) -> str:
+            text = text.replace("CALLS", calls).replace("PROMPT", prompt).replace("ALWAYS", str(prompt != free).lower())
+            for mark, value in zip(("OPEN", "CLOSE", "END", "THINK", "ANSWER", "TOOLS"), (*marks, *words), strict=True):
+                text = text.replace(mark, value)
+            return text
+
+        begins = prompt != free
+        thinks = put(("" if begins else "OPENTHINKEND") + "hmCLOSETHINKEND")
+        answer, end = put("OPENANSWERENDHelloCLOSEANSWEREND"), put("CLOSEmessageEND")
+        called = put(typed if calls == _TYPED_SECTIONS else plain)
+        cases = [
+            Case(thinks + answer + end, "hm", "Hello"),
+            Case(answer + end, answer="Hello"),
+            Case(thinks + put("OPENANSWERENDCLOSEANSWEREND") + called + end, "hm", calls=TWO),
+            Case(thinks + answer + called + end, "hm", "Hello", TWO),
+        ]
+        if calls == _TYPED_SECTIONS:
+            cases.append(Case(answer + put(flagged), answer="Hello", calls=(("now", {"utc": True}),)))
+        families.append(
+            Family(
+                f"named sections, {name}",
+                put(_SECTIONS),
+                marks,
+                tuple(cases),
+                calls="parameters" if calls == _TYPED_SECTIONS else "json_calls",
+                reasoning="reasoning_content",
+                switch="enable_thinking" if begins else None,
+                turns=(),
+            )
+        )
+    return families
+
+
 VARIATIONS = {
     family.name: family
     for family in (
@@ -339,5 +436,6 @@ VARIATIONS = {
         *_described_calls(),
         *_openings_of_thoughts(),
         *_tags_with_prefixes(),
+        *_named_sections(),
     )
 }

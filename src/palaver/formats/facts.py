@@ -36,6 +36,8 @@ class ThinkingFacts:
     closing: str
     by_convention: bool = False
     """Nothing in the template shows it; most models use these markers."""
+    closing_marker: str = ""
+    """The marker that closes the thought, if it is not the first control token of `closing`."""
     first_line: bool = False
     """The opening is no marker but the first line of the thought, which the generation prompt writes."""
 
@@ -46,9 +48,20 @@ class ThinkingFacts:
     @cached_property
     def closer(self) -> str:
         """The marker that closes the thought; the rest of `closing` opens the answer."""
+        if self.closing_marker:
+            return self.closing_marker
         found = split_marker(self.closing)
         first = next((place for place, part in enumerate(found) if CONTROL_LIKE.fullmatch(part)), None)
         return self.closing.strip() if first is None else " ".join(found[: first + 1])
+
+
+@dataclass(frozen=True, slots=True)
+class SectionTags:
+    """The control tokens of sections that are named by text: `open name end ... close name end`."""
+
+    open: str
+    close: str
+    end: str
 
 
 class Confidence(StrEnum):
@@ -77,6 +90,7 @@ class Facts:
 
     header: str = ""
     """The text that opens the assistant's turn, without any part of the reply."""
+    sections: SectionTags | None = None
     reasoning_field: str | None = None
     """The message field that the template reads thinking from; `content` for typed parts."""
     thinking: ThinkingFacts | None = None

@@ -17,7 +17,7 @@ from palaver.formats.escaping import ControlTextEscaper
 from palaver.formats.facts import Confidence, Evidence, Facts, ThinkingFacts, apply_overrides, cached_facts
 from palaver.formats.history_tokens import match_history
 from palaver.formats.learn.learner import learn
-from palaver.formats.learn.probes import ANSWER, THOUGHT, Prober
+from palaver.formats.learn.probes import ANSWER, THOUGHT, Prober, user_message
 from palaver.formats.markers import CONTROL_LIKE, match_any, split_marker
 from palaver.formats.prefill import Healer, LeadingSpace, write_partial_reply
 from palaver.formats.reader import ReaderOptions, ReplyReader
@@ -74,7 +74,7 @@ class TemplateFormat:
 
     @cached_property
     def call_marker(self) -> int | str | None:
-        if self.facts.calls is None:
+        if self.facts.calls is None or self.facts.sections is not None:
             return None
         headers = find_headers(self.facts)
         if headers is not None:
@@ -234,15 +234,20 @@ class TemplateFormat:
         field = self.facts.reasoning_field
         thought = {field: THOUGHT} if field and field != "content" else {}
         call = {"content": "", "tool_calls": sample_calls(1, self.facts.arguments_as_text)}
-        anchor = next(iter(split_marker(syntaxes.opening(self.facts.calls))), NAME) if self.facts.calls else NAME
-        closed = prober.between(call, anchor, tools=sample_tools(), **given) or ""
-        closes = self.facts.thinking is not None and closed.strip() == self.facts.thinking.closer
+        opening = syntaxes.opening(self.facts.calls).strip() if self.facts.calls else ""
+        anchor = (opening if self.facts.sections else next(iter(split_marker(opening)), "")) or NAME
+        before_calls = prober.between(call, anchor, tools=sample_tools(), **given) or ""
+        closer = self.facts.thinking.closer if self.facts.thinking else ""
+        closes = bool(closer) and before_calls.strip() in (closer, closer + self.facts.empty_answer)
+        frames = ("", self.facts.empty_answer, self.facts.answer_closing.strip())
+        prompt = prober.render([user_message()], True, **given) or ""
         return LeadingSpace(
             prober.leading_space({"content": ANSWER, **thought}, THOUGHT, **given),
             prober.leading_space({"content": ANSWER}, ANSWER, **given),
-            prober.leading_space(call, anchor, self.facts.empty_answer, tools=sample_tools(), **given),
+            before_calls if before_calls.strip() in frames else "",
             *self._empty_thought(prober, given),
-            calls_after_opening=closed if closes else "",
+            calls_after_opening=before_calls if closes else "",
+            answer_opened=bool(self.facts.answer_opening.strip()) and prompt.endswith(self.facts.answer_opening),
         )
 
     def _empty_thought(self, prober: Prober, given: Mapping[str, Any]) -> tuple[str, bool]:

@@ -27,6 +27,8 @@ class LeadingSpace:
     """Whether the template also writes it before calls."""
     calls_after_opening: str = ""
     """The text between a thought that the generation prompt has opened and calls, if the template closes it there."""
+    answer_opened: bool = False
+    """Whether the generation prompt has written the text that opens an answer."""
 
 
 def write_partial_reply(facts: Facts, message: Message, opens_in: Phase, leading: LeadingSpace) -> str:
@@ -77,7 +79,9 @@ def _before_answer(facts: Facts, thinking: bool, written: str, leading: LeadingS
     if thinking and facts.thinking is not None:
         empty = leading.empty_thought if not written and facts.thinking.opener not in leading.empty_thought else ""
         return empty or facts.thinking.closing
-    return "" if written else facts.answer_opening or leading.empty_thought or leading.answer
+    if written or leading.answer_opened:
+        return ""
+    return facts.answer_opening or leading.empty_thought or leading.answer
 
 
 def _before_calls(facts: Facts, thinking: bool, in_thought: bool, written: str, leading: LeadingSpace) -> str:

@@ -151,6 +151,8 @@ class ReplyReader:
         flushed = self._tracker.flush()
         self._answer_tokens.assign(flushed)
         events = self._read(flushed)
+        if self._options.unsplit and self._thought and self._pending:
+            events += self._pass_unsplit(Phase.ANSWER, self._pop_pending(lambda _: False))
         if self._states[self._tracker.state].slot not in (HEADER, ELSEWHERE):
             events += self._block.feed(self._pop_pending(CONTROL_LIKE.fullmatch))
         events += self._strays.notices()
@@ -206,18 +208,12 @@ class ReplyReader:
     def _enter(self, state: State, marker: bytes) -> list[ReadEvent]:
         if state.phase is Phase.CONTROL:
             self._in_header = self._in_header or state.slot == HEADER
-            return self._enter_control(marker)
+            self._pending.append(marker)
+            return []
         strays = self._strays.notices()
         if state.phase is Phase.TOOL_CALL:
             return [*strays, *self._enter_call(state, marker)]
         return [*strays, *self._enter_text(state.phase, marker)]
-
-    def _enter_control(self, marker: bytes) -> list[ReadEvent]:
-        if self._options.unsplit and self._thought:
-            self._thought = False
-            return self._block.feed(self._pop_opening() + marker)
-        self._pending.append(marker)
-        return []
 
     def _enter_call(self, state: State, marker: bytes) -> list[ReadEvent]:
         raw, self._pending = b"".join(self._pending) + marker, []
@@ -230,8 +226,9 @@ class ReplyReader:
     def _enter_text(self, phase: Phase, marker: bytes) -> list[ReadEvent]:
         """Enters a thought or an answer. An incomplete chain of markers was text; a complete one opens a block."""
         self._in_header = False
-        if not marker and phase is self._block.phase and self._region is None:
-            return self._block.feed(self._pop_pending())
+        same = (phase is Phase.THINKING) is self._thought if self._options.unsplit else phase is self._block.phase
+        if not marker and same and self._region is None:
+            return self._block.feed(self._pop_opening() + self._pop_pending())
         events, called = self._leave_calls(marker)
         pending, self._pending = b"".join(self._pending) + marker, []
         if self._options.unsplit:
@@ -252,12 +249,15 @@ class ReplyReader:
         return events if phase is not Phase.THINKING or after_call else [*events, *self._announce()]
 
     def _pass_unsplit(self, phase: Phase, marker: bytes) -> list[ReadEvent]:
-        """With `unsplit` the markers of a thought are text; other markers are not."""
+        """With `unsplit` the markers of a thought are text; other markers are not, nor is a thought without text that
+        was not closed."""
         thinks, was_thinking = phase is Phase.THINKING, self._thought
         self._thought = thinks
         opening = self._pop_opening()
-        closes = was_thinking and self._options.closer.encode() in marker
-        return self._block.feed(opening + marker) if (thinks and not was_thinking) or closes else []
+        if thinks:
+            return [] if was_thinking else self._block.feed(marker)
+        before, closer, _ = marker.partition(self._options.closer.encode() or b"\0")
+        return self._block.feed(opening + before + closer) if was_thinking and closer else []
 
     def _leave_calls(self, marker: bytes) -> tuple[list[ReadEvent], bool]:
         """Ends the calls. Markup that is no call becomes text."""

@@ -153,7 +153,7 @@ class ReplyStates:
         self._add_thinking(builder, fresh, answer, thoughts, closing_ids)
         if offers_tools and self._facts.calls is not None:
             self._add_calls(builder, fresh, answer, () if must_call else thoughts)
-        self._add_answer(builder, fresh, answer)
+        self._add_answer(builder, fresh, answer, thoughts)
         self._add_ends(builder, ends, (fresh, answer) if must_call else (fresh, answer, *thoughts))
         self._add_strays(builder, fresh, answer)
         ids = frozenset(self._control[end] for end in ends if end in self._control)
@@ -219,9 +219,15 @@ class ReplyStates:
     def _is_never_text(self, marker: str) -> bool:
         return all(part in self._control or looks_special(part) for part in split_marker(marker, self._control)[:1])
 
-    def _add_answer(self, builder: StateMachineBuilder, fresh: int, answer: int) -> None:
+    def _add_answer(self, builder: StateMachineBuilder, fresh: int, answer: int, thoughts: tuple[int, ...]) -> None:
         """Markers around the answer are no part of it."""
         opening = self._facts.answer_opening
+        if self._facts.sections is not None:
+            for state in (fresh, *thoughts):  # an answer also ends a thought that was not closed
+                builder.add_marker(state, opening, fresh)
+            for state in (fresh, answer):
+                builder.add_marker(state, self._facts.answer_closing, fresh)
+            return
         closing = split_marker(self._facts.thinking.closing, self._control) if self._facts.thinking else ()
         closer = split_marker(self._facts.thinking.closer, self._control) if self._facts.thinking else ()
         for part in (*closing[len(closer) :], *split_marker(opening, self._control)):

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jinja2 import nodes
 
 from palaver.formats.facts import Confidence, Evidence, Facts, ThinkingFacts
 from palaver.formats.learn.probes import ANSWER, THOUGHT, Prober, thinking_message, user_message
+from palaver.formats.learn.sections import as_tags, find_sections, restore_facts
 from palaver.formats.learn.switches import SwitchLearner
 from palaver.formats.learn.thinking import ThinkingLearner
 from palaver.formats.markers import CONTROL_LIKE, are_paired, common_start, looks_special, split_marker
@@ -27,7 +29,14 @@ CONVENTION = ThinkingFacts("<think>\n", "\n</think>\n\n", by_convention=True)
 
 def learn(template: Template, strings: Mapping[str, str], control: Mapping[str, int]) -> Facts:
     """`strings` are the tokenizer's named tokens (bos_token, ...), `control` its tokens by their text."""
-    return Learner(Prober(template, strings), strings, control).learn()
+    prober = Prober(template, strings)
+    sections = find_sections(prober)
+    if sections is None:
+        return Learner(prober, strings, control).learn()
+    prober.rewrite = as_tags(sections)
+    evidence = Evidence("sections are named by text", f"{sections.open}NAME{sections.end}", about="sections")
+    facts = restore_facts(Learner(prober, strings, control).learn(), sections)
+    return replace(facts, evidence=(evidence, *facts.evidence))
 
 
 class Learner:

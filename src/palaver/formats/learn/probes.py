@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -35,6 +35,8 @@ class Prober:
         self._strings = dict(strings)
         self._cache: dict[str, str | None] = {}
         self._steps = 0
+        self.rewrite: Callable[[str], str] = str
+        """Applied to every rendered text."""
         self.no_tools = "null"
         self.no_tools = next((how for how in NO_TOOLS if self._accepts_no_tools(how)), "null")
 
@@ -54,7 +56,8 @@ class Prober:
         key = repr((messages, prompt, self.no_tools, sorted(variables.items(), key=lambda item: item[0])))
         if key not in self._cache:
             self._cache[key] = self._render_uncached(given)
-        return self._cache[key]
+        text = self._cache[key]
+        return None if text is None else self.rewrite(text)
 
     def _render_uncached(self, given: Mapping[str, Any]) -> str | None:
         try:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +18,15 @@ from palaver.formats.state_machine import StateMachineBuilder
 from palaver.formats.tool_calls.call_reader import CallRegistry, CompleteValue, ObjectReader, ValueDelta, decode_string
 from palaver.formats.tool_calls.frame import CallFrame, learn_frame
 from palaver.formats.tool_calls.lark import ANYTHING, LarkBuilder, join_expressions, one_of
-from palaver.formats.tool_calls.samples import NAME, NUMBER_KEY, NUMBER_VALUE, TEXT_KEY, TEXT_VALUE, CallSamples
+from palaver.formats.tool_calls.samples import (
+    NAME,
+    NUMBER_KEY,
+    NUMBER_VALUE,
+    OTHER_NAME,
+    TEXT_KEY,
+    TEXT_VALUE,
+    CallSamples,
+)
 from palaver.formats.tool_calls.schemas import (
     accepts_type,
     additional_keys,
@@ -35,6 +44,11 @@ from palaver.phases import Phase
 
 NAME_SLOT, KEY_SLOT, GLUE = "name", "key", "glue"
 VALUE_SLOT, TEXT_SLOT, JSON_SLOT = "value", "text_value", "json_value"
+ATTRIBUTES_SLOT, TYPE_SLOT, TYPED_SLOT = "attributes", "type", "typed_value"
+_ATTRIBUTES = re.compile(r"""(?P<quote>["'])(?P<inside>\s+[\w-]+=.*["'])(?P<end>[^"']+)""", re.S)
+"""The end of a tag after a name: a quotation mark, attributes, and the end of the tag."""
+_TYPE = re.compile(r"""(?P<before>["']\s+[\w-]+=["'])(?P<word>[\w-]+)(?P<end>["'][^"']+)""", re.S)
+"""The end of a tag after a key: a quotation mark, an attribute with the type, and the end of the tag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +64,33 @@ class Syntax:
     value_close: str
     between: str
     """Between two arguments."""
+    index: str = ""
+    """The number of the first call, if `name_close` counts calls."""
     family: Literal["parameters"] = "parameters"
 
     @property
     def typed(self) -> bool:
         return self.key_close.strip() != self.key_close_json.strip()
+
+    @property
+    def type_words(self) -> tuple[str, str, str, str] | None:
+        """The text before the word for a type, the words for a text and for a number, and the text after the word."""
+        text, number = _TYPE.fullmatch(self.key_close), _TYPE.fullmatch(self.key_close_json)
+        if text is None or number is None or (text["before"], text["end"]) != (number["before"], number["end"]):
+            return None
+        return text["before"], text["word"], number["word"], text["end"]
+
+    def json_close(self, kind: str) -> str:
+        """`key_close_json` with the word for a type of JSON: its name, if texts and numbers go by theirs."""
+        words = self.type_words
+        if words is None or words[1] != "string" or words[2] not in ("number", "integer"):
+            return self.key_close_json
+        word = words[2] if kind in ("number", "integer") else kind
+        return words[0] + word + words[3]
+
+    def name_end(self, place: int) -> str:
+        """`name_close` of the call at this place."""
+        return self.name_close.replace(self.index, str(int(self.index) + place)) if self.index else self.name_close
 
 
 def learn(samples: CallSamples) -> Syntax | None:
@@ -73,15 +109,26 @@ def learn(samples: CallSamples) -> Syntax | None:
         return None
     value_close = _whole_parts(value_close, rest)
     frame = learn_frame(samples, name, number + len(str(NUMBER_VALUE)) + len(value_close))
+    name_close = before_key[: len(before_key) - len(key_open)]
     return Syntax(
         frame,
-        before_key[: len(before_key) - len(key_open)],
+        name_close,
         key_open,
         text[key + len(TEXT_KEY) : value],
         text[second_key + len(NUMBER_KEY) : number],
         value_close,
         rest[len(value_close) :],
+        _index(samples, name_close),
     )
+
+
+def _index(samples: CallSamples, name_close: str) -> str:
+    """The number in the text after a name, if it is the next one in the second call."""
+    found = re.search(r"\d+", name_close)
+    second = (samples.two or "").partition(OTHER_NAME)[2]
+    if found is None or not second.startswith(name_close.replace(found[0], str(int(found[0]) + 1))):
+        return ""
+    return found[0]
 
 
 def _whole_parts(close: str, rest: str) -> str:
@@ -95,11 +142,22 @@ def add_states(builder: StateMachineBuilder, syntax: Syntax, origins: tuple[int,
     inside = builder.add_state(Phase.TOOL_CALL, GLUE)
     key = builder.add_state(Phase.TOOL_CALL, KEY_SLOT)
     syntax.frame.add_openings(builder, origins, glue, name)
-    if syntax.name_close.strip():
+    attributes = _ATTRIBUTES.fullmatch(syntax.name_close.strip())
+    if attributes is not None:
+        skipped = builder.add_state(Phase.TOOL_CALL, ATTRIBUTES_SLOT)
+        builder.add_text_marker(name, attributes["quote"], skipped)
+        builder.add_marker(skipped, attributes["end"], inside)
+    elif syntax.name_close.strip():
         builder.add_marker(name, syntax.name_close, inside)
     builder.add_marker(name, syntax.key_open, key)
     builder.add_marker(inside, syntax.key_open, key)
-    for state, marker in _values(builder, syntax):
+    words = syntax.type_words
+    if words is not None:
+        kind, value = builder.add_state(Phase.TOOL_CALL, TYPE_SLOT), builder.add_state(Phase.TOOL_CALL, TYPED_SLOT)
+        builder.add_text_marker(key, words[0][0], kind)
+        builder.add_marker(kind, words[3][1:], value)
+        builder.add_marker(value, syntax.value_close, inside)
+    for state, marker in _values(builder, syntax) if words is None else ():
         builder.add_marker(key, marker, state)
         builder.add_marker(state, syntax.value_close, inside)
     for state in (inside, name):
@@ -124,7 +182,7 @@ def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> st
         if is_open and not call.arguments:
             return "".join(out)
         arguments = _arguments(syntax, call.arguments, is_open)
-        out.append(syntax.name_close + arguments)
+        out.append(syntax.name_end(place) + arguments)
         if is_open:
             return "".join(out)
         out.append(syntax.frame.call_close)
@@ -151,7 +209,12 @@ def _arguments(syntax: Syntax, text: str, is_open: bool) -> str:
 
 def _value(syntax: Syntax, raw: str) -> str:
     """A value between its markers: strings without quotation marks."""
-    return syntax.key_close + decode_string(raw) if raw.startswith('"') else syntax.key_close_json + raw
+    return syntax.key_close + decode_string(raw) if raw.startswith('"') else syntax.json_close(_json_type(raw)) + raw
+
+
+def _json_type(raw: str) -> str:
+    names = {"{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null", '"': "string"}
+    return names.get(raw[:1], "number")
 
 
 def _partial_value(syntax: Syntax, raw: str) -> str:
@@ -159,7 +222,9 @@ def _partial_value(syntax: Syntax, raw: str) -> str:
     if not raw:
         return "" if syntax.typed else syntax.key_close
     return (
-        syntax.key_close + decode_string(raw.rstrip("\\") + '"') if raw.startswith('"') else syntax.key_close_json + raw
+        syntax.key_close + decode_string(raw.rstrip("\\") + '"')
+        if raw.startswith('"')
+        else syntax.json_close(_json_type(raw)) + raw
     )
 
 
@@ -193,7 +258,12 @@ class _ToolGrammar:
             key = join_expressions(lark.literal(syntax.key_open), additional_keys(lark, members))
             more = join_expressions(key, self._value(members.additional))
         arguments = lark.sequence(items, syntax.between, more)
-        return lark.rule(join_expressions(lark.literal(check_tool_name(self._tool) + syntax.name_close), arguments))
+        before, index, after = syntax.name_close.partition(syntax.index or syntax.name_close)
+        if not syntax.index:
+            before, index, after = syntax.name_close, "", ""
+        number = lark.pattern("[0-9]{1,3}") if index else ""
+        name = join_expressions(lark.literal(check_tool_name(self._tool) + before), number, lark.literal(after))
+        return lark.rule(join_expressions(name, arguments))
 
     def _value(self, schema: Any) -> str:
         """Strings as plain text, other values as JSON. A value that may be either is plain text if it is no JSON."""
@@ -202,9 +272,10 @@ class _ToolGrammar:
         if isinstance(schema, Mapping) and is_string(schema):
             return join_expressions(text, lark.until(syntax.value_close, *text_patterns(self._tool, schema)))
         safe = without_character(with_definitions(schema, self._root), lark.text_marker_start(syntax.value_close))
-        options = [
-            join_expressions(lark.literal(syntax.key_close_json), lark.json(safe), lark.literal(syntax.value_close))
-        ]
+        kinds = schema.get("type") if isinstance(schema, Mapping) else None
+        kind = kinds if isinstance(kinds, str) else "number"
+        close = lark.literal(syntax.json_close(kind))
+        options = [join_expressions(close, lark.json(safe), lark.literal(syntax.value_close))]
         if accepts_type(schema, "string"):
             plain = lark.until(syntax.value_close, ANYTHING) if syntax.typed else self._plain_text()
             options.append(join_expressions(text, plain))
@@ -226,6 +297,7 @@ class Calls:
         self._count = 0
         self._value: _TextValue | _JsonValue | None = None
         self._key = ""
+        self._type = ""
 
     def enter(self, slot: str) -> list[ReadEvent]:
         events = self._end_value() if slot == GLUE else []
@@ -235,7 +307,9 @@ class Calls:
         elif slot == KEY_SLOT:
             events += self._begin()
             self._ignore_key()
-        elif slot in (VALUE_SLOT, TEXT_SLOT, JSON_SLOT):
+        elif slot == TYPE_SLOT:
+            self._type = ""
+        elif slot in (VALUE_SLOT, TEXT_SLOT, JSON_SLOT, TYPED_SLOT):
             return self._begin_value(slot)
         elif slot == GLUE and self._name.strip() and not self._open:
             events += self._begin()
@@ -246,6 +320,10 @@ class Calls:
             self._name += text
         elif slot == KEY_SLOT:
             self._key += text
+        elif slot == TYPE_SLOT:
+            self._type += text
+        elif slot == ATTRIBUTES_SLOT:
+            pass
         elif self._value is not None:
             return self._registry.arguments(self._value.feed(text))
         else:
@@ -279,7 +357,10 @@ class Calls:
 
     def _begin_value(self, slot: str) -> list[ReadEvent]:
         key, self._key = self._key.strip(), ""
-        plain = slot == TEXT_SLOT or (slot == VALUE_SLOT and is_string(self._registry.schema(self._name.strip(), key)))
+        words = self._syntax.type_words
+        word = re.split(r"""["']""", self._type.strip())[1:2] if slot == TYPED_SLOT else []
+        plain = slot == TEXT_SLOT or (words is not None and word == [words[1]])
+        plain = plain or (slot == VALUE_SLOT and is_string(self._registry.schema(self._name.strip(), key)))
         self._value = (_TextValue if plain else _JsonValue)(self._lead, self._trail)
         before = ", " if self._count else ""
         self._count += 1
