@@ -428,6 +428,84 @@ def _named_sections() -> list[Family]:
     return families
 
 
+_ADDRESSED = """\
+{%- if tools %}{{- '<|start|>systemMESSAGETools: ' + tools | tojson + '<|end|>' }}{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{%- if m.reasoning_content %}{{- '<|start|>assistantTHINKMESSAGE' + m.reasoning_content + '<|next|>' }}{%- endif %}
+{%- for c in m.tool_calls or [] %}
+{{- '<|start|>assistantTO' + c.function.name + 'MESSAGE' }}
+CALL
+{{- '<|end|>' if loop.last else '<|next|>' }}
+{%- else %}{{- '<|start|>assistantUSERMESSAGE' + m.content + '<|end|>' }}
+{%- endfor %}
+{%- else %}{{- '<|start|>' + m.role + 'MESSAGE' + m.content + '<|end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+
+
+def _recipients() -> list[Family]:
+    tagged = """\
+{{- '<x:calls>\\n<x:invoke name="' + c.function.name + '">\\n' }}
+{%- for k, v in c.function.arguments.items() %}
+{{- '<x:value name="' + k + '">' + (v if v is string else v | tojson) + '</x:value>\\n' }}
+{%- endfor %}{{- '</x:invoke>\\n</x:calls>' }}"""
+    named = """\
+{{- '<call>{"name": "' + c.function.name + '", "arguments": ' + c.function.arguments | tojson }}
+{{- '}</call>' }}"""
+    written = {
+        tagged: (
+            '<x:calls>\n<x:invoke name="look_up">\n<x:value name="word">tree</x:value>\n'
+            '<x:value name="times">2</x:value>\n</x:invoke>\n</x:calls>',
+            '<x:calls>\n<x:invoke name="now">\n</x:invoke>\n</x:calls>',
+        ),
+        named: (
+            f'<call>{{"name": "look_up", "arguments": {_ARGUMENTS}}}</call>',
+            '<call>{"name": "now", "arguments": {}}</call>',
+        ),
+    }
+    families = []
+    for name, words, message, call, syntax in (
+        ("tags", (" to=self", " to=user", " to="), "<|message|>", tagged, "parameters"),
+        ("JSON in tags", (" @me", " @you", " @"), "<|body|>", named, "json_calls"),
+        ("after an arrow", ("->self", "->human", "->"), "<|text|>", tagged, "parameters"),
+    ):
+
+        def put(text: str, words: tuple[str, str, str] = words, message: str = message, call: str = call) -> str:
+            for mark, value in zip(("THINK", "USER", "TO"), words, strict=True):
+                text = text.replace(mark, value)
+            return text.replace("MESSAGE", message).replace("CALL", call)
+
+        thinks = put("THINKMESSAGEhm<|next|><|start|>assistant")
+        first, second = written[call]
+        families.append(
+            Family(
+                f"recipients, {name}",
+                put(_ADDRESSED),
+                ("<x:calls>", "</x:calls>", "<call>", "</call>"),
+                (
+                    Case(put("USERMESSAGEHello<|end|>"), answer="Hello"),
+                    Case(thinks + put("USERMESSAGEHello<|end|>"), "hm", "Hello"),
+                    Case(put(f"USERMESSAGESay {first}<|end|>"), answer=f"Say {first}"),
+                    Case(
+                        put("TOlook_upMESSAGE")
+                        + first
+                        + put("<|next|><|start|>assistantTOnowMESSAGE")
+                        + second
+                        + "<|end|>",
+                        calls=TWO,
+                    ),
+                    Case(thinks + put("TOlook_upMESSAGE") + first + "<|end|>", "hm", calls=ONE),
+                ),
+                calls=syntax,
+                reasoning="reasoning_content",
+                turns=("<|start|>", "<|end|>", "<|next|>", message),
+            )
+        )
+    return families
+
+
 VARIATIONS = {
     family.name: family
     for family in (
@@ -437,5 +515,6 @@ VARIATIONS = {
         *_openings_of_thoughts(),
         *_tags_with_prefixes(),
         *_named_sections(),
+        *_recipients(),
     )
 }

@@ -106,6 +106,9 @@ class Facts:
     stop_strings: tuple[str, ...] = ()
     """Stop strings that the template itself declares."""
     calls: Annotated[CallSyntax, Discriminator("family")] | None = None
+    call_header: str = ""
+    """The header of a message with a call, after `header`, if messages are addressed to tools by name. The name of the
+    tool in it is that of the sample."""
     space_before_calls: str = ""
     """The text between an answer and the calls after it."""
     space_after_thought: str = ""

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from palaver.errors import UnsupportedContent
 from palaver.formats.facts import Facts
+from palaver.formats.markers import split_marker
 from palaver.formats.reply_states import find_headers
 from palaver.formats.tool_calls import syntaxes
+from palaver.formats.tool_calls.samples import NAME
 from palaver.messages import Message, Text, Thinking, ToolCall
 from palaver.phases import Phase, Vocabulary
 
@@ -91,6 +93,8 @@ def _before_calls(facts: Facts, thinking: bool, in_thought: bool, written: str, 
         if find_headers(facts) is not None:  # the call is a separate message
             return facts.thinking.closing.partition(facts.header)[0] + facts.header + leading.calls
         return facts.thinking.closing.rstrip() + facts.space_after_thought
+    if written and facts.call_header and facts.thinking is not None:  # the call is a separate message
+        return split_marker(facts.thinking.closing)[0] + facts.header
     if in_thought and written:  # there is no answer to close
         return facts.space_before_calls.removeprefix(facts.answer_closing)
     if written:
@@ -105,7 +109,14 @@ def _write_calls(facts: Facts, calls: list[ToolCall], is_open: bool) -> str:
         return ""
     if facts.calls is None:
         raise UnsupportedContent("This model's format has no tool calls, so one can't be continued.")
-    return syntaxes.write(facts.calls, tuple(calls), is_open)
+    if not facts.call_header or facts.thinking is None:
+        return syntaxes.write(facts.calls, tuple(calls), is_open)
+    between = split_marker(facts.thinking.closing)[0] + facts.header
+    messages = (
+        facts.call_header.replace(NAME, call.name) + syntaxes.write(facts.calls, (call,), is_open and call is calls[-1])
+        for call in calls
+    )
+    return between.join(messages)
 
 
 class Healer:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from palaver.formats.facts import Facts
-from palaver.formats.markers import CONTROL_LIKE, looks_special, split_marker
+from palaver.formats.markers import CONTROL_LIKE, common_start, looks_special, split_marker
 from palaver.formats.state_machine import StateMachineBuilder
 from palaver.formats.tool_calls import json_calls, named_json, syntaxes
 from palaver.formats.tool_calls.lark import LarkBuilder, join_expressions, one_of
@@ -33,13 +33,18 @@ class Headers:
     answers: tuple[str, ...]
     recipient: str
     """The text before the name of a called function."""
+    address: str
+    """The text before any recipient; functions are one kind of recipient."""
 
 
 def find_headers(facts: Facts) -> Headers | None:
-    """The typed headers of a format, if any: then the closing of a thought ends one message and opens the next."""
+    """The typed headers of a format, if any: then the closing of a thought ends one message and opens the next. Headers
+    name a channel, or the recipient of the message."""
     if facts.thinking is None or not facts.header.strip() or facts.header.strip() not in facts.thinking.closing:
         return None
     opening, answer = split_marker(facts.thinking.opening), split_marker(facts.answer_opening)
+    if len(opening) == len(answer) == 2:
+        return _find_addresses(facts, opening, answer)
     if len(opening) != 3 or len(answer) != 3:
         return None
     recipient, words = "", [answer[1]]
@@ -54,11 +59,25 @@ def find_headers(facts: Facts) -> Headers | None:
         opening[1],
         tuple(words),
         recipient,
+        _recipient_prefix(recipient),
     )
 
 
+def _find_addresses(facts: Facts, opening: tuple[str, ...], answer: tuple[str, ...]) -> Headers | None:
+    """Headers that name the recipient: one for thoughts, another for answers."""
+    assert facts.thinking is not None
+    shared = re.match(r"\w*\W+", common_start(opening[0], answer[0]))
+    if shared is None or opening[1] != answer[1] or CONTROL_LIKE.search(opening[0] + answer[0]):
+        return None
+    message_end = split_marker(facts.thinking.closing)[0]
+    return Headers("", opening[1], message_end, facts.header, opening[0], (answer[0],), "", shared[0])
+
+
 def add_header_states(
-    builder: StateMachineBuilder, headers: Headers, offers_tools: bool, closing: tuple[int, ...]
+    builder: StateMachineBuilder,
+    headers: Headers,
+    calls: syntaxes.CallSyntax | None,
+    closing: tuple[int, ...],
 ) -> dict[Phase, int]:
     """Adds the states of a reply with typed headers. A header begins in the state of `Phase.CONTROL`."""
     header, thinks, answers, elsewhere = (builder.add_state(Phase.CONTROL, HEADER) for _ in range(4))
@@ -66,12 +85,18 @@ def add_header_states(
     dropped = builder.add_state(Phase.CONTROL, ELSEWHERE)
     between = builder.add_state(Phase.CONTROL, HEADER)
     builder.set_closing(thinking, closing)
-    last = [thinking, answer, dropped]
+    addressed, body = builder.add_state(Phase.CONTROL), builder.add_state(Phase.ANSWER)
+    builder.add_marker(addressed, headers.message, body)
+    if calls is not None and not headers.channel:
+        syntaxes.add_states(builder, calls, (body,), body)
+    last = [thinking, answer, dropped, body]
     for state in (header, thinks, answers):
-        if offers_tools and headers.recipient:
+        if calls is not None and headers.recipient:
             last.append(_add_call(builder, headers, state))
-        builder.add_text_marker(state, _recipient_prefix(headers.recipient), elsewhere)
-        builder.add_text_marker(state, _recipient_prefix(headers.recipient) + split_marker(headers.opening)[-1], header)
+        elif calls is not None and not headers.channel:
+            builder.add_text_marker(state, headers.address, addressed)
+        builder.add_text_marker(state, headers.address, elsewhere)
+        builder.add_text_marker(state, headers.address + split_marker(headers.opening)[-1], header)
         builder.add_marker(state, headers.channel, header)
     builder.add_marker(header, headers.thinking, thinks)
     for word in headers.answers:
@@ -177,13 +202,17 @@ class ReplyStates:
         self, headers: Headers, opens_in: Phase, offers_tools: bool, closing: tuple[int, ...], must_call: bool
     ) -> Phases:
         builder = StateMachineBuilder(self._control)
-        states = add_header_states(builder, headers, offers_tools, closing)
+        states = add_header_states(builder, headers, self._facts.calls if offers_tools else None, closing)
         ends = [end for end in self._facts.turn_ends if end != headers.message_end]
         excluded = states[Phase.THINKING] if must_call else None
         self._add_ends(builder, ends, tuple(state for state in range(builder.size) if state != excluded))
         ids = frozenset(self._control[end] for end in ends if end in self._control)
         start = states[Phase.THINKING if opens_in is Phase.THINKING else Phase.CONTROL]
-        return builder.build(start, ids, self._special_ids, self._call_marker_ids)
+        phases = builder.build(start, ids, self._special_ids, self._call_marker_ids)
+        if not self._facts.call_header:
+            return phases
+        calls = self._call_marker_ids  # in messages to others they are text
+        return replace(phases, markers=phases.markers - calls, hidden=phases.hidden - calls)
 
     def _ends(self, offers_tools: bool) -> list[str]:
         """The markers that end the turn, without one that opens a call."""

@@ -49,6 +49,7 @@ class Learner:
         self._evidence: list[Evidence] = []
         self._answer_frame = "", ""
         self._thinking_variables: dict[str, Any] = {}
+        self._call_header = ""
 
     def learn(self) -> Facts:
         thinking_learner = ThinkingLearner(self._prober, self._note)
@@ -72,6 +73,7 @@ class Learner:
             answer_closing=closing,
             turn_ends=ends,
             calls=call_syntax,
+            call_header=self._call_header,
             stop_strings=self._declared_strings("stop_strings", "stop"),
             space_before_calls=self._space_before_calls(call_syntax, as_text),
             space_after_thought=self._space_after_thought(call_syntax, field, thinking, as_text),
@@ -212,8 +214,22 @@ class Learner:
             if as_text:
                 self._note("arguments_as_text", "arguments are shown only where they come as text", one)
             trim = [self._body(text, header, thinking) if text else None for text in (one, two, none)]
-            return as_text, CallSamples(trim[0] or "", trim[1], trim[2], ends, listed)
+            samples = CallSamples(trim[0] or "", trim[1], trim[2], ends, listed)
+            return as_text, self._without_call_header(samples, header, thinking)
         return False, None
+
+    def _without_call_header(self, samples: CallSamples, header: str, thinking: ThinkingFacts | None) -> CallSamples:
+        """The samples without the header of a message that is addressed to the called tool: one call a message."""
+        if thinking is None or not header.strip() or header.strip() not in thinking.closing:
+            return samples
+        marker = split_marker(thinking.opening)[-1]
+        head, found, body = samples.one.partition(marker)
+        if not found or NAME not in head or NAME not in body:
+            return samples
+        self._call_header = head + found
+        self._note("call_header", "calls are in messages that are addressed to the tool", samples.one)
+        none = samples.none.partition(marker)[2] if samples.none else None
+        return replace(samples, one=body, two=None, none=none)
 
     def _body(self, written: str, header: str, thinking: ThinkingFacts | None) -> str:
         """The reply without its header, an empty thought and an empty answer."""

@@ -9,7 +9,9 @@ from palaver.errors import BadParameter
 from palaver.formats.facts import Facts
 from palaver.formats.reply_states import Headers, find_headers, header_grammar
 from palaver.formats.tool_calls import named_json, syntaxes
-from palaver.formats.tool_calls.lark import LarkBuilder, join_expressions
+from palaver.formats.tool_calls.lark import LarkBuilder, join_expressions, one_of
+from palaver.formats.tool_calls.samples import NAME
+from palaver.formats.tool_calls.schemas import check_tool_name
 from palaver.messages import Tool
 from palaver.phases import RequiredGrammar
 
@@ -60,10 +62,19 @@ def _header_calls(
     lead: str,
     lark: LarkBuilder,
 ) -> str:
+    if facts.call_header and facts.calls is not None:
+        thought = f"({lark.literal(opener)})?" if opener else ""
+        calls = [_addressed_call(facts, facts.calls, tool, lark) for tool in tools]
+        return join_expressions(thought, one_of(calls))
     if not isinstance(facts.calls, named_json.Syntax):
         raise BadParameter("tool_choice", "required", "this model's calls, in typed headers, can't be forced")
     thought = f"({lark.literal(opener)})?" if opener else ""
     return join_expressions(thought, header_grammar(headers, facts.calls, tools, lead, lark))
+
+
+def _addressed_call(facts: Facts, calls: syntaxes.CallSyntax, tool: Tool, lark: LarkBuilder) -> str:
+    header = lark.literal(facts.call_header.replace(NAME, check_tool_name(tool)))
+    return lark.rule(join_expressions(header, syntaxes.grammar(calls, [tool], lark)))
 
 
 def _grammar(control: Mapping[str, int], write: Callable[[LarkBuilder], str]) -> MarkerConstraint:
