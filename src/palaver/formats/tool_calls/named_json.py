@@ -167,7 +167,8 @@ class Calls:
         written = self._syntax.frame.without_prefix(self._name.strip())
         counted = _COUNTED.match(self._name.strip()) if self._syntax.frame.counted else None
         if counted:
-            return [self._registry.open(self._tool_name(counted[1]), self._name.strip())]
+            name = self._syntax.frame.without_prefix(counted[1])
+            return [self._registry.open(self._tool_name(name), self._name.strip())]
         return [self._registry.open(self._tool_name(written), self._id.strip())]
 
     def _tool_name(self, name: str) -> str:

@@ -258,10 +258,8 @@ class _ToolGrammar:
             key = join_expressions(lark.literal(syntax.key_open), additional_keys(lark, members))
             more = join_expressions(key, self._value(members.additional))
         arguments = lark.sequence(items, syntax.between, more)
-        before, index, after = syntax.name_close.partition(syntax.index or syntax.name_close)
-        if not syntax.index:
-            before, index, after = syntax.name_close, "", ""
-        number = lark.pattern("[0-9]{1,3}") if index else ""
+        before, _, after = syntax.name_close.partition(syntax.index or "\0")
+        number = lark.pattern("[0-9]{1,3}") if syntax.index else ""
         name = join_expressions(lark.literal(check_tool_name(self._tool) + before), number, lark.literal(after))
         return lark.rule(join_expressions(name, arguments))
 
