@@ -47,6 +47,7 @@ VALUE_SLOT, TEXT_SLOT, JSON_SLOT = "value", "text_value", "json_value"
 ATTRIBUTES_SLOT, TYPE_SLOT, TYPED_SLOT = "attributes", "type", "typed_value"
 _ATTRIBUTES = re.compile(r"""(?P<quote>["'])(?P<inside>\s+[\w-]+=.*["'])(?P<end>[^"']+)""", re.S)
 """The end of a tag after a name: a quotation mark, attributes, and the end of the tag."""
+_ATTRIBUTE_LIST = re.compile(r"""(\s+[\w-]+=(["'])[\w-]*\2)*\s*""")
 _TYPE = re.compile(r"""(?P<before>["']\s+[\w-]+=["'])(?P<word>[\w-]+)(?P<end>["'][^"']+)""", re.S)
 """The end of a tag after a key: a quotation mark, an attribute with the type, and the end of the tag."""
 
@@ -295,7 +296,7 @@ class Calls:
         self._count = 0
         self._value: _TextValue | _JsonValue | None = None
         self._key = ""
-        self._type = ""
+        self._attributes = ""
 
     def enter(self, slot: str) -> list[ReadEvent]:
         events = self._end_value() if slot == GLUE else []
@@ -305,8 +306,9 @@ class Calls:
         elif slot == KEY_SLOT:
             events += self._begin()
             self._ignore_key()
+            self._ignore_attributes()
         elif slot == TYPE_SLOT:
-            self._type = ""
+            self._ignore_attributes()
         elif slot in (VALUE_SLOT, TEXT_SLOT, JSON_SLOT, TYPED_SLOT):
             return self._begin_value(slot)
         elif slot == GLUE and self._name.strip() and not self._open:
@@ -318,10 +320,8 @@ class Calls:
             self._name += text
         elif slot == KEY_SLOT:
             self._key += text
-        elif slot == TYPE_SLOT:
-            self._type += text
-        elif slot == ATTRIBUTES_SLOT:
-            pass
+        elif slot in (TYPE_SLOT, ATTRIBUTES_SLOT):
+            self._attributes += text
         elif self._value is not None:
             return self._registry.arguments(self._value.feed(text))
         else:
@@ -333,6 +333,12 @@ class Calls:
         self._registry.ignore(f" {self._key} ")
         self._key = ""
 
+    def _ignore_attributes(self) -> None:
+        """Ends the attributes of a tag. Those that are none are no part of the call."""
+        text, self._attributes = self._attributes, ""
+        if not _ATTRIBUTE_LIST.fullmatch(text):
+            self._registry.ignore(f" {text} ")
+
     def leave(self) -> list[ReadEvent]:
         return self._end_call()
 
@@ -341,6 +347,7 @@ class Calls:
         if self._name.strip() and not self._open:
             return self._begin()
         self._ignore_key()
+        self._ignore_attributes()
         if self._value is None:
             return []
         rest = self._value.truncate()
@@ -356,7 +363,8 @@ class Calls:
     def _begin_value(self, slot: str) -> list[ReadEvent]:
         key, self._key = self._key.strip(), ""
         words = self._syntax.type_words
-        word = re.split(r"""["']""", self._type.strip())[1:2] if slot == TYPED_SLOT else []
+        word = re.split(r"""["']""", self._attributes.strip())[1:2] if slot == TYPED_SLOT else []
+        self._ignore_attributes()
         plain = slot == TEXT_SLOT or (words is not None and word == [words[1]])
         plain = plain or (slot == VALUE_SLOT and is_string(self._registry.schema(self._name.strip(), key)))
         self._value = (_TextValue if plain else _JsonValue)(self._lead, self._trail)
@@ -370,6 +378,7 @@ class Calls:
 
     def _end_call(self) -> list[ReadEvent]:
         self._ignore_key()
+        self._ignore_attributes()
         if not self._name.strip():
             return []
         events = [*self._begin(), *self._end_value(), *self._registry.arguments("}")]
