@@ -226,4 +226,4 @@ def test_a_users_own_settings_of_threads_count(monkeypatch: pytest.MonkeyPatch) 
 async def test_a_text_that_cannot_be_sent_fails_its_request_alone(engine: HostedEngine) -> None:
     with pytest.raises(UnsupportedContent, match="half of a character"):
         await generate_ids(engine, sampling=replace(SAMPLED, stop=("\ud800",)))
-    assert len(await generate_ids(engine)) == LENGTH
+    assert await generate_ids(engine)
