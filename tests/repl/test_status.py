@@ -20,7 +20,7 @@ def record(usage: Usage, **timings: float) -> StoredReply:
 def test_a_whole_reply() -> None:
     after = record(USAGE, seconds=2.0, first_token=0.5)
     expected = statistics_line(Finished(Finish.END, USAGE), 0.6, None, after)
-    assert expected == "31 tokens (10 thinking) · 20 tokens/s · first token 0.6 s · prompt 20 (15 cached)"
+    assert expected == "31 tokens (10 thinking) · 20 tokens/s · first 0.6 s · prompt 20 (15 cached)"
     assert statistics_line(Finished(Finish.END, Usage(1_200, 0, 1, 0))) == "1 token · prompt 1,200"
 
 

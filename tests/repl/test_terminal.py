@@ -10,7 +10,7 @@ from palaver.repl.commands import table
 from tests.repl.conftest import Door
 from tests.repl.terminal import ALT_ENTER, CTRL_C, CTRL_R, CTRL_T, ENTER, MARK, TAB, UP, Terminal
 
-STATISTICS = r"\d+ tokens( \(\d+ thinking\))? · [\d.]+ tokens/s · first token [\d.]+ s · prompt \d+"
+STATISTICS = r"\d+ tokens( \(\d+ thinking\))? · [\d.]+ tokens/s · first [\d.]+ s · prompt \d+"
 
 
 def fresh(terminal: Terminal) -> None:

@@ -83,7 +83,7 @@ INTERNAL_ERROR = "Something went wrong inside Palaver. The conversation is safe.
 
 THINKING_TOKENS = "{tokens} ({thinking} thinking)"
 SPEED = "{speed} tokens/s"
-FIRST_TOKEN = "first token {time}"
+FIRST_TOKEN = "first {time}"
 PROMPT_TOKENS = "prompt {tokens}"
 PROMPT_CACHED = "prompt {tokens} ({cached} cached)"
 
