@@ -506,6 +506,53 @@ def _recipients() -> list[Family]:
     return families
 
 
+def _later() -> list[Family]:
+    """Written after all rules, for the habits whose last template was not."""
+    call = """\
+{{- '<use tool="' + c.function.name + '">' }}
+{%- for k, x in c.function.arguments.items() %}
+{{- '<with key="' + k + '">' + (x if x is string else x | tojson) + '</with>' }}
+{%- endfor %}{{- '</use>' }}"""
+    addressed = _ADDRESSED
+    words = {"THINK": " for:thoughts", "USER": " for:reader", "TO": " for:", "MESSAGE": "<|says|>", "CALL": call}
+    for mark, value in words.items():
+        addressed = addressed.replace(mark, value)
+    example = '<function_call>{"name": ..., "arguments": ...}</function_call>'
+    bracketed = _SPECIAL_CALLS.replace("<|calls|>", "[CALLS]").replace("<|/calls|>", "[/CALLS]")
+    calls = _SPECIAL.replace("<|calls|>", "[CALLS]").replace("<|/calls|>", "[/CALLS]")
+    one = f'<function_call>{{"name": "look_up", "arguments": {_ARGUMENTS}}}</function_call>'
+    used = '<use tool="look_up"><with key="word">tree</with><with key="times">2</with></use>'
+    return [
+        Family(
+            "recipients, in other words",
+            addressed,
+            (),
+            (
+                Case(" for:thoughts<|says|>hm<|next|><|start|>assistant for:reader<|says|>Hello<|end|>", "hm", "Hello"),
+                Case(f" for:look_up<|says|>{used}<|end|>", calls=ONE),
+            ),
+            calls="parameters",
+            reasoning="reasoning_content",
+            turns=("<|start|>", "<|end|>", "<|next|>", "<|says|>"),
+        ),
+        Family(
+            "an example of a function call",
+            framed("{{- '' }}").replace("+ tools | tojson", f"+ tools | tojson + '\\nEmit JSON: {example}'"),
+            ("<function_call>", "</function_call>"),
+            (Case(f"Ok {one}", answer="Ok", calls=ONE),),
+            calls="json_calls",
+        ),
+        Family(
+            "calls in square brackets count in a thought",
+            framed(bracketed, thought("<think>", "</think>")),
+            ("<think>", "</think>", "[CALLS]", "[/CALLS]", "<|call|>", "<|args|>"),
+            (Case(f"<think>a{calls}", "a", calls=TWO),),
+            calls="named_json",
+            reasoning="reasoning_content",
+        ),
+    ]
+
+
 VARIATIONS = {
     family.name: family
     for family in (
@@ -516,5 +563,6 @@ VARIATIONS = {
         *_tags_with_prefixes(),
         *_named_sections(),
         *_recipients(),
+        *_later(),
     )
 }

@@ -33,7 +33,7 @@ def learn(template: Template, strings: Mapping[str, str], control: Mapping[str, 
     sections = find_sections(prober)
     if sections is None:
         return Learner(prober, strings, control).learn()
-    prober.rewrite = as_tags(sections)
+    prober.rewrite_with(as_tags(sections))
     evidence = Evidence("sections are named by text", f"{sections.open}NAME{sections.end}", about="sections")
     facts = restore_facts(Learner(prober, strings, control).learn(), sections)
     return replace(facts, evidence=(evidence, *facts.evidence))

@@ -35,10 +35,14 @@ class Prober:
         self._strings = dict(strings)
         self._cache: dict[str, str | None] = {}
         self._steps = 0
-        self.rewrite: Callable[[str], str] = str
-        """Applied to every rendered text."""
+        self._rewrite: Callable[[str], str] = str
         self.no_tools = "null"
         self.no_tools = next((how for how in NO_TOOLS if self._accepts_no_tools(how)), "null")
+
+    def rewrite_with(self, rewrite: Callable[[str], str]) -> None:
+        """Applies a function to every rendered text from now on."""
+        self._rewrite = rewrite
+        self._cache.clear()
 
     def _accepts_no_tools(self, no_tools: str) -> bool:
         self.no_tools = no_tools
@@ -55,9 +59,9 @@ class Prober:
             given["functions"] = json.dumps(variables["tools"], indent=4)
         key = repr((messages, prompt, self.no_tools, sorted(variables.items(), key=lambda item: item[0])))
         if key not in self._cache:
-            self._cache[key] = self._render_uncached(given)
-        text = self._cache[key]
-        return None if text is None else self.rewrite(text)
+            text = self._render_uncached(given)
+            self._cache[key] = None if text is None else self._rewrite(text)
+        return self._cache[key]
 
     def _render_uncached(self, given: Mapping[str, Any]) -> str | None:
         try:
