@@ -258,7 +258,7 @@ def test_what_is_exported_can_be_imported(page: Page, sprout: Served, api: httpx
     ended(page)
     page.get_by_role("button", name="More", exact=True).click()
     with page.expect_download() as download:
-        page.get_by_role("link", name="Export: All branches").click()
+        page.get_by_role("link", name="Export: All branches (JSON)").click()
     kept = tmp_path / "kept.json"
     download.value.save_as(kept)
     other = json.loads(kept.read_text().replace("Export me", "Imported as new"))
