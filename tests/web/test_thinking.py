@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 
+import httpx
 from playwright.sync_api import Page, expect
 
-from tests.web.conftest import Served
-from tests.web.screen import ask, ended, last_reply
+from tests.web.conftest import PATIENCE, Served
+from tests.web.screen import ask, ended, last_reply, message_id
 
 LINES = "The first line of it.\nThe second line of it."
 
@@ -42,9 +44,20 @@ def test_the_clock_of_a_thought_goes_on_where_it_was_stopped(page: Page, endless
     clock = last_reply(page).locator(".clock")
     expect(clock).to_have_text(re.compile(r"^([3-9]\.\d|\d\d+) s|min"))
     page.get_by_role("button", name="Stop", exact=True).click()
-    ended(page, "stopped").get_by_role("button", name="Continue").click()
+    reply = ended(page, "stopped")
+    stored = httpx.get(f"{endless.url}/api/messages/{message_id(reply)}", timeout=PATIENCE).json()
+    before = stored["reply"]["timings"]["thinking"]
+    page.wait_for_timeout(6000)
+    begun = time.monotonic()
+    reply.get_by_role("button", name="Continue").click()
     expect(clock).to_have_text(re.compile(r"\d"))
-    shown = clock.inner_text()
-    assert "min" in shown or float(shown.removesuffix(" s")) >= 2
+    shown = seconds(clock.inner_text())
+    assert before - 1 <= shown <= before + time.monotonic() - begun + 1
     page.get_by_role("button", name="Stop", exact=True).click()
     ended(page, "stopped")
+
+
+def seconds(text: str) -> float:
+    """Of "3.2 s" or "1 min 5 s"."""
+    parts = [float(one) for one in re.findall(r"[\d.]+", text)]
+    return parts[0] * 60 + parts[1] if "min" in text else parts[0]

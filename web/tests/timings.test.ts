@@ -49,7 +49,9 @@ describe('the clock of a thought', () => {
     turn.take(3, thought(' so'))
     pass(2)
     expect(shown(thinkingClock(turn, reply({ thinking: 4 }), true))).toBe(6)
-    expect(shown(thinkingClock(turn, reply({}), true))).toBe(6)
+    turn.pause()
+    pass(60)
+    expect(shown(thinkingClock(turn, reply({ thinking: 4 }), true))).toBe(6)
   })
 
   it('goes on after a reload from what the server counted when it was stopped', () => {

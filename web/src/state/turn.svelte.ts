@@ -36,7 +36,6 @@ interface Before {
   calls: Map<number, Call>
   notices: string[]
   phase: Phase | null
-  thought: number
 }
 
 export class Turn implements Reader {
@@ -51,7 +50,7 @@ export class Turn implements Reader {
   ended = $state.raw(false)
   /** Since when the open thought is being watched, on the page's clock: since it opened, went on or came back. */
   thinkingSince: number | null = $state.raw(null)
-  /** For how many milliseconds it was watched before that. */
+  /** For how many milliseconds it was watched before that, since the reply was begun or continued. */
   thoughtBefore = $state.raw(0)
   #number = 0
   #calls = new Map<number, Call>()
@@ -208,7 +207,6 @@ export class Turn implements Reader {
       calls: new Map(this.#calls),
       notices: this.notices,
       phase: this.phase,
-      thought: this.thoughtBefore,
     }
     for (const event of tail) this.#read(event)
     this.#closeLast()
@@ -220,6 +218,7 @@ export class Turn implements Reader {
 
   #takeBack(): void {
     const before = this.#before
+    if (this.ended) this.thoughtBefore = 0 // the server counted it, and tells
     this.#before = null
     this.ended = false
     this.finish = null
@@ -232,7 +231,6 @@ export class Turn implements Reader {
     const last = this.last
     if (before.last && (last?.kind === 'thinking' || last?.kind === 'text')) last.document.restore(before.last)
     if (last?.kind === 'call') last.arguments = before.call
-    this.thoughtBefore = before.thought
   }
 
   #texts(kind: 'text' | 'thinking'): string {
