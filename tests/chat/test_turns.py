@@ -142,7 +142,7 @@ async def test_a_full_disk_ends_the_turn_with_a_clear_error_and_it_continues_lat
             received = await read_entries(stage.chat, sent.reply.id)
             ending = received[-1].event
             assert isinstance(ending, Failed)
-            assert "no room" in ending.error
+            assert "disk is full" in ending.error
         await stage.chat.continue_reply(sent.reply.id)
         complete = await read_entries(stage.chat, sent.reply.id)
         assert fold([entry.event for entry in complete]).message == assistant(ANSWER, THOUGHT)

@@ -86,13 +86,15 @@ def library_ids(path: Path, messages: list[Message], tools: list[Tool]) -> list[
 
 IMMUTABLE = "access to attribute 'append' of 'list' object is unsafe"
 """The library's sandbox lets no list grow; ours counts what it grows by, so such templates run here."""
+GENERATOR = "Object of type generator is not JSON serializable"
+"""Ours writes what `map` and `select` give as a list, as other renderers do."""
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_harmless_contents_give_the_ids_of_apply_chat_template(path: Path) -> None:
     for name, (messages, tools) in CONVERSATIONS.items():
         theirs = library_ids(path, messages, tools)
-        if isinstance(theirs, str) and IMMUTABLE in theirs:
+        if isinstance(theirs, str) and (IMMUTABLE in theirs or GENERATOR in theirs):
             continue
         try:
             ours: list[int] | None = list(make_format(path).render(messages, tools, RenderOptions(now=NOW)).context_ids)

@@ -253,7 +253,7 @@ def test_hostile_21_more_tokens_than_the_context(http: httpx.Client, live: LiveS
     limit = live.service.models.current().engine.info.context_length
     status, error = post_error(http, messages=[{"role": "user", "content": "word " * limit}])
     assert (status, error["code"]) == (400, "context_length_exceeded")
-    assert str(limit) in error["message"]
+    assert f"{limit:,}" in error["message"]
     status, error = post_error(http, "/v1/completions", prompt=[5] * limit)
     assert (status, error["code"]) == (400, "context_length_exceeded")
 

@@ -50,7 +50,7 @@ def test_a_full_disk_is_an_error_and_the_conversation_goes_on_when_there_is_room
         reply = store.replies.start(lease, id, None, SETTINGS)
         ids = [add_message(store, id, None, "first").id]
         _fill_disk(ballast)
-        with pytest.raises(DiskFull, match="room"):
+        with pytest.raises(DiskFull, match="disk is full"):
             _append_messages(store, id, ids)
         with pytest.raises(DiskFull):
             _append_tokens(store, lease, reply.id)
@@ -80,7 +80,7 @@ def test_a_full_disk_under_postgresql(small_disk: Path, tmp_path: Path, prepared
         with open_store(tmp_path / "store", url) as store:
             id = new_conversation(store).id
             ids = [add_message(store, id, None, "first").id]
-            with pytest.raises(DiskFull, match="room"):
+            with pytest.raises(DiskFull, match="disk is full"):
                 _append_messages(store, id, ids)
             assert [message.id for message in store.messages.path(ids[-1])] == ids
             subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)

@@ -241,7 +241,7 @@ class ReplyReader:
         """Opens a new block. White space that the last block held back belongs to the marker and is dropped."""
         same = phase is self._block.phase and not after_call
         self._thought = self._thought or self._block.phase is Phase.THINKING or after_call
-        if same and (phase is Phase.THINKING or not self._block.started):
+        if same:  # an unpaired marker
             return []
         inserted = phase is Phase.THINKING and not after_call and self._block.started
         events = self._block.close() if inserted else []  # white space before a thought is text of the answer

@@ -98,9 +98,9 @@ PNG = bytes.fromhex("89504e470d0a1a0a0000000d49484452000000010000000108060000001
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON: dataclasses as objects, parts of a message with their type, NaN as a string."""
+    """A value as JSON: dataclasses as objects without their tag, parts of a message by class, NaN as a string."""
     if is_dataclass(value) and not isinstance(value, type):
-        found = {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        found = {one.name: plain(getattr(value, one.name)) for one in fields(value) if one.name != "type"}
         part = type(value).__name__ if type(value).__module__ == "palaver.messages" else None
         return {"type": part, **found} if part not in (None, "Tool", "Message") else found
     if isinstance(value, Mapping):
