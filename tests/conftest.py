@@ -17,6 +17,5 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs the browser tests last: their driver holds an event loop, and no other test can run one beside it. The
-    longest of them comes first, so that it does not run alone at the end."""
-    items.sort(key=lambda item: ("web" in item.path.parts, item.path.name != "test_long_reply.py"))
+    """Runs the browser tests last: their driver holds an event loop, and no other test can run one beside it."""
+    items.sort(key=lambda item: "web" in item.path.parts)

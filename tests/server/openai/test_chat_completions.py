@@ -173,16 +173,16 @@ class TestStructured:
         assert "12+30" in message(answer)["reasoning_content"]
 
     @pytest.mark.slow
-    def test_a_hundred_sampled_answers_are_valid(self, http: httpx.Client) -> None:
+    def test_sampled_answers_are_valid(self, http: httpx.Client) -> None:
         format = {"type": "json_schema", "json_schema": {"name": "sum", "schema": self.SCHEMA}}
         good = 0
-        for seed in range(25):
+        for seed in range(8):
             asked = {"seed": seed, "n": 4, "temperature": 1.0, "max_tokens": 1500, "thinking_budget": 400}
             answer = complete(http, response_format=format, **asked)
             for choice in answer["choices"]:
                 assert choice["message"]["reasoning_content"]
                 good += set(json.loads(choice["message"]["content"])) == {"answer"}
-        assert good == 100
+        assert good == 32
 
     @pytest.mark.parametrize(
         ("how", "content"),
