@@ -454,6 +454,9 @@ class Server:
         """Memory of the server and of all its child processes."""
         return sum(map(_memory_mb, _process_tree(self.pid)))
 
+    def memory_by_process(self) -> str:
+        return ", ".join(f"{_module(one)} {_memory_mb(one):.0f} MB" for one in _process_tree(self.pid))
+
 
 def _process_tree(pid: int) -> list[psutil.Process]:
     process = psutil.Process(pid)
@@ -465,6 +468,14 @@ def _memory_mb(process: psutil.Process) -> float:
         return process.memory_info().rss / 2**20
     except psutil.NoSuchProcess:
         return 0.0
+
+
+def _module(process: psutil.Process) -> str:
+    """What a process runs: the name behind `-m`."""
+    with suppress(psutil.NoSuchProcess, ValueError):
+        words = process.cmdline()
+        return words[words.index("-m") + 1]
+    return "?"
 
 
 @contextmanager
@@ -699,6 +710,7 @@ async def run_checks(server: Server, client: httpx.AsyncClient, flooder: str, op
     await asyncio.gather(*warming)
     await asyncio.sleep(WARM_SECONDS)
     before = server.memory_mb()
+    print(f"before: {server.memory_by_process()}")
 
     honest = HonestClients(client, honest.undisturbed)
     health, over, started = Health(), asyncio.Event(), time.monotonic()
@@ -710,6 +722,7 @@ async def run_checks(server: Server, client: httpx.AsyncClient, flooder: str, op
     await asyncio.gather(*beside)
     seconds = time.monotonic() - started
     after = await settled_memory(server, before * MEMORY_GROWTH)
+    print(f"after: {server.memory_by_process()}")
     after_text = (await client.get(export, params={"form": "tree"})).text
     flooded = await flood(server, flooder)
     bereft = HonestClients(client, honest.undisturbed)
