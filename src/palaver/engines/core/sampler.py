@@ -150,13 +150,6 @@ def _drawn_logprobs(token_ids: list[int], scores: Tensor, candidates: Candidates
     return logprobs
 
 
-def draw_tokens(scores: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> list[int]:
-    """Draws a token id for each row by inverse transform, by definition. Any id for a row of NaNs."""
-    with np.errstate(invalid="ignore"):
-        rows = zip(scores.numpy(), samplings, uniforms, strict=True)
-        return [_inverse_transform(filter_scores(row, sampling), uniform) for row, sampling, uniform in rows]
-
-
 def filter_scores(scores: Array, sampling: Sampling) -> Candidates:
     """Applies top_k, top_p and min_p to a whole vocabulary. Ties at a filter's threshold stay together."""
     if 0 < sampling.top_k < len(scores):
