@@ -1,20 +1,24 @@
-"""Streams: the first chunk is awaited, ready chunks are joined, and a client that disconnects ends them."""
+"""Streams: encoding and decoding, the first chunk is awaited, ready chunks are joined, and a disconnect ends them."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from palaver.client.connection import ServerSentEvent, SseDecoder
 from palaver.server import sse
 from palaver.server.app import Server
 from palaver.server.errors import ClientDisconnected
 from palaver.server.settings import ServerSettings
-from palaver.server.sse import MAX_PENDING_BYTES, ChunkJoiner, EventStream, first_chunk, run_while_connected
+from palaver.server.sse import MAX_PENDING_BYTES, ChunkJoiner, EventStream, encode_sse, first_chunk, run_while_connected
 from tests.chat.scripted_service import WAVE, open_stage
 from tests.client.live import listening
 from tests.scripted_engine import HoldScript
@@ -178,3 +182,24 @@ async def test_the_source_is_ended_with_its_reader() -> None:
     await batches.aclose()
     await source.aclose()
     assert ended.is_set()
+
+
+@given(texts=st.lists(st.text(), max_size=4), cut=st.integers(1, 7))
+def test_events_are_decoded_however_the_bytes_are_cut(texts: list[str], cut: int) -> None:
+    wanted = [
+        ServerSentEvent(json.dumps(text, ensure_ascii=False), "turn", str(place)) for place, text in enumerate(texts)
+    ]
+    whole = b"".join(
+        b": a comment\n\n" + encode_sse(sent.data.encode(), event="turn", id=place) for place, sent in enumerate(wanted)
+    )
+    decoder = SseDecoder()
+    read = [sent for start in range(0, len(whole), cut) for sent in decoder.feed(whole[start : start + cut])]
+    assert read == wanted
+
+
+def test_an_incomplete_event_is_not_decoded() -> None:
+    whole = encode_sse(b'"one"', id=1) + encode_sse(b'"two"', id=2)
+    for end in range(len(whole)):
+        decoder = SseDecoder()
+        read = [sent.data for sent in decoder.feed(whole[:end])]
+        assert read == ['"one"', '"two"'][: whole[:end].count(b"\n\n")]

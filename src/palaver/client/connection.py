@@ -8,8 +8,9 @@ import random
 import re
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -20,8 +21,7 @@ from pydantic import BaseModel, ValidationError
 from palaver.encoding import adapter
 from palaver.errors import PalaverError, RequestError
 from palaver.store.errors import Unstorable
-from palaver.wire.errors import ErrorBody
-from palaver.wire.sse import MEDIA_TYPE, ServerSentEvent, SseDecoder
+from palaver.wire import ErrorBody
 
 
 class NoServer(PalaverError):
@@ -297,3 +297,52 @@ def pinned_context(certificate: str) -> ssl.SSLContext:
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(cadata=certificate)
     return context
+
+
+MEDIA_TYPE = "text/event-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSentEvent:
+    data: str
+    event: str = ""
+    id: str | None = None
+
+
+class SseDecoder:
+    """Decodes the bytes of a stream into events. An event that was cut off is never returned.
+
+    Lines end at line feeds alone: JSON text may contain other characters that `str.splitlines` splits at.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = b""
+        self._event = ""
+        self._id: str | None = None
+        self._data: list[str] = []
+
+    def feed(self, chunk: bytes) -> Iterator[ServerSentEvent]:
+        *lines, self._buffer = (self._buffer + chunk).split(b"\n")
+        for line in lines:
+            if event := self._parse_line(line.removesuffix(b"\r").decode()):
+                yield event
+
+    def _parse_line(self, line: str) -> ServerSentEvent | None:
+        """The event that an empty line ends, else None."""
+        if not line:
+            return self._flush()
+        name, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        match name:
+            case "data":
+                self._data.append(value)
+            case "event":
+                self._event = value
+            case "id":
+                self._id = value
+        return None
+
+    def _flush(self) -> ServerSentEvent | None:
+        event = ServerSentEvent("\n".join(self._data), self._event, self._id) if self._data else None
+        self._event, self._data = "", []
+        return event

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from palaver import wire
 from palaver.chat.interface import ContextUsage, ConversationChange, ModelCard, ModelState, ReplyToken, SentMessage
 from palaver.chat.turn_log import LogEntry
 from palaver.client import streams
@@ -20,7 +21,6 @@ from palaver.errors import BadParameter
 from palaver.messages import Message, Part
 from palaver.store import Blob, Conversation, Cursor, NotFound, Preset, SearchHit, StoredMessage, TreeNode
 from palaver.store.errors import Unstorable
-from palaver.wire import requests, responses
 
 B = TypeVar("B", bound=BaseModel)
 READY_WAIT_S = 25.0
@@ -69,7 +69,7 @@ class HttpChat:
         return await self._connection.get(tuple[str, ...], "models")
 
     async def load_model(self, name: str) -> ModelCard:
-        body = _request_body(requests.LoadModelRequest, name=name)
+        body = _request_body(wire.LoadModelRequest, name=name)
         return await self._connection.post(ModelCard, "model/load", body)
 
     async def unload_model(self) -> ModelCard:
@@ -93,7 +93,7 @@ class HttpChat:
         key: str | None = None,
     ) -> Conversation:
         body = _request_body(
-            requests.CreateConversationRequest,
+            wire.CreateConversationRequest,
             title=title,
             system=system,
             parameters=dict(parameters or {}),
@@ -135,7 +135,7 @@ class HttpChat:
         tags: Iterable[str] | None = None,
     ) -> Conversation:
         body = _request_body(
-            requests.UpdateConversationRequest,
+            wire.UpdateConversationRequest,
             title=title,
             system=system,
             parameters=None if parameters is None else dict(parameters),
@@ -174,13 +174,11 @@ class HttpChat:
         return await self._connection.get(tuple[Preset, ...], "presets")
 
     async def save_preset(self, name: str, system: str, parameters: Mapping[str, Any]) -> Preset:
-        body = _request_body(requests.SavePresetRequest, name=name, system=system, parameters=dict(parameters))
+        body = _request_body(wire.SavePresetRequest, name=name, system=system, parameters=dict(parameters))
         return parse_response(await self._connection.send("PUT", "presets", body=body, idempotent=True), Preset)
 
     async def delete_preset(self, name: str) -> None:
-        await self._connection.send(
-            "POST", "presets/delete", body=_request_body(requests.DeletePresetRequest, name=name)
-        )
+        await self._connection.send("POST", "presets/delete", body=_request_body(wire.DeletePresetRequest, name=name))
 
     # the tree
 
@@ -198,21 +196,21 @@ class HttpChat:
 
     async def newest_leaf(self, conversation_id: str, start: str | None = None) -> str | None:
         path = f"{_conversation(conversation_id)}/newest-leaf"
-        return (await self._connection.get(responses.LeafSchema, path, start=start)).id
+        return (await self._connection.get(wire.LeafSchema, path, start=start)).id
 
     async def append_message(
         self, conversation_id: str, parent: str | None, message: Message, *, key: str | None = None
     ) -> StoredMessage:
         path = f"{_conversation(conversation_id)}/messages"
         body = _request_body(
-            requests.AppendMessageRequest, parent=parent, message=_new_message(message), key=_idempotency_key(key)
+            wire.AppendMessageRequest, parent=parent, message=_new_message(message), key=_idempotency_key(key)
         )
         return await self._connection.post(StoredMessage, path, body, idempotent=True)
 
     async def edit_message(
         self, message_id: str, parts: Iterable[Part | Blob], *, key: str | None = None
     ) -> StoredMessage:
-        body = _request_body(requests.EditMessageRequest, parts=list(parts), key=_idempotency_key(key))
+        body = _request_body(wire.EditMessageRequest, parts=list(parts), key=_idempotency_key(key))
         return await self._connection.post(StoredMessage, f"{_message(message_id)}/edit", body, idempotent=True)
 
     # cursors
@@ -222,7 +220,7 @@ class HttpChat:
         return await self._connection.get(Cursor, path, client=client)
 
     async def move_cursor(self, conversation_id: str, client: str, to: str | None) -> Cursor:
-        body = _request_body(requests.MoveCursorRequest, client=client, to=to)
+        body = _request_body(wire.MoveCursorRequest, client=client, to=to)
         path = f"{_conversation(conversation_id)}/cursor"
         return parse_response(await self._connection.send("PUT", path, body=body, idempotent=True), Cursor)
 
@@ -234,7 +232,7 @@ class HttpChat:
 
     async def _step_cursor(self, conversation_id: str, client: str, direction: str) -> Cursor:
         path = f"{_conversation(conversation_id)}/cursor/{direction}"
-        return await self._connection.post(Cursor, path, _request_body(requests.CursorRequest, client=client))
+        return await self._connection.post(Cursor, path, _request_body(wire.CursorRequest, client=client))
 
     # turns
 
@@ -248,7 +246,7 @@ class HttpChat:
         key: str | None = None,
     ) -> SentMessage:
         body = _request_body(
-            requests.SendMessageRequest,
+            wire.SendMessageRequest,
             parent=parent,
             message=_new_message(message),
             parameters=dict(parameters or {}),
@@ -266,19 +264,19 @@ class HttpChat:
         key: str | None = None,
     ) -> StoredMessage:
         body = _request_body(
-            requests.StartReplyRequest, parent=parent, parameters=dict(parameters or {}), key=_idempotency_key(key)
+            wire.StartReplyRequest, parent=parent, parameters=dict(parameters or {}), key=_idempotency_key(key)
         )
         path = f"{_conversation(conversation_id)}/replies"
         return await self._connection.post(StoredMessage, path, body, idempotent=True)
 
     async def continue_reply(self, reply_id: str, *, key: str | None = None) -> StoredMessage:
-        body = _request_body(requests.ContinueReplyRequest, key=_idempotency_key(key))
+        body = _request_body(wire.ContinueReplyRequest, key=_idempotency_key(key))
         return await self._connection.post(StoredMessage, f"{_turn(reply_id)}/continue", body, idempotent=True)
 
     async def fork_reply(
         self, reply_id: str, tokens: int, instead: int | None = None, *, key: str | None = None
     ) -> StoredMessage:
-        body = _request_body(requests.ForkReplyRequest, tokens=tokens, instead=instead, key=_idempotency_key(key))
+        body = _request_body(wire.ForkReplyRequest, tokens=tokens, instead=instead, key=_idempotency_key(key))
         return await self._connection.post(StoredMessage, f"{_turn(reply_id)}/fork", body, idempotent=True)
 
     @asynccontextmanager
@@ -302,12 +300,12 @@ class HttpChat:
         return await self._connection.get(tuple[ReplyToken, ...], f"{_turn(reply_id)}/tokens")
 
     async def raw_text(self, reply_id: str) -> str:
-        return (await self._connection.get(responses.RawReplySchema, f"{_turn(reply_id)}/raw")).text
+        return (await self._connection.get(wire.RawReplySchema, f"{_turn(reply_id)}/raw")).text
 
     async def context_usage(
         self, conversation_id: str, leaf: str | None, parameters: Mapping[str, Any] | None = None
     ) -> ContextUsage:
-        body = _request_body(requests.ContextUsageRequest, leaf=leaf, parameters=dict(parameters or {}))
+        body = _request_body(wire.ContextUsageRequest, leaf=leaf, parameters=dict(parameters or {}))
         path = f"{_conversation(conversation_id)}/gauge"
         return await self._connection.post(ContextUsage, path, body, idempotent=True)
 
@@ -331,7 +329,7 @@ class HttpChat:
     async def put_blob(self, data: bytes) -> str:
         kind = "application/octet-stream"
         response = await self._connection.send("POST", "blobs", content=data, media_type=kind, idempotent=True)
-        return parse_response(response, responses.BlobUploadSchema).digest
+        return parse_response(response, wire.BlobUploadSchema).digest
 
     async def blob(self, digest: str) -> bytes:
         return (await self._connection.send("GET", _path("blobs", "blob", digest), idempotent=True)).content
@@ -360,8 +358,8 @@ def _idempotency_key(key: str | None) -> str:
     return secrets.token_hex(16) if key is None else key
 
 
-def _new_message(message: Message) -> requests.MessageSchema:
-    return requests.MessageSchema(role=message.role, parts=list(message.parts))
+def _new_message(message: Message) -> wire.MessageSchema:
+    return wire.MessageSchema(role=message.role, parts=list(message.parts))
 
 
 def _request_body(kind: type[B], **values: Any) -> B:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 
+from palaver import wire
 from palaver.chat.interface import ConversationChange
 from palaver.chat.turn_log import LogEntry
-from palaver.client.connection import ConnectionLost, NoServer, Query, ServerConnection, parse_event
+from palaver.client.connection import ConnectionLost, NoServer, Query, ServerConnection, ServerSentEvent, parse_event
 from palaver.events import Failed, Finished, Snapshot, Started, Waiting
-from palaver.wire import events
-from palaver.wire.sse import ServerSentEvent
 
 MISSED = ConversationChange("", "missed")
 """Sent after reconnecting: changes may have been missed."""
@@ -89,6 +88,6 @@ async def conversation_changes(
         if isinstance(event, Reconnected):
             yield MISSED
             continue
-        item = parse_event(event, events.StreamItem)
-        if isinstance(item, events.StreamChange):
+        item = parse_event(event, wire.StreamItem)
+        if isinstance(item, wire.StreamChange):
             yield item.change

@@ -22,9 +22,8 @@ from palaver.server.auth import AdminDep, CallerDep
 from palaver.server.error_responses import speaks_anthropic
 from palaver.server.errors import NotSupported, OtherModel, error_body
 from palaver.server.metrics import ServerStatus
-from palaver.server.sse import EventStream
+from palaver.server.sse import EventStream, encode_sse
 from palaver.server.state import ServerState, StateDep
-from palaver.wire.sse import encode_sse
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _POLL_SECONDS = 0.2

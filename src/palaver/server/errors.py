@@ -10,7 +10,7 @@ from typing import Any
 from palaver import errors
 from palaver.errors import PalaverError, RequestError, ShuttingDown
 from palaver.store import errors as store
-from palaver.wire.errors import error_fields
+from palaver.wire import error_fields
 
 _log = logging.getLogger("palaver.server")
 INTERNAL = "Something went wrong inside of the server: its log has the details."

@@ -4,6 +4,7 @@ when the client disconnects."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, TypeVar
@@ -27,6 +28,22 @@ KEEP_ALIVE_SECONDS = 15.0
 """After so long without a chunk a comment is sent, so that no proxy closes the connection."""
 KEEP_ALIVE = b": still here\n\n"
 MAX_PENDING_BYTES = 64 << 10
+
+
+def encode_sse(data: bytes, *, event: str = "", id: int | None = None) -> bytes:
+    """`data` is JSON without line breaks."""
+    if id is None and not event:
+        return b"data: %b\n\n" % data
+    head = f"id: {id}\n" if id is not None else ""
+    if event:
+        head += f"event: {event}\n"
+    return b"%bdata: %b\n\n" % (head.encode(), data)
+
+
+def encode_json(value: Mapping[str, Any], event: str = "") -> bytes:
+    """The value as an event. A lone surrogate, which JSON bodies can't contain, is replaced."""
+    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return encode_sse(data.encode("utf-8", "replace"), event=event)
 
 
 class EventStream(Response):

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from palaver.client.connection import SseDecoder
 from palaver.server.anthropic.signatures import parse_signature
 from palaver.server.settings import ServerLimits, ServerSettings
-from palaver.wire.sse import SseDecoder
 from tests.scripted_engine import HoldScript, Script
 from tests.server.anthropic.client import MESSAGES, SUM
 from tests.server.scripted_server import ANSWER, END, THINK, say, scripted_client

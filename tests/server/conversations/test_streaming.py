@@ -15,12 +15,12 @@ import pytest
 
 from palaver.chat.interface import SentMessage
 from palaver.chat.turn_log import LogEntry
+from palaver.client.connection import ServerSentEvent, SseDecoder
 from palaver.encoding import adapter
 from palaver.events import Finished, fold
 from palaver.messages import assistant, user
 from palaver.server.app import Server
 from palaver.server.settings import ServerSettings
-from palaver.wire.sse import ServerSentEvent, SseDecoder
 from tests.chat.scripted_service import OTHER, WAVE, Stage, open_stage, reply
 from tests.client.live import listening, served
 from tests.scripted_engine import HoldScript, Script

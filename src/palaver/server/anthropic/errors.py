@@ -7,7 +7,7 @@ from typing import Any
 
 from palaver.errors import ContextOverflow, PalaverError, QueueFull
 from palaver.server.errors import INTERNAL, error_status
-from palaver.wire.errors import error_fields
+from palaver.wire import error_fields
 
 OVERLOADED = 529
 _TYPES = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from palaver.server.anthropic.schemas import MessagesRequest
 from palaver.server.anthropic.signatures import sign
 from palaver.server.errors import log_unexpected
 from palaver.server.openai.choices import ChoiceDelta, ChoiceStream
-from palaver.server.sse import EventStream, close_stream
+from palaver.server.sse import EventStream, close_stream, encode_json
 from palaver.store.records import new_id
 
 Event = dict[str, Any]
@@ -293,4 +292,4 @@ async def _encode_stream(events: AsyncGenerator[Event], request_id: str) -> Asyn
 
 
 def _encode_event(event: Event) -> bytes:
-    return f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return encode_json(event, event["type"])

@@ -18,12 +18,11 @@ from palaver.server.auth import CallerDep
 from palaver.server.errors import OtherModel
 from palaver.server.openai.request import check_nested_fields, voice_name
 from palaver.server.openai.schemas import RequestFields, VoiceReference
-from palaver.server.sse import EventStream, close_on_failure, run_while_connected
+from palaver.server.sse import EventStream, close_on_failure, encode_sse, run_while_connected
 from palaver.server.state import ServerState, StateDep
 from palaver.voice.audio_format import AudioFormat, audio_format, encode_audio, join_audio, pcm, wav_header
 from palaver.voice.base import Samples, Speaker, VoiceSettings
 from palaver.voice.speech import Speech
-from palaver.wire.sse import encode_sse
 
 
 class AudioStream(EventStream):

@@ -9,16 +9,16 @@ from fastapi import APIRouter, Query
 from palaver.chat.interface import ContextUsage
 from palaver.server.conversations.dependencies import ChatDep, IdempotencyKeyDep, idempotency_key
 from palaver.store import Conversation, Cursor, Preset, SearchHit, TreeNode
-from palaver.wire.requests import (
+from palaver.wire import (
     ContextUsageRequest,
     CreateConversationRequest,
     CursorRequest,
     DeletePresetRequest,
+    LeafSchema,
     MoveCursorRequest,
     SavePresetRequest,
     UpdateConversationRequest,
 )
-from palaver.wire.responses import LeafSchema
 
 routes = APIRouter(tags=["conversations"])
 Limit = Annotated[int, Query(ge=1, le=1000)]

@@ -14,7 +14,7 @@ from palaver.server.sse import run_while_connected
 from palaver.server.state import StateDep
 from palaver.store import Conversation, NotFound
 from palaver.transcripts import TranscriptFormat
-from palaver.wire.responses import BlobUploadSchema
+from palaver.wire import BlobUploadSchema
 
 routes = APIRouter(tags=["files"])
 _MAX_OBJECTS = 20

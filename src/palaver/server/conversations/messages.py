@@ -12,17 +12,17 @@ from palaver.messages import Message, Part
 from palaver.server.conversations.dependencies import ChatDep, IdempotencyKeyDep, idempotency_key
 from palaver.store import Blob, StoredMessage
 from palaver.store.encoding import media_part
-from palaver.wire.requests import (
+from palaver.wire import (
     AppendMessageRequest,
     ContinueReplyRequest,
     EditMessageRequest,
     ForkReplyRequest,
     MessageSchema,
     NewPart,
+    RawReplySchema,
     SendMessageRequest,
     StartReplyRequest,
 )
-from palaver.wire.responses import RawReplySchema
 
 routes = APIRouter(tags=["messages"])
 

@@ -12,7 +12,7 @@ from palaver.server.admin import check_model_name
 from palaver.server.auth import AdminDep
 from palaver.server.conversations.dependencies import ChatDep
 from palaver.server.state import StateDep
-from palaver.wire.requests import LoadModelRequest
+from palaver.wire import LoadModelRequest
 
 routes = APIRouter(tags=["model"])
 

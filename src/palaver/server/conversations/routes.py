@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from palaver.server.conversations import conversations, files, messages, model, speech, streaming
-from palaver.wire.errors import ErrorBody
+from palaver.wire import ErrorBody
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": why}

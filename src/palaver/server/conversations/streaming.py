@@ -16,12 +16,20 @@ from palaver.encoding import adapter
 from palaver.errors import BadParameter, PalaverError
 from palaver.server.conversations.dependencies import ChatDep
 from palaver.server.errors import error_body, error_value, log_unexpected
-from palaver.server.sse import EventStream
+from palaver.server.sse import EventStream, encode_sse
 from palaver.server.state import ClosingDep
-from palaver.wire.errors import ErrorSchema
-from palaver.wire.events import StreamChange, StreamClosing, StreamItem, StreamOpened, TurnEvent, TurnRefused
-from palaver.wire.requests import MAX_TURNS, FollowRequest, TurnPosition
-from palaver.wire.sse import encode_sse
+from palaver.wire import (
+    MAX_TURNS,
+    ErrorSchema,
+    FollowRequest,
+    StreamChange,
+    StreamClosing,
+    StreamItem,
+    StreamOpened,
+    TurnEvent,
+    TurnPosition,
+    TurnRefused,
+)
 
 REFUSAL_SECONDS = 2.0
 """How long the response is held back, so that a refusal gets its own HTTP status."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -43,6 +42,8 @@ from palaver.server.sse import (
     EventStream,
     close_on_failure,
     close_stream,
+    encode_json,
+    encode_sse,
     first_chunk,
     first_seconds,
     run_while_connected,
@@ -179,7 +180,7 @@ class TextCompletion:
             yield DONE
         except Exception as error:
             log_unexpected(error)
-            yield b"data: " + error_body(error) + b"\n\n" + DONE
+            yield encode_sse(error_body(error)) + DONE
         finally:
             await close_stream(first, deltas)
 
@@ -192,8 +193,7 @@ class TextCompletion:
         return {}
 
     def _event(self, value: Mapping[str, Any]) -> bytes:
-        chunk = {**self.header.value("text_completion"), **value}
-        return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+        return encode_json({**self.header.value("text_completion"), **value})
 
     def _choice(
         self,

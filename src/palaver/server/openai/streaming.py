@@ -37,13 +37,15 @@ from palaver.server.sse import (
     EventStream,
     close_on_failure,
     close_stream,
+    encode_json,
+    encode_sse,
     first_chunk,
     first_seconds,
     run_while_connected,
 )
 from palaver.store.records import new_id
 
-DONE = b"data: [DONE]\n\n"
+DONE = encode_sse(b"[DONE]")
 _FINISH_REASONS = {Finish.END: "stop", Finish.STOP_STRING: "stop", Finish.LENGTH: "length", Finish.STOPPED: "stop"}
 
 
@@ -74,21 +76,21 @@ class ChunkEncoder:
         self._header = header.value("chat.completion.chunk")
         self._output = output
         self._first = first
-        self._prefix = "data: " + json.dumps(self._header, separators=(",", ":"))[:-1] + ',"choices":[{"index":'
-        self._suffix = "]}\n\n" if output.usage is UsageChunks.FINISH else '],"usage":null}\n\n'
+        self._prefix = json.dumps(self._header, separators=(",", ":"))[:-1] + ',"choices":[{"index":'
+        self._suffix = "]}" if output.usage is UsageChunks.FINISH else '],"usage":null}'
 
     def set_usage(self, usage: Mapping[str, Any]) -> None:
         """Puts the usage into all further chunks."""
-        self._suffix = f'],"usage":{json.dumps(usage, separators=(",", ":"))}}}\n\n'
+        self._suffix = f'],"usage":{json.dumps(usage, separators=(",", ":"))}}}'
 
     def encode_opening(self, index: int, opens_thinking: bool = False) -> bytes:
         """The chunk before the first token: the role, and an empty `reasoning_content` if the reply opens thinking."""
         thinking = ',"reasoning_content":""' if opens_thinking else ""
         audio = f',"audio":{{"id":"{self._output.audio.id}"}}' if self._output.audio else ""
-        chunk = self._chunk(index, f'{{"role":"assistant","content":null{thinking}{audio}}}')
+        delta = f'{{"role":"assistant","content":null{thinking}{audio}}}'
         if self._first and index == 0:
-            chunk = _event({**json.loads(chunk[len("data: ") :]), **self._first})
-        return chunk.encode()
+            return encode_json({**json.loads(self._json(index, delta)), **self._first})
+        return self._chunk(index, delta)
 
     def encode(
         self, choice: ChoiceDelta, ending: tuple[str, str | int | None] | None, usage: Mapping[str, Any] | None = None
@@ -99,9 +101,9 @@ class ChunkEncoder:
         """
         extra, delta = self._extra(choice), self._delta(choice)
         if ending is None:
-            return self._chunk(choice.index, delta, extra).encode() if delta != "{}" or extra else b""
+            return self._chunk(choice.index, delta, extra) if delta != "{}" or extra else b""
         reason, stop = ending
-        before = self._chunk(choice.index, delta) if delta != "{}" else ""
+        before = self._chunk(choice.index, delta) if delta != "{}" else b""
         if self._output.audio is not None:
             before += self._chunk(choice.index, f'{{"audio":{{"expires_at":{self._output.audio.expires_at}}}}}')
         notices = [event.text for event in choice.events if isinstance(event, Notice)]
@@ -110,13 +112,16 @@ class ChunkEncoder:
             extra += f',"notices":{json.dumps(notices)}'
         if usage is not None:
             self.set_usage(usage)
-        return (before + self._chunk(choice.index, "{}", extra, reason)).encode()
+        return before + self._chunk(choice.index, "{}", extra, reason)
 
     def encode_usage(self, usage: Mapping[str, Any]) -> bytes:
         """The last chunk, without choices."""
-        return _event({**self._header, "choices": [], "usage": usage}).encode()
+        return encode_json({**self._header, "choices": [], "usage": usage})
 
-    def _chunk(self, index: int, delta: str, extra: str = "", reason: str | None = None) -> str:
+    def _chunk(self, index: int, delta: str, extra: str = "", reason: str | None = None) -> bytes:
+        return encode_sse(self._json(index, delta, extra, reason).encode())
+
+    def _json(self, index: int, delta: str, extra: str = "", reason: str | None = None) -> str:
         finish = f'"{reason}"' if reason else "null"
         return f'{self._prefix}{index},"delta":{delta}{extra},"finish_reason":{finish}}}{self._suffix}'
 
@@ -182,10 +187,6 @@ def _audio_delta(transcript: str, data: str) -> str:
     parts = [f'"transcript":{quoted(transcript)}'] if transcript else []
     parts += [f'"data":"{data}"'] if data else []
     return f'"audio":{{{",".join(parts)}}}'
-
-
-def _event(value: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def finish_reason(finished: Finished | None, output: OutputOptions, tool_calls: int) -> str:
@@ -306,7 +307,7 @@ async def _chunks(
         yield DONE
     except Exception as error:
         log_unexpected(error)
-        yield b"data: " + error_body(error) + b"\n\n" + DONE
+        yield encode_sse(error_body(error)) + DONE
     finally:
         await close_stream(first, deltas)
 

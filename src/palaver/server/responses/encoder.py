@@ -5,7 +5,6 @@ from any number on, by this process or by the next one."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, assert_never
@@ -22,6 +21,7 @@ from palaver.events import (
 )
 from palaver.phases import Phase
 from palaver.server.responses.items import function_call_item, item_id, message_item, reasoning_item, text_part
+from palaver.server.sse import encode_json
 
 Event = dict[str, Any]
 _ItemEvent = tuple[str, dict[str, Any]]
@@ -287,8 +287,4 @@ def response_usage(usage: Usage) -> dict[str, Any]:
 
 def encode_events(events: Iterable[Event]) -> bytes:
     """Encodes them as server-sent events."""
-    return "".join(f"event: {event['type']}\ndata: {_json(event)}\n\n" for event in events).encode("utf-8", "replace")
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return b"".join(encode_json(event, event["type"]) for event in events)

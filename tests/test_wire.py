@@ -1,4 +1,4 @@
-"""Every value of the HTTP API survives a round trip through JSON text; server-sent events are decoded."""
+"""Every value of the HTTP API survives a round trip through JSON text."""
 
 from __future__ import annotations
 
@@ -24,10 +24,16 @@ from palaver.server.errors import error_value
 from palaver.store import Blob
 from palaver.store.encoding import StoredPart
 from palaver.store.errors import NotFound
-from palaver.wire.errors import ErrorBody
-from palaver.wire.events import StreamChange, StreamClosing, StreamItem, StreamOpened, TurnEvent
-from palaver.wire.requests import EditMessageRequest, MessageSchema
-from palaver.wire.sse import ServerSentEvent, SseDecoder, encode_sse
+from palaver.wire import (
+    EditMessageRequest,
+    ErrorBody,
+    MessageSchema,
+    StreamChange,
+    StreamClosing,
+    StreamItem,
+    StreamOpened,
+    TurnEvent,
+)
 
 TEXT = st.text(max_size=12)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -268,24 +274,3 @@ def test_an_error_survives_a_round_trip(error: PalaverError) -> None:
 def test_an_unknown_error_is_none() -> None:
     body = {"error": {"message": "no", "type": "x", "param": None, "code": None, "name": "of_a_newer_server"}}
     assert ErrorBody.model_validate(body).error.to_value() is None
-
-
-@given(texts=st.lists(st.text(), max_size=4), cut=st.integers(1, 7))
-def test_events_are_decoded_however_the_bytes_are_cut(texts: list[str], cut: int) -> None:
-    wanted = [
-        ServerSentEvent(json.dumps(text, ensure_ascii=False), "turn", str(place)) for place, text in enumerate(texts)
-    ]
-    whole = b"".join(
-        b": a comment\n\n" + encode_sse(sent.data.encode(), event="turn", id=place) for place, sent in enumerate(wanted)
-    )
-    decoder = SseDecoder()
-    read = [sent for start in range(0, len(whole), cut) for sent in decoder.feed(whole[start : start + cut])]
-    assert read == wanted
-
-
-def test_an_incomplete_event_is_not_decoded() -> None:
-    whole = encode_sse(b'"one"', id=1) + encode_sse(b'"two"', id=2)
-    for end in range(len(whole)):
-        decoder = SseDecoder()
-        read = [sent.data for sent in decoder.feed(whole[:end])]
-        assert read == ['"one"', '"two"'][: whole[:end].count(b"\n\n")]

@@ -1,18 +1,70 @@
-"""Schemas of request bodies, with their limits."""
+"""The JSON of the HTTP API: requests with their limits, responses, errors and the items of streams.
+
+Values are encoded by their types (`palaver.encoding`). The page's TypeScript types are generated from the OpenAPI
+document, which publishes them under the names in `palaver.server.openapi`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Annotated, Any
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import InitErrorDetails
 
-from palaver.encoding import Tagged
+from palaver.chat.interface import ConversationChange
+from palaver.encoding import Tagged, decode_error, error_details, error_name
+from palaver.errors import PalaverError
+from palaver.events import Event
 from palaver.messages import Audio, Image, PartBase, Role, Text, Thinking, ToolCall, ToolResult, Video
 from palaver.store import Blob
-from palaver.wire.values import Count, Parameters, RequestModel, ValueModel
+
+MAX_PARAMETERS = 200
+Parameters = Annotated[
+    dict[str, Any], Field(max_length=MAX_PARAMETERS, description="Names and values, see `palaver.chat.parameters`.")
+]
+Count = Annotated[int, Field(strict=True, ge=0, le=2**31)]
+
+
+class ValueModel(BaseModel):
+    """A value of the API. Readers ignore unknown fields: the sender may be newer."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class RequestModel(BaseModel):
+    """The body of a request. The server refuses unknown fields.
+
+    NaN and infinities are sent as constants, so that the server can refuse them by the parameter's name.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+class ErrorSchema(ValueModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    name: str | None = None
+    details: dict[str, Any] | None = None
+
+    def to_value(self) -> PalaverError | None:
+        """The error that the server raised; None if this program has no error type of that name."""
+        return decode_error(self.name, self.message, self.details)
+
+
+class ErrorBody(ValueModel):
+    error: ErrorSchema
+
+
+def error_fields(error: BaseException) -> dict[str, Any]:
+    """The fields from which the client raises the same error; empty for errors that are not Palaver's."""
+    if not isinstance(error, PalaverError):
+        return {}
+    return {"name": error_name(type(error)), "details": error_details(error)}
+
 
 MAX_TEXT = 4 << 20
 """The characters of all texts of a message, or of a system prompt."""
@@ -181,3 +233,62 @@ class FollowRequest(RequestModel):
 
     turns: list[TurnPosition] = Field(default_factory=list, max_length=MAX_TURNS)
     changes: bool = False
+
+
+class LeafSchema(ValueModel):
+    """A message's id, or null where there is none."""
+
+    id: str | None
+
+
+class BlobUploadSchema(ValueModel):
+    digest: str
+    size: int
+
+
+class RawReplySchema(ValueModel):
+    """A reply as the model wrote it, markers and all."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOpened:
+    """The first item. Changes before it are not sent."""
+
+    type: Literal["opened"] = field(default="opened", kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEvent:
+    """An entry in the log of one turn."""
+
+    type: Literal["turn"] = field(default="turn", kw_only=True)
+    turn: str
+    number: int
+    event: Annotated[Event, Tagged]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChange:
+    type: Literal["change"] = field(default="change", kw_only=True)
+    change: ConversationChange
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRefused:
+    """This turn can't be read; the others continue."""
+
+    type: Literal["refused"] = field(default="refused", kw_only=True)
+    turn: str
+    error: ErrorSchema
+
+
+@dataclass(frozen=True, slots=True)
+class StreamClosing:
+    """The server shuts down: reconnect in a moment."""
+
+    type: Literal["closing"] = field(default="closing", kw_only=True)
+
+
+StreamItem = Annotated[StreamOpened | TurnEvent | StreamChange | TurnRefused | StreamClosing, Tagged]
