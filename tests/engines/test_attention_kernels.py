@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from palaver.engines.core.kv_cache import SlotAllocator
 from palaver.engines.torch.attention import MaskRule
 from palaver.engines.torch.attention_kernels import (
     MAX_FAILURES,
@@ -15,7 +16,7 @@ from palaver.engines.torch.attention_kernels import (
     attend_in_workspace,
 )
 from palaver.engines.torch.batch import build_batch, sequence_chunk
-from palaver.engines.torch.kv_cache import KVLayout, SlotAllocator
+from palaver.engines.torch.tensors import TensorLayout, TensorMemory
 
 SIZE = 16
 KINDS = [("cpu", torch.float32)]
@@ -26,17 +27,17 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
-def layout(request: pytest.FixtureRequest) -> KVLayout:
+def layout(request: pytest.FixtureRequest) -> TensorLayout:
     device, dtype = request.param
     shape = (2, SIZE)
-    return KVLayout(((shape, shape),), dtype, torch.device(device))
+    return TensorLayout(((shape, shape),), TensorMemory(dtype, torch.device(device)))
 
 
 class Text:
     """Random keys and values of one sequence in its slot, and the queries of its last tokens."""
 
     def __init__(
-        self, slots: SlotAllocator, layout: KVLayout, length: int, count: int, heads: int, size: float = 1
+        self, slots: SlotAllocator[Tensor], layout: TensorLayout, length: int, count: int, heads: int, size: float = 1
     ) -> None:
         def some(*shape: int) -> Tensor:
             return torch.randn(*shape).to(layout.device, layout.dtype)
@@ -73,7 +74,9 @@ def score_rounding(texts: list[Text], params: AttentionParams) -> float:
     return 2 * score_error * max(float(text.values.abs().max()) for text in texts)
 
 
-def check(layout: KVLayout, texts: list[tuple[int, int]], heads: int, params: AttentionParams, size: float = 1) -> None:
+def check(
+    layout: TensorLayout, texts: list[tuple[int, int]], heads: int, params: AttentionParams, size: float = 1
+) -> None:
     """(length, queries) of each text."""
     torch.manual_seed(heads + len(texts))
     slots = SlotAllocator(layout, 1 << 26)
@@ -89,7 +92,7 @@ def check(layout: KVLayout, texts: list[tuple[int, int]], heads: int, params: At
 
 @pytest.mark.parametrize("heads", [2, 8])
 @pytest.mark.parametrize("length", [1, 30, 300, MIN_WORKSPACE_KEYS + 1])
-def test_decode(layout: KVLayout, length: int, heads: int) -> None:
+def test_decode(layout: TensorLayout, length: int, heads: int) -> None:
     check(layout, [(length, 1)], heads, AttentionParams(0.25))
     check(layout, [(length, 1), (max(1, length - 1), 1), (length // 3 + 1, 1)], heads, AttentionParams(0.25))
 
@@ -99,7 +102,7 @@ def test_decode(layout: KVLayout, length: int, heads: int) -> None:
     ("length", "count"),
     [(7, 7), (60, 20), (MIN_WORKSPACE_KEYS - 1, 40), (MIN_WORKSPACE_KEYS, 2), (MIN_WORKSPACE_KEYS + 400, 50)],
 )
-def test_prefill(layout: KVLayout, length: int, count: int, heads: int) -> None:
+def test_prefill(layout: TensorLayout, length: int, count: int, heads: int) -> None:
     workspace = ScoreWorkspace() if layout.device.type == "cpu" else None
     check(layout, [(length, count)], heads, AttentionParams(0.25, workspace=workspace))
     check(
@@ -112,7 +115,7 @@ def test_prefill(layout: KVLayout, length: int, count: int, heads: int) -> None:
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_with_caps_and_sinks(layout: KVLayout, softcap: float | None, sinks: bool) -> None:
+def test_with_caps_and_sinks(layout: TensorLayout, softcap: float | None, sinks: bool) -> None:
     extra = torch.linspace(-1, 3, 8).to(layout.device) if sinks else None
     for texts in ([(50, 1), (40, 1)], [(MIN_WORKSPACE_KEYS + 4, 9)], [(1, 1)]):
         check(layout, texts, 8, AttentionParams(0.25, softcap, extra))
@@ -121,7 +124,7 @@ def test_with_caps_and_sinks(layout: KVLayout, softcap: float | None, sinks: boo
 @pytest.mark.parametrize("size", [1e-3, 30.0, 300.0])
 def test_scores_of_any_size(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The workspace is used only where unbounded exponentials stay in range."""
-    layout = KVLayout((((2, SIZE), (2, SIZE)),), torch.float32, torch.device("cpu"))
+    layout = TensorLayout((((2, SIZE), (2, SIZE)),), TensorMemory(torch.float32, torch.device("cpu")))
     outs: list[Tensor | None] = []
     attend = attend_in_workspace
 
@@ -162,7 +165,7 @@ def test_scores_of_which_most_are_small() -> None:
 
 def test_the_workspace_is_disabled_after_repeated_failures() -> None:
     """A model whose scores are always out of range pays for a few attempts only."""
-    layout = KVLayout((((2, SIZE), (2, SIZE)),), torch.float32, torch.device("cpu"))
+    layout = TensorLayout((((2, SIZE), (2, SIZE)),), TensorMemory(torch.float32, torch.device("cpu")))
     workspace = ScoreWorkspace()
     for _ in range(MAX_FAILURES):
         assert workspace.enabled
@@ -172,7 +175,7 @@ def test_the_workspace_is_disabled_after_repeated_failures() -> None:
 
 
 def test_the_default_dtype_of_the_process_does_not_matter() -> None:
-    layout = KVLayout((((2, SIZE), (2, SIZE)),), torch.float32, torch.device("cpu"))
+    layout = TensorLayout((((2, SIZE), (2, SIZE)),), TensorMemory(torch.float32, torch.device("cpu")))
     workspace, before = ScoreWorkspace(), torch.get_default_dtype()
     torch.set_default_dtype(torch.float16)
     try:

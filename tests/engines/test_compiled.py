@@ -19,12 +19,12 @@ from torch import Tensor
 from palaver.engines.compiled import build
 from palaver.engines.compiled.build import load_compiled_library
 from palaver.engines.compiled.decoder import MAX_ROWS, CompiledDecoder
+from palaver.engines.core.kv_cache import SlotAllocator
 from palaver.engines.torch import EngineOptions, SchedulerLimits, load, memory
 from palaver.engines.torch.batch import build_batch, sequence_chunk
 from palaver.engines.torch.checkpoint import open_checkpoint
 from palaver.engines.torch.decoders.plain import PlainDecoder
 from palaver.engines.torch.engine import NO_COMPILER_HINT
-from palaver.engines.torch.kv_cache import SlotAllocator
 from palaver.engines.torch.loader import quiet
 from palaver.engines.torch.memory import CPU, fit
 from palaver.engines.torch.probe import ModelProbe

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from palaver.engines.core.kv_cache import SlotAllocator
 from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine, cuda_graphs
 from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch, sequence_chunk
 from palaver.engines.torch.cuda_graphs import LENGTH_MULTIPLE, GraphDecoder, Pass, StepDecoder
 from palaver.engines.torch.decoders.library import LibraryDecoder, UnsupportedModel, kv_layout
 from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder
-from palaver.engines.torch.kv_cache import KVLayout, SlotAllocator
 from palaver.engines.torch.probe import ModelProbe
+from palaver.engines.torch.tensors import TensorLayout
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
@@ -177,7 +178,7 @@ def decoder_of(model: Any) -> StepDecoder:
 
 def decode(
     forward: Callable[[ForwardBatch], Tensor],
-    layout: KVLayout,
+    layout: TensorLayout,
     transform: Callable[[ForwardBatch], ForwardBatch] = lambda batch: batch,
 ) -> list[Tensor]:
     """The logits of some decode passes of three sequences, with an unrelated slot between them."""

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from palaver.engines.core.prefix_cache import MAX_CONVERSATIONS, PAGE_SIZE, ConversationRefs, PageTree
 from palaver.engines.torch import TorchEngine, load
-from palaver.engines.torch.prefix_cache import MAX_CONVERSATIONS, PAGE_SIZE, ConversationRefs, PageTree
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
@@ -119,7 +120,7 @@ def test_an_entry_of_very_many_conversations_is_shared_by_all() -> None:
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from("abc"), branches), min_size=1, max_size=8))
 def test_the_tree_keeps_exactly_what_the_others_inserted(inserted: list[tuple[str, list[int]]]) -> None:
-    pages = PageTree()
+    pages: PageTree[Any] = PageTree()
     for conversation, keys in inserted:
         insert(pages, "", keys, conversation)
     pages.forget("a")

@@ -1,13 +1,15 @@
 """The radix tree of cached pages, against a plain list of everything that was inserted."""
 
+from typing import Any
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaver.engines.torch.prefix_cache import PAGE_SIZE, PageTree
+from palaver.engines.core.prefix_cache import PAGE_SIZE, PageTree
 
 
-def insert(pages: PageTree, namespace: str, keys: list[int], conversation: str = "") -> None:
+def insert(pages: PageTree[Any], namespace: str, keys: list[int], conversation: str = "") -> None:
     """As PrefixCache does it: full pages, then the rest."""
     path = pages.path(namespace, keys)
     for page in path[1:]:
@@ -36,7 +38,7 @@ branches = st.builds(
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from("ab"), branches), min_size=1, max_size=8), branches)
 def test_matches_the_longest_prefix_to_the_token(inserted: list[tuple[str, list[int]]], query: list[int]) -> None:
-    pages = PageTree()
+    pages: PageTree[Any] = PageTree()
     for namespace, keys in inserted:
         insert(pages, namespace, keys)
     for namespace in "ab":
@@ -50,7 +52,7 @@ def test_matches_the_longest_prefix_to_the_token(inserted: list[tuple[str, list[
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(branches, min_size=1, max_size=8), st.integers(1, 20))
 def test_evicts_the_least_recently_used_tails_first(inserted: list[list[int]], evictions: int) -> None:
-    pages = PageTree()
+    pages: PageTree[Any] = PageTree()
     for keys in inserted:
         insert(pages, "", keys)
     latest = inserted[-1]
@@ -69,13 +71,13 @@ def test_evicts_the_least_recently_used_tails_first(inserted: list[list[int]], e
 
 
 def test_owners_share_nothing() -> None:
-    pages = PageTree()
+    pages: PageTree[Any] = PageTree()
     insert(pages, "one", [1, 2, 3])
     assert pages.match("two", [1, 2, 3]).tokens == 0
 
 
 def test_media_is_told_apart_by_its_hash() -> None:
-    pages = PageTree()
+    pages: PageTree[Any] = PageTree()
     path = pages.path("", [1, "picture of a cat", 2])
     pages.insert("", path, (1, "picture of a cat", 2), [torch.zeros(3)])
     assert pages.match("", [1, "picture of a dog", 2]).tokens == 1
@@ -86,7 +88,7 @@ def test_media_is_told_apart_by_its_hash() -> None:
 @given(st.lists(st.tuples(branches, st.booleans()), min_size=1, max_size=10), st.integers(0, 12))
 def test_logits_are_found_after_their_own_keys_alone(inserted: list[tuple[list[int], bool]], evictions: int) -> None:
     """They are counted and evicted with the page they belong to."""
-    pages = PageTree()
+    pages: PageTree[Any] = PageTree()
     ended: set[tuple[int, ...]] = set()
     for keys, ends in inserted:
         insert(pages, "", keys)

@@ -15,7 +15,7 @@ from palaver.engines.compiled.build import Library
 from palaver.engines.torch.batch import ForwardBatch
 from palaver.engines.torch.decoders.library import UnsupportedModel
 from palaver.engines.torch.decoders.plain import DecoderLayer, Linear, PlainDecoder, RMSNorm
-from palaver.engines.torch.kv_cache import KVLayout
+from palaver.engines.torch.tensors import TensorLayout
 
 LANES = 16
 PANEL = 64
@@ -89,7 +89,7 @@ class CompiledDecoder:
     pair_bytes = 0
     """Attention builds no matrix of scores."""
 
-    def __init__(self, parts: PlainDecoder, layout: KVLayout, library: Library, threads: int) -> None:
+    def __init__(self, parts: PlainDecoder, layout: TensorLayout, library: Library, threads: int) -> None:
         _check(parts, layout)
         self._rotary = parts.rotary
         self._vocabulary_size = parts.lm_head.weight.shape[1]
@@ -177,7 +177,7 @@ class CompiledDecoder:
         return tensor.data_ptr()
 
 
-def _check(parts: PlainDecoder, layout: KVLayout) -> None:
+def _check(parts: PlainDecoder, layout: TensorLayout) -> None:
     """Raises unless step.c can compute these sizes."""
     if layout.device.type != "cpu" or layout.dtype != torch.float32:
         raise UnsupportedModel("compiled steps are for float32 on the CPU")

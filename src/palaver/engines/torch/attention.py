@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from palaver.engines.core.kv_cache import Slot, SlotPool
 from palaver.engines.torch.attention_kernels import (
     AttentionParams,
     attend_decode,
@@ -19,7 +20,6 @@ from palaver.engines.torch.attention_kernels import (
     can_use_flash,
     can_use_workspace,
 )
-from palaver.engines.torch.kv_cache import Slot, SlotPool
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query position, key position) -> whether the query may see the key; broadcasts."""
@@ -107,7 +107,7 @@ class AttentionSpan:
 class PrefillSpan(AttentionSpan):
     """Several tokens of one sequence."""
 
-    slot: Slot
+    slot: Slot[Tensor]
     start: int
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -141,7 +141,7 @@ class BlockSpan(AttentionSpan):
     """Tokens of one sequence within an aligned block of positions (`exact.py`). The call has the shape of the whole
     block, whichever of its tokens are computed."""
 
-    slot: Slot
+    slot: Slot[Tensor]
     start: int
     stop: int
     size: int
@@ -184,7 +184,7 @@ class PaddingSpan(AttentionSpan):
 class SingleDecodeSpan(AttentionSpan):
     """The next token of one sequence."""
 
-    pool: SlotPool
+    pool: SlotPool[Tensor]
     index: int
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -219,7 +219,7 @@ class SingleDecodeSpan(AttentionSpan):
 class BatchDecodeSpan(AttentionSpan):
     """The next token of several sequences in one pool, in the order of their slots."""
 
-    pool: SlotPool
+    pool: SlotPool[Tensor]
     first_slot: int
     num_slots: int
     """How many slots, from the first on, are attended to."""

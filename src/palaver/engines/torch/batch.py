@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from palaver.engines.core.kv_cache import Slot, SlotPool
 from palaver.engines.torch.attention import (
     AttentionSpan,
     BatchDecodeSpan,
@@ -18,7 +19,6 @@ from palaver.engines.torch.attention import (
     SingleDecodeSpan,
 )
 from palaver.engines.torch.attention_kernels import AttentionParams
-from palaver.engines.torch.kv_cache import Slot, SlotPool
 
 
 class BatchInputs:
@@ -122,8 +122,8 @@ class ForwardBatch:
 class SequenceChunk:
     """The next tokens of one sequence."""
 
-    slot: Slot
-    pool: SlotPool
+    slot: Slot[Tensor]
+    pool: SlotPool[Tensor]
     index: int
     """The slot's location when the chunk was made; the slot may move."""
     start: int
@@ -141,7 +141,7 @@ class SequenceChunk:
         return same_slot and len(self.ids) == 1 == len(other.ids) and self.start + 1 == other.start
 
 
-def sequence_chunk(slot: Slot, start: int, ids: Sequence[int], long_rope: bool = False) -> SequenceChunk:
+def sequence_chunk(slot: Slot[Tensor], start: int, ids: Sequence[int], long_rope: bool = False) -> SequenceChunk:
     return SequenceChunk(slot, slot.pool, slot.index, start, ids, long_rope)
 
 

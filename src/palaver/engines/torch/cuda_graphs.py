@@ -13,8 +13,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from palaver.engines.core.kv_cache import SlotPool
 from palaver.engines.torch.batch import BatchInputs, ForwardBatch
-from palaver.engines.torch.kv_cache import SlotPool
 
 LENGTH_MULTIPLE = 256
 """Tokens. A graph serves until the longest sequence has outgrown the next multiple of this."""
@@ -45,7 +45,7 @@ class CapturedGraph:
     """A captured decode pass over certain slots. It holds the tensors that it reads, but not the pools: those may be
     freed, and the graph is then invalid."""
 
-    pools: tuple[weakref.ref[SlotPool], ...]
+    pools: tuple[weakref.ref[SlotPool[Tensor]], ...]
     inputs: BatchInputs
     extra_tensors: tuple[Tensor, ...]
     replay: Pass

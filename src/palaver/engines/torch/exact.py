@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT
+from palaver.engines.core.kv_cache import Slot, SlotAllocator
 from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_block_batch, sequence_chunk
-from palaver.engines.torch.kv_cache import KVLayout, Slot, SlotAllocator
+from palaver.engines.torch.tensors import TensorLayout
 
 EXACT_CHUNK = 128
 """Prompt tokens of a sequence that a scheduler step computes in the exact mode."""
@@ -77,7 +78,7 @@ def _split_into_blocks(chunk: SequenceChunk, size: int) -> list[SequenceChunk]:
 
 
 def probe_exactness(
-    forward: Callable[[ForwardBatch], Tensor], layout: KVLayout, ids: Sequence[int], may_pack: bool
+    forward: Callable[[ForwardBatch], Tensor], layout: TensorLayout, ids: Sequence[int], may_pack: bool
 ) -> tuple[ExactPasses, str]:
     """The fastest passes with the strongest guarantee, and what the bits of a reply depend on with them.
 
@@ -94,7 +95,7 @@ def probe_exactness(
 class _Trial:
     """Compares the logits of one text, computed alone in one chunk, with those in several chunks and in a batch."""
 
-    def __init__(self, passes: ExactPasses, layout: KVLayout, ids: Sequence[int]) -> None:
+    def __init__(self, passes: ExactPasses, layout: TensorLayout, ids: Sequence[int]) -> None:
         self._passes = passes
         self._slots = SlotAllocator(layout, PROBE_BYTES)
         self._ids = ids
@@ -107,11 +108,11 @@ class _Trial:
     def is_repeatable(self) -> bool:
         return self._is_same_in_batch(self._prefill([PROMPT_TOKENS]))
 
-    def _is_same_in_batch(self, sequence: tuple[Slot, int]) -> bool:
+    def _is_same_in_batch(self, sequence: tuple[Slot[Tensor], int]) -> bool:
         others = [self._prefill([3]), self._prefill([1, 17])]
         return torch.equal(self._decode([others[0], sequence, others[1]])[1], self._alone)
 
-    def _prefill(self, chunk_sizes: Sequence[int]) -> tuple[Slot, int]:
+    def _prefill(self, chunk_sizes: Sequence[int]) -> tuple[Slot[Tensor], int]:
         """A slot with the start of the text, computed in chunks of these sizes, and its length."""
         slot, at = self._slots.allocate(len(self._ids)), 0
         for size in chunk_sizes:
@@ -119,5 +120,5 @@ class _Trial:
             at += size
         return slot, at
 
-    def _decode(self, sequences: Sequence[tuple[Slot, int]]) -> Tensor:
+    def _decode(self, sequences: Sequence[tuple[Slot[Tensor], int]]) -> Tensor:
         return self._passes.run([sequence_chunk(slot, at, self._ids[at : at + 1]) for slot, at in sequences], True)

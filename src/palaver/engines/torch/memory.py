@@ -12,6 +12,7 @@ import torch
 from palaver.engines.torch.checkpoint import Checkpoint
 from palaver.engines.torch.loader import VALUES_PER_BYTE, is_dequantized, quantization_method
 from palaver.errors import DoesNotFit
+from palaver.memory import available_bytes
 
 GIB = 1 << 30
 MAX_CPU_CACHE_BYTES = 2 * GIB
@@ -74,7 +75,7 @@ def weights_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
 def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return _available_bytes()
+    return available_bytes()
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -84,20 +85,6 @@ def cache_bytes(device: torch.device) -> int:
         return GIB
     share = int(free * CACHE_SHARE.get(device.type, 0.5))
     return share if device.type == "cuda" else min(MAX_CPU_CACHE_BYTES, share)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch raised this for lack of memory, on any device."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def _available_bytes() -> int | None:
-    """Host memory that is available without swapping; None without psutil, which the engine runs without."""
-    try:
-        import psutil
-    except ImportError:
-        return None
-    return psutil.virtual_memory().available
 
 
 LARGE_PASS_PAIRS = 40_000

@@ -11,13 +11,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from palaver.engines.core.kv_cache import Slot
+from palaver.engines.core.prefix_cache import PrefixCache
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import CacheStatistics
 from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch, sequence_chunk
 from palaver.engines.torch.exact import EXACT_CHUNK, ExactPasses
-from palaver.engines.torch.kv_cache import KVLayout, Slot
-from palaver.engines.torch.memory import ThreadCounts, is_out_of_memory
-from palaver.engines.torch.prefix_cache import PrefixCache
+from palaver.engines.torch.memory import ThreadCounts
+from palaver.engines.torch.tensors import TensorLayout, is_out_of_memory
 from palaver.memory import give_back_unused
 
 HEADROOM = 32
@@ -42,7 +43,7 @@ class TorchRunner:
     def __init__(
         self,
         forward: Forward,
-        layout: KVLayout,
+        layout: TensorLayout,
         cache_bytes: int,
         context_length: int,
         threads: ThreadCounts,
@@ -60,7 +61,7 @@ class TorchRunner:
         self._threads = threads
         self._exact = exact
         self._original_length = original_length
-        self._slots: dict[SequenceState, Slot] = {}
+        self._slots: dict[SequenceState, Slot[Tensor]] = {}
         self._long_rope: set[SequenceState] = set()
         """The sequences that started with the frequencies for long texts."""
         self._decode_batch: ForwardBatch | None = None

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from palaver.engines.base import BY_BATCH, BY_TEXT, COMPILED
 from palaver.engines.compiled.build import Library
+from palaver.engines.core.kv_cache import Slot, SlotAllocator
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.runner import Runner
 from palaver.engines.torch.batch import BatchInputs, ForwardBatch, SequenceChunk, build_batch, sequence_chunk
@@ -22,12 +23,12 @@ from palaver.engines.torch.cuda_graphs import CudaGraphCapture, GraphDecoder, St
 from palaver.engines.torch.decoders.library import LibraryDecoder, OffsetCache, UnsupportedModel, kv_layout
 from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder
 from palaver.engines.torch.exact import ExactPasses, probe_exactness
-from palaver.engines.torch.kv_cache import KVLayout, Slot, SlotAllocator
 from palaver.engines.torch.loader import quantization_config, quiet
 from palaver.engines.torch.memory import ThreadCounts
 from palaver.engines.torch.model_runner import Forward, TorchRunner
 from palaver.engines.torch.rope import find_longrope
 from palaver.engines.torch.snapshot_runner import CacheAbilities, RecurrentState, SnapshotRunner, StatelessModel
+from palaver.engines.torch.tensors import TensorLayout
 from palaver.errors import CantCompile
 
 LENGTH = 48
@@ -100,12 +101,12 @@ class ModelProbe:
         """The position of the late tokens; 0: the context is too short for them."""
         self._late_logits: Tensor | None = None
 
-    def layout(self) -> KVLayout:
+    def layout(self) -> TensorLayout:
         return kv_layout(self._model, torch.tensor(self.ids[:4], device=self._model.device))
 
     def pick_forward(
         self,
-        layout: KVLayout,
+        layout: TensorLayout,
         context_length: int,
         options: EngineOptions,
         library: Future[Library] | None,
@@ -135,7 +136,7 @@ class ModelProbe:
         return compiled, COMPILED
 
     def pick_exact_passes(
-        self, forward: Forward, layout: KVLayout, steps: str, exact: bool, threads: ThreadCounts
+        self, forward: Forward, layout: TensorLayout, steps: str, exact: bool, threads: ThreadCounts
     ) -> tuple[ExactPasses | None, str]:
         """The passes of the exact mode, if it is on, and what the bits of a reply depend on."""
         if steps == COMPILED:
@@ -148,7 +149,7 @@ class ModelProbe:
             return probe_exactness(forward, layout, self.ids, may_pack=not (experts or quantised))
 
     def _with_cuda_graphs(
-        self, decoder: StepDecoder, layout: KVLayout, steps: str, options: EngineOptions
+        self, decoder: StepDecoder, layout: TensorLayout, steps: str, options: EngineOptions
     ) -> tuple[Forward, str]:
         """Adds CUDA graphs where they work. The exact mode has passes of its own, which are not captured."""
         if layout.device.type != "cuda" or options.exact:
@@ -162,7 +163,7 @@ class ModelProbe:
             return decoder, steps
         return (graphs, f"{steps}, recorded") if graphs.num_graphs else (decoder, steps)
 
-    def _synchronizes(self, decoder: StepDecoder, layout: KVLayout) -> bool:
+    def _synchronizes(self, decoder: StepDecoder, layout: TensorLayout) -> bool:
         """Whether a decode pass synchronises with the device, as where experts are picked one by one: that can't be
         captured, and a failed capture fragments the memory."""
         slots = SlotAllocator(layout, PROBE_BYTES)
@@ -179,7 +180,7 @@ class ModelProbe:
             torch.cuda.set_sync_debug_mode(before)
         return any("synchronizing" in str(warning.message) for warning in caught)
 
-    def _library_decoder(self, layout: KVLayout) -> LibraryDecoder:
+    def _library_decoder(self, layout: TensorLayout) -> LibraryDecoder:
         self._expected_late()  # before its attention is replaced
         forward = LibraryDecoder(self._model, self.rope)
         try:
@@ -191,7 +192,7 @@ class ModelProbe:
             raise
         return forward
 
-    def check(self, forward: Callable[[ForwardBatch], Tensor], layout: KVLayout) -> None:
+    def check(self, forward: Callable[[ForwardBatch], Tensor], layout: TensorLayout) -> None:
         """Raises unless two sequences of different lengths, in chunks and by token, give the model's own logits."""
         slots = SlotAllocator(layout, PROBE_BYTES)
         longer, shorter = slots.allocate(LENGTH), slots.allocate(LENGTH)
@@ -215,7 +216,7 @@ class ModelProbe:
             compare(batch, chunks)
         run(self._next_token(longer, SECOND + 3))
 
-    def check_late(self, forward: Forward, layout: KVLayout) -> None:
+    def check_late(self, forward: Forward, layout: TensorLayout) -> None:
         """Raises unless a sequence at the end of the context, with another at its start, gives the model's own logits:
         what depends on the position, or on the length of a pass, shows only there."""
         if self._late_start == 0:
@@ -267,7 +268,7 @@ class ModelProbe:
             return False
         return False
 
-    def _next_token(self, slot: Slot, at: int) -> SequenceChunk:
+    def _next_token(self, slot: Slot[Tensor], at: int) -> SequenceChunk:
         return sequence_chunk(slot, at, self.ids[at : at + 1])
 
     def pick_snapshot_runner(self, cache_bytes: int, reason: str, exact: bool) -> SnapshotRunner:
@@ -350,7 +351,7 @@ def _max_difference(logits: Tensor, expected: Tensor) -> float:
     return float((logits.float() - expected.float()).abs().max())
 
 
-def _shift_positions(batch: ForwardBatch, slot: Slot, offset: int) -> ForwardBatch:
+def _shift_positions(batch: ForwardBatch, slot: Slot[Tensor], offset: int) -> ForwardBatch:
     """The batch with later positions for the tokens of this slot; where they are stored doesn't change."""
     offsets = [offset if chunk.slot is slot else 0 for chunk in batch.chunks for _ in chunk.ids]
     positions = [at + shift for at, shift in zip(batch.positions.tolist(), offsets, strict=True)]

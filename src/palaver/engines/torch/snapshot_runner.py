@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from palaver.engines.base import BY_BATCH, BY_CACHE
+from palaver.engines.core.prefix_cache import ConversationRefs
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import CacheStatistics
 from palaver.engines.torch.exact import EXACT_CHUNK
-from palaver.engines.torch.prefix_cache import ConversationRefs
 from palaver.errors import CacheFull
 
 

@@ -13,9 +13,9 @@ from transformers.masking_utils import causal_mask_function
 from palaver.engines.torch.attention import MaskRule
 from palaver.engines.torch.attention_kernels import AttentionParams, pair_bytes
 from palaver.engines.torch.batch import ForwardBatch
-from palaver.engines.torch.kv_cache import KVLayout
 from palaver.engines.torch.loader import quiet
 from palaver.engines.torch.rope import LongRope
+from palaver.engines.torch.tensors import TensorLayout, TensorMemory
 
 
 class UnsupportedModel(Exception):
@@ -167,7 +167,7 @@ class _SlotCache(Cache):
 
 
 @torch.inference_mode()
-def kv_layout(model: PreTrainedModel, ids: Tensor) -> KVLayout:
+def kv_layout(model: PreTrainedModel, ids: Tensor) -> TensorLayout:
     """What one token takes in the model's cache. Raises where the cache isn't a key and a value in every layer."""
     cache = DynamicCache()
     model(input_ids=ids[None], past_key_values=cache, use_cache=True)
@@ -179,4 +179,5 @@ def kv_layout(model: PreTrainedModel, ids: Tensor) -> KVLayout:
         layers.append(((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])))
     if len(layers) != model.config.get_text_config().num_hidden_layers:
         raise UnsupportedModel("its layers share their caches")
-    return KVLayout(tuple(layers), cache.layers[0].keys.dtype, cache.layers[0].keys.device)
+    keys = cache.layers[0].keys
+    return TensorLayout(tuple(layers), TensorMemory(keys.dtype, keys.device))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Generic
 
-import torch
-from torch import Tensor
+from palaver.engines.core.arrays import A, ArrayMemory
 
 MIN_CAPACITY = 128
 """Tokens in the smallest slot; every capacity is a multiple of it."""
@@ -25,17 +25,16 @@ SlotContents = tuple[Hashable, Sequence[Hashable], str]
 
 
 @dataclass(frozen=True, slots=True)
-class KVLayout:
-    """What one token takes in the cache: the shapes of each layer's key and value."""
+class KVLayout(Generic[A]):
+    """What one token takes in the cache: the shapes of each layer's key and value, and the memory they are in."""
 
     layer_shapes: tuple[tuple[HeadShape, HeadShape], ...]
     """The key's and the value's shape, by layer."""
-    dtype: torch.dtype
-    device: torch.device
+    memory: ArrayMemory[A]
 
     @property
     def shape_counts(self) -> dict[HeadShape, int]:
-        """How many keys and values have each shape; those of one shape lie in one tensor."""
+        """How many keys and values have each shape; those of one shape lie in one array."""
         counts: dict[HeadShape, int] = {}
         for pair in self.layer_shapes:
             for shape in pair:
@@ -44,26 +43,24 @@ class KVLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(heads * size for pair in self.layer_shapes for heads, size in pair) * self.dtype.itemsize
+        return sum(heads * size for pair in self.layer_shapes for heads, size in pair) * self.memory.itemsize
 
 
-class SlotPool:
+class SlotPool(Generic[A]):
     """Slots of one capacity. `keys[layer]` and `values[layer]` are [slots, heads, capacity, size]."""
 
-    def __init__(self, layout: KVLayout, capacity: int, num_slots: int) -> None:
+    def __init__(self, layout: KVLayout[A], capacity: int, num_slots: int) -> None:
         self.capacity = capacity
         self.num_slots = num_slots
         self.free_slots = list(range(num_slots - 1, -1, -1))
-        self.buffers = {
+        self.buffers: dict[HeadShape, A] = {
             # zeros, because masked values must not be NaN
-            (heads, size): torch.zeros(
-                (count, num_slots, heads, capacity, size), dtype=layout.dtype, device=layout.device
-            )
+            (heads, size): layout.memory.zeros((count, num_slots, heads, capacity, size))
             for (heads, size), count in layout.shape_counts.items()
         }
         self.keys, self.values = _layer_views(layout, self.buffers)
-        self.flat_keys = [keys.view(-1, keys.shape[-1]) for keys in self.keys]
-        self.flat_values = [values.view(-1, values.shape[-1]) for values in self.values]
+        self.flat_keys: list[A] = [keys.reshape(-1, keys.shape[-1]) for keys in self.keys]
+        self.flat_values: list[A] = [values.reshape(-1, values.shape[-1]) for values in self.values]
         """The same memory as one list of vectors, which is quicker to write to."""
 
     @property
@@ -75,9 +72,9 @@ class SlotPool:
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
 
-def _layer_views(layout: KVLayout, buffers: dict[HeadShape, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _layer_views(layout: KVLayout[A], buffers: dict[HeadShape, A]) -> tuple[list[A], list[A]]:
     used = dict.fromkeys(buffers, 0)
-    views: tuple[list[Tensor], list[Tensor]] = ([], [])
+    views: tuple[list[A], list[A]] = ([], [])
     for pair in layout.layer_shapes:
         for shape, view in zip(pair, views, strict=True):
             view.append(buffers[shape][used[shape]])
@@ -85,34 +82,34 @@ def _layer_views(layout: KVLayout, buffers: dict[HeadShape, Tensor]) -> tuple[li
     return views
 
 
-SlotLocation = tuple[SlotPool, int]
+SlotLocation = tuple[SlotPool[A], int]
 """A pool and the index of a slot in it."""
 
 
-class Slot:
+class Slot(Generic[A]):
     """The memory of one sequence. The allocator may move it: `pool` and `index` always say where it is now."""
 
     __slots__ = ("index", "pool")
 
-    def __init__(self, pool: SlotPool, index: int) -> None:
+    def __init__(self, pool: SlotPool[A], index: int) -> None:
         self.pool = pool
         self.index = index
 
-    def views(self, start: int, stop: int) -> list[Tensor]:
+    def views(self, start: int, stop: int) -> list[A]:
         """Views of the keys and values at these positions, one a buffer: [members, heads, tokens, size]."""
         return [buffer[:, self.index, :, start:stop] for buffer in self.pool.buffers.values()]
 
 
-class SlotAllocator:
+class SlotAllocator(Generic[A]):
     """All pools. A pool never grows: more slots of a capacity are another pool, so no copy is made."""
 
-    def __init__(self, layout: KVLayout, max_pool_bytes: int) -> None:
+    def __init__(self, layout: KVLayout[A], max_pool_bytes: int) -> None:
         self._layout = layout
         self._max_pool_bytes = max_pool_bytes
-        self._pools: list[SlotPool] = []
-        self._slots: set[Slot] = set()
+        self._pools: list[SlotPool[A]] = []
+        self._slots: set[Slot[A]] = set()
         """The slots in use."""
-        self._freed: dict[SlotLocation, SlotContents] = {}
+        self._freed: dict[SlotLocation[A], SlotContents] = {}
         """What free slots still hold, least recently freed first."""
 
     @property
@@ -123,18 +120,18 @@ class SlotAllocator:
         """The bytes that allocating a slot of this capacity would take."""
         return 0 if self._pool_with_free_slot(capacity) else self._pool_size(capacity) * self._slot_bytes(capacity)
 
-    def allocate(self, tokens: int) -> Slot:
+    def allocate(self, tokens: int) -> Slot[A]:
         """A slot for so many tokens, without a check of memory. Its contents are undefined."""
         return self.allocate_capacity(default_capacity(tokens))
 
-    def allocate_capacity(self, capacity: int) -> Slot:
+    def allocate_capacity(self, capacity: int) -> Slot[A]:
         return self._allocate_at(self._find_free(capacity))
 
     def find_reusable(
         self, namespace: Hashable, keys: Sequence[Hashable], max_capacity: int
-    ) -> tuple[SlotLocation | None, int]:
+    ) -> tuple[SlotLocation[A] | None, int]:
         """The free slot of at most this capacity that holds the longest prefix of these keys, and its length."""
-        best: tuple[SlotLocation | None, int] = (None, 0)
+        best: tuple[SlotLocation[A] | None, int] = (None, 0)
         for location, (owner, held, _) in self._freed.items():
             usable = owner == namespace and location[0].capacity <= max_capacity
             common = common_prefix_length(held, keys) if usable else 0
@@ -142,27 +139,27 @@ class SlotAllocator:
                 best = (location, common)
         return best
 
-    def reuse(self, location: SlotLocation) -> tuple[Slot, SlotContents]:
+    def reuse(self, location: SlotLocation[A]) -> tuple[Slot[A], SlotContents]:
         """Allocates the free slot at this location; returns it with what it still holds."""
         contents = self._freed[location]
         return self._allocate_at(location), contents
 
-    def grow(self, slot: Slot, capacity: int, used: int) -> None:
+    def grow(self, slot: Slot[A], capacity: int, used: int) -> None:
         """Moves the slot, with the `used` tokens it holds, to one of this capacity."""
         pool, index, held = slot.pool, slot.index, slot.views(0, used)
         slot.pool, slot.index = self._claim(self._find_free(capacity))
-        copy_all(slot.views(0, used), held)
+        copy_all(self._layout.memory, slot.views(0, used), held)
         _release(pool, index)
 
-    def exclusive_pool_bytes(self, slot: Slot) -> int:
+    def exclusive_pool_bytes(self, slot: Slot[A]) -> int:
         """The bytes of the slot's pool, which freeing the slot would free; 0 where other slots share the pool."""
         return slot.pool.nbytes if len(slot.pool.free_slots) == slot.pool.num_slots - 1 else 0
 
-    def grow_via_host(self, slot: Slot, capacity: int, used: int) -> None:
+    def grow_via_host(self, slot: Slot[A], capacity: int, used: int) -> None:
         """As `grow`, but frees the slot's pool, which no other slot uses, before it allocates the new one. The tokens
         wait in the host's memory."""
         old = slot.pool
-        held = [view.to("cpu", copy=True) for view in slot.views(0, used)]
+        held = [self._layout.memory.to_host(view) for view in slot.views(0, used)]
         self._pools.remove(old)
         self._drop_contents(old)
         old_capacity = old.capacity
@@ -176,10 +173,10 @@ class SlotAllocator:
         finally:
             self._pools.append(pool)
             slot.pool, slot.index = self._claim((pool, 0))
-            copy_all(slot.views(0, used), held)
+            copy_all(self._layout.memory, slot.views(0, used), held)
 
     def free(
-        self, slot: Slot, namespace: Hashable = None, keys: Sequence[Hashable] = (), conversation: str = ""
+        self, slot: Slot[A], namespace: Hashable = None, keys: Sequence[Hashable] = (), conversation: str = ""
     ) -> None:
         """Frees the slot. It can be reused for these keys until it is allocated again."""
         if keys:
@@ -201,7 +198,7 @@ class SlotAllocator:
         at = 0
         for pool in full:
             for shape, buffer in pool.buffers.items():
-                wide.buffers[shape][:, at : at + pool.num_slots].copy_(buffer)
+                self._layout.memory.copy(wide.buffers[shape][:, at : at + pool.num_slots], buffer)
             for slot in self._slots:
                 if slot.pool is pool:
                     slot.pool, slot.index = wide, slot.index + at
@@ -220,13 +217,13 @@ class SlotAllocator:
                 return True
         return False
 
-    def _move_to_small_pool(self, pool: SlotPool, used: list[Slot]) -> None:
+    def _move_to_small_pool(self, pool: SlotPool[A], used: list[Slot[A]]) -> None:
         small = SlotPool(self._layout, pool.capacity, len(used))
         small.free_slots = []
         for index, slot in enumerate(used):
             held = slot.views(0, pool.capacity)
             slot.pool, slot.index = small, index
-            copy_all(slot.views(0, pool.capacity), held)
+            copy_all(self._layout.memory, slot.views(0, pool.capacity), held)
         self._pools = [other for other in self._pools if other is not pool] + [small]
         self._drop_contents(pool)
 
@@ -241,21 +238,21 @@ class SlotAllocator:
         self._pools = [pool for pool in self._pools if not pool.empty]
         self._freed = {location: held for location, held in self._freed.items() if not location[0].empty}
 
-    def _drop_contents(self, pool: SlotPool) -> None:
+    def _drop_contents(self, pool: SlotPool[A]) -> None:
         self._freed = {location: held for location, held in self._freed.items() if location[0] is not pool}
 
-    def _allocate_at(self, location: SlotLocation) -> Slot:
+    def _allocate_at(self, location: SlotLocation[A]) -> Slot[A]:
         slot = Slot(*self._claim(location))
         self._slots.add(slot)
         return slot
 
-    def _claim(self, location: SlotLocation) -> SlotLocation:
+    def _claim(self, location: SlotLocation[A]) -> SlotLocation[A]:
         pool, index = location
         self._freed.pop(location, None)
         pool.free_slots.remove(index)
         return pool, index
 
-    def _find_free(self, capacity: int) -> SlotLocation:
+    def _find_free(self, capacity: int) -> SlotLocation[A]:
         """A free slot that holds nothing, else the least recently freed one, else one in a new pool."""
         pools = self._pools_of(capacity)
         unused = (
@@ -264,15 +261,15 @@ class SlotAllocator:
         freed = (location for location in self._freed if location[0].capacity == capacity)
         return next(unused, None) or next(freed, None) or (self._new_pool(capacity), 0)
 
-    def _new_pool(self, capacity: int) -> SlotPool:
+    def _new_pool(self, capacity: int) -> SlotPool[A]:
         pool = SlotPool(self._layout, capacity, self._pool_size(capacity))
         self._pools.append(pool)
         return pool
 
-    def _pool_with_free_slot(self, capacity: int) -> SlotPool | None:
+    def _pool_with_free_slot(self, capacity: int) -> SlotPool[A] | None:
         return next((pool for pool in self._pools_of(capacity) if pool.free_slots), None)
 
-    def _pools_of(self, capacity: int) -> list[SlotPool]:
+    def _pools_of(self, capacity: int) -> list[SlotPool[A]]:
         return [pool for pool in self._pools if pool.capacity == capacity]
 
     def _pool_size(self, capacity: int) -> int:
@@ -297,7 +294,7 @@ def common_prefix_length(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
     return start
 
 
-def _release(pool: SlotPool, index: int) -> None:
+def _release(pool: SlotPool[A], index: int) -> None:
     pool.free_slots.append(index)
     pool.free_slots.sort(reverse=True)  # the lowest is taken next, so that slots in use lie close together
 
@@ -317,6 +314,6 @@ def candidate_capacities(tokens: int) -> list[int]:
     return sorted({default, min(spare, default), smallest}, reverse=True)
 
 
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy_all(memory: ArrayMemory[A], targets: Sequence[A], sources: Sequence[A]) -> None:
     for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+        memory.copy(target, source)

@@ -6,12 +6,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Generic
 
-import torch
-from torch import Tensor
-
-from palaver.engines.core.runner import CacheStatistics
-from palaver.engines.torch.kv_cache import (
+from palaver.engines.core.arrays import A
+from palaver.engines.core.kv_cache import (
     MIN_CAPACITY,
     KVLayout,
     Slot,
@@ -22,8 +20,9 @@ from palaver.engines.torch.kv_cache import (
     copy_all,
     default_capacity,
 )
-from palaver.engines.torch.memory import CPU, free_bytes, is_out_of_memory
+from palaver.engines.core.runner import CacheStatistics
 from palaver.errors import CacheFull
+from palaver.memory import available_bytes
 
 PAGE_SIZE = 32
 """Tokens in a full page."""
@@ -69,16 +68,16 @@ class ConversationRefs:
 
 
 @dataclass(eq=False, slots=True)
-class CachePage:
+class CachePage(Generic[A]):
     """Keys and values of up to PAGE_SIZE consecutive tokens."""
 
     keys: tuple[Key, ...]
-    data: list[Tensor]
-    parent: CachePage | None
+    data: list[A]
+    parent: CachePage[A] | None
     conversations: ConversationRefs = field(default_factory=ConversationRefs)
-    children: dict[Key, list[CachePage]] = field(default_factory=dict)
+    children: dict[Key, list[CachePage[A]]] = field(default_factory=dict)
     """By their first key."""
-    logits: dict[int, Tensor] = field(default_factory=dict)
+    logits: dict[int, A] = field(default_factory=dict)
     """The logits after some of the keys, by the key's index: where prompts ended."""
 
     @property
@@ -87,19 +86,19 @@ class CachePage:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(Generic[A]):
     """Pages that hold the first `tokens` tokens; the last page may match only in part."""
 
-    pages: tuple[CachePage, ...]
+    pages: tuple[CachePage[A], ...]
     tokens: int
 
 
-class PageTree:
+class PageTree(Generic[A]):
     """A radix tree for each namespace. Namespaces separate what must never be shared: owners and adapters."""
 
     def __init__(self) -> None:
-        self._roots: dict[Hashable, CachePage] = {}
-        self._lru: OrderedDict[CachePage, Hashable] = OrderedDict()
+        self._roots: dict[Hashable, CachePage[A]] = {}
+        self._lru: OrderedDict[CachePage[A], Hashable] = OrderedDict()
         """The namespace of each page, least recently used first."""
         self.nbytes = 0
         self.evictions = 0
@@ -107,9 +106,9 @@ class PageTree:
     def __len__(self) -> int:
         return len(self._lru)
 
-    def match(self, namespace: Hashable, keys: Sequence[Key]) -> PrefixMatch:
+    def match(self, namespace: Hashable, keys: Sequence[Key]) -> PrefixMatch[A]:
         """The longest cached prefix of these keys. Counts as a use of its pages."""
-        pages: list[CachePage] = []
+        pages: list[CachePage[A]] = []
         tokens = 0
         page = self._roots.get(namespace)
         while page is not None and tokens < len(keys):
@@ -122,7 +121,7 @@ class PageTree:
         self._touch(pages)
         return PrefixMatch(tuple(pages), tokens)
 
-    def find_logits_page(self, namespace: Hashable, keys: Sequence[Key]) -> CachePage | None:
+    def find_logits_page(self, namespace: Hashable, keys: Sequence[Key]) -> CachePage[A] | None:
         """The page that holds the last of these keys and the logits after it. Counts as a use of it."""
         match = self.match(namespace, keys)
         if not match.pages or match.tokens < len(keys):
@@ -136,7 +135,7 @@ class PageTree:
                 return page
         return None
 
-    def path(self, namespace: Hashable, keys: Sequence[Key]) -> list[CachePage]:
+    def path(self, namespace: Hashable, keys: Sequence[Key]) -> list[CachePage[A]]:
         """The root and the full pages below it that hold a prefix of these keys."""
         pages = self.match(namespace, keys).pages
         root = self._roots.setdefault(namespace, CachePage((), [], None))
@@ -148,9 +147,9 @@ class PageTree:
     def insert(
         self,
         namespace: Hashable,
-        path: list[CachePage],
+        path: list[CachePage[A]],
         keys: tuple[Key, ...],
-        data: list[Tensor],
+        data: list[A],
         conversation: str = "",
     ) -> bool:
         """Inserts a page below the path and appends it to the path. Returns False where the path was evicted."""
@@ -158,7 +157,7 @@ class PageTree:
         if parent.parent is not None and parent not in self._lru:
             return False
         conversations = ConversationRefs(conversation)
-        logits: dict[int, Tensor] = {}
+        logits: dict[int, A] = {}
         for sibling in list(parent.children.get(keys[0], ())):
             if len(sibling.keys) < len(keys) and keys[: len(sibling.keys)] == sibling.keys:
                 conversations.merge(sibling.conversations)  # the new page replaces the shorter one
@@ -173,14 +172,14 @@ class PageTree:
         self._touch(path[1:])
         return True
 
-    def attach_logits(self, namespace: Hashable, keys: Sequence[Key], logits: Tensor) -> None:
+    def attach_logits(self, namespace: Hashable, keys: Sequence[Key], logits: A) -> None:
         """Caches the logits after these keys with the page that holds the last of them, if there is one."""
         match = self.match(namespace, keys)
         if match.pages and match.tokens == len(keys):
             match.pages[-1].logits[(len(keys) - 1) % PAGE_SIZE] = logits
             self.nbytes += logits.nbytes
 
-    def find_child(self, path: list[CachePage], keys: tuple[Key, ...]) -> CachePage | None:
+    def find_child(self, path: list[CachePage[A]], keys: tuple[Key, ...]) -> CachePage[A] | None:
         """A page below the path that starts with these keys."""
         children = path[-1].children.get(keys[0], ())
         return next((child for child in children if child.keys[: len(keys)] == keys), None)
@@ -206,11 +205,11 @@ class PageTree:
         while self._lru:
             self._remove(next(iter(self._lru)))
 
-    def _touch(self, path: Sequence[CachePage]) -> None:
+    def _touch(self, path: Sequence[CachePage[A]]) -> None:
         for page in reversed(path):
             self._lru.move_to_end(page)
 
-    def _remove(self, page: CachePage) -> int:
+    def _remove(self, page: CachePage[A]) -> int:
         assert not page.children, "a page with children is never the least recently used"
         namespace = self._lru.pop(page)
         parent = page.parent
@@ -225,7 +224,7 @@ class PageTree:
         return page.nbytes
 
 
-def _best_child(page: CachePage, keys: tuple[Key, ...]) -> tuple[CachePage | None, int]:
+def _best_child(page: CachePage[A], keys: tuple[Key, ...]) -> tuple[CachePage[A] | None, int]:
     """The child that shares the longest prefix with these keys, and its length."""
     best, length = None, 0
     for child in page.children.get(keys[0], ()):
@@ -237,17 +236,17 @@ def _best_child(page: CachePage, keys: tuple[Key, ...]) -> tuple[CachePage | Non
     return best, length
 
 
-class PrefixCache:
+class PrefixCache(Generic[A]):
     """Allocates slots, filled with the cached prefix of their sequence, and caches what they compute."""
 
-    def __init__(self, layout: KVLayout, limit_bytes: int) -> None:
+    def __init__(self, layout: KVLayout[A], limit_bytes: int) -> None:
         self._layout = layout
         self._slots = SlotAllocator(layout, limit_bytes // POOL_SHARE)
-        self.widens_pools = layout.device.type != "cpu"
+        self.widens_pools = not layout.memory.on_host
         """On an accelerator moving slots is cheap, and one attention call a pool is not."""
         self.on_slots_moved: Callable[[], None] = lambda: None
         """Called after slots moved or were dropped: a cached batch holds references to the old pools."""
-        self._pages = PageTree()
+        self._pages: PageTree[A] = PageTree()
         self._limit_bytes = limit_bytes
         self._prompt_tokens = 0
         self._hit_tokens = 0
@@ -278,7 +277,7 @@ class PrefixCache:
         """The length of the longest prefix of these keys in cached pages."""
         return self._pages.match(namespace, keys).tokens
 
-    def allocate(self, namespace: Hashable, keys: Sequence[Key], tokens: int) -> tuple[Slot, int]:
+    def allocate(self, namespace: Hashable, keys: Sequence[Key], tokens: int) -> tuple[Slot[A], int]:
         """A slot for so many tokens, and how many of these keys' tokens it already holds.
 
         Raises CacheFull when running sequences leave no memory for it.
@@ -297,23 +296,23 @@ class PrefixCache:
             stop = min(match.tokens, index * PAGE_SIZE + len(page.keys))
             if start < stop:
                 part = slice(start - index * PAGE_SIZE, stop - index * PAGE_SIZE)
-                copy_all(slot.views(start, stop), [tensor[:, :, part] for tensor in page.data])
+                copy_all(self._layout.memory, slot.views(start, stop), [tensor[:, :, part] for tensor in page.data])
         cached = max(held, match.tokens)
         self._prompt_tokens += len(keys) + 1
         self._hit_tokens += cached
         return slot, cached
 
-    def restore_logits(self, slot: Slot, namespace: Hashable, keys: Sequence[Key]) -> Tensor | None:
+    def restore_logits(self, slot: Slot[A], namespace: Hashable, keys: Sequence[Key]) -> A | None:
         """The cached logits after all of these keys, or None. The slot, which holds the other keys, gets the last."""
         page = self._pages.find_logits_page(namespace, keys)
         if page is None:
             return None
         last, at = len(keys) - 1, (len(keys) - 1) % PAGE_SIZE
-        copy_all(slot.views(last, last + 1), [tensor[:, :, at : at + 1] for tensor in page.data])
+        copy_all(self._layout.memory, slot.views(last, last + 1), [tensor[:, :, at : at + 1] for tensor in page.data])
         self._hit_tokens += 1
         return page.logits[at]
 
-    def grow(self, slot: Slot, tokens: int, used: int) -> None:
+    def grow(self, slot: Slot[A], tokens: int, used: int) -> None:
         """Makes room for so many tokens in all; other slots may move. Raises CacheFull."""
         if tokens <= slot.pool.capacity:
             return
@@ -325,7 +324,7 @@ class PrefixCache:
         with self._out_of_memory_is_full(tokens):
             self._slots.grow(slot, capacity, used)
 
-    def insert(self, slot: Slot, namespace: Hashable, keys: Sequence[Key], conversation: str = "") -> None:
+    def insert(self, slot: Slot[A], namespace: Hashable, keys: Sequence[Key], conversation: str = "") -> None:
         """Caches what the slot computed for these keys, as far as running sequences leave memory."""
         path = self._pages.path(namespace, keys)
         for page in path[1:]:
@@ -338,18 +337,18 @@ class PrefixCache:
             if cached is not None or not self._make_room_for_page(len(part) * self._layout.bytes_per_token):
                 return
             views = slot.views(start, start + len(part))
-            data = [view.clone(memory_format=torch.contiguous_format) for view in views]
+            data = [self._layout.memory.clone(view) for view in views]
             if not self._pages.insert(namespace, path, part, data, conversation):
                 return
 
-    def insert_logits(self, namespace: Hashable, keys: Sequence[Key], logits: Tensor) -> None:
+    def insert_logits(self, namespace: Hashable, keys: Sequence[Key], logits: A) -> None:
         """Caches the logits after these keys, if the keys are cached and there is memory."""
         small = logits.nbytes <= self._limit_bytes // LOGITS_SHARE
         missing = small and self._pages.find_logits_page(namespace, keys) is None
         if missing and self._make_room_for_page(logits.nbytes):
-            self._pages.attach_logits(namespace, keys, logits.clone())
+            self._pages.attach_logits(namespace, keys, self._layout.memory.clone(logits))
 
-    def free(self, slot: Slot, namespace: Hashable, keys: Sequence[Key], conversation: str = "") -> None:
+    def free(self, slot: Slot[A], namespace: Hashable, keys: Sequence[Key], conversation: str = "") -> None:
         """Frees the slot, which holds these keys and can be reused for them."""
         self._slots.free(slot, namespace, keys, conversation)
 
@@ -358,12 +357,12 @@ class PrefixCache:
         self._slots.forget(conversation)
         self._pages.forget(conversation)
 
-    def _allocate_new(self, tokens: int) -> Slot:
+    def _allocate_new(self, tokens: int) -> Slot[A]:
         capacity = self._reserve(tokens)
         with self._out_of_memory_is_full(tokens):
             return self._slots.allocate_capacity(capacity)
 
-    def _reuse(self, location: SlotLocation, tokens: int, used: int) -> Slot:
+    def _reuse(self, location: SlotLocation[A], tokens: int, used: int) -> Slot[A]:
         """The freed slot at this location, grown to so many tokens; its first `used` tokens stay."""
         slot, contents = self._slots.reuse(location)
         try:
@@ -378,7 +377,7 @@ class PrefixCache:
         default = default_capacity(tokens)
         widened = self._slots.widened_bytes(default) if self.widens_pools else 0
         if 0 < widened <= self._limit_bytes // WIDE_POOL_SHARE and self._excess(widened) <= 0:  # without evictions
-            with suppress(torch.OutOfMemoryError):  # widening is only an optimisation
+            with suppress(CacheFull), self._out_of_memory_is_full(tokens):  # widening is only an optimisation
                 self._slots.widen(default)
                 self.on_slots_moved()
         for capacity in candidate_capacities(tokens):
@@ -386,10 +385,10 @@ class PrefixCache:
                 return capacity
         raise CacheFull(tokens, self.max_tokens)
 
-    def _grow_via_host(self, slot: Slot, tokens: int, used: int) -> None:
+    def _grow_via_host(self, slot: Slot[A], tokens: int, used: int) -> None:
         """Grows a slot where there is no memory for the old and the new one at once."""
         held = used * self._layout.bytes_per_token
-        host_bytes = free_bytes(CPU)
+        host_bytes = available_bytes()
         freed = self._slots.exclusive_pool_bytes(slot)
         for capacity in candidate_capacities(tokens) if freed and (host_bytes is None or held < host_bytes) else ():
             if self._make_room(capacity * self._layout.bytes_per_token - freed):
@@ -405,7 +404,7 @@ class PrefixCache:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if not self._layout.memory.is_out_of_memory(error):
                 raise
             raise CacheFull(tokens, self.max_tokens) from None
 
