@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from palaver.chat.continuation import replay
 from palaver.chat.interface import Chat
-from palaver.chat.replay import replay
 from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry
 from palaver.engines.host import HostedEngine

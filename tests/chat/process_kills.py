@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from palaver.chat.continuation import replay
 from palaver.chat.interface import Chat
-from palaver.chat.model_loader import LoadOptions, ModelSlot, hosted_loader
-from palaver.chat.replay import replay
+from palaver.chat.model import LoadOptions, ModelSlot, hosted_loader
 from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry
 from palaver.events import Failed, Finished, Snapshot, Started, Waiting

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from palaver.chat.continuation import replay
 from palaver.chat.interface import Chat
-from palaver.chat.model_loader import LoadOptions, ModelSlot, hosted_loader
-from palaver.chat.replay import replay
+from palaver.chat.model import LoadOptions, ModelSlot, hosted_loader
 from palaver.chat.service import Service
 from palaver.engines.core.reply_state import ReplyState
 from palaver.events import ThinkingDelta

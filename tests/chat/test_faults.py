@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from palaver.chat.change_feed import MAX_QUEUED, ChangeFeed
 from palaver.chat.interface import ConversationChange, SentMessage
-from palaver.chat.model import Model
-from palaver.chat.model_loader import LoadOptions, ModelSlot, build_model, load_model_format
+from palaver.chat.model import LoadOptions, Model, ModelSlot, build_model, load_model_format
 from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry, RecorderClosed
-from palaver.chat.turns import LOST, NOT_BEGUN
+from palaver.chat.turns import LOST, MAX_QUEUED, NOT_BEGUN, ChangeFeed
 from palaver.engines.host.supervisor import ReportProgress
 from palaver.errors import BadParameter, ModelError
 from palaver.events import Failed, Finished, fold

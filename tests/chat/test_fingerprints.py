@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from palaver.chat.model import Model
-from palaver.chat.model_loader import LoadOptions, ModelSlot, build_model, load_model_format
+from palaver.chat.model import LoadOptions, Model, ModelSlot, build_model, load_model_format
 from palaver.chat.service import Service
 from palaver.cli import app
 from palaver.engines.base import Fingerprint

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from palaver.chat.continuation import replay
 from palaver.chat.interface import SentMessage
-from palaver.chat.replay import replay
 from palaver.chat.turn_log import LogEntry
 from palaver.chat.turns import LEFT
 from palaver.errors import EngineError

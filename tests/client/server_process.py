@@ -9,8 +9,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from palaver.chat.model import Model
-from palaver.chat.model_loader import ModelSlot
+from palaver.chat.model import Model, ModelSlot
 from palaver.chat.service import Service
 from palaver.engines.host.supervisor import ReportProgress
 from palaver.store import open_store

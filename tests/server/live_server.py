@@ -13,8 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from palaver.chat.model import Model
-from palaver.chat.model_loader import LoadOptions, ModelSlot, build_model, load_model_format
+from palaver.chat.model import LoadOptions, Model, ModelSlot, build_model, load_model_format
 from palaver.chat.service import Service
 from palaver.engines.host.supervisor import ReportProgress
 from palaver.engines.torch import EngineOptions, load

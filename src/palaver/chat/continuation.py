@@ -1,18 +1,29 @@
-"""Continuing and forking replies: in the same message if possible, else in a sibling that starts with its tokens."""
+"""Continuing replies: on request, as forks, and after a crash; and generating a stored reply again to compare it."""
 
 from __future__ import annotations
 
+import logging
 from asyncio import to_thread
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from palaver.chat.model import Model, draw_seed, extend_limit
-from palaver.chat.recovery import is_same_tokenizer
 from palaver.chat.reply_request import RequestBuilder
-from palaver.chat.reply_stream import ReplyRequest
+from palaver.chat.reply_stream import ReplyRequest, first_generated
 from palaver.chat.turns import NewTurn, Turns
 from palaver.errors import BadParameter
+from palaver.events import fold
 from palaver.generation import Step
-from palaver.store import Conflict, Conversation, ReplySettings, ReplyStatus, Store, StoredMessage
+from palaver.messages import Part
+from palaver.store import (
+    Conflict,
+    Conversation,
+    NotFound,
+    ReplyEnding,
+    ReplySettings,
+    ReplyStatus,
+    Store,
+    StoredMessage,
+)
 from palaver.store.replies import was_resumed_with
 from palaver.store.token_codec import prefill_steps
 
@@ -108,3 +119,89 @@ class Continuation:
             expected_head=conversation.head_id,
         )
         return await self._turns.start(model, new_turn)
+
+
+_log = logging.getLogger(__name__)
+
+
+class Recovery:
+    def __init__(self, store: Store, turns: Turns, requests: RequestBuilder, resume: bool) -> None:
+        self._store = store
+        self._turns = turns
+        self._requests = requests
+        self._resume = resume
+
+    async def run(self, model: Model) -> None:
+        """Recovers each reply on its own. One that fails is marked interrupted and keeps its tokens."""
+        for id in await self._turns.claim_orphans(self._resume):
+            try:
+                await self._recover(model, id)
+            except Exception as error:
+                _log.warning("a reply that another process left was not recovered: %s", error)
+                if self._resume:
+                    await self._turns.end_recovering(id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
+
+    async def _recover(self, model: Model, id: str) -> None:
+        reply = await to_thread(self._store.messages.get, id)
+        if self._resume:
+            await self._take_over(model, reply)
+        elif is_same_tokenizer(model, reply):
+            parts = await to_thread(self._fold_tokens, model, reply)
+            await to_thread(self._store.replies.rewrite, id, parts)
+
+    async def _take_over(self, model: Model, reply: StoredMessage) -> None:
+        assert reply.reply is not None
+        if not is_same_tokenizer(model, reply):
+            await self._turns.end_recovering(reply.id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
+            return
+        conversation = await to_thread(self._store.conversations.get, reply.conversation_id)
+        request = await to_thread(self._requests.rebuild, model, reply, conversation.owner_id)
+        steps = await to_thread(self._store.replies.tokens, reply.id)
+        await self._turns.take_over(model, reply, request, steps)
+
+    def _fold_tokens(self, model: Model, reply: StoredMessage) -> tuple[Part, ...]:
+        """The parts of the message that the reply's tokens encode."""
+        owner = self._store.conversations.get(reply.conversation_id, deleted=True).owner_id
+        request = self._requests.rebuild(model, reply, owner)
+        reader = model.reader(request, model.prompt(request, self._store.replies.token_ids(reply.id)))
+        return fold((*reader.open(), *reader.close())).message.parts
+
+
+def is_same_tokenizer(model: Model, reply: StoredMessage) -> bool:
+    """Whether the reply's token ids are of this model's tokenizer."""
+    return reply.reply is not None and reply.reply.settings.tokenizer == model.tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    recorded: tuple[int, ...]
+    replayed: tuple[int, ...]
+
+    @property
+    def same(self) -> bool:
+        return self.recorded == self.replayed
+
+    @property
+    def difference(self) -> int | None:
+        """The index of the first token that differs."""
+        pairs = enumerate(zip(self.recorded, self.replayed, strict=False))
+        first = next((index for index, (one, other) in pairs if one != other), None)
+        return first if first is not None or self.same else min(len(self.recorded), len(self.replayed))
+
+
+async def replay(store: Store, model: Model, reply_id: str) -> ReplayResult:
+    """Generates the reply again, up to its length. Tokens that were not sampled are given as its beginning."""
+    reply = await to_thread(store.messages.get, reply_id)
+    if reply.reply is None:
+        raise NotFound("reply", reply_id)
+    if not is_same_tokenizer(model, reply):
+        raise Conflict(f"The reply was made by {reply.reply.settings.model!r}, whose tokens this model does not know.")
+    steps = await to_thread(store.replies.tokens, reply_id)
+    conversation = await to_thread(store.conversations.get, reply.conversation_id)
+    request = await to_thread(RequestBuilder(store).rebuild, model, reply, conversation.owner_id)
+    recorded = tuple(step.token_id for step in steps)
+    if not recorded:
+        return ReplayResult((), ())
+    request = replace(request, sampling=replace(request.sampling, max_tokens=len(recorded)))
+    replayed = await model.reply(request, recorded[: first_generated(steps)])
+    return ReplayResult(recorded, replayed.token_ids)

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from palaver.chat import parameters as settings
+from palaver.chat.continuation import is_same_tokenizer
 from palaver.chat.interface import (
     ContextUsage,
     ConversationChange,
@@ -20,7 +21,6 @@ from palaver.chat.interface import (
     TokenAlternative,
 )
 from palaver.chat.model import Model
-from palaver.chat.recovery import is_same_tokenizer
 from palaver.chat.reply_request import PartialReply
 from palaver.chat.subscription import FollowedReply
 from palaver.chat.turn_log import LogEntry

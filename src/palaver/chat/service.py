@@ -7,15 +7,13 @@ import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 
-from palaver.chat.change_feed import ChangeFeed
-from palaver.chat.continuation import Continuation
+from palaver.chat.continuation import Continuation, Recovery, is_same_tokenizer
 from palaver.chat.interface import ModelState
 from palaver.chat.local_chat import LocalChat
-from palaver.chat.model_loader import ModelSlot
-from palaver.chat.recovery import Recovery, is_same_tokenizer
+from palaver.chat.model import ModelSlot
 from palaver.chat.reply_request import RequestBuilder
 from palaver.chat.subscription import TurnSubscription
-from palaver.chat.turns import Turns
+from palaver.chat.turns import ChangeFeed, Turns
 from palaver.errors import PalaverError
 from palaver.store import Store, StoredMessage
 from palaver.store.leases import LEASE_SECONDS

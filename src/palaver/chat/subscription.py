@@ -10,8 +10,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import cast
 
+from palaver.chat.continuation import is_same_tokenizer
 from palaver.chat.model import Model
-from palaver.chat.recovery import is_same_tokenizer
 from palaver.chat.reply_request import RequestBuilder
 from palaver.chat.reply_stream import BatchReader, ReplyOpening, ReplyRequest, ReplyStream, first_generated
 from palaver.chat.turn_log import LogEntry, TurnLog, numbered

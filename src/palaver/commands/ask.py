@@ -28,8 +28,7 @@ from palaver.commands.options import (
 from palaver.errors import EmptyMessage, RequestError
 
 if TYPE_CHECKING:
-    from palaver.chat.model import Model
-    from palaver.chat.model_loader import LoadOptions
+    from palaver.chat.model import LoadOptions, Model
     from palaver.chat.reply_stream import ReplyRecord, ReplyRequest
     from palaver.messages import ToolCall
 
@@ -51,7 +50,7 @@ def ask(
     """Ask one question: the answer goes to stdout, thinking to stderr."""
     import asyncio
 
-    from palaver.chat.model_loader import LoadOptions
+    from palaver.chat.model import LoadOptions
     from palaver.repl.plain import PlainPrinter, print_reply
 
     with report_errors():
@@ -72,7 +71,7 @@ def ask(
 @asynccontextmanager
 async def _load_model(name: str | None, options: LoadOptions) -> AsyncIterator[Model]:
     """Loads the engine in this process: an engine host would only slow down a single question."""
-    from palaver.chat.model_loader import build_model, load_model_format, missing_template_notices
+    from palaver.chat.model import build_model, load_model_format, missing_template_notices
     from palaver.engines.torch import EngineOptions, load
     from palaver.models.resolver import DEFAULT_MODEL, resolve_model
 

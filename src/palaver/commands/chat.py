@@ -37,7 +37,7 @@ from palaver.commands.options import (
 
 if TYPE_CHECKING:
     from palaver.chat.interface import Chat
-    from palaver.chat.model_loader import LoadOptions
+    from palaver.chat.model import LoadOptions
 
 ResumeOption = Annotated[bool, typer.Option("--resume", "-r", help=strings.RESUME)]
 ConversationOption = Annotated[
@@ -79,7 +79,7 @@ def chat(
     import asyncio
     from dataclasses import replace
 
-    from palaver.chat.model_loader import LoadOptions
+    from palaver.chat.model import LoadOptions
     from palaver.client import HttpChat
     from palaver.repl.session import run as run_session
     from palaver.repl.settings import SessionSettings, ThinkingDisplay
@@ -152,7 +152,7 @@ async def _local_chat(
 ) -> AsyncIterator[Chat]:
     import asyncio
 
-    from palaver.chat.model_loader import ModelSlot, hosted_loader, model_checker
+    from palaver.chat.model import ModelSlot, hosted_loader, model_checker
     from palaver.chat.service import Service
     from palaver.models.resolver import DEFAULT_MODEL, embedded_models
     from palaver.store import open_store

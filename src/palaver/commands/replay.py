@@ -20,8 +20,8 @@ from palaver.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from palaver.chat.model_loader import LoadOptions
-    from palaver.chat.replay import ReplayResult
+    from palaver.chat.continuation import ReplayResult
+    from palaver.chat.model import LoadOptions
     from palaver.store import Store
 
 Fingerprints: TypeAlias = tuple[tuple[int, str], ...]
@@ -40,7 +40,7 @@ def replay(
     """Generate a stored reply again from its settings and seed, and say whether it is the same."""
     import asyncio
 
-    from palaver.chat.model_loader import LoadOptions
+    from palaver.chat.model import LoadOptions
 
     with store_context(data, database) as store:
         reply_id = _reply_id(store, id)
@@ -102,8 +102,8 @@ def _reply_id(store: Store, id: str) -> str:
 
 async def _replay(store: Store, reply_id: str, name: str | None, options: LoadOptions) -> tuple[ReplayResult, str]:
     """The comparison, and the fingerprint of the engine that ran it."""
-    from palaver.chat.model_loader import hosted_loader
-    from palaver.chat.replay import replay as replay_reply
+    from palaver.chat.continuation import replay as replay_reply
+    from palaver.chat.model import hosted_loader
     from palaver.models.resolver import DEFAULT_MODEL
 
     model = await hosted_loader(options)(name or DEFAULT_MODEL, lambda *_: None)

@@ -31,7 +31,7 @@ from palaver.commands.options import (
 from palaver.errors import BadParameter, PalaverError
 
 if TYPE_CHECKING:
-    from palaver.chat.model_loader import LoadOptions, ModelSlot
+    from palaver.chat.model import LoadOptions, ModelSlot
     from palaver.server.run import TLSCertificate
     from palaver.server.settings import ServerSettings
     from palaver.store import Store
@@ -81,7 +81,7 @@ def serve(
     """Serve a model: the OpenAI API under /v1, conversations under /api."""
     import asyncio
 
-    from palaver.chat.model_loader import LoadOptions
+    from palaver.chat.model import LoadOptions
     from palaver.server.run import log_to_stderr
     from palaver.server.settings import ServerLimits, ServerSettings
     from palaver.store import open_store
@@ -129,7 +129,7 @@ async def _run(
     import secrets
     from dataclasses import replace
 
-    from palaver.chat.model_loader import ModelSlot, hosted_loader, model_checker
+    from palaver.chat.model import ModelSlot, hosted_loader, model_checker
     from palaver.chat.service import Service
     from palaver.client.connection import leaf_certificate
     from palaver.client.discovery import announce_server, local_token

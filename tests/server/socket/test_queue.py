@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from palaver.chat.model import Model
-from palaver.chat.model_loader import LoadOptions, ModelSlot, build_model, load_model_format
+from palaver.chat.model import LoadOptions, Model, ModelSlot, build_model, load_model_format
 from palaver.chat.service import Service
 from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.host.supervisor import ReportProgress

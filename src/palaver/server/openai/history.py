@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from palaver.chat.continuation import is_same_tokenizer
 from palaver.chat.interface import Chat, ServerChat
 from palaver.chat.model import Model, draw_seed
-from palaver.chat.recovery import is_same_tokenizer
 from palaver.chat.reply_request import PartialReply
 from palaver.errors import BadParameter, NoMessages
 from palaver.messages import Message, Role, Text, Thinking, ToolCall

@@ -11,9 +11,9 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from palaver.chat.continuation import is_same_tokenizer
 from palaver.chat.interface import ServerChat
 from palaver.chat.model import Model
-from palaver.chat.recovery import is_same_tokenizer
 from palaver.chat.subscription import FollowedReply, ended_event
 from palaver.errors import EngineError, PalaverError, ShuttingDown
 from palaver.events import Failed, Finished, Started, Waiting

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from palaver.chat.interface import ModelState
-from palaver.chat.model import Model
-from palaver.chat.model_loader import LoadOptions, ModelSlot, hosted_loader, load_model_format, missing_template_notices
+from palaver.chat.model import LoadOptions, Model, ModelSlot, hosted_loader, load_model_format, missing_template_notices
 from palaver.chat.reply_stream import ReplyRequest
 from palaver.errors import BadParameter, BrokenModel, NoTemplate, UnknownModel
 from palaver.formats.base import RenderOptions
