@@ -199,5 +199,5 @@ def test_a_write_that_is_not_synced_is_not_acknowledged(on_disk: tuple[Disk, Sto
     with pytest.raises(StoreError, match="database failed"):
         add_message(store, id, first.id, "2")
     disk.fail_sync = False
-    assert store.messages.children(id, first.id) == ()
+    assert [node.id for node in store.messages.nodes(id)] == [first.id]
     assert add_message(store, id, first.id, "2 again").parent_id == first.id

@@ -1,4 +1,4 @@
-"""What the database keeps is pinned: the JSON of records, by which later versions read them."""
+"""What the database keeps is pinned: the JSON of records and the bytes of tokens, which later versions read."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from hypothesis import strategies as st
 
 from palaver.constraints import Constraint, Grammar
 from palaver.events import Usage
+from palaver.generation import Alternative, Step
 from palaver.messages import Audio, Image, Text, Thinking, Tool, ToolCall, ToolResult, Video
 from palaver.sampling import Sampling
 from palaver.store import Blob, ReplySettings, encoding
 from palaver.store.database import json_text
 from palaver.store.encoding import (
+    as_stored,
     decode_parts,
     decode_settings,
     decode_usage,
     encode_parts,
     encode_settings,
     encode_usage,
+    pack_tokens,
+    unpack_tokens,
 )
 from palaver.store.errors import Damaged
+from tests.store.factories import steps
 
 PARTS = [
     (Text("a"), '{"type":"text","text":"a"}'),
@@ -177,3 +182,21 @@ def test_settings_survive_a_round_trip(value: ReplySettings) -> None:
 def test_the_kind_of_a_blob_is_the_type_of_its_part(kind: Any, tag: str) -> None:
     assert kind("a/b", b"").type == tag
     assert type(encoding.media_part(tag, "a/b", b"")) is kind  # type: ignore[arg-type]
+
+
+def test_tokens_round_trip() -> None:
+    few = Step(5, -0.1, (Alternative(1, -0.1),) * 7, -1e300, (Alternative(2, float("-inf")),))
+    many = [Step(number, -number / 3, (Alternative(number, -0.5),)) for number in range(300)]
+    for row in ([few], many, [*many, few], []):
+        unpacked = unpack_tokens(pack_tokens(row))
+        assert [step.token_id for step in unpacked] == [step.token_id for step in row]
+        assert unpacked == tuple(as_stored(step) for step in unpacked)
+    assert len(unpack_tokens(pack_tokens([few]))[0].alternatives) == 5
+    assert unpack_tokens(pack_tokens(steps(1, 2))) == steps(1, 2)
+    assert unpack_tokens(pack_tokens([many[0], few]))[0].drawn_logprob is None
+
+
+@pytest.mark.parametrize("data", [b"", b"\x01", pack_tokens(steps(1, 2))[:-1], b"\x02\x00\x05\x00\x00\x00nonsense"])
+def test_damaged_tokens_are_detected(data: bytes) -> None:
+    with pytest.raises(Damaged):
+        unpack_tokens(data)

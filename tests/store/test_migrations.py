@@ -69,7 +69,7 @@ def _write_something(connection: Connection) -> None:
     for id, parent in (("m1", None), ("m2", "m1")):
         connection.execute(insert, {"id": id, "parent": parent})
     if indexed:
-        from palaver.store.search_index import rebuild
+        from palaver.store.search import rebuild
 
         rebuild(connection)
 

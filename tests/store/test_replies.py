@@ -23,7 +23,7 @@ from palaver.store import (
     Store,
     TokenFrame,
 )
-from palaver.store.token_codec import prefill_steps
+from palaver.store.encoding import prefill_steps
 from tests.store.conftest import StoreLocation
 from tests.store.factories import SETTINGS, add_message, add_reply, new_conversation, steps
 

@@ -4,7 +4,7 @@ import pytest
 
 from palaver.messages import Text
 from palaver.store import ReplyEnding, ReplyStatus, Store
-from palaver.store.search_index import query_terms, split_words
+from palaver.store.search import query_terms, split_words
 from tests.store.factories import SETTINGS, add_message, new_conversation
 
 TEXTS = (

@@ -24,8 +24,8 @@ from palaver.store import (
     Store,
     StoredMessage,
 )
+from palaver.store.encoding import prefill_steps
 from palaver.store.replies import was_resumed_with
-from palaver.store.token_codec import prefill_steps
 
 
 class Continuation:

@@ -20,7 +20,7 @@ from palaver.generation import AnswerRequested, Ended, Finish, Prefilled, Prompt
 from palaver.messages import Message, Tool
 from palaver.phases import Phase
 from palaver.sampling import Sampling
-from palaver.store.token_codec import prefill_steps
+from palaver.store.encoding import prefill_steps
 
 RecordStep = Callable[[Step], Awaitable[Step]]
 """Stores a token before its events are sent, and returns it as it was stored."""

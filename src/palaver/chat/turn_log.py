@@ -18,7 +18,7 @@ from palaver.errors import BadParameter
 from palaver.events import Event, Failed, Finished, ReadEvent, ReplyBatch, Snapshot, Started, Waiting
 from palaver.generation import Step
 from palaver.store import Lease, LeaseLost, Store, StoreError, TokenFrame
-from palaver.store.token_codec import as_stored
+from palaver.store.encoding import as_stored
 
 T = TypeVar("T")
 

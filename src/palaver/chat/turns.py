@@ -22,8 +22,8 @@ from palaver.events import Event, Failed, Finished, ReadEvent, ReplyBatch, Start
 from palaver.generation import Finish, Prompt, Step
 from palaver.phases import Phase
 from palaver.store import Lease, LeaseLost, ReplyEnding, ReplySettings, ReplyStatus, Store, StoredMessage
+from palaver.store.encoding import prefill_steps
 from palaver.store.leases import LEASE_SECONDS
-from palaver.store.token_codec import prefill_steps
 
 MAX_ENDED_TURNS = 64
 """Ended turns whose events stay in memory, for subscribers that reconnect soon."""

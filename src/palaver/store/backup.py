@@ -29,7 +29,7 @@ from palaver.store.database import Database
 from palaver.store.errors import BadBackup, Damaged, NotEmpty, translate_errors
 from palaver.store.migrations import current_revision, migrate
 from palaver.store.schema import HEAD, conversations, holders, message_blobs, users
-from palaver.store.search_index import rebuild
+from palaver.store.search import rebuild
 from palaver.store.store import DATABASE, Store, data_folder, database_url, open_store
 
 _FORMAT = "palaver backup"

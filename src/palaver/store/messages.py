@@ -115,10 +115,6 @@ class Messages:
             message = tree.get_message(connection, id)
             return tree.list_children(connection, message.conversation_id, message.parent_id)
 
-    def children(self, conversation_id: str, parent_id: str | None) -> tuple[StoredMessage, ...]:
-        with self._database.read_transaction() as connection:
-            return tree.list_children(connection, conversation_id, parent_id)
-
     def nodes(self, conversation_id: str) -> tuple[TreeNode, ...]:
         """The structure of the whole tree, every parent before its children."""
         with self._database.read_transaction() as connection:

@@ -19,13 +19,21 @@ from palaver.messages import Part, Role
 from palaver.store import tree
 from palaver.store.blobs import Blob, Blobs
 from palaver.store.database import Database, Durability
-from palaver.store.encoding import ReplySettings, StoredPart, encode_parts, encode_settings, encode_usage, store_media
+from palaver.store.encoding import (
+    ReplySettings,
+    StoredPart,
+    encode_parts,
+    encode_settings,
+    encode_usage,
+    pack_tokens,
+    store_media,
+    unpack_tokens,
+)
 from palaver.store.errors import Conflict, LeaseLost, NotFound
 from palaver.store.leases import Lease, Leases, check_lease, running_reply_ids
 from palaver.store.records import ReplyStatus, StoredMessage, check_name, current_time
 from palaver.store.schema import message_blobs, messages, replies, reply_tokens, running
-from palaver.store.search_index import reindex
-from palaver.store.token_codec import pack_tokens, unpack_tokens
+from palaver.store.search import reindex
 
 MAX_RESUME_KEYS = 8
 """Idempotency keys of `resume` that are remembered per reply."""
@@ -80,7 +88,7 @@ class Replies:
     ) -> StoredMessage:
         """Inserts a running reply under its parent. A retry is a second reply under the same parent.
 
-        `prefix`: tokens that the reply starts with, from another reply or an edited text (`token_codec.prefill_steps`).
+        `prefix`: tokens that the reply starts with, from another reply or an edited text (`encoding.prefill_steps`).
         Raises LeaseLost if another process claimed this lease's replies.
         """
         head = parent_id if expected_head is None else expected_head

@@ -23,7 +23,7 @@ from palaver.store.records import (
     parse_time,
 )
 from palaver.store.schema import conversations, message_blobs, messages, replies
-from palaver.store.search_index import index, indexed_text
+from palaver.store.search import index, indexed_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from palaver.server.responses.schemas import (
     TextFormat,
 )
 from palaver.server.settings import ServerSettings
-from palaver.store.token_codec import ALTERNATIVES
+from palaver.store.encoding import ALTERNATIVES
 
 FIELD_NAMES = {
     "enable_thinking": "enable_thinking",

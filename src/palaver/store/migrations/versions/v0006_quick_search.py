@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import op
 
-from palaver.store.search_index import rebuild
+from palaver.store.search import rebuild
 
 revision = "0006"
 down_revision = "0005"
