@@ -17,6 +17,7 @@ OWN_PACKAGES = {"palaver", "tests", "training", "benchmarks"}
 LOADED_BY_NAME = {
     "httptools": "uvicorn parses HTTP with it",
     "websockets": "uvicorn speaks the WebSocket protocol with it",
+    "xllamacpp": "engines/llamacpp opens its shared library with ctypes",
     "psycopg": "SQLAlchemy loads the driver of a postgresql:// URL",
 }
 """Runtime dependencies that no module of the package imports itself."""

@@ -1,0 +1,1 @@
+"""The llama.cpp engine: runs GGUF files through llama.cpp's C API."""

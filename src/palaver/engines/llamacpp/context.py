@@ -1,0 +1,269 @@
+"""A loaded GGUF model and its context in llama.cpp: batches of tokens in, logits out, sequences copied and cut.
+
+llama.cpp aborts the process where its own assumptions fail, so ids and lengths are checked here before they are passed.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palaver.engines.llamacpp.library import (
+    ABORTED,
+    F16,
+    F32,
+    FLASH_ATTENTION,
+    MAX_SEQUENCES,
+    NO_ROOM,
+    PROGRESS_CALLBACK,
+    Batch,
+    Library,
+    load_library,
+)
+from palaver.errors import BrokenModel, EngineError, ModelError
+
+MAX_BATCH = 512
+"""Tokens of one pass."""
+CELLS_MULTIPLE = 256
+"""llama.cpp rounds the length of a context up to this."""
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class NoRoom(Exception):
+    """The cache has no room for a batch. Nothing was computed."""
+
+
+class Aborted(Exception):
+    """`Context.abort` ended a pass. Some of its tokens may be in the cache."""
+
+
+class LoadedModel:
+    """The weights of a model, and what llama.cpp says of it."""
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        gpu_layers: int | None = None,
+        report: Callable[[float], None] | None = None,
+        library: Library | None = None,
+    ) -> None:
+        """`gpu_layers`: how many layers a GPU computes; None: as many as llama.cpp decides. Raises BrokenModel."""
+        self.library = library or load_library()
+        params = self.library.llama_model_default_params()
+        if gpu_layers is not None:
+            params.n_gpu_layers = gpu_layers
+        self._report = PROGRESS_CALLBACK(lambda fraction, _: bool(report is None or report(fraction) or True))
+        params.progress_callback = self._report
+        paths = (c.c_char_p * len(files))(*[os.fsencode(file) for file in files])
+        self.library.last_error = ""
+        self.pointer = self.library.llama_model_load_from_splits(paths, len(files), params)
+        if not self.pointer:
+            why = self.library.last_error or "no reason was given"
+            raise BrokenModel(f"llama.cpp can't load {files[0].name} ({why}).")
+        self.vocabulary_size: int = self.library.llama_vocab_n_tokens(self._vocabulary)
+        self._check_kind(files[0].name)
+
+    @property
+    def _vocabulary(self) -> Any:
+        return self.library.llama_model_get_vocab(self.pointer)
+
+    def _check_kind(self, name: str) -> None:
+        """Raises ModelError for models that don't write one token after the other."""
+        library, pointer = self.library, self.pointer
+        wrong = library.llama_model_is_diffusion(pointer) or library.llama_model_has_encoder(pointer)
+        if wrong or not library.llama_model_has_decoder(pointer):
+            self.close()
+            raise ModelError(f"{name} is not a model that replies token by token, so it can't chat.")
+
+    def tokenize(self, text: str, control: bool = False) -> list[int]:
+        """The ids of a text by llama.cpp's own tokenizer. With `control`, the text of control tokens is parsed."""
+        data = text.encode()
+        ids = (c.c_int32 * (len(data) + 16))()
+        count = self.library.llama_tokenize(self._vocabulary, data, len(data), ids, len(ids), False, control)
+        if count < 0:
+            raise EngineError("llama.cpp can't tokenize the text.")
+        return list(ids[:count])
+
+    def close(self) -> None:
+        if self.pointer:
+            self.library.llama_model_free(self.pointer)
+            self.pointer = None
+
+
+@dataclass(frozen=True, slots=True)
+class ContextSettings:
+    cells: int
+    """Tokens in the cache, over all sequences."""
+    sequences: int
+    unified: bool = False
+    """Whether all sequences share the cells. Otherwise each has its part of them."""
+    float32: bool = False
+    """Whether keys and values are stored in f32 rather than f16."""
+    flash_attention: bool | None = None
+    """None: llama.cpp decides."""
+    threads: int = 1
+    batch_threads: int = 1
+    """Threads of a pass with several tokens."""
+
+
+class Context:
+    """Sequences of tokens in llama.cpp's memory. Used by one thread, except for `abort`."""
+
+    def __init__(self, model: LoadedModel, settings: ContextSettings, adapter: Path | None = None) -> None:
+        """`adapter`: a LoRA adapter in a GGUF file. Raises ModelError where llama.cpp can't make the context."""
+        assert 0 < settings.sequences <= MAX_SEQUENCES
+        self.settings = settings
+        self._library = model.library
+        self._size = model.vocabulary_size
+        self._abort_flag = c.create_string_buffer(2)
+        self._pointer = self._open(model, settings)
+        self._memory = self._library.llama_get_memory(self._pointer)
+        self._batch = _BatchArrays(settings.sequences)
+        self.max_tokens: int = self._library.llama_n_ctx_seq(self._pointer)
+        """Tokens that one sequence has room for."""
+        if adapter is not None:
+            self._apply_adapter(model, adapter)
+
+    def _open(self, model: LoadedModel, settings: ContextSettings) -> Any:
+        params = self._library.llama_context_default_params()
+        params.n_ctx = -(-settings.cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
+        params.n_batch = params.n_ubatch = MAX_BATCH
+        params.n_seq_max = settings.sequences
+        params.n_outputs_max = settings.sequences
+        params.n_threads, params.n_threads_batch = settings.threads, settings.batch_threads
+        params.flash_attn_type = FLASH_ATTENTION[settings.flash_attention]
+        params.type_k = params.type_v = F32 if settings.float32 else F16
+        params.kv_unified = settings.unified
+        params.abort_callback = c.cast(c.CDLL(None).strlen, c.c_void_p)  # no Python between the layers of a pass
+        params.abort_callback_data = c.addressof(self._abort_flag)
+        pointer = self._library.llama_init_from_model(model.pointer, params)
+        if not pointer:
+            why = self._library.last_error or "no reason was given"
+            raise ModelError(f"llama.cpp can't run the model with a cache of {settings.cells:,} tokens ({why}).")
+        return pointer
+
+    def _apply_adapter(self, model: LoadedModel, adapter: Path) -> None:
+        pointer = self._library.llama_adapter_lora_init(model.pointer, os.fsencode(adapter))
+        if not pointer:
+            raise BrokenModel(f"llama.cpp can't load the adapter {adapter.name} ({self._library.last_error}).")
+        pointers, scales = (c.c_void_p * 1)(pointer), (c.c_float * 1)(1.0)
+        if self._library.llama_set_adapters_lora(self._pointer, pointers, 1, scales):
+            raise BrokenModel(f"llama.cpp can't apply the adapter {adapter.name} ({self._library.last_error}).")
+
+    def abort(self) -> None:
+        """Ends the pass that runs now, and every later one. For a context that is to be closed; from any thread.
+
+        llama.cpp calls strlen with this text between operations: a text that is not empty aborts the pass.
+        """
+        self._abort_flag.raw = b"\1\0"
+
+    def decode(self, chunks: Sequence[tuple[int, int, Sequence[int]]], need_logits: bool = True) -> Floats:
+        """Computes tokens: for each chunk a sequence, the position of its first token, and the token ids.
+
+        Returns a row of logits for each chunk, after its last token; no rows without `need_logits`. Raises NoRoom,
+        Aborted or EngineError.
+        """
+        ends, total = self._batch.fill(chunks, need_logits)
+        batch = self._batch.struct(total)
+        code = self._library.llama_decode(self._pointer, batch)
+        if code:
+            raise _decode_error(code)
+        logits = np.empty((len(ends) if need_logits else 0, self._size), np.float32)
+        for row, index in zip(logits, ends, strict=False):
+            source = self._library.llama_get_logits_ith(self._pointer, index)
+            if not source:
+                raise EngineError("llama.cpp returned no logits.")
+            c.memmove(row.ctypes.data, source, row.nbytes)
+        return logits
+
+    def truncate(self, sequence: int, tokens: int) -> bool:
+        """Removes all tokens after the first `tokens`. Returns False where the model's state can't be cut."""
+        self._check(sequence)
+        return bool(self._library.llama_memory_seq_rm(self._memory, sequence, tokens if tokens else -1, -1))
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies a whole sequence to an empty one: parts of a sequence can't be copied everywhere."""
+        self._check(source)
+        self._check(target)
+        self._library.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+
+    def length(self, sequence: int) -> int:
+        self._check(sequence)
+        return int(self._library.llama_memory_seq_pos_max(self._memory, sequence)) + 1
+
+    def save(self, sequence: int) -> Bytes:
+        """The state of a sequence, as bytes for `restore`."""
+        self._check(sequence)
+        state = np.empty(self._library.llama_state_seq_get_size(self._pointer, sequence), np.uint8)
+        written = self._library.llama_state_seq_get_data(self._pointer, _pointer(state), state.nbytes, sequence)
+        return state[:written]
+
+    def restore(self, sequence: int, state: Bytes) -> bool:
+        """Replaces a sequence by a saved state. Returns False if there is no room for it."""
+        self._check(sequence)
+        return bool(self._library.llama_state_seq_set_data(self._pointer, _pointer(state), state.nbytes, sequence))
+
+    def _check(self, sequence: int) -> None:
+        assert 0 <= sequence < self.settings.sequences
+
+    def close(self) -> None:
+        if self._pointer:
+            self._library.llama_free(self._pointer)
+            self._pointer = None
+
+
+class _BatchArrays:
+    """The arrays of a llama_batch, which every pass fills again."""
+
+    def __init__(self, sequences: int) -> None:
+        self._tokens = np.zeros(MAX_BATCH, np.int32)
+        self._positions = np.zeros(MAX_BATCH, np.int32)
+        self._counts = np.ones(MAX_BATCH, np.int32)
+        self._outputs = np.zeros(MAX_BATCH, np.int8)
+        self._ids = np.arange(sequences, dtype=np.int32)
+        self._id_pointers = np.zeros(MAX_BATCH, np.uintp)
+
+    def fill(self, chunks: Sequence[tuple[int, int, Sequence[int]]], need_logits: bool) -> tuple[list[int], int]:
+        """The index of the last token of each chunk, and the number of tokens."""
+        total, ends = 0, []
+        for sequence, start, ids in chunks:
+            assert ids
+            assert 0 <= sequence < len(self._ids)
+            end = total + len(ids)
+            assert end <= MAX_BATCH
+            self._tokens[total:end] = ids
+            self._positions[total:end] = np.arange(start, start + len(ids))
+            self._id_pointers[total:end] = self._ids.ctypes.data + self._ids.itemsize * sequence
+            self._outputs[total:end] = 0
+            self._outputs[end - 1] = need_logits
+            ends.append(end - 1)
+            total = end
+        return ends, total
+
+    def struct(self, total: int) -> Batch:
+        def pointer(array: Any, kind: Any) -> Any:
+            return c.cast(array.ctypes.data, c.POINTER(kind))
+
+        ids = c.cast(self._id_pointers.ctypes.data, c.POINTER(c.POINTER(c.c_int32)))
+        tokens, positions = pointer(self._tokens, c.c_int32), pointer(self._positions, c.c_int32)
+        counts, outputs = pointer(self._counts, c.c_int32), pointer(self._outputs, c.c_int8)
+        return Batch(total, tokens, None, positions, counts, ids, outputs)
+
+
+def _pointer(array: Bytes) -> Any:
+    return array.ctypes.data_as(c.POINTER(c.c_uint8))
+
+
+def _decode_error(code: int) -> Exception:
+    if code == NO_ROOM:
+        return NoRoom()
+    if code == ABORTED:
+        return Aborted()
+    return EngineError(f"llama.cpp failed to compute a batch (error {code}).")
