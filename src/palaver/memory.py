@@ -7,6 +7,11 @@ import gc
 from contextlib import suppress
 
 
+LARGE_BLOCK_BYTES = 1 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Names of glibc's options."""
+
+
 def available_bytes() -> int | None:
     """Host memory that is available without swapping; None without psutil, which the engine runs without."""
     try:
@@ -14,6 +19,18 @@ def available_bytes() -> int | None:
     except ImportError:
         return None
     return psutil.virtual_memory().available
+
+
+def return_large_blocks() -> None:
+    """From now on a large block goes back to the system as soon as it is freed, where the C library is glibc.
+
+    By default glibc keeps blocks of up to 32 MB, in a heap for each thread, and even `malloc_trim` leaves the last free
+    block of such a heap: a few large requests would cost some 25 MB a thread for as long as the process lives.
+    """
+    with suppress(OSError, AttributeError):
+        set_option = ctypes.CDLL(None).mallopt
+        set_option(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+        set_option(_M_TRIM_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def give_back_unused() -> None:

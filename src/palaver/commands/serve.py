@@ -82,6 +82,7 @@ def serve(
     import asyncio
 
     from palaver.chat.model import LoadOptions
+    from palaver.memory import return_large_blocks
     from palaver.server.run import log_to_stderr
     from palaver.server.settings import ServerLimits, ServerSettings
     from palaver.store import open_store
@@ -112,6 +113,7 @@ def serve(
             certificate = _certificate(tls_cert, tls_key)
             name = single_model(model, model_option)
             log_to_stderr(debug_log)
+            return_large_blocks()
             asyncio.run(_run(store, database or "", name, options, settings, certificate, grace, resume))
 
 
