@@ -6,7 +6,6 @@ import ctypes
 import gc
 from contextlib import suppress
 
-
 LARGE_BLOCK_BYTES = 1 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Names of glibc's options."""
