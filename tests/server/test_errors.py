@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from palaver.errors import EngineError
-from palaver.server.anthropic.errors import OVERLOADED
+from palaver.server.errors import OVERLOADED
 from tests.scripted_engine import FailScript, HoldScript, Script
 from tests.server.chat_client import CHAT, SUM, chunks
 from tests.server.scripted_server import END, say, scripted_client

@@ -10,9 +10,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from palaver.server.auth import cookie_key
-from palaver.server.error_responses import install_error_handlers
+from palaver.server.errors import install_error_handlers
 from palaver.server.page import routes
-from palaver.server.page.session import is_public
+from palaver.server.page.routes import is_public
 from palaver.server.settings import ServerSettings
 from tests.web.conftest import ROOT
 

@@ -19,8 +19,7 @@ from palaver.chat.interface import ModelCard, ModelState
 from palaver.errors import BadParameter, PalaverError
 from palaver.server.anthropic.routes import model_value, models_page
 from palaver.server.auth import AdminDep, CallerDep
-from palaver.server.error_responses import speaks_anthropic
-from palaver.server.errors import NotSupported, OtherModel, error_body
+from palaver.server.errors import NotSupported, OtherModel, error_body, speaks_anthropic
 from palaver.server.metrics import ServerStatus
 from palaver.server.sse import EventStream, encode_sse
 from palaver.server.state import ServerState, StateDep

@@ -13,7 +13,7 @@ from palaver.server.anthropic import routes as anthropic
 from palaver.server.audio import speech
 from palaver.server.auth import Authenticator, is_loopback
 from palaver.server.conversations import routes as conversations
-from palaver.server.error_responses import install_error_handlers
+from palaver.server.errors import install_error_handlers
 from palaver.server.limits import ConcurrencyLimiter
 from palaver.server.metrics import Metrics, TurnMetrics
 from palaver.server.middleware import ProtectionMiddleware
@@ -22,7 +22,6 @@ from palaver.server.openai import routes as openai
 from palaver.server.openai.sampling_params import operator_parameters
 from palaver.server.openapi import install_openapi
 from palaver.server.page import routes as page
-from palaver.server.page import session
 from palaver.server.responses import routes as responses
 from palaver.server.responses.history import is_background
 from palaver.server.settings import ServerSettings
@@ -72,7 +71,7 @@ def _socket_registry(settings: ServerSettings) -> SocketRegistry:
 
 
 def _is_public(path: str) -> bool:
-    return admin.is_public(path) or session.is_public(path)
+    return admin.is_public(path) or page.is_public(path)
 
 
 def _routes(state: ServerState) -> FastAPI:

@@ -1,14 +1,17 @@
 """Authentication: keys, the page's cookie, and the checks of the Host and Origin headers.
 
 A key that is sent must be valid, on loopback too. A direct request from this machine without a key is the local
-user's, who is no administrator: that takes a key, or the token in the data folder."""
+user's, who is no administrator: that takes a key, or the token in the data folder.
+
+A script in a browser can set no header of a WebSocket but the subprotocols, so a key may be there. A key in the URL is
+not accepted: URLs are stored in histories and in the logs of proxies."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from typing import Annotated
@@ -16,8 +19,10 @@ from urllib.parse import urlsplit
 
 from cachetools import TTLCache
 from fastapi import Depends, Request
+from starlette.responses import JSONResponse
+from starlette.websockets import WebSocket
 
-from palaver.server.errors import ForeignCaller, NoKey, NotAllowed
+from palaver.server.errors import ForeignCaller, NoKey, NotAllowed, error_headers, error_status, error_value
 from palaver.server.settings import ServerSettings
 from palaver.store import Store
 from palaver.store.users import LOCAL
@@ -176,3 +181,24 @@ def get_admin(request: Request) -> Caller:
 
 CallerDep = Annotated[Caller, Depends(get_caller)]
 AdminDep = Annotated[Caller, Depends(get_admin)]
+
+
+PROTOCOL = "palaver"
+"""The subprotocol that the server selects if the client offers it."""
+_KEY_PREFIX = "palaver.key."
+
+
+def headers_with_key(headers: Mapping[bytes, bytes], subprotocols: Iterable[str]) -> Mapping[bytes, bytes]:
+    """The headers, with the key from the subprotocols if no header has one."""
+    keys = (name.removeprefix(_KEY_PREFIX) for name in subprotocols if name.startswith(_KEY_PREFIX))
+    key = next(keys, "")
+    if not key or presented_key(headers) is not None:
+        return headers
+    return {**headers, b"authorization": f"Bearer {key}".encode("latin-1", "replace")}
+
+
+async def deny(socket: WebSocket, error: Exception) -> int:
+    """Rejects the handshake with the error's HTTP status, and returns the status."""
+    status = error_status(error).status
+    await socket.send_denial_response(JSONResponse(error_value(error), status, error_headers(error)))
+    return status

@@ -1,14 +1,25 @@
-"""The errors of the server, and the table from error types to HTTP statuses, in OpenAI's format."""
+"""The errors of the server, their HTTP statuses in one table, and errors as responses.
+
+Responses have OpenAI's format, or Anthropic's for its clients.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import Scope
+
 from palaver import errors
-from palaver.errors import PalaverError, RequestError, ShuttingDown
+from palaver.errors import BadParameter, ContextOverflow, PalaverError, QueueFull, RequestError, ShuttingDown
 from palaver.store import errors as store
 from palaver.wire import error_fields
 
@@ -164,3 +175,116 @@ def log_unexpected(error: BaseException) -> None:
         _log.error("a request failed", exc_info=error)
     elif isinstance(error, store.Unreachable):
         _log.error("the database can't be reached: %s", error.__cause__ or error)
+
+
+OVERLOADED = 529
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    OVERLOADED: "overloaded_error",
+}
+
+
+def is_anthropic(path: str, headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the client expects errors of this API: by the path, or by the version header that its clients send."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/") or b"anthropic-version" in headers
+
+
+def anthropic_status(error: BaseException) -> int:
+    """The HTTP status. A temporary refusal (full queue, no model yet) is 529, which clients retry."""
+    status = error_status(error).status
+    return OVERLOADED if status == 503 or isinstance(error, QueueFull) else status
+
+
+def anthropic_error(error: BaseException, request_id: str) -> dict[str, Any]:
+    status = anthropic_status(error)
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    error_info = error_fields(error)
+    details = {"error_code": error_info["name"], **error_info["details"]} if error_info else {}
+    inner = {"type": kind, "message": _anthropic_message(error), **({"details": details} if details else {})}
+    return {"type": "error", "error": inner, "request_id": request_id}
+
+
+def _anthropic_message(error: BaseException) -> str:
+    if isinstance(error, ContextOverflow):  # clients recognise this sentence and shorten the conversation
+        return f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
+    return str(error) if isinstance(error, PalaverError) else INTERNAL
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorResponse:
+    status: int
+    value: dict[str, Any]
+    headers: dict[str, str]
+
+
+def error_response(error: BaseException, scope: Scope) -> ErrorResponse:
+    headers = error_headers(error)
+    if not speaks_anthropic(scope):
+        return ErrorResponse(error_status(error).status, error_value(error), headers)
+    status = anthropic_status(error)
+    if status == OVERLOADED:
+        headers = {"retry-after": "1", **headers}
+    return ErrorResponse(status, anthropic_error(error, scope["state"]["request_id"]), headers)
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return is_anthropic(path, dict(scope["headers"]))
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(ClientDisconnected, _client_disconnected)
+    app.add_exception_handler(PalaverError, _error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _error)
+
+
+async def _client_disconnected(request: Request, error: Exception) -> Response:
+    """The client does not read it: the status is for the log."""
+    return Response(status_code=499)
+
+
+async def _error(request: Request, error: Exception) -> JSONResponse:
+    log_unexpected(error)
+    response = error_response(error, request.scope)
+    return JSONResponse(response.value, response.status, response.headers)
+
+
+async def _validation_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first: dict[str, Any] = next(iter(error.errors()), {})
+    parts = (str(part) for part in first.get("loc", ())[1:])
+    path = ".".join(part for part in parts if not part.startswith("list["))  # one of several types of a field
+    if first.get("type") == "json_invalid":
+        return await _error(request, NotJson(f"The body is not JSON: {first.get('ctx', {}).get('error', '')}"))
+    if isinstance(first.get("input"), bytes):
+        return await _error(request, NotJson("The body must be sent as Content-Type: application/json."))
+    return await _error(request, BadParameter(path or "body", _shortened(first.get("input")), first.get("msg", "")))
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    match error.status_code:
+        case 404:
+            http_error: PalaverError = NoRoute(f"There is nothing at {request.method} {request.url.path}.")
+        case 405:
+            http_error = WrongMethod(f"{request.url.path} does not take {request.method}.")
+        case _:
+            http_error = NotJson(str(error.detail))
+    response = await _error(request, http_error)
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _shortened(value: Any) -> Any:
+    """The value, or its beginning if it is long. `repr` is never made of a large value."""
+    if isinstance(value, str):
+        return value if len(value) <= 80 else value[:77] + "..."
+    text = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
+    return value if len(text) <= 80 and "..." not in text else text[:77].rstrip(".") + "..."

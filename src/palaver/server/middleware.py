@@ -19,12 +19,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from palaver.server.auth import Caller, OriginGuard
-from palaver.server.error_responses import error_response
-from palaver.server.errors import ClientDisconnected, DuplicateHeader, NoKey, log_unexpected
+from palaver.server.auth import Caller, OriginGuard, deny, headers_with_key
+from palaver.server.errors import ClientDisconnected, DuplicateHeader, NoKey, error_response, log_unexpected
 from palaver.server.limits import RateLimiter, check_json, read_body, replay_body
 from palaver.server.settings import ServerLimits
-from palaver.server.socket.auth import deny, headers_with_key
 from palaver.server.state import ServerState
 from palaver.store.records import new_id
 

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from palaver.server.anthropic.errors import is_anthropic
+from palaver.server.errors import is_anthropic
 
 _ERROR = {
     "type": "object",

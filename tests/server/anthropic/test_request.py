@@ -10,8 +10,8 @@ from palaver.server.anthropic.messages import parse_turns
 from palaver.server.anthropic.request import parse_request
 from palaver.server.anthropic.schemas import CountRequest
 from palaver.server.anthropic.signatures import sign
-from palaver.server.openai.reply_index import ReplyIndex
 from palaver.server.settings import ServerSettings
+from palaver.server.state import ReplyIndex
 from tests.server.anthropic.client import QUESTION, WEATHER, assistant
 from tests.server.live_server import LiveServer
 

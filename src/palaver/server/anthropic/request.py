@@ -24,7 +24,6 @@ from palaver.server.anthropic.schemas import (
 )
 from palaver.server.errors import NotSupported
 from palaver.server.openai.messages import ChatHistory
-from palaver.server.openai.reply_index import ReplyIndex, canonical_arguments
 from palaver.server.openai.request import (
     ChatCall,
     build_call,
@@ -35,6 +34,7 @@ from palaver.server.openai.request import (
 from palaver.server.openai.sampling_params import ignores_effort
 from palaver.server.openai.schemas import ChatRequest
 from palaver.server.settings import ServerSettings
+from palaver.server.state import ReplyIndex, canonical_arguments
 
 _SHARED_FIELDS = (
     "stream",

@@ -24,10 +24,9 @@ from palaver.events import (
 )
 from palaver.generation import Finish
 from palaver.phases import Phase
-from palaver.server.anthropic.errors import anthropic_error
 from palaver.server.anthropic.schemas import MessagesRequest
 from palaver.server.anthropic.signatures import sign
-from palaver.server.errors import log_unexpected
+from palaver.server.errors import anthropic_error, log_unexpected
 from palaver.server.openai.choices import ChoiceDelta, ChoiceStream
 from palaver.server.sse import EventStream, close_stream, encode_json
 from palaver.store.records import new_id

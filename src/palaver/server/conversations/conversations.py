@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from palaver.chat.interface import ContextUsage
-from palaver.server.conversations.dependencies import ChatDep, IdempotencyKeyDep, idempotency_key
+from palaver.server.state import ChatDep, IdempotencyKeyDep, idempotency_key
 from palaver.store import Conversation, Cursor, Preset, SearchHit, TreeNode
 from palaver.wire import (
     ContextUsageRequest,

@@ -9,9 +9,8 @@ from urllib.parse import quote
 from fastapi import APIRouter, Request, Response
 
 from palaver.errors import BadParameter
-from palaver.server.conversations.dependencies import ChatDep
 from palaver.server.sse import run_while_connected
-from palaver.server.state import StateDep
+from palaver.server.state import ChatDep, StateDep
 from palaver.store import Conversation, NotFound
 from palaver.transcripts import TranscriptFormat
 from palaver.wire import BlobUploadSchema

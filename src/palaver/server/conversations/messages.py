@@ -9,7 +9,7 @@ from fastapi import APIRouter, Body
 
 from palaver.chat.interface import Chat, ReplyToken, SentMessage
 from palaver.messages import Message, Part
-from palaver.server.conversations.dependencies import ChatDep, IdempotencyKeyDep, idempotency_key
+from palaver.server.state import ChatDep, IdempotencyKeyDep, idempotency_key
 from palaver.store import Blob, StoredMessage
 from palaver.store.encoding import media_part
 from palaver.wire import (

@@ -10,8 +10,7 @@ from fastapi import APIRouter, Query
 from palaver.chat.interface import ModelCard
 from palaver.server.admin import check_model_name
 from palaver.server.auth import AdminDep
-from palaver.server.conversations.dependencies import ChatDep
-from palaver.server.state import StateDep
+from palaver.server.state import ChatDep, StateDep
 from palaver.wire import LoadModelRequest
 
 routes = APIRouter(tags=["model"])

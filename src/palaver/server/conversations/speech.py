@@ -14,9 +14,8 @@ from palaver.errors import BadParameter, PalaverError
 from palaver.events import AnswerDelta, Failed, Finished, Snapshot
 from palaver.messages import Text
 from palaver.server.audio.speech import AudioStream
-from palaver.server.conversations.dependencies import ChatDep
 from palaver.server.errors import log_unexpected
-from palaver.server.state import StateDep
+from palaver.server.state import ChatDep, StateDep
 from palaver.store import ReplyStatus
 from palaver.voice.audio_format import pcm, wav_header
 from palaver.voice.base import SPEEDS, VoiceSettings

@@ -14,10 +14,9 @@ from palaver.chat.interface import Chat
 from palaver.chat.turn_log import LogEntry
 from palaver.encoding import adapter
 from palaver.errors import BadParameter, PalaverError
-from palaver.server.conversations.dependencies import ChatDep
 from palaver.server.errors import error_body, error_value, log_unexpected
 from palaver.server.sse import EventStream, encode_sse
-from palaver.server.state import ClosingDep
+from palaver.server.state import ChatDep, ClosingDep
 from palaver.wire import (
     MAX_TURNS,
     ErrorSchema,

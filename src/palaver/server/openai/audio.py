@@ -14,9 +14,8 @@ import numpy as np
 
 from palaver.events import AnswerDelta
 from palaver.server.openai.choices import ChoiceDelta
-from palaver.server.openai.reply_index import TranscriptIndex
 from palaver.server.openai.request import AudioRecording
-from palaver.server.state import ServerState
+from palaver.server.state import ServerState, TranscriptIndex
 from palaver.voice.audio_format import encode_audio, pcm
 from palaver.voice.base import Samples, Speaker, silence
 from palaver.voice.speech import Speech

@@ -32,8 +32,8 @@ from palaver.messages import Message
 from palaver.phases import Phase, Vocabulary
 from palaver.server.limits import ConcurrencyLimiter
 from palaver.server.metrics import Metrics, TokenPace
-from palaver.server.openai.reply_index import ReplyIndex
 from palaver.server.openai.request import ChatCall, OutputOptions
+from palaver.server.state import ReplyIndex
 from palaver.store import Conflict
 
 MIN_LOGPROB = -9999.0

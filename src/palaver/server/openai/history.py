@@ -12,10 +12,9 @@ from palaver.chat.model import Model, draw_seed
 from palaver.chat.reply_request import PartialReply
 from palaver.errors import BadParameter, NoMessages
 from palaver.messages import Message, Role, Text, Thinking, ToolCall
-from palaver.server.openai.reply_index import canonical_arguments
 from palaver.server.openai.request import choice_count, request_parameters
 from palaver.server.openai.schemas import ChatRequest
-from palaver.server.state import ServerState
+from palaver.server.state import ServerState, canonical_arguments
 from palaver.store import Conflict, Conversation, ReplyStatus, StoredMessage
 
 NEW = "new"

@@ -19,7 +19,6 @@ from palaver.formats.base import Format
 from palaver.messages import Message, Tool
 from palaver.server.errors import OtherModel
 from palaver.server.openai.messages import ChatHistory, continues, parse_history, parse_tools
-from palaver.server.openai.reply_index import ReplyIndex
 from palaver.server.openai.sampling_params import AUDIO, chat_parameters, ignores_effort, is_spoken
 from palaver.server.openai.schemas import (
     AllowedToolsChoice,
@@ -31,6 +30,7 @@ from palaver.server.openai.schemas import (
     VoiceReference,
 )
 from palaver.server.settings import ServerSettings
+from palaver.server.state import ReplyIndex
 from palaver.store.records import new_id
 from palaver.voice.audio_format import AudioFormat, audio_format
 from palaver.voice.base import VoiceSettings

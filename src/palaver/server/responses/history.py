@@ -6,21 +6,20 @@ is stored, and every reply is a response too, whichever API created it."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cachetools import LRUCache
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from palaver.chat.interface import Chat, ServerChat
 from palaver.errors import NoMessages
 from palaver.messages import Message, Role
 from palaver.server.errors import NoPreviousResponse
-from palaver.server.openai.reply_index import message_digests
 from palaver.server.responses.items import split_system
 from palaver.server.responses.schemas import ConversationReference, ResponseRequest
+from palaver.server.state import ResponseIndex
 from palaver.store import Conflict, Conversation, NotFound, ReplyStatus, StoredMessage
 
 _RESPONSE_ID = re.compile(r"resp_([0-9a-z]{1,64})")
@@ -97,30 +96,6 @@ async def find_response(chat: Chat, id: str) -> StoredMessage:
     if stored.reply is None or read_record(stored).deleted:
         raise NotFound("response", id)
     return stored
-
-
-MAX_REPLIES = 50_000
-"""The size of the index; the least recently used reply is evicted first."""
-
-
-class ResponseIndex:
-    """LRU index of stored responses, by the digest of the reply and all messages before it."""
-
-    def __init__(self, max_replies: int = MAX_REPLIES) -> None:
-        self._replies: LRUCache[bytes, str] = LRUCache(max_replies)
-
-    def add(self, owner: str, branch: Sequence[Message], reply: str) -> None:
-        """`branch` ends with the reply."""
-        *_, key = message_digests(owner, branch)
-        self._replies[key] = reply
-
-    def find(self, owner: str, messages: Sequence[Message]) -> Iterator[tuple[str, int]]:
-        """Yields the indexed replies among the messages, the last first, each with the count of messages up to it."""
-        keys = list(message_digests(owner, messages))
-        for index in reversed(range(len(messages))):
-            reply = self._replies.get(keys[index]) if messages[index].role is Role.ASSISTANT else None
-            if reply is not None:
-                yield reply, index + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from fastapi.responses import JSONResponse, Response
 
 from palaver.errors import BadParameter
 from palaver.server.auth import CallerDep
-from palaver.server.conversations.dependencies import ChatDep
 from palaver.server.responses import stateless, stored
 from palaver.server.responses.request import check_request
 from palaver.server.responses.schemas import (
@@ -21,7 +20,7 @@ from palaver.server.responses.schemas import (
     ResponseRequest,
 )
 from palaver.server.sse import EventStream
-from palaver.server.state import StateDep
+from palaver.server.state import ChatDep, StateDep
 
 MAX_NUMBER = 2**31
 MAX_ITEMS = 100

@@ -19,11 +19,11 @@ from palaver.constraints import Grammar
 from palaver.errors import BadParameter, NoMessages, UnsupportedContent
 from palaver.messages import Message, Part, Role, Text, Thinking
 from palaver.sampling import NUMBERS, STRINGS
-from palaver.server.openai.reply_index import ReplyIndex
 from palaver.server.openai.request import api_field_names
 from palaver.server.openai.sampling_params import without_sentinels
 from palaver.server.settings import ServerSettings
 from palaver.server.socket.schemas import UNKNOWN, SocketMessage, TurnRequest, unknown_field
+from palaver.server.state import ReplyIndex
 from palaver.voice.audio_format import resample
 from palaver.voice.base import SAMPLE_RATE, Samples, VoiceMissing
 

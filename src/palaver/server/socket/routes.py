@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, WebSocket
 
 from palaver.errors import PalaverError, ShuttingDown
-from palaver.server.socket.auth import PROTOCOL, deny
+from palaver.server.auth import PROTOCOL, deny
 from palaver.server.socket.session import SocketSession
 from palaver.server.state import ServerState
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 
 from palaver.messages import assistant, user
-from palaver.server.openai.reply_index import ReplyIndex
+from palaver.server.state import ReplyIndex
 from tests.server.chat_client import complete
 
 BEFORE = (user("Hello"),)
