@@ -8,9 +8,8 @@ from fastapi import FastAPI
 
 from palaver import __version__
 from palaver.chat.service import Service
-from palaver.server import admin
+from palaver.server import admin, speech
 from palaver.server.anthropic import routes as anthropic
-from palaver.server.audio import speech
 from palaver.server.auth import Authenticator, is_loopback
 from palaver.server.conversations import routes as conversations
 from palaver.server.errors import install_error_handlers

@@ -6,8 +6,7 @@ import pytest
 
 from palaver.chat.model import Model
 from palaver.messages import Message, Role, Text, Thinking, ToolCall, ToolResult
-from palaver.server.anthropic.messages import parse_turns
-from palaver.server.anthropic.request import parse_request
+from palaver.server.anthropic.request import parse_request, parse_turns
 from palaver.server.anthropic.schemas import CountRequest
 from palaver.server.anthropic.signatures import sign
 from palaver.server.settings import ServerSettings

@@ -1,4 +1,4 @@
-"""The routes under `/v1/messages`, and the model list in Anthropic's form. Without streaming the events are folded."""
+"""The routes under `/v1/messages`, also for stored conversations, and the model list in Anthropic's form."""
 
 from __future__ import annotations
 
@@ -13,13 +13,25 @@ from pydantic import BaseModel
 
 from palaver.chat.interface import ModelCard, ModelState
 from palaver.errors import BadParameter
-from palaver.server.anthropic.request import FIELD_NAMES, ignored_request_fields, parse_request
+from palaver.server.anthropic.request import (
+    FIELD_NAMES,
+    ignored_request_fields,
+    parse_conversation,
+    parse_request,
+    to_chat_request,
+)
 from palaver.server.anthropic.schemas import AnthropicMessage, CountRequest, MessagesRequest
-from palaver.server.anthropic.stored import answer_in_conversation
 from palaver.server.anthropic.streaming import AnthropicReply, fold_message, stream_response
 from palaver.server.auth import CallerDep
 from palaver.server.openai.choices import CompletionStream
-from palaver.server.openai.request import api_field_names, conversation_name, ignored_header
+from palaver.server.openai.request import (
+    CONVERSATION_HEADER,
+    api_field_names,
+    conversation_name,
+    ignored_header,
+    output_options,
+)
+from palaver.server.openai.stored import choice_parameters, start_replies, stored_choices
 from palaver.server.sse import close_on_failure, first_chunk, first_seconds, run_while_connected
 from palaver.server.state import ServerState, StateDep
 
@@ -128,3 +140,23 @@ def _index(names: Sequence[str], field: str, name: str) -> int:
     if name not in names:
         raise BadParameter(field, name[:80], "there is no such model here")
     return names.index(name)
+
+
+async def answer_in_conversation(
+    request: Request, body: MessagesRequest, name: str, owner: str, state: ServerState
+) -> Response:
+    chat, model = state.service.chat(owner), state.service.models.current()
+    with api_field_names(FIELD_NAMES):
+        turns, partial = parse_conversation(body, model, state.settings)
+        if partial is not None:
+            raise BadParameter("messages", "assistant", "a begun reply does not go with a conversation: see /api/turns")
+        chat_request = to_chat_request(body, model)
+        parameters, messages = choice_parameters(chat_request, model, state), [turn.message for turn in turns]
+        stored = await start_replies(chat, model, parameters, messages, name, request.headers.get("idempotency-key"))
+        completion = await stored_choices(chat, model, stored, output_options(chat_request))
+    ignored = ignored_header(ignored_request_fields(body, model, state.settings))
+    headers = {CONVERSATION_HEADER: stored.conversation, **ignored}
+    events = AnthropicReply(body, completion.choices[0], stored.value()).events(completion.deltas())
+    if body.stream:
+        return stream_response(events, request, headers)
+    return JSONResponse(await run_while_connected(request, fold_message(events)), headers=headers)

@@ -1,13 +1,319 @@
-"""The router of `/api`: conversations, messages, turns, events, files, speech and the model."""
+"""The routes of `/api`: the model, conversations, cursors, presets, messages and turns are here."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import Iterable
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Body, Query
 
-from palaver.server.conversations import conversations, files, messages, model, speech, streaming
-from palaver.wire import ErrorBody
+from palaver.chat.interface import Chat, ContextUsage, ModelCard, ReplyToken, SentMessage
+from palaver.messages import Message, Part
+from palaver.server.admin import check_model_name
+from palaver.server.auth import AdminDep
+from palaver.server.conversations import files, streaming
+from palaver.server.speech import message_speech_routes
+from palaver.server.state import ChatDep, IdempotencyKeyDep, StateDep, idempotency_key
+from palaver.store import Blob, Conversation, Cursor, Preset, SearchHit, StoredMessage, TreeNode
+from palaver.store.encoding import media_part
+from palaver.wire import (
+    AppendMessageRequest,
+    ContextUsageRequest,
+    ContinueReplyRequest,
+    CreateConversationRequest,
+    CursorRequest,
+    DeletePresetRequest,
+    EditMessageRequest,
+    ErrorBody,
+    ForkReplyRequest,
+    LeafSchema,
+    LoadModelRequest,
+    MessageSchema,
+    MoveCursorRequest,
+    NewPart,
+    RawReplySchema,
+    SavePresetRequest,
+    SendMessageRequest,
+    StartReplyRequest,
+    UpdateConversationRequest,
+)
+
+conversation_routes = APIRouter(tags=["conversations"])
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+@conversation_routes.post("/conversations", status_code=201)
+async def create(body: CreateConversationRequest, chat: ChatDep, key: IdempotencyKeyDep) -> Conversation:
+    return await chat.create_conversation(
+        title=body.title,
+        system=body.system,
+        parameters=body.parameters,
+        tags=body.tags,
+        key=idempotency_key(body.key, key),
+    )
+
+
+@conversation_routes.get("/conversations")
+async def conversations(
+    chat: ChatDep,
+    limit: Limit = 50,
+    before: str | None = None,
+    tag: str | None = None,
+    title: str = "",
+    deleted: bool = False,
+) -> list[Conversation]:
+    """The newest first; `before` is the id of the last one of the page before."""
+    page = await chat.conversations(limit=limit, before=before, tag=tag, title=title, deleted=deleted)
+    return list(page)
+
+
+@conversation_routes.get("/conversations/{id}")
+async def conversation(id: str, chat: ChatDep) -> Conversation:
+    return await chat.conversation(id)
+
+
+@conversation_routes.patch("/conversations/{id}")
+async def change(id: str, body: UpdateConversationRequest, chat: ChatDep) -> Conversation:
+    """Sets what is given. The parameters are set as a whole."""
+    return await chat.update_conversation(
+        id, title=body.title, system=body.system, parameters=body.parameters, tags=body.tags
+    )
+
+
+@conversation_routes.delete("/conversations/{id}", status_code=204)
+async def delete(id: str, chat: ChatDep) -> None:
+    """Out of sight; `undelete` brings it back."""
+    await chat.delete_conversation(id)
+
+
+@conversation_routes.post("/conversations/{id}/undelete")
+async def undelete(id: str, chat: ChatDep) -> Conversation:
+    return await chat.restore_conversation(id)
+
+
+@conversation_routes.post("/conversations/{id}/forget", status_code=204)
+async def forget(id: str, chat: ChatDep) -> None:
+    """Frees what the model keeps of it to go on quickly. The conversation stays; its next turn is computed anew."""
+    await chat.clear_cache(id)
+
+
+@conversation_routes.get("/conversations/{id}/nodes")
+async def nodes(id: str, chat: ChatDep) -> list[TreeNode]:
+    """The shape of the whole tree, every parent before its children."""
+    return list(await chat.nodes(id))
+
+
+@conversation_routes.get("/conversations/{id}/newest-leaf")
+async def newest_leaf(id: str, chat: ChatDep, start: str | None = None) -> LeafSchema:
+    """Where a switch to the branch of `start` leads: its end that was written to last."""
+    return LeafSchema(id=await chat.newest_leaf(id, start))
+
+
+@conversation_routes.post("/conversations/{id}/gauge")
+async def gauge(id: str, body: ContextUsageRequest, chat: ChatDep) -> ContextUsage:
+    """How full the context would be if the conversation went on behind `leaf`."""
+    return await chat.context_usage(id, body.leaf, body.parameters)
+
+
+@conversation_routes.get("/tags")
+async def tags(chat: ChatDep) -> list[str]:
+    return list(await chat.tags())
+
+
+@conversation_routes.get("/search")
+async def search(query: str, chat: ChatDep, limit: Limit = 20) -> list[SearchHit]:
+    """Messages that hold every term, the newest first. Terms are beginnings of words, or phrases "in quotes"."""
+    return list(await chat.search(query, limit))
+
+
+cursor_routes = APIRouter(tags=["cursors"])
+
+
+@cursor_routes.get("/conversations/{id}/cursor")
+async def cursor(id: str, client: str, chat: ChatDep) -> Cursor:
+    """Where the client stands; one that was never here stands where somebody was last."""
+    return await chat.cursor(id, client)
+
+
+@cursor_routes.put("/conversations/{id}/cursor")
+async def move(id: str, body: MoveCursorRequest, chat: ChatDep) -> Cursor:
+    return await chat.move_cursor(id, body.client, body.to)
+
+
+@cursor_routes.post("/conversations/{id}/cursor/undo")
+async def undo(id: str, body: CursorRequest, chat: ChatDep) -> Cursor:
+    """Back to where the client was before its last move."""
+    return await chat.undo(id, body.client)
+
+
+@cursor_routes.post("/conversations/{id}/cursor/redo")
+async def redo(id: str, body: CursorRequest, chat: ChatDep) -> Cursor:
+    return await chat.redo(id, body.client)
+
+
+preset_routes = APIRouter(tags=["presets"])
+
+
+@preset_routes.get("/presets")
+async def presets(chat: ChatDep) -> list[Preset]:
+    """By name."""
+    return list(await chat.presets())
+
+
+@preset_routes.put("/presets")
+async def save(body: SavePresetRequest, chat: ChatDep) -> Preset:
+    """In place of one of that name."""
+    return await chat.save_preset(body.name, body.system, body.parameters)
+
+
+@preset_routes.post("/presets/delete", status_code=204, summary="Delete", operation_id="delete_api_presets_delete_post")
+async def delete_preset(body: DeletePresetRequest, chat: ChatDep) -> None:
+    """A name may hold anything, so it is no part of a path."""
+    await chat.delete_preset(body.name)
+
+
+message_routes = APIRouter(tags=["messages"])
+
+
+@message_routes.get("/messages/{id}")
+async def message(id: str, chat: ChatDep) -> StoredMessage:
+    return await chat.message(id)
+
+
+@message_routes.get("/messages/{id}/path")
+async def path(id: str, chat: ChatDep) -> list[StoredMessage]:
+    """A branch: from the root to this message."""
+    return list(await chat.path(id))
+
+
+@message_routes.get("/messages/{id}/siblings")
+async def siblings(id: str, chat: ChatDep) -> list[StoredMessage]:
+    """The message and the others under the same parent, the oldest first."""
+    return list(await chat.siblings(id))
+
+
+@message_routes.post("/conversations/{id}/messages", status_code=201)
+async def append(id: str, body: AppendMessageRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessage:
+    """Puts a message into the tree without asking for a reply."""
+    message = await resolve_message(chat, body.message)
+    return await chat.append_message(id, body.parent, message, key=idempotency_key(body.key, key))
+
+
+@message_routes.post("/messages/{id}/edit", status_code=201)
+async def edit(id: str, body: EditMessageRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessage:
+    """Another wording, as a sibling. An edited reply can be continued."""
+    parts = await _resolve_parts(chat, body.parts)
+    return await chat.edit_message(id, parts, key=idempotency_key(body.key, key))
+
+
+async def resolve_message(chat: Chat, message: MessageSchema) -> Message:
+    return Message(message.role, await _resolve_parts(chat, message.parts))
+
+
+async def _resolve_parts(chat: Chat, parts: Iterable[NewPart]) -> tuple[Part, ...]:
+    """Replaces blob references by their data, which must belong to the caller."""
+    resolved: list[Part] = []
+    for part in parts:
+        if isinstance(part, Blob):
+            resolved.append(media_part(part.kind, part.media_type, await chat.blob(part.digest)))
+        else:
+            resolved.append(part)
+    return tuple(resolved)
+
+
+turn_routes = APIRouter(tags=["turns"])
+
+
+@turn_routes.post("/conversations/{id}/say", status_code=201)
+async def say(id: str, body: SendMessageRequest, chat: ChatDep, key: IdempotencyKeyDep) -> SentMessage:
+    """Puts a message into the tree, durably, and begins the reply to it."""
+    message = await resolve_message(chat, body.message)
+    once = idempotency_key(body.key, key)
+    return await chat.send_message(id, body.parent, message, parameters=body.parameters, key=once)
+
+
+@turn_routes.post("/conversations/{id}/replies", status_code=201)
+async def reply(id: str, body: StartReplyRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessage:
+    """Begins a reply under a message: a retry is a second one under the same."""
+    once = idempotency_key(body.key, key)
+    return await chat.start_reply(id, body.parent, parameters=body.parameters, key=once)
+
+
+ContinueBody = Annotated[ContinueReplyRequest | None, Body(title="Asked")]  # the published title
+
+
+@turn_routes.post("/turns/{id}/continue")
+async def go_on(id: str, chat: ChatDep, key: IdempotencyKeyDep, body: ContinueBody = None) -> StoredMessage:
+    """Continues a reply that is not whole: the same message, or else a sibling that begins with all it said."""
+    return await chat.continue_reply(id, key=idempotency_key(body.key if body is not None else None, key))
+
+
+@turn_routes.post("/turns/{id}/fork", status_code=201)
+async def fork(id: str, body: ForkReplyRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessage:
+    """A sibling that begins with the reply's first tokens, then `instead`, and goes on from there."""
+    return await chat.fork_reply(id, body.tokens, body.instead, key=idempotency_key(body.key, key))
+
+
+@turn_routes.post("/turns/{id}/stop", status_code=204)
+async def stop(id: str, chat: ChatDep) -> None:
+    """Keeps everything so far. A turn that is over stays so."""
+    await chat.stop_reply(id)
+
+
+@turn_routes.post("/turns/{id}/answer-now", status_code=204)
+async def answer_now(id: str, chat: ChatDep) -> None:
+    """Closes an open thought, so that the answer comes next."""
+    await chat.answer_now(id)
+
+
+@turn_routes.get("/turns/{id}/tokens")
+async def tokens(id: str, chat: ChatDep) -> list[ReplyToken]:
+    """Every token with its log-probability and the likeliest alternatives."""
+    return list(await chat.tokens(id))
+
+
+@turn_routes.get("/turns/{id}/raw")
+async def raw(id: str, chat: ChatDep) -> RawReplySchema:
+    return RawReplySchema(text=await chat.raw_text(id))
+
+
+model_routes = APIRouter(tags=["model"])
+
+
+@model_routes.get("/model")
+async def model(chat: ChatDep) -> ModelCard:
+    """The model in use, or on its way."""
+    return await chat.model()
+
+
+@model_routes.get("/models")
+async def models(chat: ChatDep) -> list[str]:
+    """The names of models that are at hand."""
+    return list(await chat.models())
+
+
+@model_routes.post("/model/load")
+async def load(body: LoadModelRequest, chat: ChatDep, state: StateDep, _: AdminDep) -> ModelCard:
+    """Puts another model into use. Answers at once; running turns are parked and can be continued."""
+    check_model_name(body.name, state)
+    return await chat.load_model(body.name)
+
+
+@model_routes.post("/model/unload")
+async def unload(chat: ChatDep, _: AdminDep) -> ModelCard:
+    return await chat.unload_model()
+
+
+@model_routes.get("/model/ready")
+async def ready(chat: ChatDep, wait: Annotated[float, Query(ge=0, le=60)] = 25.0) -> ModelCard:
+    """Waits until the model can be talked to, `wait` seconds at most; then says how it stands."""
+    try:
+        async with asyncio.timeout(wait):
+            return await chat.wait_until_ready()
+    except TimeoutError:
+        return await chat.model()
+
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": why}
@@ -29,13 +335,13 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 def router() -> APIRouter:
     api = APIRouter(prefix="/api", responses=_ERRORS)
     for routes in (
-        model.routes,
-        conversations.routes,
-        conversations.preset_routes,
-        messages.routes,
-        speech.routes,
-        conversations.cursor_routes,
-        messages.turn_routes,
+        model_routes,
+        conversation_routes,
+        preset_routes,
+        message_routes,
+        message_speech_routes,
+        cursor_routes,
+        turn_routes,
         streaming.routes,
         files.routes,
         files.blob_routes,

@@ -17,7 +17,6 @@ from palaver.generation import Prompt
 from palaver.server.auth import CallerDep
 from palaver.server.openai.audio import spoken_choice
 from palaver.server.openai.choices import CompletionStream
-from palaver.server.openai.messages import parse_messages, parse_tools
 from palaver.server.openai.request import (
     api_field_names,
     check_model,
@@ -25,7 +24,9 @@ from palaver.server.openai.request import (
     conversation_name,
     ignored_header,
     ignored_request_fields,
+    parse_messages,
     parse_request,
+    parse_tools,
 )
 from palaver.server.openai.schemas import ChatRequest, DetokenizeRequest, RenderRequest, TokenizeRequest
 from palaver.server.openai.stored import answer_in_conversation

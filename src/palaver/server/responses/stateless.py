@@ -17,8 +17,15 @@ from palaver.generation import Finish
 from palaver.messages import Role
 from palaver.phases import Phase
 from palaver.server.openai.choices import ChoiceDelta, ChoiceStream, CompletionStream
-from palaver.server.openai.messages import ChatHistory, parse_history
-from palaver.server.openai.request import ChatCall, api_field_names, build_call, check_model, ignored_header
+from palaver.server.openai.request import (
+    ChatCall,
+    ChatHistory,
+    api_field_names,
+    build_call,
+    check_model,
+    ignored_header,
+    parse_history,
+)
 from palaver.server.openai.schemas import ChatRequest
 from palaver.server.responses.encoder import ResponseEncoder, ResponseEnding
 from palaver.server.responses.history import ResponseTarget, resolve_target, response_id

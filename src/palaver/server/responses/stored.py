@@ -19,8 +19,13 @@ from palaver.errors import EngineError, PalaverError, ShuttingDown
 from palaver.events import Failed, Finished, Started, Waiting
 from palaver.messages import Role
 from palaver.server.errors import ClientDisconnected
-from palaver.server.openai.messages import parse_history
-from palaver.server.openai.request import api_field_names, check_model, ignored_header, request_parameters
+from palaver.server.openai.request import (
+    api_field_names,
+    check_model,
+    ignored_header,
+    parse_history,
+    request_parameters,
+)
 from palaver.server.openai.schemas import ChatRequest
 from palaver.server.responses.encoder import ResponseEnding
 from palaver.server.responses.history import find_response, read_record, resolve_target, response_id, start_response

@@ -1,4 +1,4 @@
-"""`/v1/audio/speech`: text to speech, in OpenAI's format."""
+"""Speech over HTTP: `/v1/audio/speech` in OpenAI's format, and messages that are read aloud."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import asyncio
 import base64
 import json
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from typing import Literal
+from contextlib import aclosing, suppress
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from palaver.errors import BadParameter
+from palaver.chat.interface import Chat
+from palaver.errors import BadParameter, PalaverError
+from palaver.events import AnswerDelta, Failed, Finished, Snapshot
+from palaver.messages import Text
 from palaver.server.auth import CallerDep
-from palaver.server.errors import OtherModel
+from palaver.server.errors import OtherModel, log_unexpected
 from palaver.server.openai.request import check_nested_fields, voice_name
 from palaver.server.openai.schemas import RequestFields, VoiceReference
 from palaver.server.sse import EventStream, close_on_failure, encode_sse, run_while_connected
-from palaver.server.state import ServerState, StateDep
+from palaver.server.state import ChatDep, ServerState, StateDep
+from palaver.store import ReplyStatus
 from palaver.voice.audio_format import AudioFormat, audio_format, encode_audio, join_audio, pcm, wav_header
-from palaver.voice.base import Samples, Speaker, VoiceSettings
+from palaver.voice.base import SPEEDS, Samples, Speaker, VoiceSettings
 from palaver.voice.speech import Speech
 
 
@@ -138,3 +142,71 @@ async def _events(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
 
 def _event(value: dict[str, object]) -> bytes:
     return encode_sse(json.dumps(value).encode())
+
+
+message_speech_routes = APIRouter(tags=["speech"])
+_MEDIA_TYPE = "audio/wav"
+_AUDIO_RESPONSE: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"audio/wav": {"schema": {"type": "string", "format": "binary"}}}}
+}
+
+
+@message_speech_routes.get("/messages/{id}/speech", response_class=Response, responses=_AUDIO_RESPONSE)
+async def speech(id: str, chat: ChatDep, state: StateDep, voice: str = "", speed: float = 1.0) -> Response:
+    """WAV, 24 kHz and mono, sent clause by clause as it is spoken. A reply that is being made is spoken as it comes, to
+    its end. Thinking, calls and code are not spoken."""
+    low, high = SPEEDS
+    if not low <= speed <= high:
+        raise BadParameter("speed", speed, f"must be from {low:g} to {high:g}")
+    stored = await chat.message(id)
+    spoken = Speech(await state.speakers.current(), VoiceSettings(voice, speed))
+    if stored.reply is None or stored.reply.status is not ReplyStatus.RUNNING:
+        spoken.feed("".join(part.text for part in stored.parts if isinstance(part, Text)))
+        spoken.end()
+        return AudioStream(_wav_chunks(spoken), _MEDIA_TYPE)
+    return AudioStream(_speak_turn(chat, id, spoken), _MEDIA_TYPE)
+
+
+async def _wav_chunks(speech: Speech) -> AsyncGenerator[bytes]:
+    try:
+        yield wav_header()
+        async with aclosing(aiter(speech)) as clauses:
+            async for clause in clauses:
+                if len(clause.samples):
+                    yield pcm(clause.samples)
+    finally:
+        speech.stop()
+
+
+async def _speak_turn(chat: Chat, reply: str, speech: Speech) -> AsyncGenerator[bytes]:
+    feeder = asyncio.create_task(_feed_turn(chat, reply, speech))
+    try:
+        async with aclosing(_wav_chunks(speech)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+    finally:
+        feeder.cancel()
+        with suppress(asyncio.CancelledError):
+            await feeder
+
+
+async def _feed_turn(chat: Chat, reply: str, speech: Speech) -> None:
+    """Feeds the turn's answer into the speech, and ends the speech even if the turn fails."""
+    try:
+        async with chat.events(reply) as entries:
+            async for entry in entries:
+                match entry.event:
+                    case AnswerDelta(text):
+                        speech.feed(text)
+                    case Snapshot(message):
+                        speech.feed(message.text)
+                    case Finished(tail=tail) | Failed(tail=tail):
+                        for event in tail:
+                            if isinstance(event, AnswerDelta):
+                                speech.feed(event.text)
+                    case _:
+                        pass
+    except PalaverError as error:
+        log_unexpected(error)
+    finally:
+        speech.end()
