@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -66,6 +67,10 @@ class Alternative:
     logprob: float
 
 
+NO_LOGPROB = float("nan")
+"""The log-probability of a token that was not sampled, such as the prefix of an edited reply."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One token of the reply. `logprob` is of the raw logits, before any sampling parameter."""
@@ -79,6 +84,11 @@ class Step:
     """Its log-probability after all sampling parameters. Set, like `drawn_from`, if alternatives are requested."""
     drawn_from: tuple[Alternative, ...] = ()
     """The most likely tokens after all sampling parameters."""
+
+
+def prefill_steps(ids: Iterable[int]) -> tuple[Step, ...]:
+    """Steps for prefilled tokens, which were not sampled."""
+    return tuple(Step(id, NO_LOGPROB) for id in ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from typing import Any
 
 from palaver.chat.continuation import replay
 from palaver.chat.interface import Chat
-from palaver.chat.model import LoadOptions, ModelSlot, hosted_loader
+from palaver.chat.model import LoadOptions
+from palaver.chat.model_slot import ModelSlot, hosted_loader
 from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry
 from palaver.events import Failed, Finished, Snapshot, Started, Waiting

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from palaver.chat.interface import Chat
-from palaver.chat.model import Model, ModelSlot
+from palaver.chat.model import Model
+from palaver.chat.model_slot import ModelSlot
 from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry
 from palaver.engines.host.supervisor import ReportProgress

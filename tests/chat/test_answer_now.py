@@ -9,7 +9,8 @@ import pytest
 
 from palaver.chat.continuation import replay
 from palaver.chat.interface import Chat
-from palaver.chat.model import LoadOptions, ModelSlot, hosted_loader
+from palaver.chat.model import LoadOptions
+from palaver.chat.model_slot import ModelSlot, hosted_loader
 from palaver.chat.service import Service
 from palaver.engines.core.reply_state import ReplyState
 from palaver.events import ThinkingDelta

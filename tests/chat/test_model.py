@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from palaver.chat.interface import ModelState
-from palaver.chat.model import LoadOptions, Model, ModelSlot, hosted_loader, load_model_format, missing_template_notices
+from palaver.chat.model import LoadOptions, Model, load_model_format, missing_template_notices
+from palaver.chat.model_slot import ModelSlot, hosted_loader
 from palaver.chat.reply_stream import ReplyRequest
 from palaver.errors import BadParameter, BrokenModel, NoTemplate, UnknownModel
 from palaver.formats.base import RenderOptions

@@ -9,7 +9,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from palaver.chat.model import Model, ModelSlot
+from palaver.chat.model import Model
+from palaver.chat.model_slot import ModelSlot
 from palaver.chat.service import Service
 from palaver.engines.host.supervisor import ReportProgress
 from palaver.store import open_store

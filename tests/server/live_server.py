@@ -13,7 +13,8 @@ from typing import Any
 
 import uvicorn
 
-from palaver.chat.model import LoadOptions, Model, ModelSlot, build_model, load_model_format
+from palaver.chat.model import LoadOptions, Model, build_model, load_model_format
+from palaver.chat.model_slot import ModelSlot
 from palaver.chat.service import Service
 from palaver.engines.host.supervisor import ReportProgress
 from palaver.engines.torch import EngineOptions, load

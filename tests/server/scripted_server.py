@@ -8,7 +8,8 @@ from pathlib import Path
 
 import httpx
 
-from palaver.chat.model import Model, ModelSlot
+from palaver.chat.model import Model
+from palaver.chat.model_slot import ModelSlot
 from palaver.chat.service import Service
 from palaver.engines.host.supervisor import ReportProgress
 from palaver.formats.format import TemplateFormat

@@ -10,6 +10,7 @@ import pytest
 from palaver.constraints import Constraint, Grammar
 from palaver.errors import NothingToContinue
 from palaver.events import Usage
+from palaver.generation import prefill_steps
 from palaver.messages import Text, Thinking, Tool
 from palaver.sampling import Sampling
 from palaver.store import (
@@ -23,7 +24,6 @@ from palaver.store import (
     Store,
     TokenFrame,
 )
-from palaver.store.encoding import prefill_steps
 from tests.store.conftest import StoreLocation
 from tests.store.factories import SETTINGS, add_message, add_reply, new_conversation, steps
 

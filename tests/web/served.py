@@ -12,7 +12,8 @@ import socket
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
-from palaver.chat.model import Model, ModelSlot
+from palaver.chat.model import Model
+from palaver.chat.model_slot import ModelSlot
 from palaver.chat.service import Service
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.host.supervisor import ReportProgress

@@ -12,7 +12,7 @@ from palaver.chat.reply_stream import ReplyRequest, first_generated
 from palaver.chat.turns import NewTurn, Turns
 from palaver.errors import BadParameter
 from palaver.events import fold
-from palaver.generation import Step
+from palaver.generation import Step, prefill_steps
 from palaver.messages import Part
 from palaver.store import (
     Conflict,
@@ -24,7 +24,6 @@ from palaver.store import (
     Store,
     StoredMessage,
 )
-from palaver.store.encoding import prefill_steps
 from palaver.store.replies import was_resumed_with
 
 

@@ -16,11 +16,10 @@ from palaver.errors import EngineError, PalaverError
 from palaver.events import Event, Failed, Finished, Folded, ReadEvent, ReplyBatch, Started, Usage, Waiting, fold
 from palaver.formats.base import RenderOptions
 from palaver.formats.reader import ReplyReader
-from palaver.generation import AnswerRequested, Ended, Finish, Prefilled, Prompt, Queued, Step
+from palaver.generation import AnswerRequested, Ended, Finish, Prefilled, Prompt, Queued, Step, prefill_steps
 from palaver.messages import Message, Tool
 from palaver.phases import Phase
 from palaver.sampling import Sampling
-from palaver.store.encoding import prefill_steps
 
 RecordStep = Callable[[Step], Awaitable[Step]]
 """Stores a token before its events are sent, and returns it as it was stored."""

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, suppress
 from palaver.chat.continuation import Continuation, Recovery, is_same_tokenizer
 from palaver.chat.interface import ModelState
 from palaver.chat.local_chat import LocalChat
-from palaver.chat.model import ModelSlot
+from palaver.chat.model_slot import ModelSlot
 from palaver.chat.reply_request import RequestBuilder
 from palaver.chat.subscription import TurnSubscription
 from palaver.chat.turns import ChangeFeed, Turns

@@ -19,10 +19,9 @@ from palaver.chat.reply_stream import GeneratedReply, ReplyRequest, TurnTimer, f
 from palaver.chat.turn_log import TokenRecorder, TurnLog
 from palaver.errors import EngineError, PalaverError, ShuttingDown
 from palaver.events import Event, Failed, Finished, ReadEvent, ReplyBatch, Started, fold
-from palaver.generation import Finish, Prompt, Step
+from palaver.generation import Finish, Prompt, Step, prefill_steps
 from palaver.phases import Phase
 from palaver.store import Lease, LeaseLost, ReplyEnding, ReplySettings, ReplyStatus, Store, StoredMessage
-from palaver.store.encoding import prefill_steps
 from palaver.store.leases import LEASE_SECONDS
 
 MAX_ENDED_TURNS = 64

@@ -152,7 +152,7 @@ async def _local_chat(
 ) -> AsyncIterator[Chat]:
     import asyncio
 
-    from palaver.chat.model import ModelSlot, hosted_loader, model_checker
+    from palaver.chat.model_slot import ModelSlot, hosted_loader, model_checker
     from palaver.chat.service import Service
     from palaver.models.resolver import DEFAULT_MODEL, embedded_models
     from palaver.store import open_store

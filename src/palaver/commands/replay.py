@@ -103,7 +103,7 @@ def _reply_id(store: Store, id: str) -> str:
 async def _replay(store: Store, reply_id: str, name: str | None, options: LoadOptions) -> tuple[ReplayResult, str]:
     """The comparison, and the fingerprint of the engine that ran it."""
     from palaver.chat.continuation import replay as replay_reply
-    from palaver.chat.model import hosted_loader
+    from palaver.chat.model_slot import hosted_loader
     from palaver.models.resolver import DEFAULT_MODEL
 
     model = await hosted_loader(options)(name or DEFAULT_MODEL, lambda *_: None)

@@ -31,7 +31,8 @@ from palaver.commands.options import (
 from palaver.errors import BadParameter, PalaverError
 
 if TYPE_CHECKING:
-    from palaver.chat.model import LoadOptions, ModelSlot
+    from palaver.chat.model import LoadOptions
+    from palaver.chat.model_slot import ModelSlot
     from palaver.server.run import TLSCertificate
     from palaver.server.settings import ServerSettings
     from palaver.store import Store
@@ -131,7 +132,7 @@ async def _run(
     import secrets
     from dataclasses import replace
 
-    from palaver.chat.model import ModelSlot, hosted_loader, model_checker
+    from palaver.chat.model_slot import ModelSlot, hosted_loader, model_checker
     from palaver.chat.service import Service
     from palaver.client.connection import leaf_certificate
     from palaver.client.discovery import announce_server, local_token

@@ -6,10 +6,9 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO, assert_never
+from typing import TYPE_CHECKING, TextIO, assert_never
 
 from palaver.chat.reply_stream import GeneratedReply, ReplyRecord
-from palaver.chat.turn_log import LogEntry
 from palaver.events import (
     AnswerDelta,
     Event,
@@ -29,6 +28,9 @@ from palaver.generation import Finish
 from palaver.phases import Phase
 from palaver.repl import strings
 from palaver.repl.sanitize import sanitize
+
+if TYPE_CHECKING:
+    from palaver.chat.turn_log import LogEntry  # it imports the store, which `palaver ask` doesn't use
 
 _ENDINGS = {Finish.LENGTH: strings.CUT_PLAIN, Finish.STOPPED: strings.STOPPED_PLAIN}
 

@@ -22,7 +22,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from palaver.encoding import Tagged
 from palaver.events import Usage
-from palaver.generation import Alternative, Step
+from palaver.generation import NO_LOGPROB, Alternative, Step
 from palaver.messages import Audio, Image, Part, Text, Thinking, Tool, ToolCall, ToolResult, Video
 from palaver.sampling import Sampling
 from palaver.store.blobs import Blob, Blobs, Kind
@@ -188,19 +188,12 @@ def decode_usage(value: Mapping[str, Any]) -> Usage:
 
 
 ALTERNATIVES = 5
-NO_LOGPROB = float("nan")
-"""The log-probability of a token that was not sampled, such as the prefix of an edited reply."""
 
 _HEADER = struct.Struct("<BBI")
 _RAW, _COMPRESSED = 1, 2
 _MIN_COMPRESSED = 256
 """Shorter bodies are stored uncompressed."""
 _MIN_FLOAT = -3e38
-
-
-def prefill_steps(ids: Iterable[int]) -> tuple[Step, ...]:
-    """Steps for prefilled tokens, which were not sampled."""
-    return tuple(Step(id, NO_LOGPROB) for id in ids)
 
 
 def as_stored(step: Step) -> Step:

@@ -88,7 +88,7 @@ class Replies:
     ) -> StoredMessage:
         """Inserts a running reply under its parent. A retry is a second reply under the same parent.
 
-        `prefix`: tokens that the reply starts with, from another reply or an edited text (`encoding.prefill_steps`).
+        `prefix`: tokens that the reply starts with, from another reply or an edited text (`generation.prefill_steps`).
         Raises LeaseLost if another process claimed this lease's replies.
         """
         head = parent_id if expected_head is None else expected_head

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from palaver.chat.model import LoadOptions, Model, ModelSlot, build_model, load_model_format
+from palaver.chat.model import LoadOptions, Model, build_model, load_model_format
+from palaver.chat.model_slot import ModelSlot
 from palaver.chat.service import Service
 from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.host.supervisor import ReportProgress
