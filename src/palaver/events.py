@@ -32,6 +32,8 @@ class Started:
     notice: str = ""
     """A sentence for the user about how the reply is continued. Unlike a `Notice` it has no number: it depends on the
     engine, not on the tokens."""
+    thinking_seconds: float | None = 0.0
+    """How long the reply has been thinking when this is sent: the sum of all its runs. None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import Table, update
 
 from palaver.chat.continuation import replay
 from palaver.chat.interface import SentMessage
 from palaver.chat.turn_log import LogEntry
 from palaver.chat.turns import LEFT
 from palaver.errors import EngineError
-from palaver.events import AnswerDelta, Failed, Finished, Snapshot, fold
+from palaver.events import AnswerDelta, Failed, Finished, Snapshot, Started, fold
 from palaver.formats.template import Template
 from palaver.generation import Finish
 from palaver.messages import assistant, user
 from palaver.store import DiskFull, NotFound, ReplyStatus, Store, open_store
+from palaver.store.schema import replies, running
 from tests.chat.conformance import ANSWER, THOUGHT
 from tests.chat.process_kills import event_text, run
 from tests.chat.scripted_service import (
@@ -339,34 +342,96 @@ async def test_turns_left_open_are_as_after_a_crash(tmp_path: Path, resume: bool
             assert all(meanings[entry.number] == event_text(entry) for entry in received if event_text(entry))
 
 
+LONG = {"seconds": 2000.0, "thinking": 1000.0, "first_token": 0.5}
+"""Timings of an earlier run, too long to be taken for those of a test."""
+
+
+def set_timings(store: Store, table: Table, reply_id: str, timings: dict[str, float]) -> None:
+    with store.database.write_transaction() as connection:
+        connection.execute(update(table).where(table.c.message_id == reply_id).values(timings=timings))
+
+
+def started(entries: list[LogEntry]) -> Started:
+    return next(entry.event for entry in entries if isinstance(entry.event, Started))
+
+
+def check_longer(timings: Mapping[str, float]) -> None:
+    """Checks that a second run was added to `LONG`."""
+    assert timings["first_token"] == LONG["first_token"]
+    assert LONG["thinking"] < timings["thinking"] < LONG["thinking"] + 500
+    assert LONG["seconds"] < timings["seconds"] < LONG["seconds"] + 500
+
+
 async def test_times_of_a_continued_reply_are_those_of_all_its_runs(tmp_path: Path) -> None:
     async with open_stage(tmp_path, held=True) as stage:
         sent, reader = await read_underway(stage)
-        await read_until(stage.chat, sent.reply.id, 2)
         await stage.chat.stop_reply(sent.reply.id)
         await reader
-        stopped = (await stage.chat.message(sent.reply.id)).reply
-        assert stopped is not None
+        set_timings(stage.service.store, replies, sent.reply.id, LONG)
         stage.hold.set()
         await stage.chat.continue_reply(sent.reply.id)
-        await read_entries(stage.chat, sent.reply.id)
+        seconds = started(await read_entries(stage.chat, sent.reply.id)).thinking_seconds
         done = (await stage.chat.message(sent.reply.id)).reply
         assert done is not None
-        assert 0 < stopped.timings["thinking"] < done.timings["thinking"] < done.timings["seconds"]
+        check_longer(done.timings)
+        assert seconds is not None
+        assert LONG["thinking"] <= seconds <= done.timings["thinking"]
 
 
-async def test_a_reply_that_outlived_a_crash_has_no_times(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", [True, False], ids=["resumed", "interrupted"])
+async def test_times_of_a_reply_that_outlived_a_crash_are_those_of_all_its_runs(tmp_path: Path, resume: bool) -> None:
+    with open_store(tmp_path) as store:
+        reply_id = await left_running(store)
+        set_timings(store, running, reply_id, LONG)
+        async with run_service(store, resume=resume, held=True) as stage:
+            await stage.service.recovered.wait()
+            if not resume:
+                interrupted = (await stage.chat.message(reply_id)).reply
+                assert interrupted is not None
+                assert interrupted.timings == LONG
+                await stage.chat.continue_reply(reply_id)
+            stage.hold.set()
+            seconds = started(await read_entries(stage.chat, reply_id)).thinking_seconds
+            done = (await stage.chat.message(reply_id)).reply
+            assert done is not None
+            assert done.status is ReplyStatus.DONE
+            check_longer(done.timings)
+            assert seconds is not None
+            assert LONG["thinking"] <= seconds <= done.timings["thinking"]
+
+
+async def test_times_of_a_token_are_stored_with_it(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        reply_id = await left_running(store)
+        stored = store.replies.timings(reply_id)
+        assert 0 < stored["thinking"] <= stored["seconds"]
+
+
+async def test_a_reply_has_no_times_if_an_earlier_version_left_it(tmp_path: Path) -> None:
     """How long the dead process took is not known, and the time of the rest is not the time of the reply."""
     with open_store(tmp_path) as store:
         reply_id = await left_running(store)
-        async with run_service(store) as stage:
+        set_timings(store, running, reply_id, {})
+        async with run_service(store, resume=True) as stage:
             await stage.service.recovered.wait()
-            await stage.chat.continue_reply(reply_id)
-            await read_entries(stage.chat, reply_id)
+            assert started(await read_entries(stage.chat, reply_id)).thinking_seconds is None
             done = (await stage.chat.message(reply_id)).reply
             assert done is not None
             assert done.status is ReplyStatus.DONE
             assert done.timings == {}
+
+
+async def test_a_late_reader_is_told_how_long_the_reply_has_been_thinking(tmp_path: Path) -> None:
+    async with open_stage(tmp_path, held=True) as stage, run_service(stage.service.store) as other:
+        await other.chat.wait_until_ready()
+        sent, reader = await read_underway(stage)
+        first = started(await read_until(stage.chat, sent.reply.id, 2)).thinking_seconds
+        assert first is not None
+        assert first > 0
+        late = started(await read_until(other.chat, sent.reply.id, 2)).thinking_seconds
+        assert late == first, "another process reads it from the store"
+        stage.hold.set()
+        assert started(await reader).thinking_seconds is not None
 
 
 def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:

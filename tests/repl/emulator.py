@@ -72,14 +72,12 @@ def make_view(
     emulator: TerminalEmulator,
     thinking_display: ThinkingDisplay = ThinkingDisplay.COLLAPSED,
     last_event: int = 0,
-    thinking_seconds: float | None = 0.0,
 ) -> tuple[ReplyView, FakeClock]:
     clock = FakeClock()
     view = ReplyView(
         make_screen(emulator),
         thinking_display,
         last_event=last_event,
-        thinking_seconds=thinking_seconds,
         clock=clock,
     )
     return view, clock

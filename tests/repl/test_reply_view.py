@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from palaver.chat.turn_log import LogEntry
 from palaver.events import (
     AnswerDelta,
     Event,
@@ -100,9 +101,10 @@ def test_the_time_of_a_thought_is_without_the_prefill() -> None:
 
 def continued(thinking_seconds: float | None) -> str:
     """A reply that was stopped in its thought, shown from there on; the rest of the thought takes 2 s."""
+    started = Started(9, 9, thinking_seconds=thinking_seconds)
     emulator = TerminalEmulator()
-    view, clock = make_view(emulator, last_event=2, thinking_seconds=thinking_seconds)
-    entries = log_entries(THINKING, ThinkingDelta("hm", 1), Started(9, 9), ThinkingDelta("so", 2), ANSWER, END)
+    view, clock = make_view(emulator, last_event=2)
+    entries = log_entries(THINKING, ThinkingDelta("hm", 1), started, ThinkingDelta("so", 2), ANSWER, END)
     for entry in entries[:3]:
         view.handle(entry)
     clock.now = 2.0
@@ -113,7 +115,34 @@ def continued(thinking_seconds: float | None) -> str:
 
 def test_the_time_of_a_continued_thought_is_that_of_all_its_parts() -> None:
     assert continued(5.0).startswith("Thought for 7.0 s · 2 tokens")
-    assert continued(None).startswith("Thought · 2 tokens"), "a crash: no time rather than a wrong one"
+    assert continued(None).startswith("Thought · 2 tokens"), "not known: no time rather than a wrong one"
+
+
+def test_the_time_of_a_thought_leaves_out_the_time_without_a_server() -> None:
+    emulator = TerminalEmulator()
+    view, clock = make_view(emulator)
+    before = log_entries(THINKING, Started(9, 0), ThinkingDelta("hm", 1))
+    after = log_entries(THINKING, ThinkingDelta("hm", 1), Started(9, 9, thinking_seconds=3.0), ThinkingDelta("so", 2))
+    for entry in before:
+        view.handle(entry)
+    clock.now = 60.0  # the server was away from 3 s on
+    for entry in [*after[2:], LogEntry(4, ANSWER)]:
+        clock.now += 1.0
+        view.handle(entry)
+    view.handle(LogEntry(4, END))
+    assert emulator.shown().startswith("Thought for 5.0 s · 2 tokens")
+
+
+def test_a_thought_that_was_begun_elsewhere_is_timed_from_its_start() -> None:
+    emulator = TerminalEmulator()
+    view, clock = make_view(emulator)
+    entries = log_entries(THINKING, Started(9, 0, thinking_seconds=8.0), ThinkingDelta("hm", 1), ANSWER, END)
+    for entry in entries[:3]:
+        view.handle(entry)
+    clock.now = 1.5
+    for entry in entries[3:]:
+        view.handle(entry)
+    assert emulator.shown().startswith("Thought for 9.5 s · 1 token")
 
 
 def test_toggling_while_it_thinks() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ from palaver.store.schema import HEAD, metadata
 from palaver.store.store import data_folder, database_url
 from tests.store.conftest import StoreLocation
 
-VERSIONS = ["0001", "0002", "0003", "0004", "0005", "0006", "0007"]
+VERSIONS = ["0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008"]
 
 
 def database(place: StoreLocation) -> Database:
@@ -72,6 +73,43 @@ def _write_something(connection: Connection) -> None:
         from palaver.store.search import rebuild
 
         rebuild(connection)
+
+
+def test_timings_that_cover_a_part_of_a_reply_are_removed(empty: StoreLocation) -> None:
+    """Before 0008, a crash in a continued run left the timings of the runs before."""
+    before = database(empty)
+    migrate(before, "0007")
+    with before.write_transaction() as connection:
+        _write_something(connection)
+        for id, status, counted in (("whole", "interrupted", 2), ("part", "interrupted", 1), ("runs", "running", 1)):
+            _write_reply(connection, id, status, counted)
+        connection.execute(text("INSERT INTO holders VALUES ('h', 'host', 1, 1)"))
+        connection.execute(text("INSERT INTO running VALUES ('runs', 'h', 2)"))
+    before.close()
+    with empty.open() as store:
+        timings = {id: store.replies.timings(id) for id in ("whole", "part", "runs")}
+        assert timings == {"whole": {"seconds": 3.5}, "part": {}, "runs": {}}
+
+
+def _write_reply(connection: Connection, id: str, status: str, counted: int) -> None:
+    """A reply of two tokens. `counted`: how many of them its usage and its timings cover."""
+    values = {"id": id, "status": status, "usage": json.dumps({"reply_tokens": counted}), "timings": '{"seconds":3.5}'}
+    connection.execute(
+        text(
+            "INSERT INTO messages (id, conversation_id, role, parts, created_at)"
+            " VALUES (:id, 'c', 'assistant', '[]', 1)"
+        ),
+        values,
+    )
+    connection.execute(
+        text(
+            "INSERT INTO replies (message_id, status, model, tokenizer, settings, usage, timings, started_at)"
+            " VALUES (:id, :status, 'm', 't', '{}', :usage, :timings, 1)"
+        ),
+        values,
+    )
+    row = {"id": id, "data": b"x"}
+    connection.execute(text("INSERT INTO reply_tokens VALUES (:id, 0, 2, :data)"), row)
 
 
 def current_has_index(connection: Connection) -> bool:

@@ -31,7 +31,7 @@ class Served:
     """A server in a process of its own."""
 
     def __init__(self, folder: Path, *options: str, script: Sequence[dict[str, str]] = ()) -> None:
-        self._folder = folder
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._options = list(options)
         if script:
@@ -49,7 +49,7 @@ class Served:
         self.kill()
 
     def start(self, ready: bool = True) -> None:
-        command = [sys.executable, "-m", "tests.web.served", str(self._folder), "--port", str(self.port)]
+        command = [sys.executable, "-m", "tests.web.served", str(self.folder), "--port", str(self.port)]
         environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
         self._process = subprocess.Popen([*command, *self._options], cwd=ROOT, env=environment)
         until = time.monotonic() + PATIENCE

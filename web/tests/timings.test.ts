@@ -1,27 +1,25 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from 'vitest'
-import { thinkingClock, type Clock } from '../src/state/timings'
+import { thinkingClock } from '../src/state/timings'
 import { Turn } from '../src/state/turn.svelte'
-import type { ReadEvent, Stored, StoredReply } from '../src/transport/types'
+import type { Event, ReadEvent } from '../src/transport/types'
 
 const USAGE = { prompt_tokens: 5, cached_tokens: 0, reply_tokens: 4, thinking_tokens: 2 }
 const opened: ReadEvent = { type: 'phase_opened', phase: 'thinking' }
 const thought = (text: string): ReadEvent => ({ type: 'thinking_delta', text })
-const START = Date.parse('2026-01-01T00:00:00Z')
+const stopped: Event = { type: 'finished', finish: 'stopped', usage: USAGE, stop: null, tail: [] }
 
-/** One that runs; `timings` are those of its earlier runs. */
-function reply(timings: Record<string, number>): Stored {
-  const started_at = new Date(START).toISOString()
-  return {
-    id: 'a', conversation_id: 'c', parent_id: null, role: 'assistant', parts: [], created_at: '', edit_of: null,
-    reply: { status: 'running', settings: {} as StoredReply['settings'], usage: null, timings, error: null, started_at, ended_at: null },
-  }
+/** `seconds`: how long the reply has been thinking, as the server counts. */
+function started(seconds: number | null): Event {
+  return { type: 'started', prompt_tokens: 5, cached_tokens: 0, thinking_seconds: seconds }
 }
 
-const shown = (clock: Clock | null): number | null =>
-  clock && Math.round(clock.seconds + (clock.since === null ? 0 : (performance.now() - clock.since) / 1000))
+function shown(turn: Turn): number | null {
+  const clock = thinkingClock(turn)
+  return clock && Math.round(clock.seconds + (clock.since === null ? 0 : (performance.now() - clock.since) / 1000))
+}
 
 beforeEach(() => {
-  vi.useFakeTimers({ now: START })
+  vi.useFakeTimers()
 })
 afterEach(() => {
   vi.useRealTimers()
@@ -34,61 +32,88 @@ function pass(seconds: number): void {
 describe('the clock of a thought', () => {
   it('counts from where it opened', () => {
     const turn = new Turn()
+    turn.take(0, started(0))
+    pass(2)
     turn.take(1, opened)
     pass(4)
-    expect(shown(thinkingClock(turn, reply({}), true))).toBe(4)
+    expect(shown(turn)).toBe(4)
+  })
+
+  it('leaves out the time in which the prompt that opened it is read', () => {
+    const turn = new Turn()
+    turn.take(1, opened)
+    pass(5)
+    turn.take(1, started(0))
+    pass(3)
+    expect(shown(turn)).toBe(3)
   })
 
   it('leaves out the time for which the reply was stopped', () => {
     const turn = new Turn()
     turn.take(1, opened)
+    turn.take(1, started(0))
     turn.take(2, thought('Hm'))
-    pass(4)
-    turn.take(2, { type: 'finished', finish: 'stopped', usage: USAGE, stop: null, tail: [] })
+    pass(5)
+    turn.take(2, stopped)
     pass(600)
+    turn.take(2, started(4)) // the stop took a second to arrive: the server's time counts
     turn.take(3, thought(' so'))
     pass(2)
-    expect(shown(thinkingClock(turn, reply({ thinking: 4 }), true))).toBe(6)
+    expect(shown(turn)).toBe(6)
     turn.pause()
     pass(60)
-    expect(shown(thinkingClock(turn, reply({ thinking: 4 }), true))).toBe(6)
+    expect(shown(turn)).toBe(6)
   })
 
-  it('goes on after a reload from what the server counted when it was stopped', () => {
-    const turn = new Turn() // of a reply that this page continued
-    turn.take(1, opened)
-    pass(3)
-    expect(shown(thinkingClock(turn, reply({ thinking: 20 }), true))).toBe(23)
-  })
-
-  it('stands still while the server is away', () => {
+  it('counts a thought that was continued, after a reload in the middle of it', () => {
     const turn = new Turn()
     turn.take(1, opened)
+    turn.take(2, thought('Hm'))
+    turn.take(2, started(24)) // 20 s before the stop, 4 s since
+    turn.take(3, thought(' so'))
+    pass(3)
+    expect(shown(turn)).toBe(27)
+  })
+
+  it('counts a thought that began before the page was there', () => {
+    const turn = new Turn()
+    turn.take(1, opened)
+    turn.take(1, started(30))
+    turn.take(2, thought('Hm'))
+    pass(1)
+    expect(shown(turn)).toBe(31)
+  })
+
+  it('leaves out the time for which the server was away', () => {
+    const turn = new Turn()
+    turn.take(1, opened)
+    turn.take(1, started(0))
     pass(5)
     turn.pause()
     pass(60)
-    expect(shown(thinkingClock(turn, reply({}), true))).toBe(5)
+    expect(shown(turn)).toBe(5)
+    turn.take(1, started(4))
     turn.take(2, thought('Hm'))
     pass(1)
-    expect(shown(thinkingClock(turn, reply({}), true))).toBe(6)
+    expect(shown(turn)).toBe(5)
   })
 
-  it('counts from the reply’s beginning where the page came late, and not at all where nobody knows', () => {
-    pass(30)
-    const turn = new Turn(() => undefined, true)
+  it('is not shown if the time is not known', () => {
+    const turn = new Turn()
     turn.take(1, opened)
-    pass(1)
-    expect(shown(thinkingClock(turn, reply({}), true))).toBe(31)
-    expect(thinkingClock(turn, reply({ thinking: 4 }), true)).toBe(null)
+    turn.take(1, started(null))
+    expect(thinkingClock(turn)).toBe(null)
   })
 
   it('begins anew with every thought of a reply', () => {
     const turn = new Turn()
     turn.take(1, opened)
+    turn.take(1, started(0))
     pass(5)
-    turn.take(2, { type: 'phase_opened', phase: 'tool_call' })
+    turn.take(2, { type: 'tool_call_opened', index: 0, id: 'a', name: 'f', in_thought: true })
     turn.take(3, opened)
     pass(2)
-    expect(shown(thinkingClock(turn, reply({}), false))).toBe(2)
+    turn.take(3, started(7)) // the connection was lost: of both
+    expect(shown(turn)).toBe(2)
   })
 })

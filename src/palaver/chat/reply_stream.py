@@ -322,9 +322,14 @@ class TurnTimer:
             self._thinking += now - self._last_token_at
         self._last_token_at = now
 
+    @property
+    def thinking(self) -> float | None:
+        """The thinking time of the reply up to its last token; None if it is not known."""
+        return self._before.get("thinking", 0.0) + self._thinking if self._is_complete else None
+
     def timings(self) -> dict[str, float]:
         if not self._is_complete:
             return {}
         seconds = self._before.get("seconds", 0.0) + time.monotonic() - self.started_at
-        timings = {**self._before, "seconds": seconds, "thinking": self._before.get("thinking", 0.0) + self._thinking}
+        timings = {**self._before, "seconds": seconds, "thinking": self.thinking or 0.0}
         return timings if self._first_token is None else {"first_token": self._first_token, **timings}

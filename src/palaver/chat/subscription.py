@@ -137,7 +137,8 @@ class TurnSubscription:
             stream = await asyncio.to_thread(self._load, model, reply)
         else:
             running = turn.reply_stream
-            stream = FollowedReply(running.request, running.first_prompt, running.opening, turn.log, turn)
+            batches = _with_thinking_seconds(turn)
+            stream = FollowedReply(running.request, running.first_prompt, running.opening, turn.log, turn, batches)
         if raw and model is not None and is_same_tokenizer(model, reply):
             stream.read_raw(model)
         return stream
@@ -167,6 +168,9 @@ class TurnSubscription:
     ) -> AsyncGenerator[ReplyBatch]:
         """Follows the tokens that another process stores. The first `read` tokens are in the log already."""
         waited = 0.0
+        timings = await asyncio.to_thread(self._store.replies.timings, reply.id)
+        thinking = timings.get("thinking") if read else 0.0
+        yield ReplyBatch((Started(len(reader.prompt), 0, thinking_seconds=thinking),))
         for batch in log.so_far():
             yield batch
         while _is_running(reply):
@@ -184,6 +188,15 @@ class TurnSubscription:
                     yield replace(tail, events=(Failed(INTERRUPTED, cast("tuple[ReadEvent, ...]", tail.events)),))
                     return
         yield _ending(reply, reader)
+
+
+async def _with_thinking_seconds(turn: Turn) -> AsyncGenerator[ReplyBatch]:
+    """The batches of the turn's log. `Started` says how long the reply has been thinking when it is sent."""
+    async with aclosing(turn.log.follow()) as batches:
+        async for batch in batches:
+            if isinstance(first := batch.events[0], Started):
+                batch = replace(batch, events=(replace(first, thinking_seconds=turn.timer.thinking),))
+            yield batch
 
 
 def _ending(reply: StoredMessage, reader: BatchReader) -> ReplyBatch:

@@ -7,7 +7,7 @@ and gets it again after reconnecting."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -154,10 +154,10 @@ class TokenRecorder:
         self._waiting: list[tuple[TokenFrame, asyncio.Future[Step]]] = []
         self._writing: asyncio.Task[None] | None = None
 
-    async def record(self, reply_id: str, position: int, step: Step) -> Step:
+    async def record(self, reply_id: str, position: int, step: Step, timings: Mapping[str, float]) -> Step:
         """Returns the step as it is stored, once it is committed. Raises the error of the write, such as LeaseLost."""
         recorded: asyncio.Future[Step] = asyncio.get_running_loop().create_future()
-        self._waiting.append((TokenFrame(reply_id, position, (step,)), recorded))
+        self._waiting.append((TokenFrame(reply_id, position, (step,), timings), recorded))
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())
         return await recorded

@@ -319,8 +319,9 @@ class Turns:
 
         async def record_step(step: Step) -> Step:
             position = stream.token_count
-            self._turns[reply_id[0]].timer.token(stream.phase is Phase.THINKING)
-            return await self._recorder.record(reply_id[0], position, step)
+            timer = self._turns[reply_id[0]].timer
+            timer.token(stream.phase is Phase.THINKING)
+            return await self._recorder.record(reply_id[0], position, step, timer.timings())
 
         async def record_answer_at(position: int) -> None:
             await asyncio.to_thread(self._store.replies.record_answer_at, self._lease, reply_id[0], position)
@@ -471,10 +472,9 @@ def engine_notice(settings: ReplySettings, tokens: int) -> str:
 
 
 def _timer(reply: StoredMessage, stream: GeneratedReply) -> TurnTimer:
-    """The timer of a reply that may have tokens. It is not known how long those took that a dead process wrote."""
-    stored = reply.reply
-    measured = stored.usage.reply_tokens if stored is not None and stored.usage is not None else 0
-    return TurnTimer(stored.timings if stored is not None else None, is_complete=measured == stream.token_count)
+    """The timer of a reply that may have tokens. Without stored timings it is not known how long those took."""
+    before = reply.reply.timings if reply.reply is not None else {}
+    return TurnTimer(before, is_complete=bool(before) or not stream.token_count)
 
 
 def _ending(turn: Turn, event: Finished) -> Finished | Failed:

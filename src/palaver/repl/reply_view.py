@@ -97,7 +97,7 @@ class ThinkingSection:
         seconds_before: float | None = 0.0,
     ) -> None:
         """`now` is None if the prompt is still being prefilled. `tokens_before` counts the thinking tokens of the reply
-        before this block; `seconds_before` is the time this block took before it was continued, None if not known."""
+        before this block; `seconds_before` is the time this block took before `now`, None if not known."""
         self.mode = mode
         self._started_at = now
         self._seconds_before = seconds_before
@@ -108,8 +108,13 @@ class ThinkingSection:
         """Expanded: the unfinished line. Collapsed: the last lines."""
         self._at_start = True
 
-    def start_timer(self, now: float) -> None:
-        """Starts the measured thinking time."""
+    def start_timer(self, now: float, seconds_before: float | None) -> None:
+        """Starts the measured thinking time. Does nothing in a later block whose time is being measured already: the
+        server only counts all blocks together."""
+        if not self._tokens_before:
+            self._seconds_before = seconds_before
+        elif self._started_at is not None:
+            return
         self._started_at = now
 
     def set_token_count(self, tokens: int) -> None:
@@ -166,10 +171,10 @@ class ThinkingSection:
         return [*([] if seconds is None else [format_seconds(seconds)]), *self._tokens()]
 
     def _seconds(self, now: float) -> float | None:
-        """The thinking time of this block, with that before it was continued."""
-        if self._seconds_before is None:
+        """The thinking time of this block, with that before it was continued. None if it is not known."""
+        if self._seconds_before is None or self._started_at is None:
             return None
-        return self._seconds_before + (0.0 if self._started_at is None else now - self._started_at)
+        return self._seconds_before + now - self._started_at
 
     def _tokens(self) -> list[str]:
         count = self._token_count - self._tokens_before
@@ -246,8 +251,7 @@ class TurnView(Protocol):
 class ReplyView:
     """Renders a reply on a live screen.
 
-    Events up to `last_event` were shown before: they only restore the open section. `thinking_seconds` is how long the
-    reply had been thinking by then; None if that is not known.
+    Events up to `last_event` were shown before: they only restore the open section.
     """
 
     def __init__(
@@ -256,13 +260,13 @@ class ReplyView:
         thinking_display: ThinkingDisplay,
         *,
         last_event: int = 0,
-        thinking_seconds: float | None = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._screen = screen
         self.thinking_display = thinking_display
         self._last_event = last_event
-        self._thinking_seconds = thinking_seconds
+        self._thinking_seconds: float | None = 0.0
+        """How long the reply had been thinking when the server sent `Started`; None if that is not known."""
         self._clock = clock
         self._requested_at = clock()
         self.time_to_first_token: float | None = None
@@ -318,12 +322,12 @@ class ReplyView:
                     self._queue_status = strings.QUEUED_WITH_TIME.format(
                         line=self._queue_status, time=format_seconds(wait)
                     )
-            case Started(notice=notice):
-                self._queue_status, self._started = "", True
+            case Started(notice=notice, thinking_seconds=seconds):
+                self._queue_status, self._started, self._thinking_seconds = "", True, seconds
                 if notice:
                     self._add([Text(one_line(notice), style="note")])
-                if isinstance(self._section, ThinkingSection):  # the prompt itself opened the section
-                    self._section.start_timer(self._clock())
+                if isinstance(self._section, ThinkingSection):  # opened by the prompt, before a stop or a reconnect
+                    self._section.start_timer(self._clock(), seconds)
             case Snapshot(message):
                 self._replay(message)
             case Finished() | Failed():
@@ -335,7 +339,7 @@ class ReplyView:
 
     def _mark_first_token(self) -> None:
         if not self._started and isinstance(self._section, ThinkingSection):
-            self._section.start_timer(self._clock())
+            self._section.start_timer(self._clock(), self._thinking_seconds)
         self._started = True
         if self.time_to_first_token is None:
             self.time_to_first_token = self._clock() - self._requested_at

@@ -213,13 +213,10 @@ class Session:
     def _defer_interrupt(self) -> None:
         self._interrupted = True
 
-    async def follow(self, reply: StoredMessage, last_event: int = 0, thinking_seconds: float | None = 0.0) -> None:
-        """Shows the reply while it streams, from the event after `last_event`.
-
-        `thinking_seconds`: how long it has been thinking before; None if that is not known.
-        """
+    async def follow(self, reply: StoredMessage, last_event: int = 0) -> None:
+        """Shows the reply while it streams, from the event after `last_event`."""
         speech = await self._voice.speak_reply(reply.id, last_event) if self._voice is not None else None
-        view = self.create_view(last_event, thinking_seconds)
+        view = self.create_view(last_event)
         follower = TurnFollower(self.chat, view, self.lines, speech, self.screen.clear)
         ending = await follower.follow(reply.id, stop=self._interrupted)
         self.stopped_at = follower.stopped_at
@@ -258,11 +255,9 @@ class Session:
         if self._voice is not None:
             await self._voice.close()
 
-    def create_view(self, last_event: int = 0, thinking_seconds: float | None = 0.0) -> TurnView:
+    def create_view(self, last_event: int = 0) -> TurnView:
         if self.screen.is_live:
-            return ReplyView(
-                self.screen, self.thinking_display, last_event=last_event, thinking_seconds=thinking_seconds
-            )
+            return ReplyView(self.screen, self.thinking_display, last_event=last_event)
         hidden = self.thinking_display is ThinkingDisplay.HIDDEN
         return PlainView(PlainPrinter(sys.stdout, None if hidden else sys.stderr), last_event)
 
@@ -321,7 +316,7 @@ class Session:
         running = await self.cursor.running_reply()
         await show_end(self, without_last=running is not None)
         if running is not None:
-            await self.follow(running, thinking_seconds=None)  # it began before it is shown here
+            await self.follow(running)
 
 
 async def run(chat: Chat, settings: SessionSettings) -> bool:

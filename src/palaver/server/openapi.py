@@ -179,7 +179,7 @@ ADDED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "PhaseOpened": ("tokens",),
     "Sampling": ("spoken",),
     "Settings": ("fingerprints", "answer_at"),
-    "Started": ("notice",),
+    "Started": ("notice", "thinking_seconds"),
     "ThinkingDelta": ("tokens",),
 }
 """Fields that were added to a published component later: older servers do not send them."""

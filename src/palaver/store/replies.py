@@ -43,7 +43,11 @@ _SELECT_RUNNING = (
     select(running.c.message_id, running.c.tokens).where(running.c.holder_id == bindparam("holder")).with_for_update()
 )
 _INSERT_TOKENS = insert(reply_tokens)
-_UPDATE_COUNT = update(running).where(running.c.message_id == bindparam("id")).values(tokens=bindparam("count"))
+_UPDATE_RUNNING = (
+    update(running)
+    .where(running.c.message_id == bindparam("id"))
+    .values(tokens=bindparam("count"), timings=bindparam("timings"))
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,8 @@ class TokenFrame:
     reply_id: str
     start: int
     steps: tuple[Step, ...]
+    timings: Mapping[str, float] = field(default_factory=dict)
+    """The timings of the reply up to these tokens; empty if they are not known."""
 
     @property
     def end(self) -> int:
@@ -65,7 +71,8 @@ class ReplyEnding:
     parts: tuple[Part | Blob, ...] | None
     """The content of the whole reply, folded from its tokens. None leaves the stored parts as they are."""
     usage: Usage | None = None
-    timings: Mapping[str, float] = field(default_factory=dict)
+    timings: Mapping[str, float] | None = None
+    """None: those that were recorded with its last token."""
     error: str | None = None
 
 
@@ -116,7 +123,8 @@ class Replies:
                 _check_start(frame, counts[frame.reply_id])
             if held:
                 connection.execute(_INSERT_TOKENS, [_token_row(one.reply_id, one.start, one.steps) for one in held])
-                connection.execute(_UPDATE_COUNT, [{"id": one.reply_id, "count": one.end} for one in held])
+                counted = [{"id": one.reply_id, "count": one.end, "timings": dict(one.timings)} for one in held]
+                connection.execute(_UPDATE_RUNNING, counted)
         return frozenset(frame.reply_id for frame in frames) - counts.keys()
 
     def finish(self, lease: Lease, reply_id: str, ending: ReplyEnding) -> StoredMessage:
@@ -129,6 +137,7 @@ class Replies:
             _merge_token_rows(connection, reply_id)
             if parts is not None:
                 _set_parts(connection, reply_id, parts)
+            _save_timings(connection, [reply_id])
             _end_replies(connection, [reply_id], _final_values(ending))
             return tree.get_message(connection, reply_id, deleted=True)
 
@@ -187,6 +196,14 @@ class Replies:
     def token_ids(self, reply_id: str) -> tuple[int, ...]:
         return tuple(step.token_id for step in self.tokens(reply_id))
 
+    def timings(self, reply_id: str) -> Mapping[str, float]:
+        """The timings of the reply up to its last token, also while it runs; empty if they are not known."""
+        query = select(replies.c.timings, running.c.timings).outerjoin(running).where(replies.c.message_id == reply_id)
+        with self._database.read_transaction() as connection:
+            saved, current = connection.execute(query).one()
+        timings: Mapping[str, float] = saved if current is None else current
+        return timings
+
     def running_ids(self, lease: Lease) -> tuple[str, ...]:
         """The running replies that this lease holds."""
         with self._database.read_transaction() as connection:
@@ -224,6 +241,7 @@ class Replies:
             dead, orphans = self._orphans(connection, lease)
             if orphans:
                 connection.execute(_update_running(dead).values(holder_id=lease.id))
+                _save_timings(connection, orphans)
             self._leases.delete_holders(connection, dead)
         return orphans
 
@@ -237,6 +255,7 @@ class Replies:
             for id in orphans:
                 _merge_token_rows(connection, id)
             if orphans:
+                _save_timings(connection, orphans)
                 _end_replies(connection, orphans, {"status": ReplyStatus.INTERRUPTED.value, "ended_at": current_time()})
             self._leases.delete_holders(connection, dead)
         return orphans
@@ -352,13 +371,21 @@ def _count_tokens(connection: Connection, id: str) -> int:
 
 
 def _final_values(ending: ReplyEnding) -> dict[str, Any]:
-    return {
+    values = {
         "status": ending.status.value,
         "usage": None if ending.usage is None else encode_usage(ending.usage),
-        "timings": dict(ending.timings),
         "error": ending.error,
         "ended_at": current_time(),
     }
+    return values if ending.timings is None else {**values, "timings": dict(ending.timings)}
+
+
+def _save_timings(connection: Connection, ids: Sequence[str]) -> None:
+    """Copies the timings that were recorded with the last tokens of running replies to the replies themselves."""
+    query = select(running.c.message_id, running.c.timings).where(running.c.message_id.in_(ids))
+    for id, timings in connection.execute(query).all():
+        if timings is not None:  # None: no token since the reply was started or resumed
+            connection.execute(_update_reply(id).values(timings=timings))
 
 
 def _end_replies(connection: Connection, ids: Sequence[str], values: Mapping[str, Any]) -> None:

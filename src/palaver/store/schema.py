@@ -19,7 +19,7 @@ from sqlalchemy import (
 
 from palaver.store.database import JsonColumn, Number
 
-HEAD = "0007"
+HEAD = "0008"
 """The revision of the schema below."""
 
 metadata = MetaData()
@@ -119,6 +119,7 @@ running = Table(
     Column("message_id", Text, ForeignKey("replies.message_id", ondelete="CASCADE"), primary_key=True),
     Column("holder_id", Text, ForeignKey("holders.id"), nullable=False),
     Column("tokens", Integer, nullable=False),
+    Column("timings", JsonColumn),
 )
 Index("ix_running_holder", running.c.holder_id)
 

@@ -91,7 +91,7 @@ export class Conversation {
       this.cursor = cursor
       this.tree = new Tree(nodes)
       const leaf = at && this.tree.has(at) ? (await api.newestLeaf(this.id, at)).id : cursor.message_id
-      await this.#show(leaf, true)
+      await this.#show(leaf)
       if (leaf !== cursor.message_id) await this.#stand(leaf)
       this.loaded = true
     } catch (error) {
@@ -290,24 +290,23 @@ export class Conversation {
     this.cursor = await api.move(this.id, this.#client, leaf)
   }
 
-  async #show(leaf: string | null, late = false): Promise<void> {
+  async #show(leaf: string | null): Promise<void> {
     const path = leaf === null ? [] : await api.path(leaf)
-    if (!this.#closed) this.#display(path, late)
+    if (!this.#closed) this.#display(path)
   }
 
-  /** `late`: replies that run were begun before this page was there. */
-  #display(path: Stored[], late = false): void {
+  #display(path: Stored[]): void {
     const known = new Map(this.path.map((one) => [one.id, one]))
     this.path = path.map((one) => same(known.get(one.id), one)) // what did not change is not drawn again
-    for (const message of path) if (message.reply?.status === 'running') this.#follow(message.id, late)
+    for (const message of path) if (message.reply?.status === 'running') this.#follow(message.id)
     if (!this.running) void this.#measure()
   }
 
-  #follow(id: string, late = false): void {
+  #follow(id: string): void {
     if (this.#closed) return
     let turn = this.turns.get(id)
     if (!turn) {
-      turn = new Turn((turn) => void this.#over(id, turn), late)
+      turn = new Turn((turn) => void this.#over(id, turn))
       this.turns.set(id, turn)
     }
     this.stream.follow(id, turn)

@@ -50,17 +50,15 @@ export class Turn implements Reader {
   ended = $state.raw(false)
   /** Since when the open thought is being watched, on the page's clock: since it opened, went on or came back. */
   thinkingSince: number | null = $state.raw(null)
-  /** For how many milliseconds it was watched before that, since the reply was begun or continued. */
+  /** For how many milliseconds it was watched before that, since the server counted. */
   thoughtBefore = $state.raw(0)
+  /** For how many seconds the reply had been thinking when the server last sent `started`; null if it is not known. */
+  thoughtCounted: number | null = $state.raw(0)
   #number = 0
   #calls = new Map<number, Call>()
   #before: Before | null = null
 
-  /** `late`: it was begun before this page was there, so its thought may be older than what is seen of it. */
-  constructor(
-    private readonly over: (turn: Turn) => void = () => undefined,
-    public late = false,
-  ) {}
+  constructor(private readonly over: (turn: Turn) => void = () => undefined) {}
 
   get number(): number {
     return this.#number
@@ -75,6 +73,10 @@ export class Turn implements Reader {
     return this.#texts('text')
   }
 
+  get thoughts(): number {
+    return this.parts.filter((part) => part.kind === 'thinking').length
+  }
+
   get thinking(): string {
     return this.#texts('thinking')
   }
@@ -87,6 +89,7 @@ export class Turn implements Reader {
       case 'started':
         this.waiting = null
         this.started = { prompt: event.prompt_tokens, cached: event.cached_tokens }
+        this.#count(event.thinking_seconds ?? null)
         if (event.notice && !this.notices.includes(event.notice)) this.notices = [...this.notices, event.notice]
         return true
       case 'snapshot':
@@ -106,6 +109,14 @@ export class Turn implements Reader {
       default:
         return this.#numbered(number, event)
     }
+  }
+
+  /** The only thought of a reply is timed from what the server counted; the times of several are not known apart. */
+  #count(seconds: number | null): void {
+    this.thoughtCounted = seconds
+    if (this.phase !== 'thinking' || this.thoughts !== 1) return
+    this.thoughtBefore = 0
+    this.thinkingSince = performance.now()
   }
 
   /** The clock of the thought stands still until more of it is told. */
@@ -212,13 +223,12 @@ export class Turn implements Reader {
     this.#closeLast()
     this.waiting = null
     this.thinkingSince = null
-    this.late = false
     this.ended = true
   }
 
   #takeBack(): void {
     const before = this.#before
-    if (this.ended) this.thoughtBefore = 0 // the server counted it, and tells
+    if (this.ended) this.thoughtBefore = 0 // the server counted it
     this.#before = null
     this.ended = false
     this.finish = null

@@ -359,6 +359,7 @@ export interface Started {
   prompt_tokens: number
   cached_tokens: number
   notice?: string
+  thinking_seconds?: number | null
 }
 
 /** Where a reply stands. Every one but RUNNING and DONE can be continued. */

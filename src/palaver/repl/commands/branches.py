@@ -70,15 +70,7 @@ async def continue_(session: Session, arguments: str) -> None:
     with session.deferred_interrupts():
         continued = await session.wait_for(session.chat.continue_reply(reply.id), strings.WAITING_FOR_MODEL)
         await session.cursor.move(continued.id)
-        is_same = continued.id == reply.id
-        await session.follow(continued, last_event if is_same else 0, _thinking_seconds(reply) if is_same else None)
-
-
-def _thinking_seconds(reply: StoredMessage) -> float | None:
-    """How long the reply has been thinking; None if that was not measured."""
-    if not reply.thinking:
-        return 0.0
-    return reply.reply.timings.get("thinking") if reply.reply is not None else None
+        await session.follow(continued, last_event if continued.id == reply.id else 0)
 
 
 async def _last_event(session: Session, reply: StoredMessage) -> int:
