@@ -194,6 +194,19 @@ async def close_stream(first: asyncio.Future[T], stream: AsyncGenerator[T]) -> N
     await stream.aclose()
 
 
+async def with_first(first: asyncio.Future[T], stream: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    """The stream with its first chunk, which `first_chunk` took from it. Closing it closes the stream."""
+    try:
+        try:
+            yield await first
+        except StopAsyncIteration:
+            return
+        async for chunk in stream:
+            yield chunk
+    finally:
+        await close_stream(first, stream)
+
+
 @asynccontextmanager
 async def close_on_failure(stream: AsyncGenerator[Any]) -> AsyncIterator[None]:
     """Closes the stream if the block fails before the answer has begun, also because the client disconnects."""

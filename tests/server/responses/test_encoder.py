@@ -37,7 +37,7 @@ COMPLETED = ResponseEnding("completed", Usage(3, 1, 2, 1), None, 5)
 
 
 def make_encoder(options: ResponseOutputOptions = ResponseOutputOptions(), **record: Any) -> ResponseEncoder:  # noqa: B008 - frozen
-    return ResponseEncoder("abc", response_header("resp_abc", 1, "sprout", ResponseRecord(**record)), options)
+    return ResponseEncoder("abc", response_header("abc", 1, "sprout", ResponseRecord(**record)), options)
 
 
 def read_events(blocks: list[tuple[str, list[str]]]) -> list[ReadEvent]:

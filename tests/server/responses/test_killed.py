@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.responses.test_stored import RESPONSES, SUM, retrieve, wait_ended
+from tests.server.responses.test_serving import RESPONSES, SUM, retrieve, wait_ended
 
 ROOT = Path(__file__).parents[3]
 

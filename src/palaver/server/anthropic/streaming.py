@@ -28,7 +28,7 @@ from palaver.server.anthropic.schemas import MessagesRequest
 from palaver.server.anthropic.signatures import sign
 from palaver.server.errors import anthropic_error, log_unexpected
 from palaver.server.openai.choices import ChoiceDelta, ChoiceStream
-from palaver.server.sse import EventStream, close_stream, encode_json
+from palaver.server.sse import EventStream, close_stream, encode_json, with_first
 from palaver.store.records import new_id
 
 Event = dict[str, Any]
@@ -218,7 +218,7 @@ class AnthropicReply:
             for event in blocks.open(choice.reply_stream.opening.phase):
                 yield event
             yield PING
-            async with aclosing(_with_first(stream, first)) as deltas:
+            async with aclosing(with_first(first, stream)) as deltas:
                 async for delta in deltas:
                     for event in blocks.feed(delta.events):
                         yield event
@@ -252,18 +252,6 @@ class AnthropicReply:
         at_limit = limit is not None and reply_stream.token_count >= limit
         context_full = finished is not None and finished.finish is Finish.LENGTH and not at_limit
         return anthropic_stop_reason(finished, blocks.calls, context_full, self._body.stop_sequences or ())
-
-
-async def _with_first(
-    stream: AsyncGenerator[ChoiceDelta], first: asyncio.Future[ChoiceDelta]
-) -> AsyncGenerator[ChoiceDelta]:
-    """The stream with its first delta, which the caller awaited already."""
-    try:
-        yield await first
-    except StopAsyncIteration:
-        return
-    async for delta in stream:
-        yield delta
 
 
 def stream_response(

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 
 from palaver.errors import BadParameter
 from palaver.server.auth import CallerDep
-from palaver.server.responses import stateless, stored
+from palaver.server.responses import serving
 from palaver.server.responses.request import check_request
 from palaver.server.responses.schemas import (
     Includable,
@@ -43,14 +43,14 @@ def router() -> APIRouter:
         """A reply to the input, behind the response before it where one is named. Unless `store` is false it is kept
         in a conversation, and found again by its id."""
         check_request(body)
-        answer = stateless.answer_stateless if body.store is False else stored.answer_stored
+        answer = serving.answer_stateless if body.store is False else serving.answer_stored
         return await answer(request, body, caller.owner_id, state)
 
     @routes.post("/v1/responses/input_tokens")
     async def input_tokens(body: ResponseRequest, caller: CallerDep, state: StateDep) -> InputTokens:
         """How many tokens the model would read for a response; nothing is said."""
         check_request(body)
-        return InputTokens(input_tokens=await stateless.count_input_tokens(body, caller.owner_id, state))
+        return InputTokens(input_tokens=await serving.count_input_tokens(body, caller.owner_id, state))
 
     @routes.get("/v1/responses/{id}", response_model=None, responses=_RESPONSES)
     async def retrieve(
@@ -68,20 +68,20 @@ def router() -> APIRouter:
         included = [*(include or ()), *(bracketed or ())]
         if stream:
             after = -1 if starting_after is None else starting_after
-            return await stored.stream_stored(request, state, chat, id, after, included)
+            return await serving.stream_stored(request, state, chat, id, after, included)
         if starting_after is not None:
             raise BadParameter("starting_after", starting_after, "needs stream to be true")
-        return JSONResponse(await stored.read_response(state, chat, id, included))
+        return JSONResponse(await serving.read_response(state, chat, id, included))
 
     @routes.post("/v1/responses/{id}/cancel", response_model=None, responses=_RESPONSES)
     async def cancel(id: str, chat: ChatDep, state: StateDep) -> Response:
         """Stops it where it runs; what was said is kept. One that is over stays as it is."""
-        return JSONResponse(await stored.cancel_response(state, chat, id))
+        return JSONResponse(await serving.cancel_response(state, chat, id))
 
     @routes.delete("/v1/responses/{id}")
     async def delete(id: str, chat: ChatDep, state: StateDep) -> ResponseDeleted:
         """Deletes it, and with the last response of a conversation the conversation."""
-        await stored.delete_response(state, chat, id)
+        await serving.delete_response(state, chat, id)
         return ResponseDeleted(id=id)
 
     @routes.get("/v1/responses/{id}/input_items")
@@ -95,7 +95,7 @@ def router() -> APIRouter:
         bracketed: BracketedInclude = None,
     ) -> InputItemList:
         """What came with its request."""
-        items = await stored.input_items(chat, id)
+        items = await serving.input_items(chat, id)
         return _page(items if order == "asc" else items[::-1], after, limit)
 
     return routes

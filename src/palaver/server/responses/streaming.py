@@ -1,14 +1,16 @@
-"""Streaming of responses: follows a stored turn from its beginning and encodes the events with a `ResponseEncoder`."""
+"""Streaming of responses: reads a stored turn or a stateless reply, and encodes it with a `ResponseEncoder`."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
 from palaver.chat.interface import ServerChat
+from palaver.chat.reply_stream import ReplyRequest
 from palaver.errors import BadParameter, PalaverError, ShuttingDown
 from palaver.events import (
     AnswerDelta,
@@ -22,6 +24,7 @@ from palaver.events import (
     ThinkingDelta,
     ToolCallDelta,
     ToolCallOpened,
+    Usage,
     Waiting,
 )
 from palaver.generation import Finish
@@ -29,7 +32,7 @@ from palaver.messages import Part, Text, Thinking, Tool, ToolCall
 from palaver.phases import Phase
 from palaver.sampling import Sampling
 from palaver.server.errors import INTERNAL, error_status, log_unexpected
-from palaver.server.openai.choices import logprob_entries
+from palaver.server.openai.choices import ChoiceDelta, ChoiceStream, logprob_entries
 from palaver.server.responses.encoder import (
     Event,
     ResponseEncoder,
@@ -39,9 +42,11 @@ from palaver.server.responses.encoder import (
 )
 from palaver.server.responses.history import ResponseRecord, read_record, response_id
 from palaver.server.responses.schemas import ENCRYPTED_CONTENT, LOGPROBS
+from palaver.server.sse import close_stream
 from palaver.server.state import ServerState
 from palaver.store import ReplyStatus, StoredMessage
 from palaver.store.encoding import StoredPart
+from palaver.store.records import new_id
 
 _STATUSES = {
     Finish.END: "completed",
@@ -154,11 +159,13 @@ def stored_ending(reply: StoredMessage, last: Finished | Failed) -> ResponseEndi
     assert reply.reply is not None
     if isinstance(last, Failed):
         return ResponseEnding("failed", reply.reply.usage, last.error)
-    status = _STATUSES[last.finish]
     at = reply.reply.ended_at
-    return ResponseEnding(
-        status, last.usage, None, int(at.timestamp()) if at is not None and status == "completed" else None
-    )
+    return _finished(last, last.usage, at.timestamp() if at is not None else None)
+
+
+def _finished(last: Finished, usage: Usage, at: float | None) -> ResponseEnding:
+    status = _STATUSES[last.finish]
+    return ResponseEnding(status, usage, None, int(at) if at is not None and status == "completed" else None)
 
 
 async def _ending(chat: ServerChat, reply: StoredMessage, last: Finished | Failed) -> ResponseEnding:
@@ -169,26 +176,50 @@ async def _ending(chat: ServerChat, reply: StoredMessage, last: Finished | Faile
     return stored_ending(latest, last)
 
 
+async def read_choice(
+    choice: ChoiceStream, stream: AsyncGenerator[ChoiceDelta], first: asyncio.Future[ChoiceDelta]
+) -> AsyncGenerator[ResponseDelta]:
+    """The deltas of a reply that is not stored. The usage of a continued reply counts only its new tokens."""
+    try:
+        yield ResponseDelta((PhaseOpened(Phase.THINKING),) if choice.opens_thinking else ())
+        delta: ChoiceDelta | None = await first
+        while delta is not None:
+            ending = _finished(delta.finished, choice.usage, time.time()) if delta.finished is not None else None
+            yield ResponseDelta(delta.events, delta.logprobs, ending)
+            delta = await anext(stream, None)
+    finally:
+        await close_stream(first, stream)
+
+
 def stored_encoder(reply: StoredMessage, include: Sequence[str] = ()) -> ResponseEncoder:
     """The encoder of a stored response; `include` adds to what its request included."""
     assert reply.reply is not None
     record, settings = read_record(reply), reply.reply.settings
-    header = response_header(response_id(reply.id), int(reply.created_at.timestamp()), settings.model, record)
-    header |= effective_parameters(settings.sampling, settings.tools, record)
+    header = response_header(reply.id, reply.created_at.timestamp(), settings.model, record)
+    header |= _effective_parameters(settings.sampling, settings.tools, record)
     header |= {"conversation": {"id": reply.conversation_id}, "store": True}
-    return ResponseEncoder(reply.id, header, output_options(record, include))
+    return ResponseEncoder(reply.id, header, _output_options(record, include))
 
 
-def output_options(record: ResponseRecord, include: Sequence[str] = ()) -> ResponseOutputOptions:
+def stateless_encoder(model: str, request: ReplyRequest, record: ResponseRecord) -> ResponseEncoder:
+    """The encoder of a response that is not stored."""
+    id = new_id()
+    header = response_header(id, time.time(), model, record)
+    header |= _effective_parameters(request.sampling, request.tools, record)
+    return ResponseEncoder(id, header, _output_options(record))
+
+
+def _output_options(record: ResponseRecord, include: Sequence[str] = ()) -> ResponseOutputOptions:
     included = {*record.include, *include}
     return ResponseOutputOptions(record.summary is not None, ENCRYPTED_CONTENT in included, LOGPROBS in included)
 
 
-def response_header(id: str, created_at: int, model: str, record: ResponseRecord) -> dict[str, Any]:
+def response_header(reply: str, created_at: float, model: str, record: ResponseRecord) -> dict[str, Any]:
+    """The fields that are known before the reply starts."""
     return {
-        "id": id,
+        "id": response_id(reply),
         "object": "response",
-        "created_at": created_at,
+        "created_at": int(created_at),
         "completed_at": None,
         "status": "in_progress",
         "background": record.background,
@@ -212,7 +243,7 @@ def response_header(id: str, created_at: int, model: str, record: ResponseRecord
     }
 
 
-def effective_parameters(sampling: Sampling, tools: Sequence[Tool], record: ResponseRecord) -> dict[str, Any]:
+def _effective_parameters(sampling: Sampling, tools: Sequence[Tool], record: ResponseRecord) -> dict[str, Any]:
     """The parameters in effect: those of the request, or else the model's defaults."""
     return {
         "max_output_tokens": sampling.max_tokens,

@@ -1,10 +1,11 @@
-"""Stored responses: create, retrieve, stream, cancel, delete."""
+"""Responses from request to answer: created stored or not, retrieved, streamed, cancelled and deleted."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,13 +15,18 @@ from fastapi.responses import JSONResponse, Response
 from palaver.chat.continuation import is_same_tokenizer
 from palaver.chat.interface import ServerChat
 from palaver.chat.model import Model
+from palaver.chat.reply_request import fit_prompt, without_empty_replies, without_oldest
 from palaver.chat.subscription import FollowedReply, ended_event
 from palaver.errors import EngineError, PalaverError, ShuttingDown
 from palaver.events import Failed, Finished, Started, Waiting
 from palaver.messages import Role
 from palaver.server.errors import ClientDisconnected
+from palaver.server.openai.choices import CompletionStream
 from palaver.server.openai.request import (
+    ChatCall,
+    ChatHistory,
     api_field_names,
+    build_call,
     check_model,
     ignored_header,
     parse_history,
@@ -28,7 +34,14 @@ from palaver.server.openai.request import (
 )
 from palaver.server.openai.schemas import ChatRequest
 from palaver.server.responses.encoder import ResponseEnding
-from palaver.server.responses.history import find_response, read_record, resolve_target, response_id, start_response
+from palaver.server.responses.history import (
+    ResponseTarget,
+    find_response,
+    read_record,
+    resolve_target,
+    response_id,
+    start_response,
+)
 from palaver.server.responses.items import chat_messages, check_answerable, message_items, resolve_references
 from palaver.server.responses.request import FIELD_NAMES, ignored_request_fields, to_chat_request, to_record
 from palaver.server.responses.schemas import LOGPROBS, ResponseRequest
@@ -36,8 +49,10 @@ from palaver.server.responses.streaming import (
     ReplyParked,
     complete_response,
     follow_response,
+    read_choice,
     replay_deltas,
     start_tracked,
+    stateless_encoder,
     stored_encoder,
     stored_ending,
     stream_events,
@@ -45,13 +60,13 @@ from palaver.server.responses.streaming import (
 from palaver.server.sse import (
     EventStream,
     close_on_failure,
-    close_stream,
     first_chunk,
     first_seconds,
     run_while_connected,
+    with_first,
 )
 from palaver.server.state import ServerState
-from palaver.store import ReplyStatus, StoredMessage
+from palaver.store import ReplyStatus, StoredMessage, prompt_messages
 
 _KEY_HEADER = "idempotency-key"
 
@@ -81,6 +96,33 @@ async def answer_stored(request: Request, body: ResponseRequest, owner: str, sta
         raise
 
 
+async def answer_stateless(request: Request, body: ResponseRequest, owner: str, state: ServerState) -> Response:
+    """Creates a response that is not stored. It ends when its client disconnects."""
+    model = state.service.models.current()
+    with api_field_names(FIELD_NAMES):
+        call, target = await _parse_request(body, model, owner, state)
+        reply_streams = await asyncio.to_thread(call.reply_streams)
+        completion = CompletionStream(call, reply_streams, state.metrics, state.limiter, state.reply_index)
+    stream = completion.deltas()
+    encoder = stateless_encoder(call.model.name, call.request, target.record)
+    async with close_on_failure(stream):
+        with api_field_names(FIELD_NAMES):
+            first = await first_chunk(request, stream, first_seconds(call.request))
+            source = read_choice(completion.choices[0], stream, first)
+            ignored = ignored_header(ignored_request_fields(body, state.settings, model.format))
+            if body.stream:
+                return EventStream(stream_events(encoder, source), ignored)
+            return JSONResponse(await run_while_connected(request, complete_response(encoder, source)), headers=ignored)
+
+
+async def count_input_tokens(body: ResponseRequest, owner: str, state: ServerState) -> int:
+    """The token count of the prompt."""
+    model = state.service.models.current()
+    with api_field_names(FIELD_NAMES):
+        call, _ = await _parse_request(body, model, owner, state)
+        return len(await asyncio.to_thread(model.prompt, call.request, call.partial_ids, call.partial))
+
+
 async def read_response(state: ServerState, chat: ServerChat, id: str, include: Sequence[str] = ()) -> dict[str, Any]:
     """The response so far."""
     return await _current_value(state, chat, await _resume_parked(state, chat, await find_response(chat, id)), include)
@@ -94,7 +136,7 @@ async def stream_stored(
     stream = _stream(state, chat, reply, after, include)
     async with close_on_failure(stream):
         first = await first_chunk(request, stream)
-    return EventStream(_with_first(first, stream))
+    return EventStream(with_first(first, stream))
 
 
 async def cancel_response(state: ServerState, chat: ServerChat, id: str) -> dict[str, Any]:
@@ -148,12 +190,10 @@ async def _annotate(chat: ServerChat, reply: StoredMessage, **marks: bool) -> No
 async def _start_reply(
     chat: ServerChat, model: Model, body: ResponseRequest, owner: str, state: ServerState, key: str | None
 ) -> StoredMessage:
-    chat_request = to_chat_request(body, chat_messages(await resolve_references(chat, body.input)))
-    check_answerable(chat_request.messages)
-    check_model(body.model, model, state.settings)
-    messages = parse_history(chat_request, state.settings.limits.messages).messages
-    target = await resolve_target(chat, body, messages, to_record(body), state.response_index, owner)
-    parameters = _parameters(chat_request, body, model, state)
+    chat_request, _, target = await _resolve(chat, model, body, owner, state, stored=True)
+    parameters = request_parameters(chat_request, state.settings, model.format)
+    if body.truncation == "auto":
+        parameters["overflow"] = "shorten"
     start = partial(start_response, chat, target, parameters, key)
     return await start_tracked(state, chat, owner, start)
 
@@ -169,11 +209,6 @@ async def _wait_accepted(state: ServerState, chat: ServerChat, reply: StoredMess
     if stream.refusal is not None:
         await delete_response(state, chat, response_id(reply.id))
         raise stream.refusal
-
-
-def _parameters(chat_request: ChatRequest, body: ResponseRequest, model: Model, state: ServerState) -> dict[str, Any]:
-    parameters = request_parameters(chat_request, state.settings, model.format)
-    return {**parameters, "overflow": "shorten"} if body.truncation == "auto" else parameters
 
 
 def _keep_running() -> None:
@@ -241,10 +276,49 @@ async def _resume_parked(state: ServerState, chat: ServerChat, reply: StoredMess
     return await chat.continue_reply(reply.id)
 
 
-async def _with_first(first: asyncio.Future[bytes], stream: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    try:
-        yield await first
-        async for chunk in stream:
-            yield chunk
-    finally:
-        await close_stream(first, stream)
+async def _parse_request(
+    body: ResponseRequest, model: Model, owner: str, state: ServerState
+) -> tuple[ChatCall, ResponseTarget]:
+    chat = state.service.chat(owner)
+    chat_request, parsed, target = await _resolve(chat, model, body, owner, state)
+    path = without_empty_replies(target.path)
+    history = (*await chat.load_messages(path), *target.messages)
+    messages = prompt_messages(target.system, history)
+    past = await chat.past_replies(path)
+    call = await asyncio.to_thread(
+        _build_call, chat_request, ChatHistory(messages, past, parsed.partial), target, model, owner, state
+    )
+    return call, target
+
+
+async def _resolve(
+    chat: ServerChat, model: Model, body: ResponseRequest, owner: str, state: ServerState, stored: bool = False
+) -> tuple[ChatRequest, ChatHistory, ResponseTarget]:
+    """The request as a chat request, its messages, and the branch that they continue."""
+    chat_request = to_chat_request(body, chat_messages(await resolve_references(chat, body.input)))
+    if stored:
+        check_answerable(chat_request.messages)
+    check_model(body.model, model, state.settings)
+    parsed = parse_history(chat_request, state.settings.limits.messages)
+    target = await resolve_target(chat, body, parsed.messages, to_record(body), state.response_index, owner)
+    return chat_request, parsed, target
+
+
+def _build_call(
+    chat_request: ChatRequest,
+    history: ChatHistory,
+    target: ResponseTarget,
+    model: Model,
+    owner: str,
+    state: ServerState,
+) -> ChatCall:
+    """The history comes from the conversation, with its tokens. Without one, token ids come from the reply index."""
+    messages = history.messages
+    if not target.path:
+        sent = [None] * sum(message.role is Role.ASSISTANT for message in messages)
+        history = replace(history, past=state.reply_index.lookup(owner, messages, sent))
+    call = build_call(chat_request, history, model, state.settings, owner)
+    if target.record.truncation == "disabled":
+        return call
+    dropped, _ = fit_prompt(model, call.request, "shorten")
+    return replace(call, request=without_oldest(call.request, dropped))
