@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+ENGINES = ROOT / "src" / "palaver" / "engines"
 
 
 def lint(root: Path) -> subprocess.CompletedProcess[str]:
@@ -50,6 +51,8 @@ def test_the_contracts_hold(copy: Path) -> None:
         ("chat/model.py", "import palaver.cli"),
         ("chat/model.py", "import torch"),
         ("events.py", "import transformers"),
+        ("engines/core/sampler.py", "import torch"),
+        ("engines/host/frames.py", "import transformers"),
     ],
 )
 def test_a_planted_violation_is_found(copy: Path, module: str, line: str) -> None:
@@ -58,3 +61,11 @@ def test_a_planted_violation_is_found(copy: Path, module: str, line: str) -> Non
     result = lint(copy)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "BROKEN" in result.stdout
+
+
+def test_the_core_of_the_engines_imports_no_framework() -> None:
+    modules = ["base", "grammars", "host", *(f"core.{path.stem}" for path in (ENGINES / "core").glob("[a-z]*.py"))]
+    imports = "; ".join(f"import palaver.engines.{module}" for module in modules)
+    check = "import sys; sys.exit(str({'torch', 'transformers'} & set(sys.modules) or ''))"
+    result = subprocess.run([sys.executable, "-c", f"{imports}; {check}"], capture_output=True, text=True, check=False)
+    assert result.stderr.strip() == ""

@@ -68,11 +68,12 @@ def capture() -> TracingCapture:
 def engine(family: str, capture: TracingCapture) -> Iterator[TorchEngine]:
     options = EngineOptions(cache_bytes=1 << 22, limits=SchedulerLimits(max_running=4, chunk_tokens=16))
     engine = TorchEngine(family, tiny.build(family), tiny.VOCABULARY, options)
-    forward = engine._runner._forward
+    runner: Any = engine._runner
+    forward = runner._forward
     assert isinstance(forward, FusedDecoder | LibraryDecoder)
-    engine._runner._forward = GraphDecoder(forward, capture)
-    engine._runner.prefills_last_token = False  # as on CUDA
-    engine._runner._cache.widens_pools = True
+    runner._forward = GraphDecoder(forward, capture)
+    runner.prefills_last_token = False  # as on CUDA
+    runner._cache.widens_pools = True
     yield engine
     asyncio.run(engine.close())
 

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from palaver.engines.core.logits import HostLogits
 from palaver.engines.core.prefix_cache import PAGE_SIZE, PageTree
 
 
@@ -93,13 +95,15 @@ def test_logits_are_found_after_their_own_keys_alone(inserted: list[tuple[list[i
     for keys, ends in inserted:
         insert(pages, "", keys)
         if ends and keys and pages.find_logits_page("", keys) is None:
-            pages.attach_logits("", keys, torch.tensor(keys, dtype=torch.float32))
+            pages.attach_logits("", keys, HostLogits(np.array([keys], dtype=np.float32)))
             ended.add(tuple(keys))
     for keys, _ in inserted:
         found = pages.find_logits_page("", keys)
         assert (found is not None) == (tuple(keys) in ended)
         if found is not None:
-            assert found.logits[(len(keys) - 1) % PAGE_SIZE].tolist() == keys
+            logits = found.logits[(len(keys) - 1) % PAGE_SIZE]
+            assert isinstance(logits, HostLogits)
+            assert logits.array.tolist() == [keys]
     assert pages.nbytes == sum(page.nbytes for page in pages._lru)
     for _ in range(evictions):
         pages.evict()

@@ -1,21 +1,27 @@
+import gc
 import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from palaver.engines.core.logits import HostLogits
+from palaver.engines.core.logits_changes import LogitsChanges
 from palaver.engines.core.logits_processors import BannedStrings, VocabularyIndex
+from palaver.engines.core.processor import LogitsProcessor
 from palaver.engines.core.reply_state import ReplyState
-from palaver.engines.core.request import LogitsProcessor
 from palaver.engines.core.rng import uniform
-from palaver.engines.core.sampler import sample, sample_on_device
-from palaver.errors import BadParameter, EngineError, RequestError
+from palaver.engines.core.sampler import BLOCK, likeliest_ids
+from palaver.engines.torch.device_changes import MANY_IDS, DeviceChanges
+from palaver.engines.torch.device_sampler import sample_on_device
+from palaver.errors import BadParameter, EngineError, PalaverError, RequestError
 from palaver.generation import Prompt, Step
 from palaver.sampling import MAX_BIASES, MAX_STRING, MAX_STRINGS, MAX_TOKENS, Sampling, apply_settings, check_sampling
 from tests.engines import reference
@@ -31,6 +37,10 @@ def processor(
     reply = ReplyState(prompt, sampling, VOCABULARY, frozenset({END}), 4096)
     banned = BannedStrings(sampling.banned_strings, INDEX, frozenset({END})) if sampling.banned_strings else None
     return LogitsProcessor(prompt, sampling, choice, reply, SIZE, banned)
+
+
+def sample(logits: torch.Tensor, processors: Sequence[LogitsProcessor]) -> list[Step | PalaverError]:
+    return HostLogits(logits.numpy()).sample(processors)
 
 
 def step(logits: torch.Tensor, sampling: Sampling, context: Sequence[int] = (1, 2, 3)) -> Step:
@@ -151,10 +161,59 @@ def test_torch_operations_draw_the_same(sampling: Sampling, seed: int, count: in
     sampling = replace(sampling, logprobs=count)
     processors = [processor(sampling, choice=choice) for choice in range(3)]
     expected = sample(logits, processors)
-    scores = logits.clone()
-    for row, one in enumerate(processors):
-        one.apply(scores[row])
-    assert_same_steps(sample_on_device(logits, scores, processors, None), expected)
+    changes = DeviceChanges(torch.device("cpu"))
+    assert_same_steps(sample_on_device(logits, processors, changes, None), expected)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(samplings, min_size=1, max_size=5), st.integers(0, 1000))
+def test_a_batch_is_changed_on_the_device_as_each_row_on_the_host(rows: list[Sampling], seed: int) -> None:
+    """Over several tokens: the device keeps the counts of a reply, whose company changes."""
+    generator = torch.Generator().manual_seed(seed)
+    changes = DeviceChanges(torch.device("cpu"))
+    processors = [processor(sampling, reply_ids=(90, 91, 90)) for sampling in rows]
+    for step in range(4):
+        logits = torch.randn(len(processors), SIZE, generator=generator) * 3
+        expected = logits.clone()
+        for row, one in enumerate(processors):
+            one.changes().apply(expected[row].numpy())
+        assert torch.equal(changes.apply(logits, [one.changes() for one in processors]), expected)
+        for one in processors:
+            one.append_token(90 + step)
+        if step == 1:
+            processors = [processor(rows[0], reply_ids=(95,)), *processors[1:]]
+
+
+def test_masks_and_long_lists_are_applied_on_the_device_too() -> None:
+    size, rng = 1003, np.random.default_rng(0)
+    banned = rng.permutation(size)[: MANY_IDS + 1].copy()
+    rows = [LogitsChanges(size, banned=[banned]), None, LogitsChanges(size), LogitsChanges(size, banned=[banned])]
+    for one in rows[2:]:
+        assert one is not None
+        one.allow_only(rng.random(size) < 0.5)
+        one.allow_only(rng.random(size) < 0.9)
+    logits = torch.randn(len(rows), size, generator=torch.Generator().manual_seed(0))
+    expected = logits.clone()
+    for row, one in zip(expected, rows, strict=True):
+        if one is not None:
+            one.apply(row.numpy())
+    changes = DeviceChanges(torch.device("cpu"))
+    for _ in range(2):
+        assert torch.equal(changes.apply(logits, rows), expected)
+    assert len(changes._banned._copies) == 1
+    del banned, rows, one
+    gc.collect()
+    assert not changes._banned._copies, "freed with the request"
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.integers(1, 20 * BLOCK), st.integers(1, 40), st.sampled_from([0, 1, 3]))
+def test_the_likeliest_tokens_are_found_in_order(seed: int, size: int, count: int, decimals: int) -> None:
+    """Rounded scores have ties, of which the lower id comes first; banned tokens are minus infinity."""
+    scores = np.random.default_rng(seed).normal(size=size).round(decimals).astype(np.float32)
+    scores[:: 1 + seed % 5] = -np.inf
+    order = sorted(range(size), key=lambda i: (-scores[i], i))
+    assert likeliest_ids(scores, count).tolist() == order[:count]
 
 
 def test_token_ids_out_of_the_vocabulary_are_refused() -> None:

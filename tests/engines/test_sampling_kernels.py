@@ -15,10 +15,13 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
 pytest.importorskip("triton", reason="Triton is not installed: the sampling kernels are not tested")
 
-from palaver.engines.core import sampling_kernels as kernels  # noqa: E402
+from palaver.engines.core.logits import HostLogits  # noqa: E402
+from palaver.engines.core.processor import LogitsProcessor  # noqa: E402
 from palaver.engines.core.reply_state import ReplyState  # noqa: E402
-from palaver.engines.core.request import LogitsProcessor  # noqa: E402
-from palaver.engines.core.sampler import filter_scores, sample, sample_on_device  # noqa: E402
+from palaver.engines.core.sampler import filter_scores  # noqa: E402
+from palaver.engines.torch import sampling_kernels as kernels  # noqa: E402
+from palaver.engines.torch.device_changes import DeviceChanges  # noqa: E402
+from palaver.engines.torch.device_sampler import sample_on_device  # noqa: E402
 from palaver.errors import EngineError, RequestError  # noqa: E402
 from palaver.generation import Prompt, Step  # noqa: E402
 from palaver.sampling import Sampling  # noqa: E402
@@ -36,19 +39,14 @@ def processor(sampling: Sampling, choice: int = 0) -> LogitsProcessor:
 
 
 def sampled(logits: torch.Tensor, processors: Sequence[LogitsProcessor]) -> list[Step | Exception]:
-    scores = logits.clone()
-    for row, one in enumerate(processors):
-        if one.is_active:
-            one.apply(scores[row])
-    there = logits.to(DEVICE)
-    own = scores.to(DEVICE) if any(one.is_active for one in processors) else there
-    return list(sample_on_device(there, own, processors, kernels))
+    changes = DeviceChanges(torch.device(DEVICE))
+    return list(sample_on_device(logits.to(DEVICE), processors, changes, kernels))
 
 
 def is_at_boundary(logits: torch.Tensor, one: LogitsProcessor) -> bool:
-    scores = logits.clone()
-    one.apply(scores)
-    _, weights = filter_scores(scores.numpy(), one.sampling)
+    scores = logits.numpy().copy()
+    one.changes().apply(scores)
+    _, weights = filter_scores(scores, one.sampling)
     shares = weights.cumsum() / weights.sum()
     return bool(abs(shares - one.uniform()).min() < BOUNDARY)
 
@@ -74,7 +72,8 @@ def test_the_same_tokens_as_on_the_host(rows: list[Sampling], spread: float, tie
     if ties:
         logits = logits.round()
     processors = [processor(sampling, choice) for choice, sampling in enumerate(rows)]
-    steps = zip(sampled(logits, processors), sample(logits, processors), processors, logits, strict=True)
+    on_host = HostLogits(logits.numpy()).sample(processors)
+    steps = zip(sampled(logits, processors), on_host, processors, logits, strict=True)
     for one, other, made_by, row in steps:
         assert isinstance(one, Step)
         assert isinstance(other, Step)
@@ -106,6 +105,5 @@ def test_what_can_not_be_sampled() -> None:
     assert isinstance(good, Step)
     assert isinstance(bad, EngineError)
     assert isinstance(other, Step)
-    nothing = torch.full((1, SIZE), -torch.inf)
-    (none,) = sample_on_device(logits[:1].to(DEVICE), nothing.to(DEVICE), [processor(Sampling())], kernels)
+    (none,) = sampled(logits[:1], [processor(Sampling(banned_ids=tuple(range(SIZE))))])
     assert isinstance(none, RequestError)

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jsonschema_rs
-import torch
+import numpy as np
 
 from palaver.constraints import Constraint
 from palaver.engines.core.grammar import ReplyGrammar
+from palaver.engines.core.logits_changes import LogitsChanges, Mask
 from palaver.engines.core.logits_processors import VocabularyIndex
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.grammars import CompiledGrammar, GrammarCompiler
@@ -97,7 +98,7 @@ class CallSampler:
         self._index = VocabularyIndex(vocabulary)
         self._end = end
         self.tools = TOOLS if self._accepts(TOOLS) else PLAIN
-        self._end_tokens = torch.zeros(len(vocabulary), dtype=torch.bool)
+        self._end_tokens = np.zeros(len(vocabulary), dtype=np.bool_)
         for token_id, text in enumerate(vocabulary):
             self._end_tokens[token_id] = text in (b'"', b"}", b"]", b"<", b"\n", b")", b"/") or len(text) > 4
 
@@ -128,9 +129,11 @@ class CallSampler:
         spelled: list[int] = []
         while reply.ended is None:
             assert len(reply.token_ids) < MAX_TOKENS, f"no end: {self._reply_bytes(reply)[-300:]!r}"
-            scores = torch.zeros(len(vocabulary))
-            grammar.apply_mask(scores, reply)
-            allowed = scores > -torch.inf
+            scores = np.zeros(len(vocabulary), dtype=np.float32)
+            changes = LogitsChanges(len(vocabulary))
+            grammar.apply_mask(changes, reply)
+            changes.apply(scores)
+            allowed = scores > -np.inf
             assert bool(allowed.any()), f"no token is allowed: {self._reply_bytes(reply)[-300:]!r}"
             if not spelled and rng.random() < 0.1:
                 spelled = self._marker(prompt, reply, rng)
@@ -148,11 +151,11 @@ class CallSampler:
         marker = rng.choice(triggers).marker
         return [marker] if isinstance(marker, int) else list(rng.choice((b"", b"\n")) + marker)
 
-    def _draw(self, allowed: torch.Tensor, rng: random.Random) -> int:
+    def _draw(self, allowed: Mask, rng: random.Random) -> int:
         likely = allowed & self._end_tokens
         if bool(likely.any()) and rng.random() < 0.4:
             allowed = likely
-        return int(rng.choice(torch.nonzero(allowed).flatten().tolist()))
+        return int(rng.choice(np.flatnonzero(allowed).tolist()))
 
     def _reply_bytes(self, reply: ReplyState) -> bytes:
         return b"".join(self._index.vocabulary[i] for i in reply.token_ids)

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from palaver.constraints import Constraint, MarkerConstraint
+from palaver.engines.core.logits_changes import LogitsChanges, Mask
 from palaver.engines.core.logits_processors import BannedStrings, VocabularyIndex
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.grammars import CompiledGrammar, check_matcher
@@ -60,21 +60,21 @@ class AnswerGrammar:
         elif self._is_answer(reply.state) and token_id not in self._control:
             self._accept_answer_token(token_id, forced)
 
-    def apply_mask(self, scores: Tensor, reply: ReplyState) -> None:
+    def apply_mask(self, changes: LogitsChanges, reply: ReplyState) -> None:
         """Forbids all tokens that neither the constraint nor an exit from the answer allows. Raises RequestError if the
         grammar exceeds its limits at this token."""
         if not self._is_answer(reply.state):
             if self._must_still_answer(reply.state):
-                scores[[i for i in reply.stop_token_ids if i < scores.shape[0]]] = -torch.inf
+                changes.ban(reply.stop_token_ids)
             return
-        allowed = torch.zeros(scores.shape[0], dtype=torch.bool)
+        allowed = np.zeros(changes.size, dtype=np.bool_)
         if self._partial_marker is None:
             self._allow_by_grammar(allowed)
         check_matcher(self._matcher)
         if self._may_exit():
             exit_ids = self._exit_ids(reply)
-            allowed[[i for i in exit_ids if i < scores.shape[0]]] = True
-        scores.masked_fill_(~allowed.to(scores.device), -torch.inf)
+            allowed[[i for i in exit_ids if i < changes.size]] = True
+        changes.allow_only(allowed)
 
     def _is_answer(self, state: int) -> bool:
         return self._phases.states[state].phase is Phase.ANSWER
@@ -89,8 +89,8 @@ class AnswerGrammar:
         leads_to_answer = any(self._is_answer(trigger.to) for trigger in self._phases.states[state].triggers)
         return leads_to_answer and not (self._started and self._matcher.is_accepting())
 
-    def _allow_by_grammar(self, allowed: Tensor) -> None:
-        bias = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
+    def _allow_by_grammar(self, allowed: Mask) -> None:
+        bias = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8)
         size = min(len(allowed), len(bias) - 1)  # the last one is the grammar's own end token
         allowed[:size] = bias[:size] > 0
         allowed[[i for i in self._control if i < len(allowed)]] = False
@@ -178,24 +178,23 @@ class ReplyGrammar:
         else:
             self._consume([token_id])
 
-    def apply_mask(self, scores: Tensor, reply: ReplyState) -> None:
+    def apply_mask(self, changes: LogitsChanges, reply: ReplyState) -> None:
         """Forbids all tokens that do not lead to the required text; after it the turn may end. Raises RequestError if
         the grammar exceeds its limits at this token."""
-        size = scores.shape[0]
         if self._is_thinking(reply.state):
-            scores[[i for i in self._forbidden_in_thought(reply) if i < size]] = -torch.inf
+            changes.ban(self._forbidden_in_thought(reply))
             return
-        allowed = self._allowed_by_grammar(size)
+        allowed = self._allowed_by_grammar(changes.size)
         check_matcher(self._matcher)
         if self._matcher.is_accepting():
-            allowed[[i for i in reply.stop_token_ids if i < size]] = True
+            allowed[[i for i in reply.stop_token_ids if i < changes.size]] = True
         if allowed.any():  # otherwise no token could come, and the reply would never end
-            scores.masked_fill_(~allowed.to(scores.device), -torch.inf)
+            changes.allow_only(allowed)
 
-    def _allowed_by_grammar(self, size: int) -> Tensor:
+    def _allowed_by_grammar(self, size: int) -> Mask:
         """Control tokens that the constraint does not name are forbidden, whatever they spell."""
-        bias = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
-        allowed = torch.zeros(size, dtype=torch.bool)
+        bias = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8)
+        allowed = np.zeros(size, dtype=np.bool_)
         end = min(size, len(bias) - 1)  # the last one is the grammar's own end token
         allowed[:end] = bias[:end] > 0
         allowed[[i for i in self._control - set(self._constraint.ids) if i < size]] = False

@@ -12,13 +12,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from palaver.engines.core.logits_changes import Ids, LogitsChanges, Mask
 from palaver.engines.core.reply_state import ReplyState
 from palaver.phases import Phase, Phases, State, Vocabulary
 
@@ -28,8 +27,6 @@ MAX_CACHED_PREFIXES = 256
 """Sets of banned ids that one reply caches, by the banned prefix it ends with."""
 MAX_CACHED_STATES = 64
 """Sets of unspeakable ids that are cached; a model's format has only a few states."""
-
-Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +130,7 @@ class BannedStrings:
         self._control = control
         self._longest = max((len(string) for string in self._strings), default=0)
         completions = [index.completions(string) for string in self._strings]
-        self._containing: NDArray[np.bool_] = np.zeros(len(index.vocabulary), dtype=np.bool_)
+        self._containing: Mask = np.zeros(len(index.vocabulary), dtype=np.bool_)
         """For each token, whether it contains a banned string."""
         for completion in completions:
             self._containing[completion.containing] = True
@@ -142,9 +139,9 @@ class BannedStrings:
         """The longest suffix of the reply that is a prefix of a banned string."""
         self._token_count = 0
         """The reply's length at which `_prefix` was computed."""
-        self._cache: dict[bytes, Tensor] = {}
+        self._cache: dict[bytes, Ids] = {}
 
-    def banned_ids(self, token_ids: Sequence[int], device: Any = "cpu") -> Tensor:
+    def banned_ids(self, token_ids: Sequence[int]) -> Ids:
         """Tokens that would complete a banned string after these ones. Fast if the reply has grown by one token."""
         if len(token_ids) == self._token_count + 1:
             self._prefix = self._prefix_after(token_ids[-1])
@@ -154,7 +151,7 @@ class BannedStrings:
         if self._prefix not in self._cache:
             if len(self._cache) >= MAX_CACHED_PREFIXES:
                 self._cache.clear()
-            self._cache[self._prefix] = torch.from_numpy(self._completing_ids()).to(device)
+            self._cache[self._prefix] = self._completing_ids()
         return self._cache[self._prefix]
 
     def tail(self, token_ids: Sequence[int]) -> bytes:
@@ -229,9 +226,9 @@ class UnspeakableTokens:
         self._ids = [i for i, text in enumerate(index.vocabulary) if self._pattern.search(text)]
         self._rests = _rests_by_prefix(characters)
         self._completing: dict[bytes, list[int]] = {}
-        self._cache: dict[tuple[ExitMarkers, frozenset[int], int], Tensor] = {}
+        self._cache: dict[tuple[ExitMarkers, frozenset[int], int], Ids] = {}
 
-    def banned_ids(self, markers: ExitMarkers, control: frozenset[int], size: int) -> Tensor:
+    def banned_ids(self, markers: ExitMarkers, control: frozenset[int], size: int) -> Ids:
         """All unspeakable tokens, except for control tokens and those that begin a marker."""
         key = (markers, control, size)
         if key not in self._cache:
@@ -239,7 +236,7 @@ class UnspeakableTokens:
                 self._cache.clear()
             text = self.index.vocabulary
             banned = [i for i in self._ids if i < size and i not in control and not self._begins(text[i], markers)]
-            self._cache[key] = torch.tensor(banned, dtype=torch.long)
+            self._cache[key] = np.array(banned, dtype=np.int64)
         return self._cache[key]
 
     def completing_ids(self, tail: bytes) -> list[int]:
@@ -275,26 +272,25 @@ class SpokenText:
         self._phases = phases
         self._control = control
         self._tokens = tokens
-        self._banned: dict[int, Tensor] = {}
+        self._banned: dict[int, Ids] = {}
         """By state."""
 
-    def apply_mask(self, scores: Tensor, reply: ReplyState) -> None:
+    def apply_mask(self, changes: LogitsChanges, reply: ReplyState) -> None:
         state = self._phases.states[reply.state]
         if not self._is_spoken(state):
             return
         if self._tokens.contains(reply.buffered):
-            self._force_marker(scores, state, reply.buffered)
+            self._force_marker(changes, state, reply.buffered)
             return
-        scores.index_fill_(0, self._banned_ids(reply.state, scores), -torch.inf)
+        changes.banned.append(self._banned_ids(reply.state, changes.size))
         tail = self._tail(reply.token_ids)
         if tail and tail[-1] >= 0x80 and (completing := self._tokens.completing_ids(tail)):
-            scores[[i for i in completing if i < scores.shape[0]]] = -torch.inf
+            changes.ban(completing)
 
-    def _banned_ids(self, state: int, scores: Tensor) -> Tensor:
+    def _banned_ids(self, state: int, size: int) -> Ids:
         if state not in self._banned:
             markers = self._exit_markers(self._phases.states[state])
-            banned = self._tokens.banned_ids(markers, self._control, scores.shape[0])
-            self._banned[state] = banned.to(scores.device)
+            self._banned[state] = self._tokens.banned_ids(markers, self._control, size)
         return self._banned[state]
 
     def _is_spoken(self, state: State) -> bool:
@@ -307,17 +303,14 @@ class SpokenText:
         after = state if state.other is None else self._phases.states[state.other]
         return ExitMarkers(_text_markers(state), _text_markers(after))
 
-    def _force_marker(self, scores: Tensor, state: State, buffered: bytes) -> None:
+    def _force_marker(self, changes: LogitsChanges, state: State, buffered: bytes) -> None:
         """Allows only tokens that complete the begun marker: as text, its first bytes would be unspeakable."""
         rests = [marker[len(buffered) :] for marker in _text_markers(state) if marker.startswith(buffered)]
         index = self._tokens.index
         allowed = {i for rest in rests for i in index.starting_with(rest)}
         parts = (rest[:size] for rest in rests for size in range(1, len(rest)))
         allowed.update(i for part in parts for i in index.equal_to(part))
-        ids = torch.tensor(sorted(i for i in allowed - self._control if i < scores.shape[0]), dtype=torch.long)
-        allowed_scores = scores[ids]
-        scores.fill_(-torch.inf)
-        scores[ids] = allowed_scores
+        changes.allow_only_ids(allowed - self._control)
 
     def _tail(self, token_ids: Sequence[int]) -> bytes:
         """The last bytes of the text: at least as many as an incomplete character can have."""

@@ -20,6 +20,7 @@ from palaver.engines.core.kv_cache import (
     copy_all,
     default_capacity,
 )
+from palaver.engines.core.logits import Logits
 from palaver.engines.core.runner import CacheStatistics
 from palaver.errors import CacheFull
 from palaver.memory import available_bytes
@@ -77,12 +78,13 @@ class CachePage(Generic[A]):
     conversations: ConversationRefs = field(default_factory=ConversationRefs)
     children: dict[Key, list[CachePage[A]]] = field(default_factory=dict)
     """By their first key."""
-    logits: dict[int, A] = field(default_factory=dict)
+    logits: dict[int, Logits] = field(default_factory=dict)
     """The logits after some of the keys, by the key's index: where prompts ended."""
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.data, *self.logits.values()))
+        pages = sum(array.nbytes for array in self.data)
+        return pages + sum(logits.nbytes for logits in self.logits.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ class PageTree(Generic[A]):
         if parent.parent is not None and parent not in self._lru:
             return False
         conversations = ConversationRefs(conversation)
-        logits: dict[int, A] = {}
+        logits: dict[int, Logits] = {}
         for sibling in list(parent.children.get(keys[0], ())):
             if len(sibling.keys) < len(keys) and keys[: len(sibling.keys)] == sibling.keys:
                 conversations.merge(sibling.conversations)  # the new page replaces the shorter one
@@ -172,7 +174,7 @@ class PageTree(Generic[A]):
         self._touch(path[1:])
         return True
 
-    def attach_logits(self, namespace: Hashable, keys: Sequence[Key], logits: A) -> None:
+    def attach_logits(self, namespace: Hashable, keys: Sequence[Key], logits: Logits) -> None:
         """Caches the logits after these keys with the page that holds the last of them, if there is one."""
         match = self.match(namespace, keys)
         if match.pages and match.tokens == len(keys):
@@ -302,7 +304,7 @@ class PrefixCache(Generic[A]):
         self._hit_tokens += cached
         return slot, cached
 
-    def restore_logits(self, slot: Slot[A], namespace: Hashable, keys: Sequence[Key]) -> A | None:
+    def restore_logits(self, slot: Slot[A], namespace: Hashable, keys: Sequence[Key]) -> Logits | None:
         """The cached logits after all of these keys, or None. The slot, which holds the other keys, gets the last."""
         page = self._pages.find_logits_page(namespace, keys)
         if page is None:
@@ -341,12 +343,12 @@ class PrefixCache(Generic[A]):
             if not self._pages.insert(namespace, path, part, data, conversation):
                 return
 
-    def insert_logits(self, namespace: Hashable, keys: Sequence[Key], logits: A) -> None:
+    def insert_logits(self, namespace: Hashable, keys: Sequence[Key], logits: Logits) -> None:
         """Caches the logits after these keys, if the keys are cached and there is memory."""
         small = logits.nbytes <= self._limit_bytes // LOGITS_SHARE
         missing = small and self._pages.find_logits_page(namespace, keys) is None
         if missing and self._make_room_for_page(logits.nbytes):
-            self._pages.attach_logits(namespace, keys, self._layout.memory.clone(logits))
+            self._pages.attach_logits(namespace, keys, logits.copy())
 
     def free(self, slot: Slot[A], namespace: Hashable, keys: Sequence[Key], conversation: str = "") -> None:
         """Frees the slot, which holds these keys and can be reused for them."""

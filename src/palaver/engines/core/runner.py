@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
+from palaver.engines.core.logits import Logits
 from palaver.engines.core.request import SequenceState
 
 
@@ -68,7 +67,7 @@ class Runner(Protocol):
         """
         ...
 
-    def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Tensor:
+    def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Logits:
         """Computes the next `count` tokens of each sequence. Returns a row of logits for each, after its last token.
 
         Without `need_logits` the runner may skip work that only the logits need, and the rows may hold anything.
@@ -80,8 +79,9 @@ class Runner(Protocol):
         """Whether the whole sequence must be computed again, because it outgrew the frequencies it started with."""
         ...
 
-    def cache_prefix(self, sequence: SequenceState, logits: Tensor) -> None:
+    def cache_prefix(self, sequence: SequenceState, logits: Logits) -> None:
         """Puts the tokens computed so far, and the logits after them, into the prefix cache. The sequence runs on.
+        `logits` is one row, which the runner must copy.
 
         May raise if there is no memory for a copy: cached prefixes stay as they are.
         """

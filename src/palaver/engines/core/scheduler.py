@@ -6,13 +6,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from palaver.engines.core.generation import LocalGeneration, Outbox
+from palaver.engines.core.logits import Logits
 from palaver.engines.core.queue import RequestQueue, split_prefill_budget
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import Runner
-from palaver.engines.core.sampler import sample
 from palaver.errors import CacheFull, EngineError, PalaverError
 from palaver.generation import AnswerRequested, Ended, Finish, Prefilled, Step
 
@@ -212,20 +210,20 @@ class Scheduler:
         for computed, logits in self._forward(sequences, counts):
             for row, step in enumerate(_sample(logits, computed)):
                 self._report_prefilled(computed[row])
-                self._cache_prompt(computed[row], logits[row])
+                self._cache_prompt(computed[row], logits, row)
                 self._emit(computed[row], step)
 
-    def _decode_cached(self, sequence: SequenceState, logits: Tensor) -> None:
+    def _decode_cached(self, sequence: SequenceState, logits: Logits) -> None:
         """Samples the first token of a cached prompt from its cached logits, without a pass."""
         sequence.cached_logits, sequence.prompt_cached = None, True
-        (step,) = _sample(logits[None], [sequence])
+        (step,) = _sample(logits, [sequence])
         self._emit(sequence, step)
 
-    def _cache_prompt(self, sequence: SequenceState, logits: Tensor) -> None:
+    def _cache_prompt(self, sequence: SequenceState, logits: Logits, row: int) -> None:
         """Caches the prompt, once, after all of it is computed."""
         if not sequence.prompt_cached:
             sequence.prompt_cached = True
-            _try_to_cache(lambda: self._runner.cache_prefix(sequence, logits))
+            _try_to_cache(lambda: self._runner.cache_prefix(sequence, logits.row(row)))
 
     def _emit(self, sequence: SequenceState, step: Step | PalaverError) -> None:
         if not isinstance(step, Step):
@@ -241,7 +239,7 @@ class Scheduler:
 
     def _forward(
         self, sequences: list[SequenceState], counts: list[int], need_logits: bool = True
-    ) -> list[tuple[list[SequenceState], Tensor]]:
+    ) -> list[tuple[list[SequenceState], Logits]]:
         """Runs the model. If a batch fails, each sequence is tried alone, so that only the faulty ones fail."""
         if not sequences:
             return []
@@ -259,7 +257,7 @@ class Scheduler:
 
     def _forward_after_preemption(
         self, sequences: list[SequenceState], counts: list[int], need_logits: bool, error: CacheFull
-    ) -> list[tuple[list[SequenceState], Tensor]]:
+    ) -> list[tuple[list[SequenceState], Logits]]:
         """The cache is full: preempts the youngest running sequence and runs the others."""
         youngest = list(self._running.values())[-1]
         if len(self._running) == 1:
@@ -293,15 +291,14 @@ def _try_to_cache(cache: Callable[[], None]) -> None:
         _log.warning("Could not keep what was computed: %s", _as_engine_error(error))
 
 
-def _sample(logits: Tensor, sequences: list[SequenceState]) -> list[Step | PalaverError]:
+def _sample(logits: Logits, sequences: list[SequenceState]) -> list[Step | PalaverError]:
     """The next token of each sequence. If sampling fails for the batch, each row is tried alone."""
     try:
-        return sample(logits, [sequence.processor for sequence in sequences])
+        return logits.sample([sequence.processor for sequence in sequences])
     except Exception as error:
         if len(sequences) == 1:
             return [_as_engine_error(error)]
-        rows = zip(logits, sequences, strict=True)
-        return [step for row, sequence in rows for step in _sample(row[None], [sequence])]
+        return [step for row, sequence in enumerate(sequences) for step in _sample(logits.row(row), [sequence])]
 
 
 def _as_engine_error(error: Exception) -> PalaverError:

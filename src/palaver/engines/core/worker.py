@@ -6,8 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-
-import torch
+from contextlib import AbstractContextManager
 
 from palaver.engines.core.generation import (
     AnswerNowCommand,
@@ -28,14 +27,14 @@ class Worker:
         self,
         scheduler: Scheduler,
         outbox: Outbox,
-        set_up_thread: Callable[[], None],
+        thread_context: Callable[[], AbstractContextManager[object]],
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """Both callbacks run in the worker's thread: `set_up_thread` at its start, `on_failure` when an error ends it,
-        before its requests fail."""
+        """Both callbacks run in the worker's thread: all of its work happens inside of `thread_context`; `on_failure`
+        is called when an error ends it, before its requests fail."""
         self._scheduler = scheduler
         self._outbox = outbox
-        self._set_up_thread = set_up_thread
+        self._thread_context = thread_context
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._exit_reason: PalaverError | None = None
@@ -66,8 +65,7 @@ class Worker:
     def _run(self) -> None:
         reason: PalaverError = EngineClosed()
         try:
-            self._set_up_thread()
-            with torch.inference_mode():
+            with self._thread_context():
                 self._loop()
         except BaseException as error:
             if self._on_failure is not None:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from palaver.engines.core.kv_cache import Slot
+from palaver.engines.core.logits import Logits
 from palaver.engines.core.prefix_cache import PrefixCache
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import CacheStatistics
 from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch, sequence_chunk
+from palaver.engines.torch.device_sampler import DeviceSampler
 from palaver.engines.torch.exact import EXACT_CHUNK, ExactPasses
 from palaver.engines.torch.memory import ThreadCounts
 from palaver.engines.torch.tensors import TensorLayout, is_out_of_memory
@@ -56,6 +58,7 @@ class TorchRunner:
         self.prefills_last_token = layout.device.type == "cpu" and exact is None
         self._forward = forward
         self._device = layout.device
+        self._sampler = DeviceSampler(layout.device)
         self._cache = PrefixCache(layout, cache_bytes)
         self._context_length = context_length
         self._threads = threads
@@ -103,16 +106,16 @@ class TorchRunner:
         """As the library's `generate`, which computes all keys again at the first token beyond the original length."""
         return self._is_long(sequence) and sequence not in self._long_rope
 
-    def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Tensor:
+    def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Logits:
         for sequence, count in zip(sequences, counts, strict=True):
             self._cache.grow(self._slots[sequence], sequence.computed_tokens + count, sequence.computed_tokens)
         chunks = [self._next_chunk(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
         logits = self._run_by_frequencies(chunks, need_logits)
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.computed_tokens += count
-        return logits
+        return self._sampler.logits(logits)
 
-    def cache_prefix(self, sequence: SequenceState, logits: Tensor) -> None:
+    def cache_prefix(self, sequence: SequenceState, logits: Logits) -> None:
         keys = sequence.token_ids[: sequence.computed_tokens]
         namespace = self._namespace(sequence, sequence in self._long_rope)
         self._cache.insert(self._slots[sequence], namespace, keys, sequence.conversation)

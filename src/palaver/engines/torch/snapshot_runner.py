@@ -16,9 +16,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from palaver.engines.base import BY_BATCH, BY_CACHE
+from palaver.engines.core.logits import Logits
 from palaver.engines.core.prefix_cache import ConversationRefs
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import CacheStatistics
+from palaver.engines.torch.device_sampler import DeviceSampler
 from palaver.engines.torch.exact import EXACT_CHUNK
 from palaver.errors import CacheFull
 
@@ -112,7 +114,7 @@ class SnapshotCache:
     def __init__(self) -> None:
         self._snapshots: OrderedDict[SnapshotKey, tuple[Snapshot, int]] = OrderedDict()
         """The state and its bytes."""
-        self._logits: dict[SnapshotKey, Tensor] = {}
+        self._logits: dict[SnapshotKey, Logits] = {}
         """The logits after the keys of a snapshot, where a prompt ended there."""
         self._conversations: dict[SnapshotKey, ConversationRefs] = {}
         self.nbytes = 0
@@ -135,7 +137,7 @@ class SnapshotCache:
                 return self._snapshots[key][0], length
         return None, 0
 
-    def logits(self, namespace: Hashable, keys: Sequence[Hashable]) -> Tensor | None:
+    def logits(self, namespace: Hashable, keys: Sequence[Hashable]) -> Logits | None:
         """The logits after all of these keys, if they and the state are cached."""
         return self._logits.get((namespace, tuple(keys)))
 
@@ -145,7 +147,7 @@ class SnapshotCache:
         keys: Sequence[Hashable],
         state: Snapshot,
         conversation: str = "",
-        logits: Tensor | None = None,
+        logits: Logits | None = None,
     ) -> None:
         key = (namespace, tuple(keys))
         conversations = self._conversations.get(key, ConversationRefs(conversation))
@@ -199,6 +201,8 @@ class SnapshotRunner:
         self._exact = exact
         self._snapshots = SnapshotCache()
         self._states: dict[SequenceState, Snapshot] = {}
+        self._sampler: DeviceSampler | None = None
+        """Made with the first logits, for their device."""
         self.forward_seconds = 0.0
         self._prompt_tokens = 0
         self._hit_tokens = 0
@@ -244,7 +248,7 @@ class SnapshotRunner:
         self._prompt_tokens += len(sequence.token_ids)
         self._hit_tokens += tokens
 
-    def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Tensor:
+    def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Logits:
         rows = []
         for sequence, count in zip(sequences, counts, strict=True):
             start = sequence.computed_tokens
@@ -252,16 +256,19 @@ class SnapshotRunner:
             rows.append(self._states[sequence].feed(sequence.token_ids[start : start + count]))
             self.forward_seconds += time.thread_time() - began
             sequence.computed_tokens += count
-        return torch.stack(rows)
+        logits = torch.stack(rows)
+        if self._sampler is None:
+            self._sampler = DeviceSampler(logits.device)
+        return self._sampler.logits(logits)
 
     def needs_recompute(self, sequence: SequenceState) -> bool:
         return False
 
-    def cache_prefix(self, sequence: SequenceState, logits: Tensor) -> None:
+    def cache_prefix(self, sequence: SequenceState, logits: Logits) -> None:
         keys = sequence.token_ids[: sequence.computed_tokens]
         if self._abilities.copies and self._snapshots.logits(sequence.space, keys) is None:
             state = self._states[sequence].copy()
-            self._snapshots.insert(sequence.space, keys, state, sequence.conversation, logits.clone())
+            self._snapshots.insert(sequence.space, keys, state, sequence.conversation, logits.copy())
             self._make_room()
 
     def release(self, sequence: SequenceState) -> None:

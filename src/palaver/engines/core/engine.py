@@ -1,0 +1,176 @@
+"""The engine over a runner: everything between a request and the model's passes that needs no framework."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+
+from palaver.constraints import Constraint
+from palaver.engines.base import EngineInfo, EngineState, EngineStatus
+from palaver.engines.core.generation import CloseCommand, ForgetCommand, LocalGeneration, Outbox
+from palaver.engines.core.grammar import AnswerGrammar, ReplyGrammar, control_ids, reply_constraints
+from palaver.engines.core.logits_processors import (
+    BannedStrings,
+    SpokenText,
+    TokenHealing,
+    UnspeakableTokens,
+    VocabularyIndex,
+)
+from palaver.engines.core.processor import LogitsProcessor
+from palaver.engines.core.reply_state import ReplyState
+from palaver.engines.core.request import SequenceState
+from palaver.engines.core.runner import CacheStatistics, Runner
+from palaver.engines.core.scheduler import Scheduler, SchedulerLimits
+from palaver.engines.core.worker import Worker
+from palaver.engines.grammars import CompiledGrammar, GrammarCache
+from palaver.errors import BadParameter, ContextOverflow
+from palaver.generation import Prompt
+from palaver.phases import Vocabulary
+from palaver.sampling import Sampling, check_sampling
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    running: int
+    waiting: int
+    cache: CacheStatistics
+    thread_seconds: float
+    """CPU time of the engine's thread since the start."""
+    forward_seconds: float
+    """The part of it in the model's forward passes."""
+
+
+class LocalEngine:
+    """Generates token ids with one model, in a thread of its own."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        vocabulary: Vocabulary,
+        runner: Runner,
+        limits: SchedulerLimits | None = None,
+        thread_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """`vocabulary` holds the bytes of each token id. `thread_context` is entered in the engine's thread before any
+        of its work; `on_failure` is called there when an error ends it."""
+        self._info = info
+        self._vocabulary = vocabulary
+        self._vocabulary_index = VocabularyIndex(vocabulary)
+        self._unspeakable: UnspeakableTokens | None = None
+        self._grammars = GrammarCache(vocabulary)
+        self._runner = runner
+        outbox = Outbox()
+        self._scheduler = Scheduler(runner, outbox, self._sequence, limits)
+        self._worker = Worker(self._scheduler, outbox, thread_context, on_failure)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def status(self) -> EngineStatus:
+        reason = self._worker.exit_reason
+        return EngineStatus(EngineState.READY) if reason is None else EngineStatus(EngineState.FAILED, str(reason))
+
+    @property
+    def statistics(self) -> EngineStatistics:
+        running, waiting = self._scheduler.counts
+        return EngineStatistics(
+            running, waiting, self._runner.statistics, self._worker.seconds, self._runner.forward_seconds
+        )
+
+    async def metrics(self) -> dict[str, float]:
+        now = self.statistics
+        return {"running": now.running, "waiting": now.waiting, **asdict(now.cache)}
+
+    def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> LocalGeneration:
+        constrained = reply_constraints(prompt.phases, sampling)
+        grammars: dict[Constraint, CompiledGrammar] = {}
+
+        async def prepare() -> None:
+            for constraint in constrained:
+                grammars[constraint] = await self._grammars.compile(constraint)
+            if sampling.spoken and self._unspeakable is None:
+                await asyncio.to_thread(self._unspeakable_tokens)
+            if sampling.banned_strings:
+                await asyncio.to_thread(self._index_strings, sampling.banned_strings)
+
+        needed = constrained or sampling.banned_strings or (sampling.spoken and self._unspeakable is None)
+        ready = prepare if needed else None
+        return LocalGeneration(prompt, check_sampling(sampling), choice, self._worker.post, ready, grammars)
+
+    async def forget(self, conversation: str) -> None:
+        forgotten = threading.Event()
+        self._worker.post(ForgetCommand(conversation, forgotten.set))
+        await asyncio.to_thread(forgotten.wait)
+
+    async def close(self) -> None:
+        self._worker.post(CloseCommand())
+        await asyncio.to_thread(self._worker.join)
+        await asyncio.to_thread(self._grammars.close)
+
+    def warm_grammars(self) -> None:
+        """Prepares the grammar compiler. Takes up to a second: don't call it in the event loop."""
+        self._grammars.warm()
+
+    def _sequence(self, generation: LocalGeneration) -> SequenceState:
+        """The state of a generation, before its partial reply is replayed."""
+        prompt, sampling = generation.prompt, generation.sampling
+        self._check_prompt(prompt)
+        reply = ReplyState(
+            replace(prompt, reply_ids=()), sampling, self._vocabulary, self._info.end_ids, self._info.context_length
+        )
+        banned, grammar = self._banned(prompt, sampling), self._grammar(generation)
+        size = self._info.vocabulary_size
+        spoken_text = self._spoken_text(prompt, sampling)
+        processor = LogitsProcessor(prompt, sampling, generation.choice, reply, size, banned, grammar, spoken_text)
+        return SequenceState(generation, processor, self._token_healing(prompt))
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        size = self._info.vocabulary_size
+        if len(prompt) == 0:
+            raise BadParameter("prompt", (), "must hold at least one token")
+        if len(prompt) > self._info.context_length:
+            raise ContextOverflow(len(prompt), self._info.context_length)
+        for ids in (prompt.context_ids, prompt.reply_ids):
+            if ids and not 0 <= min(ids) <= max(ids) < size:
+                wrong = min(ids) if min(ids) < 0 else max(ids)
+                raise BadParameter("prompt", wrong, f"token ids here go from 0 to {size - 1}")
+
+    def _index_strings(self, strings: Iterable[str]) -> None:
+        """Computes the tokens that complete banned strings, off the engine's thread; the index caches them."""
+        for string in strings:
+            self._vocabulary_index.completions(string.encode())
+
+    def _banned(self, prompt: Prompt, sampling: Sampling) -> BannedStrings | None:
+        if not sampling.banned_strings:
+            return None
+        control = control_ids(prompt.phases) | self._info.end_ids
+        return BannedStrings(sampling.banned_strings, self._vocabulary_index, control)
+
+    def _token_healing(self, prompt: Prompt) -> TokenHealing | None:
+        if not prompt.healing:
+            return None
+        return TokenHealing(prompt.healing, self._vocabulary_index, control_ids(prompt.phases) | self._info.end_ids)
+
+    def _grammar(self, generation: LocalGeneration) -> AnswerGrammar | ReplyGrammar | None:
+        phases, constraint = generation.prompt.phases, generation.sampling.constraint
+        if phases.held is not None:
+            return ReplyGrammar(phases, generation.grammars, self._vocabulary_index)
+        if constraint is None:
+            return None
+        return AnswerGrammar(phases, generation.grammars[constraint], self._vocabulary_index)
+
+    def _spoken_text(self, prompt: Prompt, sampling: Sampling) -> SpokenText | None:
+        if not sampling.spoken:
+            return None
+        return SpokenText(prompt.phases, control_ids(prompt.phases) | self._info.end_ids, self._unspeakable_tokens())
+
+    def _unspeakable_tokens(self) -> UnspeakableTokens:
+        if self._unspeakable is None:
+            self._unspeakable = UnspeakableTokens(self._vocabulary_index)
+        return self._unspeakable

@@ -1,0 +1,155 @@
+"""The logits processor of one reply: what its sampling options change in the next logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from palaver.engines.core.grammar import AnswerGrammar, ReplyGrammar
+from palaver.engines.core.logits_changes import Ids, LogitsChanges, Scores, TokenCounts
+from palaver.engines.core.logits_processors import BannedStrings, SpokenText, TokenHealing
+from palaver.engines.core.reply_state import ReplyState
+from palaver.engines.core.rng import uniform
+from palaver.errors import BadParameter
+from palaver.generation import Prompt
+from palaver.sampling import Sampling
+
+
+class LogitsProcessor:
+    """Holds the sampling options of one reply. Its state follows from the reply's tokens."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        choice: int,
+        reply: ReplyState,
+        vocabulary_size: int,
+        banned_strings: BannedStrings | None = None,
+        grammar: AnswerGrammar | ReplyGrammar | None = None,
+        spoken_text: SpokenText | None = None,
+    ) -> None:
+        _check_ids(sampling, vocabulary_size)
+        self.sampling = sampling
+        self.reply = reply
+        self._choice = choice
+        self._context_ids = prompt.context_ids
+        self._banned_strings = banned_strings
+        self._grammar = grammar
+        self._spoken_text = spoken_text
+        self._healing: TokenHealing | None = None
+        self._size = vocabulary_size
+        self._counts: TokenCounts | None = None
+        self._stop_ids: dict[int, Ids] = {}
+        """By the state of the reply."""
+        masks = (banned_strings, grammar, spoken_text)
+        self._always_active = _changes_logits(sampling) or any(mask is not None for mask in masks)
+        self._penalises = bool(
+            sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+        )
+
+    @property
+    def do_sample(self) -> bool:
+        """Whether the next token is drawn; otherwise it is forced or the likeliest one."""
+        return self.sampling.temperature > 0 and self.reply.forced_id is None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether `changes` would change the next token's scores."""
+        return self._always_active or self._is_healing or len(self.reply.token_ids) < self.sampling.min_tokens
+
+    @property
+    def _is_healing(self) -> bool:
+        return self._healing is not None and bool(self._healing.remaining)
+
+    def start_healing(self, healing: TokenHealing | None) -> None:
+        """From the next token on the reply first writes the bytes that were cut off at its seam."""
+        self._healing = healing
+
+    def uniform(self) -> float:
+        """The random number of the next token."""
+        return uniform(self.sampling.seed, self._choice, len(self.reply.token_ids))
+
+    def append_token(self, token_id: int) -> None:
+        forced = self.reply.forced_id == token_id
+        appended = self.reply.ended is None
+        self.reply.append_token(token_id)
+        if self._grammar is not None:
+            self._grammar.accept_token(token_id, self.reply, forced)
+        if self._healing is not None and self._healing.remaining:
+            self._healing.accept_token(token_id)
+        if self._counts is not None and appended:
+            self._counts.append(token_id)
+
+    def changes(self) -> LogitsChanges:
+        """What changes in the next token's logits. Raises RequestError if a grammar exceeds its limits."""
+        changes, sampling = LogitsChanges(self._size), self.sampling
+        if self._grammar is not None:
+            self._grammar.apply_mask(changes, self.reply)
+        if self._penalises:
+            changes.counts = self._token_counts()
+            changes.repetition_penalty = sampling.repetition_penalty
+            changes.presence_penalty = sampling.presence_penalty
+            changes.frequency_penalty = sampling.frequency_penalty
+        if sampling.end_penalty != 1:
+            changes.end_ids, changes.end_penalty = self._current_stop_ids(), sampling.end_penalty
+        if sampling.logit_bias:
+            changes.bias = self._bias
+        self._add_bans(changes)
+        return changes
+
+    def _add_bans(self, changes: LogitsChanges) -> None:
+        if self.sampling.banned_ids:
+            changes.banned.append(self._banned_ids)
+        if self._banned_strings is not None:
+            changes.banned.append(self._banned_strings.banned_ids(self.reply.token_ids))
+        if self._spoken_text is not None and not self._is_healing:
+            self._spoken_text.apply_mask(changes, self.reply)
+        if len(self.reply.token_ids) < self.sampling.min_tokens:
+            changes.banned.append(self._current_stop_ids())
+        if self._healing is not None and self._healing.remaining:
+            changes.allow_only_ids(self._healing.allowed_ids())
+
+    def _token_counts(self) -> TokenCounts:
+        if self._counts is None:
+            self._counts = TokenCounts(self._context_ids, self.reply.token_ids, self._size)
+        return self._counts
+
+    @cached_property
+    def _bias(self) -> tuple[Ids, Scores]:
+        ids, biases = zip(*self.sampling.logit_bias, strict=True)
+        unique, places = np.unique(np.array(ids, dtype=np.int64), return_inverse=True)
+        values = np.zeros(len(unique), dtype=np.float32)
+        np.add.at(values, places, np.array(biases, dtype=np.float32))
+        return unique, values
+
+    @cached_property
+    def _banned_ids(self) -> Ids:
+        return np.array(self.sampling.banned_ids, dtype=np.int64)
+
+    def _current_stop_ids(self) -> Ids:
+        """The token ids that would end the reply now."""
+        state = self.reply.state
+        if state not in self._stop_ids:
+            ids = [token_id for token_id in self.reply.stop_token_ids if token_id < self._size]
+            self._stop_ids[state] = np.array(ids, dtype=np.int64)
+        return self._stop_ids[state]
+
+
+def _changes_logits(sampling: Sampling) -> bool:
+    neutral = Sampling()
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "end_penalty", "logit_bias", "banned_ids")
+    return any(getattr(sampling, name) != getattr(neutral, name) for name in names)
+
+
+def _check_ids(sampling: Sampling, size: int) -> None:
+    ids_by_option: dict[str, Sequence[int]] = {
+        "logit_bias": [i for i, _ in sampling.logit_bias],
+        "banned_ids": sampling.banned_ids,
+    }
+    for name, ids in ids_by_option.items():
+        for token_id in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= token_id < size:
+                raise BadParameter(name, token_id, f"token ids here go from 0 to {size - 1}")

@@ -1,0 +1,164 @@
+"""Sampling where torch has the logits: a whole batch on CUDA, and one small row of results is copied to the host.
+
+The rules are those of `core/sampler.py`. Logits on the CPU are given to that sampler without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palaver.engines.core.logits import HostLogits, Logits
+from palaver.engines.core.processor import LogitsProcessor
+from palaver.engines.core.sampler import SAMPLER_VERSION, SampledToken, make_alternatives, make_step
+from palaver.engines.torch.device_changes import DeviceChanges
+from palaver.errors import PalaverError
+from palaver.generation import Step
+from palaver.sampling import Sampling
+
+DEVICE_SAMPLER_VERSION = 2
+"""Raised when the same logits, settings and seed may give another token on CUDA than before."""
+
+
+def sampler_version(device: torch.device) -> int:
+    return DEVICE_SAMPLER_VERSION if device.type == "cuda" else SAMPLER_VERSION
+
+
+class DeviceSampler:
+    """Samples the logits of one runner. Holds what replies need on its device from one token to the next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type == "cuda"
+        self.changes = DeviceChanges(device)
+
+    def logits(self, tensor: Tensor) -> Logits:
+        """The rows of a tensor: on CUDA they stay there, otherwise they are numpy's."""
+        if self._on_device:
+            return DeviceLogits(tensor, self)
+        return HostLogits(tensor.detach().float().cpu().numpy())
+
+
+class DeviceLogits:
+    """Logits in the memory of a CUDA device."""
+
+    def __init__(self, tensor: Tensor, sampler: DeviceSampler) -> None:
+        self.tensor = tensor
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def row(self, index: int) -> DeviceLogits:
+        return DeviceLogits(self.tensor[index : index + 1], self._sampler)
+
+    def copy(self) -> DeviceLogits:
+        return DeviceLogits(self.tensor.clone(), self._sampler)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def sample(self, processors: Sequence[LogitsProcessor]) -> list[Step | PalaverError]:
+        return sample_on_device(self.tensor.float(), processors, self._sampler.changes, load_kernels())
+
+
+@cache
+def load_kernels() -> ModuleType | None:
+    """None where Triton isn't installed."""
+    try:
+        from palaver.engines.torch import sampling_kernels
+    except ImportError:
+        return None
+    return sampling_kernels
+
+
+def sample_on_device(
+    logits: Tensor, processors: Sequence[LogitsProcessor], changes: DeviceChanges, kernels: ModuleType | None
+) -> list[Step | PalaverError]:
+    """With the kernels of `sampling_kernels`, or with torch's operations where there are none."""
+    scores = changes.apply(logits, [processor.changes() if processor.is_active else None for processor in processors])
+    if kernels is None:
+        rows = zip(logits, scores, processors, strict=True)
+        return [_sample_row(row, own, processor) for row, own, processor in rows]
+    settings = torch.tensor([_kernel_settings(p, kernels.MAX_TOP_K) for p in processors], dtype=torch.float64)
+    results = kernels.sample_rows(logits, scores, settings.to(logits.device, non_blocking=True)).tolist()
+    return [
+        _read_result(result, processor, kernels)
+        if result[kernels.STATUS] != kernels.UNDECIDED and processor.sampling.top_k <= kernels.MAX_TOP_K
+        else _sample_row(logits[row], scores[row], processor)
+        for row, (result, processor) in enumerate(zip(results, processors, strict=True))
+    ]
+
+
+def _kernel_settings(processor: LogitsProcessor, max_top_k: int) -> tuple[float, ...]:
+    sampling, forced = processor.sampling, processor.reply.forced_id
+    if not processor.do_sample:
+        return (0, 0, 1, 0, 0, -1 if forced is None else forced)
+    top_k = min(sampling.top_k, max_top_k)
+    return (1 / sampling.temperature, top_k, sampling.top_p, sampling.min_p, processor.uniform(), -1)
+
+
+def _read_result(result: list[float], processor: LogitsProcessor, kernels: ModuleType) -> Step | PalaverError:
+    score = -np.inf if result[kernels.STATUS] == kernels.NONE_LEFT else 0.0
+    token = SampledToken(int(result[kernels.TOKEN]), result[kernels.LOGPROB], score)
+    count = processor.sampling.logprobs
+    if not count:
+        return make_step(token, processor)
+    starts = range(kernels.LISTS, kernels.WIDTH, kernels.REPORTED)
+    ids, logprobs, drawn_ids, drawn_logprobs = (result[start : start + count] for start in starts)
+    return make_step(
+        token,
+        processor,
+        make_alternatives(list(map(int, ids)), logprobs),
+        result[kernels.DRAWN_LOGPROB],
+        make_alternatives(list(map(int, drawn_ids)), drawn_logprobs),
+    )
+
+
+def _sample_row(logits: Tensor, scores: Tensor, processor: LogitsProcessor) -> Step | PalaverError:
+    """With torch's operations, for what the kernels leave undecided, such as ties and wide filters."""
+    count = min(processor.sampling.logprobs, len(scores))
+    if processor.do_sample:
+        weights = _filter_scores(scores, processor.sampling)
+        cumulative = weights.cumsum(0)
+        drawn = torch.searchsorted(cumulative, processor.uniform() * cumulative[-1:], right=True)
+        token_id = drawn.minimum(weights.nonzero().max()) if weights.any() else drawn.clamp(max=0)
+        logprobs_after = (weights / cumulative[-1]).log()
+    else:
+        forced = processor.reply.forced_id
+        token_id = scores.argmax()[None] if forced is None else torch.tensor([forced], device=scores.device)
+        logprobs_after = scores.double().log_softmax(-1)
+    logprobs = logits.double().log_softmax(-1)
+    values = torch.cat((token_id.double(), logprobs[token_id], scores[token_id].double(), logprobs_after[token_id]))
+    found, logprob, score, drawn_logprob = values.tolist()
+    token = SampledToken(int(found), logprob, score)
+    if not count:
+        return make_step(token, processor)
+    raw, own = logprobs.topk(count), scores.topk(count).indices
+    return make_step(
+        token,
+        processor,
+        make_alternatives(raw.indices.tolist(), raw.values.tolist()),
+        drawn_logprob,
+        make_alternatives(own.tolist(), logprobs_after[own].tolist()),
+    )
+
+
+def _filter_scores(scores: Tensor, sampling: Sampling) -> Tensor:
+    """The weight of each token; 0 for those that the filters remove. As `core.sampler.filter_scores`."""
+    weights = scores.double() / sampling.temperature
+    weights = (weights - weights.max()).exp()
+    if 0 < sampling.top_k < len(scores):
+        weights = weights * ~(scores < scores.topk(sampling.top_k).values[-1])
+    if sampling.top_p < 1:
+        ordered = weights.sort(descending=True).values
+        cumulative = ordered.cumsum(0)
+        place = torch.searchsorted(cumulative, sampling.top_p * cumulative[-1:])
+        weights = weights * (weights >= ordered[place.clamp(max=len(ordered) - 1)])
+    if sampling.min_p > 0:
+        weights = weights * (weights >= sampling.min_p)
+    return weights
