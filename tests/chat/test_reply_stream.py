@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from palaver.chat.model import Model
-from palaver.chat.reply_stream import ReplyRecord, ReplyRequest
+from palaver.chat.reply_stream import ReplyRecord, ReplyRequest, SeamTrimmer
 from palaver.errors import BadParameter, ContextOverflow, EngineError, NothingToContinue
-from palaver.events import AnswerDelta, Event, Finished, PhaseOpened, Started, ThinkingDelta
+from palaver.events import AnswerDelta, Event, Finished, PhaseOpened, ReadEvent, Started, ThinkingDelta, ToolCallDelta
 from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import FastTokenizer
@@ -172,3 +173,20 @@ async def test_the_same_request_is_the_same_prompt() -> None:
     conversation = chat()
     first, second = request(), replace(request())
     assert conversation.stream_reply(first).prompt == conversation.stream_reply(second).prompt
+
+
+@pytest.mark.parametrize(
+    ("sent", "events", "new"),
+    [
+        ({}, [AnswerDelta(" a")], [AnswerDelta(" a")]),
+        ({AnswerDelta: " "}, [AnswerDelta(" a")], [AnswerDelta("a")]),
+        ({AnswerDelta: " a"}, [AnswerDelta(" "), AnswerDelta("a b")], [AnswerDelta(" b")]),
+        ({ThinkingDelta: "\n"}, [AnswerDelta("x")], [AnswerDelta("x")]),
+        ({ThinkingDelta: "\n"}, [ThinkingDelta("\nmore")], [ThinkingDelta("more")]),
+        ({ToolCallDelta: '{"a'}, [ToolCallDelta(0, '{"ab"')], [ToolCallDelta(0, 'b"')]),
+        ({AnswerDelta: "zzz"}, [AnswerDelta("other")], [AnswerDelta("other")]),
+    ],
+)
+def test_text_that_the_client_has_is_not_sent_again(sent: Any, events: list[ReadEvent], new: list[ReadEvent]) -> None:
+    trimmer = SeamTrimmer(sent)
+    assert [new_event for event in events if (new_event := trimmer.trim(event)) is not None] == new

@@ -13,7 +13,21 @@ from typing import Protocol, Self, assert_never, cast
 
 from palaver.engines.base import EngineGeneration
 from palaver.errors import EngineError, PalaverError
-from palaver.events import Event, Failed, Finished, Folded, ReadEvent, ReplyBatch, Started, Usage, Waiting, fold
+from palaver.events import (
+    AnswerDelta,
+    Event,
+    Failed,
+    Finished,
+    Folded,
+    ReadEvent,
+    ReplyBatch,
+    Started,
+    ThinkingDelta,
+    ToolCallDelta,
+    Usage,
+    Waiting,
+    fold,
+)
 from palaver.formats.base import RenderOptions
 from palaver.formats.reader import ReplyReader
 from palaver.generation import AnswerRequested, Ended, Finish, Prefilled, Prompt, Queued, Step, prefill_steps
@@ -333,3 +347,61 @@ class TurnTimer:
         seconds = self._before.get("seconds", 0.0) + time.monotonic() - self.started_at
         timings = {**self._before, "seconds": seconds, "thinking": self.thinking or 0.0}
         return timings if self._first_token is None else {"first_token": self._first_token, **timings}
+
+
+class SeamTrimmer:
+    """Removes from the first new events the text that the client already has of a continued reply."""
+
+    def __init__(self, sent: dict[type[ReadEvent], str]) -> None:
+        """`sent` maps an event type to the client's text beyond what the reader produces from the prefilled tokens."""
+        self._sent = sent
+
+    def trim(self, event: ReadEvent) -> ReadEvent | None:
+        """Returns the new part of the event, or None if all of it was sent before."""
+        sent = self._sent.pop(type(event), "") if self._sent else ""
+        if not sent:
+            return event
+        match event:
+            case ThinkingDelta(text) | AnswerDelta(text):
+                fresh = self._trim_text(type(event), sent, text)
+                return replace(event, text=fresh) if fresh else None
+            case ToolCallDelta(_, text):
+                fresh = self._trim_text(type(event), sent, text)
+                return replace(event, arguments=fresh) if fresh else None
+            case _:
+                return event
+
+    def _trim_text(self, kind: type[ReadEvent], sent: str, text: str) -> str:
+        if text.startswith(sent):
+            return text[len(sent) :]
+        if sent.startswith(text):
+            self._sent[kind] = sent[len(text) :]
+            return ""
+        return text
+
+
+def seam_trimmer(reply_stream: ReplyStream, partial: Message | None) -> SeamTrimmer | None:
+    """`partial` is the reply to continue as the client sent it. If it came as token ids alone, that is their text."""
+    prompt, opening = reply_stream.prompt, reply_stream.opening
+    if not prompt.reply_ids and not prompt.healing:
+        return None
+    read, sent = fold(opening.events).message, partial
+    if sent is None or not sent.parts:
+        sent = fold([*opening.events, *opening.tail]).message
+    return SeamTrimmer({kind: rest for kind, a, b in _text_pairs(sent, read) if (rest := _remainder(a, b))})
+
+
+def _text_pairs(sent: Message, read: Message) -> list[tuple[type[ReadEvent], str, str]]:
+    return [
+        (ThinkingDelta, sent.thinking, read.thinking),
+        (AnswerDelta, sent.text, read.text),
+        (ToolCallDelta, _last_arguments(sent), _last_arguments(read)),
+    ]
+
+
+def _last_arguments(message: Message) -> str:
+    return message.tool_calls[-1].arguments if message.tool_calls else ""
+
+
+def _remainder(text: str, prefix: str) -> str:
+    return text[len(prefix) :] if text.startswith(prefix) else ""

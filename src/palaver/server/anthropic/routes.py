@@ -23,7 +23,6 @@ from palaver.server.anthropic.request import (
 from palaver.server.anthropic.schemas import AnthropicMessage, CountRequest, MessagesRequest
 from palaver.server.anthropic.streaming import AnthropicReply, fold_message, stream_response
 from palaver.server.auth import CallerDep
-from palaver.server.openai.choices import CompletionStream
 from palaver.server.openai.request import (
     CONVERSATION_HEADER,
     api_field_names,
@@ -32,6 +31,7 @@ from palaver.server.openai.request import (
     output_options,
 )
 from palaver.server.openai.stored import choice_parameters, start_replies, stored_choices
+from palaver.server.openai.streaming import CompletionStream
 from palaver.server.sse import close_on_failure, first_chunk, first_seconds, run_while_connected
 from palaver.server.state import ServerState, StateDep
 

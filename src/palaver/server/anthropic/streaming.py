@@ -27,7 +27,7 @@ from palaver.phases import Phase
 from palaver.server.anthropic.schemas import MessagesRequest
 from palaver.server.anthropic.signatures import sign
 from palaver.server.errors import anthropic_error, log_unexpected
-from palaver.server.openai.choices import ChoiceDelta, ChoiceStream
+from palaver.server.openai.streaming import ChoiceDelta, ChoiceStream
 from palaver.server.sse import EventStream, close_stream, encode_json, with_first
 from palaver.store.records import new_id
 

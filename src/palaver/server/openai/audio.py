@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from palaver.events import AnswerDelta
-from palaver.server.openai.choices import ChoiceDelta
 from palaver.server.openai.request import AudioRecording
+from palaver.server.openai.streaming import ChoiceDelta
 from palaver.server.state import ServerState, TranscriptIndex
 from palaver.voice.audio_format import encode_audio, pcm
 from palaver.voice.base import Samples, Speaker, silence

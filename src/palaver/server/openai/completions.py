@@ -21,7 +21,6 @@ from palaver.generation import Prompt
 from palaver.phases import Phase, Phases, State
 from palaver.server.auth import CallerDep
 from palaver.server.errors import error_body, log_unexpected
-from palaver.server.openai.choices import ChoiceDelta, CompletionStream
 from palaver.server.openai.request import (
     ChatCall,
     OutputOptions,
@@ -36,7 +35,7 @@ from palaver.server.openai.request import (
 )
 from palaver.server.openai.sampling_params import completion_parameters
 from palaver.server.openai.schemas import CompletionRequest
-from palaver.server.openai.streaming import DONE, ChunkHeader, choice_ending
+from palaver.server.openai.streaming import DONE, ChoiceDelta, ChunkHeader, CompletionStream, choice_ending
 from palaver.server.settings import ServerSettings
 from palaver.server.sse import (
     EventStream,

@@ -16,7 +16,6 @@ from palaver.formats.base import RenderOptions
 from palaver.generation import Prompt
 from palaver.server.auth import CallerDep
 from palaver.server.openai.audio import spoken_choice
-from palaver.server.openai.choices import CompletionStream
 from palaver.server.openai.request import (
     api_field_names,
     check_model,
@@ -30,7 +29,7 @@ from palaver.server.openai.request import (
 )
 from palaver.server.openai.schemas import ChatRequest, DetokenizeRequest, RenderRequest, TokenizeRequest
 from palaver.server.openai.stored import answer_in_conversation
-from palaver.server.openai.streaming import respond
+from palaver.server.openai.streaming import CompletionStream, respond
 from palaver.server.settings import ServerSettings
 from palaver.server.sse import run_while_connected
 from palaver.server.state import ServerState, StateDep

@@ -21,7 +21,6 @@ from palaver.errors import BadParameter, NoMessages
 from palaver.messages import Message, Role, Text, Thinking, ToolCall
 from palaver.server.metrics import Metrics
 from palaver.server.openai.audio import spoken_choice
-from palaver.server.openai.choices import CompletionStream
 from palaver.server.openai.request import (
     CONVERSATION_HEADER,
     ChatCall,
@@ -37,7 +36,7 @@ from palaver.server.openai.request import (
     request_parameters,
 )
 from palaver.server.openai.schemas import ChatRequest
-from palaver.server.openai.streaming import respond
+from palaver.server.openai.streaming import CompletionStream, respond
 from palaver.server.state import ServerState, canonical_arguments
 from palaver.store import Conflict, Conversation, ReplyStatus, StoredMessage
 

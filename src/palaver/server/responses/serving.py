@@ -21,7 +21,6 @@ from palaver.errors import EngineError, PalaverError, ShuttingDown
 from palaver.events import Failed, Finished, Started, Waiting
 from palaver.messages import Role
 from palaver.server.errors import ClientDisconnected
-from palaver.server.openai.choices import CompletionStream
 from palaver.server.openai.request import (
     ChatCall,
     ChatHistory,
@@ -33,6 +32,7 @@ from palaver.server.openai.request import (
     request_parameters,
 )
 from palaver.server.openai.schemas import ChatRequest
+from palaver.server.openai.streaming import CompletionStream
 from palaver.server.responses.encoder import ResponseEnding
 from palaver.server.responses.history import (
     ResponseTarget,

@@ -32,7 +32,7 @@ from palaver.messages import Part, Text, Thinking, Tool, ToolCall
 from palaver.phases import Phase
 from palaver.sampling import Sampling
 from palaver.server.errors import INTERNAL, error_status, log_unexpected
-from palaver.server.openai.choices import ChoiceDelta, ChoiceStream, logprob_entries
+from palaver.server.openai.streaming import ChoiceDelta, ChoiceStream, logprob_entries
 from palaver.server.responses.encoder import (
     Event,
     ResponseEncoder,
