@@ -11,12 +11,7 @@ from typing import Any
 
 from palaver.chat.reply_stream import BatchReader, GeneratedReply, RecordStep, ReplyRecord, ReplyRequest
 from palaver.engines.base import Engine
-from palaver.errors import (
-    BadParameter,
-    ContextOverflow,
-    NoTemplate,
-    NothingToContinue,
-)
+from palaver.errors import BadParameter, ContextOverflow, NoTemplate, NothingToContinue
 from palaver.formats.base import Format
 from palaver.formats.format import TemplateFormat
 from palaver.formats.loader import load_completion, load_format, named_tokens, template_text

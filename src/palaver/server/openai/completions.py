@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from palaver.chat.model import Model, draw_seed
 from palaver.chat.parameters import resolve_parameters
@@ -20,7 +20,6 @@ from palaver.formats.completion import CompletionFormat
 from palaver.generation import Prompt
 from palaver.phases import Phase, Phases, State
 from palaver.server.auth import CallerDep
-from palaver.server.errors import error_body, log_unexpected
 from palaver.server.openai.request import (
     ChatCall,
     OutputOptions,
@@ -35,18 +34,9 @@ from palaver.server.openai.request import (
 )
 from palaver.server.openai.sampling_params import completion_parameters
 from palaver.server.openai.schemas import CompletionRequest
-from palaver.server.openai.streaming import DONE, ChoiceDelta, ChunkHeader, CompletionStream, choice_ending
+from palaver.server.openai.streaming import ChoiceDelta, ChunkHeader, CompletionStream, choice_ending, respond
 from palaver.server.settings import ServerSettings
-from palaver.server.sse import (
-    EventStream,
-    close_on_failure,
-    close_stream,
-    encode_json,
-    encode_sse,
-    first_chunk,
-    first_seconds,
-    run_while_connected,
-)
+from palaver.server.sse import encode_json
 from palaver.server.state import StateDep
 from palaver.store.records import new_id
 
@@ -63,15 +53,9 @@ def router() -> APIRouter:
         with api_field_names():
             call, reply_streams = await asyncio.to_thread(_parse_request, body, model, state.settings, caller.owner_id)
         completion = CompletionStream(call, reply_streams, state.metrics, state.limiter)
-        deltas, ignored = completion.deltas(), ignored_header(ignored_fields(body))
         header = ChunkHeader(model.name, f"fp_{model.tokenizer}", f"cmpl-{new_id()}")
-        response = TextCompletion(header, completion)
-        async with close_on_failure(deltas):
-            with api_field_names():
-                if not call.output.stream:
-                    return JSONResponse(await run_while_connected(request, response.fold(deltas)), headers=ignored)
-                first = await first_chunk(request, deltas, first_seconds(call.request))
-            return EventStream(response.chunks(deltas, first), ignored)
+        encoder, ignored = TextEncoder(header, completion), ignored_header(ignored_fields(body))
+        return await respond(request, completion, completion.deltas(), encoder, ignored)
 
     return routes
 
@@ -143,8 +127,8 @@ def _reply_stream(model: Model, request: ReplyRequest, prompt: Prompt) -> Genera
 
 
 @dataclass
-class TextCompletion:
-    """Encodes a completion in the format of OpenAI's text completions."""
+class TextEncoder:
+    """A completion in the format of OpenAI's text completions."""
 
     header: ChunkHeader
     completion: CompletionStream
@@ -161,27 +145,18 @@ class TextCompletion:
         ]
         return {**self.header.value("text_completion"), "choices": choices, "usage": self.completion.usage()}
 
-    async def chunks(
-        self, deltas: AsyncGenerator[ChoiceDelta], first: asyncio.Future[ChoiceDelta]
-    ) -> AsyncGenerator[bytes]:
-        try:
-            delta = await first
-            while True:
-                text = _text(delta)
-                if text or delta.finished or delta.logprobs or delta.token_ids:
-                    is_last = delta.finished is not None
-                    choice = self._choice(delta.index, text, delta.logprobs, is_last, delta.token_ids)
-                    yield self._event({"choices": [choice], **self._usage(delta)})
-                delta = await anext(deltas)
-        except StopAsyncIteration:
-            if self.completion.call.output.usage is not UsageChunks.FINISH:
-                yield self._event({"choices": [], "usage": self.completion.usage()})
-            yield DONE
-        except Exception as error:
-            log_unexpected(error)
-            yield encode_sse(error_body(error)) + DONE
-        finally:
-            await close_stream(first, deltas)
+    def encode_opening(self) -> bytes:
+        return b""
+
+    def encode(self, delta: ChoiceDelta) -> bytes:
+        text, is_last = _text(delta), delta.finished is not None
+        if not (text or is_last or delta.logprobs or delta.token_ids):
+            return b""
+        choice = self._choice(delta.index, text, delta.logprobs, is_last, delta.token_ids)
+        return self._event({"choices": [choice], **self._usage(delta)})
+
+    def encode_usage(self) -> bytes:
+        return self._event({"choices": [], "usage": self.completion.usage()})
 
     def _usage(self, delta: ChoiceDelta) -> dict[str, Any]:
         """The usage field of the delta's chunk, if it has one."""

@@ -29,7 +29,7 @@ from palaver.server.openai.request import (
 )
 from palaver.server.openai.schemas import ChatRequest, DetokenizeRequest, RenderRequest, TokenizeRequest
 from palaver.server.openai.stored import answer_in_conversation
-from palaver.server.openai.streaming import CompletionStream, respond
+from palaver.server.openai.streaming import ChatEncoder, CompletionStream, respond
 from palaver.server.settings import ServerSettings
 from palaver.server.sse import run_while_connected
 from palaver.server.state import ServerState, StateDep
@@ -62,7 +62,7 @@ async def answer_chat(request: Request, body: ChatRequest, owner: str, state: Se
             spoken = await spoken_choice(call.output.audio, call.output.stream, owner, state)
             deltas = spoken.with_audio(deltas)
     ignored = ignored_header(ignored_request_fields(body, state.settings, model.format))
-    return await respond(request, completion, deltas, headers=ignored)
+    return await respond(request, completion, deltas, ChatEncoder(completion), ignored)
 
 
 def tokens_router() -> APIRouter:

@@ -36,7 +36,7 @@ from palaver.server.openai.request import (
     request_parameters,
 )
 from palaver.server.openai.schemas import ChatRequest
-from palaver.server.openai.streaming import CompletionStream, respond
+from palaver.server.openai.streaming import ChatEncoder, CompletionStream, respond
 from palaver.server.state import ServerState, canonical_arguments
 from palaver.store import Conflict, Conversation, ReplyStatus, StoredMessage
 
@@ -214,7 +214,7 @@ async def answer_in_conversation(
     deltas = completion.deltas() if spoken is None else spoken.with_audio(completion.deltas())
     ignored = ignored_header(ignored_request_fields(body, state.settings, model.format))
     headers = {CONVERSATION_HEADER: stored.conversation, **ignored}
-    return await respond(request, completion, deltas, stored.value(), headers)
+    return await respond(request, completion, deltas, ChatEncoder(completion, stored.value()), headers)
 
 
 async def stored_choices(

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Se
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring as quoted
-from typing import Any, assert_never, cast
+from typing import Any, Protocol, assert_never, cast
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -324,41 +324,60 @@ def chunk_header(model: Model) -> ChunkHeader:
     return ChunkHeader(model.name, f"fp_{fingerprint[:16]}")
 
 
-class ChunkEncoder:
-    """Encodes chunks as JSON text around the deltas, which is cheaper per token than `json.dumps`."""
+class CompletionEncoder(Protocol):
+    """Encodes one completion in the format of its API: as chunks, or folded into one value."""
 
-    def __init__(self, header: ChunkHeader, output: OutputOptions, first: Mapping[str, Any] | None = None) -> None:
-        """`first`: fields of the first chunk only."""
-        self._header = header.value("chat.completion.chunk")
-        self._output = output
-        self._first = first
+    def encode_opening(self) -> bytes: ...
+
+    def encode(self, delta: ChoiceDelta) -> bytes: ...
+
+    def encode_usage(self) -> bytes: ...
+
+    async def fold(self, deltas: AsyncGenerator[ChoiceDelta]) -> dict[str, Any]: ...
+
+
+class ChatEncoder:
+    """A chat completion. Chunks are JSON text around the deltas, which is cheaper per token than `json.dumps`."""
+
+    def __init__(self, completion: CompletionStream, extra: Mapping[str, Any] | None = None) -> None:
+        """`extra`: fields of the first chunk, or of the folded completion."""
+        self._completion = completion
+        self._output = completion.call.output
+        self._extra_fields = {**_prompt_ids(completion), **(extra or {})}
+        self._chat_header = chunk_header(completion.call.model)
+        self._header = self._chat_header.value("chat.completion.chunk")
         self._prefix = json.dumps(self._header, separators=(",", ":"))[:-1] + ',"choices":[{"index":'
-        self._suffix = "]}" if output.usage is UsageChunks.FINISH else '],"usage":null}'
+        self._suffix = "]}" if self._output.usage is UsageChunks.FINISH else '],"usage":null}'
 
-    def set_usage(self, usage: Mapping[str, Any]) -> None:
-        """Puts the usage into all further chunks."""
-        self._suffix = f'],"usage":{json.dumps(usage, separators=(",", ":"))}}}'
+    def _set_usage(self) -> None:
+        """Puts the usage so far into all further chunks."""
+        self._suffix = f'],"usage":{json.dumps(self._completion.usage(), separators=(",", ":"))}}}'
 
-    def encode_opening(self, index: int, opens_thinking: bool = False) -> bytes:
-        """The chunk before the first token: the role, and an empty `reasoning_content` if the reply opens thinking."""
+    def encode_opening(self) -> bytes:
+        """The chunks before the first token: the role, and an empty `reasoning_content` if the reply opens thinking."""
+        if self._output.usage is UsageChunks.EVERY:
+            self._set_usage()
+        return b"".join(self._opening(choice.index, choice.opens_thinking) for choice in self._completion.choices)
+
+    def _opening(self, index: int, opens_thinking: bool) -> bytes:
         thinking = ',"reasoning_content":""' if opens_thinking else ""
         audio = f',"audio":{{"id":"{self._output.audio.id}"}}' if self._output.audio else ""
         delta = f'{{"role":"assistant","content":null{thinking}{audio}}}'
-        if self._first and index == 0:
-            return encode_json({**json.loads(self._json(index, delta)), **self._first})
+        if self._extra_fields and index == 0:
+            return encode_json({**json.loads(self._json(index, delta)), **self._extra_fields})
         return self._chunk(index, delta)
 
-    def encode(
-        self, choice: ChoiceDelta, ending: tuple[str, str | int | None] | None, usage: Mapping[str, Any] | None = None
-    ) -> bytes:
+    def encode(self, choice: ChoiceDelta) -> bytes:
         """One chunk with all of the delta, so that a client that is cut off has all of it or nothing.
 
-        `ending` is the finish reason and stop reason of the last delta; they get a chunk of their own, with `usage`.
+        The finish reason and the stop reason of the last delta get a chunk of their own.
         """
+        if self._output.usage is UsageChunks.EVERY:
+            self._set_usage()
         extra, delta = self._extra(choice), self._delta(choice)
-        if ending is None:
+        if choice.finished is None:
             return self._chunk(choice.index, delta, extra) if delta != "{}" or extra else b""
-        reason, stop = ending
+        reason, stop = choice_ending(self._completion.choices[choice.index])
         before = self._chunk(choice.index, delta) if delta != "{}" else b""
         if self._output.audio is not None:
             before += self._chunk(choice.index, f'{{"audio":{{"expires_at":{self._output.audio.expires_at}}}}}')
@@ -366,13 +385,25 @@ class ChunkEncoder:
         extra += f',"stop_reason":{json.dumps(stop)}'
         if notices:
             extra += f',"notices":{json.dumps(notices)}'
-        if usage is not None:
-            self.set_usage(usage)
+        if self._output.usage is UsageChunks.FINISH and self._completion.finished:
+            self._set_usage()
         return before + self._chunk(choice.index, "{}", extra, reason)
 
-    def encode_usage(self, usage: Mapping[str, Any]) -> bytes:
+    def encode_usage(self) -> bytes:
         """The last chunk, without choices."""
-        return encode_json({**self._header, "choices": [], "usage": usage})
+        return encode_json({**self._header, "choices": [], "usage": self._completion.usage()})
+
+    async def fold(self, deltas: AsyncGenerator[ChoiceDelta]) -> dict[str, Any]:
+        builders = [ChoiceBuilder() for _ in self._completion.choices]
+        async with aclosing(deltas):
+            async for delta in deltas:
+                builders[delta.index].add(delta)
+        choices = [
+            builder.value(choice.index, self._output, choice_ending(choice))
+            for builder, choice in zip(builders, self._completion.choices, strict=True)
+        ]
+        value = {**self._chat_header.value("chat.completion"), "choices": choices}
+        return {**value, "usage": self._completion.usage(), **self._extra_fields}
 
     def _chunk(self, index: int, delta: str, extra: str = "", reason: str | None = None) -> bytes:
         return encode_sse(self._json(index, delta, extra, reason).encode())
@@ -526,70 +557,42 @@ async def respond(
     request: Request,
     completion: CompletionStream,
     deltas: AsyncGenerator[ChoiceDelta],
-    extra: Mapping[str, Any] | None = None,
+    encoder: CompletionEncoder,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """`deltas` are those of the completion. `extra` goes into the folded completion, or into the first chunk."""
-    about = {**_prompt_ids(completion), **(extra or {})}
+    """`deltas` are those of the completion."""
     async with close_on_failure(deltas):
         with api_field_names():
             if not completion.call.output.stream:
-                folded = await run_while_connected(request, _fold(completion, deltas))
-                return JSONResponse({**folded, **about}, headers=dict(headers or {}))
+                folded = await run_while_connected(request, encoder.fold(deltas))
+                return JSONResponse(folded, headers=dict(headers or {}))
             first = await first_chunk(request, deltas, first_seconds(completion.call.request))
-        return EventStream(_chunks(completion, deltas, first, about), headers)
+        return EventStream(_chunks(encoder, deltas, first, completion.call.output.usage), headers)
 
 
 async def _chunks(
-    completion: CompletionStream,
+    encoder: CompletionEncoder,
     deltas: AsyncGenerator[ChoiceDelta],
     first: asyncio.Future[ChoiceDelta],
-    about: Mapping[str, Any],
+    usage: UsageChunks,
 ) -> AsyncGenerator[bytes]:
-    call = completion.call
-    encoder = ChunkEncoder(chunk_header(call.model), call.output, about)
     try:
-        if call.output.usage is UsageChunks.EVERY:
-            encoder.set_usage(completion.usage())
-        yield b"".join(encoder.encode_opening(choice.index, choice.opens_thinking) for choice in completion.choices)
+        if opening := encoder.encode_opening():
+            yield opening
         delta = await first
         while True:
-            if chunk := _encode(encoder, completion, delta):
+            if chunk := encoder.encode(delta):
                 yield chunk
             delta = await anext(deltas)
     except StopAsyncIteration:
-        if call.output.usage is not UsageChunks.FINISH:
-            yield encoder.encode_usage(completion.usage())
+        if usage is not UsageChunks.FINISH:
+            yield encoder.encode_usage()
         yield DONE
     except Exception as error:
         log_unexpected(error)
         yield encode_sse(error_body(error)) + DONE
     finally:
         await close_stream(first, deltas)
-
-
-def _encode(encoder: ChunkEncoder, completion: CompletionStream, delta: ChoiceDelta) -> bytes:
-    usage = completion.call.output.usage
-    if usage is UsageChunks.EVERY:
-        encoder.set_usage(completion.usage())
-    if delta.finished is None:
-        return encoder.encode(delta, None)
-    final = completion.usage() if usage is UsageChunks.FINISH and completion.finished else None
-    return encoder.encode(delta, choice_ending(completion.choices[delta.index]), final)
-
-
-async def _fold(completion: CompletionStream, deltas: AsyncGenerator[ChoiceDelta]) -> dict[str, Any]:
-    call = completion.call
-    builders = [ChoiceBuilder() for _ in completion.choices]
-    async with aclosing(deltas):
-        async for delta in deltas:
-            builders[delta.index].add(delta)
-    choices = [
-        builder.value(choice.index, call.output, choice_ending(choice))
-        for builder, choice in zip(builders, completion.choices, strict=True)
-    ]
-    value = {**chunk_header(call.model).value("chat.completion"), "choices": choices}
-    return {**value, "usage": completion.usage()}
 
 
 def _prompt_ids(completion: CompletionStream) -> dict[str, list[int]]:
