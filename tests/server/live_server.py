@@ -19,9 +19,8 @@ from palaver.chat.service import Service
 from palaver.engines.host.supervisor import ReportProgress
 from palaver.engines.torch import EngineOptions, load
 from palaver.models.resolver import resolve_model
-from palaver.server.app import Server
+from palaver.server.app import Server, socket_options
 from palaver.server.limits import limited_protocol
-from palaver.server.run import socket_options
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
 

@@ -20,8 +20,7 @@ from palaver.engines.host.supervisor import ReportProgress
 from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
 from palaver.generation import Output, Prompt, Step
-from palaver.server.app import Server
-from palaver.server.run import UvicornServer, run_server
+from palaver.server.app import Server, UvicornServer, run_server
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
 from tests.chat.scripted_service import TOKENIZER, reply

@@ -33,7 +33,7 @@ from palaver.errors import BadParameter, PalaverError
 if TYPE_CHECKING:
     from palaver.chat.model import LoadOptions
     from palaver.chat.model_slot import ModelSlot
-    from palaver.server.run import TLSCertificate
+    from palaver.server.app import TLSCertificate
     from palaver.server.settings import ServerSettings
     from palaver.store import Store
 
@@ -84,7 +84,7 @@ def serve(
 
     from palaver.chat.model import LoadOptions
     from palaver.memory import return_large_blocks
-    from palaver.server.run import log_to_stderr
+    from palaver.server.app import log_to_stderr
     from palaver.server.settings import ServerLimits, ServerSettings
     from palaver.store import open_store
 
@@ -137,8 +137,7 @@ async def _run(
     from palaver.client.connection import leaf_certificate
     from palaver.client.discovery import announce_server, local_token
     from palaver.models.resolver import DEFAULT_MODEL, embedded_models
-    from palaver.server.app import Server
-    from palaver.server.run import UvicornServer, listen, run_server, server_url
+    from palaver.server.app import Server, UvicornServer, listen, run_server, server_url
 
     models = ModelSlot(hosted_loader(options), embedded_models(), model_checker(options))
     listener = listen(settings)
@@ -182,7 +181,7 @@ def _ensure_keys(store: Store, settings: ServerSettings, make_key: bool) -> None
 
 
 def _certificate(chain: Path | None, key: Path | None) -> TLSCertificate | None:
-    from palaver.server.run import TLSCertificate
+    from palaver.server.app import TLSCertificate
 
     for option, path in (("--tls-cert", chain), ("--tls-key", key)):
         if path is not None and not path.is_file():

@@ -19,9 +19,16 @@ from palaver.events import (
     fold,
 )
 from palaver.phases import Phase
-from palaver.server.responses.encoder import Event, ResponseEncoder, ResponseEnding, ResponseOutputOptions
+from palaver.server.responses.encoder import (
+    Event,
+    ResponseEncoder,
+    ResponseEnding,
+    ResponseOutputOptions,
+    encrypt_thinking,
+    message_items,
+)
 from palaver.server.responses.history import ResponseRecord
-from palaver.server.responses.items import chat_messages, encrypt_thinking, message_items
+from palaver.server.responses.request import chat_messages
 from palaver.server.responses.schemas import InputItem
 from palaver.server.responses.streaming import replay_deltas, response_header
 

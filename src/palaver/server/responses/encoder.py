@@ -5,6 +5,7 @@ from any number on, by this process or by the next one."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, assert_never
@@ -19,9 +20,10 @@ from palaver.events import (
     ToolCallOpened,
     Usage,
 )
+from palaver.messages import Role, Text, Thinking, ToolCall, ToolResult
 from palaver.phases import Phase
-from palaver.server.responses.items import function_call_item, item_id, message_item, reasoning_item, text_part
 from palaver.server.sse import encode_json
+from palaver.store.encoding import StoredPart
 
 Event = dict[str, Any]
 _ItemEvent = tuple[str, dict[str, Any]]
@@ -288,3 +290,74 @@ def response_usage(usage: Usage) -> dict[str, Any]:
 def encode_events(events: Iterable[Event]) -> bytes:
     """Encodes them as server-sent events."""
     return b"".join(encode_json(event, event["type"]) for event in events)
+
+
+_ID_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "function_call_output": "fco"}
+ENCRYPTED_PREFIX = "thought."
+
+
+def encrypt_thinking(thinking: str) -> str:
+    """An opaque form of the thinking that clients send back unread. It is encoded, not secret."""
+    return ENCRYPTED_PREFIX + base64.urlsafe_b64encode(thinking.encode("utf-8", "surrogatepass")).decode()
+
+
+def item_id(kind: str, message: str, index: int) -> str:
+    """The id names the message and the item's index in it, so that the item is found by its id alone."""
+    return f"{_ID_PREFIXES[kind]}_{message}_{index}"
+
+
+def message_items(message: str, role: Role, parts: Iterable[StoredPart]) -> list[dict[str, Any]]:
+    """A stored message as items."""
+    if role is Role.ASSISTANT:
+        return _assistant_items(message, parts)
+    if role is Role.TOOL:
+        results = [part for part in parts if isinstance(part, ToolResult)]
+        return [_tool_result_item(message, index, result) for index, result in enumerate(results)]
+    content = [{"type": "input_text", "text": part.text} for part in parts if isinstance(part, Text)]
+    header = {"id": item_id("message", message, 0), "type": "message", "role": role.value, "status": "completed"}
+    return [{**header, "content": content}]
+
+
+def _assistant_items(message: str, parts: Iterable[StoredPart]) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    for part in parts:
+        index = len(items)
+        match part:
+            case Thinking(text):
+                items.append(reasoning_item(item_id("reasoning", message, index), text))
+            case Text(text):
+                items.append(message_item(item_id("message", message, index), text))
+            case ToolCall(id, name, arguments):
+                items.append(function_call_item(item_id("function_call", message, index), id, name, arguments))
+    return items
+
+
+def reasoning_item(
+    id: str, text: str, status: str = "completed", as_summary: bool = False, encrypt: bool = False
+) -> dict[str, Any]:
+    content = [{"type": "summary_text" if as_summary else "reasoning_text", "text": text}] if text else []
+    item: dict[str, Any] = {"id": id, "type": "reasoning", "status": status, "summary": content if as_summary else []}
+    if not as_summary:
+        item["content"] = content
+    return {**item, "encrypted_content": encrypt_thinking(text)} if encrypt and text else item
+
+
+def message_item(
+    id: str, text: str, status: str = "completed", logprobs: Sequence[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    header = {"id": id, "type": "message", "role": "assistant", "status": status}
+    return {**header, "content": [text_part(text, logprobs)] if text else []}
+
+
+def text_part(text: str, logprobs: Sequence[dict[str, Any]] | None = None) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs or ())}
+
+
+def function_call_item(id: str, call_id: str, name: str, arguments: str, status: str = "completed") -> dict[str, Any]:
+    header = {"id": id, "type": "function_call", "status": status}
+    return {**header, "call_id": call_id, "name": name, "arguments": arguments}
+
+
+def _tool_result_item(message: str, index: int, result: ToolResult) -> dict[str, Any]:
+    header = {"id": item_id("function_call_output", message, index), "type": "function_call_output"}
+    return {**header, "call_id": result.call_id, "output": result.content, "status": "completed"}

@@ -17,7 +17,6 @@ from palaver.chat.interface import Chat, ServerChat
 from palaver.errors import NoMessages
 from palaver.messages import Message, Role
 from palaver.server.errors import NoPreviousResponse
-from palaver.server.responses.items import split_system
 from palaver.server.responses.schemas import ConversationReference, ResponseRequest
 from palaver.server.state import ResponseIndex
 from palaver.store import Conflict, Conversation, NotFound, ReplyStatus, StoredMessage
@@ -126,7 +125,7 @@ async def resolve_target(
         return await _after_response(chat, body.previous_response_id, messages, record)
     if body.conversation is not None:
         return await _in_conversation(chat, body.conversation, messages, record)
-    developer, inputs = split_system(messages)
+    developer, inputs = _split_system(messages)
     record = record.model_copy(update={"developer": developer, "inputs": len(inputs)})
     system = _join(record.instructions or "", developer)
     path = await _stored_branch(chat, index.find(owner, inputs))
@@ -197,3 +196,9 @@ def _inherited_system(conversation: Conversation, path: Sequence[StoredMessage])
 
 def _join(*texts: str) -> str:
     return "\n\n".join(text for text in texts if text)
+
+
+def _split_system(messages: Sequence[Message]) -> tuple[str, tuple[Message, ...]]:
+    """The text of the leading system messages, and the messages after them."""
+    first = next((n for n, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
+    return "\n\n".join(message.text for message in messages[:first]), tuple(messages[first:])

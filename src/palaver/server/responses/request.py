@@ -1,11 +1,16 @@
-"""Converts a request of the Responses API into a `ChatRequest`, and into the record that is stored with the reply."""
+"""From a request of the Responses API to a `ChatRequest`, with its input items as messages, and to the record that is
+stored with the reply."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from palaver.errors import BadParameter
+from palaver.chat.interface import Chat
+from palaver.errors import BadParameter, NoMessages
 from palaver.formats.base import Format
 from palaver.server.openai.request import check_nested_fields, ignored_fields
 from palaver.server.openai.sampling_params import ignores_effort
@@ -13,11 +18,14 @@ from palaver.server.openai.schemas import (
     ChatMessage,
     ChatRequest,
     ChatTool,
+    FunctionCall,
     FunctionDefinition,
     FunctionName,
+    MessageToolCall,
     NamedToolChoice,
     ResponseFormat,
 )
+from palaver.server.responses.encoder import ENCRYPTED_PREFIX, message_items
 from palaver.server.responses.history import ResponseRecord
 from palaver.server.responses.schemas import (
     LOGPROBS,
@@ -26,11 +34,14 @@ from palaver.server.responses.schemas import (
     MAX_VALUE,
     AllowedTools,
     FunctionTool,
+    InputContent,
+    InputItem,
     NamedTool,
     ResponseRequest,
     TextFormat,
 )
 from palaver.server.settings import ServerSettings
+from palaver.store import NotFound, StoredMessage
 from palaver.store.encoding import ALTERNATIVES
 
 FIELD_NAMES = {
@@ -197,3 +208,130 @@ def _response_format(format: TextFormat | None) -> ResponseFormat | None:
     if format.schema_ is None:
         raise BadParameter("text.format.schema", None, "must hold a schema")
     return ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": format.schema_}})
+
+
+_ITEM_ID = re.compile(r"(?:rs|msg|fc|fco)_([0-9a-z]{1,64})_([0-9]{1,6})")
+
+
+def chat_messages(items: Sequence[InputItem] | str | None) -> list[ChatMessage]:
+    """The input as messages. Consecutive items of the assistant (reasoning, text, calls) become one message."""
+    if items is None or items == "" or items == []:
+        raise NoMessages
+    if isinstance(items, str):
+        return [_chat_message("user", content=items)]
+    messages: list[ChatMessage] = []
+    for index, item in enumerate(items):
+        message = _message(f"input[{index}]", item)
+        if messages and message.role == "assistant" and messages[-1].role == "assistant":
+            messages[-1] = _merge(messages[-1], message)
+        else:
+            messages.append(message)
+    return messages
+
+
+def check_answerable(messages: Sequence[ChatMessage]) -> None:
+    """Raises BadParameter if the input ends with an item of the assistant: a stored response does not continue one."""
+    if messages[-1].role == "assistant":
+        why = "the last item is the assistant's: it is continued with store false alone"
+        raise BadParameter("input", messages[-1].role, why)
+
+
+async def resolve_references(chat: Chat, items: Sequence[InputItem] | str | None) -> Sequence[InputItem] | str | None:
+    """Replaces item references by the stored items that they name."""
+    if items is None or isinstance(items, str):
+        return items
+    return [await _resolve_reference(chat, f"input[{index}]", item) for index, item in enumerate(items)]
+
+
+async def _resolve_reference(chat: Chat, where: str, item: InputItem) -> InputItem:
+    if item.type != "item_reference" and not (item.type is None and item.role is None and item.id is not None):
+        return item
+    id = item.id or ""
+    try:
+        stored = await _stored_message(chat, id)
+    except NotFound:
+        raise BadParameter(f"{where}.id", id[:80], "there is no such item") from None
+    for value in message_items(stored.id, stored.role, stored.parts):
+        if value["id"] == id:
+            return InputItem.model_validate(value)
+    raise BadParameter(f"{where}.id", id[:80], "there is no such item")
+
+
+async def _stored_message(chat: Chat, id: str) -> StoredMessage:
+    match = _ITEM_ID.fullmatch(id)
+    if match is None:
+        raise NotFound("item", id)
+    return await chat.message(match[1])
+
+
+def _message(where: str, item: InputItem) -> ChatMessage:
+    match item.type:
+        case "reasoning":
+            return _chat_message("assistant", reasoning_content=_thinking(where, item))
+        case "function_call":
+            function = FunctionCall(name=_require(where, "name", item.name), arguments=item.arguments or "")
+            call = MessageToolCall(id=_require(where, "call_id", item.call_id), function=function)
+            return _chat_message("assistant", tool_calls=[call])
+        case "function_call_output":
+            content = _content(f"{where}.output", _require(where, "output", item.output))
+            return _chat_message("tool", tool_call_id=_require(where, "call_id", item.call_id), content=content)
+        case _:
+            role = _require(where, "role", item.role)
+            return _chat_message(role, content=_content(f"{where}.content", _require(where, "content", item.content)))
+
+
+def _chat_message(role: str, **fields: Any) -> ChatMessage:
+    return ChatMessage.model_validate({"role": role, **fields})
+
+
+def _require(where: str, name: str, value: Any) -> Any:
+    if value is None:
+        raise BadParameter(f"{where}.{name}", None, "is needed here")
+    return value
+
+
+def _thinking(where: str, item: InputItem) -> str:
+    """The text of a reasoning item: its content, its summary, or its encrypted content."""
+    parts = [*(item.content if isinstance(item.content, list) else ())] or item.summary or []
+    if parts or not item.encrypted_content:
+        return "".join(part.text or "" for part in parts)
+    try:
+        if not item.encrypted_content.startswith(ENCRYPTED_PREFIX):
+            raise ValueError
+        return base64.urlsafe_b64decode(item.encrypted_content[len(ENCRYPTED_PREFIX) :]).decode("utf-8")
+    except (ValueError, binascii.Error):
+        raise BadParameter(f"{where}.encrypted_content", "...", "was not made here, so it can't be read") from None
+
+
+def _content(where: str, content: str | list[InputContent]) -> str | list[Any]:
+    if isinstance(content, str):
+        return content
+    return [_part(f"{where}[{index}]", part) for index, part in enumerate(content)]
+
+
+def _part(where: str, part: InputContent) -> dict[str, Any]:
+    match part.type:
+        case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text":
+            return {"type": "text", "text": _require(where, "text", part.text)}
+        case "refusal":
+            return {"type": "text", "text": _require(where, "refusal", part.refusal)}
+        case "input_image":
+            return {"type": "image_url", "image_url": {"url": _require(where, "image_url", part.image_url)}}
+        case _:
+            raise BadParameter(f"{where}.type", part.type[:80], "such a part can't be taken here")
+
+
+def _merge(first: ChatMessage, second: ChatMessage) -> ChatMessage:
+    """Merges two consecutive messages of the assistant."""
+    thinking = (first.reasoning_content or "") + (second.reasoning_content or "")
+    content = [*_content_parts(first.content), *_content_parts(second.content)]
+    calls = [*(first.tool_calls or ()), *(second.tool_calls or ())]
+    return _chat_message(
+        "assistant", content=content or None, reasoning_content=thinking or None, tool_calls=calls or None
+    )
+
+
+def _content_parts(content: str | list[Any] | None) -> list[Any]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return content or []

@@ -33,7 +33,7 @@ from palaver.server.openai.request import (
 )
 from palaver.server.openai.schemas import ChatRequest
 from palaver.server.openai.streaming import CompletionStream
-from palaver.server.responses.encoder import ResponseEnding
+from palaver.server.responses.encoder import ResponseEnding, message_items
 from palaver.server.responses.history import (
     ResponseTarget,
     find_response,
@@ -42,8 +42,15 @@ from palaver.server.responses.history import (
     response_id,
     start_response,
 )
-from palaver.server.responses.items import chat_messages, check_answerable, message_items, resolve_references
-from palaver.server.responses.request import FIELD_NAMES, ignored_request_fields, to_chat_request, to_record
+from palaver.server.responses.request import (
+    FIELD_NAMES,
+    chat_messages,
+    check_answerable,
+    ignored_request_fields,
+    resolve_references,
+    to_chat_request,
+    to_record,
+)
 from palaver.server.responses.schemas import LOGPROBS, ResponseRequest
 from palaver.server.responses.streaming import (
     ReplyParked,
