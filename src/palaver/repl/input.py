@@ -10,6 +10,9 @@ from typing import Protocol, TextIO
 
 from palaver.repl.plain import handle_interrupt
 
+DOUBLE_PRESS_SECONDS = 1.0
+"""A second Ctrl+C within this time drops the stopped reply."""
+
 
 @dataclass(frozen=True, slots=True)
 class TypedLine:

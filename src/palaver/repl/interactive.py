@@ -1,15 +1,31 @@
-"""An interactive session: the prompt is usable while the model loads."""
+"""An interactive session: the prompt, its keys (Ctrl+C, Ctrl+T, Ctrl+L, Up) and its history file.
+
+The prompt is usable while the model loads."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prompt_toolkit import PromptSession
 from prompt_toolkit.application import in_terminal
-from prompt_toolkit.input import create_input
-from prompt_toolkit.output import create_output
+from prompt_toolkit.completion import Completer
+from prompt_toolkit.filters import Condition
+from prompt_toolkit.formatted_text import StyleAndTextTuples
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.input import Input, create_input
+from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
+from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
+from prompt_toolkit.keys import Keys
+from prompt_toolkit.output import Output, create_output
+from prompt_toolkit.shortcuts import CompleteStyle
+from prompt_toolkit.styles import Style
 from rich.text import Text
 
 from palaver.chat.interface import ModelState
@@ -17,14 +33,19 @@ from palaver.errors import PalaverError
 from palaver.repl import strings
 from palaver.repl.commands.thinking import toggle
 from palaver.repl.completion import CommandCompleter
-from palaver.repl.prompt import PromptLine, open_history
+from palaver.repl.input import DOUBLE_PRESS_SECONDS, KeyActions, LastMessage, ReplyDropped, TypedLine
+from palaver.repl.plain import handle_interrupt
 from palaver.repl.status import first_screen, loading_line, ready_lines
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
+MARK = "› "
+MAX_HISTORY_BYTES = 2_000_000
+"""The size to which an oversized history file is truncated; the oldest lines are dropped."""
 _POLL_SECONDS = 0.25
 """Interval at which the loading progress is read."""
+_STYLE = Style.from_dict({"bottom-toolbar": "noreverse"})
 
 
 async def run_interactive(session: Session) -> None:
@@ -72,3 +93,188 @@ async def _toggle_thinking(session: Session) -> None:
     async with in_terminal():
         with suppress(PalaverError):
             await toggle(session)
+
+
+class EditState:
+    """The message that the Up key edits, and whether it is being edited."""
+
+    def __init__(self) -> None:
+        self.last: LastMessage | None = None
+        self.edited_id: str | None = None
+
+
+class PromptLine:
+    """A line editor with history and completion. Ctrl+D on an empty line ends it."""
+
+    is_interactive = True
+
+    def __init__(
+        self,
+        input: Input,
+        output: Output,
+        history: History,
+        completer: Completer,
+        stopped_at: Callable[[], float],
+        on_toggle: Callable[[], None],
+    ) -> None:
+        self._input = input
+        self._output = output
+        self._editing = EditState()
+        self._session: PromptSession[str] = PromptSession(
+            self._message,
+            input=input,
+            output=output,
+            history=history,
+            completer=completer,
+            complete_while_typing=Condition(self._is_command),
+            complete_style=CompleteStyle.COLUMN,
+            reserve_space_for_menu=6,
+            key_bindings=key_bindings(self._editing, stopped_at, on_toggle),
+            multiline=True,
+            prompt_continuation="  ",
+            enable_suspend=True,
+            style=_STYLE,
+        )
+        self._question_session: PromptSession[str] = PromptSession(input=input, output=output)
+
+    async def read(self, initial: TypedLine | None = None, last: LastMessage | None = None) -> TypedLine:
+        self._editing.last = last
+        self._editing.edited_id = initial.edited_id if initial else None
+        text = await self._session.prompt_async(default=initial.text if initial else "", handle_sigint=False)
+        return TypedLine(text, self._editing.edited_id)
+
+    async def ask(self, question: str) -> str:
+        try:
+            return await self._question_session.prompt_async(f"{question} ", handle_sigint=False)
+        except KeyboardInterrupt:
+            raise EOFError from None
+
+    def set_status(self, status: str) -> None:
+        """Shows a status line below the prompt; an empty one removes it."""
+        self._session.bottom_toolbar = status or None
+        self._session.app.invalidate()
+
+    def watch_keys(self, actions: KeyActions) -> AbstractContextManager[None]:
+        return watch_keys(self._input, self._output, actions)
+
+    def _message(self) -> StyleAndTextTuples:
+        return [("bold", f"edit {MARK}" if self._editing.edited_id else MARK)]
+
+    def _is_command(self) -> bool:
+        return self._session.default_buffer.text.startswith("/")
+
+
+def key_bindings(editing: EditState, stopped_at: Callable[[], float], on_toggle: Callable[[], None]) -> KeyBindings:
+    """The prompt's key bindings in addition to prompt_toolkit's defaults."""
+    keys = KeyBindings()
+
+    @Condition
+    def is_empty() -> bool:
+        from prompt_toolkit.application import get_app
+
+        return not get_app().current_buffer.text and editing.last is not None
+
+    @Condition
+    def is_editing() -> bool:
+        return editing.edited_id is not None
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        """Sends the text; after a backslash it inserts a newline."""
+        buffer = event.current_buffer
+        if buffer.complete_state and buffer.complete_state.current_completion:
+            buffer.complete_state = None  # accepts the menu's choice; the next Enter sends it
+        elif buffer.document.text_before_cursor.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    @keys.add("c-j")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("c-c")
+    def _(event: KeyPressEvent) -> None:
+        """Clears the line; shortly after a stop it drops the stopped reply."""
+        buffer = event.current_buffer
+        if not buffer.text and time.monotonic() - stopped_at() < DOUBLE_PRESS_SECONDS:
+            event.app.exit(exception=ReplyDropped())
+            return
+        buffer.reset()
+        editing.edited_id = None
+
+    @keys.add("c-t")
+    def _(event: KeyPressEvent) -> None:
+        on_toggle()
+
+    @keys.add("up", filter=is_empty & ~is_editing)
+    def _(event: KeyPressEvent) -> None:
+        """Puts the last message into the prompt to edit it."""
+        assert editing.last is not None
+        editing.edited_id = editing.last.id
+        event.current_buffer.insert_text(editing.last.text)
+
+    @keys.add("up", filter=is_editing)
+    def _(event: KeyPressEvent) -> None:
+        """Goes from the first line of an edited message to the history."""
+        buffer = event.current_buffer
+        if buffer.document.cursor_position_row == 0:
+            editing.edited_id = None
+        buffer.auto_up()
+
+    return keys
+
+
+@contextmanager
+def watch_keys(input: Input, output: Output, actions: KeyActions) -> Iterator[None]:
+    """Inside the context, Ctrl+C, Ctrl+T and Ctrl+L act at once; all other keys are kept for the next prompt."""
+    typed_ahead: list[KeyPress] = []
+
+    def read() -> None:
+        handle(input.read_keys())
+
+    def handle(presses: Iterable[KeyPress]) -> None:
+        for press in presses:
+            if press.key == Keys.ControlC:
+                typed_ahead.clear()
+                actions.on_interrupt()
+            elif press.key == Keys.ControlT:
+                actions.on_toggle()
+            elif press.key == Keys.ControlL:  # not kept: the prompt would ask for the cursor before it can read
+                actions.on_clear()
+            elif press.key not in (Keys.CPRResponse, Keys.Vt100MouseEvent):
+                typed_ahead.append(press)
+
+    output.enable_bracketed_paste()
+    output.flush()
+    try:
+        with input.raw_mode(), input.attach(read), handle_interrupt(actions.on_interrupt):
+            handle(get_typeahead(input))  # keys that the prompt read behind Enter
+            yield
+    finally:
+        output.disable_bracketed_paste()
+        output.flush()
+        store_typeahead(input, [*typed_ahead, *input.flush_keys()])
+
+
+def open_history(path: Path) -> History:
+    """The history in that file, created if missing; in memory if the file can't be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        path.chmod(0o600)
+        _truncate(path)
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(path)
+
+
+def _truncate(path: Path) -> None:
+    """Cuts the file at the start of an entry: a blank line followed by a comment."""
+    if path.stat().st_size <= 2 * MAX_HISTORY_BYTES:
+        return
+    tail = path.read_bytes()[-MAX_HISTORY_BYTES:]
+    start = tail.find(b"\n\n# ")
+    path.write_bytes(tail[start + 1 :] if start >= 0 else b"")

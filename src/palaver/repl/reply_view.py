@@ -35,10 +35,9 @@ from palaver.messages import Message, Thinking, ToolCall
 from palaver.messages import Text as TextPart
 from palaver.phases import Phase
 from palaver.repl import strings
-from palaver.repl.input import KeyActions, LineSource
+from palaver.repl.input import DOUBLE_PRESS_SECONDS, KeyActions, LineSource
 from palaver.repl.markdown import MarkdownStream, highlight_code
 from palaver.repl.numbers import format_seconds, format_tokens
-from palaver.repl.prompt import DOUBLE_PRESS_SECONDS
 from palaver.repl.sanitize import one_line, sanitize
 from palaver.repl.screen import Screen
 from palaver.repl.settings import ThinkingDisplay
