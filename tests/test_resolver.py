@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,31 @@ def test_an_incomplete_snapshot_is_fetched_again(tmp_path: Path, monkeypatch: py
     assert hub.downloads == 0
     assert resolve_folder(HUB_ID) == folder
     assert hub.downloads == 1
+
+
+def test_a_download_is_reported_and_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = model_folder(tmp_path / "model", "one.safetensors")
+    hub = Hub(monkeypatch, None, ["config.json", "one.safetensors"])
+
+    def download(name: str, local_files_only: bool = False, **options: Any) -> str:
+        if local_files_only:
+            raise FileNotFoundError(name)
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s")
+        files = options["tqdm_class"](total=2, unit="it")
+        sizes = options["tqdm_class"](total=0, unit="B")
+        sizes.total = 400
+        for _ in range(4):
+            sizes.update(100)
+        files.update(2)
+        return str(hub.snapshot or folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    progress: list[float | None] = []
+    assert resolve_model(HUB_ID, progress.append).folder == folder
+    assert progress == [None, 0.25, 0.5, 0.75, 1.0]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_hub_id_that_is_not_on_disk_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

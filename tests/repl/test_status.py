@@ -24,6 +24,17 @@ def test_a_whole_reply() -> None:
     assert statistics_line(Finished(Finish.END, Usage(1_200, 0, 1, 0))) == "1 token · prompt 1,200"
 
 
+def test_a_narrow_terminal_shows_fewer_numbers() -> None:
+    after = record(USAGE, seconds=2.0, first_token=0.5)
+    whole = statistics_line(Finished(Finish.END, USAGE), 0.6, None, after)
+    for width in range(20, 90):
+        line = statistics_line(Finished(Finish.STOPPED, USAGE), 0.6, None, after, width).splitlines()[0]
+        assert whole.startswith(line)
+        assert len(line) <= max(width, len("31 tokens (10 thinking)"))
+    line = statistics_line(Finished(Finish.END, USAGE), 0.6, None, after, 60)
+    assert line == "31 tokens (10 thinking) · 20 tokens/s · first 0.6 s"
+
+
 def test_of_a_reply_that_went_on_the_new_part_is_measured() -> None:
     before = record(Usage(20, 0, 20, 10), seconds=10.0, first_token=0.5)
     after = record(USAGE, seconds=13.0, first_token=0.5)

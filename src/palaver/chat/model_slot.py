@@ -12,7 +12,7 @@ from palaver.chat.model import LoadOptions, Model, build_model, load_model_forma
 from palaver.engines.base import EngineState, EngineStatus
 from palaver.engines.host.supervisor import HostedEngine, ReportProgress, torch_spec
 from palaver.errors import ModelError, ModelLoading, NoModel, PalaverError
-from palaver.models.resolver import resolve_model
+from palaver.models.resolver import ResolvedModel, resolve_model
 
 _log = logging.getLogger(__name__)
 Load = Callable[[str, ReportProgress], Awaitable[Model]]
@@ -203,8 +203,7 @@ def hosted_loader(loading: LoadOptions) -> Load:
     """Loads models into engine hosts."""
 
     async def load(name: str, report: ReportProgress) -> Model:
-        report(None, "looking for the model")
-        resolved = await asyncio.to_thread(resolve_model, name)
+        resolved = await _resolve(name, report)
         report(None, "reading the tokenizer and the template")
         tokenizer, format = await asyncio.to_thread(load_model_format, resolved, loading)
         spec = torch_spec(
@@ -227,12 +226,22 @@ def hosted_loader(loading: LoadOptions) -> Load:
     return load
 
 
+async def _resolve(name: str, report: ReportProgress) -> ResolvedModel:
+    """Finds or downloads a model."""
+    loop = asyncio.get_running_loop()
+
+    def report_download(progress: float | None) -> None:
+        loop.call_soon_threadsafe(report, progress, "downloading")
+
+    report(None, "looking for the model")
+    return await asyncio.to_thread(resolve_model, name, report_download)
+
+
 def model_checker(loading: LoadOptions) -> Check:
     """Finds (or downloads) a model and reads its tokenizer and template, without starting an engine."""
 
     async def check(name: str, report: ReportProgress) -> None:
-        report(None, "looking for the model")
-        resolved = await asyncio.to_thread(resolve_model, name)
+        resolved = await _resolve(name, report)
         await asyncio.to_thread(load_model_format, resolved, loading)
 
     return check

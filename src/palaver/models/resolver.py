@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from palaver.errors import ModelError, NoWeights, UnknownModel, UnsafeWeights
 from palaver.models.axolotl import is_configuration, read_configuration
@@ -16,6 +20,8 @@ _EMBEDDED = Path(__file__).parent
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+ReportDownload = Callable[[float | None], None]
+"""Called with the progress of a download, from 0 to 1, or None if it is not known yet. Any thread may call it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +50,16 @@ def embedded_models() -> list[str]:
     return sorted(path.parent.name for path in _EMBEDDED.glob("*/config.json"))
 
 
-def resolve_model(name: str) -> ResolvedModel:
-    """The model of that name. Accesses the network only for a hub id that is not on disk."""
+def resolve_model(name: str, report: ReportDownload | None = None) -> ResolvedModel:
+    """The model of that name. Accesses the network only for a hub id that is not on disk.
+
+    With `report`, the hub's client itself prints neither progress bars nor warnings.
+    """
     if not is_configuration(name):
-        return ResolvedModel(resolve_folder(name))
+        return ResolvedModel(resolve_folder(name, report=report))
     trained = read_configuration(Path(name).expanduser())
     return ResolvedModel(
-        resolve_folder(trained.model),
+        resolve_folder(trained.model, report=report),
         trained.adapter,
         trained.template,
         trained.output_folder,
@@ -61,7 +70,7 @@ def resolve_model(name: str) -> ResolvedModel:
     )
 
 
-def resolve_folder(name: str, weights: bool = True) -> Path:
+def resolve_folder(name: str, weights: bool = True, report: ReportDownload | None = None) -> Path:
     """The folder of an embedded model, a folder or a hub id. Without `weights`, a hub id may lack safetensors."""
     if name in embedded_models():
         return _EMBEDDED / name
@@ -71,7 +80,7 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
     if folder.exists():
         raise UnknownModel(name, "it is a file. Name the folder that contains config.json and *.safetensors.")
     if _HUB_ID.fullmatch(name) and ".." not in name:
-        return _find_snapshot(name, weights) or _download(name, weights)
+        return _find_snapshot(name, weights) or _download(name, weights, report)
     raise UnknownModel(
         name, f"name a folder, a model of the hub (such as Qwen/Qwen3-0.6B), or {', '.join(embedded_models())}."
     )
@@ -107,14 +116,18 @@ def _is_complete(folder: Path) -> bool:
         return True
 
 
-def _download(name: str, weights: bool) -> Path:
+def _download(name: str, weights: bool, report: ReportDownload | None) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+    bar = None if report is None else _reporting_bar(report)
     try:
-        if weights:
-            _check_weights(name, HfApi().list_repo_files(name))
-        return Path(snapshot_download(name, allow_patterns=_FILE_PATTERNS))
+        with _quiet(report is not None):
+            if weights:
+                _check_weights(name, HfApi().list_repo_files(name))
+            if report is not None:
+                report(None)
+            return Path(snapshot_download(name, allow_patterns=_FILE_PATTERNS, tqdm_class=bar))
     except ModelError:
         raise
     except GatedRepoError as error:
@@ -126,6 +139,36 @@ def _download(name: str, weights: bool) -> Path:
         raise UnknownModel(
             name, f"it is not on this computer and can't be downloaded from the hub ({reason})."
         ) from None
+
+
+@contextmanager
+def _quiet(quiet: bool) -> Iterator[None]:
+    """Inside the context, the hub's client does not log its retries: they would be written into the live lines."""
+    log = logging.getLogger("huggingface_hub")
+    level = log.level
+    if quiet:
+        log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _reporting_bar(report: ReportDownload) -> Any:
+    """A class of progress bars for the hub's client that report the bytes and print nothing."""
+    from huggingface_hub.utils import tqdm
+
+    class ReportingBar(tqdm):  # type: ignore[type-arg, misc, unused-ignore]
+        def __init__(self, *values: Any, **named: Any) -> None:
+            super().__init__(*values, **{**named, "file": io.StringIO(), "disable": False})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            done: bool | None = super().update(n)
+            if self.unit == "B" and self.total:
+                report(min(1.0, self.n / self.total))
+            return done
+
+    return ReportingBar
 
 
 def _check_weights(name: str, files: Sequence[str]) -> None:

@@ -227,7 +227,7 @@ class Session:
         if ending is not None and self.screen.is_live:
             after = (await self.chat.message(reply.id)).reply
             before = reply.reply if last_event else None
-            line = statistics_line(ending, follower.view.time_to_first_token, before, after)
+            line = statistics_line(ending, follower.view.time_to_first_token, before, after, self.screen.width)
             self.screen.show(Text(line, style="error" if isinstance(ending, Failed) else "note"), Text())
         if follower.dropped:
             await self.drop_reply()

@@ -36,10 +36,12 @@ def statistics_line(
     time_to_first_token: float | None = None,
     before: StoredReply | None = None,
     after: StoredReply | None = None,
+    width: int = 80,
 ) -> str:
     """Token counts and speed on one line; a second line names an ending other than the model's own.
 
-    `before` and `after` are the stored reply before and after this run.
+    `before` and `after` are the stored reply before and after this run. What doesn't fit into the width is left out,
+    from the end.
     """
     if isinstance(ending, Failed):
         interrupted = after is not None and after.status is ReplyStatus.INTERRUPTED
@@ -54,6 +56,8 @@ def statistics_line(
         cached = min(usage.cached_tokens, usage.prompt_tokens)  # a continued reply may have more cached tokens
         text = strings.PROMPT_CACHED if cached else strings.PROMPT_TOKENS
         parts.append(text.format(tokens=f"{usage.prompt_tokens:,}", cached=f"{cached:,}"))
+    while len(parts) > 1 and len(" · ".join(parts)) > width:
+        parts.pop()
     line = " · ".join(parts)
     if ending.finish not in FINISH_NOTES:
         return line
