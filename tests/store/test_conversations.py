@@ -79,6 +79,14 @@ def test_a_deleted_conversation_is_hidden_until_restored(store: Store, owner: st
     assert store.messages.get(message.id).text == "findme"
 
 
+def test_a_refused_first_message_leaves_nothing_in_the_list_of_deleted_conversations(store: Store, owner: str) -> None:
+    empty, named = new_conversation(store, system="Be kind."), new_conversation(store, title="Plans")
+    for made in (empty, named):
+        store.conversations.delete(made.id)
+    assert [one.id for one in store.conversations.list(owner, deleted=True)] == [named.id]
+    assert store.conversations.undelete(empty.id).system == "Be kind."
+
+
 def test_purge_removes_unreferenced_blobs(store: Store, owner: str) -> None:
     gone, kept = new_conversation(store), new_conversation(store)
     shared, alone = Image("image/png", b"shared"), Image("image/png", b"alone")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Select, delete, func, insert, select, tuple_, update
+from sqlalchemy import Connection, Select, delete, exists, func, insert, select, tuple_, update
 
 from palaver.store.blobs import Blobs
 from palaver.store.database import Database
@@ -63,7 +63,10 @@ class Conversations:
         title: str = "",
         deleted: bool = False,
     ) -> tuple[Conversation, ...]:
-        """Newest first. `before` is the last one of the previous page; `title` filters by a part of the title."""
+        """Newest first. `before` is the last one of the previous page; `title` filters by a part of the title.
+
+        Deleted conversations without messages and title are left out: a first message that was refused leaves them.
+        """
         query = _select_owned(owner, deleted).limit(limit)
         sort_key = (conversations.c.updated_at, conversations.c.id)
         query = query.order_by(*(column.desc() for column in sort_key))
@@ -208,10 +211,11 @@ def _new_values(owner: str, title: str, system: str, parameters: Mapping[str, An
 
 
 def _select_owned(owner: str, deleted: bool) -> Select[Any]:
-    deleted_at = conversations.c.deleted_at
-    return select(conversations).where(
-        conversations.c.owner_id == owner, deleted_at.is_not(None) if deleted else deleted_at.is_(None)
-    )
+    query = select(conversations).where(conversations.c.owner_id == owner)
+    if not deleted:
+        return query.where(conversations.c.deleted_at.is_(None))
+    has_messages = exists().where(messages.c.conversation_id == conversations.c.id)
+    return query.where(conversations.c.deleted_at.is_not(None), has_messages | (conversations.c.title != ""))
 
 
 def _microseconds(conversation: Conversation) -> int:

@@ -32,7 +32,7 @@ class Conversations {
     try {
       const [found, tags] = await Promise.all([api.conversations(this.#listing(count)), api.tags()])
       if (asked !== this.#asked) return
-      this.all = found.filter((one) => !this.deleted || one.head_id !== null || one.title !== '') // no message, nothing to restore
+      this.all = found
       this.tags = tags
       this.more = found.length >= count
       this.loaded = true
