@@ -21,7 +21,8 @@ def folder(tmp_path: Path, folder_of: Callable[[str], Path]) -> Path:
 
 def test_a_whole_folder_opens_with_its_sizes(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
-    assert checkpoint.tensors["model.embed_tokens.weight"] == ("F32", 262 * 64)
+    embedding = checkpoint.tensors["model.embed_tokens.weight"]
+    assert (embedding.dtype, embedding.shape, embedding.nbytes) == ("F32", (262, 64), 262 * 64 * 4)
 
 
 def test_no_such_folder_or_file_names_it(tmp_path: Path) -> None:

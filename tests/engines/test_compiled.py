@@ -12,22 +12,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import load_file, save_file
 
 from palaver.engines.compiled import build
 from palaver.engines.compiled.build import load_compiled_library
-from palaver.engines.compiled.decoder import MAX_ROWS, CompiledDecoder
+from palaver.engines.compiled.decoder import MAX_ROWS, Rows
+from palaver.engines.compiled.engine import load as load_alone
+from palaver.engines.compiled.engine import load_decoder
+from palaver.engines.core.arrays import HostArray
+from palaver.engines.core.decoder_config import read_decoder_config
+from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.kv_cache import SlotAllocator
 from palaver.engines.torch import EngineOptions, SchedulerLimits, load, memory
-from palaver.engines.torch.batch import build_batch, sequence_chunk
 from palaver.engines.torch.checkpoint import open_checkpoint
+from palaver.engines.torch.decoders.compiled import compile_decoder
 from palaver.engines.torch.decoders.plain import PlainDecoder
 from palaver.engines.torch.engine import NO_COMPILER_HINT
 from palaver.engines.torch.loader import quiet
 from palaver.engines.torch.memory import CPU, fit
-from palaver.engines.torch.probe import ModelProbe
 from palaver.errors import CantCompile, DoesNotFit
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
@@ -35,6 +40,7 @@ from tests.engines import tiny
 from tests.engines.compiler import needs_a_compiler
 from tests.engines.generate import continued, run
 from tests.engines.reference import reference
+from tests.engines.test_decoder_config import ROPES
 
 pytestmark = needs_a_compiler
 
@@ -49,8 +55,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "a key for each query": ("llama", {"num_key_value_heads": 4}),
     "biases everywhere": ("llama", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 72}),
     "longer turns": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
+    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "without a window": ("mistral", {"sliding_window": None}),
 }
 COMPILED = EngineOptions(compiled=True)
+Load = Callable[..., LocalEngine]
 TOKENS = 300
 
 
@@ -63,12 +72,15 @@ def rounded(model: Any, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_says_what_the_model_says(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("load", [load, load_alone], ids=["by torch", "alone"])
+async def test_says_what_the_model_says(load: Load, shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Weights are stored in the narrowest dtype that holds them without loss."""
     family, overrides = SHAPES[shape]
     model = rounded(tiny.build(family, **overrides), dtype)
     with quiet():
         model.save_pretrained(tmp_path)
+    if load is load_alone:
+        store_as(tmp_path, dtype)
     engine = load(tmp_path, vocabulary=tiny.VOCABULARY, options=COMPILED)
     try:
         assert engine.info.steps == "compiled"
@@ -79,6 +91,12 @@ async def test_says_what_the_model_says(shape: str, dtype: torch.dtype, tmp_path
         await engine.close()
 
 
+def store_as(folder: Path, dtype: torch.dtype) -> None:
+    """Stores the weights in this type, which holds them without loss."""
+    path = folder / "model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+
+
 @pytest.fixture(params=["a key for two queries", "many queries a key"])
 def model(request: pytest.FixtureRequest) -> Any:
     overrides = {"num_attention_heads": 11, "num_key_value_heads": 1} if "many" in request.param else {}
@@ -86,22 +104,18 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 @torch.inference_mode()
-def logits_by(model: Any, chunk_sizes: Sequence[Sequence[int]], threads: int) -> Tensor:
+def logits_by(model: Any, chunk_sizes: Sequence[Sequence[int]], threads: int) -> HostArray:
     """The logits at the end of several texts in one batch, each computed in chunks of these sizes."""
-    layout = ModelProbe(model, tiny.SIZE).layout()
-    decoder = CompiledDecoder(PlainDecoder(model, 512), layout, load_compiled_library(), threads)
-    allocator = SlotAllocator(layout, 1 << 24)
+    decoder = compile_decoder(PlainDecoder(model, 512), load_compiled_library(), threads)
+    allocator = SlotAllocator(decoder.layout, 1 << 24)
     slots = [allocator.allocate(TOKENS) for _ in chunk_sizes]
-    at, out = [0] * len(chunk_sizes), torch.zeros(len(chunk_sizes), tiny.SIZE)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    at, out = [0] * len(chunk_sizes), np.zeros((len(chunk_sizes), tiny.SIZE), np.float32)
     for step in range(max(map(len, chunk_sizes))):
         here = [i for i, sizes in enumerate(chunk_sizes) if step < len(sizes)]
-        chunks = [sequence_chunk(slots[i], at[i], text(i)[at[i] : at[i] + chunk_sizes[i][step]]) for i in here]
-        for i, row in zip(here, decoder(build_batch(chunks, CPU)), strict=True):
+        chunks = [(slots[i], at[i], text(i)[at[i] : at[i] + chunk_sizes[i][step]]) for i in here]
+        for i, row in zip(here, decoder.run(Rows(chunks, need_logits=True), threads), strict=True):
             at[i] += chunk_sizes[i][step]
             out[i] = row
-    torch.set_num_threads(before)
     return out
 
 
@@ -124,19 +138,48 @@ def test_bits_depend_on_the_text_alone(seed: int, model: Any) -> None:
     lengths = [rng.randint(1, TOKENS) for _ in range(rng.randint(1, 9))]
     alone = [logits_by(model, [[]] * i + [[length]], 1)[i] for i, length in enumerate(lengths)]
     together = logits_by(model, [random_chunks(rng, length) for length in lengths], rng.choice([1, 2, 3]))
-    assert all(torch.equal(row, one) for row, one in zip(together, alone, strict=True))
+    assert all(np.array_equal(row, one) for row, one in zip(together, alone, strict=True))
 
 
 @torch.inference_mode()
 def test_it_holds_no_pools(model: Any) -> None:
-    layout = ModelProbe(model, tiny.SIZE).layout()
-    decoder = CompiledDecoder(PlainDecoder(model, 512), layout, load_compiled_library(), 1)
-    slot = SlotAllocator(layout, 1 << 24).allocate(TOKENS)
+    decoder = compile_decoder(PlainDecoder(model, 512), load_compiled_library(), 1)
+    slot = SlotAllocator(decoder.layout, 1 << 24).allocate(TOKENS)
     pool = weakref.ref(slot.pool)
-    decoder(build_batch([sequence_chunk(slot, 0, text(0))], CPU))
+    decoder.run(Rows([(slot, 0, text(0))], need_logits=True), 1)
     del slot
     gc.collect()
     assert pool() is None
+
+
+@pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@torch.inference_mode()
+def test_logits_are_those_of_the_library_at_every_position(family: str, rope: str, tmp_path: Path) -> None:
+    """Without a probe at load: what the configuration says is trusted (`core/decoder_config.py`)."""
+    overrides: dict[str, Any] = {"sliding_window": None} if family == "mistral" else {}
+    model = tiny.build(family, max_position_embeddings=4096, **overrides, **ROPES[rope])
+    with quiet():
+        model.save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    decoder = load_decoder(checkpoint, read_decoder_config(checkpoint), load_compiled_library(), 1)
+    slot = SlotAllocator(decoder.layout, 1 << 24).allocate(4096)
+    ids = [(7 * i * i + 5 * i) % 256 for i in range(4096)]
+    expected = model(input_ids=torch.tensor([ids])).logits[0].numpy()
+    for start in range(0, len(ids), 256):
+        (row,) = decoder.run(Rows([(slot, start, ids[start : start + 256])], need_logits=True), 1)
+        assert np.abs(row - expected[start + 255]).max() < 1e-3
+
+
+async def test_either_way_of_loading_gives_the_same_bits(folder_of: Callable[[str], Path]) -> None:
+    sampling = Sampling(temperature=1.0, seed=3, max_tokens=40, banned_ids=(tiny.END,), logprobs=5)
+    prompt = Prompt(tuple(b"Say something long."))
+    engines = [load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY) for load in (load, load_alone)]
+    replies = [await run(engine, prompt, sampling) for engine in engines]
+    assert engines[0].info == engines[1].info
+    assert replies[0].steps == replies[1].steps
+    for engine in engines:
+        await engine.close()
 
 
 async def test_after_a_restart_the_same_bits(folder_of: Callable[[str], Path]) -> None:
@@ -229,7 +272,8 @@ async def test_used_by_itself_unless_turned_off(
 
 
 @pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> None:
+    """And no earlier build."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
 
@@ -286,7 +330,7 @@ def script(path: Path, text: str) -> str:
 
 
 def built_in(cache: Path) -> list[Path]:
-    return list((cache / "palaver" / "compiled").iterdir())
+    return list((cache / "palaver" / "compiled").glob("*.so"))
 
 
 @pytest.fixture
@@ -325,6 +369,21 @@ def test_a_damaged_library_is_built_anew(damage: str, cache: Path, tmp_path: Pat
     assert built_in(cache) == [built]
     assert built.stat().st_size > len(library) // 2
     assert build.passes_self_check(built)
+
+
+def test_without_a_compiler_an_earlier_build_is_used(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = load_compiled_library().build
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert load_compiled_library().build == built
+
+
+def test_a_library_is_tried_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_compiled_library()
+    monkeypatch.setattr(build, "passes_self_check", lambda path: pytest.fail("it passed before"))
+    load_compiled_library()
 
 
 def test_a_cache_that_can_not_be_written(cache: Path) -> None:

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from palaver.engines.core.kv_cache import SlotAllocator
+from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine, cuda_graphs
 from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch, sequence_chunk
 from palaver.engines.torch.cuda_graphs import LENGTH_MULTIPLE, GraphDecoder, Pass, StepDecoder
-from palaver.engines.torch.decoders.library import LibraryDecoder, UnsupportedModel, kv_layout
+from palaver.engines.torch.decoders.library import LibraryDecoder, kv_layout
 from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder
 from palaver.engines.torch.probe import ModelProbe
 from palaver.engines.torch.tensors import TensorLayout

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from palaver.engines.core.threads import LARGE_PASS_PAIRS
 from palaver.engines.torch import describe_fit, load
 from palaver.engines.torch.checkpoint import open_checkpoint
-from palaver.engines.torch.memory import LARGE_PASS_PAIRS, ThreadCounts, cache_bytes, fit, weights_bytes
+from palaver.engines.torch.memory import TorchThreads, cache_bytes, fit, weights_bytes
 from palaver.errors import DoesNotFit
 from tests.engines.tiny import VOCABULARY, build
 
@@ -51,7 +52,7 @@ def restore_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("restore_threads")
 def test_a_large_pass_has_more_threads() -> None:
-    threads = ThreadCounts(1, 2)
+    threads = TorchThreads(1, 2)
     threads.apply()
     with threads.scaled_for(LARGE_PASS_PAIRS):
         assert torch.get_num_threads() == 2
@@ -60,7 +61,7 @@ def test_a_large_pass_has_more_threads() -> None:
 
 @pytest.mark.usefixtures("restore_threads")
 def test_a_small_pass_has_few_threads() -> None:
-    threads = ThreadCounts(1, 2)
+    threads = TorchThreads(1, 2)
     threads.apply()
     with threads.scaled_for(LARGE_PASS_PAIRS - 1):
         assert torch.get_num_threads() == 1
@@ -68,7 +69,7 @@ def test_a_small_pass_has_few_threads() -> None:
 
 @pytest.mark.usefixtures("restore_threads")
 def test_a_failing_pass_restores_the_thread_count() -> None:
-    threads = ThreadCounts(1, 2)
+    threads = TorchThreads(1, 2)
     with pytest.raises(RuntimeError, match="no"), threads.scaled_for(LARGE_PASS_PAIRS):
         raise RuntimeError("no")
     assert torch.get_num_threads() == 1
@@ -76,10 +77,10 @@ def test_a_failing_pass_restores_the_thread_count() -> None:
 
 @pytest.mark.parametrize("small", [True, False])
 def test_a_requested_number_holds_for_all_passes(small: bool) -> None:
-    assert ThreadCounts.choose(3, small) == ThreadCounts(3, 3)
+    assert TorchThreads.choose(3, small) == TorchThreads(3, 3)
 
 
 def test_a_small_model_uses_half_of_the_cores() -> None:
-    small, big = ThreadCounts.choose(None, True), ThreadCounts.choose(None, False)
+    small, big = TorchThreads.choose(None, True), TorchThreads.choose(None, False)
     assert small.large_pass == big.large_pass == big.small_pass
     assert small.small_pass == max(1, big.small_pass // 2)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine, load
 from palaver.engines.torch.decoders import plain
-from palaver.engines.torch.decoders.library import UnsupportedModel
 from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder
 from palaver.engines.torch.probe import ModelProbe
 from palaver.errors import ContextOverflow

@@ -72,14 +72,15 @@ def ask(
 async def _load_model(name: str | None, options: LoadOptions) -> AsyncIterator[Model]:
     """Loads the engine in this process: an engine host would only slow down a single question."""
     from palaver.chat.model import build_model, load_model_format, missing_template_notices
-    from palaver.engines.torch import EngineOptions, load
+    from palaver.engines.core.options import EngineOptions
+    from palaver.engines.loader import load_engine
     from palaver.models.resolver import DEFAULT_MODEL, resolve_model
 
     resolved = resolve_model(name or DEFAULT_MODEL)
     tokenizer, format = load_model_format(resolved, options)
     for note in (*resolved.notes, *(() if options.template else missing_template_notices(resolved))):
         print(note, file=sys.stderr)
-    engine = load(
+    engine = load_engine(
         resolved.folder,
         vocabulary=tokenizer.vocabulary,
         device=options.device,

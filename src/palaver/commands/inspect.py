@@ -26,7 +26,8 @@ def inspect(
 ) -> None:
     """Say what a model is: whether it fits, its context, its defaults, how it talks, what is reused."""
     from palaver.commands.format_trials.report import describe_facts, describe_variables
-    from palaver.engines.torch import EngineOptions, describe_fit, load
+    from palaver.engines.core.options import EngineOptions
+    from palaver.engines.loader import describe_fit, load_engine
     from palaver.formats.loader import load_format
     from palaver.formats.tokenizer import load_tokenizer
     from palaver.models.resolver import DEFAULT_MODEL, resolve_folder
@@ -36,7 +37,7 @@ def inspect(
         print(describe_fit(folder, device=device, dtype=dtype, compiled=compiled))
         tokenizer = load_tokenizer(folder)
         options = EngineOptions(exact=exact, compiled=compiled)
-        engine = load(folder, vocabulary=tokenizer.vocabulary, device=device, dtype=dtype, options=options)
+        engine = load_engine(folder, vocabulary=tokenizer.vocabulary, device=device, dtype=dtype, options=options)
         info = engine.info
         asyncio.run(engine.close())
         facts = load_format(folder, tokenizer).facts

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -36,7 +36,7 @@ class Library:
 
     functions: ctypes.CDLL
     build: str
-    """The hash of everything the code depends on: source, compiler, flags and processor."""
+    """Hashes of everything the code depends on: source, flags and processor, and the compiler."""
 
 
 def start_build() -> Future[Library]:
@@ -57,23 +57,62 @@ def load_compiled_library() -> Library:
     """Loads the library from the cache, or builds it. Raises CantCompile with the reason where that fails.
 
     A library is loaded into this process only after it ran in another one: a file that is damaged, or built for
-    another processor, would end the process that uses it. Such a file is built anew.
+    another processor, would end the process that uses it. Such a file is built anew. Its hash is stored once it has
+    passed, so that the next start need not try it again. Without a compiler an earlier build is used.
     """
     from platformdirs import user_cache_path  # imported only where something is built
 
-    compiler = _find_compiler()
-    build = _build_key(compiler)
-    path = user_cache_path("palaver") / "compiled" / f"step-{build}.so"
-    if not passes_self_check(path):
-        with _build_folder(path.parent) as folder:
+    cache = user_cache_path("palaver") / "compiled"
+    source = _source_key()
+    try:
+        compiler = _find_compiler()
+    except CantCompile:
+        earlier = next(filter(_is_usable, sorted(cache.glob(f"step-{source}-*.so"))), None)
+        if earlier is None:
+            raise
+        return _load(earlier)
+    path = cache / f"step-{source}-{_compiler_key(compiler)}.so"
+    if not _is_usable(path):
+        with _build_folder(cache) as folder:
             built = folder / path.name
             _compile(compiler, built)
             if not passes_self_check(built):
                 raise CantCompile("what was compiled doesn't run on this machine")
-            if folder.parent != path.parent:  # the cache isn't writable: the code stays loaded, the file is removed
-                return Library(ctypes.CDLL(str(built)), build)
+            if folder.parent != cache:  # the cache isn't writable: the code stays loaded, the file is removed
+                return _load(built)
             built.replace(path)  # atomic: others may build and load it at the same time
-    return Library(ctypes.CDLL(str(path)), build)
+            _record_pass(path)
+    return _load(path)
+
+
+def _load(path: Path) -> Library:
+    return Library(ctypes.CDLL(str(path)), path.stem.removeprefix("step-"))
+
+
+def _is_usable(path: Path) -> bool:
+    """Whether the library is there and passed the self-check, now or before."""
+    try:
+        if _hash_file(path).read_text("utf-8") == _file_hash(path):
+            return True
+    except (OSError, ValueError):
+        pass
+    if not passes_self_check(path):
+        return False
+    _record_pass(path)
+    return True
+
+
+def _record_pass(path: Path) -> None:
+    with suppress(OSError):  # the cache isn't writable: it is checked at each start
+        _hash_file(path).write_text(_file_hash(path), "utf-8")
+
+
+def _hash_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _file_hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _find_compiler() -> tuple[str, ...]:
@@ -86,22 +125,20 @@ def _find_compiler() -> tuple[str, ...]:
     raise CantCompile(NO_COMPILER)
 
 
-def _build_key(compiler: tuple[str, ...]) -> str:
-    """A hash of everything the result depends on."""
+def _source_key() -> str:
+    """A hash of the source, the flags and the processor."""
+    parts = (SOURCE.read_text("utf-8"), platform.machine(), _processor_features(), repr((BASE_FLAGS, FLAG_SETS)))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _compiler_key(compiler: tuple[str, ...]) -> str:
+    """A hash of the compiler, its own flags and its version."""
     command = [compiler[0], "--version"]
     try:
         version = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CantCompile(str(error)) from error
-    parts = (
-        SOURCE.read_text("utf-8"),
-        *compiler,
-        version,
-        platform.machine(),
-        _processor_features(),
-        repr((BASE_FLAGS, FLAG_SETS)),
-    )
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    return hashlib.sha256("\0".join((*compiler, version)).encode()).hexdigest()[:8]
 
 
 def _processor_features() -> str:

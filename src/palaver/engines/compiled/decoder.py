@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from palaver.engines.compiled.build import Library
-from palaver.engines.torch.batch import ForwardBatch
-from palaver.engines.torch.decoders.library import UnsupportedModel
-from palaver.engines.torch.decoders.plain import DecoderLayer, Linear, PlainDecoder, RMSNorm
-from palaver.engines.torch.tensors import TensorLayout
+from palaver.engines.compiled.weights import (
+    DecoderWeights,
+    LayerWeights,
+    Norm,
+    Projection,
+    Weight,
+    WeightType,
+    concatenate,
+)
+from palaver.engines.core.arrays import HostArray, HostMemory, aligned_zeros
+from palaver.engines.core.kv_cache import KVLayout, Slot, SlotPool
+from palaver.engines.core.rotary import RotaryTable
+from palaver.engines.core.runner import UnsupportedModel
 
 LANES = 16
 PANEL = 64
 """Numbers in a SIMD vector and outputs in a panel of weights, as in step.c."""
 MAX_ROWS = 128
 """Rows that one call computes; a larger batch takes several calls."""
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_DTYPES: dict[WeightType, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
 class _Matrix(Structure):
@@ -56,43 +65,67 @@ class _Model(Structure):
     )
 
 
-class _Rows:
-    """The rows of a batch, as step.c reads them: slot, member stride, head stride, token, position, needs_logits."""
+@dataclass(frozen=True, slots=True)
+class DecoderSizes:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    scale: float
 
-    def __init__(self, batch: ForwardBatch) -> None:
-        self._batch = weakref.ref(batch)  # a strong reference would keep the memory of its pools
-        self.array = np.zeros((batch.ids.shape[0], 6), np.int64)
+    def check(self, hidden_size: int) -> None:
+        """Raises UnsupportedModel unless step.c can compute these sizes."""
+        if self.head_dim % LANES or hidden_size % LANES:
+            raise UnsupportedModel(f"compiled steps want sizes that are multiples of {LANES}")
+
+
+class Rows:
+    """The new tokens of several sequences, as step.c reads them: slot, member stride, head stride, token, position,
+    needs_logits. Holds references to the pools of the slots, which keep their memory allocated."""
+
+    def __init__(self, chunks: Sequence[tuple[Slot[HostArray], int, Sequence[int]]], need_logits: bool) -> None:
+        """`chunks`: the slot of each sequence, the position of its first new token, and its new tokens."""
+        self._places: list[tuple[SlotPool[HostArray], int]] = [(slot.pool, slot.index) for slot, _, _ in chunks]
+        self.is_decode = need_logits and all(len(ids) == 1 for _, _, ids in chunks)
+        self.num_logits = len(chunks) if need_logits else 0
+        self.max_position = max(start + len(ids) for _, start, ids in chunks) - 1
+        self.array = np.zeros((sum(len(ids) for _, _, ids in chunks), 6), np.int64)
         end = 0
-        for chunk in batch.chunks:
-            (buffer,) = chunk.pool.buffers.values()
-            member_stride, slot_stride, head_stride = buffer.stride()[:3]
-            slot = buffer.data_ptr() + chunk.index * slot_stride * buffer.element_size()
-            start, end = end, end + len(chunk.ids)
-            self.array[start:end, :3] = slot, member_stride, head_stride
-            self.array[end - 1, 5] = batch.needs_logits
-        inverse = sorted(range(len(batch.order)), key=batch.order.__getitem__)
-        self.order = None if inverse == list(range(len(inverse))) else torch.tensor(inverse)
-        """The logits row of each sequence, in the order the sequences were given."""
+        for slot, position, ids in chunks:
+            (buffer,) = slot.pool.buffers.values()
+            member_stride, slot_stride, head_stride = (stride // buffer.itemsize for stride in buffer.strides[:3])
+            start, end = end, end + len(ids)
+            self.array[start:end, 0] = buffer.ctypes.data + slot.index * slot_stride * buffer.itemsize
+            self.array[start:end, 1:3] = member_stride, head_stride
+            self.array[start:end, 3] = ids
+            self.array[start:end, 4] = range(position, position + len(ids))
+            self.array[end - 1, 5] = need_logits
 
-    def belong_to(self, batch: ForwardBatch) -> bool:
-        return self._batch() is batch
-
-    def copy_inputs(self, batch: ForwardBatch) -> None:
-        """Copies the tokens and positions that the batch has now."""
-        self.array[:, 3] = batch.ids.numpy()
-        self.array[:, 4] = batch.positions.numpy()
+    def advance(self, chunks: Sequence[tuple[Slot[HostArray], int, Sequence[int]]]) -> bool:
+        """Becomes the rows of these chunks where they are the next single tokens of the same slots; cheaper than new
+        rows. Returns False, and changes nothing, where they are not."""
+        if not self.is_decode or len(chunks) != len(self._places):
+            return False
+        positions = self.array[:, 4].tolist()
+        for (pool, index), before, (slot, start, ids) in zip(self._places, positions, chunks, strict=True):
+            if slot.pool is not pool or slot.index != index or start != before + 1 or len(ids) != 1:
+                return False
+        self.array[:, 3] = [ids[0] for _, _, ids in chunks]
+        self.array[:, 4] += 1
+        self.max_position += 1
+        return True
 
 
 class CompiledDecoder:
     """Raises UnsupportedModel for models whose sizes step.c can't compute."""
 
-    pair_bytes = 0
-    """Attention builds no matrix of scores."""
-
-    def __init__(self, parts: PlainDecoder, layout: TensorLayout, library: Library, threads: int) -> None:
-        _check(parts, layout)
-        self._rotary = parts.rotary
-        self._vocabulary_size = parts.lm_head.weight.shape[1]
+    def __init__(
+        self, weights: DecoderWeights, sizes: DecoderSizes, rotary: RotaryTable, library: Library, max_threads: int
+    ) -> None:
+        sizes.check(weights.embedding.shape[1])
+        self._rotary = rotary
+        self._sizes = sizes
+        self._vocabulary_size = len(weights.lm_head.weight.array)
         self._references: list[Any] = []
         """The memory that the compiled code points to."""
         functions = library.functions
@@ -103,120 +136,113 @@ class CompiledDecoder:
         self._step.restype = None
         self._step.argtypes = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64)
         self._free = functions.palaver_free
-        model = self._model(parts, threads)
+        model = self._model(weights, max_threads)
         self._decoder = functions.palaver_new(ctypes.byref(model))
         if not self._decoder:
             raise MemoryError("no memory for a compiled step")
-        self._rows: _Rows | None = None
 
     def __del__(self) -> None:
         if getattr(self, "_decoder", None):
             self._free(self._decoder)
 
-    def __call__(self, batch: ForwardBatch) -> Tensor:
-        """The logits after each sequence's last token; none where the batch needs none."""
-        rows = self._rows
-        if rows is None or not rows.belong_to(batch):
-            rows = self._rows = _Rows(batch)
-        rows.copy_inputs(batch)
-        rotations = self._rotary.complex_table(batch.max_position).data_ptr()
-        count = len(batch.chunks) if batch.needs_logits else 0
-        logits = torch.empty((count, self._vocabulary_size), dtype=torch.float32, device="cpu")
-        done, threads = 0, torch.get_num_threads()
-        for start in range(0, len(rows.array), MAX_ROWS):
-            part = rows.array[start : start + MAX_ROWS]
-            out = logits.data_ptr() + done * self._vocabulary_size * logits.element_size()
+    def run(self, rows: Rows, threads: int) -> HostArray:
+        """The logits after each sequence's last token; none where the rows need none."""
+        rotations = self._rotary.up_to(rows.max_position).ctypes.data
+        logits = np.empty((rows.num_logits, self._vocabulary_size), np.float32)
+        array, done = rows.array, 0
+        for start in range(0, len(array), MAX_ROWS):
+            part = array[start : start + MAX_ROWS]
+            out = logits.ctypes.data + done * self._vocabulary_size * logits.itemsize
             self._step(self._decoder, part.ctypes.data, len(part), rotations, out, threads)
-            done += int(part[:, 5].sum()) if len(part) < len(rows.array) else 0
-        return logits if rows.order is None or not batch.needs_logits else logits[rows.order]
+            done += int(part[:, 5].sum()) if len(part) < len(array) else 0
+        return logits
 
-    def _model(self, parts: PlainDecoder, threads: int) -> _Model:
-        layers = (_Layer * len(parts.layers))(*(self._layer(layer, parts) for layer in parts.layers))
-        self._references.append(layers)
+    def _model(self, weights: DecoderWeights, max_threads: int) -> _Model:
+        sizes = self._sizes
+        layers = [self._layer(layer) for layer in weights.layers]
+        shape = (sizes.num_kv_heads, sizes.head_dim)
+        self.layout = KVLayout(((shape, shape),) * len(layers), HostMemory())
+        array = (_Layer * len(layers))(*layers)
+        self._references.append(array)
         return _Model(
-            layers=layers,
-            embedding=self._pointer(parts.embedding),
-            norm=self._norm(parts.norm),
-            lm_head=self._matrix(parts.lm_head),
-            num_layers=len(parts.layers),
-            hidden_size=parts.embedding.shape[1],
-            num_heads=parts.num_heads,
-            num_kv_heads=parts.num_kv_heads,
-            head_dim=parts.head_dim,
-            intermediate_size=_round_up(parts.intermediate_size, PANEL // 2),
-            scale=parts.scale,
+            layers=array,
+            embedding=self._pointer(weights.embedding),
+            norm=self._norm(weights.norm),
+            lm_head=self._matrix(weights.lm_head),
+            num_layers=len(layers),
+            hidden_size=weights.embedding.shape[1],
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            intermediate_size=_round_up(sizes.intermediate_size, PANEL // 2),
+            scale=sizes.scale,
             max_rows=MAX_ROWS,
-            max_threads=threads,
+            max_threads=max_threads,
         )
 
-    def _layer(self, layer: DecoderLayer, parts: PlainDecoder) -> _Layer:
+    def _layer(self, layer: LayerWeights) -> _Layer:
+        inputs = _round_up(self._sizes.intermediate_size, PANEL // 2)
         return _Layer(
             input_norm=self._norm(layer.input_norm),
             post_attention_norm=self._norm(layer.post_attention_norm),
             qk_norm=_Norm() if layer.qk_norm is None else self._norm(layer.qk_norm),
-            qkv_proj=self._matrix(layer.qkv_proj),
-            o_proj=self._matrix(layer.o_proj),
-            gate_up_proj=self._matrix(_interleave_gates(layer.gate_up_proj, parts.intermediate_size)),
-            down_proj=self._matrix(_pad_inputs(layer.down_proj, _round_up(parts.intermediate_size, PANEL // 2))),
+            qkv_proj=self._matrix(layer.qkv),
+            o_proj=self._matrix(layer.output),
+            gate_up_proj=self._matrix(_interleave_gates(layer.gate, layer.up)),
+            down_proj=self._matrix(Projection(_pad(layer.down.weight, 1, inputs), layer.down.bias)),
         )
 
-    def _norm(self, norm: RMSNorm) -> _Norm:
-        return _Norm(self._pointer(norm.weight.contiguous()), norm.epsilon)
+    def _norm(self, norm: Norm) -> _Norm:
+        return _Norm(self._pointer(norm.weight), norm.epsilon)
 
-    def _matrix(self, matrix: Linear) -> _Matrix:
-        """In panels, in the narrowest dtype that holds the weights without loss."""
-        inputs, outputs = matrix.weight.shape
-        weight = matrix.weight.to(_narrowest_dtype(matrix.weight, self._has_float16))
-        weight = torch.nn.functional.pad(weight, (0, -outputs % PANEL))
-        panels = _interleave_vectors(weight.view(inputs, -1, PANEL).transpose(0, 1)).contiguous()
-        bias = None if matrix.bias is None else self._pointer(matrix.bias.contiguous())
-        return _Matrix(self._pointer(panels), bias, inputs, outputs, _DTYPES[panels.dtype])
+    def _matrix(self, projection: Projection) -> _Matrix:
+        """In panels, in the narrowest type that holds the weights without loss."""
+        outputs, inputs = projection.weight.array.shape
+        weight = projection.weight.narrowed(self._has_float16)
+        panels = _panels(weight)
+        bias = None if projection.bias is None else self._pointer(projection.bias)
+        return _Matrix(self._pointer(panels), bias, inputs, outputs, _DTYPES[weight.dtype])
 
-    def _pointer(self, tensor: Tensor) -> int:
-        self._references.append(tensor)
-        return tensor.data_ptr()
-
-
-def _check(parts: PlainDecoder, layout: TensorLayout) -> None:
-    """Raises unless step.c can compute these sizes."""
-    if layout.device.type != "cpu" or layout.dtype != torch.float32:
-        raise UnsupportedModel("compiled steps are for float32 on the CPU")
-    if parts.head_dim % LANES or parts.embedding.shape[1] % LANES:
-        raise UnsupportedModel(f"compiled steps want sizes that are multiples of {LANES}")
-    if set(layout.shape_counts) != {(parts.num_kv_heads, parts.head_dim)}:
-        raise UnsupportedModel("its layers differ")
-    if not parts.embedding.is_contiguous():
-        raise UnsupportedModel("its embedding lies otherwise")
+    def _pointer(self, array: NDArray[Any]) -> int:
+        array = np.ascontiguousarray(array)
+        self._references.append(array)
+        return array.ctypes.data
 
 
-def _narrowest_dtype(weight: Tensor, has_float16: bool) -> torch.dtype:
-    for dtype in (torch.bfloat16, *((torch.float16,) if has_float16 else ())):
-        if torch.equal(weight.to(dtype).to(weight.dtype), weight):
-            return dtype
-    return torch.float32
+def _panels(weight: Weight) -> NDArray[Any]:
+    """[panels, inputs, PANEL]. Each two vectors of bfloat16 are interleaved: a shift and a mask then widen them."""
+    array = _pad(weight, 0, _round_up(len(weight.array), PANEL)).array
+    inputs = array.shape[1]
+    panels = aligned_zeros((len(array) // PANEL, inputs, PANEL), array.dtype)
+    if weight.dtype == "bfloat16":
+        vectors = array.reshape(-1, PANEL // (2 * LANES), 2, LANES, inputs)
+        pairs = vectors[:, :, 0] | vectors[:, :, 1].astype(np.uint32) << np.uint32(16)
+        panels.view(np.uint32).reshape(-1, inputs, PANEL // (2 * LANES), LANES)[...] = pairs.transpose(0, 3, 1, 2)
+    else:
+        panels[...] = array.reshape(-1, PANEL, inputs).transpose(0, 2, 1)
+    return panels
 
 
-def _interleave_vectors(panels: Tensor) -> Tensor:
-    """Interleaves each two vectors of bfloat16: a shift and a mask then widen them."""
-    if panels.dtype != torch.bfloat16:
-        return panels
-    return panels.unflatten(-1, (-1, 2, LANES)).transpose(-1, -2).flatten(-3)
-
-
-def _interleave_gates(matrix: Linear, intermediate_size: int) -> Linear:
+def _interleave_gates(gate: Projection, up: Projection) -> Projection:
     """In each panel, first half a panel of gates, then the half panel of up-projections that they scale."""
+    size, half = len(gate.weight.array), PANEL // 2
+    padded = _round_up(size, half)
+    both = concatenate([Projection(_pad(part.weight, 0, padded)) for part in (gate, up)]).weight
+    array = both.array.reshape(2, padded // half, half, -1).swapaxes(0, 1).reshape(2 * padded, -1)
+    if gate.bias is None or up.bias is None:
+        return Projection(Weight(array, both.dtype))
+    bias = np.stack([np.pad(part, (0, padded - size)) for part in (gate.bias, up.bias)])
+    return Projection(Weight(array, both.dtype), bias.reshape(2, -1, half).swapaxes(0, 1).reshape(-1))
 
-    def interleave(both: Tensor) -> Tensor:
-        padding = -intermediate_size % (PANEL // 2)
-        padded = torch.nn.functional.pad(both.unflatten(-1, (2, intermediate_size)), (0, padding))
-        return padded.unflatten(-1, (-1, PANEL // 2)).transpose(-3, -2).flatten(-3).contiguous()
 
-    return Linear(interleave(matrix.weight), None if matrix.bias is None else interleave(matrix.bias))
-
-
-def _pad_inputs(matrix: Linear, inputs: int) -> Linear:
-    """Pads the matrix with zeros to so many inputs."""
-    return Linear(torch.nn.functional.pad(matrix.weight, (0, 0, 0, inputs - matrix.weight.shape[0])), matrix.bias)
+def _pad(weight: Weight, axis: int, size: int) -> Weight:
+    """Padded with zeros to this size."""
+    missing = size - weight.array.shape[axis]
+    if not missing:
+        return weight
+    widths = [(0, 0), (0, 0)]
+    widths[axis] = (0, missing)
+    return Weight(np.pad(weight.array, widths), weight.dtype)
 
 
 def _round_up(number: int, multiple: int) -> int:

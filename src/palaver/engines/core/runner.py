@@ -10,6 +10,10 @@ from palaver.engines.core.logits import Logits
 from palaver.engines.core.request import SequenceState
 
 
+class UnsupportedModel(Exception):
+    """A runner can't run this model."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
     """The memory of a runner's cache, and its hits and evictions since the model was loaded."""

@@ -33,12 +33,13 @@ _PROGRESS_INTERVAL_S = 0.2
 def make_engine(spec: EngineSpec, progress: LoadProgress) -> Engine:
     """Loads the engine that a spec describes (`supervisor.torch_spec`)."""
     progress.note = "importing the libraries"
-    from palaver.engines.torch import EngineOptions, load
+    from palaver.engines.core.options import EngineOptions
+    from palaver.engines.loader import load_engine
 
     model = Path(os.fsdecode(spec["model"]))
     progress.begin(model)
     adapter = Path(os.fsdecode(spec["adapter"])) if spec["adapter"] else None
-    engine = load(
+    engine = load_engine(
         model,
         vocabulary=spec["vocabulary"],
         device=spec["device"],
@@ -211,7 +212,7 @@ def main() -> None:
     die_with_parent()
     faulthandler.enable(all_threads=False)
     asyncio.run(serve(int(sys.argv[1])))
-    os._exit(0)  # the engine is closed: don't wait for torch's threads
+    os._exit(0)  # the engine is closed: don't wait for a library's threads
 
 
 if __name__ == "__main__":

@@ -1,59 +1,18 @@
-"""A model's folder: checks that its files are safe to load, and reads the sizes of its tensors."""
+"""Checks that the transformers library knows a model's architecture, before anything is loaded."""
 
 from __future__ import annotations
 
-import json
-import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palaver.errors import BrokenModel, NoWeights, UnknownModel, UnsafeCode, UnsafeWeights
-
-PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-MAX_HEADER = 100_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The files of a model that is safe to load: a known architecture, and complete safetensors."""
-
-    name: str
-    folder: Path
-    config: dict[str, Any]
-    weights: tuple[Path, ...]
-    tensors: dict[str, tuple[str, int]]
-    """The element type and the number of elements of each tensor."""
+from palaver.engines.core import checkpoint
+from palaver.engines.core.checkpoint import Checkpoint
+from palaver.errors import BrokenModel, UnsafeCode
 
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
     """Opens a model's folder. Reads headers only. Raises a ModelError if the files cannot be loaded."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        raise UnknownModel(str(model), "there is no such folder.")
-    config = _config(folder)
-    weights = _weights(folder)
-    tensors: dict[str, tuple[str, int]] = {}
-    for path in weights:
-        tensors |= _header(path)
-    return Checkpoint(str(model), folder, config, weights, tensors)
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        if not _safetensors(folder):
-            raise _no_weights(folder)
-        raise BrokenModel(f"The folder {str(folder)!r} holds no config.json: the model's architecture isn't known.")
-    config = _json(path)
-    if not isinstance(config, dict):
-        raise BrokenModel(f"{str(path)!r} isn't a model's configuration: expected a JSON object.")
-    _check_architecture(folder, config)
-    return config
+    return checkpoint.open_checkpoint(model, _check_architecture)
 
 
 def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
@@ -68,65 +27,3 @@ def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
         f"The configuration of {str(folder)!r} names the architecture {kind!r}, "
         "which this version of the transformers library doesn't know: a newer one may."
     )
-
-
-def _weights(folder: Path) -> tuple[Path, ...]:
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        found = _safetensors(folder)
-        if not found:
-            raise _no_weights(folder)
-        single = folder / "model.safetensors"
-        return (single,) if single in found else found
-    paths = tuple(folder / name for name in _shards(index))
-    missing = [path.name for path in paths if not path.is_file()]
-    if missing:
-        raise BrokenModel(f"The model in {str(folder)!r} lacks the files {', '.join(missing[:3])}: fetch it again.")
-    return paths
-
-
-def _safetensors(folder: Path) -> tuple[Path, ...]:
-    return tuple(sorted(folder.glob("*.safetensors")))
-
-
-def _no_weights(folder: Path) -> NoWeights | UnsafeWeights:
-    pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in folder.glob(pattern))
-    return UnsafeWeights(str(folder), ", ".join(pickles[:3])) if pickles else NoWeights(str(folder))
-
-
-def _shards(index: Path) -> list[str]:
-    weight_map = _json(index)
-    if not isinstance(weight_map, dict) or not isinstance(weight_map.get("weight_map"), dict):
-        raise BrokenModel(f"{str(index)!r} isn't an index of weights: expected an object 'weight_map'.")
-    return sorted({str(name) for name in weight_map["weight_map"].values()})
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BrokenModel(f"{str(path)!r} can't be read as JSON: {_reason(error)}.") from error
-
-
-def _header(path: Path) -> dict[str, tuple[str, int]]:
-    """The tensors a file declares, after checking that the file is as long as they need."""
-    try:
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            if size > MAX_HEADER:
-                raise ValueError("its header is too long")
-            header = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if path.stat().st_size != 8 + size + end:
-            raise ValueError("it is not as long as its header says")
-        return {name: (entry["dtype"], _elements(entry["shape"])) for name, entry in header.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise BrokenModel(f"{str(path)!r} isn't a whole safetensors file: {_reason(error)}.") from error
-
-
-def _elements(shape: list[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

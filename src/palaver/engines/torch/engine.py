@@ -13,16 +13,19 @@ from transformers import PreTrainedModel
 
 from palaver.engines.base import (
     COMPILED,
-    COMPILED_RUNNER,
     EXACTNESS_LABELS,
     EngineInfo,
     Fingerprint,
 )
 from palaver.engines.compiled.build import NO_COMPILER, Library, start_build
+from palaver.engines.compiled.engine import compiled_fingerprint
+from palaver.engines.core.checkpoint import Checkpoint
 from palaver.engines.core.engine import LocalEngine
+from palaver.engines.core.fit import check_cache_bytes
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.scheduler import SchedulerLimits
-from palaver.engines.torch.checkpoint import Checkpoint, open_checkpoint
+from palaver.engines.core.threads import SMALL_MODEL
+from palaver.engines.torch.checkpoint import open_checkpoint
 from palaver.engines.torch.device_sampler import sampler_version
 from palaver.engines.torch.loader import (
     context_length,
@@ -33,15 +36,13 @@ from palaver.engines.torch.loader import (
     pick_dtype,
     sampling_defaults,
 )
-from palaver.engines.torch.memory import ThreadCounts, cache_bytes, check_fit, fit, free_bytes
+from palaver.engines.torch.memory import TorchThreads, cache_bytes, check_fit, fit, free_bytes
 from palaver.engines.torch.probe import FEW_OPERATIONS, pick_runner
-from palaver.errors import BadParameter, CantCompile
+from palaver.errors import CantCompile
 from palaver.memory import give_back_unused
 from palaver.phases import Vocabulary
 
 NO_COMPILER_HINT = "No C compiler was found: with gcc or clang installed, replies come several times as fast."
-SMALL_MODEL = 256 << 20
-"""Bytes of weights up to which more threads cost more than they gain."""
 
 
 def load(
@@ -69,7 +70,7 @@ def load(
     loaded = load_model(checkpoint, torch_device, torch_dtype)
     if adapter is not None:
         loaded = merge_adapter(loaded, adapter)
-    _check_cache_bytes(options, torch_device)
+    check_cache_bytes(options, free_bytes(torch_device), str(torch_device))
     big = not _is_small(loaded)
     engine = TorchEngine(checkpoint.name, loaded, vocabulary, options, library, on_failure)
     del loaded  # compiled steps hold a copy of the weights: then these can be freed
@@ -97,18 +98,19 @@ class TorchEngine(LocalEngine):
         if options.context is not None:
             info = replace(info, context_length=min(info.context_length, options.context))
         cache_limit = cache_bytes(model.device) if options.cache_bytes is None else options.cache_bytes
-        threads = ThreadCounts.choose(options.threads, _is_small(model))
+        threads = TorchThreads.choose(options.threads, _is_small(model))
         runner, steps, exactness = pick_runner(
             model, info.vocabulary_size, cache_limit, info.context_length, options, threads, library
         )
         hint = NO_COMPILER_HINT if steps.endswith(NO_COMPILER) else ""
-        build = library.result().build if library is not None and steps == COMPILED else ""
         info = replace(info, reuse=runner.reuse, steps=steps, exactness=exactness, hint=hint)
-        info = replace(info, fingerprint=str(_fingerprint(model, info, build)))
+        build = library.result() if library is not None and steps == COMPILED else None
+        fingerprint = _fingerprint(model, info) if build is None else compiled_fingerprint(build)
+        info = replace(info, fingerprint=str(fingerprint))
         super().__init__(info, vocabulary, runner, _limits(model, options), _thread_context(threads), on_failure)
 
 
-def _thread_context(threads: ThreadCounts) -> Callable[[], AbstractContextManager[None]]:
+def _thread_context(threads: TorchThreads) -> Callable[[], AbstractContextManager[None]]:
     @contextmanager
     def context() -> Iterator[None]:
         threads.apply()
@@ -130,12 +132,9 @@ def _info(name: str, model: PreTrainedModel) -> EngineInfo:
     )
 
 
-def _fingerprint(model: PreTrainedModel, info: EngineInfo, build: str) -> Fingerprint:
-    """`build`: the hash of the compiled code, where steps are compiled."""
+def _fingerprint(model: PreTrainedModel, info: EngineInfo) -> Fingerprint:
     device, exactness = model.device.type, EXACTNESS_LABELS[info.exactness]
     sampler = f"sampler-{sampler_version(model.device)}"
-    if info.steps == COMPILED:
-        return Fingerprint(COMPILED_RUNNER, build, device, info.dtype, exactness, sampler)
     runner = "fused" if info.steps.startswith(FEW_OPERATIONS) else "library"
     unit = torch.cuda.get_device_name(model.device) if device == "cuda" else torch.backends.cpu.get_cpu_capability()
     return Fingerprint(runner, f"torch-{torch.__version__}-{unit}", device, info.dtype, exactness, sampler)
@@ -166,14 +165,6 @@ def _start_library_build(
         needed, free = estimate.needed_bytes / 1e9, estimate.free_bytes / 1e9
         return _no_library(f"loading them needs about {needed:.1f} GB of memory, and {free:.1f} GB are free")
     return start_build()
-
-
-def _check_cache_bytes(options: EngineOptions, device: torch.device) -> None:
-    """Raises BadParameter where the cache may grow beyond the memory that is free after loading the model."""
-    free = free_bytes(device)
-    if options.cache_bytes is not None and free is not None and options.cache_bytes > free:
-        size = f"{options.cache_bytes / 1e9:.1f} GB"
-        raise BadParameter("--kv-cache-memory", size, f"beside the model {free / 1e9:.1f} GB are free on {device}")
 
 
 def _no_library(reason: str) -> Future[Library]:

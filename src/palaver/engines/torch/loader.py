@@ -13,14 +13,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as library_logging
 
-from palaver.engines.torch.checkpoint import Checkpoint
+from palaver.engines.core import decoder_config
+from palaver.engines.core.checkpoint import Checkpoint
 from palaver.errors import BadParameter, BrokenModel, UnsafeWeights
-from palaver.sampling import NUMBERS, Sampling
+from palaver.sampling import Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 VALUES_PER_BYTE = {"fp8": 1, "mxfp8": 1, "mxfp4": 2}
 """Quantisation methods whose weights are dequantised without CUDA, and how many values a byte holds."""
-GENERATION_PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_SAMPLING_SETTINGS = (*decoder_config.GENERATION_PARAMETERS, "do_sample")
 UNBOUNDED_CONTEXT = 1_000_000
 
 
@@ -171,19 +172,7 @@ def sampling_defaults(config: GenerationConfig | None) -> Sampling:
     """The model's own sampling defaults; invalid values are ignored."""
     if config is None:
         return Sampling()
-    found = {name: _valid(name, getattr(config, name, None)) for name in GENERATION_PARAMETERS}
-    settings = {name: value for name, value in found.items() if value is not None}
-    do_sample = getattr(config, "do_sample", None)
-    if do_sample is False or (do_sample is None and "temperature" not in settings):
-        settings["temperature"] = 0.0
-    return Sampling(**settings)
-
-
-def _valid(name: str, value: Any) -> Any:
-    try:
-        return NUMBERS[name].check(value)
-    except BadParameter:
-        return None
+    return decoder_config.sampling_defaults({name: getattr(config, name, None) for name in _SAMPLING_SETTINGS})
 
 
 def end_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -11,20 +11,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from palaver.engines.core.kv_cache import Slot
 from palaver.engines.core.logits import Logits
-from palaver.engines.core.prefix_cache import PrefixCache
 from palaver.engines.core.request import SequenceState
-from palaver.engines.core.runner import CacheStatistics
+from palaver.engines.core.slot_runner import SlotRunner
 from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch, sequence_chunk
 from palaver.engines.torch.device_sampler import DeviceSampler
 from palaver.engines.torch.exact import EXACT_CHUNK, ExactPasses
-from palaver.engines.torch.memory import ThreadCounts
+from palaver.engines.torch.memory import TorchThreads
 from palaver.engines.torch.tensors import TensorLayout, is_out_of_memory
 from palaver.memory import give_back_unused
 
-HEADROOM = 32
-"""Tokens beyond the prompt that a new slot has room for."""
 SCORE_BYTES = {"cpu": 256 << 20}
 """What the scores of a pass may take, by device type."""
 DEFAULT_SCORE_BYTES = 1 << 30
@@ -41,103 +37,57 @@ class Forward(Protocol):
         ...
 
 
-class TorchRunner:
+class TorchRunner(SlotRunner[Tensor]):
     def __init__(
         self,
         forward: Forward,
         layout: TensorLayout,
         cache_bytes: int,
         context_length: int,
-        threads: ThreadCounts,
+        threads: TorchThreads,
         exact: ExactPasses | None = None,
         original_length: int | None = None,
     ) -> None:
         """`original_length`: longer sequences use other rotary frequencies (`rope.LongRope`)."""
-        self.reuse = "to the token"
-        self.supports_batching = True
+        super().__init__(layout, cache_bytes, context_length)
         self.prefills_last_token = layout.device.type == "cpu" and exact is None
         self._forward = forward
         self._device = layout.device
         self._sampler = DeviceSampler(layout.device)
-        self._cache = PrefixCache(layout, cache_bytes)
-        self._context_length = context_length
         self._threads = threads
         self._exact = exact
         self._original_length = original_length
-        self._slots: dict[SequenceState, Slot[Tensor]] = {}
         self._long_rope: set[SequenceState] = set()
         """The sequences that started with the frequencies for long texts."""
         self._decode_batch: ForwardBatch | None = None
         """The last decode batch, which the next pass of the same sequences reuses."""
         self._max_pairs = SCORE_BYTES.get(layout.device.type, DEFAULT_SCORE_BYTES) // max(1, forward.pair_bytes)
         """Pairs of a query and a key in a prefill pass."""
-        self._cache.on_slots_moved = self._drop_decode_batch
-        self.forward_seconds = 0.0
-
-    @property
-    def statistics(self) -> CacheStatistics:
-        return self._cache.statistics
-
-    def check_capacity(self, sequence: SequenceState) -> None:
-        self._cache.check_capacity(len(sequence.token_ids))
-
-    def count_cached(self, sequence: SequenceState) -> int:
-        namespace = self._namespace(sequence, self._is_long(sequence))
-        return self._cache.count_cached(namespace, sequence.token_ids[:-1])
 
     def max_chunk(self, sequence: SequenceState) -> int | None:
         """In the exact mode the chunk size must not depend on other sequences."""
         return None if self._exact is None else EXACT_CHUNK
 
     def allocate(self, sequence: SequenceState) -> None:
-        long_rope = self._is_long(sequence)
-        namespace, keys = self._namespace(sequence, long_rope), sequence.token_ids[:-1]
-        slot, cached = self._cache.allocate(namespace, keys, self._initial_tokens(sequence))
-        self._slots[sequence] = slot
-        sequence.cached_logits = (
-            self._cache.restore_logits(slot, namespace, sequence.token_ids) if cached == len(keys) else None
-        )
-        sequence.cached_tokens = cached if sequence.cached_logits is None else len(sequence.token_ids)
-        sequence.computed_tokens = sequence.cached_tokens
-        if long_rope:
+        super().allocate(sequence)
+        if self._is_long(sequence):
             self._long_rope.add(sequence)
 
     def needs_recompute(self, sequence: SequenceState) -> bool:
         """As the library's `generate`, which computes all keys again at the first token beyond the original length."""
         return self._is_long(sequence) and sequence not in self._long_rope
 
-    def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Logits:
-        for sequence, count in zip(sequences, counts, strict=True):
-            self._cache.grow(self._slots[sequence], sequence.computed_tokens + count, sequence.computed_tokens)
-        chunks = [self._next_chunk(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
-        logits = self._run_by_frequencies(chunks, need_logits)
-        for sequence, count in zip(sequences, counts, strict=True):
-            sequence.computed_tokens += count
-        return self._sampler.logits(logits)
-
-    def cache_prefix(self, sequence: SequenceState, logits: Logits) -> None:
-        keys = sequence.token_ids[: sequence.computed_tokens]
-        namespace = self._namespace(sequence, sequence in self._long_rope)
-        self._cache.insert(self._slots[sequence], namespace, keys, sequence.conversation)
-        self._cache.insert_logits(namespace, keys, logits)
-
     def release(self, sequence: SequenceState) -> None:
-        slot = self._slots.pop(sequence, None)
-        if slot is not None:
-            keys = sequence.token_ids[: sequence.computed_tokens]
-            namespace = self._namespace(sequence, sequence in self._long_rope)
+        try:
+            super().release(sequence)
+        finally:
             self._long_rope.discard(sequence)
-            try:
-                self._cache.insert(slot, namespace, keys, sequence.conversation)
-            finally:
-                self._cache.free(slot, namespace, keys, sequence.conversation)
 
-    def forget(self, conversation: str) -> None:
-        self._drop_decode_batch()
-        self._cache.forget(conversation)
+    def _compute(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool) -> Logits:
+        chunks = [self._next_chunk(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
+        return self._sampler.logits(self._run_by_frequencies(chunks, need_logits))
 
     def _drop_decode_batch(self) -> None:
-        """It holds references to the pools of its slots."""
         self._decode_batch = None
 
     def _next_chunk(self, sequence: SequenceState, count: int) -> SequenceChunk:
@@ -148,9 +98,12 @@ class TorchRunner:
     def _is_long(self, sequence: SequenceState) -> bool:
         return self._original_length is not None and len(sequence.token_ids) > self._original_length
 
-    def _namespace(self, sequence: SequenceState, long_rope: bool) -> Hashable:
+    def _namespace(self, sequence: SequenceState) -> Hashable:
         """Keys of different frequencies are not interchangeable."""
-        return (sequence.space, "long") if long_rope else sequence.space
+        return (sequence.space, "long") if sequence in self._long_rope else sequence.space
+
+    def _new_namespace(self, sequence: SequenceState) -> Hashable:
+        return (sequence.space, "long") if self._is_long(sequence) else sequence.space
 
     def _run_by_frequencies(self, chunks: Sequence[SequenceChunk], need_logits: bool) -> Tensor:
         """Sequences of different frequencies don't share a pass."""
@@ -207,11 +160,6 @@ class TorchRunner:
         logits = self._forward(batch)
         self.forward_seconds += time.thread_time() - began
         return logits
-
-    def _initial_tokens(self, sequence: SequenceState) -> int:
-        """How many tokens the sequence's slot has room for at first."""
-        limit = min(self._context_length, self._cache.max_tokens)
-        return min(len(sequence.token_ids) + HEADROOM, max(limit, len(sequence.token_ids)))
 
 
 def _count_pairs(chunks: Sequence[SequenceChunk]) -> int:

@@ -15,16 +15,20 @@ from transformers import DynamicCache, PreTrainedModel
 
 from palaver.engines.base import BY_BATCH, BY_TEXT, COMPILED
 from palaver.engines.compiled.build import Library
+from palaver.engines.compiled.decoder import CompiledDecoder, Rows
+from palaver.engines.compiled.runner import CompiledRunner
+from palaver.engines.core.arrays import HostArray
 from palaver.engines.core.kv_cache import Slot, SlotAllocator
 from palaver.engines.core.options import EngineOptions
-from palaver.engines.core.runner import Runner
+from palaver.engines.core.runner import Runner, UnsupportedModel
 from palaver.engines.torch.batch import BatchInputs, ForwardBatch, SequenceChunk, build_batch, sequence_chunk
 from palaver.engines.torch.cuda_graphs import CudaGraphCapture, GraphDecoder, StepDecoder
-from palaver.engines.torch.decoders.library import LibraryDecoder, OffsetCache, UnsupportedModel, kv_layout
+from palaver.engines.torch.decoders.compiled import compile_decoder
+from palaver.engines.torch.decoders.library import LibraryDecoder, OffsetCache, kv_layout
 from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder
 from palaver.engines.torch.exact import ExactPasses, probe_exactness
 from palaver.engines.torch.loader import quantization_config, quiet
-from palaver.engines.torch.memory import ThreadCounts
+from palaver.engines.torch.memory import TorchThreads
 from palaver.engines.torch.model_runner import Forward, TorchRunner
 from palaver.engines.torch.rope import find_longrope
 from palaver.engines.torch.snapshot_runner import CacheAbilities, RecurrentState, SnapshotRunner, StatelessModel
@@ -49,7 +53,7 @@ def pick_runner(
     cache_bytes: int,
     context_length: int,
     options: EngineOptions,
-    threads: ThreadCounts,
+    threads: TorchThreads,
     library: Future[Library] | None = None,
 ) -> tuple[Runner, str, str]:
     """The runner, whose code computes its steps (`EngineInfo.steps`), and what the bits of a reply depend on
@@ -67,7 +71,9 @@ def pick_runner(
             layout = probe.layout()
             forward, steps = probe.pick_forward(layout, context_length, options, library, threads)
             _check_required(options, steps)
-            passes, exactness = probe.pick_exact_passes(forward, layout, steps, options.exact, threads)
+            if isinstance(forward, CompiledDecoder):
+                return CompiledRunner(forward, cache_bytes, context_length, threads), COMPILED, BY_TEXT
+            passes, exactness = probe.pick_exact_passes(forward, layout, options.exact, threads)
             length = None if probe.rope is None else probe.rope.original_length
             return TorchRunner(forward, layout, cache_bytes, context_length, threads, passes, length), steps, exactness
         except CantCompile:
@@ -110,8 +116,8 @@ class ModelProbe:
         context_length: int,
         options: EngineOptions,
         library: Future[Library] | None,
-        threads: ThreadCounts,
-    ) -> tuple[Forward, str]:
+        threads: TorchThreads,
+    ) -> tuple[Forward | CompiledDecoder, str]:
         """What runs a batch, and whose code that is (`EngineInfo.steps`)."""
         try:
             if not options.fused:
@@ -127,20 +133,18 @@ class ModelProbe:
         if library is None:
             return best, steps
         try:
-            from palaver.engines.compiled.decoder import CompiledDecoder  # it imports this package
-
-            compiled = CompiledDecoder(parts, layout, library.result(), threads.large_pass)
-            self.check(compiled, layout)
+            compiled = compile_decoder(parts, library.result(), threads.large_pass)
+            if compiled.layout.layer_shapes != layout.layer_shapes:
+                raise UnsupportedModel("its layers differ")
+            self.check_compiled(compiled)
         except Exception as error:
             return best, _explain_not_compiled(library, steps, error)
         return compiled, COMPILED
 
     def pick_exact_passes(
-        self, forward: Forward, layout: TensorLayout, steps: str, exact: bool, threads: ThreadCounts
+        self, forward: Forward, layout: TensorLayout, exact: bool, threads: TorchThreads
     ) -> tuple[ExactPasses | None, str]:
         """The passes of the exact mode, if it is on, and what the bits of a reply depend on."""
-        if steps == COMPILED:
-            return None, BY_TEXT
         if not exact:
             return None, BY_BATCH
         experts = any("expert" in name for name, _ in self._model.named_modules())
@@ -215,6 +219,21 @@ class ModelProbe:
                 batch.advance(chunks)
             compare(batch, chunks)
         run(self._next_token(longer, SECOND + 3))
+
+    def check_compiled(self, decoder: CompiledDecoder) -> None:
+        """As `check`, for compiled steps."""
+        slots = SlotAllocator(decoder.layout, PROBE_BYTES)
+        longer, shorter = slots.allocate(LENGTH), slots.allocate(LENGTH)
+
+        def run(*spans: tuple[Slot[HostArray], int, int]) -> None:
+            rows = Rows([(slot, start, self.ids[start:stop]) for slot, start, stop in spans], need_logits=True)
+            for row, (_, _, stop) in zip(decoder.run(rows, 1), spans, strict=True):
+                self.compare(torch.from_numpy(row), stop)
+
+        run((longer, 0, FIRST), (shorter, 0, 4))
+        run((longer, FIRST, SECOND))
+        for at in range(3):
+            run((shorter, 4 + at, 5 + at), (longer, SECOND + at, SECOND + at + 1))
 
     def check_late(self, forward: Forward, layout: TensorLayout) -> None:
         """Raises unless a sequence at the end of the context, with another at its start, gives the model's own logits:

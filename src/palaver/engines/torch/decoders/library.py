@@ -10,16 +10,13 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
+from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.attention import MaskRule
 from palaver.engines.torch.attention_kernels import AttentionParams, pair_bytes
 from palaver.engines.torch.batch import ForwardBatch
 from palaver.engines.torch.loader import quiet
 from palaver.engines.torch.rope import LongRope
 from palaver.engines.torch.tensors import TensorLayout, TensorMemory
-
-
-class UnsupportedModel(Exception):
-    """The model does something with its cache or its masks that a slot can't represent."""
 
 
 class LibraryDecoder:

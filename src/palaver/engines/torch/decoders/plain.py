@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from palaver.engines.core.rotary import Frequencies
+from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.attention import MaskRule
 from palaver.engines.torch.attention_kernels import AttentionParams, ScoreWorkspace, pair_bytes
 from palaver.engines.torch.batch import ForwardBatch
-from palaver.engines.torch.decoders.library import UnsupportedModel
 
 ATTENTION_MODULES = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP_MODULES = {"gate_proj", "up_proj", "down_proj"}
@@ -109,6 +110,10 @@ class RotaryEmbedding:
 
     def rotate_pairs(self, pairs: Tensor, rotations: Tensor) -> Tensor:
         return torch.view_as_real(torch.view_as_complex(pairs) * rotations).flatten(-2)
+
+    @property
+    def frequencies(self) -> Frequencies:
+        return Frequencies(self._rotary.inv_freq.float().cpu().numpy(), float(self._rotary.attention_scaling))
 
     @property
     def uses_pairs(self) -> bool:

@@ -1,0 +1,78 @@
+"""How long `palaver ask` takes to its first token, against `python -c 'import torch'` in the same run.
+
+Both are started in turn, several times; the medians and their ratio are printed. Processor time is printed too: it
+changes less where other programs run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+RUNS = 7
+QUESTION = "What is the capital of France?"
+ASK = (sys.executable, "-m", "palaver", "ask", QUESTION, "--device", "cpu")
+COMMANDS = {
+    "import torch": (sys.executable, "-c", "import torch; print()"),
+    "ask, compiled": (*ASK, "--compile"),
+    "ask, torch": (*ASK, "--no-compile"),
+}
+BARS = {"ask, compiled": 0.5, "ask, torch": 1.5}
+"""The most times of `import torch` that a command may take."""
+
+
+@dataclass(frozen=True)
+class Start:
+    seconds: float
+    """To the first byte that is written."""
+    processor_seconds: float
+    """To the end of the process."""
+
+
+def measure(command: Sequence[str]) -> Start:
+    """The first byte may be of a thought, which goes to stderr."""
+    read, write = os.pipe()
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=write, stderr=write, stdin=subprocess.DEVNULL)
+    os.close(write)
+    first = os.read(read, 1)
+    seconds = time.perf_counter() - began
+    with os.fdopen(read, "rb") as rest:
+        rest.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    assert first
+    assert status == 0, f"{command} failed"
+    return Start(seconds, usage.ru_utime + usage.ru_stime)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=RUNS)
+    runs = parser.parse_args().runs
+    for command in COMMANDS.values():  # builds the compiled code, and reads all files once
+        measure(command)
+    starts: dict[str, list[Start]] = {name: [] for name in COMMANDS}
+    for _ in range(runs):
+        for name, command in COMMANDS.items():
+            starts[name].append(measure(command))
+    first, processor = (
+        {name: statistics.median(getattr(start, field) for start in found) for name, found in starts.items()}
+        for field in ("seconds", "processor_seconds")
+    )
+    print(f"{'':16}{'first token':>12}{'ratio':>8}{'bar':>6}   {'processor':>10}{'ratio':>8}")
+    for name in COMMANDS:
+        ratios = [figures[name] / figures["import torch"] for figures in (first, processor)]
+        bar = BARS.get(name)
+        print(
+            f"{name:16}{first[name]:10.2f} s{ratios[0]:8.2f}{'' if bar is None else bar:>6}   "
+            f"{processor[name]:8.2f} s{ratios[1]:8.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

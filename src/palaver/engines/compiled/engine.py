@@ -1,0 +1,104 @@
+"""Loads plain decoders for compiled steps from their files, with numpy alone: torch and transformers are not used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from palaver.engines.base import BY_TEXT, COMPILED, COMPILED_RUNNER, EXACTNESS_LABELS, EngineInfo, Fingerprint
+from palaver.engines.compiled.build import Library, start_build
+from palaver.engines.compiled.decoder import CompiledDecoder, DecoderSizes
+from palaver.engines.compiled.runner import CompiledRunner
+from palaver.engines.compiled.weights import read_weights
+from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint
+from palaver.engines.core.decoder_config import DecoderConfig, read_decoder_config, read_generation_config
+from palaver.engines.core.engine import LocalEngine
+from palaver.engines.core.fit import Fit, host_cache_bytes
+from palaver.engines.core.options import EngineOptions
+from palaver.engines.core.rotary import TABLE_VERSION, RotaryTable
+from palaver.engines.core.sampler import SAMPLER_VERSION
+from palaver.engines.core.scheduler import SchedulerLimits
+from palaver.engines.core.threads import SMALL_MODEL, ThreadCounts
+from palaver.memory import available_bytes, give_back_unused
+from palaver.phases import Vocabulary
+
+DEVICE, DTYPE = "cpu", "float32"
+
+
+def load(
+    model: str | Path,
+    *,
+    vocabulary: Vocabulary,
+    options: EngineOptions | None = None,
+    on_failure: Callable[[BaseException], None] | None = None,
+) -> LocalEngine:
+    """Loads a model from a folder and starts its thread.
+
+    Raises UnsupportedModel unless its configuration is that of a plain decoder, CantCompile where there is no compiled
+    code, and a ModelError where its files can't be loaded.
+    """
+    options = options or EngineOptions()
+    checkpoint = open_checkpoint(model)
+    config = read_decoder_config(checkpoint)
+    info = _info(checkpoint, config, options)
+    _sizes(config).check(config.hidden_size)
+    building = start_build()
+    compiled_fit(checkpoint, config).check(checkpoint.name)
+    small = 4 * sum(tensor.elements for tensor in checkpoint.tensors.values()) <= SMALL_MODEL
+    threads = ThreadCounts.choose(options.threads, small)
+    library = building.result()
+    decoder = load_decoder(checkpoint, config, library, threads.large_pass)
+    if not small:
+        give_back_unused()
+    runner = CompiledRunner(decoder, host_cache_bytes(options), info.context_length, threads)
+    info = replace(info, reuse=runner.reuse, fingerprint=str(compiled_fingerprint(library)))
+    return LocalEngine(info, vocabulary, runner, _limits(options, small), on_failure=on_failure)
+
+
+def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, library: Library, max_threads: int) -> CompiledDecoder:
+    rotary = RotaryTable(config.frequencies, config.max_position)
+    return CompiledDecoder(read_weights(checkpoint, config), _sizes(config), rotary, library, max_threads)
+
+
+def _sizes(config: DecoderConfig) -> DecoderSizes:
+    return DecoderSizes(config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size, config.scale)
+
+
+def describe_fit(model: str | Path) -> str:
+    """One sentence on whether the model would fit. Raises as `load` does, but builds and loads nothing."""
+    checkpoint = open_checkpoint(model)
+    return str(compiled_fit(checkpoint, read_decoder_config(checkpoint)))
+
+
+def compiled_fingerprint(library: Library) -> Fingerprint:
+    build = f"{library.build}-rope-{TABLE_VERSION}"
+    return Fingerprint(COMPILED_RUNNER, build, DEVICE, DTYPE, EXACTNESS_LABELS[BY_TEXT], f"sampler-{SAMPLER_VERSION}")
+
+
+def compiled_fit(checkpoint: Checkpoint, config: DecoderConfig) -> Fit:
+    """Weights stay as they are stored; the embedding is float32."""
+    stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    embedding = 4 * config.vocabulary_size * config.hidden_size
+    return Fit.of(stored + embedding, available_bytes(), DEVICE)
+
+
+def _info(checkpoint: Checkpoint, config: DecoderConfig, options: EngineOptions) -> EngineInfo:
+    defaults, end_ids = read_generation_config(checkpoint)
+    return EngineInfo(
+        model=checkpoint.name,
+        context_length=min(config.max_position, options.context or config.max_position),
+        vocabulary_size=config.vocabulary_size,
+        end_ids=end_ids,
+        defaults=defaults,
+        device=DEVICE,
+        dtype=DTYPE,
+        steps=COMPILED,
+        exactness=BY_TEXT,
+    )
+
+
+def _limits(options: EngineOptions, small: bool) -> SchedulerLimits:
+    """By default a chunk of a prompt takes a small part of a second."""
+    limits = options.limits or SchedulerLimits(chunk_tokens=128 if small else 32)
+    return limits if options.max_running is None else replace(limits, max_running=options.max_running)

@@ -1,0 +1,278 @@
+"""Plain decoders that are recognised by their configuration alone, without the transformers library.
+
+A configuration is accepted only if all of its settings that matter are known. Any doubt is an UnsupportedModel: the
+library's own code then runs the model, or its modules show that it is a plain decoder after all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from palaver.engines.core.checkpoint import Checkpoint, read_json
+from palaver.engines.core.rotary import (
+    Frequencies,
+    default_frequencies,
+    linear_frequencies,
+    llama3_frequencies,
+    yarn_frequencies,
+    yarn_scaling,
+)
+from palaver.engines.core.runner import UnsupportedModel
+from palaver.errors import BadParameter, ModelError
+from palaver.sampling import NUMBERS, Sampling
+
+QKV = ("q_proj", "k_proj", "v_proj")
+ATTENTION = (*QKV, "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+DEFAULT_THETA = 10_000.0
+GENERATION_PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+ROPE_KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+    "default": (frozenset(), frozenset()),
+    "linear": (frozenset({"factor"}), frozenset()),
+    "llama3": (
+        frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+        frozenset(),
+    ),
+    "yarn": (
+        frozenset({"factor", "original_max_position_embeddings"}),
+        frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
+    ),
+}
+"""The kinds of rotary embedding that are understood: the settings that each needs, and those it may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the models of one `model_type` have in common."""
+
+    qkv_bias: bool | None = None
+    """Whether queries, keys and values have biases; None where `attention_bias` says it, for the output too."""
+    mlp_bias: bool = False
+    """Whether `mlp_bias` may be set."""
+    qk_norm: bool = False
+    optional_window: bool = False
+    """Whether `sliding_window` only counts with `use_sliding_window`."""
+    required: tuple[str, ...] = ()
+    """Settings whose defaults differ from family to family."""
+
+
+FAMILIES = {
+    "llama": Family(mlp_bias=True),
+    "mistral": Family(qkv_bias=False, required=("sliding_window",)),
+    "qwen2": Family(qkv_bias=True, optional_window=True),
+    "qwen3": Family(qk_norm=True, optional_window=True, required=("head_dim",)),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderConfig:
+    """The sizes and parts of a plain decoder."""
+
+    vocabulary_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    epsilon: float
+    tied: bool
+    """Whether the embedding is the output layer too."""
+    biases: frozenset[str]
+    """The projections that have a bias."""
+    qk_norm: bool
+    frequencies: Frequencies
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of the checkpoint."""
+        hidden, inner = (self.hidden_size,), (self.intermediate_size,)
+        queries, keys = (self.num_heads * self.head_dim,), (self.num_kv_heads * self.head_dim,)
+        outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
+        outputs |= {"gate_proj": inner, "up_proj": inner, "down_proj": hidden}
+        inputs = dict.fromkeys(outputs, hidden) | {"o_proj": queries, "down_proj": inner}
+        shapes = {"model.embed_tokens.weight": (self.vocabulary_size, *hidden), "model.norm.weight": hidden}
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.vocabulary_size, *hidden)
+        for layer in range(self.num_layers):
+            for name, size in outputs.items():
+                module = f"{layer_prefix(layer)}{'self_attn' if name in ATTENTION else 'mlp'}.{name}"
+                shapes[f"{module}.weight"] = (*size, *inputs[name])
+                if name in self.biases:
+                    shapes[f"{module}.bias"] = size
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                shapes[f"{layer_prefix(layer)}{name}.weight"] = hidden
+            for name in ("q_norm", "k_norm") if self.qk_norm else ():
+                shapes[f"{layer_prefix(layer)}self_attn.{name}.weight"] = (self.head_dim,)
+        return shapes
+
+
+def layer_prefix(layer: int) -> str:
+    return f"model.layers.{layer}."
+
+
+def read_decoder_config(checkpoint: Checkpoint) -> DecoderConfig:
+    """Raises UnsupportedModel unless the configuration and the tensors are those of a plain decoder."""
+    config = _parse(checkpoint.config)
+    expected = config.tensor_shapes()
+    found = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    if found != expected:
+        names = sorted(set(found) ^ set(expected)) or sorted(name for name in found if found[name] != expected[name])
+        raise UnsupportedModel(f"its weights are not those of its configuration ({names[0]})")
+    kinds = {tensor.dtype for tensor in checkpoint.tensors.values()}
+    _require(kinds <= {"F32", "F16", "BF16"}, "weights of another type")
+    return config
+
+
+def _parse(config: Mapping[str, Any]) -> DecoderConfig:
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        raise UnsupportedModel("it is of another kind")
+    _require(not config.get("quantization_config"), "quantised weights")
+    _require(config.get("hidden_act") == "silu", "another activation")
+    window = config.get("sliding_window") if not family.optional_window or config.get("use_sliding_window") else None
+    kinds = set(config.get("layer_types") or ())
+    _require(not window and kinds <= {"full_attention"}, "a window of attention")
+    for name in family.required:
+        _require(name in config, f"no setting {name}")
+    heads, hidden = _positive(config, "num_attention_heads"), _positive(config, "hidden_size")
+    implicit = config.get("head_dim") is None
+    _require(not (implicit and hidden % heads), "sizes that don't fit each other")
+    head_dim = hidden // heads if implicit else _positive(config, "head_dim")
+    kv_heads = _positive(config, "num_key_value_heads")
+    _require(heads % kv_heads == 0 and head_dim % 2 == 0, "sizes that don't fit each other")
+    max_position = _positive(config, "max_position_embeddings")
+    return DecoderConfig(
+        vocabulary_size=_positive(config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_positive(config, "intermediate_size"),
+        num_layers=_positive(config, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position=max_position,
+        epsilon=_number(config, "rms_norm_eps"),
+        tied=_flag(config, "tie_word_embeddings"),
+        biases=_biases(family, config),
+        qk_norm=family.qk_norm,
+        frequencies=_frequencies(config, head_dim, max_position),
+    )
+
+
+def _biases(family: Family, config: Mapping[str, Any]) -> frozenset[str]:
+    mlp = MLP if family.mlp_bias and _flag(config, "mlp_bias") else ()
+    if family.qkv_bias is not None:
+        return frozenset((*QKV, *mlp) if family.qkv_bias else mlp)
+    return frozenset((*ATTENTION, *mlp) if _flag(config, "attention_bias") else mlp)
+
+
+def _frequencies(config: Mapping[str, Any], head_dim: int, max_position: int) -> Frequencies:
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    _require(isinstance(rope, Mapping) and "partial_rotary_factor" not in config, "an unknown rotary embedding")
+    _require("original_max_position_embeddings" not in config, "an unknown rotary embedding")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    _require(kind in ROPE_KEYS, "angles that depend on the length")
+    theta = rope.get("rope_theta", config.get("rope_theta", DEFAULT_THETA))
+    needed, optional = ROPE_KEYS[kind]
+    settings = {name: value for name, value in rope.items() if name not in ("rope_type", "type", "rope_theta")}
+    if "original_max_position_embeddings" in needed:
+        settings.setdefault("original_max_position_embeddings", max_position)
+    _require(needed <= set(settings) <= needed | optional, "an unknown rotary embedding")
+    numbers = [theta, *(settings[name] for name in needed)]
+    _require(all(_is_number(value) and value > 0 for value in numbers), "an unknown rotary embedding")
+    try:
+        angles, scaling = _angles(kind, theta, head_dim, settings)
+    except (ArithmeticError, ValueError, TypeError) as error:
+        raise UnsupportedModel("it has an unknown rotary embedding") from error
+    _require(bool(np.isfinite(angles).all()), "an unknown rotary embedding")
+    return Frequencies(angles, scaling)
+
+
+def _angles(kind: str, theta: float, head_dim: int, rope: Mapping[str, Any]) -> tuple[Any, float]:
+    if kind == "yarn":
+        return yarn_frequencies(theta, head_dim, rope), yarn_scaling(rope)
+    if kind == "llama3":
+        return llama3_frequencies(theta, head_dim, rope), 1.0
+    if kind == "linear":
+        return linear_frequencies(theta, head_dim, rope), 1.0
+    return default_frequencies(theta, head_dim), 1.0
+
+
+def _positive(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if type(value) is not int or value <= 0:
+        raise UnsupportedModel(f"it has no setting {name}")
+    return value
+
+
+def _number(config: Mapping[str, Any], name: str) -> float:
+    value = config.get(name)
+    if not _is_number(value):
+        raise UnsupportedModel(f"it has no setting {name}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool:
+    """False where it is missing, as in the library for these families."""
+    value = config.get(name, False)
+    if type(value) is not bool:
+        raise UnsupportedModel(f"it has no setting {name}")
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise UnsupportedModel(f"it has {what}")
+
+
+def read_generation_config(checkpoint: Checkpoint) -> tuple[Sampling, frozenset[int]]:
+    """The model's sampling defaults and its end-of-sequence ids. Raises UnsupportedModel where they aren't plain."""
+    path = checkpoint.folder / "generation_config.json"
+    generation: Any = None
+    if path.is_file():
+        try:
+            generation = read_json(path)
+        except ModelError as error:
+            raise UnsupportedModel("its generation_config.json can't be read") from error
+    elif any(name in checkpoint.config for name in (*GENERATION_PARAMETERS, "do_sample")):
+        raise UnsupportedModel("its sampling defaults are in its config.json")
+    if "eos_token_id" not in checkpoint.config or not isinstance(generation, dict | None):
+        raise UnsupportedModel("it names no end of a reply")
+    ends = _token_ids(checkpoint.config) | _token_ids(generation or {})
+    return sampling_defaults(generation or {}), ends
+
+
+def _token_ids(config: Mapping[str, Any]) -> frozenset[int]:
+    found = config.get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token_id) is int for token_id in ids):
+        raise UnsupportedModel("it names no end of a reply")
+    return frozenset(ids)
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> Sampling:
+    """The defaults of a generation configuration; invalid values are ignored."""
+    found = {name: _valid(name, generation.get(name)) for name in GENERATION_PARAMETERS}
+    settings = {name: value for name, value in found.items() if value is not None}
+    do_sample = generation.get("do_sample")
+    if do_sample is False or (do_sample is None and "temperature" not in settings):
+        settings["temperature"] = 0.0
+    return Sampling(**settings)
+
+
+def _valid(name: str, value: Any) -> Any:
+    try:
+        return NUMBERS[name].check(value)
+    except BadParameter:
+        return None

@@ -1,0 +1,86 @@
+"""Picks the engine for a model's folder. Plain decoders with compiled steps load without torch and transformers."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from palaver.engines.core.engine import LocalEngine
+from palaver.engines.core.options import EngineOptions
+from palaver.engines.core.runner import UnsupportedModel
+from palaver.errors import ModelError
+from palaver.phases import Vocabulary
+
+ACCELERATOR_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
+"""Devices of NVIDIA's and AMD's drivers, and of Windows in a Linux subsystem."""
+
+
+def load_engine(
+    model: str | Path,
+    *,
+    vocabulary: Vocabulary,
+    device: str | None = None,
+    dtype: str | None = None,
+    options: EngineOptions | None = None,
+    adapter: Path | None = None,
+    on_failure: Callable[[BaseException], None] | None = None,
+) -> LocalEngine:
+    """Loads a model from a folder and starts its thread. Raises a ModelError where that fails.
+
+    The choice follows from the files, the options and the machine alone. Whatever keeps compiled steps from loading by
+    themselves is left to the torch engine: it may still use them, and explains or raises what is wrong.
+    """
+    options = options or EngineOptions()
+    if _may_skip_torch(device, dtype, options, adapter):
+        from palaver.engines.compiled.engine import load as load_compiled
+
+        try:
+            return load_compiled(model, vocabulary=vocabulary, options=options, on_failure=on_failure)
+        except (UnsupportedModel, ModelError):
+            pass
+    from palaver.engines.torch import load as load_torch
+
+    return load_torch(
+        model,
+        vocabulary=vocabulary,
+        device=device,
+        dtype=dtype,
+        options=options,
+        adapter=adapter,
+        on_failure=on_failure,
+    )
+
+
+def describe_fit(
+    model: str | Path, device: str | None = None, dtype: str | None = None, compiled: bool | None = None
+) -> str:
+    """One sentence on whether the model would fit, without loading it."""
+    if _may_skip_torch(device, dtype, EngineOptions(compiled=compiled), None):
+        from palaver.engines.compiled.engine import describe_fit as describe_compiled_fit
+
+        try:
+            return describe_compiled_fit(model)
+        except (UnsupportedModel, ModelError):
+            pass
+    from palaver.engines.torch import describe_fit as describe_torch_fit
+
+    return describe_torch_fit(model, device, dtype, compiled)
+
+
+def _may_skip_torch(device: str | None, dtype: str | None, options: EngineOptions, adapter: Path | None) -> bool:
+    """Whether compiled steps are wanted: by default on the CPU, where there is no accelerator that torch may use."""
+    if options.compiled is False or not options.fused or adapter is not None:
+        return False
+    on_cpu = device == "cpu" or (device is None and not has_accelerator())
+    return on_cpu and dtype in (None, "float32")
+
+
+def has_accelerator() -> bool:
+    """Whether the machine seems to have a GPU, without asking a framework. If in doubt, yes."""
+    if sys.platform == "darwin":
+        return platform.machine() == "arm64"
+    if sys.platform == "win32":
+        return True
+    return any(Path(path).exists() for path in ACCELERATOR_FILES)

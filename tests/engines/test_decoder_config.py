@@ -1,0 +1,167 @@
+"""Plain decoders are recognised by their configuration, and read as the transformers library reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from palaver.engines.core.checkpoint import open_checkpoint
+from palaver.engines.core.decoder_config import FAMILIES, read_decoder_config, read_generation_config
+from palaver.engines.core.rotary import RotaryTable
+from palaver.engines.core.runner import UnsupportedModel
+from palaver.engines.torch.loader import end_ids, quiet, sampling_defaults
+from tests.engines import tiny
+
+THETA = {"rope_theta": 10_000.0}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
+    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, **THETA}},
+    "llama3": {
+        "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500_000.0}
+        | {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+    },
+    "yarn": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, **THETA}},
+    "yarn with options": {
+        "rope_parameters": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, **THETA}
+        | {"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.9, "truncate": False}
+    },
+    "yarn with its own factor": {
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, **THETA}
+        | {"attention_factor": 1.25}
+    },
+}
+
+
+def save(folder: Path, family: str = "qwen3", **overrides: Any) -> Any:
+    return tiny.make(family, folder, **overrides)
+
+
+def edit(folder: Path, name: str = "config.json", **settings: Any) -> Path:
+    """Changes settings of a saved model; None removes one."""
+    path = folder / name
+    config = json.loads(path.read_text()) if path.exists() else {}
+    config |= settings
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_angles_are_those_of_the_library(rope: str, tmp_path: Path) -> None:
+    model = tiny.build("llama", head_dim=64, **ROPES[rope])
+    with quiet():
+        model.save_pretrained(tmp_path)
+    frequencies = read_decoder_config(open_checkpoint(tmp_path)).frequencies
+    library = model.model.rotary_emb
+    np.testing.assert_allclose(frequencies.angles, library.inv_freq.numpy(), rtol=3e-7)
+    positions = [0, 1, 100, 511]
+    cos, sin = library(torch.empty(1), torch.tensor([positions]))
+    table = RotaryTable(frequencies, 511).up_to(511)[positions]
+    np.testing.assert_allclose(table[..., 0], cos[0, :, :32].numpy(), atol=2e-5)
+    np.testing.assert_allclose(table[..., 1], sin[0, :, :32].numpy(), atol=2e-5)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_no_other_family_is_taken_for_a_plain_decoder(family: str, folder_of: Callable[[str], Path]) -> None:
+    checkpoint = open_checkpoint(folder_of(family))
+    if family in ("llama", "qwen2", "qwen3"):
+        assert read_decoder_config(checkpoint).tensor_shapes().keys() == checkpoint.tensors.keys()
+    else:
+        with pytest.raises(UnsupportedModel):
+            read_decoder_config(checkpoint)
+
+
+def test_all_families_are_tried_here() -> None:
+    """`test_compiled.py` compares the logits of each with the library's."""
+    assert {"llama", "mistral", "qwen2", "qwen3"} == set(FAMILIES)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "a window": {"sliding_window": 24, "use_sliding_window": True},
+    "windows in some layers": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    "another activation": {"hidden_act": "gelu"},
+    "no head size": {"head_dim": None},
+    "no number of keys": {"num_key_value_heads": None},
+    "a number that is none": {"rms_norm_eps": "small"},
+    "quantised": {"quantization_config": {"quant_method": "fp8"}},
+    "biases that are not in the files": {"attention_bias": True},
+    "dynamic angles": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, **THETA}},
+    "a part of each head": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, **THETA}},
+    "scaled queries": {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.5, **THETA}},
+    "angles without a factor": {"rope_parameters": {"rope_type": "linear", **THETA}},
+    "a length beside the angles": {"original_max_position_embeddings": 128},
+    "another number of layers": {"num_hidden_layers": 2},
+    "other sizes": {"intermediate_size": 64},
+    "tied, with an output layer in the files": {"tie_word_embeddings": True},
+    "an unknown family": {"model_type": "plain"},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_in_doubt_it_is_left_to_the_library(case: str, tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    read_decoder_config(open_checkpoint(folder))
+    with pytest.raises(UnsupportedModel):
+        read_decoder_config(open_checkpoint(edit(folder, **REFUSED[case])))
+
+
+def test_settings_of_older_versions_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
+    """Published files have `rope_theta` and `rope_scaling`, and a window that is turned off."""
+    folder = save(tmp_path)
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    edit(folder, rope_parameters=None, layer_types=None, rope_theta=1e6, rope_scaling=scaling)
+    edit(folder, sliding_window=4096, use_sliding_window=False)
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    frequencies = read_decoder_config(open_checkpoint(folder)).frequencies
+    np.testing.assert_allclose(frequencies.angles, model.model.rotary_emb.inv_freq.numpy(), rtol=3e-7)
+    assert frequencies.scaling == model.model.rotary_emb.attention_scaling
+
+
+GENERATION: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "empty": {},
+    "sampling": {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [3, 5]},
+    "greedy": {"do_sample": False, "temperature": 0.6},
+    "a temperature alone": {"temperature": 0.7, "eos_token_id": 9},
+    "neither": {"top_k": 10, "min_p": 0.1},
+    "sampling without a temperature": {"do_sample": True},
+    "penalties": {"do_sample": True, "repetition_penalty": 1.1},
+    "out of bounds": {"do_sample": True, "temperature": 0.5, "top_p": 7.0},
+}
+
+
+@pytest.mark.parametrize("case", GENERATION)
+def test_defaults_are_those_of_the_library(case: str, tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    path = folder / "generation_config.json"
+    path.unlink(missing_ok=True)
+    if GENERATION[case] is not None:
+        path.write_text(json.dumps(GENERATION[case]))
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert isinstance(model.generation_config, GenerationConfig)
+    defaults, ends = read_generation_config(open_checkpoint(folder))
+    assert defaults == sampling_defaults(model.generation_config)
+    assert ends == end_ids(model)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}'])
+def test_a_broken_generation_config_is_left_to_the_library(text: str, tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(UnsupportedModel):
+        read_generation_config(open_checkpoint(folder))
+
+
+def test_sampling_in_the_configuration_is_left_to_the_library(tmp_path: Path) -> None:
+    folder = edit(save(tmp_path), temperature=0.5)
+    (folder / "generation_config.json").unlink()
+    with pytest.raises(UnsupportedModel):
+        read_generation_config(open_checkpoint(folder))

@@ -1,0 +1,62 @@
+"""The embedded model with compiled steps answers without torch and transformers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from palaver.engines import loader
+from palaver.engines.core.options import EngineOptions
+from palaver.engines.loader import has_accelerator
+from tests.engines.compiler import needs_a_compiler
+
+ASK = """
+from palaver.cli import app
+app(["ask", "What is the capital of France?", "--device", "cpu", "--set", "temperature=0"], standalone_mode=False)
+"""
+HOST = """
+import asyncio
+from palaver.engines.host.child import make_engine
+from palaver.engines.host.frames import LoadProgress
+from palaver.engines.host.supervisor import torch_spec
+from palaver.formats.tokenizer import load_tokenizer
+from palaver.generation import Prompt
+from palaver.models.resolver import DEFAULT_MODEL, resolve_model
+from palaver.sampling import Sampling
+
+async def main():
+    folder = resolve_model(DEFAULT_MODEL).folder
+    engine = make_engine(torch_spec(folder, load_tokenizer(folder).vocabulary, "cpu"), LoadProgress())
+    async with engine.generate(Prompt((5, 6, 7)), Sampling(temperature=1.0, max_tokens=8, logprobs=5)) as outputs:
+        print(len([output async for output in outputs]), engine.info.steps)
+    await engine.close()
+
+asyncio.run(main())
+"""
+REPORT = """
+import sys
+print([name for name in ("torch", "transformers", "sqlalchemy") if name in sys.modules])
+"""
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("program", [ASK, HOST], ids=["ask", "host"])
+def test_neither_is_imported(program: str) -> None:
+    command = [sys.executable, "-c", program + REPORT]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    *printed, modules = done.stdout.splitlines()
+    assert modules == "[]"
+    assert any(line.strip() for line in printed)
+
+
+def test_an_accelerator_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not loader._may_skip_torch("cuda", None, EngineOptions(), None)
+    monkeypatch.setattr(loader, "ACCELERATOR_FILES", ("/dev/null",))
+    assert has_accelerator()
+    assert not loader._may_skip_torch(None, None, EngineOptions(), None)
+    assert loader._may_skip_torch("cpu", None, EngineOptions(), None)
+    assert not loader._may_skip_torch("cpu", "bfloat16", EngineOptions(), None)
+    assert not loader._may_skip_torch("cpu", None, EngineOptions(compiled=False), None)
