@@ -14,7 +14,7 @@ import pytest
 from palaver.chat.interface import Chat, ConversationChange
 from palaver.chat.turn_log import LogEntry
 from palaver.client import HttpChat, NoServer, ServerFailed, ServerRefused
-from palaver.client.streams import MISSED
+from palaver.client.http_chat import MISSED
 from palaver.events import Finished, fold
 from palaver.messages import user
 from palaver.store import NotFound

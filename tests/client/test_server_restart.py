@@ -14,7 +14,7 @@ import pytest
 
 from palaver.chat.interface import ModelState
 from palaver.client import HttpChat
-from palaver.client.streams import MISSED
+from palaver.client.http_chat import MISSED
 from palaver.events import Finished, fold
 from palaver.generation import Finish
 from palaver.messages import assistant, user

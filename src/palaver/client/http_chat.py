@@ -1,12 +1,13 @@
-"""The `Chat` interface over HTTP, to a Palaver server."""
+"""The `Chat` interface over HTTP, to a Palaver server: event streams reconnect and continue after the last number."""
 
 from __future__ import annotations
 
 import re
 import secrets
 import ssl
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
@@ -15,12 +16,102 @@ from pydantic import BaseModel, ValidationError
 from palaver import wire
 from palaver.chat.interface import ContextUsage, ConversationChange, ModelCard, ModelState, ReplyToken, SentMessage
 from palaver.chat.turn_log import LogEntry
-from palaver.client import streams
-from palaver.client.connection import ServerConnection, parse_response
+from palaver.client.connection import (
+    ConnectionLost,
+    NoServer,
+    Query,
+    ServerConnection,
+    ServerSentEvent,
+    parse_event,
+    parse_response,
+)
 from palaver.errors import BadParameter
+from palaver.events import Failed, Finished, Snapshot, Started, Waiting
 from palaver.messages import Message, Part
 from palaver.store import Blob, Conversation, Cursor, NotFound, Preset, SearchHit, StoredMessage, TreeNode
 from palaver.store.errors import Unstorable
+
+MISSED = ConversationChange("", "missed")
+"""Sent after reconnecting: changes may have been missed."""
+
+
+class Reconnected:
+    """Marks a new connection in the stream, including the first."""
+
+
+RECONNECTED = Reconnected()
+
+
+async def resumable_stream(
+    connection: ServerConnection, path: str, query: Callable[[], Query]
+) -> AsyncGenerator[ServerSentEvent | Reconnected]:
+    """The events of all connections. It has no end: the consumer closes it."""
+    retry = connection.retry_policy()
+    while True:
+        reason = "it closed the stream"
+        try:
+            async with connection.stream(path, query()) as stream:
+                yield RECONNECTED
+                async for event in stream:
+                    retry = connection.retry_policy()
+                    if event.event == "closing":
+                        break
+                    yield event
+        except ConnectionLost as lost:
+            reason = str(lost)
+        if retry.expired:
+            raise NoServer(connection.url, reason)
+        await retry.pause()
+
+
+@dataclass
+class StreamPosition:
+    """The position of a subscriber in a turn's events."""
+
+    number: int
+    status: Waiting | Started | Snapshot | None = None
+
+    def advance(self, entry: LogEntry) -> bool:
+        """Moves on to the entry. Returns False if it was seen before: the status is sent again after reconnecting."""
+        match entry.event:
+            case Waiting() | Started() | Snapshot():
+                seen = entry.event == self.status
+                self.status = entry.event
+                self.number = max(self.number, entry.number)
+                return not seen
+            case Finished() | Failed():
+                return True
+            case _:
+                seen = entry.number <= self.number
+                self.number = max(self.number, entry.number)
+                return not seen
+
+
+async def log_entries(
+    stream: AsyncIterator[ServerSentEvent | Reconnected], position: StreamPosition
+) -> AsyncGenerator[LogEntry]:
+    """The turn's entries, each once, up to its end."""
+    async for event in stream:
+        if isinstance(event, Reconnected):
+            continue
+        entry: LogEntry = parse_event(event, LogEntry)
+        if position.advance(entry):
+            yield entry
+        if isinstance(entry.event, Finished | Failed):
+            return
+
+
+async def conversation_changes(
+    stream: AsyncIterator[ServerSentEvent | Reconnected],
+) -> AsyncGenerator[ConversationChange]:
+    async for event in stream:
+        if isinstance(event, Reconnected):
+            yield MISSED
+            continue
+        item = parse_event(event, wire.StreamItem)
+        if isinstance(item, wire.StreamChange):
+            yield item.change
+
 
 B = TypeVar("B", bound=BaseModel)
 READY_WAIT_S = 25.0
@@ -162,10 +253,10 @@ class HttpChat:
     @asynccontextmanager
     async def changes(self) -> AsyncIterator[AsyncIterator[ConversationChange]]:
         """After reconnecting, a change of kind "missed" is sent: changes may have been lost."""
-        async with aclosing(streams.resumable_stream(self._connection, "events", lambda: {"changes": True})) as stream:
+        async with aclosing(resumable_stream(self._connection, "events", lambda: {"changes": True})) as stream:
             await anext(stream)  # connected
             await anext(stream)  # and subscribed: no change is missed from now on
-            async with aclosing(streams.conversation_changes(stream)) as changes:
+            async with aclosing(conversation_changes(stream)) as changes:
                 yield changes
 
     # presets
@@ -281,13 +372,11 @@ class HttpChat:
 
     @asynccontextmanager
     async def events(self, reply_id: str, after: int = 0) -> AsyncIterator[AsyncIterator[LogEntry]]:
-        position = streams.StreamPosition(after)
+        position = StreamPosition(after)
         path = f"{_turn(reply_id)}/events"
-        async with aclosing(
-            streams.resumable_stream(self._connection, path, lambda: {"after": position.number})
-        ) as stream:
+        async with aclosing(resumable_stream(self._connection, path, lambda: {"after": position.number})) as stream:
             await anext(stream)  # raises the error if the server refuses
-            async with aclosing(streams.log_entries(stream, position)) as entries:
+            async with aclosing(log_entries(stream, position)) as entries:
                 yield entries
 
     async def stop_reply(self, reply_id: str) -> None:
