@@ -14,8 +14,8 @@ import pytest
 from palaver.chat.interface import Chat, ConversationChange
 from palaver.chat.turn_log import LogEntry
 from palaver.client import HttpChat, NoServer, ServerFailed, ServerRefused
-from palaver.client.http_chat import MISSED
-from palaver.events import Finished, fold
+from palaver.client.http_chat import MISSED, StreamPosition
+from palaver.events import Finished, Started, fold
 from palaver.messages import user
 from palaver.store import NotFound
 from tests.chat.scripted_service import OTHER, WAVE, Stage, open_stage, read_entries, read_until, reply
@@ -48,7 +48,8 @@ async def test_a_stream_that_is_cut_at_every_byte_is_complete(tmp_path: Path) ->
     async with over_a_line(tmp_path) as (stage, line):
         conversation = await stage.chat.create_conversation()
         sent = await stage.chat.send_message(conversation.id, None, user("Wave!"))
-        complete = await read_entries(local(stage), sent.reply.id)
+        await read_entries(local(stage), sent.reply.id)
+        complete = await read_entries(local(stage), sent.reply.id)  # `Started` has the thinking time of when it is sent
         size = 600  # the head of the answer and at least one event
         for first in range(size, size + 400, 7):
             allowed = iter([first])
@@ -220,3 +221,9 @@ async def test_invalid_ids_are_not_found(id: str) -> None:
         for attempt in (chat.message(id), chat.conversation(id), chat.stop_reply(id), chat.blob(id)):
             with pytest.raises(NotFound):
                 await attempt
+
+
+def test_a_status_with_a_later_thinking_time_is_not_sent_twice() -> None:
+    position = StreamPosition(0)
+    assert position.advance(LogEntry(0, Started(3, 0, thinking_seconds=0.1)))
+    assert not position.advance(LogEntry(0, Started(3, 0, thinking_seconds=0.4)))

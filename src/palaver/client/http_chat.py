@@ -7,7 +7,7 @@ import secrets
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import httpx
@@ -74,9 +74,11 @@ class StreamPosition:
     def advance(self, entry: LogEntry) -> bool:
         """Moves on to the entry. Returns False if it was seen before: the status is sent again after reconnecting."""
         match entry.event:
-            case Waiting() | Started() | Snapshot():
-                seen = entry.event == self.status
-                self.status = entry.event
+            case Waiting() | Started() | Snapshot() as status:
+                if isinstance(status, Started):  # its time grows while the model thinks
+                    status = replace(status, thinking_seconds=None)
+                seen = status == self.status
+                self.status = status
                 self.number = max(self.number, entry.number)
                 return not seen
             case Finished() | Failed():
