@@ -11,6 +11,8 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +50,15 @@ SCALARS: Mapping[int, np.dtype[Any]] = {
     12: np.dtype("<f8"),
 }
 """The types of metadata values other than strings and arrays."""
+
+
+class TokenKind(IntEnum):
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +145,25 @@ class GGUFHeader:
     @property
     def weights_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @cached_property
+    def pieces(self) -> list[str]:
+        """The vocabulary: the text of each token id. Raises BrokenModel without one."""
+        pieces = self.texts("tokenizer.ggml.tokens")
+        if not pieces:
+            raise BrokenModel(f"{self.name} has no vocabulary.")
+        return pieces
+
+    @cached_property
+    def token_kinds(self) -> list[int]:
+        """The `TokenKind` of each token id."""
+        kinds, count = self.numbers("tokenizer.ggml.token_type"), len(self.pieces)
+        if kinds is None:
+            return [TokenKind.NORMAL] * count
+        if len(kinds) != count or kinds.dtype.kind not in "iu":
+            raise BrokenModel(f"{self.name} has {count:,} tokens but {len(kinds):,} kinds of tokens.")
+        found: list[int] = kinds.tolist()
+        return found
 
     def text(self, key: str) -> str | None:
         return self._typed(key, str)

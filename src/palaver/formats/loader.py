@@ -1,4 +1,4 @@
-"""Loads the format of a model folder: the tokenizer, the chat template and the special tokens."""
+"""Loads the format of a model folder or a GGUF file: the tokenizer, the chat template and the special tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from palaver.errors import BrokenModel, NoTemplate
 from palaver.formats.completion import CompletionFormat
 from palaver.formats.facts import FILE_NAME
 from palaver.formats.format import TemplateFormat
+from palaver.formats.gguf_tokenizer import load_gguf_tokenizer, named_gguf_tokens
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
+from palaver.gguf import GGUFHeader
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -33,6 +35,17 @@ def load_format(
     format = TemplateFormat(Template(source, name), tokenizer or load_tokenizer(folder), named_tokens(folder, config))
     overrides = corrections or folder / FILE_NAME
     return format.with_overrides(overrides) if corrections or overrides.is_file() else format
+
+
+def load_gguf_format(
+    header: GGUFHeader, tokenizer: FastTokenizer | None = None, template: Path | None = None
+) -> TemplateFormat:
+    """The format of a GGUF file. Raises NoTemplate if it has no chat template and none is given."""
+    source = template.read_text(encoding="utf-8") if template else header.text("tokenizer.chat_template")
+    if source is None:
+        raise NoTemplate(header.name)
+    name = template.name if template else f"chat template of {header.name}"
+    return TemplateFormat(Template(source, name), tokenizer or load_gguf_tokenizer(header), named_gguf_tokens(header))
 
 
 def load_completion(folder: Path, tokenizer: FastTokenizer | None = None) -> CompletionFormat:

@@ -30,6 +30,8 @@ _INDEPENDENT_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 _INDEPENDENT_SPLITTERS = frozenset({"Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"})
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRIVATE_NAMES = range(0xF0000, 0xFFFFE)
+HOLE = "\U0010fffd"
+"""The first character of pieces that only fill an id: the library would give the ids of gaps to added tokens."""
 _LONG_TEXT = 1 << 16
 _BLANKS = " \t\n\r\u2581"
 _NO_PROCESSING = {"post_processor": None, "truncation": None, "padding": None}
@@ -286,7 +288,8 @@ def token_bytes(spec: Mapping[str, Any]) -> tuple[bytes, ...]:
     size = max((*pieces.values(), *added), default=-1) + 1
     out = [b""] * size
     for piece, token_id in pieces.items():
-        out[token_id] = convert(piece)
+        if not piece.startswith(HOLE):
+            out[token_id] = convert(piece)
     for token_id, data in added.items():
         out[token_id] = data
     return tuple(out)
