@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -25,6 +26,10 @@ class Hub:
         self.downloads = 0
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self._download)
         monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_: self._list())
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: self._info())
+
+    def _info(self) -> Any:
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name, size=1) for name in self._list()])
 
     def _list(self) -> list[str]:
         if self.files is None:

@@ -1,4 +1,4 @@
-"""Resolves a model's name to its files: an embedded model, a folder, a hub id or a training configuration."""
+"""Resolves a model's name to its files: embedded models, folders, hub ids, GGUF models, training configurations."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import io
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from palaver.errors import ModelError, NoWeights, UnknownModel, UnsafeWeights
+from palaver.models import gguf
 from palaver.models.axolotl import is_configuration, read_configuration
 
 DEFAULT_MODEL = "sprout"
@@ -43,6 +44,8 @@ class ResolvedModel:
     """The sequence length of the training."""
     notes: tuple[str, ...] = ()
     """Notices for the user about what was chosen."""
+    gguf: Path | None = None
+    """The GGUF file in the folder, of several parts the first. None for a folder with config.json and safetensors."""
 
 
 def embedded_models() -> list[str]:
@@ -56,6 +59,9 @@ def resolve_model(name: str, report: ReportDownload | None = None) -> ResolvedMo
     With `report`, the hub's client itself prints neither progress bars nor warnings.
     """
     if not is_configuration(name):
+        file = find_gguf(name, report)
+        if file is not None:
+            return ResolvedModel(file.parent, gguf=file)
         return ResolvedModel(resolve_folder(name, report=report))
     trained = read_configuration(Path(name).expanduser())
     return ResolvedModel(
@@ -70,6 +76,52 @@ def resolve_model(name: str, report: ReportDownload | None = None) -> ResolvedMo
     )
 
 
+def find_gguf(name: str, report: ReportDownload | None = None) -> Path | None:
+    """The GGUF file of that name: path, folder, folder:Q8_0, hub/repo, hub/repo:Q8_0 or ollama:name.
+
+    None if the name is that of a folder with config.json, or of a hub id with safetensors."""
+    if name.startswith(gguf.OLLAMA_PREFIX):
+        return gguf.find_ollama(name.removeprefix(gguf.OLLAMA_PREFIX))
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path if gguf.is_gguf_file(path) else None
+    if name in embedded_models() or (path / "config.json").is_file():
+        return None
+    base, wanted = (name, "") if path.is_dir() or ":" not in name else name.rsplit(":", 1)
+    folder = Path(base).expanduser()
+    if folder.is_dir():
+        return gguf.find_in_folder(folder, base, wanted) if any(folder.glob("*.gguf")) else None
+    return _find_hub_gguf(base, wanted, report) if _is_hub_id(base) else None
+
+
+def _find_hub_gguf(name: str, wanted: str, report: ReportDownload | None) -> Path | None:
+    """Without a named quantisation, safetensors come first."""
+    if not wanted and _find_snapshot(name, weights=True) is not None:
+        return None
+    on_disk = gguf.find_on_disk(name, wanted)
+    if on_disk is not None:
+        return on_disk
+    with _hub_client(name, quiet=report is not None):
+        sizes = _list_files(name)
+        if not wanted and (_has_safetensors(sizes) or not gguf.list_choices(sizes)):
+            return None
+        if report is not None:
+            report(None)
+        return gguf.download(name, wanted, sizes, None if report is None else _reporting_bar(report))
+
+
+def _list_files(name: str) -> dict[str, int]:
+    """The files of a repository and their sizes."""
+    from huggingface_hub import HfApi
+
+    siblings = HfApi().model_info(name, files_metadata=True).siblings or ()
+    return {file.rfilename: file.size or 0 for file in siblings}
+
+
+def _is_hub_id(name: str) -> bool:
+    return _HUB_ID.fullmatch(name) is not None and ".." not in name
+
+
 def resolve_folder(name: str, weights: bool = True, report: ReportDownload | None = None) -> Path:
     """The folder of an embedded model, a folder or a hub id. Without `weights`, a hub id may lack safetensors."""
     if name in embedded_models():
@@ -78,11 +130,14 @@ def resolve_folder(name: str, weights: bool = True, report: ReportDownload | Non
     if folder.is_dir():
         return _check_folder(folder, name)
     if folder.exists():
-        raise UnknownModel(name, "it is a file. Name the folder that contains config.json and *.safetensors.")
-    if _HUB_ID.fullmatch(name) and ".." not in name:
+        raise UnknownModel(
+            name, "it is a file, and not a GGUF file. Name the folder that contains config.json and *.safetensors."
+        )
+    if _is_hub_id(name):
         return _find_snapshot(name, weights) or _download(name, weights, report)
     raise UnknownModel(
-        name, f"name a folder, a model of the hub (such as Qwen/Qwen3-0.6B), or {', '.join(embedded_models())}."
+        name,
+        f"name a folder, a model of the hub (such as Qwen/Qwen3-0.6B), a GGUF file, or {', '.join(embedded_models())}.",
     )
 
 
@@ -118,16 +173,29 @@ def _is_complete(folder: Path) -> bool:
 
 def _download(name: str, weights: bool, report: ReportDownload | None) -> Path:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     bar = None if report is None else _reporting_bar(report)
+    with _hub_client(name, quiet=report is not None):
+        if weights:
+            _check_weights(name, HfApi().list_repo_files(name))
+        if report is not None:
+            report(None)
+        return Path(snapshot_download(name, allow_patterns=_FILE_PATTERNS, tqdm_class=bar))
+
+
+@contextmanager
+def _hub_client(name: str, quiet: bool) -> Iterator[None]:
+    """Raises errors of the hub's client as UnknownModel, with the reason.
+
+    If `quiet`, the client does not log its retries: they would be written into the live lines."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    log = logging.getLogger("huggingface_hub")
+    level = log.level
+    if quiet:
+        log.setLevel(logging.ERROR)
     try:
-        with _quiet(report is not None):
-            if weights:
-                _check_weights(name, HfApi().list_repo_files(name))
-            if report is not None:
-                report(None)
-            return Path(snapshot_download(name, allow_patterns=_FILE_PATTERNS, tqdm_class=bar))
+        yield
     except ModelError:
         raise
     except GatedRepoError as error:
@@ -139,17 +207,6 @@ def _download(name: str, weights: bool, report: ReportDownload | None) -> Path:
         raise UnknownModel(
             name, f"it is not on this computer and can't be downloaded from the hub ({reason})."
         ) from None
-
-
-@contextmanager
-def _quiet(quiet: bool) -> Iterator[None]:
-    """Inside the context, the hub's client does not log its retries: they would be written into the live lines."""
-    log = logging.getLogger("huggingface_hub")
-    level = log.level
-    if quiet:
-        log.setLevel(logging.ERROR)
-    try:
-        yield
     finally:
         log.setLevel(level)
 
@@ -172,7 +229,11 @@ def _reporting_bar(report: ReportDownload) -> Any:
 
 
 def _check_weights(name: str, files: Sequence[str]) -> None:
-    if any(file.endswith(".safetensors") for file in files):
+    if _has_safetensors(files):
         return
     pickles = [file for file in files if Path(file).suffix in _PICKLE_SUFFIXES]
     raise UnsafeWeights(name, ", ".join(pickles[:3])) if pickles else NoWeights(name)
+
+
+def _has_safetensors(files: Iterable[str]) -> bool:
+    return any(file.endswith(".safetensors") for file in files)
