@@ -151,6 +151,46 @@ def qwen3_tensors(folder: Path, kind: str = "f32") -> dict[str, tuple[str, Array
     return out
 
 
+def make_mamba(path: Path, definition: str, context: int = 256) -> Path:
+    """A random Mamba model: its state can't be cut."""
+    width, inner, state, rank, layers, rng = 64, 128, 16, 4, 2, np.random.default_rng(1)
+    metadata = {
+        "general.architecture": "mamba",
+        "mamba.block_count": layers,
+        "mamba.context_length": context,
+        "mamba.embedding_length": width,
+        "mamba.feed_forward_length": 0,
+        "mamba.attention.head_count": 0,
+        "mamba.ssm.conv_kernel": 4,
+        "mamba.ssm.inner_size": inner,
+        "mamba.ssm.state_size": state,
+        "mamba.ssm.time_step_rank": rank,
+        "mamba.attention.layer_norm_rms_epsilon": 1e-5,
+        **tokenizer_metadata(definition),
+    }
+
+    def random(*shape: int) -> tuple[str, Array]:
+        return "f32", rng.normal(0, 0.5, shape).astype(np.float32)
+
+    size = len(metadata["tokenizer.ggml.tokens"])
+    tensors = {"token_embd.weight": random(size, width), "output_norm.weight": random(width)}
+    for layer in range(layers):
+        block = {
+            "attn_norm.weight": random(width),
+            "ssm_in.weight": random(2 * inner, width),
+            "ssm_conv1d.weight": random(inner, 4),
+            "ssm_conv1d.bias": random(inner),
+            "ssm_x.weight": random(rank + 2 * state, inner),
+            "ssm_dt.weight": random(inner, rank),
+            "ssm_dt.bias": random(inner),
+            "ssm_a": ("f32", -np.abs(random(inner, state)[1])),
+            "ssm_d": random(inner),
+            "ssm_out.weight": random(width, inner),
+        }
+        tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in block.items()}
+    return write_gguf(path, metadata, tensors)
+
+
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",

@@ -13,10 +13,11 @@ from typing import Any
 
 import uvicorn
 
+from palaver.chat.engine_spec import make_spec
 from palaver.chat.model import LoadOptions, Model, build_model, load_model_format
 from palaver.chat.model_slot import ModelSlot
 from palaver.chat.service import Service
-from palaver.engines.host.supervisor import ReportProgress
+from palaver.engines.host.supervisor import HostedEngine, ReportProgress
 from palaver.engines.torch import EngineOptions, load
 from palaver.models.resolver import resolve_model
 from palaver.server.app import Server, socket_options
@@ -29,9 +30,13 @@ ADMIN = {"authorization": f"Bearer {TOKEN}"}
 
 
 async def sprout(name: str, report: ReportProgress) -> Model:
-    """Loads the model as the server does, but without a process for the engine."""
+    """Loads the model as the server does, but without a process for the engine, except for GGUF files."""
     model = resolve_model(name)
     tokenizer, format = load_model_format(model, LoadOptions())
+    if model.gguf is not None:
+        hosted = HostedEngine(make_spec(model, tokenizer.vocabulary, LoadOptions()), report)
+        await hosted.start()
+        return build_model(name, hosted, format, tokenizer)
     engine = await asyncio.to_thread(
         load, model.folder, vocabulary=tokenizer.vocabulary, options=EngineOptions(threads=1)
     )

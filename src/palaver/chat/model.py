@@ -13,12 +13,15 @@ from palaver.chat.reply_stream import BatchReader, GeneratedReply, RecordStep, R
 from palaver.engines.base import Engine
 from palaver.errors import BadParameter, ContextOverflow, NoTemplate, NothingToContinue
 from palaver.formats.base import Format
+from palaver.formats.completion import CompletionFormat
 from palaver.formats.format import TemplateFormat
-from palaver.formats.loader import load_completion, load_format, named_tokens, template_text
+from palaver.formats.gguf_tokenizer import load_gguf_tokenizer
+from palaver.formats.loader import load_completion, load_format, load_gguf_format, named_tokens, template_text
 from palaver.formats.reader import ReplyReader
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
 from palaver.generation import Finish, Prompt, Step
+from palaver.gguf import read_gguf
 from palaver.messages import Message, Text, Tool, ToolResult
 from palaver.models.resolver import ResolvedModel
 from palaver.models.templates import TEMPLATES
@@ -166,6 +169,11 @@ def _size(value: Any) -> int:
             return 0
 
 
+AUTO, TORCH, LLAMACPP = "auto", "torch", "llamacpp"
+"""The engines, as --engine names them."""
+_FILES = {TORCH: "a folder with config.json and safetensors", LLAMACPP: "a GGUF file"}
+
+
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """Options for loading models."""
@@ -183,14 +191,44 @@ class LoadOptions:
     """The bound on the KV cache. None: a share of the free memory."""
     max_running: int | None = None
     """How many requests are computed at once. None: the engine decides."""
+    engine: str = AUTO
+    """Which engine runs the model; AUTO: by the kind of its files."""
+    gpu_layers: int | None = None
+    """Layers of a GGUF model that a GPU computes. None: llama.cpp decides."""
+    adapter: Path | None = None
+    """A LoRA adapter: a folder, or a GGUF file for a GGUF model."""
 
     def __post_init__(self) -> None:
         if self.template is not None and not self.template.is_file():
             raise BadParameter("--template", str(self.template), "there is no such file")
+        if self.adapter is not None and not self.adapter.exists():
+            raise BadParameter("--adapter", str(self.adapter), "there is no such file or folder")
+
+
+def pick_engine(model: ResolvedModel, wanted: str = AUTO) -> str:
+    """llama.cpp for GGUF files, torch for the others. Raises BadParameter if another one is wanted."""
+    fitting = TORCH if model.gguf is None else LLAMACPP
+    if wanted not in (AUTO, fitting):
+        raise BadParameter("--engine", wanted, f"{_FILES[fitting]} is run by {fitting}")
+    return fitting
+
+
+def check_engine_options(model: ResolvedModel, loading: LoadOptions) -> None:
+    """Raises BadParameter for options that the model's engine doesn't have."""
+    engine = pick_engine(model, loading.engine)
+    for name, value, only in (
+        ("--gpu-layers", loading.gpu_layers, LLAMACPP),
+        ("--compile", loading.compiled, TORCH),
+        ("--dtype", loading.dtype, TORCH),
+    ):
+        if value is not None and engine != only:
+            raise BadParameter(name, value, f"is for {_FILES[only]}")
 
 
 def load_model_format(model: ResolvedModel, loading: LoadOptions) -> tuple[FastTokenizer, Format]:
     """The tokenizer and the chat format: from the given template, the one it was trained with, or the model's own."""
+    if model.gguf is not None:
+        return _load_gguf_format(model.gguf, loading)
     folder = model.folder
     tokenizer = load_tokenizer(folder)
     if loading.raw:
@@ -205,6 +243,14 @@ def load_model_format(model: ResolvedModel, loading: LoadOptions) -> tuple[FastT
         if fallback is None:
             raise
         return tokenizer, _template_format(fallback, folder, tokenizer)
+
+
+def _load_gguf_format(file: Path, loading: LoadOptions) -> tuple[FastTokenizer, Format]:
+    header = read_gguf(file)
+    tokenizer = load_gguf_tokenizer(header)
+    if loading.raw:
+        return tokenizer, CompletionFormat(tokenizer)
+    return tokenizer, load_gguf_format(header, tokenizer, loading.template)
 
 
 def missing_template_notices(model: ResolvedModel) -> tuple[str, ...]:

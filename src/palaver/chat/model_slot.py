@@ -7,10 +7,11 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
+from palaver.chat.engine_spec import make_spec
 from palaver.chat.interface import ModelCard, ModelState
 from palaver.chat.model import LoadOptions, Model, build_model, load_model_format, missing_template_notices
 from palaver.engines.base import EngineState, EngineStatus
-from palaver.engines.host.supervisor import HostedEngine, ReportProgress, torch_spec
+from palaver.engines.host.supervisor import HostedEngine, ReportProgress
 from palaver.errors import ModelError, ModelLoading, NoModel, PalaverError
 from palaver.models.resolver import ResolvedModel, resolve_model
 
@@ -206,19 +207,7 @@ def hosted_loader(loading: LoadOptions) -> Load:
         resolved = await _resolve(name, report)
         report(None, "reading the tokenizer and the template")
         tokenizer, format = await asyncio.to_thread(load_model_format, resolved, loading)
-        spec = torch_spec(
-            resolved.folder,
-            tokenizer.vocabulary,
-            loading.device,
-            loading.dtype,
-            loading.exact,
-            resolved.adapter,
-            resolved.context_length,
-            loading.compiled,
-            loading.cache_bytes,
-            loading.max_running,
-        )
-        engine = HostedEngine(spec, report)
+        engine = HostedEngine(make_spec(resolved, tokenizer.vocabulary, loading), report)
         await engine.start()
         notices = (*resolved.notes, *(() if loading.template else missing_template_notices(resolved)), engine.info.hint)
         return replace(build_model(name, engine, format, tokenizer), notices=tuple(filter(None, notices)))

@@ -6,15 +6,20 @@ import select
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from palaver.commands import strings
 from palaver.commands.options import (
+    AdapterOption,
     CompileOption,
     DeviceOption,
+    EngineName,
+    EngineOption,
     ExactOption,
+    GpuLayersOption,
     ModelOption,
     NoThinkingOption,
     SetOption,
@@ -30,7 +35,10 @@ from palaver.errors import EmptyMessage, RequestError
 if TYPE_CHECKING:
     from palaver.chat.model import LoadOptions, Model
     from palaver.chat.reply_stream import ReplyRecord, ReplyRequest
+    from palaver.engines.base import Engine
+    from palaver.formats.tokenizer import FastTokenizer
     from palaver.messages import ToolCall
+    from palaver.models.resolver import ResolvedModel
 
 
 def ask(
@@ -46,6 +54,9 @@ def ask(
     device: DeviceOption = None,
     exact: ExactOption = False,
     compiled: CompileOption = None,
+    engine: EngineOption = EngineName.AUTO,
+    gpu_layers: GpuLayersOption = None,
+    adapter: AdapterOption = None,
 ) -> None:
     """Ask one question: the answer goes to stdout, thinking to stderr."""
     import asyncio
@@ -55,7 +66,16 @@ def ask(
 
     with report_errors():
         text, overrides = _read_question(question), parse_settings(set_)
-        options = LoadOptions(template, raw, device, exact=exact, compiled=compiled)
+        options = LoadOptions(
+            template,
+            raw,
+            device,
+            exact=exact,
+            compiled=compiled,
+            engine=engine,
+            gpu_layers=gpu_layers,
+            adapter=adapter,
+        )
 
         async def run() -> ReplyRecord:
             async with _load_model(model, options) as loaded:
@@ -70,30 +90,44 @@ def ask(
 
 @asynccontextmanager
 async def _load_model(name: str | None, options: LoadOptions) -> AsyncIterator[Model]:
-    """Loads the engine in this process: an engine host would only slow down a single question."""
     from palaver.chat.model import build_model, load_model_format, missing_template_notices
-    from palaver.engines.core.options import EngineOptions
-    from palaver.engines.loader import load_engine
     from palaver.models.resolver import DEFAULT_MODEL, resolve_model
 
     resolved = resolve_model(name or DEFAULT_MODEL)
     tokenizer, format = load_model_format(resolved, options)
     for note in (*resolved.notes, *(() if options.template else missing_template_notices(resolved))):
         print(note, file=sys.stderr)
-    engine = load_engine(
-        resolved.folder,
-        vocabulary=tokenizer.vocabulary,
-        device=options.device,
-        dtype=options.dtype,
-        options=EngineOptions(exact=options.exact, context=resolved.context_length, compiled=options.compiled),
-        adapter=resolved.adapter,
-    )
+    engine = await _load_engine(resolved, tokenizer, options)
     if engine.info.hint:
         print(engine.info.hint, file=sys.stderr)
     try:
         yield build_model(name or DEFAULT_MODEL, engine, format, tokenizer)
     finally:
         await engine.close()
+
+
+async def _load_engine(model: ResolvedModel, tokenizer: FastTokenizer, options: LoadOptions) -> Engine:
+    """In this process, since an engine host would only slow down a single question; llama.cpp always in a host."""
+    from palaver.chat.model import check_engine_options
+    from palaver.engines.core.options import EngineOptions
+    from palaver.engines.loader import load_engine
+
+    check_engine_options(model, options)
+    if model.gguf is None:
+        return load_engine(
+            model.folder,
+            vocabulary=tokenizer.vocabulary,
+            device=options.device,
+            dtype=options.dtype,
+            options=EngineOptions(exact=options.exact, context=model.context_length, compiled=options.compiled),
+            adapter=options.adapter or model.adapter,
+        )
+    from palaver.chat.engine_spec import make_spec
+    from palaver.engines.host.supervisor import HostedEngine
+
+    hosted = HostedEngine(make_spec(model, tokenizer.vocabulary, replace(options, max_running=1)))
+    await hosted.start()
+    return hosted
 
 
 def _request(

@@ -13,12 +13,16 @@ import typer
 from palaver.commands import strings
 from palaver.commands.options import (
     EXIT_FAILED,
+    AdapterOption,
     CacheOption,
     CompileOption,
     DatabaseOption,
     DataOption,
     DeviceOption,
+    EngineName,
+    EngineOption,
     ExactOption,
+    GpuLayersOption,
     MaxRunningOption,
     ModelArgument,
     ModelOption,
@@ -69,6 +73,9 @@ def chat(
     compiled: CompileOption = None,
     cache_memory: CacheOption = None,
     max_running: MaxRunningOption = None,
+    engine: EngineOption = EngineName.AUTO,
+    gpu_layers: GpuLayersOption = None,
+    adapter: AdapterOption = None,
     server: ServerOption = None,
     key: KeyOption = None,
     local: LocalOption = False,
@@ -91,7 +98,8 @@ def chat(
         exclusive(expand=expand, no_thinking=no_thinking)
         engine_flags: dict[str, object] = {"model": name, "template": template, "device": device, "exact": exact}
         engine_flags |= {"compile": compiled, "no_compile": compiled is False}
-        engine_flags |= {"kv_cache_memory": cache_memory, "max_num_seqs": max_running}
+        engine_flags |= {"kv_cache_memory": cache_memory, "max_num_seqs": max_running, "gpu_layers": gpu_layers}
+        engine_flags |= {"engine": engine is not EngineName.AUTO, "adapter": adapter}
         for flag, value in {**engine_flags, "local": local}.items():
             exclusive(server=server, **{flag: value})
         parameters: dict[str, Any] = parse_settings(set_)
@@ -104,7 +112,15 @@ def chat(
         settings = SessionSettings(folder, conversation, resume, system, parameters, plain, thinking_display)
         cache_bytes = parse_size("--kv-cache-memory", cache_memory)
         options = LoadOptions(
-            template, device=device, exact=exact, compiled=compiled, cache_bytes=cache_bytes, max_running=max_running
+            template,
+            device=device,
+            exact=exact,
+            compiled=compiled,
+            cache_bytes=cache_bytes,
+            max_running=max_running,
+            engine=engine,
+            gpu_layers=gpu_layers,
+            adapter=adapter,
         )
         needs_engine = local or name is not None or options != LoadOptions()
 

@@ -34,6 +34,12 @@ class ThinkingOption(StrEnum):
         return None if self is ThinkingOption.DEFAULT else self is ThinkingOption.ON
 
 
+class EngineName(StrEnum):
+    AUTO = "auto"
+    TORCH = "torch"
+    LLAMACPP = "llamacpp"
+
+
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=strings.MODEL, show_default=False)]
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=strings.MODEL)]
 SystemOption = Annotated[str | None, typer.Option("--system", "-s", metavar="TEXT", help=strings.SYSTEM)]
@@ -65,6 +71,13 @@ CacheOption = Annotated[
 MaxRunningOption = Annotated[
     int | None,
     typer.Option("--max-num-seqs", metavar="N", min=1, max=MAX_RUNNING, help=strings.MAX_NUM_SEQS, show_default=False),
+]
+EngineOption = Annotated[EngineName, typer.Option("--engine", help=strings.ENGINE)]
+GpuLayersOption = Annotated[
+    int | None, typer.Option("--gpu-layers", metavar="N", min=0, help=strings.GPU_LAYERS, show_default=False)
+]
+AdapterOption = Annotated[
+    Path | None, typer.Option("--adapter", metavar="PATH", help=strings.ADAPTER, show_default=False)
 ]
 NoThinkingOption = Annotated[bool, typer.Option("--no-thinking", help=strings.NO_THINKING)]
 DataOption = Annotated[

@@ -11,12 +11,16 @@ import typer
 
 from palaver.commands import strings
 from palaver.commands.options import (
+    AdapterOption,
     CacheOption,
     CompileOption,
     DatabaseOption,
     DataOption,
     DeviceOption,
+    EngineName,
+    EngineOption,
     ExactOption,
+    GpuLayersOption,
     MaxRunningOption,
     ModelArgument,
     ModelOption,
@@ -76,6 +80,9 @@ def serve(
     compiled: CompileOption = None,
     cache_memory: CacheOption = None,
     max_running: MaxRunningOption = None,
+    engine: EngineOption = EngineName.AUTO,
+    gpu_layers: GpuLayersOption = None,
+    adapter: AdapterOption = None,
     data: DataOption = None,
     database: DatabaseOption = None,
 ) -> None:
@@ -107,7 +114,15 @@ def serve(
         )
         cache_bytes = parse_size("--kv-cache-memory", cache_memory)
         options = LoadOptions(
-            template, device=device, exact=exact, compiled=compiled, cache_bytes=cache_bytes, max_running=max_running
+            template,
+            device=device,
+            exact=exact,
+            compiled=compiled,
+            cache_bytes=cache_bytes,
+            max_running=max_running,
+            engine=engine,
+            gpu_layers=gpu_layers,
+            adapter=adapter,
         )
         with open_store(data, database) as store:
             _ensure_keys(store, settings, make_key)

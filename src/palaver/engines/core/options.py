@@ -28,3 +28,5 @@ class EngineOptions:
     """Overrides `limits.max_running`."""
     context: int | None = None
     """A context length shorter than the model's own."""
+    gpu_layers: int | None = None
+    """Layers of a GGUF model that a GPU computes. None: llama.cpp decides."""

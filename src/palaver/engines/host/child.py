@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from palaver.engines.base import Engine, EngineGeneration
+from palaver.engines.core.engine import LocalEngine
+from palaver.engines.core.options import EngineOptions
 from palaver.engines.host.frames import (
     EngineSpec,
     Frame,
@@ -31,31 +33,60 @@ _PROGRESS_INTERVAL_S = 0.2
 
 
 def make_engine(spec: EngineSpec, progress: LoadProgress) -> Engine:
-    """Loads the engine that a spec describes (`supervisor.torch_spec`)."""
+    """Loads the engine that a spec describes (`supervisor.torch_spec`, `llamacpp_spec`)."""
+    engine = _load_llamacpp(spec, progress) if spec["engine"] == "llamacpp" else _load_folder(spec, progress)
+    threading.Thread(target=engine.warm_grammars, name="palaver-warm", daemon=True).start()
+    return engine
+
+
+def _load_folder(spec: EngineSpec, progress: LoadProgress) -> LocalEngine:
     progress.note = "importing the libraries"
-    from palaver.engines.core.options import EngineOptions
     from palaver.engines.loader import load_engine
 
     model = Path(os.fsdecode(spec["model"]))
     progress.begin(model)
-    adapter = Path(os.fsdecode(spec["adapter"])) if spec["adapter"] else None
-    engine = load_engine(
+    return load_engine(
         model,
         vocabulary=spec["vocabulary"],
         device=spec["device"],
         dtype=spec["dtype"],
-        options=EngineOptions(
-            exact=spec["exact"],
-            context=spec["context"],
-            compiled=spec["compiled"],
-            cache_bytes=spec["cache_bytes"],
-            max_running=spec["max_running"],
-        ),
-        adapter=adapter,
+        options=_engine_options(spec),
+        adapter=_adapter(spec),
         on_failure=exit_process,
     )
-    threading.Thread(target=engine.warm_grammars, name="palaver-warm", daemon=True).start()
-    return engine
+
+
+def _load_llamacpp(spec: EngineSpec, progress: LoadProgress) -> LocalEngine:
+    from palaver.engines.llamacpp.engine import load
+
+    def report(fraction: float) -> None:
+        progress.loaded = fraction
+
+    progress.note = "loading the weights"
+    return load(
+        Path(os.fsdecode(spec["model"])),
+        vocabulary=spec["vocabulary"],
+        device=spec["device"],
+        options=_engine_options(spec),
+        adapter=_adapter(spec),
+        report=report,
+        on_failure=exit_process,
+    )
+
+
+def _engine_options(spec: EngineSpec) -> EngineOptions:
+    return EngineOptions(
+        exact=spec["exact"],
+        context=spec["context"],
+        compiled=spec["compiled"],
+        cache_bytes=spec["cache_bytes"],
+        max_running=spec["max_running"],
+        gpu_layers=spec["gpu_layers"],
+    )
+
+
+def _adapter(spec: EngineSpec) -> Path | None:
+    return Path(os.fsdecode(spec["adapter"])) if spec["adapter"] else None
 
 
 def exit_process(error: BaseException) -> None:

@@ -32,8 +32,9 @@ class ErrorFrame(TypedDict):
 
 
 class EngineSpec(TypedDict):
-    """How to load an engine (`supervisor.torch_spec`). Paths are bytes: they need not be UTF-8."""
+    """How to load an engine (`supervisor.torch_spec`, `llamacpp_spec`). Paths are bytes: they need not be UTF-8."""
 
+    engine: Literal["torch", "llamacpp"]
     model: bytes
     adapter: bytes | None
     vocabulary: tuple[bytes, ...]
@@ -44,6 +45,7 @@ class EngineSpec(TypedDict):
     compiled: bool | None
     cache_bytes: int | None
     max_running: int | None
+    gpu_layers: int | None
 
 
 OutputFrame = Annotated[Queued | Prefilled | Step | AnswerRequested | Ended | ErrorFrame, Tagged]
@@ -120,6 +122,8 @@ class LoadProgress:
 
     def __init__(self) -> None:
         self.note = "starting"
+        self.loaded: float | None = None
+        """The fraction that the engine itself reports."""
         self._start_bytes: int | None = None
         self._total_bytes = 0
 
@@ -131,7 +135,9 @@ class LoadProgress:
 
     @property
     def fraction(self) -> float | None:
-        """From 0 to 1, estimated from this process's memory; None if that is unknown."""
+        """From 0 to 1, reported or estimated from this process's memory; None if that is unknown."""
+        if self.loaded is not None:
+            return min(_MAX_FRACTION, self.loaded)
         now = _resident_bytes()
         if self._start_bytes is None or now is None or not self._total_bytes:
             return None

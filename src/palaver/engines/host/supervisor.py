@@ -48,6 +48,7 @@ def torch_spec(
     max_running: int | None = None,
 ) -> EngineSpec:
     return {
+        "engine": "torch",
         "model": os.fsencode(model),
         "vocabulary": tuple(vocabulary),
         "device": device,
@@ -58,7 +59,24 @@ def torch_spec(
         "compiled": compiled,
         "cache_bytes": cache_bytes,
         "max_running": max_running,
+        "gpu_layers": None,
     }
+
+
+def llamacpp_spec(
+    file: Path,
+    vocabulary: Vocabulary,
+    device: str | None = None,
+    exact: bool = False,
+    adapter: Path | None = None,
+    context: int | None = None,
+    cache_bytes: int | None = None,
+    max_running: int | None = None,
+    gpu_layers: int | None = None,
+) -> EngineSpec:
+    """For a GGUF file. `adapter` is a LoRA adapter in a GGUF file."""
+    spec = torch_spec(file, vocabulary, device, None, exact, adapter, context, None, cache_bytes, max_running)
+    return {**spec, "engine": "llamacpp", "gpu_layers": gpu_layers}
 
 
 ReportProgress = Callable[[float | None, str], None]

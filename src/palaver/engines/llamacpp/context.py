@@ -67,12 +67,9 @@ class LoadedModel:
         if not self.pointer:
             why = self.library.last_error or "no reason was given"
             raise BrokenModel(f"llama.cpp can't load {files[0].name} ({why}).")
-        self.vocabulary_size: int = self.library.llama_vocab_n_tokens(self._vocabulary)
+        vocabulary = self.library.llama_model_get_vocab(self.pointer)
+        self.vocabulary_size: int = self.library.llama_vocab_n_tokens(vocabulary)
         self._check_kind(files[0].name)
-
-    @property
-    def _vocabulary(self) -> Any:
-        return self.library.llama_model_get_vocab(self.pointer)
 
     def _check_kind(self, name: str) -> None:
         """Raises ModelError for models that don't write one token after the other."""
@@ -81,15 +78,6 @@ class LoadedModel:
         if wrong or not library.llama_model_has_decoder(pointer):
             self.close()
             raise ModelError(f"{name} is not a model that replies token by token, so it can't chat.")
-
-    def tokenize(self, text: str, control: bool = False) -> list[int]:
-        """The ids of a text by llama.cpp's own tokenizer. With `control`, the text of control tokens is parsed."""
-        data = text.encode()
-        ids = (c.c_int32 * (len(data) + 16))()
-        count = self.library.llama_tokenize(self._vocabulary, data, len(data), ids, len(ids), False, control)
-        if count < 0:
-            raise EngineError("llama.cpp can't tokenize the text.")
-        return list(ids[:count])
 
     def close(self) -> None:
         if self.pointer:
@@ -109,8 +97,6 @@ class ContextSettings:
     flash_attention: bool | None = None
     """None: llama.cpp decides."""
     threads: int = 1
-    batch_threads: int = 1
-    """Threads of a pass with several tokens."""
 
 
 class Context:
@@ -121,7 +107,7 @@ class Context:
         assert 0 < settings.sequences <= MAX_SEQUENCES
         self.settings = settings
         self._library = model.library
-        self._size = model.vocabulary_size
+        self.vocabulary_size = model.vocabulary_size
         self._abort_flag = c.create_string_buffer(2)
         self._pointer = self._open(model, settings)
         self._memory = self._library.llama_get_memory(self._pointer)
@@ -137,12 +123,13 @@ class Context:
         params.n_batch = params.n_ubatch = MAX_BATCH
         params.n_seq_max = settings.sequences
         params.n_outputs_max = settings.sequences
-        params.n_threads, params.n_threads_batch = settings.threads, settings.batch_threads
+        params.n_threads = params.n_threads_batch = settings.threads
         params.flash_attn_type = FLASH_ATTENTION[settings.flash_attention]
         params.type_k = params.type_v = F32 if settings.float32 else F16
         params.kv_unified = settings.unified
         params.abort_callback = c.cast(c.CDLL(None).strlen, c.c_void_p)  # no Python between the layers of a pass
         params.abort_callback_data = c.addressof(self._abort_flag)
+        self._library.last_error = ""
         pointer = self._library.llama_init_from_model(model.pointer, params)
         if not pointer:
             why = self._library.last_error or "no reason was given"
@@ -150,6 +137,7 @@ class Context:
         return pointer
 
     def _apply_adapter(self, model: LoadedModel, adapter: Path) -> None:
+        self._library.last_error = ""
         pointer = self._library.llama_adapter_lora_init(model.pointer, os.fsencode(adapter))
         if not pointer:
             raise BrokenModel(f"llama.cpp can't load the adapter {adapter.name} ({self._library.last_error}).")
@@ -164,19 +152,22 @@ class Context:
         """
         self._abort_flag.raw = b"\1\0"
 
-    def decode(self, chunks: Sequence[tuple[int, int, Sequence[int]]], need_logits: bool = True) -> Floats:
+    def decode(
+        self, chunks: Sequence[tuple[int, int, Sequence[int]]], need_logits: bool = True, outputs: int | None = None
+    ) -> Floats:
         """Computes tokens: for each chunk a sequence, the position of its first token, and the token ids.
 
-        Returns a row of logits for each chunk, after its last token; no rows without `need_logits`. Raises NoRoom,
-        Aborted or EngineError.
+        Returns a row of logits for each of the first `outputs` chunks (None: for all), after its last token; no rows
+        without `need_logits`. Raises NoRoom, Aborted or EngineError.
         """
-        ends, total = self._batch.fill(chunks, need_logits)
+        wanted = 0 if not need_logits else len(chunks) if outputs is None else outputs
+        ends, total = self._batch.fill(chunks, wanted)
         batch = self._batch.struct(total)
         code = self._library.llama_decode(self._pointer, batch)
         if code:
             raise _decode_error(code)
-        logits = np.empty((len(ends) if need_logits else 0, self._size), np.float32)
-        for row, index in zip(logits, ends, strict=False):
+        logits = np.empty((wanted, self.vocabulary_size), np.float32)
+        for row, index in zip(logits, ends[:wanted], strict=True):
             source = self._library.llama_get_logits_ith(self._pointer, index)
             if not source:
                 raise EngineError("llama.cpp returned no logits.")
@@ -230,9 +221,10 @@ class _BatchArrays:
         self._ids = np.arange(sequences, dtype=np.int32)
         self._id_pointers = np.zeros(MAX_BATCH, np.uintp)
 
-    def fill(self, chunks: Sequence[tuple[int, int, Sequence[int]]], need_logits: bool) -> tuple[list[int], int]:
-        """The index of the last token of each chunk, and the number of tokens."""
-        total, ends = 0, []
+    def fill(self, chunks: Sequence[tuple[int, int, Sequence[int]]], outputs: int) -> tuple[list[int], int]:
+        """The index of the last token of each chunk, and the number of tokens. The first chunks have outputs."""
+        total = 0
+        ends: list[int] = []
         for sequence, start, ids in chunks:
             assert ids
             assert 0 <= sequence < len(self._ids)
@@ -242,7 +234,7 @@ class _BatchArrays:
             self._positions[total:end] = np.arange(start, start + len(ids))
             self._id_pointers[total:end] = self._ids.ctypes.data + self._ids.itemsize * sequence
             self._outputs[total:end] = 0
-            self._outputs[end - 1] = need_logits
+            self._outputs[end - 1] = len(ends) < outputs
             ends.append(end - 1)
             total = end
         return ends, total

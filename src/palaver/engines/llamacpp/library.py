@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes as c
 import importlib.metadata
 import importlib.util
+import os
 import platform
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -185,7 +187,6 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_state_seq_set_data": (c.c_size_t, (_POINTER, _BYTES, c.c_size_t, _INT)),
     "llama_adapter_lora_init": (_POINTER, (_POINTER, c.c_char_p)),
     "llama_set_adapters_lora": (_INT, (_POINTER, c.POINTER(_POINTER), c.c_size_t, c.POINTER(c.c_float))),
-    "llama_tokenize": (_INT, (_POINTER, c.c_char_p, _INT, c.POINTER(_INT), _INT, c.c_bool, c.c_bool)),
     "ggml_backend_dev_count": (c.c_size_t, ()),
     "ggml_backend_dev_get": (_POINTER, (c.c_size_t,)),
     "ggml_backend_dev_type": (c.c_int, (_POINTER,)),
@@ -218,7 +219,7 @@ class Library:
         self._declare("llama_init_from_model", _POINTER, (_POINTER, context))
         self._log = LOG_CALLBACK(self._keep_error)
         self.last_error = ""
-        """The last line that llama.cpp logged as an error."""
+        """What llama.cpp logged as an error since this was cleared."""
         self.llama_log_set(self._log, None)
         self.llama_backend_init()
 
@@ -265,8 +266,10 @@ class Library:
         return len(bytes(buffer).rstrip(bytes([_FILLER])))
 
     def _keep_error(self, level: int, text: bytes, data: Any) -> None:
-        if level == 4 and text:  # an error
-            self.last_error = text.decode("utf-8", "replace").strip()
+        """Keeps the first error of a call: later ones only say that it failed."""
+        if level == 4 and text and not self.last_error:
+            line = " ".join(text.decode("utf-8", "replace").split())
+            self.last_error = re.sub(r"^\w+: ", "", line)
 
 
 def _plain(value: Any) -> float:
@@ -294,6 +297,8 @@ def check_platform(system: str = sys.platform, machine: str | None = None) -> No
 def load_library() -> Library:
     """Loads the library of the wheel, once in a process. Raises CantUseLlamaCpp."""
     check_platform()
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # where it aborts, it would attach a debugger first
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve other processes
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise CantUseLlamaCpp(f"the package {PACKAGE} is not installed: {INSTALL}")

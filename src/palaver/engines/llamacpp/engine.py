@@ -1,0 +1,204 @@
+"""The llama.cpp engine: opens a GGUF file, sizes its cache, probes it and starts its worker thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT, EXACTNESS_LABELS, EngineInfo, Fingerprint
+from palaver.engines.core.engine import LocalEngine
+from palaver.engines.core.fit import Fit, host_cache_bytes
+from palaver.engines.core.options import EngineOptions
+from palaver.engines.core.sampler import SAMPLER_VERSION
+from palaver.engines.core.scheduler import SchedulerLimits
+from palaver.engines.core.threads import SMALL_MODEL, ThreadCounts
+from palaver.engines.llamacpp import metadata
+from palaver.engines.llamacpp.context import Context, ContextSettings, LoadedModel
+from palaver.engines.llamacpp.exact import ROWS, ExactPasses, probe_exactness
+from palaver.engines.llamacpp.library import Library, load_library
+from palaver.engines.llamacpp.runner import LlamaRunner
+from palaver.errors import BadParameter
+from palaver.gguf import GGUFHeader, read_gguf
+from palaver.memory import available_bytes
+from palaver.phases import Vocabulary
+
+RUNNER = "llama.cpp"
+DEFAULT_RUNNING = 8
+"""Sequences that run at once. Each has its part of the cache."""
+SLOT_SHARE = 0.75
+"""The part of the cache for running sequences; the rest is for saved states."""
+_ISA = ("AVX", "AVX2", "AVX512", "NEON")
+_GPU = 1
+"""ggml's number for devices with memory of their own."""
+
+
+def fit(header: GGUFHeader) -> Fit:
+    return Fit.of(header.weights_bytes, available_bytes(), "cpu")
+
+
+def load(
+    file: Path,
+    *,
+    vocabulary: Vocabulary,
+    options: EngineOptions | None = None,
+    device: str | None = None,
+    adapter: Path | None = None,
+    report: Callable[[float], None] | None = None,
+    on_failure: Callable[[BaseException], None] | None = None,
+) -> LlamaEngine:
+    """Loads a GGUF file and starts its thread. Raises a ModelError where that fails.
+
+    llama.cpp ends the process where its assumptions fail, so call this in a process of its own. `adapter` is a LoRA
+    adapter in a GGUF file; `report` is called with the part of the weights that is loaded.
+    """
+    options = options or EngineOptions()
+    library = load_library()
+    header = read_gguf(file)
+    gpu_layers = _gpu_layers(device, options, library)
+    if gpu_layers == 0 or _gpu_name(library) is None:  # the memory of a GPU is llama.cpp's concern
+        fit(header).check(header.name)
+    model = LoadedModel(header.files, gpu_layers, report, library)
+    plan = CachePlan.make(header, options)
+    context = Context(model, plan.settings(header, options), adapter)
+    truncates = probe_truncation(context)
+    exact, exactness = _exact_passes(context, header, truncates) if options.exact else (None, BY_BATCH)
+    runner = LlamaRunner(context, plan.limit_bytes, plan.host_bytes, plan.token_bytes, exact, truncates)
+    info = EngineInfo(
+        model=header.name,
+        context_length=plan.context_length,
+        vocabulary_size=model.vocabulary_size,
+        end_ids=metadata.end_ids(header),
+        defaults=metadata.sampling_defaults(header),
+        device="cpu" if gpu_layers == 0 else _gpu_name(library) or "cpu",
+        dtype=metadata.weights_type(header),
+        reuse=runner.reuse,
+        steps=f"{RUNNER} b{library.build}",
+        exactness=exactness,
+    )
+    info = replace(info, fingerprint=str(_fingerprint(info, library)))
+    return LlamaEngine(info, vocabulary, runner, _limits(header, plan, options), model, context, on_failure)
+
+
+class LlamaEngine(LocalEngine):
+    """A local engine that frees llama.cpp's memory when it is closed."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        vocabulary: Vocabulary,
+        runner: LlamaRunner,
+        limits: SchedulerLimits,
+        model: LoadedModel,
+        context: Context,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        super().__init__(info, vocabulary, runner, limits, on_failure=on_failure)
+        self._model = model
+        self._context = context
+
+    async def close(self) -> None:
+        self._context.abort()
+        await super().close()
+        await asyncio.to_thread(self._context.close)
+        await asyncio.to_thread(self._model.close)
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """How the memory of the cache is divided."""
+
+    limit_bytes: int
+    token_bytes: int
+    slots: int
+    slot_tokens: int
+    """Tokens that one sequence has room for."""
+    unified: bool
+    """Whether the slots share their cells, because they don't fit the memory one beside the other."""
+    context_length: int
+
+    @classmethod
+    def make(cls, header: GGUFHeader, options: EngineOptions) -> CachePlan:
+        limit = host_cache_bytes(options)
+        size = metadata.token_bytes(header, float32=options.exact)
+        context = min(metadata.context_length(header), options.context or metadata.context_length(header))
+        tokens = context + (ROWS if options.exact else 0)
+        slots, room = options.max_running or DEFAULT_RUNNING, int(limit * SLOT_SHARE) // size
+        if slots * tokens <= room:
+            return cls(limit, size, slots, tokens, False, context)
+        if options.exact:  # shared cells would make rounding depend on other sequences
+            slots = max(1, min(slots, room // tokens))
+            return cls(limit, size, slots, min(tokens, max(ROWS, room)), False, context)
+        return cls(limit, size, slots, max(1, room), True, context)
+
+    @property
+    def cells(self) -> int:
+        return self.slot_tokens if self.unified else self.slots * self.slot_tokens
+
+    @property
+    def host_bytes(self) -> int:
+        return max(0, self.limit_bytes - self.cells * self.token_bytes)
+
+    def settings(self, header: GGUFHeader, options: EngineOptions) -> ContextSettings:
+        threads = ThreadCounts.choose(options.threads, header.weights_bytes <= SMALL_MODEL)
+        return ContextSettings(
+            self.cells,
+            self.slots,
+            self.unified,
+            float32=options.exact,
+            flash_attention=False if options.exact else None,
+            threads=threads.small_pass,
+        )
+
+
+def probe_truncation(context: Context) -> bool:
+    """Whether a sequence can be cut. Uses the first sequence, which must be empty, and empties it."""
+    context.decode([(0, 0, [0, 0, 0])], need_logits=False)
+    cut = context.truncate(0, 1)
+    context.truncate(0, 0)
+    return cut
+
+
+def _exact_passes(context: Context, header: GGUFHeader, truncates: bool) -> tuple[ExactPasses, str]:
+    """The rows of an expert depend on what the other rows choose, so mixtures are never exact by text alone."""
+    passes = ExactPasses(context, truncates)
+    exactness = probe_exactness(context, passes)
+    weaker = exactness == BY_TEXT and (metadata.is_mixture(header) or not truncates)
+    return passes, BY_CACHE if weaker else exactness
+
+
+def _gpu_layers(device: str | None, options: EngineOptions, library: Library) -> int | None:
+    """How many layers a GPU computes; None: llama.cpp decides."""
+    if device not in (None, "cpu", "gpu"):
+        raise BadParameter("--device", device, "a GGUF file runs on cpu or gpu; --gpu-layers divides it")
+    if device == "gpu" and _gpu_name(library) is None:
+        raise BadParameter("--device", device, "llama.cpp finds no GPU here")
+    if options.gpu_layers and _gpu_name(library) is None:
+        raise BadParameter("--gpu-layers", options.gpu_layers, "llama.cpp finds no GPU here")
+    return 0 if device == "cpu" or options.exact else options.gpu_layers
+
+
+def _gpu_name(library: Library) -> str | None:
+    """The first GPU that the library can use."""
+    if not library.llama_supports_gpu_offload():
+        return None
+    for index in range(library.ggml_backend_dev_count()):
+        found = library.ggml_backend_dev_get(index)
+        if library.ggml_backend_dev_type(found) == _GPU:
+            name: bytes = library.ggml_backend_dev_description(found)
+            return name.decode("utf-8", "replace")
+    return None
+
+
+def _fingerprint(info: EngineInfo, library: Library) -> Fingerprint:
+    used = [name for name in _ISA if f"{name} = 1" in library.system_info]
+    build = "-".join((f"b{library.build}", *used[-1:]))
+    exactness, sampler = EXACTNESS_LABELS[info.exactness], f"sampler-{SAMPLER_VERSION}"
+    return Fingerprint(RUNNER, build, info.device, info.dtype, exactness, sampler)
+
+
+def _limits(header: GGUFHeader, plan: CachePlan, options: EngineOptions) -> SchedulerLimits:
+    """By default a chunk of a prompt takes a small part of a second. There are no more slots than running sequences."""
+    limits = options.limits or SchedulerLimits(chunk_tokens=128 if header.weights_bytes <= SMALL_MODEL else 32)
+    return replace(limits, max_running=min(plan.slots, options.max_running or limits.max_running))

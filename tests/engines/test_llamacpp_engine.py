@@ -1,0 +1,334 @@
+"""The llama.cpp engine on the embedded model as GGUF: continued replies, prefix reuse, cancel, limits, exactness."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not installed")
+
+from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT, Fingerprint
+from palaver.engines.core.options import EngineOptions
+from palaver.engines.llamacpp import metadata
+from palaver.engines.llamacpp.engine import CachePlan, LlamaEngine, load
+from palaver.errors import BadParameter, BrokenModel, CacheFull, ContextOverflow, EngineClosed, PalaverError
+from palaver.formats.gguf_tokenizer import load_gguf_tokenizer
+from palaver.generation import Finish, Prompt
+from palaver.gguf import read_gguf
+from palaver.models.resolver import resolve_folder
+from palaver.sampling import Sampling
+from tests.engines.generate import Run, continued, run
+from tests.gguf_files import CONTROL, NORMAL, convert_qwen3, make_mamba, qwen3_metadata, qwen3_tensors, write_gguf
+from tests.tiny import byte_level
+
+END = 2
+GREEDY = Sampling(temperature=0, max_tokens=12, banned_ids=(END, 0))
+SAMPLED = Sampling(
+    temperature=0.9, top_k=40, top_p=0.95, seed=5, repetition_penalty=1.1, frequency_penalty=0.2, max_tokens=12,
+    banned_ids=(END, 0), logprobs=3,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sprout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return convert_qwen3(resolve_folder("sprout"), tmp_path_factory.mktemp("gguf") / "sprout.gguf")
+
+
+@pytest.fixture(scope="module")
+def vocabulary(sprout: Path) -> tuple[bytes, ...]:
+    return tuple(load_gguf_tokenizer(read_gguf(sprout)).vocabulary)
+
+
+Opens = Callable[..., LlamaEngine]
+
+
+@pytest.fixture
+async def opens(sprout: Path, vocabulary: tuple[bytes, ...]) -> AsyncIterator[Opens]:
+    opened: list[LlamaEngine] = []
+
+    def make(**options: object) -> LlamaEngine:
+        chosen = EngineOptions(**{"threads": 1, "context": 512, "max_running": 4, **options})  # type: ignore[arg-type]
+        opened.append(load(sprout, vocabulary=vocabulary, options=chosen))
+        return opened[-1]
+
+    yield make
+    for engine in opened:
+        await engine.close()
+
+
+def prompt_of(text: str, **fields: str) -> Prompt:
+    """One token for each character: any ids will do."""
+    return Prompt(tuple(300 + ord(character) for character in text), **fields)  # type: ignore[arg-type]
+
+
+def new_tokens(out: Run) -> int:
+    assert out.prefilled is not None
+    return out.prefilled.prompt_tokens - out.prefilled.cached_tokens
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+async def test_cut_at_every_token_and_continued_is_the_uncut_reply(
+    exact: bool, sampling: Sampling, opens: Opens
+) -> None:
+    engine, prompt = opens(exact=exact), prompt_of("Tell me a story.")
+    uncut = await run(engine, prompt, sampling)
+    assert len(uncut.ids) == 12
+    for cut in range(13):
+        out = await run(engine, continued(prompt, uncut.ids[:cut]), sampling)
+        assert uncut.ids[:cut] + out.ids == uncut.ids
+    assert [step.alternatives for step in (await run(engine, prompt, sampling)).steps] == [
+        step.alternatives for step in uncut.steps
+    ]
+
+
+async def test_without_its_cache_an_exact_reply_is_the_same(opens: Opens) -> None:
+    """In another process, computed in other chunks and beside other requests: the bits are the same."""
+    one, two = opens(exact=True), opens(exact=True)
+    if one.info.exactness != BY_TEXT:
+        pytest.skip(f"NOTHING IS SHOWN HERE: on this processor, bits {one.info.exactness}")
+    prompt, sampling = prompt_of("Another question, which is a bit longer than the first one."), SAMPLED
+    uncut = await run(one, prompt, sampling)
+    others = [run(two, prompt_of(f"{number} others run beside it"), SAMPLED) for number in range(3)]
+    continues = run(two, continued(prompt, uncut.ids[:5]), sampling)
+    continued_run, *_ = await asyncio.gather(continues, *others)
+    assert continued_run.ids == uncut.ids[5:]
+    assert [step.logprob for step in continued_run.steps] == [step.logprob for step in uncut.steps[5:]]
+
+
+async def test_turns_compute_what_is_new_in_each(opens: Opens) -> None:
+    engine, history = opens(), prompt_of("System prompt. ").context_ids
+    for turn in range(6):
+        question = prompt_of(f"Question {turn}?").context_ids
+        history += question
+        out = await run(engine, Prompt(history), GREEDY)
+        assert new_tokens(out) == len(question) + (1 if turn else 15)
+        history += tuple(out.ids)
+
+
+async def test_a_retry_computes_nothing_and_an_edit_what_differs(opens: Opens) -> None:
+    engine, prompt = opens(), prompt_of("What do you think of the weather today?")
+    await run(engine, prompt, GREEDY)
+    assert new_tokens(await run(engine, prompt, SAMPLED)) == 0
+    edited = prompt_of("What do you think of the colour today?")
+    assert new_tokens(await run(engine, edited, GREEDY)) == len(edited) - len("What do you think of the ")
+
+
+async def test_a_running_prompt_is_shared(opens: Opens) -> None:
+    """Several choices of one prompt compute it once; each says what it says alone."""
+    engine, prompt = opens(), prompt_of("The same prompt for all of the choices. " * 4)
+    alone = [(await run(engine, prompt, SAMPLED, choice)).ids for choice in range(3)]
+    fresh = opens()
+    together = await asyncio.gather(*(run(fresh, prompt, SAMPLED, choice) for choice in range(3)))
+    assert [out.ids for out in together] == alone
+    assert len({tuple(ids) for ids in alone}) == 3
+    assert sorted(new_tokens(out) for out in together)[:2] == [0, 0]
+
+
+async def test_more_requests_than_slots_wait_and_keep_their_prefixes(opens: Opens) -> None:
+    engine = opens(max_running=2)
+    prompts = [prompt_of(f"{number} is the number of this prompt, which is its own.") for number in range(7)]
+    outs = await asyncio.gather(*(run(engine, prompt, GREEDY) for prompt in prompts))
+    for prompt, out in zip(prompts, outs, strict=True):
+        again = await run(engine, continued(prompt, out.ids[:6]), GREEDY)
+        assert out.ids[:6] + again.ids == out.ids
+        assert new_tokens(again) <= 1
+    assert engine.statistics.cache.evictions > 0
+    assert engine.statistics.cache.used_bytes <= engine.statistics.cache.limit_bytes
+
+
+async def test_shared_cells_evict_and_refuse(opens: Opens, sprout: Path) -> None:
+    size = metadata.token_bytes(read_gguf(sprout), float32=False)
+    engine = opens(cache_bytes=int(700 * size / 0.75), context=600, max_running=4)
+    for number in range(6):
+        prompt = prompt_of(f"{number}" + "x" * 200)
+        out = await run(engine, prompt, GREEDY)
+        assert len(out.ids) == 12
+    many = [prompt_of(f"{number}" + "y" * 300) for number in range(4)]
+    outs = await asyncio.gather(*(run(engine, prompt, GREEDY) for prompt in many))
+    assert [len(out.ids) for out in outs] == [12] * 4
+    with pytest.raises((CacheFull, ContextOverflow)):
+        await run(engine, prompt_of("z" * 2000), GREEDY)
+
+
+async def test_forgotten_conversations_are_evicted(opens: Opens) -> None:
+    engine = opens()
+    one, two = prompt_of("Shared start. One.", conversation="a"), prompt_of("Shared start. Two.", conversation="b")
+    await run(engine, one, GREEDY)
+    await run(engine, two, GREEDY)
+    await engine.forget("b")
+    assert new_tokens(await run(engine, replace(two, conversation="c"), GREEDY)) == len("Two.")
+    await engine.forget("a")
+    await engine.forget("c")
+    assert new_tokens(await run(engine, replace(one, conversation="d"), GREEDY)) == len(one)
+    unnamed = prompt_of("A request without a conversation")
+    await run(engine, unnamed, GREEDY)
+    await engine.forget("")
+    assert new_tokens(await run(engine, unnamed, GREEDY)) == 0
+
+
+async def test_prefixes_of_owners_are_apart(opens: Opens) -> None:
+    engine, prompt = opens(), prompt_of("My secret is 1234", owner="one")
+    await run(engine, prompt, GREEDY)
+    assert new_tokens(await run(engine, replace(prompt, owner="two"), GREEDY)) == len(prompt)
+
+
+async def test_leaving_cancels_and_stop_still_ends(opens: Opens) -> None:
+    engine, prompt = opens(), prompt_of("Go on and on")
+    endless = replace(GREEDY, max_tokens=None)
+    out = await run(engine, prompt, endless, stop_after=3)
+    assert len(out.ids) == 3
+    async with engine.generate(prompt, endless) as generation:
+        stopped = Run()
+        async for output in generation:
+            stopped.add(output)
+            if len(stopped.ids) == 4:
+                generation.stop()
+    assert stopped.ended is not None
+    assert stopped.ended.finish is Finish.STOPPED
+    while engine.statistics.running:
+        await asyncio.sleep(0.01)
+
+
+async def test_bad_prompts_fail_alone(opens: Opens) -> None:
+    engine = opens(context=256)
+    results = await asyncio.gather(
+        run(engine, Prompt((4096,)), GREEDY),
+        run(engine, Prompt(()), GREEDY),
+        run(engine, Prompt((5,) * 300), GREEDY),
+        run(engine, prompt_of("A good one"), GREEDY),
+        return_exceptions=True,
+    )
+    assert [isinstance(result, PalaverError) for result in results] == [True, True, True, False]
+    full = await run(engine, Prompt((5,) * 250), replace(GREEDY, max_tokens=None))
+    assert full.ended is not None
+    assert full.ended.finish is Finish.LENGTH
+    assert len(full.ids) == 6
+
+
+async def test_closing_ends_what_runs(sprout: Path, vocabulary: tuple[bytes, ...]) -> None:
+    engine = load(sprout, vocabulary=vocabulary, options=EngineOptions(threads=1))
+    running = asyncio.create_task(run(engine, prompt_of("x" * 4000), replace(GREEDY, max_tokens=None)))
+    await asyncio.sleep(0.2)
+    await engine.close()
+    await engine.close()
+    with pytest.raises(EngineClosed):
+        await running
+    with pytest.raises(EngineClosed):
+        await run(engine, prompt_of("late"), GREEDY)
+
+
+async def test_stop_and_continue_cycles_beside_others(opens: Opens) -> None:
+    engine, rng = opens(), random.Random(3)
+
+    async def cycles(number: int) -> None:
+        prompt, sampling = prompt_of(f"Stream {number}"), replace(SAMPLED, seed=number, max_tokens=20)
+        reply: list[int] = []
+        while len(reply) < 20:
+            out = await run(engine, continued(prompt, reply), sampling, stop_after=rng.randint(1, 7))
+            reply += out.ids
+        replies[number] = reply
+
+    replies: dict[int, list[int]] = {}
+    await asyncio.gather(*(cycles(number) for number in range(4)))
+    assert all(len(reply) == 20 for reply in replies.values())
+
+
+@pytest.mark.parametrize("exact", [False, True])
+async def test_a_recurrent_state_is_reused_whole(exact: bool, tmp_path: Path) -> None:
+    definition = byte_level(merges=())
+    options = EngineOptions(threads=1, max_running=3, exact=exact)
+    engine = load(make_mamba(tmp_path / "mamba.gguf", definition), vocabulary=(b"x",) * 261, options=options)
+    assert engine.info.reuse == "snapshots"
+    prompt, sampling = Prompt(tuple(b"A recurrent model")), Sampling(temperature=0.7, seed=2, max_tokens=10)
+    uncut = await run(engine, prompt, sampling)
+    assert new_tokens(await run(engine, prompt, sampling)) == 0
+    for cut in range(1, 11):
+        stopped = await run(engine, prompt, sampling, stop_after=cut)
+        assert stopped.ids == uncut.ids[:cut]
+        again = await run(engine, continued(prompt, stopped.ids), sampling)
+        assert stopped.ids + again.ids == uncut.ids
+    turn = Prompt((*prompt.context_ids, *uncut.ids, *b"More"))
+    assert new_tokens(await run(engine, turn, sampling)) == len("More") + 1
+    assert new_tokens(await run(engine, Prompt(tuple(b"A recurrent thing")), sampling)) == 17
+    await engine.close()
+
+
+def test_the_file_says_how_it_is_run(sprout: Path) -> None:
+    header = read_gguf(sprout)
+    assert metadata.context_length(header) == 8192
+    assert metadata.end_ids(header) == {0, END}
+    assert metadata.weights_type(header) == "F32"
+    assert metadata.token_bytes(header, float32=True) == 2 * 8 * 4 * 32 * 4
+    defaults = metadata.sampling_defaults(header)
+    assert defaults.top_k == 20
+    assert (round(defaults.temperature, 6), round(defaults.top_p, 6)) == (0.6, 0.95)
+
+
+def test_files_without_defaults_have_those_of_llama_cpp(tmp_path: Path) -> None:
+    header = read_gguf(write_gguf(tmp_path / "d.gguf", {"general.architecture": "qwen3"}))
+    assert metadata.sampling_defaults(header) == Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05)
+    wrong = {"general.sampling.temp": -3.0, "general.sampling.top_k": 7}
+    header = read_gguf(write_gguf(tmp_path / "w.gguf", wrong))
+    assert metadata.sampling_defaults(header) == Sampling(top_k=7)
+
+
+def test_channels_end_turns_otherwise(tmp_path: Path) -> None:
+    pieces, kinds = ["a", "<|end|>", "<|return|>", "<|channel|>"], [NORMAL, CONTROL, CONTROL, CONTROL]
+    file = {"tokenizer.ggml.tokens": pieces, "tokenizer.ggml.token_type": kinds}
+    assert metadata.end_ids(read_gguf(write_gguf(tmp_path / "c.gguf", file))) == {2}
+    file = {"tokenizer.ggml.tokens": pieces[:3], "tokenizer.ggml.token_type": kinds[:3]}
+    assert metadata.end_ids(read_gguf(write_gguf(tmp_path / "d.gguf", file))) == {1, 2}
+
+
+async def test_the_engine_describes_itself(opens: Opens) -> None:
+    engine, exact = opens(), opens(exact=True)
+    assert engine.info.context_length == 512
+    assert engine.info.vocabulary_size == 4096
+    assert (engine.info.reuse, engine.info.exactness) == ("to the token", BY_BATCH)
+    assert exact.info.exactness in (BY_TEXT, BY_CACHE)
+    fingerprint = Fingerprint.parse(engine.info.fingerprint)
+    assert fingerprint is not None
+    assert fingerprint.runner == "llama.cpp"
+    assert fingerprint.build.startswith("b10566")
+    assert engine.info.fingerprint != exact.info.fingerprint
+
+
+def test_the_cache_is_divided_by_its_size(sprout: Path) -> None:
+    header = read_gguf(sprout)
+    size = metadata.token_bytes(header, float32=False)
+    plan = CachePlan.make(header, EngineOptions(cache_bytes=1 << 30, context=1000, max_running=8))
+    assert (plan.unified, plan.slots, plan.slot_tokens, plan.cells) == (False, 8, 1000, 8000)
+    plan = CachePlan.make(header, EngineOptions(cache_bytes=4000 * size, context=1000, max_running=8))
+    assert (plan.unified, plan.slots, plan.cells) == (True, 8, 3000)
+    assert plan.host_bytes == 1000 * size
+    plan = CachePlan.make(header, EngineOptions(cache_bytes=8000 * size, context=1000, max_running=8, exact=True))
+    assert (plan.unified, plan.slots) == (False, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"), [({"device": "cuda"}, "--device"), ({"device": "gpu"}, "--device"), ({}, "--gpu-layers")]
+)
+def test_options_that_can_not_be_met_are_refused(
+    changes: dict[str, str], named: str, sprout: Path, vocabulary: tuple[bytes, ...]
+) -> None:
+    from palaver.engines.llamacpp.engine import _gpu_name
+    from palaver.engines.llamacpp.library import load_library
+
+    if _gpu_name(load_library()) is not None:
+        pytest.skip("NOTHING IS SHOWN HERE: there is a GPU")
+    with pytest.raises(BadParameter, match=named):
+        load(sprout, vocabulary=vocabulary, options=EngineOptions(gpu_layers=4), **changes)  # type: ignore[arg-type]
+
+
+def test_a_foreign_architecture_ends_in_one_sentence(tmp_path: Path) -> None:
+    file = qwen3_metadata(resolve_folder("sprout")) | {"general.architecture": "from-the-future"}
+    renamed = {key.replace("qwen3.", "from-the-future."): value for key, value in file.items()}
+    path = write_gguf(tmp_path / "f.gguf", renamed, qwen3_tensors(resolve_folder("sprout")))
+    with pytest.raises(BrokenModel, match=r"llama\.cpp can't load f\.gguf"):
+        load(path, vocabulary=())

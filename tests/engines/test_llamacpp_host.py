@@ -1,0 +1,122 @@
+"""llama.cpp in its engine process: death, hostile files, and what the process imports."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not installed")
+
+from palaver.chat.engine_spec import make_spec
+from palaver.chat.model import LoadOptions, pick_engine
+from palaver.engines.host import HostedEngine
+from palaver.engines.host.supervisor import llamacpp_spec
+from palaver.errors import BadParameter, BrokenModel, ModelError, PalaverError
+from palaver.formats.gguf_tokenizer import load_gguf_tokenizer
+from palaver.generation import Prompt
+from palaver.gguf import read_gguf
+from palaver.models.resolver import ResolvedModel, resolve_folder, resolve_model
+from palaver.sampling import Sampling
+from tests.engines.generate import Run, continued, run
+from tests.gguf_files import convert_qwen3, qwen3_metadata, qwen3_tensors, write_gguf
+
+SAMPLED = Sampling(temperature=0.8, seed=3, max_tokens=24, banned_ids=(0, 2))
+PROMPT = Prompt((400, 500, 600, 700))
+
+
+@pytest.fixture(scope="module")
+def sprout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return convert_qwen3(resolve_folder("sprout"), tmp_path_factory.mktemp("gguf") / "sprout.gguf")
+
+
+@pytest.fixture(scope="module")
+def vocabulary(sprout: Path) -> tuple[bytes, ...]:
+    return tuple(load_gguf_tokenizer(read_gguf(sprout)).vocabulary)
+
+
+async def test_a_reply_goes_on_after_the_process_is_killed(sprout: Path, vocabulary: tuple[bytes, ...]) -> None:
+    async with HostedEngine(llamacpp_spec(sprout, vocabulary, context=512, max_running=2)) as engine:
+        uncut = await run(engine, PROMPT, SAMPLED)
+        loaded = Path(f"/proc/{engine.process_id}/maps")
+        if loaded.is_file():
+            text = loaded.read_text()
+            assert "xllamacpp" in text
+            assert "libtorch" not in text
+        killed = Run()
+        async with engine.generate(PROMPT, SAMPLED) as outputs:
+            async for output in outputs:
+                killed.add(output)
+                if len(killed.ids) == 5:
+                    assert engine.process_id is not None
+                    os.kill(engine.process_id, signal.SIGKILL)
+        assert killed.ids == uncut.ids
+        assert (await run(engine, continued(PROMPT, uncut.ids[:9]), SAMPLED)).ids == uncut.ids[9:]
+        assert engine.info.model == "sprout.gguf"
+
+
+async def start_error(path: Path) -> str:
+    with pytest.raises(ModelError) as error:
+        await HostedEngine(llamacpp_spec(path, (), context=64, max_running=1)).start()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+async def test_files_that_llama_cpp_refuses_end_in_one_sentence(tmp_path: Path, sprout: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(sprout.read_bytes()[:-100_000])
+    assert "cut.gguf is damaged" in await start_error(cut)
+    metadata, tensors = qwen3_metadata(resolve_folder("sprout")), qwen3_tensors(resolve_folder("sprout"))
+    tensors["blk.0.attn_q.weight"] = ("f32", tensors["blk.0.attn_q.weight"][1][:64])
+    wrong = write_gguf(tmp_path / "wrong.gguf", metadata, tensors)
+    assert "llama.cpp can't load wrong.gguf" in await start_error(wrong)
+
+
+@pytest.mark.slow
+async def test_mutated_files_end_in_an_error_or_run(tmp_path: Path, vocabulary: tuple[bytes, ...]) -> None:
+    """Those that the reader takes: llama.cpp loads, refuses or aborts, and the supervisor lives on."""
+    folder = resolve_folder("sprout")
+    data = convert_qwen3(folder, tmp_path / "whole.gguf").read_bytes()
+    rng, path, tried = random.Random(11), tmp_path / "mutated.gguf", 0
+    for _ in range(400):
+        mutated = bytearray(data)
+        place = rng.randrange(24, 1500)
+        mutated[place] = rng.randrange(256)
+        path.write_bytes(mutated)
+        try:
+            read_gguf(path)
+        except BrokenModel:
+            continue
+        tried += 1
+        engine = HostedEngine(llamacpp_spec(path, vocabulary, context=128, max_running=1))
+        try:
+            async with asyncio.timeout(120):
+                await engine.start()
+                await run(engine, PROMPT, Sampling(max_tokens=2))
+        except PalaverError as error:
+            print(error)
+        finally:
+            await engine.close()
+        if tried == 12:
+            return
+    raise AssertionError("hardly any mutated header was read")
+
+
+def test_the_engine_follows_from_the_files(sprout: Path) -> None:
+    gguf, folder = resolve_model(str(sprout)), ResolvedModel(resolve_folder("sprout"))
+    assert pick_engine(gguf) == pick_engine(gguf, "llamacpp") == "llamacpp"
+    assert pick_engine(folder) == pick_engine(folder, "torch") == "torch"
+    with pytest.raises(BadParameter, match="a GGUF file is run by llamacpp"):
+        pick_engine(gguf, "torch")
+    with pytest.raises(BadParameter, match="is run by torch"):
+        pick_engine(folder, "llamacpp")
+    for refused in (LoadOptions(compiled=True), LoadOptions(dtype="float32")):
+        with pytest.raises(BadParameter, match="is for a folder"):
+            make_spec(gguf, (), refused)
+    with pytest.raises(BadParameter, match="is for a GGUF file"):
+        make_spec(folder, (), LoadOptions(gpu_layers=3))
+    assert make_spec(gguf, (), LoadOptions(gpu_layers=3))["gpu_layers"] == 3
