@@ -31,6 +31,21 @@ class Sampling:
     """0: off."""
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    top_a: float = 0.0
+    dynatemp_range: float = 0.0
+    """Above 0: the temperature lies between `temperature` minus and plus this, by how even the distribution is. The
+    filters then see the distribution at temperature 1, as in llama.cpp."""
+    dynatemp_exponent: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    """0: DRY is off. Otherwise it is over prompt and reply, as in llama.cpp."""
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    """-1: all tokens; 0: off."""
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     repetition_penalty: float = 1.0
     """Over prompt and reply, as the transformers library does."""
     presence_penalty: float = 0.0
@@ -54,6 +69,17 @@ class Sampling:
     """A grammar for the answer. It does not apply to thinking."""
     spoken: bool = False
     """The answer is for speech: characters that can't be spoken are banned, except in thinking and tool calls."""
+
+    @property
+    def filter_temperature(self) -> float:
+        """The temperature at which top_k, top_p and the other filters see the distribution."""
+        return 1.0 if self.dynatemp_range > 0 else self.temperature
+
+    def dynamic_temperature(self, evenness: float) -> float:
+        """`evenness`: the entropy of the distribution relative to the greatest possible one."""
+        low = max(0.0, self.temperature - self.dynatemp_range)
+        high = self.temperature + self.dynatemp_range
+        return low + (high - low) * float(min(1.0, max(0.0, evenness)) ** self.dynatemp_exponent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +134,16 @@ NUMBERS = {
         _parameter("top_k", int, 0, 1_000_000, "only the k likeliest tokens; 0 is off"),
         _parameter("top_p", float, 0, 1, "only the likeliest tokens that together reach this probability"),
         _parameter("min_p", float, 0, 1, "only tokens at least this likely relative to the likeliest"),
+        _parameter("typical_p", float, 0, 1, "only tokens about as surprising as expected, up to this probability"),
+        _parameter("top_a", float, 0, 1, "only tokens at least this times the square of the greatest probability"),
+        _parameter("dynatemp_range", float, 0, 5, "the temperature varies by so much, with how sure the model is"),
+        _parameter("dynatemp_exponent", float, 0, 10, "above 1 keeps the varying temperature low for longer"),
+        _parameter("xtc_probability", float, 0, 1, "how often the likeliest tokens are excluded (XTC)"),
+        _parameter("xtc_threshold", float, 0, 1, "which are excluded: all at least this likely, but for the last"),
+        _parameter("dry_multiplier", float, 0, 100, "above 0 makes longer repetitions less likely (DRY)"),
+        _parameter("dry_base", float, 1, 10, "how quickly DRY grows with the length of a repetition"),
+        _parameter("dry_allowed_length", int, 1, 1000, "repetitions shorter than this are free of DRY"),
+        _parameter("dry_penalty_last_n", int, -1, MAX_TOKENS, "how many tokens DRY looks back; -1 is all, 0 is off"),
         _parameter("repetition_penalty", float, 0.01, 10, "above 1 makes tokens seen before less likely"),
         _parameter("presence_penalty", float, -2, 2, "above 0 makes tokens said in this reply less likely"),
         _parameter("frequency_penalty", float, -2, 2, "the same, by how often they were said"),
@@ -119,7 +155,11 @@ NUMBERS = {
         _parameter("logprobs", int, 0, 20, "how many alternatives are reported for each token"),
     )
 }
-STRINGS = {"stop": "text that ends the answer", "banned_strings": "text that is never said"}
+STRINGS = {
+    "stop": "text that ends the answer",
+    "banned_strings": "text that is never said",
+    "dry_sequence_breakers": "text that ends a repetition for DRY",
+}
 
 
 def parse_setting(name: str, text: str) -> tuple[str, Any]:

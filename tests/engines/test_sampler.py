@@ -18,7 +18,7 @@ from palaver.engines.core.logits_processors import BannedStrings, VocabularyInde
 from palaver.engines.core.processor import LogitsProcessor
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.rng import uniform
-from palaver.engines.core.sampler import BLOCK, likeliest_ids
+from palaver.engines.core.sampler import BLOCK, _Row
 from palaver.engines.torch.device_changes import MANY_IDS, DeviceChanges
 from palaver.engines.torch.device_sampler import sample_on_device
 from palaver.errors import BadParameter, EngineError, PalaverError, RequestError
@@ -213,7 +213,7 @@ def test_the_likeliest_tokens_are_found_in_order(seed: int, size: int, count: in
     scores = np.random.default_rng(seed).normal(size=size).round(decimals).astype(np.float32)
     scores[:: 1 + seed % 5] = -np.inf
     order = sorted(range(size), key=lambda i: (-scores[i], i))
-    assert likeliest_ids(scores, count).tolist() == order[:count]
+    assert _Row(scores).likeliest(count).tolist() == order[:count]
 
 
 def test_token_ids_out_of_the_vocabulary_are_refused() -> None:

@@ -18,13 +18,13 @@ pytest.importorskip("triton", reason="Triton is not installed: the sampling kern
 from palaver.engines.core.logits import HostLogits  # noqa: E402
 from palaver.engines.core.processor import LogitsProcessor  # noqa: E402
 from palaver.engines.core.reply_state import ReplyState  # noqa: E402
-from palaver.engines.core.sampler import filter_scores  # noqa: E402
 from palaver.engines.torch import sampling_kernels as kernels  # noqa: E402
 from palaver.engines.torch.device_changes import DeviceChanges  # noqa: E402
 from palaver.engines.torch.device_sampler import sample_on_device  # noqa: E402
 from palaver.errors import EngineError, RequestError  # noqa: E402
 from palaver.generation import Prompt, Step  # noqa: E402
 from palaver.sampling import Sampling  # noqa: E402
+from tests.engines.sampling_reference import ReferenceDraw  # noqa: E402
 
 SIZE = 3000
 """Several blocks, the last of them not full."""
@@ -46,9 +46,7 @@ def sampled(logits: torch.Tensor, processors: Sequence[LogitsProcessor]) -> list
 def is_at_boundary(logits: torch.Tensor, one: LogitsProcessor) -> bool:
     scores = logits.numpy().copy()
     one.changes().apply(scores)
-    _, weights = filter_scores(scores, one.sampling)
-    shares = weights.cumsum() / weights.sum()
-    return bool(abs(shares - one.uniform()).min() < BOUNDARY)
+    return ReferenceDraw(scores, one.sampling, one.xtc_uniform(), BOUNDARY).draw(one.uniform())[1]
 
 
 samplings = st.builds(

@@ -31,6 +31,20 @@ FOLDER = Path(__file__).parent / "old"
 EXPECTED: dict[str, Any] = json.loads((FOLDER / "expected.json").read_text())
 EXPORTS = sorted((FOLDER / "exports").iterdir())
 TREES = [path for path in EXPORTS if path.name.endswith(".tree.json") and EXPECTED["read"][path.name]]
+NEW_SAMPLING = {
+    "typical_p": 1.0,
+    "top_a": 0.0,
+    "dynatemp_range": 0.0,
+    "dynatemp_exponent": 1.0,
+    "xtc_probability": 0.0,
+    "xtc_threshold": 0.1,
+    "dry_multiplier": 0.0,
+    "dry_base": 1.75,
+    "dry_allowed_length": 2,
+    "dry_penalty_last_n": -1,
+    "dry_sequence_breakers": ["\n", ":", '"', "*"],
+}
+"""Sampling parameters that old replies do not have: all of them are off."""
 NEW_SETTINGS: dict[str, Any] = {"fingerprints": [], "answer_at": None}
 """The settings of a reply that the earlier version did not have, and their values for its replies."""
 MEDIA_NAME = re.compile(r"\((?:image|audio|video)/\w+, \d+ bytes\)\\n")
@@ -58,6 +72,7 @@ def messages_in_old_form(store: Store, id: str) -> list[Any]:
     found: list[Any] = plain(store.messages.all(id))
     for settings in (message["reply"]["settings"] for message in found if message["reply"]):
         assert {name: settings.pop(name) for name in NEW_SETTINGS} == NEW_SETTINGS
+        assert {name: settings["sampling"].pop(name) for name in NEW_SAMPLING} == NEW_SAMPLING
     return found
 
 

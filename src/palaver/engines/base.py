@@ -117,7 +117,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Identifies the code that computes replies. Its text: compiled/1f0c…/cpu/float32/exact/sampler-1."""
+    """Identifies the code that computes replies. Its text: compiled/1f0c…/cpu/float32/exact/sampler-2."""
 
     runner: str
     """Which code runs the model: compiled, fused or library."""

@@ -96,7 +96,11 @@ STORED_NAMES: Mapping[str, str] = {
     "choice": "choice", "answer_at": "answer_at", "fingerprints": "fingerprints",
     "description": "description", "parameters": "parameters",
     # sampling, constraint
-    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "typical_p": "typical_p",
+    "top_a": "top_a", "dynatemp_range": "dynatemp_range", "dynatemp_exponent": "dynatemp_exponent",
+    "xtc_probability": "xtc_probability", "xtc_threshold": "xtc_threshold", "dry_multiplier": "dry_multiplier",
+    "dry_base": "dry_base", "dry_allowed_length": "dry_allowed_length", "dry_penalty_last_n": "dry_penalty_last_n",
+    "dry_sequence_breakers": "dry_sequence_breakers",
     "repetition_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty", "end_penalty": "end_penalty", "logit_bias": "logit_bias",
     "banned_ids": "banned_ids", "banned_strings": "banned_strings", "stop": "stop", "stop_ids": "stop_ids",

@@ -334,3 +334,58 @@ def test_unknown_fields_are_named(http: httpx.Client) -> None:
         status, error = post_error(http, **{name: 1})
         assert (status, error["param"]) == (400, name)
     assert stream(http, max_tokens=3)
+
+
+def parsed(**fields: Any) -> dict[str, Any]:
+    given = sampling_parameters(ChatRequest.model_validate({"messages": [], **fields}))
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def test_samplers_by_the_names_of_llama_cpp_and_tabby() -> None:
+    same = {
+        "typical_p": 0.9,
+        "top_a": 0.2,
+        "dynatemp_range": 0.5,
+        "dynatemp_exponent": 2.0,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.1,
+        "dry_multiplier": 0.8,
+        "dry_base": 1.75,
+        "dry_allowed_length": 3,
+        "dry_penalty_last_n": 512,
+        "dry_sequence_breakers": ["\n", "."],
+    }
+    assert parsed(**same) == same
+    assert parsed(typical=0.9, dry_range=0, temp_exponent=2) == {
+        "typical_p": 0.9,
+        "dry_penalty_last_n": -1,
+        "dynatemp_exponent": 2,
+    }
+    assert parsed(temperature=0.7, min_temp=0.5, max_temp=2.5) == {"temperature": 1.5, "dynatemp_range": 1.0}
+    assert parsed(temperature=0, min_temp=0.5, max_temp=2.5)["temperature"] == 0, "greedy stays greedy"
+    assert parsed(temperature=0.7, min_temp=1, max_temp=1) == {"temperature": 0.7}, "equal bounds are none"
+    assert parsed(dry_sequence_breakers="|") == {"dry_sequence_breakers": ["|"]}
+    for wrong in (
+        {"min_temp": 1},
+        {"min_temp": 2, "max_temp": 1},
+        {"min_temp": 0, "max_temp": 1, "dynatemp_range": 0.5},
+        {"dry_range": 5, "dry_penalty_last_n": 5},
+        {"typical": 0.5, "typical_p": 0.6},
+    ):
+        with pytest.raises(BadParameter):
+            parsed(**wrong)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_samplers_change_the_reply_and_have_bounds(http: httpx.Client, path: str) -> None:
+    question = {"messages": SUM} if "chat" in path else {"prompt": "One two three one two three one two"}
+
+    def ask(**fields: Any) -> httpx.Response:
+        return http.post(path, json={**question, "temperature": 1.5, "seed": 3, "max_tokens": 24, **fields})
+
+    plain = ask().json()["choices"]
+    strong = ask(dry_multiplier=50, dry_allowed_length=1, xtc_probability=1, xtc_threshold=0.01).json()["choices"]
+    assert strong != plain
+    for name, value in (("typical_p", 1.5), ("xtc_probability", -1), ("dry_base", 0.5), ("dry_allowed_length", 0)):
+        wrong = ask(**{name: value})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, name)

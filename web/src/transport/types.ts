@@ -304,6 +304,17 @@ export interface Sampling {
   top_k: number
   top_p: number
   min_p: number
+  typical_p?: number
+  top_a?: number
+  dynatemp_range?: number
+  dynatemp_exponent?: number
+  xtc_probability?: number
+  xtc_threshold?: number
+  dry_multiplier?: number
+  dry_base?: number
+  dry_allowed_length?: number
+  dry_penalty_last_n?: number
+  dry_sequence_breakers?: (string)[]
   repetition_penalty: number
   presence_penalty: number
   frequency_penalty: number
@@ -523,6 +534,66 @@ export const NUMBERS: Record<string, { whole: boolean; low: number; high: number
     "low": 0,
     "high": 1,
     "meaning": "only tokens at least this likely relative to the likeliest"
+  },
+  "typical_p": {
+    "whole": false,
+    "low": 0,
+    "high": 1,
+    "meaning": "only tokens about as surprising as expected, up to this probability"
+  },
+  "top_a": {
+    "whole": false,
+    "low": 0,
+    "high": 1,
+    "meaning": "only tokens at least this times the square of the greatest probability"
+  },
+  "dynatemp_range": {
+    "whole": false,
+    "low": 0,
+    "high": 5,
+    "meaning": "the temperature varies by so much, with how sure the model is"
+  },
+  "dynatemp_exponent": {
+    "whole": false,
+    "low": 0,
+    "high": 10,
+    "meaning": "above 1 keeps the varying temperature low for longer"
+  },
+  "xtc_probability": {
+    "whole": false,
+    "low": 0,
+    "high": 1,
+    "meaning": "how often the likeliest tokens are excluded (XTC)"
+  },
+  "xtc_threshold": {
+    "whole": false,
+    "low": 0,
+    "high": 1,
+    "meaning": "which are excluded: all at least this likely, but for the last"
+  },
+  "dry_multiplier": {
+    "whole": false,
+    "low": 0,
+    "high": 100,
+    "meaning": "above 0 makes longer repetitions less likely (DRY)"
+  },
+  "dry_base": {
+    "whole": false,
+    "low": 1,
+    "high": 10,
+    "meaning": "how quickly DRY grows with the length of a repetition"
+  },
+  "dry_allowed_length": {
+    "whole": true,
+    "low": 1,
+    "high": 1000,
+    "meaning": "repetitions shorter than this are free of DRY"
+  },
+  "dry_penalty_last_n": {
+    "whole": true,
+    "low": -1,
+    "high": 1000000,
+    "meaning": "how many tokens DRY looks back; -1 is all, 0 is off"
   },
   "repetition_penalty": {
     "whole": false,

@@ -28,7 +28,7 @@ QKV = ("q_proj", "k_proj", "v_proj")
 ATTENTION = (*QKV, "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 DEFAULT_THETA = 10_000.0
-GENERATION_PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+GENERATION_PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 ROPE_KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "default": (frozenset(), frozenset()),
     "linear": (frozenset({"factor"}), frozenset()),

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from palaver.constraints import Constraint
 from palaver.engines.base import EngineInfo, EngineState, EngineStatus
+from palaver.engines.core.dry import RepetitionPenalty
 from palaver.engines.core.generation import CloseCommand, ForgetCommand, LocalGeneration, Outbox
 from palaver.engines.core.grammar import AnswerGrammar, ReplyGrammar, control_ids, reply_constraints
 from palaver.engines.core.logits_processors import (
@@ -96,10 +97,11 @@ class LocalEngine:
                 grammars[constraint] = await self._grammars.compile(constraint)
             if sampling.spoken and self._unspeakable is None:
                 await asyncio.to_thread(self._unspeakable_tokens)
-            if sampling.banned_strings:
-                await asyncio.to_thread(self._index_strings, sampling.banned_strings)
+            if strings:
+                await asyncio.to_thread(self._index_strings, strings)
 
-        needed = constrained or sampling.banned_strings or (sampling.spoken and self._unspeakable is None)
+        strings = (*sampling.banned_strings, *(sampling.dry_sequence_breakers if sampling.dry_multiplier else ()))
+        needed = constrained or strings or (sampling.spoken and self._unspeakable is None)
         ready = prepare if needed else None
         return LocalGeneration(prompt, check_sampling(sampling), choice, self._worker.post, ready, grammars)
 
@@ -127,7 +129,8 @@ class LocalEngine:
         banned, grammar = self._banned(prompt, sampling), self._grammar(generation)
         size = self._info.vocabulary_size
         spoken_text = self._spoken_text(prompt, sampling)
-        processor = LogitsProcessor(prompt, sampling, generation.choice, reply, size, banned, grammar, spoken_text)
+        dry = RepetitionPenalty(sampling, self._vocabulary_index, size) if sampling.dry_multiplier else None
+        processor = LogitsProcessor(prompt, sampling, generation.choice, reply, size, banned, grammar, spoken_text, dry)
         return SequenceState(generation, processor, self._token_healing(prompt))
 
     def _check_prompt(self, prompt: Prompt) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from palaver.engines.core.logits_changes import Scores
 from palaver.engines.core.processor import LogitsProcessor
-from palaver.engines.core.sampler import sample_row
+from palaver.engines.core.sampler import sample_rows
 from palaver.errors import PalaverError
 from palaver.generation import Step
 
@@ -54,4 +54,4 @@ class HostLogits:
         return self.array.nbytes
 
     def sample(self, processors: Sequence[LogitsProcessor]) -> list[Step | PalaverError]:
-        return [sample_row(row, processor) for row, processor in zip(self.array, processors, strict=True)]
+        return sample_rows(self.array, processors)

@@ -76,6 +76,8 @@ class LogitsChanges:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetitions: tuple[Ids, Scores] | None = None
+    """The penalties of DRY: token ids, each once, and what is added to their scores."""
     end_ids: Ids | None = None
     end_penalty: float = 1.0
     bias: tuple[Ids, Scores] | None = None
@@ -104,6 +106,9 @@ class LogitsChanges:
         """Changes a row of scores in place."""
         if self.counts is not None:
             self._apply_penalties(scores, self.counts)
+        if self.repetitions is not None:
+            ids, values = self.repetitions
+            scores[ids] += values
         if self.end_ids is not None:
             scores[self.end_ids] = _penalised(scores[self.end_ids], self.end_penalty)
         if self.bias is not None:

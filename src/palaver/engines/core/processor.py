@@ -7,11 +7,12 @@ from functools import cached_property
 
 import numpy as np
 
+from palaver.engines.core.dry import RepetitionPenalty
 from palaver.engines.core.grammar import AnswerGrammar, ReplyGrammar
 from palaver.engines.core.logits_changes import Ids, LogitsChanges, Scores, TokenCounts
 from palaver.engines.core.logits_processors import BannedStrings, SpokenText, TokenHealing
 from palaver.engines.core.reply_state import ReplyState
-from palaver.engines.core.rng import uniform
+from palaver.engines.core.rng import XTC_STREAM, uniform
 from palaver.errors import BadParameter
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
@@ -30,7 +31,9 @@ class LogitsProcessor:
         banned_strings: BannedStrings | None = None,
         grammar: AnswerGrammar | ReplyGrammar | None = None,
         spoken_text: SpokenText | None = None,
+        dry: RepetitionPenalty | None = None,
     ) -> None:
+        """`dry` has seen no token yet."""
         _check_ids(sampling, vocabulary_size)
         self.sampling = sampling
         self.reply = reply
@@ -44,7 +47,10 @@ class LogitsProcessor:
         self._counts: TokenCounts | None = None
         self._stop_ids: dict[int, Ids] = {}
         """By the state of the reply."""
-        masks = (banned_strings, grammar, spoken_text)
+        self._dry = dry
+        if dry is not None:
+            dry.extend((*prompt.context_ids, *reply.token_ids))
+        masks = (banned_strings, grammar, spoken_text, dry)
         self._always_active = _changes_logits(sampling) or any(mask is not None for mask in masks)
         self._penalises = bool(
             sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
@@ -72,6 +78,12 @@ class LogitsProcessor:
         """The random number of the next token."""
         return uniform(self.sampling.seed, self._choice, len(self.reply.token_ids))
 
+    def xtc_uniform(self) -> float:
+        """The random number that decides whether XTC applies to the next token."""
+        if not self.sampling.xtc_probability:
+            return 1.0
+        return uniform(self.sampling.seed, self._choice, len(self.reply.token_ids), XTC_STREAM)
+
     def append_token(self, token_id: int) -> None:
         forced = self.reply.forced_id == token_id
         appended = self.reply.ended is None
@@ -82,6 +94,8 @@ class LogitsProcessor:
             self._healing.accept_token(token_id)
         if self._counts is not None and appended:
             self._counts.append(token_id)
+        if self._dry is not None and appended:
+            self._dry.append(token_id)
 
     def changes(self) -> LogitsChanges:
         """What changes in the next token's logits. Raises RequestError if a grammar exceeds its limits."""
@@ -93,6 +107,8 @@ class LogitsProcessor:
             changes.repetition_penalty = sampling.repetition_penalty
             changes.presence_penalty = sampling.presence_penalty
             changes.frequency_penalty = sampling.frequency_penalty
+        if self._dry is not None:
+            changes.repetitions = self._dry.penalties()
         if sampling.end_penalty != 1:
             changes.end_ids, changes.end_penalty = self._current_stop_ids(), sampling.end_penalty
         if sampling.logit_bias:

@@ -6,11 +6,17 @@ MASK_64 = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
 
-def uniform(seed: int, choice: int, position: int) -> float:
-    """A number from 0 to 1, excluding 1."""
+XTC_STREAM = 1
+"""The stream of the numbers that decide whether XTC applies. Tokens are drawn with stream 0."""
+
+
+def uniform(seed: int, choice: int, position: int, stream: int = 0) -> float:
+    """A number from 0 to 1, excluding 1. Streams are independent of each other."""
     state = _mix(seed & MASK_64)
     state = _mix(state ^ _mix((choice + GOLDEN) & MASK_64))
     state = _mix(state ^ _mix((position + 2 * GOLDEN) & MASK_64))
+    if stream:
+        state = _mix(state ^ _mix((stream + 3 * GOLDEN) & MASK_64))
     return (state >> 11) * 2.0**-53
 
 

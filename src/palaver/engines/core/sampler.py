@@ -1,34 +1,37 @@
 """From logits to tokens in the host's memory: applies the options of a request to a row and selects its token.
 
 A token is drawn by inverse transform in vocabulary order, with a random number that depends on the seed and on the
-token's position alone."""
+token's position alone. Without a filter the sums of blocks find the block, and only that one is summed token by token;
+with one, the tokens that it keeps are few, and `filters.py` works on them in float64. The order of sums is fixed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from palaver.engines.core.filters import Candidates, Weights, filter_candidates, has_filter
 from palaver.engines.core.logits_changes import Ids, Scores
 from palaver.engines.core.processor import LogitsProcessor
 from palaver.errors import EngineError, PalaverError, RequestError
 from palaver.generation import Alternative, Step
 from palaver.sampling import Sampling
 
-SAMPLER_VERSION = 1
+SAMPLER_VERSION = 2
 """Raised when the same logits, settings and seed may give another token than before."""
 SHORTLIST = 1024
-"""This many of the likeliest tokens nearly always include all that the filters keep. Sorting a whole vocabulary is
-slow."""
+"""Up to this top_k the likeliest tokens are looked for in the blocks with the greatest maxima."""
 BLOCK = 256
-"""The likeliest tokens are looked for in the blocks of the vocabulary with the greatest maxima."""
+SMALL_VOCABULARY = 1 << 14
+"""Up to this size greedy rows are computed together: the calls cost more than the numbers."""
+NEGLIGIBLE = (1e-2, 1e-4, 1e-6)
+"""Tokens this much less likely than the likeliest one are looked at only if the others don't decide."""
 
-Array = NDArray[Any]
-Candidates = tuple[Sequence[int] | Array, Array]
-"""Token ids in ascending order, and the weight of each."""
+
+ROUNDING = 1e-5
+"""By how much the weight of a token may differ between two ways to compute it, with room to spare."""
 
 
 class SampledToken(NamedTuple):
@@ -48,7 +51,7 @@ def make_step(
 ) -> Step | PalaverError:
     if math.isnan(token.logprob):
         return not_a_number()
-    if token.score == -np.inf and processor.reply.forced_id is None:
+    if token.score == -math.inf and processor.reply.forced_id is None:
         return RequestError("No token is left to choose from: the bans and constraints of this request exclude all.")
     return Step(token.id, token.logprob, alternatives, drawn_logprob, drawn_from)
 
@@ -61,144 +64,202 @@ def make_alternatives(ids: Sequence[int], logprobs: Sequence[float]) -> tuple[Al
     return tuple(map(Alternative, ids, logprobs))
 
 
-def sample_row(logits: Scores, processor: LogitsProcessor) -> Step | PalaverError:
-    """The next token of a row, or the error that prevents one. Does not change the row."""
-    scores = logits
-    if processor.is_active:
-        scores = logits.copy()
-        processor.changes().apply(scores)
+def sample_rows(logits: Scores, processors: Sequence[LogitsProcessor]) -> list[Step | PalaverError]:
+    """The next token of each row, or the error that prevents one. Does not change the rows."""
     with np.errstate(invalid="ignore"):
-        norm = _log_sum_exp(logits)
-        if math.isnan(norm):
-            return not_a_number()
-        if processor.do_sample or processor.sampling.logprobs:
-            return _sample_row(logits, norm, scores, processor)
-        token_id = _greedy_id(scores, processor)
-        return make_step(_token(token_id, logits, norm, scores), processor)
+        small = len(processors) > 1 and logits.shape[1] <= SMALL_VOCABULARY
+        if small and not any(map(_needs_own_pass, processors)):
+            return _sample_greedy(logits, processors)
+        return [_sample_row(row, processor) for row, processor in zip(logits, processors, strict=True)]
 
 
-def _greedy_id(scores: Scores, processor: LogitsProcessor) -> int:
-    forced = processor.reply.forced_id
-    return int(scores.argmax()) if forced is None else forced
+def _needs_own_pass(processor: LogitsProcessor) -> bool:
+    changes = processor.is_active or processor.reply.forced_id is not None
+    return changes or processor.sampling.temperature > 0 or processor.sampling.logprobs > 0
 
 
-def _token(token_id: int, logits: Scores, norm: float, scores: Scores) -> SampledToken:
-    return SampledToken(token_id, float(logits[token_id]) - norm, float(scores[token_id]))
+def _sample_greedy(logits: Scores, processors: Sequence[LogitsProcessor]) -> list[Step | PalaverError]:
+    """For rows that need no draw and report no alternatives: all of them at once."""
+    ids: list[int] = logits.argmax(1).tolist()
+    tops = logits.max(1)
+    sums = np.exp(logits - tops[:, None]).sum(1)
+    tokens = (SampledToken(*found) for found in zip(ids, (-np.log(sums)).tolist(), tops.tolist(), strict=True))
+    return [make_step(token, processor) for token, processor in zip(tokens, processors, strict=True)]
 
 
-def _sample_row(logits: Scores, norm: float, scores: Scores, processor: LogitsProcessor) -> Step | PalaverError:
-    sampling = processor.sampling
-    count = min(sampling.logprobs, len(scores))
-    by_shortlist = processor.do_sample and 0 < sampling.top_k < SHORTLIST and (count or len(scores) > 4 * SHORTLIST)
-    best = likeliest_ids(scores, max(count, sampling.top_k + 1 if by_shortlist else 0))
-    candidates: Candidates | None = None
-    if processor.do_sample:
-        candidates = _filter_shortlist(best, scores, sampling) if by_shortlist else None
-        candidates = candidates or filter_scores(scores, sampling)
-        token_id = _inverse_transform(candidates, processor.uniform())
+def _sample_row(logits: Scores, processor: LogitsProcessor) -> Step | PalaverError:
+    raw = own = _Row(logits)
+    if math.isnan(raw.log_sum):
+        return not_a_number()
+    if processor.is_active:
+        own = _Row(logits.copy())
+        processor.changes().apply(own.scores)
+    count = min(processor.sampling.logprobs, len(logits))
+    if processor.do_sample and own.top > -math.inf:
+        token_id, after = _draw(own, processor, count)
     else:
-        token_id = _greedy_id(scores, processor)
-    token = _token(token_id, logits, norm, scores)
-    if not count:
+        forced = processor.reply.forced_id
+        token_id, after = int(own.scores.argmax()) if forced is None else forced, None
+    token = SampledToken(token_id, float(logits[token_id]) - raw.log_sum, float(own.scores[token_id]))
+    if not count or token.score == -math.inf:
         return make_step(token, processor)
-    raw_ids = best[:count] if scores is logits else likeliest_ids(logits, count)
-    own_ids = best[:count].tolist()
-    drawn = _drawn_logprobs([token_id, *own_ids], scores, candidates)
-    alternatives = make_alternatives(raw_ids.tolist(), (logits[raw_ids].astype(np.float64) - norm).tolist())
-    return make_step(token, processor, alternatives, drawn[0], make_alternatives(own_ids, drawn[1:]))
+    raw_ids, own_ids = raw.likeliest(count), own.likeliest(count)
+    reported = np.concatenate((own_ids, [token_id]))
+    *drawn, drawn_logprob = (after or _Drawn(1.0, own.log_sum)).logprobs(own.scores, reported)
+    logprobs: list[float] = (logits[raw_ids].astype(np.float64) - raw.log_sum).tolist()
+    alternatives = make_alternatives(raw_ids.tolist(), logprobs)
+    return make_step(token, processor, alternatives, drawn_logprob, make_alternatives(own_ids.tolist(), drawn))
 
 
-def _log_sum_exp(scores: Scores) -> float:
-    """NaN if the row has a NaN, or nothing above minus infinity."""
-    top = scores.max()
-    return float(top) + float(np.log(np.exp(scores - top).sum(dtype=np.float64)))
+class _Row:
+    """The scores of one row, and what is computed of them once."""
+
+    def __init__(self, scores: Scores) -> None:
+        self.scores = scores
+        self._maxima: Scores | None = None
+        self._exponentials: dict[float, Scores] = {}
+        self._sums: dict[float, Weights] = {}
+        self._log_sum: float | None = None
+        self._best: Ids = np.empty(0, dtype=np.int64)
+
+    @property
+    def maxima(self) -> Scores:
+        """Of tokens that lie `stride` apart, and of the rest."""
+        if self._maxima is None:
+            stride = len(self.scores) // BLOCK
+            maxima = self.scores[: stride * BLOCK].reshape(BLOCK, stride).max(0)
+            rest = self.scores[stride * BLOCK :]
+            self._maxima = np.append(maxima, rest.max()) if len(rest) else maxima
+        return self._maxima
+
+    @property
+    def top(self) -> float:
+        return float(self.maxima.max())
+
+    @property
+    def log_sum(self) -> float:
+        """NaN if the row has a NaN, or nothing above minus infinity."""
+        if self._log_sum is None:
+            self._log_sum = self.top + float(np.log(self.block_sums(1.0).sum()))
+        return self._log_sum
+
+    def exponentials(self, temperature: float) -> Scores:
+        """Weights relative to the likeliest token, in blocks of which the last is filled with zeros."""
+        if temperature not in self._exponentials:
+            size = len(self.scores)
+            weights = np.empty((-(-size // BLOCK), BLOCK), dtype=np.float32)
+            flat = weights.reshape(-1)
+            np.subtract(self.scores, np.float32(self.top), out=flat[:size])
+            if temperature != 1:
+                flat[:size] *= np.float32(1 / temperature)
+            np.exp(flat[:size], out=flat[:size])
+            flat[size:] = 0
+            self._exponentials = {temperature: weights}  # only the last one is needed again
+        return self._exponentials[temperature]
+
+    def block_sums(self, temperature: float) -> Weights:
+        if temperature not in self._sums:
+            self._sums[temperature] = self.exponentials(temperature).sum(1).astype(np.float64)
+        return self._sums[temperature]
+
+    def likeliest(self, count: int) -> Ids:
+        """The likeliest tokens, best first; among equals the lower id comes first."""
+        count = min(count, len(self.scores))
+        if len(self._best) < count:
+            self._best = self._find_likeliest(count)
+        return self._best[:count]
+
+    def _find_likeliest(self, count: int) -> Ids:
+        stride = len(self.scores) // BLOCK
+        ids: Ids | None = None
+        if stride > 2 * count:
+            maxima = self.maxima[:stride]
+            columns = np.flatnonzero(maxima >= np.partition(maxima, -count)[-count])
+            ids = np.add.outer(np.arange(0, stride * BLOCK, stride), columns).ravel()
+            ids = np.concatenate((ids, np.arange(stride * BLOCK, len(self.scores))))
+        values = self.scores if ids is None else self.scores[ids]
+        places = np.flatnonzero(values >= np.partition(values, -count)[-count])
+        found = places if ids is None else np.sort(ids[places])
+        return found[np.argsort(-self.scores[found], kind="stable")][:count]
 
 
-def likeliest_ids(scores: Scores, count: int) -> Ids:
-    """The likeliest tokens, best first; among equals the lower id comes first."""
-    count = min(count, len(scores))
-    if not count:
-        return np.empty(0, dtype=np.int64)
-    ids: Ids | None = None
-    whole = len(scores) // BLOCK
-    if whole > 2 * count:
-        maxima = scores[: whole * BLOCK].reshape(whole, BLOCK).max(1)
-        blocks = np.flatnonzero(maxima >= np.partition(maxima, -count)[-count])
-        ids = np.add.outer(blocks * BLOCK, np.arange(BLOCK)).ravel()
-        ids = np.concatenate((ids, np.arange(whole * BLOCK, len(scores))))
-    values = scores if ids is None else scores[ids]
-    threshold = np.partition(values, -count)[-count]
-    places = np.flatnonzero(values >= threshold)
-    places = places[np.argsort(-values[places], kind="stable")][:count]
-    return places if ids is None else ids[places]
+class _Drawn(NamedTuple):
+    """The distribution that a token was drawn from, where nothing was filtered."""
+
+    temperature: float
+    log_sum: float
+    """Of the scores divided by the temperature."""
+
+    def logprobs(self, scores: Scores, ids: Ids) -> list[float]:
+        values: list[float] = (scores[ids].astype(np.float64) / self.temperature - self.log_sum).tolist()
+        return values
 
 
-def _drawn_logprobs(token_ids: list[int], scores: Scores, candidates: Candidates | None) -> list[float]:
-    """Log-probabilities after all options; minus infinity for tokens that the filters removed. For a greedy request
-    those of the scores."""
-    if candidates is None:
-        greedy: list[float] = (scores[token_ids].astype(np.float64) - _log_sum_exp(scores)).tolist()
-        return greedy
-    ids, weights = candidates
-    places = np.asarray(token_ids) if isinstance(ids, range) else np.searchsorted(ids, token_ids)
-    places = places.clip(max=len(weights) - 1)
-    found = np.asarray(ids)[places] == token_ids if not isinstance(ids, range) else True
-    with np.errstate(divide="ignore"):
-        logprobs: list[float] = np.log(np.where(found, weights[places], 0) / weights.sum()).tolist()
-    return logprobs
+class _DrawnFiltered(NamedTuple):
+    candidates: Candidates
+
+    def logprobs(self, scores: Scores, ids: Ids) -> list[float]:
+        """Minus infinity for tokens that the filters removed."""
+        places = np.searchsorted(self.candidates.ids, ids).clip(max=len(self.candidates.ids) - 1)
+        found = np.where(self.candidates.ids[places] == ids, self.candidates.weights[places], 0)
+        with np.errstate(divide="ignore"):
+            logprobs: list[float] = np.log(found / self.candidates.weights.sum()).tolist()
+        return logprobs
 
 
-def filter_scores(scores: Array, sampling: Sampling) -> Candidates:
-    """Applies top_k, top_p and min_p to a whole vocabulary. Ties at a filter's threshold stay together."""
+def _draw(row: _Row, processor: LogitsProcessor, count: int) -> tuple[int, _Drawn | _DrawnFiltered]:
+    """A token, and the distribution that it was drawn from. `count`: how many likely tokens are reported."""
+    sampling = processor.sampling
+    if not has_filter(sampling, len(row.scores)):
+        return _draw_from_all(row, sampling.temperature, processor.uniform())
+    first, total = _preselect(row, sampling, count)
+    candidates = filter_candidates(first, sampling, total, processor.xtc_uniform())
+    cumulative = candidates.weights.cumsum()
+    index = int(cumulative.searchsorted(processor.uniform() * cumulative[-1], side="right"))
+    index = min(index, int(np.flatnonzero(candidates.weights)[-1]))  # by rounding
+    return int(candidates.ids[index]), _DrawnFiltered(candidates)
+
+
+def _draw_from_all(row: _Row, temperature: float, uniform: float) -> tuple[int, _Drawn]:
+    sums = row.block_sums(temperature)
+    cumulative = sums.cumsum()
+    target = uniform * cumulative[-1]
+    block = min(int(cumulative.searchsorted(target, side="right")), int(np.flatnonzero(sums)[-1]))
+    weights = row.exponentials(temperature)[block]
+    rest = target - (cumulative[block - 1] if block else 0.0)
+    index = int(weights.cumsum(dtype=np.float64).searchsorted(rest, side="right"))
+    index = min(index, int(np.flatnonzero(weights)[-1]))  # by rounding at the block's end
+    return block * BLOCK + index, _Drawn(temperature, row.top / temperature + math.log(cumulative[-1]))
+
+
+def _preselect(row: _Row, sampling: Sampling, count: int) -> tuple[Candidates, float | None]:
+    """The tokens that may pass the filters, and the total weight of all tokens where they are not all of these."""
+    scores, temperature = row.scores, sampling.filter_temperature
     if 0 < sampling.top_k < len(scores):
-        threshold = np.partition(scores, -sampling.top_k)[-sampling.top_k]
-        ids = np.flatnonzero(~(scores < threshold))
-        return ids, _weights(scores[ids], sampling)
-    return range(len(scores)), _weights(scores, sampling)
+        return Candidates.of(_top_k_ids(row, sampling.top_k, count), scores, temperature), None
+    total = float(row.block_sums(temperature).sum())
+    for least in _least_weights(sampling, total):
+        ids = np.flatnonzero(scores >= row.top + temperature * math.log(least))
+        candidates = Candidates.of(ids, scores, temperature)
+        if sampling.top_p == 1 or candidates.weights.sum() >= sampling.top_p * total:
+            return candidates, total
+    return Candidates.of(np.flatnonzero(scores > -np.inf), scores, temperature), None
 
 
-def _filter_shortlist(best: Ids, scores: Scores, sampling: Sampling) -> Candidates | None:
-    """As `filter_scores`, from the likeliest tokens alone. None if others may count too."""
-    k = sampling.top_k
-    if k >= len(best) or scores[best[k]] == scores[best[k - 1]]:
-        return None
-    ids = np.sort(best[:k])
-    return ids, _weights(scores[ids], sampling)
-
-
-def _weights(scores: Array, sampling: Sampling) -> Array:
-    """Probabilities relative to the likeliest token; 0 for the tokens that top_p and min_p remove."""
-    weights: Array = scores.astype(np.float64)
-    weights /= sampling.temperature
-    weights -= weights.max()
-    np.exp(weights, out=weights)
+def _least_weights(sampling: Sampling, total: float) -> Sequence[float]:
+    """Weights below which no token passes the filters; for top_p guesses, as the tokens above may not reach it."""
+    if sampling.typical_p < 1:
+        return ()
     if sampling.top_p < 1:
-        weights *= weights >= _top_p_threshold(weights, sampling.top_p)
-    if sampling.min_p > 0:
-        weights *= weights >= sampling.min_p
-    return weights
+        return NEGLIGIBLE
+    weight = sampling.min_p or sampling.top_a / total
+    return (weight * (1 - ROUNDING),) if weight > NEGLIGIBLE[-1] else ()
 
 
-def _top_p_threshold(weights: Array, top_p: float) -> float:
-    """The smallest weight among the likeliest tokens that together reach `top_p`."""
-    target = top_p * weights.sum()
-    if len(weights) > 4 * SHORTLIST:
-        best = np.sort(np.partition(weights, -SHORTLIST)[-SHORTLIST:])[::-1]
-        if best.sum() >= target:
-            return _weight_reaching(target, best)
-    return _weight_reaching(target, np.sort(weights)[::-1])
-
-
-def _weight_reaching(target: float, weights: Array) -> float:
-    """The weight at which the sum of these weights, greatest first, reaches the target."""
-    index = int(weights.cumsum().searchsorted(target))
-    return float(weights[min(index, len(weights) - 1)])
-
-
-def _inverse_transform(candidates: Candidates, uniform: float) -> int:
-    ids, weights = candidates
-    cumulative = weights.cumsum()
-    index = int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
-    if index == len(cumulative):  # by rounding, or because the weights are NaN
-        index = int(np.flatnonzero(weights)[-1]) if weights.any() else 0
-    return int(ids[index])
+def _top_k_ids(row: _Row, top_k: int, count: int) -> Ids:
+    """In ascending order. Tokens as likely as the last one are kept too."""
+    if top_k < SHORTLIST:
+        best = row.likeliest(max(count, top_k + 1))
+        if row.scores[best[top_k]] < row.scores[best[top_k - 1]]:
+            return np.sort(best[:top_k])
+    return np.flatnonzero(row.scores >= np.partition(row.scores, -top_k)[-top_k])

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from palaver.engines.core.logits_changes import Ids, LogitsChanges, TokenCounts
+from palaver.engines.core.logits_changes import Ids, LogitsChanges, Scores, TokenCounts
 
 MANY_IDS = 256
 """Lists of banned ids from this length on are kept on the device while the request has them."""
@@ -33,8 +33,9 @@ class DeviceChanges:
             return logits
         scores = logits.clone(memory_format=torch.contiguous_format)
         self._apply_penalties(scores, rows)
+        self._add(scores, [(row, *own.repetitions) for row, own in rows if own.repetitions is not None])
         self._apply_end_penalties(scores, rows)
-        self._add_biases(scores, rows)
+        self._add(scores, [(row, *own.bias) for row, own in rows if own.bias is not None])
         self._ban(scores, rows)
         self._mask(scores, rows)
         return scores
@@ -62,11 +63,11 @@ class DeviceChanges:
         flat = scores.view(-1)
         flat[places] = _penalised(flat[places], self._to_device(penalties))
 
-    def _add_biases(self, scores: Tensor, rows: Sequence[tuple[int, LogitsChanges]]) -> None:
-        mine = [(row, *c.bias) for row, c in rows if c.bias is not None]
-        if mine:
-            places = self._places(scores, [(row, ids) for row, ids, _ in mine])
-            scores.view(-1)[places] += self._to_device(np.concatenate([values for _, _, values in mine]))
+    def _add(self, scores: Tensor, values_by_row: Sequence[tuple[int, Ids, Scores]]) -> None:
+        """Adds values to the scores of token ids, which a row has once each."""
+        if values_by_row:
+            places = self._places(scores, [(row, ids) for row, ids, _ in values_by_row])
+            scores.view(-1)[places] += self._to_device(np.concatenate([values for _, _, values in values_by_row]))
 
     def _ban(self, scores: Tensor, rows: Sequence[tuple[int, LogitsChanges]]) -> None:
         few = [(row, ids) for row, changes in rows for ids in changes.banned if 0 < len(ids) < MANY_IDS]

@@ -4,6 +4,7 @@ The rules are those of `core/sampler.py`. Logits on the CPU are given to that sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
@@ -88,10 +89,17 @@ def sample_on_device(
     results = kernels.sample_rows(logits, scores, settings.to(logits.device, non_blocking=True)).tolist()
     return [
         _read_result(result, processor, kernels)
-        if result[kernels.STATUS] != kernels.UNDECIDED and processor.sampling.top_k <= kernels.MAX_TOP_K
+        if result[kernels.STATUS] != kernels.UNDECIDED and _is_decided_by_kernel(processor, kernels.MAX_TOP_K)
         else _sample_row(logits[row], scores[row], processor)
         for row, (result, processor) in enumerate(zip(results, processors, strict=True))
     ]
+
+
+def _is_decided_by_kernel(processor: LogitsProcessor, max_top_k: int) -> bool:
+    """The kernels know temperature, top_k up to a limit, top_p and min_p."""
+    sampling = processor.sampling
+    rare = sampling.typical_p < 1 or sampling.top_a > 0 or sampling.dynatemp_range > 0 or sampling.xtc_probability > 0
+    return not processor.do_sample or (sampling.top_k <= max_top_k and not rare)
 
 
 def _kernel_settings(processor: LogitsProcessor, max_top_k: int) -> tuple[float, ...]:
@@ -123,7 +131,7 @@ def _sample_row(logits: Tensor, scores: Tensor, processor: LogitsProcessor) -> S
     """With torch's operations, for what the kernels leave undecided, such as ties and wide filters."""
     count = min(processor.sampling.logprobs, len(scores))
     if processor.do_sample:
-        weights = _filter_scores(scores, processor.sampling)
+        weights = _filter_scores(scores, processor)
         cumulative = weights.cumsum(0)
         drawn = torch.searchsorted(cumulative, processor.uniform() * cumulative[-1:], right=True)
         token_id = drawn.minimum(weights.nonzero().max()) if weights.any() else drawn.clamp(max=0)
@@ -148,17 +156,50 @@ def _sample_row(logits: Tensor, scores: Tensor, processor: LogitsProcessor) -> S
     )
 
 
-def _filter_scores(scores: Tensor, sampling: Sampling) -> Tensor:
-    """The weight of each token; 0 for those that the filters remove. As `core.sampler.filter_scores`."""
-    weights = scores.double() / sampling.temperature
-    weights = (weights - weights.max()).exp()
+def _filter_scores(scores: Tensor, processor: LogitsProcessor) -> Tensor:
+    """The weight of each token; 0 for those that the filters remove. The rules are those of `core/filters.py`."""
+    sampling = processor.sampling
+    weights = _weights(scores, sampling.filter_temperature)
     if 0 < sampling.top_k < len(scores):
         weights = weights * ~(scores < scores.topk(sampling.top_k).values[-1])
+    if sampling.typical_p < 1:
+        weights = _typical(weights, sampling.typical_p)
     if sampling.top_p < 1:
         ordered = weights.sort(descending=True).values
         cumulative = ordered.cumsum(0)
         place = torch.searchsorted(cumulative, sampling.top_p * cumulative[-1:])
         weights = weights * (weights >= ordered[place.clamp(max=len(ordered) - 1)])
     if sampling.min_p > 0:
-        weights = weights * (weights >= sampling.min_p)
+        weights = weights * (weights >= sampling.min_p * weights.max())
+    if sampling.top_a > 0:
+        weights = weights * (weights >= sampling.top_a * weights.max() ** 2 / weights.sum())
+    if processor.xtc_uniform() < sampling.xtc_probability:
+        choices = (weights >= sampling.xtc_threshold * weights.sum()) & (weights > 0)
+        least = torch.where(choices, weights, torch.inf).min()
+        weights = torch.where((choices.sum() > 1) & (weights > least), 0.0, weights)
+    if sampling.dynatemp_range > 0:
+        weights = _dynamic_temperature(scores, weights, sampling)
     return weights
+
+
+def _weights(scores: Tensor, temperature: float) -> Tensor:
+    weights = scores.double() / temperature
+    return (weights - weights.max()).exp()
+
+
+def _typical(weights: Tensor, typical_p: float) -> Tensor:
+    shares = weights / weights.sum()
+    distance = (-shares.log() - torch.special.entr(shares).sum()).abs()
+    ordered, order = distance.sort(stable=True)
+    last = torch.searchsorted(shares[order].cumsum(0), typical_p)
+    return weights * (distance <= ordered[last.clamp(max=len(ordered) - 1)])
+
+
+def _dynamic_temperature(scores: Tensor, weights: Tensor, sampling: Sampling) -> Tensor:
+    count = int(weights.count_nonzero())
+    if count < 2:
+        return weights
+    evenness = float(torch.special.entr(weights / weights.sum()).sum()) / math.log(count)
+    temperature = sampling.dynamic_temperature(evenness)
+    left = torch.where(weights > 0, scores, -torch.inf)
+    return _weights(left, temperature) if temperature > 0 else (left == left.max()).double()

@@ -32,6 +32,12 @@ _SAMPLING_FIELDS = (
     "temperature",
     "top_p",
     "min_p",
+    "top_a",
+    "xtc_probability",
+    "xtc_threshold",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
     "presence_penalty",
     "frequency_penalty",
     "end_penalty",
@@ -55,6 +61,11 @@ def sampling_parameters(request: ChatRequest | CompletionRequest) -> dict[str, A
     """The parameters that chat requests and text completions share."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAMPLING_FIELDS}
     given["repetition_penalty"] = _repetition_penalty(request)
+    given["typical_p"] = _agreed(request, ("typical_p", "typical"))
+    given |= _dynamic_temperature(request)
+    given["dry_penalty_last_n"] = _dry_range(request)
+    breakers = request.dry_sequence_breakers
+    given["dry_sequence_breakers"] = [breakers] if isinstance(breakers, str) else breakers
     strings, ids = _stops(request)
     given["stop"] = strings or None
     given["stop_ids"] = ids or None
@@ -126,6 +137,34 @@ def _explicit_thinking(request: ChatRequest, settings: ServerSettings, format: F
 def _repetition_penalty(request: SamplingFields) -> float | None:
     penalty: float | None = _agreed(request, ("repetition_penalty", "repeat_penalty"))
     return 1.0 if request.repeat_last_n == 0 else penalty
+
+
+def _dynamic_temperature(request: SamplingFields) -> dict[str, Any]:
+    """Both ways to give it: a range around the temperature, or its bounds, which are nothing where they are equal."""
+    given: dict[str, Any] = {
+        "dynatemp_range": request.dynatemp_range,
+        "dynatemp_exponent": _agreed(request, ("dynatemp_exponent", "temp_exponent")),
+    }
+    low, high = request.min_temp, request.max_temp
+    if low is None and high is None:
+        return given
+    if low is None or high is None:
+        raise BadParameter("min_temp" if high is None else "max_temp", None, "min_temp and max_temp go together")
+    if not 0 <= low <= high:
+        raise BadParameter("min_temp", low, "must be from 0 to max_temp")
+    if request.dynatemp_range is not None:
+        raise BadParameter("dynatemp_range", request.dynatemp_range, "is given by min_temp and max_temp already")
+    if low < high:
+        given["dynatemp_range"] = (high - low) / 2
+        if request.temperature != 0:
+            given["temperature"] = (low + high) / 2
+    return given
+
+
+def _dry_range(request: SamplingFields) -> int | None:
+    if request.dry_range is not None and request.dry_penalty_last_n is not None:
+        raise BadParameter("dry_range", request.dry_range, "dry_penalty_last_n is the same and given too")
+    return -1 if request.dry_range == 0 else request.dry_range if request.dry_range else request.dry_penalty_last_n
 
 
 def _stops(request: SamplingFields) -> tuple[list[str], list[int]]:

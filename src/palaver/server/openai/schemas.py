@@ -142,6 +142,22 @@ class SamplingFields(RequestFields):
     top_p: Number = None
     top_k: Whole = Field(None, description="0 or -1 is off.")
     min_p: Number = None
+    typical_p: Number = None
+    typical: Number = Field(None, description="The same, as tabbyAPI's clients name it.")
+    top_a: Number = None
+    dynatemp_range: Number = Field(None, description="The temperature varies by so much, with the entropy.")
+    dynatemp_exponent: Number = None
+    temp_exponent: Number = Field(None, description="The same, as tabbyAPI's clients name it.")
+    min_temp: Number = Field(None, description="With max_temp: the bounds of a temperature that varies.")
+    max_temp: Number = None
+    xtc_probability: Number = None
+    xtc_threshold: Number = None
+    dry_multiplier: Number = Field(None, description="0 is off.")
+    dry_base: Number = None
+    dry_allowed_length: Whole = None
+    dry_penalty_last_n: Whole = Field(None, description="-1 is everything, 0 is off.")
+    dry_range: Whole = Field(None, description="The same, as tabbyAPI's clients name it: 0 is everything.")
+    dry_sequence_breakers: str | list[str] | None = None
     repetition_penalty: Number = None
     repeat_penalty: Number = Field(None, description="The same, as llama.cpp's clients name it.")
     repeat_last_n: Whole = Field(None, description="0 switches that penalty off; else it is over everything.")
