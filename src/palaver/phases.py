@@ -129,6 +129,10 @@ class Scanner:
         self.buffered = text[start:]
         return text[:start], None, b""
 
+    def passes(self, data: bytes) -> bool:
+        """Whether `feed` would release exactly these bytes."""
+        return not self.buffered and (not self._patterns or not self._first.search(data))
+
     def end(self) -> tuple[bytes, bytes | None, bytes]:
         """As `feed`, at the end of the stream: buffered bytes are matched without waiting for a longer match."""
         text, self.buffered = self.buffered, b""
@@ -161,6 +165,14 @@ class _QuoteSplitter:
         self._mark = re.compile(b"[" + re.escape(marks) + b"]") if marks else None
         self._open: re.Pattern[bytes] | None = None
         self._escaped = False
+
+    def has_none(self, data: bytes) -> bool:
+        """Whether all of the data is outside of quotation marks."""
+        return self._mark is None or (self._open is None and self._mark.search(data) is None)
+
+    def stays_quoted(self, data: bytes) -> bool:
+        """Whether all of the data is quoted text, and more may follow."""
+        return self._open is not None and not self._escaped and self._open.search(data) is None
 
     def split_plain(self, data: bytes) -> tuple[bytes, bytes]:
         """The text up to the next quotation mark, and the rest."""
@@ -245,6 +257,7 @@ class Tracker:
         self._by_bytes = {t.marker: t for t in here.triggers if isinstance(t.marker, bytes)}
         self._markers = Scanner(self._by_bytes)
         self._quotes = _QuoteSplitter(here.quotes)
+        self._leads_nowhere = here.other is None
         self._stop_scanner = Scanner(self._stops if here.phase is Phase.ANSWER else ())
         if here.phase is Phase.END:
             self.ended = True
@@ -258,6 +271,8 @@ class Tracker:
 
     def _feed_text(self, data: bytes) -> list[TrackerEvent]:
         """Follows markers outside of quotation marks; the rest is text of the current state."""
+        if data and self._leads_nowhere and self._is_text(data):
+            return [StateText(self.state, data)]
         out: list[TrackerEvent] = []
         while data and not self.ended:
             quoted, data = self._quotes.split_quoted(data)
@@ -270,6 +285,12 @@ class Tracker:
             if marker is not None and not self.ended:
                 return self._follow_marker(out, marker, rest + data)
         return out
+
+    def _is_text(self, data: bytes) -> bool:
+        """Whether the data is text at once: no part of a marker, a quotation mark or a stop string. Most tokens are."""
+        if self._quotes.stays_quoted(data):
+            return not self._markers.buffered and self._stop_scanner.passes(data)
+        return self._quotes.has_none(data) and self._markers.passes(data) and self._stop_scanner.passes(data)
 
     def _leaves_state(self, text: bytes) -> bool:
         return self._phases.states[self.state].other is not None and bool(text.strip())

@@ -89,6 +89,26 @@ async def test_chat_completions(tmp_path: Path, model: str) -> None:
             assert stateless[-2]["choices"][0]["finish_reason"]
 
 
+@pytest.mark.parametrize("where", [{}, {"metadata": {"conversation": "new"}}], ids=["stateless", "stored"])
+async def test_a_raw_reply_has_the_marker_that_the_prompt_wrote(tmp_path: Path, where: dict[str, Any]) -> None:
+    raw = "<think>\nso it thinks\n</think>\n\nThe answer."
+    script = steps("so it thinks\n", ANSWER, "\n\nThe answer.", END)
+    async with scripted_client(tmp_path, PREOPENED, script) as http:
+        for body, text, thinking in (
+            ({"reasoning_format": "none"}, raw, None),
+            ({"reasoning_format": "none", "max_tokens": 2}, "<think>\nso", None),
+            ({}, "The answer.", "so it thinks"),
+        ):
+            given = {"messages": QUESTION, **body, **where}
+            whole = await http.post("/v1/chat/completions", json=given)
+            message = whole.json()["choices"][0]["message"]
+            streamed = await events(http, "/v1/chat/completions", given)
+            deltas = [choice["delta"] for event in streamed for choice in event["choices"]]
+            assert (message["content"], message.get("reasoning_content")) == (text, thinking)
+            assert "".join(delta.get("content") or "" for delta in deltas) == text
+            assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == (thinking or "")
+
+
 @pytest.mark.parametrize("model", MODELS)
 async def test_responses(tmp_path: Path, model: str) -> None:
     template, script = MODELS[model]
