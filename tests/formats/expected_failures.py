@@ -16,7 +16,7 @@ CONTINUATIONS: tuple[str, ...] = ()
 """Templates with continuations that are not byte-exact."""
 PARTIAL_ANSWERS: tuple[str, ...] = ()
 """Formats in which a partial answer is not read back as it was given."""
-FORCED_CALLS = ("MiniMax-M3-tokens", "muse-glimmer-text")
+FORCED_CALLS: tuple[str, ...] = ()
 """Formats in which a forced call is not read back as that call."""
 
 

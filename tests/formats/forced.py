@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from palaver.formats.base import RenderOptions
 from palaver.formats.format import TemplateFormat
 from palaver.generation import Prompt
 from palaver.messages import Message, Tool, ToolCall, user
+from palaver.phases import Phase
 from palaver.sampling import Sampling
 
 MAX_TOKENS = 4000
@@ -135,7 +137,8 @@ class CallSampler:
             changes.apply(scores)
             allowed = scores > -np.inf
             assert bool(allowed.any()), f"no token is allowed: {self._reply_bytes(reply)[-300:]!r}"
-            if not spelled and rng.random() < 0.1:
+            begun = prompt.phases.states[reply.state].phase is Phase.CONTROL  # of a marker of several parts
+            if not spelled and rng.random() < (0.6 if begun else 0.1):
                 spelled = self._marker(prompt, reply, rng)
             spelled = spelled if spelled and allowed[spelled[0]] else []
             token_id = spelled.pop(0) if spelled else self._draw(allowed, rng)
@@ -149,7 +152,17 @@ class CallSampler:
         if not triggers:
             return []
         marker = rng.choice(triggers).marker
-        return [marker] if isinstance(marker, int) else list(rng.choice((b"", b"\n")) + marker)
+        if isinstance(marker, int):
+            return [marker]
+        space, as_tokens = rng.choice((b"", b"\n")), rng.random() < 0.5
+        return [*space, *(self._with_tokens(marker) if as_tokens else marker)]
+
+    def _with_tokens(self, marker: bytes) -> list[int]:
+        """The marker with the tokenizer's control tokens in it as tokens."""
+        control = self._format.tokenizer.control
+        pattern = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
+        runs = re.split(f"({pattern})", marker.decode())
+        return [token for run in runs for token in ([control[run]] if run in control else run.encode())]
 
     def _draw(self, allowed: Mask, rng: random.Random) -> int:
         likely = allowed & self._end_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import cache
 from pathlib import Path
@@ -11,12 +12,13 @@ import pytest
 from palaver.commands.format_trials.roundtrip import Roundtrip
 from palaver.events import fold
 from palaver.formats.base import RenderOptions
-from palaver.messages import user
+from palaver.messages import Message, Role, ToolCall, user
+from palaver.phases import Phase
 from tests.formats.families import Family, Kind, ids
 from tests.formats.families import make_format as make_uncached
 from tests.formats.test_families import cut, meaning, read, replies
 from tests.formats.test_unseen import facts_without_evidence
-from tests.formats.variations import VARIATIONS
+from tests.formats.variations import PYTHON_ARGUMENTS, VARIATIONS
 
 EACH = pytest.mark.parametrize("family", VARIATIONS.values(), ids=lambda family: family.name)
 make_format = cache(make_uncached)
@@ -64,3 +66,14 @@ def test_an_unsplit_reply_has_the_marker_that_the_prompt_wrote() -> None:
         assert reader.open() == []
         events = [event for token in ids(pieces, text) for event in reader.feed(token)]
         assert fold([*events, *reader.close()]).message.text == expected
+
+
+@pytest.mark.parametrize("name", [name for name in VARIATIONS if name.startswith("Python calls")])
+def test_arguments_of_python_calls_are_continued_as_the_template_writes_them(name: str) -> None:
+    format, pieces = make_format(VARIATIONS[name], Kind.ADDED)
+    calls = [ToolCall("1", "look_up", json.dumps(PYTHON_ARGUMENTS)), ToolCall("2", "now", '{"utc": true, "zone": ')]
+    written = pieces.text(
+        format.partial_reply_ids(Message(Role.ASSISTANT, tuple(calls)), RenderOptions(), Phase.ANSWER)
+    )
+    known = VARIATIONS[name].replies[0].text.removesuffix("]<|/calls|>")
+    assert written == f"{known}, now(utc={'true' if 'flag=true' in known else 'True'}, zone="

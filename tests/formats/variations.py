@@ -5,6 +5,8 @@ The last template of each habit was written after the rule that learns it."""
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from typing import Any
 
 from tests.formats.families import ONE, TWO, Case, Family, framed
@@ -387,6 +389,13 @@ def _named_sections() -> list[Family]:
         ("JSON calls", ("<|begin|>", "<|finish|>", "<|of|>"), ("reasoning", "final", "calls"), _PLAIN_SECTIONS, free),
         ("short tokens", ("<|+|>", "<|-|>", "<|:|>"), ("thought", "answer", "actions"), _TYPED_SECTIONS, free),
         ("tags as tokens", ("<part>", "</part>", "<body>"), ("inner", "outer", "do"), _PLAIN_SECTIONS, opened),
+        (
+            "line breaks",
+            ("<|sec|>", "<|/sec|>", "<|in|>\\n"),
+            ("deliberation", "reply", "requests"),
+            _PLAIN_SECTIONS,
+            opened,
+        ),
     ):
 
         def put(
@@ -417,8 +426,8 @@ def _named_sections() -> list[Family]:
             Family(
                 f"named sections, {name}",
                 put(_SECTIONS),
-                marks,
-                tuple(cases),
+                tuple(mark.removesuffix("\\n") for mark in marks),
+                tuple(replace(case, text=case.text.replace("\\n", "\n")) for case in cases),
                 calls="parameters" if calls == _TYPED_SECTIONS else "json_calls",
                 reasoning="reasoning_content",
                 switch="enable_thinking" if begins else None,
@@ -506,6 +515,238 @@ def _recipients() -> list[Family]:
     return families
 
 
+_FRAMED_TEXT = """\
+{{- bos_token }}
+{%- if tools %}{{- '<|system|>Tools: ' + tools | tojson + '<|done|>' }}{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{{- '<|bot|>' }}
+{%- if m.reasoning_content %}{{- 'THINK' + m.reasoning_content + '/KNIHT' }}{%- endif %}
+{%- if m.content %}{{- 'TEXT' + m.content + '/TXET' }}{%- endif %}
+{%- if m.tool_calls %}{{- 'CALLS[' }}
+{%- for c in m.tool_calls %}
+{{- '{"tool_call_id": "' + loop.index0 | string + '", "tool_name": "' + c.function.name + '", "parameters": ' }}
+{{- c.function.arguments | tojson + '}' }}{{- '' if loop.last else ', ' }}
+{%- endfor %}{{- ']/SLLAC' }}
+{%- endif %}
+{{- '<|done|>' }}
+{%- else %}{{- '<|user|>' + m.content + '<|done|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|bot|>PROMPT' }}{%- endif %}"""
+
+
+def text_in_section(name: str, marks: tuple[str, ...], prompt: str = "") -> Family:
+    """Thoughts, answers and calls in sections; an answer without text has none."""
+
+    def put(text: str) -> str:
+        text = text.replace("PROMPT", prompt)
+        for mark, value in zip(("THINK", "/KNIHT", "TEXT", "/TXET", "/SLLAC", "CALLS"), marks, strict=True):
+            text = text.replace(mark, value)
+        return text
+
+    def said(text: str) -> str:
+        return put(text).replace("\\n", "\n").removeprefix(prompt)
+
+    calls = (
+        f'CALLS[{{"tool_call_id": "0", "tool_name": "look_up", "parameters": {_ARGUMENTS}}}, '
+        '{"tool_call_id": "1", "tool_name": "now", "parameters": {}}]/SLLAC'
+    )
+    return Family(
+        f"text in a section, {name}",
+        put(_FRAMED_TEXT),
+        tuple(mark.replace("\\n", "") for mark in marks),
+        (
+            Case(said("THINKhm/KNIHTTEXTHello/TXET"), "hm", "Hello"),
+            Case(said(f"THINKhm/KNIHT{calls}"), "hm", calls=TWO),
+            Case(said(f"THINKhm/KNIHTTEXTHello/TXET{calls}"), "hm", "Hello", TWO),
+        ),
+        calls="json_calls",
+        reasoning="reasoning_content",
+    )
+
+
+def _text_in_sections() -> list[Family]:
+    tokens = ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_TEXT|>", "<|END_TEXT|>", "<|END_ACTION|>")
+    short = ("<|think>", "<think|>", "<|say>", "<say|>", "<act|>", "<|act>")
+    lines = ("<reason>\\n", "\\n</reason>\\n", "<text>\\n", "\\n</text>\\n", "\\n</act>", "<act>\\n")
+    brackets = ("[REFLECT]", "[/REFLECT]\\n", "[SAY]", "[/SAY]\\n", "\\n[/DO]", "[DO]\\n")
+    return [
+        text_in_section("tokens", (*tokens, "<|START_ACTION|>")),
+        text_in_section("opened by the prompt", short, "<|think>"),
+        text_in_section("line breaks", lines),
+        text_in_section("square brackets", brackets),
+    ]
+
+
+_PYTHON_VALUE = """\
+{%- macro value(v) -%}
+{%- if v is string -%}{{ "QUOTE" + v + "QUOTE" }}
+{%- elif v is mapping or v is iterable -%}{{ NESTED }}
+{%- else -%}{{ PLAIN }}{%- endif -%}
+{%- endmacro -%}
+"""
+_PYTHON_CALLS = """\
+{{- '<|calls|>[' }}
+{%- for c in m.tool_calls %}
+{{- c.function.name + '(' }}
+{%- for k, v in c.function.arguments.items() %}
+{{- k + '=' }}{{- value(v) }}{{- '' if loop.last else ', ' }}
+{%- endfor %}
+{{- ')' + ('' if loop.last else ', ') }}
+{%- endfor %}
+{{- ']<|/calls|>' }}"""
+PYTHON_ARGUMENTS = {"word": "it", "all": ["a", {"b": True}], "flag": True, "none": None, "times": 2}
+
+
+def _python_quotes() -> list[Family]:
+    """Python calls whose strings, lists and constants are written in several ways."""
+    families = []
+    for name, quote, nested, plain, reply in (
+        ("JSON inside", "'", "v | tojson", "v", """word='it', all=["a", {"b": true}], flag=True, none=None"""),
+        ("Python inside", '\\"', "v | string", "v", """word="it", all=['a', {'b': True}], flag=True, none=None"""),
+        (
+            "JSON everywhere",
+            '\\"',
+            "v | tojson",
+            "v | tojson",
+            """word="it", all=["a", {"b": true}], flag=true, none=null""",
+        ),
+        (
+            "JSON constants",
+            "'",
+            "v | string",
+            "v | tojson",
+            """word='it', all=['a', {'b': True}], flag=true, none=null""",
+        ),
+    ):
+        value = _PYTHON_VALUE.replace("QUOTE", quote).replace("NESTED", nested).replace("PLAIN", plain)
+        families.append(
+            Family(
+                f"Python calls, {name}",
+                value + framed(_PYTHON_CALLS),
+                ("<|calls|>", "<|/calls|>"),
+                (Case(f"<|calls|>[look_up({reply}, times=2)]<|/calls|>", calls=(("look_up", PYTHON_ARGUMENTS),)),),
+                calls="python_calls",
+            )
+        )
+    return families
+
+
+_BESIDE_CALLS = """\
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{{- '<|bot|>' }}
+{%- if m.tool_calls %}{{- 'OPEN' + m.content + 'CLOSE' }}
+CALLS
+{%- else %}{{- m.content }}{%- endif %}
+{{- '<|done|>' }}
+{%- else %}{{- '<|user|>' + m.content + (tools | tojson if tools else '') + '<|done|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|bot|>' }}{%- endif %}"""
+_BARE_CALLS = """\
+{%- for c in m.tool_calls %}
+{{- '{"name": "' + c.function.name + '", "parameters": ' + c.function.arguments | tojson + '}' }}
+{%- endfor %}"""
+
+
+def _text_beside_calls() -> list[Family]:
+    """An answer stands in a frame only if calls follow it."""
+    bare = f'{{"name": "look_up", "parameters": {_ARGUMENTS}}}{{"name": "now", "parameters": {{}}}}'
+    families = []
+    for name, marks, calls, reply, syntax in (
+        ("bare JSON", ("<|python_start|>", "<|python_end|>"), _BARE_CALLS, bare, "json_calls"),
+        ("JSON in tags", ("<comment>", "</comment>"), _JSON_CALLS, f"\n{_TAGGED}", "json_calls"),
+        ("control tokens", ("<|note|>\n", "\n<|/note|>\n"), _SPECIAL_CALLS, _SPECIAL, "named_json"),
+        ("tags before tokens", ("<prelude>", "</prelude>\n"), _SPECIAL_CALLS, _SPECIAL, "named_json"),
+    ):
+        opening, closing = marks
+        source = _BESIDE_CALLS.replace("OPEN", opening.replace("\n", "\\n")).replace(
+            "CLOSE", closing.replace("\n", "\\n")
+        )
+        markers = ("<|calls|>", "<|call|>", "<|args|>", "<|/calls|>", "<tool_call>", "</tool_call>")
+        families.append(
+            Family(
+                f"text beside calls, {name}",
+                source.replace("CALLS", calls),
+                (opening.strip(), closing.strip(), *markers),
+                (
+                    Case("Hello", answer="Hello"),
+                    Case(f"{opening}{closing}{reply}", calls=TWO),
+                    Case(f"{opening}Hello{closing}{reply}", answer="Hello", calls=TWO),
+                ),
+                calls=syntax,
+            )
+        )
+    return families
+
+
+_MESSAGE_KINDS = """\
+{%- if tools %}{{- 'BEGINsystemTEXTTools: ' + tools | tojson + 'END' }}{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{%- if m.reasoning_content %}{{- 'BEGINassistantTHINK' + m.reasoning_content + 'END' }}{%- endif %}
+{%- if m.content %}{{- 'BEGINassistantTEXT' + m.content + 'END' }}{%- endif %}
+{%- if m.tool_calls %}{{- 'BEGINassistantCALLS' }}
+{%- for c in m.tool_calls %}
+{{- '<|call:begin|>' + c.function.name + '<|call:args|>' + c.function.arguments | tojson + '<|call:end|>' }}
+{%- endfor %}{{- '<|stop|>' }}{%- endif %}
+{%- else %}{{- 'BEGIN' + m.role + 'TEXT' + m.content + 'END' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'BEGINassistant' }}PROMPT{%- endif %}"""
+
+
+def _message_kinds() -> list[Family]:
+    """Thought, answer and calls are messages; a marker after the header names the kind."""
+    off = "{%- if enable_thinking is false %}{{- 'THINKENDBEGINassistant' }}{%- endif %}"
+    on = "{%- if enable_thinking %}{{- 'THINK' }}{%- endif %}"
+    families = []
+    for name, marks, prompt in (
+        ("free", ("<|begin|>", "<|end|>", "<|think|>", "<|content|>", "<|tool_calls|>"), ""),
+        ("thinking off", ("<|begin|>", "<|end|>", "<|reason|>", "<|say|>", "<|do|>"), off),
+        ("line breaks", ("<|im|>", "<|/im|>\\n", "<|inner|>\\n", "<|outer|>\\n", "<|calls|>\\n"), ""),
+        ("after a colon", ("<|turn|>", "<|eot|>\\n", ":<|private|>\\n", ":<|public|>\\n", ":<|tools|>\\n"), ""),
+        ("two tokens", ("<|m|>", "<|/m|>", "<|as|><|plan|>", "<|as|><|text|>", "<|as|><|code|>"), on),
+    ):
+
+        def put(text: str, marks: tuple[str, ...] = marks, prompt: str = prompt) -> str:
+            text = text.replace("PROMPT", prompt)
+            for mark, value in zip(("BEGIN", "END", "THINK", "TEXT", "CALLS"), marks, strict=True):
+                text = text.replace(mark, value)
+            return text
+
+        def said(text: str, marks: tuple[str, ...] = marks) -> str:
+            return put(text, marks).replace("\\n", "\n")
+
+        calls = (
+            f"CALLS<|call:begin|>look_up<|call:args|>{_ARGUMENTS}<|call:end|>"
+            "<|call:begin|>now<|call:args|>{}<|call:end|><|stop|>"
+        )
+        cases = [
+            Case(said("TEXTHelloEND"), answer="Hello"),
+            Case(said("THINKhmENDBEGINassistantTEXTHelloEND"), "hm", "Hello"),
+            Case(said(calls), calls=TWO),
+            Case(said(f"THINKhmENDBEGINassistant{calls}"), "hm", calls=TWO),
+            Case(said(f"THINKhmENDBEGINassistantTEXTHelloENDBEGINassistant{calls}"), "hm", "Hello", TWO),
+        ]
+        if prompt == on:
+            cases.append(Case(said("hmENDBEGINassistantTEXTHelloEND"), "hm", "Hello", thinks=True))
+        families.append(
+            Family(
+                f"kinds of messages, {name}",
+                put(_MESSAGE_KINDS),
+                ("<|call:begin|>", "<|call:args|>", "<|call:end|>"),
+                tuple(cases),
+                calls="named_json",
+                reasoning="reasoning_content",
+                turns=(*(mark for text in marks for mark in re.findall(r"<[^>]*>", text)), "<|stop|>"),
+            )
+        )
+    return families
+
+
 def _later() -> list[Family]:
     """Written after all rules, for the habits whose last template was not."""
     call = """\
@@ -522,6 +763,16 @@ def _later() -> list[Family]:
     calls = _SPECIAL.replace("<|calls|>", "[CALLS]").replace("<|/calls|>", "[/CALLS]")
     one = f'<function_call>{{"name": "look_up", "arguments": {_ARGUMENTS}}}</function_call>'
     used = '<use tool="look_up"><with key="word">tree</with><with key="times">2</with></use>'
+    prefixed = """\
+{%- for c in m.tool_calls %}
+{{- '\\n%%<fn name="' + c.function.name + '">' }}
+{%- for k, v in c.function.arguments.items() %}
+{{- '%%<arg name="' + k + '">' + (v if v is string else v | tojson) + '%%</arg>' }}
+{%- endfor %}{{- '%%</fn>' }}
+{%- endfor %}"""
+    look_up = '%%<fn name="look_up">%%<arg name="word">tree%%</arg>%%<arg name="times">2%%</arg>%%</fn>'
+    indented = thought("<|reason|>\\n\\n  ", "\\n\\n<|/reason|>\\n", "<|reason|>\\n\\n<|/reason|>\\n")
+    one_line = thought("<reflect> ", " </reflect>\\n\\n", "<reflect> </reflect>\\n\\n")
     return [
         Family(
             "recipients, in other words",
@@ -550,6 +801,49 @@ def _later() -> list[Family]:
             calls="named_json",
             reasoning="reasoning_content",
         ),
+        Family(
+            "named values with a prefix, no section",
+            framed(prefixed, thought("<think>", "</think>")),
+            (),
+            (
+                Case(f'\n{look_up}\n%%<fn name="now">%%</fn>', calls=TWO),
+                Case(f"100% sure.\n{look_up}", answer="100% sure.", calls=ONE),
+                Case(f"<think>50%% or so</think>\n{look_up}", "50%% or so", calls=ONE),
+            ),
+            calls="parameters",
+            reasoning="reasoning_content",
+        ),
+        Family(
+            "an indented opening, closed on its own line",
+            framed(_JSON_CALLS, indented, "{{- '<|reason|>\\n\\n' }}"),
+            ("<|reason|>", "<|/reason|>", "<tool_call>", "</tool_call>"),
+            (
+                Case("  hm\n\n<|/reason|>\nHello", "  hm", "Hello"),
+                Case("<|/reason|>\nHello", answer="Hello"),
+                Case(f"hm\n\n<|/reason|>\n{_TAGGED}", "hm", calls=TWO),
+            ),
+            calls="json_calls",
+            reasoning="reasoning_content",
+        ),
+        Family(
+            "an opening on one line",
+            framed(_JSON_CALLS, one_line, "{{- '<reflect> ' }}"),
+            ("<reflect>", "</reflect>", "<tool_call>", "</tool_call>"),
+            (
+                Case("hm </reflect>\n\nHello", "hm", "Hello"),
+                Case("</reflect>\n\nHello", answer="Hello"),
+                Case(f"hm </reflect>\n\n{_TAGGED}", "hm", calls=TWO),
+            ),
+            calls="json_calls",
+            reasoning="reasoning_content",
+        ),
+        Family(
+            "a first line in words, closed by a control token",
+            framed(thought=thought("", "<|final|>"), opening="{{- 'Thinking aloud: ' }}"),
+            ("<|final|>",),
+            (Case("so<|final|>Hello", "Thinking aloud: so", "Hello"),),
+            reasoning="reasoning_content",
+        ),
     ]
 
 
@@ -563,6 +857,10 @@ VARIATIONS = {
         *_tags_with_prefixes(),
         *_named_sections(),
         *_recipients(),
+        *_text_in_sections(),
+        *_python_quotes(),
+        *_text_beside_calls(),
+        *_message_kinds(),
         *_later(),
     )
 }

@@ -54,6 +54,12 @@ class ThinkingFacts:
         first = next((place for place, part in enumerate(found) if CONTROL_LIKE.fullmatch(part)), None)
         return self.closing.strip() if first is None else " ".join(found[: first + 1])
 
+    @cached_property
+    def closing_before_calls(self) -> str:
+        """`closing` up to the end of the marker that closes the thought: the rest opens an answer."""
+        last = split_marker(self.closer)[-1]
+        return self.closing[: self.closing.index(last) + len(last)]
+
 
 @dataclass(frozen=True, slots=True)
 class SectionTags:
@@ -109,10 +115,14 @@ class Facts:
     call_header: str = ""
     """The header of a message with a call, after `header`, if messages are addressed to tools by name. The name of the
     tool in it is that of the sample."""
+    called_text_opening: str = ""
+    """The text before an answer that calls follow, if it is another than `answer_opening`."""
+    called_text_closing: str = ""
+    """The marker after such an answer."""
     space_before_calls: str = ""
     """The text between an answer and the calls after it."""
     space_after_thought: str = ""
-    """The text between a closed thought and the calls after it."""
+    """The text between the marker that closes a thought and the calls after it."""
     calls_in_thought: bool = False
     """Whether a call inside an open thought is a call. If not, its markup is part of the thought."""
     no_tools: str = "null"
@@ -127,6 +137,11 @@ class Facts:
     def empty_answer(self) -> str:
         """The text around an answer, without an answer."""
         return self.answer_opening.strip() + self.answer_closing.strip() if self.answer_closing.strip() else ""
+
+    @property
+    def empty_called_text(self) -> str:
+        """The text around an answer that calls follow, without an answer."""
+        return self.called_text_opening.strip() + self.called_text_closing.strip()
 
     @property
     def switch(self) -> Switch | None:

@@ -173,7 +173,8 @@ class TemplateFormat:
             unsplit=options.unsplit,
             opening=opening,
             closer=self.facts.thinking.closer if self.facts.thinking else "",
-            trim_start=self.facts.thinking is not None,
+            answer_closers=self._answer_closers,
+            trim_start=self.facts.thinking is not None or bool(self._answer_closers),
             strip_fence=options.json_answer,
             one_call=options.one_call,
         )
@@ -185,6 +186,13 @@ class TemplateFormat:
         thinking = self.facts.thinking
         markers = CONTROL_LIKE.findall(thinking.opener + thinking.closer) if thinking else ()
         return ControlTextEscaper([*self._tokenizer.control, *markers])
+
+    @cached_property
+    def _answer_closers(self) -> tuple[bytes, ...]:
+        """The markers that close an answer."""
+        closing = self.facts.answer_closing + self.facts.called_text_closing
+        parts = split_marker(closing, self._tokenizer.control)
+        return tuple(part.encode() for part in parts if CONTROL_LIKE.fullmatch(part))
 
     @cached_property
     def _healer(self) -> Healer:
@@ -201,9 +209,7 @@ class TemplateFormat:
         thinking = self.facts.thinking
         if thinking is None:
             return ()
-        last = split_marker(thinking.closer)[-1]
-        end = thinking.closing.index(last) + len(last)
-        return tuple(self._tokenizer.encode(self._runs(thinking.closing[:end])))
+        return tuple(self._tokenizer.encode(self._runs(thinking.closing_before_calls)))
 
     def partial_reply_ids(self, message: Message | None, options: RenderOptions, opens_in: Phase) -> tuple[int, ...]:
         """The ids of a partial reply of which only the text is known. Control text in it stays text."""
@@ -235,16 +241,17 @@ class TemplateFormat:
         thought = {field: THOUGHT} if field and field != "content" else {}
         call = {"content": "", "tool_calls": sample_calls(1, self.facts.arguments_as_text)}
         opening = syntaxes.opening(self.facts.calls).strip() if self.facts.calls else ""
-        anchor = (opening if self.facts.sections else next(iter(split_marker(opening)), "")) or NAME
+        start = syntaxes.start(self.facts.calls) if self.facts.calls else NAME
+        anchor = opening if self.facts.sections and opening else start
         before_calls = prober.between(call, anchor, tools=sample_tools(), **given) or ""
         closer = self.facts.thinking.closer if self.facts.thinking else ""
         closes = bool(closer) and before_calls.strip() in (closer, closer + self.facts.empty_answer)
-        frames = ("", self.facts.empty_answer, self.facts.answer_closing.strip())
+        frames = ("", self.facts.empty_answer, self.facts.answer_closing.strip(), self.facts.empty_called_text)
         prompt = prober.render([user_message()], True, **given) or ""
         return LeadingSpace(
             prober.leading_space({"content": ANSWER, **thought}, THOUGHT, **given),
             prober.leading_space({"content": ANSWER}, ANSWER, **given),
-            before_calls if before_calls.strip() in frames else "",
+            before_calls if "".join(before_calls.split()) in frames else "",
             *self._empty_thought(prober, given),
             calls_after_opening=before_calls if closes else "",
             answer_opened=bool(self.facts.answer_opening.strip()) and prompt.endswith(self.facts.answer_opening),

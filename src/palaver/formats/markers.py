@@ -8,6 +8,8 @@ from collections.abc import Iterable
 CONTROL_LIKE = re.compile(r"<[^<>\s]*>|\[/?[A-Z][A-Z_]+\]")
 """Text that looks like a control token: in angle brackets, or capitals in square brackets."""
 _SPECIAL_LOOKING = re.compile(r"[|｜]|^\[")
+_SIDES = (("start", "end"), ("begin", "end"), ("open", "close"))
+"""Words that make the name of a closing marker from that of its opening marker."""
 
 
 def split_marker(marker: str, control: Iterable[str] = ()) -> tuple[str, ...]:
@@ -78,3 +80,9 @@ def are_paired(opener: str, closer: str) -> bool:
     bare = re.sub(r"[^\w]", "", opener)
     other = re.sub(r"[^\w]", "", closer)
     return opener != closer and bool(bare) and (bare == other or other in (f"end{bare}", bare.replace("START", "END")))
+
+
+def are_sides(opener: str, closer: str) -> bool:
+    """Whether two markers are paired, or differ only in words such as start and end. So do parts of a header."""
+    named = (opener.replace(side, other).replace(side.upper(), other.upper()) for side, other in _SIDES)
+    return are_paired(opener, closer) or (opener != closer and closer in named)

@@ -42,16 +42,20 @@ def write_partial_reply(facts: Facts, message: Message, opens_in: Phase, leading
     out = ""
     thinking = opens_in is Phase.THINKING
     calls: list[ToolCall] = []
-    for part in message.parts:
+    for part, following in zip(message.parts, (*message.parts[1:], None), strict=True):
         match part:
             case Thinking(text):
                 if thinking and not out and facts.thinking is not None and facts.thinking.first_line:
                     text = text.removeprefix(facts.thinking.opening)
-                out += _write_calls(facts, calls, False) + _before_thought(facts, thinking, out, leading) + text
+                out += _write_calls(facts, calls, False)
+                lead = _before_thought(facts, thinking, out, leading)
+                out += ("" if _includes_space(text, lead) or (thinking and not text) else lead) + text
                 thinking, calls = True, []
             case Text(text):
                 out += _write_calls(facts, calls, False)
                 lead = _before_answer(facts, thinking, out, leading)
+                if isinstance(following, ToolCall) and facts.called_text_opening:
+                    lead = _before_called_text(facts, thinking)
                 out += ("" if _includes_space(text, lead) else lead) + text
                 thinking, calls = False, []
             case ToolCall():
@@ -86,13 +90,19 @@ def _before_answer(facts: Facts, thinking: bool, written: str, leading: LeadingS
     return facts.answer_opening or leading.empty_thought or leading.answer
 
 
+def _before_called_text(facts: Facts, thinking: bool) -> str:
+    """The text before an answer that calls follow, if it is another than before an answer alone."""
+    closed = facts.thinking.closing.removesuffix(facts.answer_opening) if thinking and facts.thinking else ""
+    return closed + facts.called_text_opening
+
+
 def _before_calls(facts: Facts, thinking: bool, in_thought: bool, written: str, leading: LeadingSpace) -> str:
     if thinking and not in_thought and facts.thinking is not None:
         if not written and leading.calls_after_opening:
             return leading.calls_after_opening
         if find_headers(facts) is not None:  # the call is a separate message
             return facts.thinking.closing.partition(facts.header)[0] + facts.header + leading.calls
-        return facts.thinking.closing.rstrip() + facts.space_after_thought
+        return facts.thinking.closing_before_calls + facts.space_after_thought
     if written and facts.call_header and facts.thinking is not None:  # the call is a separate message
         return split_marker(facts.thinking.closing)[0] + facts.header
     if in_thought and written:  # there is no answer to close

@@ -7,7 +7,7 @@ import copy
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from palaver.events import AnswerDelta, Notice, PhaseOpened, ReadEvent, ThinkingDelta, ToolCallOpened
@@ -73,6 +73,8 @@ class ReaderOptions:
     """The text that opens a thought in the prompt; with `unsplit` it is part of the answer."""
     closer: str = ""
     """The marker that closes a thought."""
+    answer_closers: tuple[bytes, ...] = ()
+    """The markers that close an answer. White space beside them is no part of it."""
     trim_start: bool = False
     """Remove line breaks before an answer even if no thought was read: the prompt may have closed one."""
     strip_fence: bool = False
@@ -174,7 +176,12 @@ class ReplyReader:
     def _with_token_count(self, events: list[ReadEvent]) -> list[ReadEvent]:
         """The events with the number of thinking tokens so far."""
         count = self.thinking_tokens
-        return [replace(e, tokens=count) if isinstance(e, PhaseOpened | ThinkingDelta) else e for e in events]
+        for place, event in enumerate(events):
+            if isinstance(event, ThinkingDelta):
+                events[place] = ThinkingDelta(event.text, count)
+            elif isinstance(event, PhaseOpened):
+                events[place] = PhaseOpened(event.phase, count)
+        return events
 
     def _read(self, tracker_events: Iterable[TrackerEvent]) -> list[ReadEvent]:
         events: list[ReadEvent] = []
@@ -235,6 +242,8 @@ class ReplyReader:
             return [*events, *self._pass_unsplit(phase, pending)]
         if events and not called:
             return events if phase is self._block.phase else [*events, *self._open_block(phase, False)]
+        if pending.endswith(self._options.answer_closers or (b"\0",)) and phase is Phase.ANSWER:
+            self._block = self._new_block(phase)
         return [*events, *self._open_block(phase, called)]
 
     def _open_block(self, phase: Phase, after_call: bool) -> list[ReadEvent]:
@@ -303,8 +312,15 @@ class _AnswerTokens:
 
     def feed(self, size: int, events: Sequence[TrackerEvent], holds_text: bool) -> None:
         """The next token has `size` bytes; `holds_text` is whether the tracker holds some back."""
-        self._held.append((self._fed, size))
+        position = self._fed
         self._fed += 1
+        if not self._held and not holds_text and len(events) == 1:  # the token is one text
+            event = events[0]
+            if isinstance(event, StateText) and len(event.data) == size:
+                if self._is_answer(event):
+                    self.found.append(position)
+                return
+        self._held.append((position, size))
         self.assign(events)
         if not holds_text:
             self._held.clear()
@@ -312,14 +328,19 @@ class _AnswerTokens:
     def assign(self, events: Sequence[TrackerEvent]) -> None:
         for event in events:
             match event:
-                case StateText(state, data):
-                    answer = self._states[state].phase is Phase.ANSWER and (self._started or bool(data.strip()))
-                    self._started = self._started or answer
-                    self._consume(len(data), answer)
+                case StateText(_, data):
+                    self._consume(len(data), self._is_answer(event))
                 case StateEntered(_, marker):
                     self._consume(len(marker), False)
                 case StopMatched():
                     self._held.clear()
+
+    def _is_answer(self, text: StateText) -> bool:
+        """Whether the text belongs to the answer. White space before its first text does not."""
+        if self._states[text.state].phase is not Phase.ANSWER:
+            return False
+        self._started = self._started or bool(text.data.strip())
+        return self._started
 
     def _consume(self, size: int, answer: bool) -> None:
         """Assigns the next `size` bytes. A token that is partly answer is found once."""

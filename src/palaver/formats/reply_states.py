@@ -179,7 +179,10 @@ class ReplyStates:
         if offers_tools and self._facts.calls is not None:
             self._add_calls(builder, fresh, answer, () if must_call else thoughts)
         self._add_answer(builder, fresh, answer, thoughts)
-        self._add_ends(builder, ends, (fresh, answer) if must_call else (fresh, answer, *thoughts))
+        end = builder.add_state(Phase.END)
+        if offers_tools:
+            self._add_messages(builder, fresh, answer, end)
+        self._add_ends(builder, ends, end, (fresh, answer) if must_call else (fresh, answer, *thoughts))
         self._add_strays(builder, fresh, answer)
         ids = frozenset(self._control[end] for end in ends if end in self._control)
         start = thoughts[0] if opens_in is Phase.THINKING else fresh
@@ -204,8 +207,11 @@ class ReplyStates:
         builder = StateMachineBuilder(self._control)
         states = add_header_states(builder, headers, self._facts.calls if offers_tools else None, closing)
         ends = [end for end in self._facts.turn_ends if end != headers.message_end]
-        excluded = states[Phase.THINKING] if must_call else None
-        self._add_ends(builder, ends, tuple(state for state in range(builder.size) if state != excluded))
+        excluded = [states[Phase.THINKING]] if must_call else []
+        if self._facts.call_header:  # such calls have a marker of their own at the end
+            excluded += builder.states_in(Phase.TOOL_CALL)
+        states_with_ends = tuple(state for state in range(builder.size) if state not in excluded)
+        self._add_ends(builder, ends, builder.add_state(Phase.END), states_with_ends)
         ids = frozenset(self._control[end] for end in ends if end in self._control)
         start = states[Phase.THINKING if opens_in is Phase.THINKING else Phase.CONTROL]
         phases = builder.build(start, ids, self._special_ids, self._call_marker_ids)
@@ -241,6 +247,8 @@ class ReplyStates:
         for state in thoughts:
             builder.add_marker(state, facts.closer, fresh)
             builder.set_closing(state, closing)
+        if facts.closer in self._facts.turn_ends:
+            return
         builder.add_marker(fresh, facts.closer, fresh, fallback=answer)
         if self._is_never_text(facts.closer):
             builder.add_marker(answer, facts.closer, answer)
@@ -259,12 +267,17 @@ class ReplyStates:
             return
         closing = split_marker(self._facts.thinking.closing, self._control) if self._facts.thinking else ()
         closer = split_marker(self._facts.thinking.closer, self._control) if self._facts.thinking else ()
+        if self._facts.thinking is not None and self._facts.header.strip() in self._facts.thinking.closing:
+            builder.add_marker(fresh, self._facts.header, fresh, fallback=answer)  # the answer is another message
+        if len(split_marker(opening, self._control)) > 1 and CONTROL_LIKE.search(opening):
+            builder.add_marker(fresh, opening, fresh, fallback=answer)
         for part in (*closing[len(closer) :], *split_marker(opening, self._control)):
             if CONTROL_LIKE.fullmatch(part):
                 builder.add_marker(fresh, part, fresh)
         if opening.strip() and not CONTROL_LIKE.search(opening):
             builder.add_text_marker(fresh, opening.lstrip(), answer)
-        for part in split_marker(self._facts.answer_closing, self._control):
+        builder.add_marker(fresh, self._facts.called_text_opening, fresh, fallback=answer)
+        for part in split_marker(self._facts.answer_closing + self._facts.called_text_closing, self._control):
             if CONTROL_LIKE.fullmatch(part):
                 builder.add_marker(answer, part, fresh)
                 builder.add_marker(fresh, part, fresh)
@@ -282,8 +295,20 @@ class ReplyStates:
             for state in thoughts:
                 builder.keep_tokens(state, self._call_marker_ids, thoughts[-1])
 
-    def _add_ends(self, builder: StateMachineBuilder, ends: list[str], states: tuple[int, ...]) -> None:
-        end = builder.add_state(Phase.END)
+    def _add_messages(self, builder: StateMachineBuilder, fresh: int, answer: int, end: int) -> None:
+        """If calls are in a message after that of the answer, the end of the answer's message does not end the turn.
+        Anything but the header of another message does."""
+        header = self._facts.header.strip()
+        message_end, found, _ = self._facts.space_before_calls.partition(header) if header else ("", "", "")
+        if not found or message_end.strip() not in self._facts.turn_ends:
+            return
+        between = builder.add_state(Phase.CONTROL, HEADER)
+        builder.set_default(between, end)
+        builder.add_marker(between, header, fresh, fallback=end)
+        builder.add_marker(fresh, message_end, between)
+        builder.add_marker(answer, message_end, between)
+
+    def _add_ends(self, builder: StateMachineBuilder, ends: list[str], end: int, states: tuple[int, ...]) -> None:
         for text in ends:
             if text not in self._control and text.strip():
                 for state in states:

@@ -32,6 +32,9 @@ class StateMachineBuilder:
     def size(self) -> int:
         return len(self._drafts)
 
+    def states_in(self, phase: Phase) -> list[int]:
+        return [state for state, draft in enumerate(self._drafts) if draft.phase is phase]
+
     @property
     def marker_ids(self) -> frozenset[int]:
         """The token ids of the markers so far."""

@@ -163,7 +163,8 @@ class Roundtrip:
         if kind.name.startswith("thinking only"):
             at = text.find(THOUGHT)
             return text[: at + len(THOUGHT)] if at >= 0 else _Inexpressible("it does not render this reply as it is")
-        ends = [at for end in self._format.facts.turn_ends if (at := text.rfind(end)) >= 0]
+        last = max(text.rfind(message_text(kind)), 0)
+        ends = [at for end in self._format.facts.turn_ends if (at := text.find(end, last)) >= 0]
         return text[: min(ends)].rstrip("\n") if ends else text.rstrip("\n")
 
     def recorded(self, cases: Sequence[Mapping[str, Any]]) -> Iterator[RoundtripResult]:
@@ -186,15 +187,20 @@ class Roundtrip:
         for token_id in self._pieces(written):
             new_events = reader.feed(token_id)
             events += new_events
-            if not new_events:
+            message = fold(events).message
+            if not new_events or self._may_be_called_text(message, tools):
                 continue
             count += 1
-            difference = self._difference(fold(events).message, options, prompt.phases.opens_in, written)
+            difference = self._difference(message, options, prompt.phases.opens_in, written)
             exact += not difference
             why = why or difference
         if written and not count:
             return RoundtripResult(self._name, kind, self._tokens, 0, 1, "nothing was read")
         return RoundtripResult(self._name, kind, self._tokens, exact, count, why)
+
+    def _may_be_called_text(self, message: Message, tools: Sequence[Tool]) -> bool:
+        """Whether the answer so far would be written in another way if calls follow, which the message does not say."""
+        return bool(tools and self._format.facts.called_text_opening and message.text and not message.tool_calls)
 
     def _pieces(self, text: str) -> Iterator[int]:
         for run in self._tokenizer.runs(text):

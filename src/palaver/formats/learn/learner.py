@@ -16,12 +16,12 @@ from palaver.formats.learn.probes import ANSWER, THOUGHT, Prober, thinking_messa
 from palaver.formats.learn.sections import as_tags, find_sections, restore_facts
 from palaver.formats.learn.switches import SwitchLearner
 from palaver.formats.learn.thinking import ThinkingLearner
-from palaver.formats.markers import CONTROL_LIKE, are_paired, common_start, looks_special, split_marker
+from palaver.formats.markers import CONTROL_LIKE, are_paired, are_sides, common_start, looks_special, split_marker
 from palaver.formats.template import Template
 from palaver.formats.tool_calls import syntaxes
 from palaver.formats.tool_calls.instructions import CONVENTION as CONVENTION_OF_CALLS
 from palaver.formats.tool_calls.instructions import learn_from_instructions
-from palaver.formats.tool_calls.samples import LISTED_VALUE, NAME, TEXT_KEY, CallSamples, sample_calls, sample_tools
+from palaver.formats.tool_calls.samples import LISTED_ARGUMENTS, NAME, CallSamples, sample_calls, sample_tools
 
 CONVENTION = ThinkingFacts("<think>\n", "\n</think>\n\n", by_convention=True)
 """The markers of thinking that most models use."""
@@ -50,13 +50,15 @@ class Learner:
         self._answer_frame = "", ""
         self._thinking_variables: dict[str, Any] = {}
         self._call_header = ""
+        self._called_text = "", ""
+        self._header_text = ""
 
     def learn(self) -> Facts:
         thinking_learner = ThinkingLearner(self._prober, self._note)
         field, thinking = thinking_learner.learn()
         self._thinking_variables = thinking_learner.variables
-        header = self._header(thinking)
-        ends = self._turn_ends()
+        header = self._header_text = self._header(thinking)
+        ends = self._turn_ends(header)
         self._answer_frame = self._learn_answer_frame(header, thinking, ends)
         as_text, samples = self._samples(header, thinking, ends)
         call_syntax, call_ends = self._call_syntax(samples, ends)
@@ -74,6 +76,8 @@ class Learner:
             turn_ends=ends,
             calls=call_syntax,
             call_header=self._call_header,
+            called_text_opening=self._called_text[0],
+            called_text_closing=self._called_text[1],
             stop_strings=self._declared_strings("stop_strings", "stop"),
             space_before_calls=self._space_before_calls(call_syntax, as_text),
             space_after_thought=self._space_after_thought(call_syntax, field, thinking, as_text),
@@ -104,21 +108,21 @@ class Learner:
             self._note("header", "what opens the assistant's turn", header)
         return header
 
-    def _turn_ends(self) -> tuple[str, ...]:
+    def _turn_ends(self, header: str) -> tuple[str, ...]:
         """The marker after an answer ends the turn, and so does the tokenizer's end-of-sequence token."""
         ends = [self._strings["eos_token"]] if self._strings.get("eos_token") else []
         if ends:
             self._note("turn_ends", "the tokenizer names its end", ends[0], Confidence.CONVENTION)
+        turn = header.strip() or "\0"
         for written in (self._prober.reply({"content": ANSWER}), self._prober.earlier_reply()):
             if written and ANSWER in written:
                 after = written.split(ANSWER, 1)[1]
                 if after.strip():
                     self._note("turn_ends", "what follows an answer", after[:200])
-                before = CONTROL_LIKE.findall(
-                    _without_prefix(written.split(ANSWER, 1)[0], self._prober.opening() or "")
-                )
+                before = written.split(ANSWER, 1)[0]
+                before = before.rpartition(turn)[2] if turn in before else _without_prefix(before, header)
                 found = [part for part in split_marker(after, self._control) if self._is_control(part)]
-                while found and any(are_paired(tag, found[0]) for tag in before):
+                while found and any(are_paired(tag, found[0]) for tag in CONTROL_LIKE.findall(before)):
                     found = found[1:]
                 ends += found[:1]
         return tuple(dict.fromkeys(ends))
@@ -134,7 +138,12 @@ class Learner:
         self, header: str, thinking: ThinkingFacts | None, ends: tuple[str, ...]
     ) -> tuple[str, str]:
         """The text directly before and after an answer without a thought."""
-        written = self._prober.reply({"content": ANSWER})
+        opening, after = self._around_answer(self._prober.reply({"content": ANSWER}), header, thinking)
+        cut = min((at for end in ends if (at := after.find(end)) >= 0), default=len(after))
+        return opening, (after[:cut] if after[:cut].strip() else "")
+
+    def _around_answer(self, written: str | None, header: str, thinking: ThinkingFacts | None) -> tuple[str, str]:
+        """The text before an answer, without header and thought, and all text after it."""
         if not written or ANSWER not in written:
             return "", ""
         before, after = written.split(ANSWER, 1)
@@ -142,8 +151,20 @@ class Learner:
         if thinking:
             for marker in (thinking.opener, thinking.closer):
                 opening = opening.split(marker)[-1] if marker and marker in opening else opening
-        cut = min((at for end in ends if (at := after.find(end)) >= 0), default=len(after))
-        return (opening if opening.strip() else ""), (after[:cut] if after[:cut].strip() else "")
+        return (opening if opening.strip() else ""), after
+
+    def _learn_called_text(self, header: str, thinking: ThinkingFacts | None, as_text: bool) -> tuple[str, str]:
+        """The text before an answer that calls follow and the marker after it, if an answer alone is written without
+        them."""
+        message = {"content": ANSWER, "tool_calls": sample_calls(1, as_text)}
+        written = self._prober.reply(message, tools=sample_tools())
+        opening, after = self._around_answer(written, header, thinking)
+        opened, closed = CONTROL_LIKE.findall(opening), CONTROL_LIKE.search(after.partition(NAME)[0])
+        if opening == self._answer_frame[0] or not opened or closed is None or not are_sides(opened[-1], closed[0]):
+            return "", ""
+        for about in ("called_text_opening", "called_text_closing"):
+            self._note(about, "what stands beside an answer that calls follow", written or "")
+        return opening, closed[0]
 
     def _note_answer(self) -> None:
         for about, text in zip(("answer_opening", "answer_closing"), self._answer_frame, strict=True):
@@ -210,7 +231,8 @@ class Learner:
                 continue
             two = self._prober.call_reply(2, as_text)
             none = self._prober.call_reply(1, as_text, {})
-            listed = self._prober.call_reply(1, as_text, {TEXT_KEY: [LISTED_VALUE]})
+            listed = self._prober.call_reply(1, as_text, LISTED_ARGUMENTS)
+            self._called_text = self._learn_called_text(header, thinking, as_text)
             if as_text:
                 self._note("arguments_as_text", "arguments are shown only where they come as text", one)
             trim = [self._body(text, header, thinking) if text else None for text in (one, two, none)]
@@ -236,45 +258,53 @@ class Learner:
         body = _without_prefix(written, header)
         if thinking and (at := body.find(thinking.closer)) >= 0 and at < body.find(NAME):
             body = body[at + len(thinking.closer) :]
-        opening, closing = (text.strip() for text in self._answer_frame)
-        return body.lstrip().removeprefix(opening + closing) if closing else body
+        for frame in (self._answer_frame, self._called_text):
+            opening, closing = (re.escape(text.strip()) for text in frame)
+            body = re.sub(rf"\A\s*{opening}\s*{closing}", "", body) if closing else body
+        return body
 
     def _space_before_calls(self, syntax: syntaxes.CallSyntax | None, as_text: bool) -> str:
         space = self._space(syntax, {"content": ANSWER}, ANSWER, as_text)
         if space:
             self._note("space_before_calls", "what stands between an answer and a call", f"{ANSWER}{space}")
-        return space
+        return space or ""
 
     def _space(
         self, syntax: syntaxes.CallSyntax | None, message: dict[str, Any], mark: str, as_text: bool, **variables: Any
-    ) -> str:
-        """The text between a mark in the message and the calls after it."""
+    ) -> str | None:
+        """The text between a mark in the message and the calls after it. None if the template does not show it."""
         called = {**message, "tool_calls": sample_calls(1, as_text)}
         written = self._prober.reply(called, tools=sample_tools(), **variables)
-        first = next(iter(split_marker(syntaxes.opening(syntax))), NAME) if syntax else ""
-        if not written or mark not in written or not first:
-            return ""
-        place = written.rfind(mark, 0, max(written.find(NAME), 0))
-        after_mark = written[place + len(mark) :] if place >= 0 else ""
+        place = written.rfind(mark, 0, max(written.find(NAME), 0)) if written else -1
+        if not written or not syntax or place < 0:
+            return None
+        after_mark = written[place + len(mark) :]
+        first = syntaxes.start(syntax)
         at = after_mark.find(first)
-        glue = after_mark[:at].strip() in ("", self._answer_frame[1].strip())
-        return after_mark[:at] if at >= 0 and (first == NAME or glue) else ""
+        return after_mark[:at] if at >= 0 and (first == NAME or self._is_glue(after_mark[:at])) else None
+
+    def _is_glue(self, text: str) -> bool:
+        """Whether the text before calls holds nothing but the frame of an answer, or the header of another message."""
+        opening, closing = ("".join(part.split()) for part in self._answer_frame)
+        frames = ("", closing, opening + closing, self._called_text[1])
+        header = self._header_text.strip()
+        return "".join(text.split()) in frames or bool(header and text.strip().endswith(header))
 
     def _space_after_thought(
         self, syntax: syntaxes.CallSyntax | None, field: str | None, thinking: ThinkingFacts | None, as_text: bool
     ) -> str:
         if thinking is None:
             return ""
+        space: str | None
         given = {"content": "", field: THOUGHT} if field and field != "content" else {"content": ""}
+        mark = thinking.closing_before_calls.strip()
         for message in (given, {"content": ""}):
-            marks = (thinking.closing.rstrip(), thinking.closer)
-            spaces = (self._space(syntax, message, mark, as_text, **self._thinking_variables) for mark in marks)
-            if space := next(filter(None, spaces), ""):
-                self._note(
-                    "space_after_thought", "what stands between a thought and a call", f"{thinking.closer}{space}"
-                )
+            space = self._space(syntax, message, mark, as_text, **self._thinking_variables)
+            if space is not None:
+                self._note("space_after_thought", "what stands between a thought and a call", f"{mark}{space}")
                 return space
-        if space := _trailing_space(thinking.closing):
+        space = _trailing_space(thinking.closing)
+        if space:
             seen = f"{thinking.closing}{ANSWER}"
             self._note("space_after_thought", "it is as before an answer", seen, Confidence.INFERRED)
         return space

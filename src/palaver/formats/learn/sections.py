@@ -16,7 +16,8 @@ from palaver.formats.markers import CONTROL_LIKE
 
 _BEFORE = re.compile(rf"(?P<open>{CONTROL_LIKE.pattern})(?P<name>\w[\w-]*)(?P<end>{CONTROL_LIKE.pattern})\s*\Z")
 _MARKERS = frozenset(
-    "header answer_opening answer_closing turn_ends calls space_before_calls space_after_thought evidence".split()
+    "header answer_opening answer_closing called_text_opening called_text_closing turn_ends calls space_before_calls "
+    "space_after_thought evidence".split()
 )
 """The facts that hold markers, beside those of thinking."""
 

@@ -17,8 +17,9 @@ from palaver.formats.tool_calls.frame import CallFrame, learn_frame
 from palaver.formats.tool_calls.lark import LarkBuilder, join_expressions, one_of
 from palaver.formats.tool_calls.samples import NAME, NUMBER_KEY, NUMBER_VALUE, TEXT_KEY, TEXT_VALUE, CallSamples
 from palaver.formats.tool_calls.schemas import (
+    ARRAY_KEYWORDS,
+    ToolGrammar,
     additional_keys,
-    arguments_schema,
     check_argument_name,
     check_schema,
     check_tool_name,
@@ -99,7 +100,6 @@ def _quoted(text: str, quote: str, closed: bool) -> str:
 
 _KEY = re.compile(r"[\w.$/@-]+")
 _NUMBERS = frozenset(("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
-_ARRAYS = frozenset(("type", "items", "minItems", "maxItems"))
 _KINDS = ("null", "boolean", "number", "string", "array", "object")
 
 
@@ -107,14 +107,12 @@ def grammar(syntax: Syntax, tools: Sequence[Tool], lark: LarkBuilder) -> str:
     return syntax.frame.grammar(lark, [_ToolGrammar(syntax, tool, lark).call() for tool in tools])
 
 
-class _ToolGrammar:
+class _ToolGrammar(ToolGrammar):
     """The grammar of calls to one tool: its schema in this notation."""
 
     def __init__(self, syntax: Syntax, tool: Tool, lark: LarkBuilder) -> None:
+        super().__init__(tool, lark)
         self._quote = syntax.quote
-        self._tool = tool
-        self._lark = lark
-        self._root = arguments_schema(tool)
         self._rules: dict[str, str] = {}
         """The names of rules by the `$ref` that they stand for."""
 
@@ -184,7 +182,7 @@ class _ToolGrammar:
     def _array(self, schema: Mapping[str, Any]) -> str:
         lark = self._lark
         if schema.get("type") == "array":
-            check_schema(self._tool, schema, _ARRAYS)
+            check_schema(self._tool, schema, ARRAY_KEYWORDS)
         min_items, max_items = schema.get("minItems", 0), schema.get("maxItems")
         item = lark.rule(self._value(schema.get("items", {})))
         max_more = "" if max_items is None else max(max_items - 1, 0)

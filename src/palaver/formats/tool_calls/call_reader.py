@@ -12,6 +12,9 @@ from palaver.events import ReadEvent, ToolCallDelta, ToolCallOpened
 from palaver.formats.markers import visible_text
 from palaver.messages import Tool
 
+_MAX_REFERENCES = 16
+"""References that lead to references are followed this often."""
+
 
 class CallRegistry:
     """The calls of one reply. Assigns indexes and ids; an id is a hash of the prompt and the index, 9 hex digits."""
@@ -42,7 +45,18 @@ class CallRegistry:
         """The schema of a tool's argument; empty if it is unknown."""
         tool = next((tool for tool in self.tools if tool.name == name), None)
         found = (tool.parameters.get("properties") or {}).get(key) if tool else None
-        return found if isinstance(found, Mapping) else {}
+        return self.resolve(name, found)
+
+    def resolve(self, name: str, schema: Any) -> Mapping[str, Any]:
+        """Follows the references of a schema inside the tool's own. Empty if one leads nowhere."""
+        tool = next((tool for tool in self.tools if tool.name == name), None)
+        for _ in range(_MAX_REFERENCES):
+            if not isinstance(schema, Mapping) or "$ref" not in schema:
+                return schema if isinstance(schema, Mapping) else {}
+            place, schema = str(schema["$ref"]).removeprefix("#/"), tool.parameters if tool else {}
+            for step in place.split("/"):
+                schema = schema.get(step) if isinstance(schema, Mapping) else None
+        return {}
 
     def parameter(self, name: str, place: int) -> str:
         """The name of the tool's parameter at this position."""
@@ -90,6 +104,10 @@ class JsonScanner:
                 return at
             self.step(character)
         return len(text)
+
+    def stays_in_string(self, text: str) -> bool:
+        """Whether all of the text is part of a string that stays open."""
+        return self._in_string and not self._escaped and '"' not in text and "\\" not in text
 
     def step(self, character: str) -> None:
         self.started = self.started or not character.isspace()
@@ -169,6 +187,9 @@ class ObjectReader:
         return f"{self._key}: {self.unfinished}" if self.awaits_value or self._step == self._in_value else ""
 
     def feed(self, text: str) -> list[ObjectEvent]:
+        if text and self._step == self._in_value and self._value.stays_in_string(text):  # most tokens of a long value
+            self._text.append(text)
+            return [ValueDelta(self._key, text)]
         for character in text:
             self._step(character)
         self._flush_piece()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from palaver.events import ReadEvent
@@ -28,8 +29,10 @@ from palaver.formats.tool_calls.samples import (
     CallSamples,
 )
 from palaver.formats.tool_calls.schemas import (
-    arguments_schema,
+    ARRAY_KEYWORDS,
+    ToolGrammar,
     check_argument_name,
+    check_schema,
     check_tool_name,
     is_string,
     object_members,
@@ -154,14 +157,12 @@ def grammar(syntax: Syntax, tools: Sequence[Tool], lark: LarkBuilder) -> str:
     return syntax.frame.grammar(lark, [_ToolGrammar(syntax, tool, lark).call() for tool in tools])
 
 
-class _ToolGrammar:
+class _ToolGrammar(ToolGrammar):
     """The grammar of calls to one tool: each argument as an element, by its schema."""
 
     def __init__(self, syntax: Syntax, tool: Tool, lark: LarkBuilder) -> None:
+        super().__init__(tool, lark)
         self._syntax = syntax
-        self._tool = tool
-        self._lark = lark
-        self._root = arguments_schema(tool)
 
     def call(self) -> str:
         name = self._lark.literal(check_tool_name(self._tool) + self._syntax.name_close)
@@ -191,8 +192,10 @@ class _ToolGrammar:
             return lark.until(close, *text_patterns(self._tool, schema))
         kind = schema.get("type") if isinstance(schema, Mapping) else None
         if self._syntax.item and kind == "array":
+            check_schema(self._tool, schema, ARRAY_KEYWORDS)
             item = self._element(self._syntax.item, schema.get("items", {}), depth + 1)
-            return join_expressions(f"({item})*", lark.literal(close))
+            times = f"{{{schema.get('minItems', 0)},{schema.get('maxItems', '')}}}"
+            return join_expressions(f"({item}){times}", lark.literal(close))
         if self._syntax.item and kind == "object":
             return join_expressions(self._members(schema, "", depth + 1), lark.literal(close))
         return join_expressions(lark.json(with_definitions(schema, self._root)), lark.literal(close))
@@ -207,17 +210,17 @@ class _Node:
     """Everything between its tags, as the model wrote it."""
     children: list[_Node] = field(default_factory=list)
 
-    def value(self, schema: Any) -> Any:
+    def value(self, schema: Any, resolve: Callable[[Any], Mapping[str, Any]]) -> Any:
         """The value of the element. Without a schema, children of one name are a list."""
-        schema = schema if isinstance(schema, Mapping) else {}
+        schema = resolve(schema)
         if is_string(schema):
             return self.text
         kind = schema.get("type")
         if self.children and (kind == "array" or (kind is None and len({child.tag for child in self.children}) == 1)):
-            return [child.value(schema.get("items")) for child in self.children]
+            return [child.value(schema.get("items"), resolve) for child in self.children]
         if self.children:
             properties = schema.get("properties") or {}
-            return {child.tag: child.value(properties.get(child.tag)) for child in self.children}
+            return {child.tag: child.value(properties.get(child.tag), resolve) for child in self.children}
         if not self.text.strip() and kind in ("array", "object"):
             return [] if kind == "array" else {}
         return json.loads(read_value(self.text))
@@ -298,7 +301,8 @@ class Calls:
             self._stack[-1].text += f"{self._syntax.prefix}<{node.tag}>{node.text}{written}"
             self._stack[-1].children.append(node)
             return []
-        value = json.dumps(node.value(self._schema(node.tag)), ensure_ascii=False)
+        resolve = partial(self._registry.resolve, self._name.strip())
+        value = json.dumps(node.value(self._schema(node.tag), resolve), ensure_ascii=False)
         return self._registry.arguments(self._key(node.tag) + value)
 
     def _schema(self, key: str) -> Mapping[str, Any]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from palaver.formats.markers import CONTROL_LIKE, are_paired
+from palaver.formats.markers import CONTROL_LIKE, are_sides
 from palaver.formats.tool_calls import json_calls, python_calls
 from palaver.formats.tool_calls.syntaxes import CallSyntax
 
 CONVENTION = python_calls.Syntax("<|tool_call_start|>", "<|tool_call_end|>")
 """The calls of models that are told their tools and nothing else. These markers can't be meant as text."""
 _CALL_TAG = re.compile(r"(?i)tool_?calls?|function_?calls?")
-_SIDES = (("start", "end"), ("begin", "end"), ("open", "close"), ("START", "END"), ("BEGIN", "END"), ("OPEN", "CLOSE"))
 
 
 def learn_from_instructions(prompt: str, texts: list[str], control: Iterable[str] = ()) -> CallSyntax | None:
@@ -25,7 +24,8 @@ def _described(prompt: str) -> CallSyntax | None:
     for opening, content, closing in _tagged(prompt):
         described: CallSyntax | None = _json_example(opening, content, closing)
         if described is None and re.match(r"\s*\[\s*[\w.<>{}-]+\(.*\)", content, re.S):
-            described = python_calls.Syntax(opening, closing)
+            quoted = re.search(r"""=\s*(["'])""", content)
+            described = python_calls.Syntax(opening, closing, quoted[1] if quoted else '"')
         if described is not None:
             return described
     fenced = re.search(r"(\w+:)\s*```json\s*\[\s*\{\s*\"(\w*name)\":.*?\"(arguments|parameters)\"", prompt, re.S)
@@ -42,10 +42,7 @@ def _tagged(prompt: str) -> Iterable[tuple[str, str, str]]:
 
 
 def _is_pair(opening: str, closing: str) -> bool:
-    if "/" in opening or opening == closing:
-        return False
-    named = any(start in opening and opening.replace(start, end) == closing for start, end in _SIDES)
-    return named or are_paired(opening, closing)
+    return "/" not in opening and are_sides(opening, closing)
 
 
 def _json_example(opening: str, content: str, closing: str) -> json_calls.Syntax | None:

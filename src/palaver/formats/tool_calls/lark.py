@@ -42,6 +42,7 @@ class LarkBuilder:
         self._control = control
         longest_first = sorted(control, key=lambda text: (-len(text), text))
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if control else None
+        self._texts = {token_id: text for text, token_id in control.items()}
         self._names: dict[str, str] = {}
         self._rules: dict[str, str] = {}
         self.ids: set[int] = set()
@@ -85,7 +86,11 @@ class LarkBuilder:
         at = head.find(first) + len(first) if first and first not in self._control and first in head else len(head)
         head, rest = head[:at], head[at:]
         never = [f"{excluding}{escape_regex(head)}"] if excluding else []
-        never += [f"(?s:.*){escape_regex(first)}(?s:.+)"] if head.endswith(first) and head.strip() else []
+        if head.strip() and not rest and runs:  # the token after it decides; the text can't spell both
+            spelled = close[: len(head)] + self._texts[int(runs[0])]
+            never.append(f"(?s:.*){escape_regex(spelled)}(?s:.*)")
+        elif head.strip() and head.endswith(first):
+            never.append(f"(?s:.*){escape_regex(first)}(?s:.+)")
         text = self.pattern(*(f"{content}{escape_regex(head)}" for content in contents), excluding=never)
         return join_expressions(text, self.literal(rest), *(self._piece(run) for run in runs))
 

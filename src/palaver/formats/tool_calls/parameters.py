@@ -28,9 +28,9 @@ from palaver.formats.tool_calls.samples import (
     CallSamples,
 )
 from palaver.formats.tool_calls.schemas import (
+    ToolGrammar,
     accepts_type,
     additional_keys,
-    arguments_schema,
     check_argument_name,
     check_tool_name,
     is_string,
@@ -238,14 +238,12 @@ def grammar(syntax: Syntax, tools: Sequence[Tool], lark: LarkBuilder) -> str:
     return syntax.frame.grammar(lark, [_ToolGrammar(syntax, tool, lark).call() for tool in tools])
 
 
-class _ToolGrammar:
+class _ToolGrammar(ToolGrammar):
     """The grammar of calls to one tool: each argument between its markers, by its schema."""
 
     def __init__(self, syntax: Syntax, tool: Tool, lark: LarkBuilder) -> None:
+        super().__init__(tool, lark)
         self._syntax = syntax
-        self._tool = tool
-        self._lark = lark
-        self._root = arguments_schema(tool)
 
     def call(self) -> str:
         syntax, lark = self._syntax, self._lark

@@ -16,7 +16,15 @@ from palaver.formats.state_machine import StateMachineBuilder
 from palaver.formats.tool_calls import json_calls
 from palaver.formats.tool_calls.call_reader import CallRegistry
 from palaver.formats.tool_calls.lark import LarkBuilder, join_expressions, one_of
-from palaver.formats.tool_calls.samples import NAME, OTHER_NAME, TEXT_KEY, CallSamples, strip_turn_end
+from palaver.formats.tool_calls.samples import (
+    LISTED_VALUE,
+    NAME,
+    NUMBER_KEY,
+    OTHER_NAME,
+    TEXT_KEY,
+    CallSamples,
+    strip_turn_end,
+)
 from palaver.formats.tool_calls.schemas import (
     accepts_type,
     additional_keys,
@@ -38,6 +46,10 @@ class Syntax:
     closing: str
     quote: str = '"'
     """The quotation mark around strings."""
+    json_constants: bool = False
+    """Whether true, false and null are written as in JSON instead of Python."""
+    json_values: bool = True
+    """Whether lists and objects are written as in JSON instead of Python."""
     family: Literal["python_calls"] = "python_calls"
 
 
@@ -48,7 +60,14 @@ def learn(samples: CallSamples) -> Syntax | None:
     text = samples.two if samples.two is not None and OTHER_NAME in samples.two else samples.one
     end = text.rindex(")") + 1
     end += text[end : end + 1] == "]"
-    return Syntax(samples.one[: found.start()].lstrip(), strip_turn_end(text[end:], samples.ends), found[1] or '"')
+    listed = samples.listed or ""
+    return Syntax(
+        samples.one[: found.start()].lstrip(),
+        strip_turn_end(text[end:], samples.ends),
+        found[1] or '"',
+        json_constants=bool(re.search(rf"{NUMBER_KEY}\s*=\s*true", listed)),
+        json_values=not re.search(rf"'{LISTED_VALUE}'|{LISTED_VALUE}.,\s*True\]", listed),
+    )
 
 
 def add_states(builder: StateMachineBuilder, syntax: Syntax, origins: tuple[int, ...], back: int) -> None:
@@ -59,30 +78,42 @@ def add_states(builder: StateMachineBuilder, syntax: Syntax, origins: tuple[int,
 
 
 def write(syntax: Syntax, calls: tuple[ToolCall, ...], last_is_open: bool) -> str:
-    written = [_call(call, syntax.quote, last_is_open and place == len(calls) - 1) for place, call in enumerate(calls)]
+    written = [_call(call, syntax, last_is_open and place == len(calls) - 1) for place, call in enumerate(calls)]
     text = syntax.opening + "[" + ", ".join(written)
     return text if last_is_open else text + "]" + syntax.closing
 
 
-def _call(call: ToolCall, quote: str, is_open: bool) -> str:
+def _call(call: ToolCall, syntax: Syntax, is_open: bool) -> str:
     if not call.arguments:
         return call.name
-    try:
-        values = json.loads(call.arguments)
-    except ValueError:
-        return f"{call.name}("
+    values, open_key = _split_arguments(call.arguments)
     if isinstance(values, dict):
-        inside = ", ".join(f"{key}={_python(value, quote)}" for key, value in values.items())
+        arguments = [f"{key}={_python(value, syntax)}" for key, value in values.items()]
+        inside = ", ".join([*arguments, *([f"{open_key}="] if open_key else [])])
     else:  # a positional argument
-        inside = _python(values, quote)
+        inside = _python(values, syntax)
     return f"{call.name}({inside}" + ("" if is_open else ")")
 
 
-def _python(value: object, quote: str) -> str:
-    if not isinstance(value, str):
-        return repr(value)
+def _split_arguments(text: str) -> tuple[Any, str]:
+    """The value of complete or truncated arguments, and the key of an argument whose value is missing."""
+    open_key = re.search(r'([{,]\s*)"(\w+)":\s*\Z', text)
+    complete = text[: open_key.start()] + "{" * (open_key[1][0] == "{") if open_key else text
+    for end in ("", "}"):
+        try:
+            return json.loads(complete + end), open_key[2] if open_key else ""
+        except ValueError:
+            continue
+    return {}, ""
+
+
+def _python(value: object, syntax: Syntax) -> str:
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value) if syntax.json_constants else repr(value)
     text = json.dumps(value, ensure_ascii=False)
-    return text if quote == '"' else "'" + text[1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
+    if not isinstance(value, str):
+        return text if syntax.json_values else repr(value)
+    return text if syntax.quote == '"' else "'" + text[1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
 
 
 def grammar(syntax: Syntax, tools: Sequence[Tool], lark: LarkBuilder) -> str:

@@ -12,6 +12,7 @@ NUMBER_KEY, NUMBER_VALUE = "second_key_q", 47113
 LISTED_VALUE = "listed_value_q"
 IDS = ("probeid01", "probeid02")
 ARGUMENTS: dict[str, Any] = {TEXT_KEY: TEXT_VALUE, NUMBER_KEY: NUMBER_VALUE}
+LISTED_ARGUMENTS: dict[str, Any] = {TEXT_KEY: [LISTED_VALUE, True], NUMBER_KEY: True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class CallSamples:
     ends: tuple[str, ...]
     """The markers that end a turn."""
     listed: str | None = None
-    """One call with a list of one text as its argument."""
+    """One call with a list of a text and true, and with true itself."""
 
 
 def sample_tools() -> list[dict[str, Any]]:

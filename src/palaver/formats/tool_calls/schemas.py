@@ -22,6 +22,7 @@ ANNOTATIONS = frozenset(
     )
 )
 """Keywords that do not constrain a value."""
+ARRAY_KEYWORDS = frozenset(("type", "items", "minItems", "maxItems"))
 _OBJECT = frozenset(("type", "properties", "required", "additionalProperties"))
 _STRING = frozenset(("type", "enum", "const", "pattern", "minLength", "maxLength"))
 _ANY = "palaver_anything"
@@ -57,6 +58,15 @@ def check_argument_name(tool: Tool, key: str, allowed: re.Pattern[str] = ARGUMEN
     if not allowed.fullmatch(key):
         raise unsupported_schema(tool, f"{key!r} can't be the name of an argument in the way it writes them")
     return key
+
+
+class ToolGrammar:
+    """Writes the grammar of calls to one tool, in a syntax that writes its arguments one by one."""
+
+    def __init__(self, tool: Tool, lark: LarkBuilder) -> None:
+        self._tool = tool
+        self._lark = lark
+        self._root = arguments_schema(tool)
 
 
 def additional_keys(lark: LarkBuilder, members: ObjectMembers) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
+from palaver.formats.markers import split_marker
 from palaver.formats.state_machine import StateMachineBuilder
 from palaver.formats.tool_calls import braces, elements, json_calls, named_json, parameters, python_calls
 from palaver.formats.tool_calls.call_reader import CallReader, CallRegistry
 from palaver.formats.tool_calls.lark import LarkBuilder
-from palaver.formats.tool_calls.samples import CallSamples
+from palaver.formats.tool_calls.samples import NAME, CallSamples
 from palaver.messages import Tool, ToolCall
 
 CallSyntax = (
@@ -69,6 +70,14 @@ def grammar(syntax: CallSyntax, tools: Sequence[Tool], lark: LarkBuilder) -> str
 def reader(syntax: CallSyntax, registry: CallRegistry) -> CallReader:
     calls: CallReader = _module(syntax).Calls(syntax, registry)
     return calls
+
+
+def start(syntax: CallSyntax) -> str:
+    """The first marker or text of calls; the name of the sample's tool if calls start with a name."""
+    first = next(iter(split_marker(opening(syntax))), "")
+    if not first and isinstance(syntax, json_calls.Syntax):
+        first = (syntax.list_open or syntax.before_name).strip()
+    return first or NAME
 
 
 def opening(syntax: CallSyntax) -> str:
