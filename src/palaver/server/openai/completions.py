@@ -34,7 +34,7 @@ from palaver.server.openai.request import (
 )
 from palaver.server.openai.sampling_params import completion_parameters
 from palaver.server.openai.schemas import CompletionRequest
-from palaver.server.openai.streaming import ChoiceDelta, ChunkHeader, CompletionStream, choice_ending, respond
+from palaver.server.openai.streaming import ChoiceDelta, ChunkHeader, CompletionStream, respond
 from palaver.server.settings import ServerSettings
 from palaver.server.sse import encode_json
 from palaver.server.state import StateDep
@@ -180,7 +180,8 @@ class TextEncoder:
         choice, output = self.completion.choices[index], self.completion.call.output
         value: dict[str, Any] = {"index": index, "text": text}
         value["logprobs"] = _logprobs(logprobs) if output.logprobs else None
-        value["finish_reason"], value["stop_reason"] = choice_ending(choice) if finished else (None, None)
+        value["finish_reason"] = choice.finish_reason if finished else None
+        value["stop_reason"] = choice.stop_reason if finished else None
         if output.token_ids:
             value["token_ids"] = [step.token_id for step in choice.reply_stream.steps] if ids is None else list(ids)
             if finished and ids is None:

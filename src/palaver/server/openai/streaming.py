@@ -130,6 +130,24 @@ class ChoiceStream:
         return Usage(stream.started.prompt_tokens, stream.started.cached_tokens, len(stream.steps), thinking)
 
     @property
+    def finish_reason(self) -> str:
+        if self.finished is None:
+            return "stop"
+        if self.tool_calls and self.finished.finish is Finish.END:
+            return "function_call" if self.output.legacy else "tool_calls"
+        return "length" if self.finished.finish is Finish.LENGTH else "stop"
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or the stop token id that ended the reply."""
+        if self.finished is None or self.finished.finish not in (Finish.STOP_STRING, Finish.END):
+            return None
+        if self.finished.stop is not None:
+            return self.finished.stop
+        last = self.reply_stream.steps[-1].token_id if self.reply_stream.steps else None
+        return last if last in self.reply_stream.request.sampling.stop_ids else None
+
+    @property
     def opens_thinking(self) -> bool:
         """Whether the prompt has opened a thought, and it is shown as one."""
         split = self.output.thinking and not self.reply_stream.request.options.unsplit
@@ -302,7 +320,6 @@ def _trim(seam: SeamTrimmer | None, events: Sequence[ReadEvent]) -> tuple[ReadEv
 
 
 DONE = encode_sse(b"[DONE]")
-_FINISH_REASONS = {Finish.END: "stop", Finish.STOP_STRING: "stop", Finish.LENGTH: "length", Finish.STOPPED: "stop"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,17 +394,17 @@ class ChatEncoder:
         extra, delta = self._extra(choice), self._delta(choice)
         if choice.finished is None:
             return self._chunk(choice.index, delta, extra) if delta != "{}" or extra else b""
-        reason, stop = choice_ending(self._completion.choices[choice.index])
+        ended = self._completion.choices[choice.index]
         before = self._chunk(choice.index, delta) if delta != "{}" else b""
         if self._output.audio is not None:
             before += self._chunk(choice.index, f'{{"audio":{{"expires_at":{self._output.audio.expires_at}}}}}')
         notices = [event.text for event in choice.events if isinstance(event, Notice)]
-        extra += f',"stop_reason":{json.dumps(stop)}'
+        extra += f',"stop_reason":{json.dumps(ended.stop_reason)}'
         if notices:
             extra += f',"notices":{json.dumps(notices)}'
         if self._output.usage is UsageChunks.FINISH and self._completion.finished:
             self._set_usage()
-        return before + self._chunk(choice.index, "{}", extra, reason)
+        return before + self._chunk(choice.index, "{}", extra, ended.finish_reason)
 
     def encode_usage(self) -> bytes:
         """The last chunk, without choices."""
@@ -398,10 +415,7 @@ class ChatEncoder:
         async with aclosing(deltas):
             async for delta in deltas:
                 builders[delta.index].add(delta)
-        choices = [
-            builder.value(choice.index, self._output, choice_ending(choice))
-            for builder, choice in zip(builders, self._completion.choices, strict=True)
-        ]
+        choices = [builder.value(choice) for builder, choice in zip(builders, self._completion.choices, strict=True)]
         value = {**self._chat_header.value("chat.completion"), "choices": choices}
         return {**value, "usage": self._completion.usage(), **self._extra_fields}
 
@@ -476,28 +490,6 @@ def _audio_delta(transcript: str, data: str) -> str:
     return f'"audio":{{{",".join(parts)}}}'
 
 
-def finish_reason(finished: Finished | None, output: OutputOptions, tool_calls: int) -> str:
-    if finished is not None and tool_calls and finished.finish is Finish.END:
-        return "function_call" if output.legacy else "tool_calls"
-    return _FINISH_REASONS[finished.finish] if finished is not None else "stop"
-
-
-def stop_reason(finished: Finished | None, reply_stream: ReplyStream | None = None) -> str | int | None:
-    """The stop string or the stop token id that ended the reply."""
-    if finished is None or finished.finish not in (Finish.STOP_STRING, Finish.END):
-        return None
-    if finished.stop is not None or reply_stream is None:
-        return finished.stop
-    last = reply_stream.steps[-1].token_id if reply_stream.steps else None
-    return last if last in reply_stream.request.sampling.stop_ids else None
-
-
-def choice_ending(choice: ChoiceStream) -> tuple[str, str | int | None]:
-    """The finish reason and the stop reason of a choice."""
-    reason = finish_reason(choice.finished, choice.output, choice.tool_calls)
-    return reason, stop_reason(choice.finished, choice.reply_stream)
-
-
 @dataclass
 class ChoiceBuilder:
     """Folds the deltas of one choice, for a response that is not streamed."""
@@ -513,12 +505,12 @@ class ChoiceBuilder:
         self.token_ids += delta.token_ids
         self.audio += delta.audio
 
-    def value(self, index: int, output: OutputOptions, ending: tuple[str, str | int | None]) -> dict[str, Any]:
-        folded = fold(_with_opened_calls(self.events))
-        value: dict[str, Any] = {"index": index, "message": message_value(folded.message, output)}
+    def value(self, choice: ChoiceStream) -> dict[str, Any]:
+        output, folded = choice.output, fold(_with_opened_calls(self.events))
+        value: dict[str, Any] = {"index": choice.index, "message": message_value(folded.message, output)}
         if output.audio is not None and folded.message.text:
             value["message"] |= {"content": None, "audio": output.audio.value(self.audio, folded.message.text)}
-        value["finish_reason"], value["stop_reason"] = ending
+        value["finish_reason"], value["stop_reason"] = choice.finish_reason, choice.stop_reason
         value["logprobs"] = {"content": self.logprobs, "refusal": None} if output.logprobs else None
         if output.token_ids:
             value["token_ids"] = self.token_ids
