@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,21 @@ def test_what_is_wrong_is_told_in_one_sentence(tmp_path: Path, text: str, senten
     with pytest.raises(BrokenModel, match=sentence) as error:
         read_configuration(config(tmp_path, text))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_weights_take_bitsandbytes(tmp_path: Path, bits: int) -> None:
+    path = config(tmp_path, f"base_model: owner/name\nload_in_{bits}bit: true\n")
+    if find_spec("bitsandbytes") is not None:
+        assert read_configuration(path).quantize_bits == bits
+        return
+    with pytest.raises(BrokenModel, match=f"load_in_{bits}bit needs the Python package bitsandbytes"):
+        read_configuration(path)
+
+
+def test_weights_that_are_not_quantised(tmp_path: Path) -> None:
+    path = config(tmp_path, "base_model: owner/name\nload_in_8bit: false\nload_in_4bit: false\n")
+    assert read_configuration(path).quantize_bits is None
 
 
 def test_other_files_are_none(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from palaver.chat.interface import ModelState
-from palaver.chat.model import LoadOptions, Model, load_model_format, missing_template_notices
+from palaver.chat.model import LoadOptions, Model, load_model_format
 from palaver.chat.model_slot import ModelSlot, hosted_loader
 from palaver.chat.reply_stream import ReplyRequest
 from palaver.errors import BadParameter, BrokenModel, NoTemplate, UnknownModel
@@ -84,14 +84,44 @@ def test_which_template_a_training_configuration_means(tiny_model: Path, tmp_pat
     assert opening(replace(named, template=TEMPLATES["phi_35"])).startswith("<|user|>")
 
 
-def test_a_missing_template_gives_a_notice(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_unknown_template_is_refused_by_name(tiny_model: Path, tmp_path: Path) -> None:
     trained = ResolvedModel(tiny_model, template_name="made-up")
-    assert opening(trained) == opening(ResolvedModel(tiny_model))
-    (notice,) = missing_template_notices(trained)
-    assert "'made-up' is not available" in notice
-    assert missing_template_notices(replace(trained, template_name="llama3")) == ()
+    with pytest.raises(BrokenModel, match="'made-up'"):
+        opening(trained)
+    base = bare(tiny_model, tmp_path / "base")
+    with pytest.raises(BrokenModel, match="'made-up'"):
+        opening(ResolvedModel(base, fallback_template="made-up"))
     with pytest.raises(NoTemplate):
-        opening(replace(trained, folder=bare(tiny_model, tmp_path / "base")))
+        opening(ResolvedModel(base))
+    file = tmp_path / "given.jinja"
+    file.write_text(TEMPLATES["phi_35"])
+    load_model_format(trained, LoadOptions(template=file))
+
+
+def test_a_template_of_an_installed_axolotl(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    templates = tmp_path / "axolotl" / "utils" / "chat_templates" / "templates"
+    templates.mkdir(parents=True)
+    (tmp_path / "axolotl" / "__init__.py").write_text("raise RuntimeError('it must not be imported')")
+    (templates / "made-up.jinja").write_text(TEMPLATES["phi_35"])
+    (templates / "chatml.jinja").write_text(TEMPLATES["alpaca"])
+    monkeypatch.syspath_prepend(tmp_path)
+    assert opening(ResolvedModel(tiny_model, template_name="made-up")).startswith("<|user|>")
+    assert opening(ResolvedModel(tiny_model, template_name="chatml")).endswith("### Response:\n"), "before our own"
+    with pytest.raises(BrokenModel, match="templates/made-up"):
+        opening(ResolvedModel(tiny_model, template_name="../templates/made-up"))
+
+
+def test_a_named_template_of_the_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
+    base = bare(tiny_model, tmp_path / "base")
+    path = base / "tokenizer_config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    named = {"default": TEMPLATES["chatml"], "made-up": TEMPLATES["phi_35"]}
+    listed = [{"name": name, "template": text} for name, text in named.items()]
+    path.write_text(json.dumps(config | {"chat_template": listed}))
+    assert opening(ResolvedModel(base, template_name="made-up")).startswith("<|user|>")
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "second.jinja").write_text(TEMPLATES["alpaca"])
+    assert opening(ResolvedModel(base, template_name="second")).endswith("### Response:\n")
 
 
 async def test_a_missing_model_and_an_invalid_template() -> None:

@@ -123,6 +123,19 @@ async def test_says_what_the_library_says(make: Callable[[Path], Path], tmp_path
         await engine.close()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+async def test_plain_weights_are_quantised_as_they_are_loaded(bits: int, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes isn't installed")
+    folder = tiny.make("qwen3", tmp_path, **WIDE)
+    model = load_model(open_checkpoint(folder), CPU, torch.float32, bits)
+    assert model.config.quantization_config.load_in_4bit is (bits == 4)
+    engine = load(folder, vocabulary=tiny.VOCABULARY, device="cpu", quantize_bits=bits)
+    try:
+        assert len((await run(engine, prompts()[0], GREEDY)).ids) == GREEDY.max_tokens
+    finally:
+        await engine.close()
+
+
 async def test_what_is_quantised_as_it_is_computed_is_reused_too(tmp_path: Path) -> None:
     """Its own logits differ with the way they are computed, by far more than floats do."""
     engine = load(bitsandbytes_8bit(tmp_path), vocabulary=tiny.VOCABULARY, device="cpu")

@@ -25,6 +25,7 @@ def make_spec(model: ResolvedModel, vocabulary: Vocabulary, loading: LoadOptions
             loading.compiled,
             loading.cache_bytes,
             loading.max_running,
+            model.quantize_bits,
         )
     return llamacpp_spec(
         model.gguf,

@@ -11,12 +11,19 @@ from typing import Any
 
 from palaver.chat.reply_stream import BatchReader, GeneratedReply, RecordStep, ReplyRecord, ReplyRequest
 from palaver.engines.base import Engine
-from palaver.errors import BadParameter, ContextOverflow, NoTemplate, NothingToContinue
+from palaver.errors import BadParameter, BrokenModel, ContextOverflow, NoTemplate, NothingToContinue
 from palaver.formats.base import Format
 from palaver.formats.completion import CompletionFormat
 from palaver.formats.format import TemplateFormat
 from palaver.formats.gguf_tokenizer import load_gguf_tokenizer
-from palaver.formats.loader import load_completion, load_format, load_gguf_format, named_tokens, template_text
+from palaver.formats.loader import (
+    load_completion,
+    load_format,
+    load_gguf_format,
+    named_template,
+    named_tokens,
+    template_text,
+)
 from palaver.formats.reader import ReplyReader
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
@@ -24,7 +31,7 @@ from palaver.generation import Finish, Prompt, Step
 from palaver.gguf import read_gguf
 from palaver.messages import Message, Text, Tool, ToolResult
 from palaver.models.resolver import ResolvedModel
-from palaver.models.templates import TEMPLATES
+from palaver.models.templates import find_template
 from palaver.phases import Vocabulary
 from palaver.sampling import MAX_SEED, MAX_TOKENS, Sampling, check_sampling
 
@@ -239,10 +246,9 @@ def load_model_format(model: ResolvedModel, loading: LoadOptions) -> tuple[FastT
     try:
         return tokenizer, load_format(folder, tokenizer, loading.template)
     except NoTemplate:
-        fallback = TEMPLATES.get(model.fallback_template or "")
-        if fallback is None:
+        if model.fallback_template is None:
             raise
-        return tokenizer, _template_format(fallback, folder, tokenizer)
+        return tokenizer, _template_format(_named_template(folder, model.fallback_template), folder, tokenizer)
 
 
 def _load_gguf_format(file: Path, loading: LoadOptions) -> tuple[FastTokenizer, Format]:
@@ -253,20 +259,21 @@ def _load_gguf_format(file: Path, loading: LoadOptions) -> tuple[FastTokenizer, 
     return tokenizer, load_gguf_format(header, tokenizer, loading.template)
 
 
-def missing_template_notices(model: ResolvedModel) -> tuple[str, ...]:
-    """A notice if the training configuration names a template that is not available."""
-    if model.template_name is None or _training_template(model) is not None:
-        return ()
-    name = model.template_name
-    return (f"The chat template {name!r} is not available, so the model's own is used. --template FILE sets one.",)
-
-
 def _training_template(model: ResolvedModel) -> str | None:
     """The template in the configuration, else the one saved with the trained model, else the one it names."""
     if model.template is not None:
         return model.template
     saved = template_text(model.output_folder) if model.output_folder is not None else None
-    return saved or TEMPLATES.get(model.template_name or "")
+    return saved or (_named_template(model.folder, model.template_name) if model.template_name else None)
+
+
+def _named_template(folder: Path, name: str) -> str:
+    """The template of that name, from an installed axolotl or from the tokenizer."""
+    found = find_template(name) or named_template(folder, name)
+    if found is None:
+        known = "neither an installed axolotl nor the model's tokenizer has one of that name"
+        raise BrokenModel(f"The training names the chat template {name!r}: {known}. --template FILE sets one.")
+    return found
 
 
 def _template_format(template: str, folder: Path, tokenizer: FastTokenizer) -> TemplateFormat:

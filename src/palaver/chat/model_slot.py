@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from palaver.chat.engine_spec import make_spec
 from palaver.chat.interface import ModelCard, ModelState
-from palaver.chat.model import LoadOptions, Model, build_model, load_model_format, missing_template_notices
+from palaver.chat.model import LoadOptions, Model, build_model, load_model_format
 from palaver.engines.base import EngineState, EngineStatus
 from palaver.engines.host.supervisor import HostedEngine, ReportProgress
 from palaver.errors import ModelError, ModelLoading, NoModel, PalaverError
@@ -209,7 +209,7 @@ def hosted_loader(loading: LoadOptions) -> Load:
         tokenizer, format = await asyncio.to_thread(load_model_format, resolved, loading)
         engine = HostedEngine(make_spec(resolved, tokenizer.vocabulary, loading), report)
         await engine.start()
-        notices = (*resolved.notes, *(() if loading.template else missing_template_notices(resolved)), engine.info.hint)
+        notices = (*resolved.notes, engine.info.hint)
         return replace(build_model(name, engine, format, tokenizer), notices=tuple(filter(None, notices)))
 
     return load

@@ -90,12 +90,12 @@ def ask(
 
 @asynccontextmanager
 async def _load_model(name: str | None, options: LoadOptions) -> AsyncIterator[Model]:
-    from palaver.chat.model import build_model, load_model_format, missing_template_notices
+    from palaver.chat.model import build_model, load_model_format
     from palaver.models.resolver import DEFAULT_MODEL, resolve_model
 
     resolved = resolve_model(name or DEFAULT_MODEL)
     tokenizer, format = load_model_format(resolved, options)
-    for note in (*resolved.notes, *(() if options.template else missing_template_notices(resolved))):
+    for note in resolved.notes:
         print(note, file=sys.stderr)
     engine = await _load_engine(resolved, tokenizer, options)
     if engine.info.hint:
@@ -121,6 +121,7 @@ async def _load_engine(model: ResolvedModel, tokenizer: FastTokenizer, options: 
             dtype=options.dtype,
             options=EngineOptions(exact=options.exact, context=model.context_length, compiled=options.compiled),
             adapter=options.adapter or model.adapter,
+            quantize_bits=model.quantize_bits,
         )
     from palaver.chat.engine_spec import make_spec
     from palaver.engines.host.supervisor import HostedEngine

@@ -25,6 +25,7 @@ def load_engine(
     dtype: str | None = None,
     options: EngineOptions | None = None,
     adapter: Path | None = None,
+    quantize_bits: int | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> LocalEngine:
     """Loads a model from a folder and starts its thread. Raises a ModelError where that fails.
@@ -33,7 +34,7 @@ def load_engine(
     themselves is left to the torch engine: it may still use them, and explains or raises what is wrong.
     """
     options = options or EngineOptions()
-    if _may_skip_torch(device, dtype, options, adapter):
+    if quantize_bits is None and _may_skip_torch(device, dtype, options, adapter):
         from palaver.engines.compiled.engine import load as load_compiled
 
         try:
@@ -49,6 +50,7 @@ def load_engine(
         dtype=dtype,
         options=options,
         adapter=adapter,
+        quantize_bits=quantize_bits,
         on_failure=on_failure,
     )
 

@@ -68,6 +68,17 @@ def template_text(folder: Path, config: Mapping[str, Any] | None = None) -> str 
     return _default_template(separate if separate is not None else config.get("chat_template"))
 
 
+def named_template(folder: Path, name: str) -> str | None:
+    """The chat template that the tokenizer has under this name, beside its default, if any."""
+    path = folder / "additional_chat_templates" / f"{name}.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    listed = _read_config(folder).get("chat_template")
+    named = {entry["name"]: entry["template"] for entry in listed} if isinstance(listed, list) else {}
+    found = named.get(name)
+    return found if isinstance(found, str) else None
+
+
 def _default_template(source: Any) -> str | None:
     """Some models have several named templates; `default` is the one for chat."""
     if isinstance(source, list):

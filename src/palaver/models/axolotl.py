@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ class TrainedModel:
     """The name of the chat template for a model without one."""
     context_length: int | None = None
     """The sequence length of the training."""
+    quantize_bits: int | None = None
+    """The weights are quantised to this many bits when they are loaded, as for the training."""
     notes: tuple[str, ...] = ()
     """Notices for the user about what was chosen."""
 
@@ -54,7 +57,11 @@ def read_configuration(path: Path) -> TrainedModel:
         raise BrokenModel(f"{path}: there is no base_model.")
     weights = _find_weights(path, config, _find_path(path, base) or base)
     length = config.get("sequence_len")
-    return replace(_with_template(path, config, weights), context_length=length if isinstance(length, int) else None)
+    return replace(
+        _with_template(path, config, weights),
+        context_length=length if isinstance(length, int) else None,
+        quantize_bits=_quantize_bits(path, config),
+    )
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
@@ -67,6 +74,13 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise BrokenModel(f"{path} holds no settings.")
     return value
+
+
+def _quantize_bits(path: Path, config: Mapping[str, Any]) -> int | None:
+    bits = next((bits for bits in (4, 8) if config.get(f"load_in_{bits}bit")), None)
+    if bits is not None and find_spec("bitsandbytes") is None:
+        raise BrokenModel(f"{path}: load_in_{bits}bit needs the Python package bitsandbytes, which is not installed.")
+    return bits
 
 
 def _find_weights(path: Path, config: Mapping[str, Any], base: str) -> TrainedModel:

@@ -37,11 +37,13 @@ class ResolvedModel:
     output_folder: Path | None = None
     """The folder that training wrote: a chat template in it is the one that the model was trained with."""
     template_name: str | None = None
-    """The name of the chat template that the model was trained with (`templates.TEMPLATES`)."""
+    """The name of the chat template that the model was trained with (`templates.find_template`)."""
     fallback_template: str | None = None
     """The name of the chat template for a model without one."""
     context_length: int | None = None
     """The sequence length of the training."""
+    quantize_bits: int | None = None
+    """The weights are quantised to this many bits when they are loaded."""
     notes: tuple[str, ...] = ()
     """Notices for the user about what was chosen."""
     gguf: Path | None = None
@@ -72,6 +74,7 @@ def resolve_model(name: str, report: ReportDownload | None = None) -> ResolvedMo
         trained.template_name,
         trained.fallback_template,
         trained.context_length,
+        trained.quantize_bits,
         trained.notes,
     )
 

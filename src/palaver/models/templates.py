@@ -6,6 +6,10 @@ system prompt is put before the first message. Formats with a built-in system pr
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
 _BEFORE = """\
 {%- set first = messages[0] -%}
 {%- set before = first['content'] + '\\n\\n' if first['role'] == 'system' else '' -%}
@@ -117,3 +121,18 @@ TEMPLATES = {
     "mistral_v3_tekken": _mistral("[INST]", "[/INST]", ""),
     "phi_35": PHI,
 }
+
+
+def find_template(name: str) -> str | None:
+    """The chat template of that name: from an installed axolotl, else one of our own."""
+    return _installed_template(name) or TEMPLATES.get(name)
+
+
+def _installed_template(name: str) -> str | None:
+    """The template of an installed axolotl. The package itself is not imported."""
+    spec = find_spec("axolotl") if re.fullmatch(r"\w[\w.-]*", name) else None
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder) / "utils" / "chat_templates" / "templates" / f"{name}.jinja"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    return None

@@ -52,6 +52,7 @@ def _load_folder(spec: EngineSpec, progress: LoadProgress) -> LocalEngine:
         dtype=spec["dtype"],
         options=_engine_options(spec),
         adapter=_adapter(spec),
+        quantize_bits=spec["quantize_bits"],
         on_failure=exit_process,
     )
 

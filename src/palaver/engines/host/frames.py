@@ -46,6 +46,7 @@ class EngineSpec(TypedDict):
     cache_bytes: int | None
     max_running: int | None
     gpu_layers: int | None
+    quantize_bits: int | None
 
 
 OutputFrame = Annotated[Queued | Prefilled | Step | AnswerRequested | Ended | ErrorFrame, Tagged]

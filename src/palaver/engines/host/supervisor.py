@@ -46,6 +46,7 @@ def torch_spec(
     compiled: bool | None = None,
     cache_bytes: int | None = None,
     max_running: int | None = None,
+    quantize_bits: int | None = None,
 ) -> EngineSpec:
     return {
         "engine": "torch",
@@ -60,6 +61,7 @@ def torch_spec(
         "cache_bytes": cache_bytes,
         "max_running": max_running,
         "gpu_layers": None,
+        "quantize_bits": quantize_bits,
     }
 
 

@@ -53,12 +53,14 @@ def load(
     dtype: str | None = None,
     options: EngineOptions | None = None,
     adapter: Path | None = None,
+    quantize_bits: int | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> TorchEngine:
     """Loads a model from a folder and starts its thread. Raises a ModelError where that fails.
 
     `vocabulary` holds the bytes of each token id: stop strings, banned strings and text markers are bytes. `adapter` is
-    the folder of a LoRA adapter that is merged into the weights. `on_failure` is called when the engine's thread dies.
+    the folder of a LoRA adapter that is merged into the weights. With `quantize_bits` (4 or 8) the weights are
+    quantised when they are loaded. `on_failure` is called when the engine's thread dies.
     """
     checkpoint = open_checkpoint(model)
     torch_device = pick_device(device)
@@ -67,7 +69,7 @@ def load(
     check_fit(checkpoint, torch_device, torch_dtype, compiled=bool(options.compiled))
     compiled = options.compiled if options.fused else False
     library = _start_library_build(checkpoint, torch_device, torch_dtype, compiled)
-    loaded = load_model(checkpoint, torch_device, torch_dtype)
+    loaded = load_model(checkpoint, torch_device, torch_dtype, quantize_bits)
     if adapter is not None:
         loaded = merge_adapter(loaded, adapter)
     check_cache_bytes(options, free_bytes(torch_device), str(torch_device))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as library_logging
 
 from palaver.engines.core import decoder_config
@@ -75,11 +75,14 @@ def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return torch.bfloat16
 
 
-def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in evaluation mode. Raises BrokenModel where a tensor is missing or has another shape."""
+def load_model(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quantize_bits: int | None = None
+) -> PreTrainedModel:
+    """The model in evaluation mode. Raises BrokenModel where a tensor is missing or has another shape. `quantize_bits`
+    quantises plain weights with bitsandbytes."""
     try:
         with quiet():
-            model, report = _from_pretrained(checkpoint, device, dtype)
+            model, report = _from_pretrained(checkpoint, device, dtype, quantize_bits)
     except Exception as error:
         name = f"{checkpoint.name!r}{_describe_quantization(checkpoint)}"
         raise BrokenModel(f"The model {name} couldn't be loaded: {_cause(error)}") from error
@@ -89,16 +92,21 @@ def load_model(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype)
     return model.eval().requires_grad_(False)
 
 
-def _from_pretrained(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+def _from_pretrained(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quantize_bits: int | None
+) -> tuple[Any, dict[str, Any]]:
     settings = quantization_config(checkpoint.config)
     dequantized = is_dequantized(checkpoint.config, device)
-    movable = settings is None or dequantized
+    quantizes = settings is None and quantize_bits is not None
+    movable = (settings is None or dequantized) and not quantizes
     options: dict[str, Any] = {}
     if dequantized and settings is not None:
         config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
         config.quantization_config = settings | {"dequantize": True}
         options["config"] = config
-    elif settings is not None and device.type != "cpu":
+    if quantizes:
+        options["quantization_config"] = _bitsandbytes_config(quantize_bits == 4, dtype)
+    if not movable and device.type != "cpu":
         options["device_map"] = {"": str(device)}  # most quantised models can't be moved afterwards
     model, report = AutoModelForCausalLM.from_pretrained(
         checkpoint.folder,
@@ -113,6 +121,18 @@ def _from_pretrained(checkpoint: Checkpoint, device: torch.device, dtype: torch.
         for parameter in model.parameters():  # some have a dtype of their own
             parameter.data = parameter.data.to(dtype)
     return model.to(device) if movable else model, report
+
+
+def _bitsandbytes_config(four_bits: bool, dtype: torch.dtype) -> BitsAndBytesConfig:
+    """The settings that axolotl trains with: 8 bits, or 4 bits (nf4) with double quantisation."""
+    if not four_bits:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
 
 
 def _describe_quantization(checkpoint: Checkpoint) -> str:
