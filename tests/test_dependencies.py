@@ -48,12 +48,12 @@ def declared(requirements: Iterable[str]) -> set[str]:
 
 
 def imported(files: Iterable[Path]) -> set[str]:
-    """The distributions that the files import, inside functions too."""
+    """The distributions that the files import, inside functions too. Where several provide a package, the one of the
+    same name counts."""
     modules = {name.partition(".")[0] for file in files for name in imported_modules(file.read_text(encoding="utf-8"))}
     distributions = packages_distributions()
-    return {
-        normalize(distributions.get(module, [module])[0]) for module in modules - OWN_PACKAGES - sys.stdlib_module_names
-    }
+    found = {module: distributions.get(module, [module]) for module in modules - OWN_PACKAGES - sys.stdlib_module_names}
+    return {normalize(module if module in names else names[0]) for module, names in found.items()}
 
 
 def imported_modules(source: str) -> Iterable[str]:

@@ -1,0 +1,163 @@
+"""The MLX engine: loads a folder with mlx-lm, probes what its caches can do and starts its worker thread."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from palaver.engines.base import EXACTNESS_LABELS, EngineInfo, Fingerprint
+from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint, read_json
+from palaver.engines.core.decoder_config import sampling_defaults
+from palaver.engines.core.engine import LocalEngine
+from palaver.engines.core.fit import Fit, check_cache_bytes, default_cache_bytes
+from palaver.engines.core.options import EngineOptions
+from palaver.engines.core.sampler import SAMPLER_VERSION
+from palaver.engines.core.scheduler import SchedulerLimits
+from palaver.engines.mlx.loader import import_mlx, load_module
+from palaver.errors import BadParameter, BrokenModel
+from palaver.memory import available_bytes
+from palaver.phases import Vocabulary
+
+RUNNER = "mlx"
+CPU, GPU = "cpu", "gpu"
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+UNBOUNDED_CONTEXT = 1_000_000
+
+
+def load(
+    model: str | Path,
+    *,
+    vocabulary: Vocabulary,
+    device: str | None = None,
+    dtype: str | None = None,
+    options: EngineOptions | None = None,
+    on_failure: Callable[[BaseException], None] | None = None,
+) -> LocalEngine:
+    """Loads a model from a folder and starts its thread. Raises a ModelError where that fails.
+
+    By default weights stay as they are stored; on the CPU they become float32, unless they are quantised.
+    """
+    options = options or EngineOptions()
+    import_mlx()
+    checkpoint = open_checkpoint(model)
+    name = _pick_device(device)
+    if dtype is None and name == CPU and not checkpoint.config.get("quantization"):
+        dtype = "float32"
+    fit(checkpoint, name, dtype).check(checkpoint.name)
+    on_device = _device_context(name)
+    with on_device():
+        from palaver.engines.mlx.probe import ModelProbe
+
+        module = load_module(checkpoint, dtype)
+        try:
+            probe = ModelProbe(module)
+        except Exception as error:
+            raise BrokenModel(f"The model {checkpoint.name!r} can't be run by mlx-lm: {error}") from error
+        runner, exactness = probe.make_runner(_cache_bytes(options, name), options)
+    info = EngineInfo(
+        model=checkpoint.name,
+        context_length=_context_length(checkpoint.config, options),
+        vocabulary_size=probe.vocabulary_size,
+        end_ids=_end_ids(checkpoint),
+        defaults=sampling_defaults(_generation_config(checkpoint)),
+        device=name,
+        dtype=_describe_dtype(module, checkpoint.config),
+        reuse=runner.reuse,
+        steps=f"mlx-lm {version('mlx-lm')}",
+        exactness=exactness,
+    )
+    info = replace(info, fingerprint=str(_fingerprint(info)))
+    return LocalEngine(info, vocabulary, runner, _limits(options, name), on_device, on_failure)
+
+
+def _pick_device(name: str | None) -> str:
+    import mlx.core as mx
+
+    if name not in (None, CPU, GPU):
+        raise BadParameter("--device", name, "MLX runs on cpu or gpu")
+    if name == GPU and not mx.is_available(mx.gpu):
+        raise BadParameter("--device", name, "MLX finds no GPU here; try cpu")
+    return name or (GPU if mx.is_available(mx.gpu) else CPU)
+
+
+def _device_context(name: str) -> Callable[[], AbstractContextManager[None]]:
+    """Computations inside of the context run on the device, in the thread that enters it."""
+    import mlx.core as mx
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with mx.stream(getattr(mx, name)):
+            yield
+
+    return context
+
+
+def fit(checkpoint: Checkpoint, device: str, dtype: str | None = None) -> Fit:
+    """`dtype`: what floats become; None: they stay as they are stored."""
+    size = {None: 0, "float32": 4}.get(dtype, 2)
+    tensors = checkpoint.tensors.values()
+    weights = sum(size * t.elements if size and t.dtype in FLOAT_DTYPES else t.nbytes for t in tensors)
+    return Fit.of(weights, available_bytes(), device)
+
+
+def _cache_bytes(options: EngineOptions, device: str) -> int:
+    """Apple's GPUs use the memory of the CPU."""
+    free = available_bytes()
+    check_cache_bytes(options, free, device)
+    return default_cache_bytes(device, free) if options.cache_bytes is None else options.cache_bytes
+
+
+def _limits(options: EngineOptions, device: str) -> SchedulerLimits:
+    """By default a chunk of a prompt takes a small part of a second."""
+    limits = options.limits or SchedulerLimits(chunk_tokens=512 if device == GPU else 32)
+    return limits if options.max_running is None else replace(limits, max_running=options.max_running)
+
+
+def _describe_dtype(module: Any, config: Mapping[str, Any]) -> str:
+    """The type of most numbers that aren't quantised, and the bits of those that are."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    counts: dict[str, int] = {}
+    for _, array in tree_flatten(module.parameters()):
+        if mx.issubdtype(array.dtype, mx.floating):
+            name = str(array.dtype).removeprefix("mlx.core.")
+            counts[name] = counts.get(name, 0) + array.size
+    dtype = max(counts, key=lambda name: counts[name])
+    quantization = config.get("quantization")
+    return f"{dtype}, {quantization.get('bits')}-bit" if isinstance(quantization, Mapping) else dtype
+
+
+def _fingerprint(info: EngineInfo) -> Fingerprint:
+    import mlx.core as mx
+
+    unit = mx.device_info().get("device_name", platform.machine())
+    build = f"mlx-{version('mlx')}-lm-{version('mlx-lm')}-{unit}"
+    exactness, sampler = EXACTNESS_LABELS[info.exactness], f"sampler-{SAMPLER_VERSION}"
+    return Fingerprint(RUNNER, build, info.device, info.dtype, exactness, sampler)
+
+
+def _context_length(config: Mapping[str, Any], options: EngineOptions) -> int:
+    configs = (config, config.get("text_config") or {})
+    found = [one[name] for one in configs for name in CONTEXT_NAMES if isinstance(one.get(name), int)]
+    return min((found or [UNBOUNDED_CONTEXT])[0], options.context or UNBOUNDED_CONTEXT)
+
+
+def _end_ids(checkpoint: Checkpoint) -> frozenset[int]:
+    """The end-of-sequence ids of all of the model's configurations."""
+    configs = (checkpoint.config, checkpoint.config.get("text_config") or {}, _generation_config(checkpoint))
+    found = [config.get("eos_token_id") for config in configs]
+    ids = [token_id for one in found for token_id in (one if isinstance(one, list) else [one])]
+    return frozenset(token_id for token_id in ids if isinstance(token_id, int))
+
+
+def _generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    path = checkpoint.folder / "generation_config.json"
+    found = read_json(path) if path.is_file() else {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,76 @@
+"""Loads a folder with mlx-lm: unquantised safetensors, or weights that mlx-lm converted and quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from palaver.engines.core.checkpoint import Checkpoint
+from palaver.engines.mlx.folder import INSTALL, is_installed
+from palaver.errors import BadParameter, BrokenModel
+
+PLAIN_ROTARY = "default"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@contextmanager
+def _file_limit() -> Iterator[None]:
+    """mlx-lm sets the process's limit of open files when it is imported, also where that lowers it for good."""
+    import resource  # not every system has it
+
+    set_limit = resource.setrlimit
+    resource.setrlimit = lambda *_: None
+    try:
+        yield
+    finally:
+        resource.setrlimit = set_limit
+
+
+def import_mlx() -> None:
+    """Imports mlx-lm. Raises BrokenModel where it isn't installed."""
+    if not is_installed():
+        raise BrokenModel(f"MLX models take the Python packages mlx and mlx-lm, which aren't installed: {INSTALL}")
+    with _file_limit():
+        import mlx_lm  # noqa: F401
+
+
+def load_module(checkpoint: Checkpoint, dtype: str | None) -> Any:
+    """The model with all of its parameters evaluated, so that any thread can use it. None: the stored dtype."""
+    import mlx.core as mx
+    from mlx_lm.utils import load_model
+
+    if dtype is not None and dtype not in DTYPES:
+        raise BadParameter("dtype", dtype, f"must be one of {', '.join(DTYPES)}")
+    try:
+        module, _ = load_model(checkpoint.folder, model_config=config_changes(checkpoint.config))
+        if dtype is not None:
+            module.set_dtype(getattr(mx, dtype))
+        mx.eval(module.parameters())
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise BrokenModel(f"The model {checkpoint.name!r} couldn't be loaded by mlx-lm: {reason}") from error
+    return module.eval()
+
+
+def config_changes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings under the names that mlx-lm reads, where transformers 5 writes them under others.
+
+    mlx-lm takes defaults of its own for what it doesn't find, and would compute something else.
+    """
+    changes = _rotary_settings(config.get("rope_parameters"))
+    changes["num_experts"] = config.get("num_local_experts")
+    return {name: value for name, value in changes.items() if value is not None and config.get(name) is None}
+
+
+def _rotary_settings(parameters: object) -> dict[str, Any]:
+    if not isinstance(parameters, Mapping):
+        return {}
+    by_layer = {name: value for name, value in parameters.items() if isinstance(value, Mapping)}
+    rotary = by_layer.get("full_attention", parameters)
+    settings = {name: rotary.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    if rotary.get("rope_type", PLAIN_ROTARY) != PLAIN_ROTARY:
+        settings["rope_scaling"] = dict(rotary)
+    if "sliding_attention" in by_layer:
+        settings["rope_local_base_freq"] = by_layer["sliding_attention"].get("rope_theta")
+    return settings

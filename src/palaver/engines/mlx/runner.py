@@ -1,0 +1,283 @@
+"""The runner over mlx-lm: a state for each sequence, merged while the same sequences decode together."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from palaver.engines.core.logits import HostLogits, Logits
+from palaver.engines.core.request import SequenceState
+from palaver.engines.core.runner import CacheStatistics
+from palaver.engines.mlx.exact import EXACT_CHUNK, ExactPasses
+from palaver.engines.mlx.model import ALLOCATION_TOKENS, Floats, MergedStates, MLXModel, ModelState
+from palaver.engines.mlx.prefix_cache import CacheEntry, PrefixCache
+from palaver.errors import CacheFull
+
+MIN_TAIL = 32
+"""Tokens that another branch would lose from which on a cached state is copied, not taken."""
+
+
+class MLXRunner:
+    prefills_last_token = False
+    """mlx-lm computes the logits of every token of a pass, so the last token has a pass of its own."""
+
+    def __init__(
+        self,
+        model: MLXModel,
+        limit_bytes: int,
+        token_bytes: int,
+        merges: bool = True,
+        exact: ExactPasses | None = None,
+    ) -> None:
+        """`token_bytes`: the cache of one token. `merges`: whether states of this model can be merged."""
+        self.reuse = "to the token" if model.always_truncates else "snapshots"
+        self.supports_batching = True
+        self.forward_seconds = 0.0
+        self._model = model
+        self._limit_bytes = limit_bytes
+        self._token_bytes = token_bytes
+        self._merges = merges and exact is None
+        self._exact = exact
+        self._cache = PrefixCache()
+        self._running: dict[SequenceState, CacheEntry] = {}
+        self._batch: list[SequenceState] = []
+        """The sequences whose states are merged, in the order of the rows."""
+        self._merged: MergedStates | None = None
+        self._prompt_tokens = 0
+        self._hit_tokens = 0
+        self._statistics = CacheStatistics(limit_bytes)
+
+    @property
+    def statistics(self) -> CacheStatistics:
+        """As of the last change: other threads read it."""
+        return self._statistics
+
+    def check_capacity(self, sequence: SequenceState) -> None:
+        limit = self._limit_bytes // self._token_bytes if self._token_bytes else len(sequence.token_ids)
+        if len(sequence.token_ids) > limit:
+            raise CacheFull(len(sequence.token_ids), limit)
+
+    def count_cached(self, sequence: SequenceState) -> int:
+        return self._cache.find(sequence.space, sequence.token_ids[:-1], self._shareable())[1]
+
+    def max_chunk(self, sequence: SequenceState) -> int | None:
+        """In the exact mode the chunk size must not depend on other sequences."""
+        return None if self._exact is None else EXACT_CHUNK
+
+    def needs_recompute(self, sequence: SequenceState) -> bool:
+        return False
+
+    def allocate(self, sequence: SequenceState) -> None:
+        tokens = sequence.token_ids
+        self._make_room(self._state_bytes(len(tokens)), len(tokens))
+        source, cached = self._cache.find(sequence.space, tokens, self._shareable())
+        sequence.cached_logits = None
+        if source is not None and cached == len(tokens):
+            sequence.cached_logits = source.logits.get(cached)
+        if cached == len(tokens) and sequence.cached_logits is None:
+            source, cached = self._cache.find(sequence.space, tokens[:-1], self._shareable())
+        self._running[sequence] = self._start_from(source, cached, sequence)
+        sequence.computed_tokens = sequence.cached_tokens = cached
+        self._prompt_tokens += len(tokens)
+        self._hit_tokens += cached
+        self._count()
+
+    def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Logits:
+        self._make_room_for_pass(sequences, counts)
+        began = time.thread_time()
+        try:
+            if need_logits and self._can_merge(sequences, counts):
+                logits = self._run_merged(sequences)
+            else:
+                logits = self._run_alone(sequences, counts, need_logits)
+        except BaseException:
+            self._drop_states(sequences)
+            raise
+        self.forward_seconds += time.thread_time() - began
+        for sequence, count in zip(sequences, counts, strict=True):
+            start = sequence.computed_tokens
+            self._running[sequence].tokens.extend(sequence.token_ids[start : start + count])
+            sequence.computed_tokens += count
+        self._count()
+        return HostLogits(logits)
+
+    def cache_prefix(self, sequence: SequenceState, logits: Logits) -> None:
+        """A state that can be cut need not be copied: running sequences are found too."""
+        entry = self._running[sequence]
+        entry.add_logits(sequence.computed_tokens, logits.copy())
+        if not self._model.always_truncates:
+            twin = entry.copy(self._state_of(entry))
+            twin.add_use(sequence.conversation, len(twin.tokens))
+            self._cache.insert(twin)
+            self._evict_excess(0)
+        self._count()
+
+    def release(self, sequence: SequenceState) -> None:
+        entry = self._running.get(sequence)
+        if entry is None:
+            return
+        try:
+            state = self._unmerge(sequence)
+        finally:
+            del self._running[sequence]
+        if state.length and entry.is_complete:
+            entry.add_use(sequence.conversation, len(entry.tokens))
+            self._cache.insert(entry)
+            self._evict_excess(0)
+        if not self._running:
+            mx.clear_cache()
+        self._count()
+
+    def forget(self, conversation: str) -> None:
+        self._cache.forget(conversation)
+        self._count()
+
+    def _shareable(self) -> list[CacheEntry]:
+        """Entries of running sequences that others may start from. After a failed pass a state lacks tokens."""
+        if not self._model.always_truncates:
+            return []
+        return [entry for entry in self._running.values() if entry.state is None or entry.is_complete]
+
+    def _start_from(self, source: CacheEntry | None, tokens: int, sequence: SequenceState) -> CacheEntry:
+        """The entry of a sequence that begins with the first tokens of another one."""
+        if source is None:
+            entry = CacheEntry(sequence.space, array("i"), self._model.new_state())
+        elif source in self._cache and self._model.always_truncates and len(source.tokens) - tokens < MIN_TAIL:
+            self._cache.remove(source)
+            entry = source
+            entry.truncate(tokens)
+        else:
+            if source in self._cache:
+                self._cache.touch(source)
+            entry = source.copy(self._state_of(source))
+            entry.truncate(tokens)
+        entry.add_use(sequence.conversation, tokens)
+        return entry
+
+    def _state_of(self, entry: CacheEntry) -> ModelState:
+        if entry.state is not None:
+            return entry.state
+        assert self._merged is not None
+        row = next(row for row, sequence in enumerate(self._batch) if self._running.get(sequence) is entry)
+        return self._merged.extract(row)
+
+    def _can_merge(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> bool:
+        """Merged states are as long as the longest of them, which may be more than the limit."""
+        single_tokens = len(sequences) > 1 and all(count == 1 for count in counts)
+        longest = max(len(sequence.token_ids) for sequence in sequences)
+        return self._merges and single_tokens and len(sequences) * self._state_bytes(longest) <= self._limit_bytes
+
+    def _run_alone(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool) -> Floats:
+        rows: list[Floats] = []
+        for sequence, count in zip(sequences, counts, strict=True):
+            state = self._unmerge(sequence)
+            tokens = sequence.token_ids[: sequence.computed_tokens + count]
+            row = self._compute(state, tokens, need_logits)
+            if row is not None:
+                rows.append(row)
+        return np.concatenate(rows) if rows else np.empty((len(sequences), 0), np.float32)
+
+    def _compute(self, state: ModelState, tokens: Sequence[int], need_logits: bool) -> Floats | None:
+        """Computes what the state lacks of these tokens; after a failed pass that is more than the scheduler asked."""
+        if self._exact is not None:
+            return self._exact.run(state, tokens, need_logits)
+        ids = tokens[state.length :]
+        if len(ids) > need_logits:
+            self._model.feed(state, ids[: len(ids) - need_logits])
+        return self._model.logits(state, ids[-1:]) if need_logits else None
+
+    def _run_merged(self, sequences: Sequence[SequenceState]) -> Floats:
+        merged = self._merge(sequences)
+        ids = [sequence.token_ids[sequence.computed_tokens] for sequence in self._batch]
+        logits = self._model.merged_logits(merged, ids)
+        if self._batch == list(sequences):
+            return logits
+        rows = {sequence: row for row, sequence in enumerate(self._batch)}
+        return logits[[rows[sequence] for sequence in sequences]]
+
+    def _merge(self, sequences: Sequence[SequenceState]) -> MergedStates:
+        """The merged states of exactly these sequences. Rows that are merged already stay."""
+        for sequence in [sequence for sequence in self._batch if sequence not in set(sequences)]:
+            self._unmerge(sequence)
+        added = [sequence for sequence in sequences if self._running[sequence].state is not None]
+        states = [self._complete_state(sequence) for sequence in added]
+        if self._merged is None:
+            self._merged = MergedStates(states)
+        elif states:
+            self._merged.add(states)
+        self._batch += added
+        for sequence in added:
+            self._running[sequence].state = None
+        return self._merged
+
+    def _complete_state(self, sequence: SequenceState) -> ModelState:
+        """The sequence's own state; after a failed pass it lacks tokens, which are computed again."""
+        state = self._running[sequence].state
+        assert state is not None
+        if state.length < sequence.computed_tokens:
+            self._model.feed(state, sequence.token_ids[state.length : sequence.computed_tokens])
+        return state
+
+    def _unmerge(self, sequence: SequenceState) -> ModelState:
+        """The sequence's state, which is its own from now on."""
+        entry = self._running[sequence]
+        if entry.state is None:
+            assert self._merged is not None
+            entry.state = self._state_of(entry)
+            kept = [row for row, other in enumerate(self._batch) if other is not sequence]
+            self._batch = [self._batch[row] for row in kept]
+            if kept:
+                self._merged.keep(kept)
+            else:
+                self._merged = None
+        return entry.state
+
+    def _drop_states(self, sequences: Sequence[SequenceState]) -> None:
+        """After a failed pass, whose arrays may hold anything: these sequences are computed again from the start."""
+        failed = {*sequences, *self._batch}
+        self._batch, self._merged = [], None
+        for sequence in failed:
+            self._running[sequence].state = self._model.new_state()
+        self._count()
+
+    def _state_bytes(self, tokens: int) -> int:
+        return -(-tokens // ALLOCATION_TOKENS) * ALLOCATION_TOKENS * self._token_bytes
+
+    def _make_room_for_pass(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> None:
+        """Raises CacheFull unless the states can grow by these tokens."""
+        lengths = [s.computed_tokens + count for s, count in zip(sequences, counts, strict=True)]
+        others = [entry for sequence, entry in self._running.items() if sequence not in set(sequences)]
+        needed = sum(map(self._state_bytes, lengths)) + sum(self._state_bytes(len(entry.tokens)) for entry in others)
+        self._evict_excess(needed - self._running_bytes())
+        if needed > self._limit_bytes:
+            raise CacheFull(max(lengths), self._limit_bytes // max(1, self._token_bytes))
+
+    def _make_room(self, needed: int, tokens: int) -> None:
+        """Raises CacheFull unless a sequence of so many tokens can start beside those that run."""
+        running = sum(self._state_bytes(len(sequence.token_ids)) for sequence in self._running)
+        if self._running and running + needed > self._limit_bytes:
+            raise CacheFull(tokens, 0)
+        self._evict_excess(running + needed - self._running_bytes())
+
+    def _evict_excess(self, growth: int) -> None:
+        """Evicts cached states until those that run can grow by so many bytes."""
+        while self._running_bytes() + max(0, growth) + self._cache.nbytes > self._limit_bytes and self._cache.evict():
+            pass
+
+    def _running_bytes(self) -> int:
+        merged = 0 if self._merged is None else self._merged.nbytes
+        return merged + sum(entry.nbytes for entry in self._running.values())
+
+    def _count(self) -> None:
+        self._statistics = CacheStatistics(
+            self._limit_bytes,
+            self._running_bytes() + self._cache.nbytes,
+            self._cache.nbytes,
+            self._prompt_tokens,
+            self._hit_tokens,
+            self._cache.evictions,
+        )
