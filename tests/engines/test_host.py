@@ -16,8 +16,7 @@ import pytest
 
 from palaver.engines.base import Engine, EngineState
 from palaver.engines.host import HostedEngine
-from palaver.engines.host.process import environment
-from palaver.engines.host.supervisor import MAX_DEATHS, torch_spec
+from palaver.engines.host.supervisor import MAX_DEATHS, environment, torch_spec
 from palaver.engines.torch import load
 from palaver.errors import BadParameter, ContextOverflow, EngineClosed, EngineError, NoWeights, UnsupportedContent
 from palaver.generation import Ended, Finish, Prefilled, Prompt, Step
