@@ -218,7 +218,7 @@ def test_a_file_that_cannot_be_read_keeps_no_other_out(run: Run, tmp_path: Path)
 def test_a_backup_is_restored_into_an_empty_place(run: Run, store: Store, rivers: str, tmp_path: Path) -> None:
     file = tmp_path / "store.zip"
     assert "1 conversation, 1 media file" in ok(run("backup", file))
-    refused(run("backup", file), "name another one")
+    refused(run("backup", file), "choose another name")
     elsewhere = tmp_path / "elsewhere"
     ok(run("conversations", folder=elsewhere))  # an empty store is no hindrance
     assert "Restored 1 conversation and 1 media file from" in ok(run("restore", file, folder=elsewhere))

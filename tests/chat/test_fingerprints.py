@@ -84,7 +84,7 @@ async def test_a_reply_that_another_engine_continues_says_so(tmp_path: Path, tin
             assert other.startswith("library/")
             changed, notice = await continued(stage, same)
             assert notice.startswith(
-                f"The first 12 tokens were computed by {card.fingerprint}, which isn't in use; {other}"
+                f"The first 12 tokens were computed by {card.fingerprint}, which is not loaded. {other}"
             )
             assert fingerprints(changed) == ((0, card.fingerprint), (12, other))
             again, notice = await continued(stage, changed)

@@ -250,7 +250,7 @@ async def test_sizes_it_is_not_written_for(tmp_path: Path) -> None:
     folder = tiny.make("llama", tmp_path, hidden_size=72, head_dim=16)
     engine = load(folder, vocabulary=tiny.VOCABULARY)
     await engine.close()
-    expected = "few operations, not compiled: compiled steps want sizes that are multiples of 16"
+    expected = "few operations, not compiled: compiled steps need sizes that are multiples of 16"
     assert engine.info.steps == expected
 
 

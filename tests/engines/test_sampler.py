@@ -218,7 +218,7 @@ def test_the_likeliest_tokens_are_found_in_order(seed: int, size: int, count: in
 
 def test_token_ids_out_of_the_vocabulary_are_refused() -> None:
     for sampling in (Sampling(logit_bias=((SIZE, 1.0),)), Sampling(banned_ids=(-1,))):
-        with pytest.raises(BadParameter, match="token ids here go from 0"):
+        with pytest.raises(BadParameter, match="token ids go from 0"):
             processor(sampling)
 
 

@@ -451,7 +451,7 @@ async def test_a_lost_device_still_ends_the_thread(
 
     engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY)
     exhaust_memory(monkeypatch, AcceleratorError("the device is gone"))
-    with pytest.raises(EngineError, match="thread died"):
+    with pytest.raises(EngineError, match="thread failed"):
         await run(engine, Prompt((65, 66)), ENDLESS)
     await engine.close()
 
@@ -467,9 +467,9 @@ async def test_the_threads_death_ends_all_and_says_so(
             raise SystemError("the device is gone")
 
         monkeypatch.setattr(engine._scheduler, "step", die)
-        with pytest.raises(EngineError, match=r"thread died \(SystemError: the device is gone\)"):
+        with pytest.raises(EngineError, match=r"thread failed \(SystemError: the device is gone\)"):
             async for _ in running:
                 pass
-    with pytest.raises(EngineError, match="thread died"):
+    with pytest.raises(EngineError, match="thread failed"):
         await run(engine, Prompt((65,)), ENDLESS)
     await engine.close()

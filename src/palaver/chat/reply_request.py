@@ -141,12 +141,12 @@ def check_token_ids(ids: tuple[int, ...], model: Model, request: ReplyRequest) -
     size = len(model.vocabulary) or model.engine.info.vocabulary_size
     for place, token_id in enumerate(ids):
         if not 0 <= token_id < size:
-            raise BadParameter("token_ids", token_id, f"token ids here go from 0 to {size - 1}")
+            raise BadParameter("token_ids", token_id, f"token ids go from 0 to {size - 1}")
         if token_id in prompt.phases.hidden and token_id not in prompt.phases.ends | markers:
             raise BadParameter("token_ids", token_id, "a reply can't hold this control token")
         if token_id in prompt.phases.ends and token_id not in markers:
             if place == len(ids) - 1:
-                raise NothingToContinue("The reply is whole: there is nothing to continue.")
+                raise NothingToContinue("The reply is complete: there is nothing to continue.")
             raise BadParameter("token_ids", token_id, "the reply ends here, but there is more of it")
     return ids
 

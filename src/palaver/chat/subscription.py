@@ -26,7 +26,7 @@ POLL_S = 0.1
 """How often the tokens of another process are polled: the database does not notify."""
 PATIENCE_S = LEASE_SECONDS
 """After this time without a token, the subscription checks whether the process that writes the reply is alive."""
-INTERRUPTED = "The program that was writing this reply ended: it can be continued."
+INTERRUPTED = "The program that was writing this reply ended. It can be continued."
 _FINISH = {ReplyStatus.DONE: Finish.END, ReplyStatus.STOPPED: Finish.STOPPED, ReplyStatus.LENGTH: Finish.LENGTH}
 
 

@@ -141,7 +141,7 @@ async def numbered(batches: AsyncGenerator[ReplyBatch], after: int) -> AsyncGene
 
 class RecorderClosed(StoreError):
     def __init__(self) -> None:
-        super().__init__("The reply could not be recorded any more: it can be continued.")
+        super().__init__("The rest of the reply could not be stored. The reply can be continued.")
 
 
 class TokenRecorder:

@@ -28,10 +28,10 @@ MAX_ENDED_TURNS = 64
 """Ended turns whose events stay in memory, for subscribers that reconnect soon."""
 PARK_SECONDS = 10.0
 """The time that a parked turn has to stop before it is cancelled."""
-PARKED = "The model was put aside: the reply can be continued."
-LEFT = "The server ended: the reply goes on when it is back."
+PARKED = "The model was unloaded. The reply can be continued."
+LEFT = "The server is shutting down. The reply continues when it is back."
 LOST = "Another process has taken over this reply."
-NOT_BEGUN = "The reply was stored but could not be started: it can be continued."
+NOT_BEGUN = "The reply was stored but could not be started. It can be continued."
 _STATUS = {
     Finish.END: ReplyStatus.DONE,
     Finish.STOP_STRING: ReplyStatus.DONE,
@@ -396,7 +396,7 @@ class Turns:
                     turn.log.add(batch)
                     for event in batch.events:
                         self._emit(turn, event)
-            raise EngineError("The engine ended the reply without a word.")
+            raise EngineError("The engine ended the reply without a result.")
         except LeaseLost:
             return Failed(LOST), ReplyBatch(())
         except PalaverError as error:
@@ -466,8 +466,8 @@ def engine_notice(settings: ReplySettings, tokens: int) -> str:
     if start != tokens:
         return ""
     return (
-        f"The first {tokens} tokens were computed by {before}, which isn't in use; {now} goes on, "
-        "and may round otherwise."
+        f"The first {tokens:,} tokens were computed by {before}, which is not loaded. {now} continues the reply; "
+        "its rounding may differ."
     )
 
 

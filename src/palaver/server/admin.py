@@ -86,12 +86,12 @@ def router() -> APIRouter:
         """One of them."""
         card = state.service.models.card()
         if name not in (card.name, *state.settings.aliases, *state.service.models.names):
-            raise OtherModel(f"There is no model {name[:200]!r} here.")
+            raise OtherModel(f"There is no model {name[:200]!r} on this server.")
         return model_value(name, card) if speaks_anthropic(request.scope) else _model(name, card)
 
     @routes.post("/v1/model/load", response_model=None)
     async def load(body: LoadRequest, caller: AdminDep, state: StateDep) -> Response:
-        """Puts another model into use. Running turns are put aside and can be continued."""
+        """Puts another model into use. Running turns are stopped and can be continued."""
         check_model_name(body.model, state)
         state.service.models.load(body.model)
         if body.stream:

@@ -206,7 +206,7 @@ def listen(settings: ServerSettings) -> socket.socket:
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
-        raise BadParameter("--host", settings.host, f"is no address of this machine ({error.strerror})") from None
+        raise BadParameter("--host", settings.host, f"is not an address of this machine ({error.strerror})") from None
     family, _, _, _, address = found[0]
     try:
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)

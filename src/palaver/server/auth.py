@@ -79,10 +79,10 @@ class OriginGuard:
         """Raises ForeignCaller."""
         host = headers.get(b"host", b"").decode("latin-1").strip().lower()
         if (self._local or self._hosts) and not self._is_allowed_host(_hostname(host)):
-            raise ForeignCaller(f"The host {host[:100]!r} is none of this server's names; --allow-host adds one.")
+            raise ForeignCaller(f"The host {host[:100]!r} is not one of this server's names; --allow-host adds it.")
         origin = headers.get(b"origin")
         if origin is not None and not self.allows(origin.decode("latin-1"), host):
-            raise ForeignCaller("Pages of another origin may not call this server; --allow-origin adds one.")
+            raise ForeignCaller("Pages of other origins may not call this server; --allow-origin allows one.")
 
     def allows(self, origin: str, host: str) -> bool:
         """Whether the page is of this server, or of an origin that the operator allowed."""

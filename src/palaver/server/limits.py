@@ -239,17 +239,17 @@ def _check_shape(body: bytes, limits: ServerLimits) -> None:
             if depth > limits.depth:
                 raise NotJson(f"The body is nested deeper than {limits.depth} levels.")
             if containers > limits.json_containers:
-                raise NotJson(f"The body holds more than {limits.json_containers} objects and arrays.")
+                raise NotJson(f"The body has more than {limits.json_containers} objects and arrays.")
         elif first in b"]}":
             depth -= 1
         elif first in b":":
             names += 1
             if names > limits.json_names:
-                raise NotJson(f"The objects of the body hold more than {limits.json_names} names.")
+                raise NotJson(f"The objects in the body have more than {limits.json_names} names.")
         elif first in b",":
             values += 1
             if values > limits.json_values:
-                raise NotJson(f"The body holds more than {limits.json_values} values.")
+                raise NotJson(f"The body has more than {limits.json_values} values.")
 
 
 def _without_strings(body: bytes) -> bytes:
@@ -259,13 +259,13 @@ def _without_strings(body: bytes) -> bytes:
 
 def _check_values(body: bytes) -> None:
     def refuse(name: str) -> Any:
-        raise NotJson(f"{name} is no number.")
+        raise NotJson(f"{name} is not a number.")
 
     try:
         value = json.loads(body, parse_constant=refuse)
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise NotJson("A text of the body holds half of a character (a lone surrogate).") from None
+        raise NotJson("A string in the body contains half of a character (a lone surrogate).") from None
     except (ValueError, RecursionError):
         return
 

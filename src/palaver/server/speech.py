@@ -92,11 +92,11 @@ def _response_format(body: SpeechRequest) -> AudioFormat:
 
 def _check(body: SpeechRequest, speaker: Speaker) -> None:
     if body.model and body.model not in (*_OPENAI_MODELS, speaker.name):
-        raise OtherModel(f"The voice {body.model[:200]!r} is not the one in use, which is {speaker.name!r}.")
+        raise OtherModel(f"The voice {body.model[:200]!r} is not loaded; the current voice is {speaker.name!r}.")
     if len(body.input) > MAX_CHARS:
         raise BadParameter("input", f"{len(body.input)} characters", f"at most {MAX_CHARS} are taken")
     if not body.input.strip():
-        raise BadParameter("input", body.input[:80], "there is nothing to say")
+        raise BadParameter("input", body.input[:80], "contains nothing to speak")
 
 
 async def _samples(state: ServerState, owner: str, speech: Speech) -> AsyncGenerator[Samples]:

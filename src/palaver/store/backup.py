@@ -77,7 +77,7 @@ def restore(file: Path, folder: Path | None = None, database: str | URL | None =
 def _new_archive(file: Path) -> Iterator[zipfile.ZipFile]:
     """A new archive that appears under its name when it is complete and synced."""
     if file.exists():
-        raise NotEmpty(f"The file {str(file)!r} is there already: name another one.")
+        raise NotEmpty(f"The file {str(file)!r} already exists: choose another name.")
     with atomic_file(file) as raw, zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         yield archive
 
@@ -131,7 +131,7 @@ def _open_archive(file: Path) -> Iterator[zipfile.ZipFile]:
     except FileNotFoundError:
         raise BadBackup(f"There is no file {str(file)!r}.") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
-        raise BadBackup(f"The file {str(file)!r} is no whole backup: {error}.") from error
+        raise BadBackup(f"The file {str(file)!r} is not a complete backup: {error}.") from error
 
 
 def _read_manifest(archive: zipfile.ZipFile) -> Manifest:
@@ -142,9 +142,9 @@ def _read_manifest(archive: zipfile.ZipFile) -> Manifest:
         counts = content["blobs"], content.get("conversations", 0)
         manifest = Manifest(content["revision"], tuple(content["tables"]), *counts)
     except (KeyError, ValueError):
-        raise BadBackup("The file is no backup of Palaver's: it has no manifest.") from None
+        raise BadBackup("The file is not a Palaver backup: it has no manifest.") from None
     if manifest.revision > HEAD:
-        raise BadBackup("The backup was made by a newer Palaver: update Palaver first.")
+        raise BadBackup("The backup was made by a newer version of Palaver: update Palaver first.")
     return manifest
 
 
@@ -156,7 +156,7 @@ def _check_empty(target: Database) -> None:
     with target.read_transaction() as connection:
         in_use = current is None or any(_has_rows(connection, table) for table in reflect_tables(connection))
     if in_use:
-        raise NotEmpty(f"There is a store at {target.url.render_as_string()!r} already: restore into an empty place.")
+        raise NotEmpty(f"There is already a store at {target.url.render_as_string()!r}: choose an empty place.")
 
 
 def _has_rows(connection: Connection, table: Table) -> bool:
@@ -185,7 +185,7 @@ def _restore_blobs(archive: zipfile.ZipFile, target_folder: Path) -> None:
         if name.startswith("blobs/"):
             data = archive.read(name)
             if hashlib.sha256(data).hexdigest() != name.removeprefix("blobs/"):
-                raise BadBackup(f"The backup is damaged: {name!r} is not what was written.")
+                raise BadBackup(f"The backup is damaged: {name!r} has changed since it was written.")
             blobs.put(data)
 
 

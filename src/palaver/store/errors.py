@@ -74,7 +74,7 @@ class Damaged(StoreError):
 
 class NewerSchema(StoreError):
     def __init__(self, revision: str) -> None:
-        super().__init__(f"The database was written by a newer Palaver (its schema is {revision!r}): update Palaver.")
+        super().__init__(f"A newer version of Palaver wrote the database (schema {revision!r}): update Palaver.")
 
 
 class LeaseLost(StoreError):

@@ -266,7 +266,7 @@ class Replies:
         with self._database.write_transaction() as connection:
             reply = tree.get_message(connection, reply_id)
             if reply.reply is None or reply.reply.status is not ReplyStatus.INTERRUPTED:
-                raise Conflict(f"The message {reply_id!r} is no interrupted reply.")
+                raise Conflict(f"The message {reply_id!r} is not an interrupted reply.")
             _set_parts(connection, reply_id, stored_parts)
             return tree.get_message(connection, reply_id)
 
@@ -407,6 +407,6 @@ def _check_resumable(connection: Connection, reply: StoredMessage) -> None:
     if reply.reply.status is ReplyStatus.RUNNING:
         raise Conflict(f"The reply {reply.id!r} is running already.")
     if reply.reply.status is ReplyStatus.DONE:
-        raise NothingToContinue("The reply is whole: there is nothing to continue.")
+        raise NothingToContinue("The reply is complete: there is nothing to continue.")
     if tree.list_children(connection, reply.conversation_id, reply.id):
-        raise Conflict(f"The conversation has gone on below {reply.id!r}: continue it in a branch of its own.")
+        raise Conflict(f"The conversation already continues after {reply.id!r}: continue it in a new branch.")

@@ -75,7 +75,7 @@ def _encode_container(samples: Samples, container: str, subtype: str) -> bytes:
     try:
         import soundfile
     except ImportError:
-        raise VoiceMissing(f"Sound as {container}", "soundfile") from None
+        raise VoiceMissing(f"Audio as {container}", "soundfile") from None
     out = io.BytesIO()
     soundfile.write(out, samples, SAMPLE_RATE, format=container, subtype=subtype)
     return out.getvalue()
@@ -93,6 +93,6 @@ def resample(samples: Samples, rate: int, target_rate: int) -> Samples:
     try:
         import soxr
     except ImportError:
-        raise VoiceMissing("Sound at another rate", "soxr") from None
+        raise VoiceMissing("Audio at another sample rate", "soxr") from None
     resampled = soxr.resample(samples, rate, target_rate)
     return np.clip(resampled, -1.0, 1.0).astype(np.float32, copy=False)

@@ -103,7 +103,7 @@ def load(name: str) -> SpeechModel:
         case "pocket_tts":
             return Pocket(folder)
         case _:
-            raise ValueError(f"it is of the kind {model_type!r}, and known are {', '.join(MODEL_TYPES)}")
+            raise ValueError(f"its model type is {model_type!r}; supported: {', '.join(MODEL_TYPES)}")
 
 
 def _folder(name: str) -> Path:

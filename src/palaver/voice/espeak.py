@@ -92,7 +92,7 @@ class Espeak:
 
     def synthesize(self, words: str, language: str, voice: VoiceSettings, is_stopped: IsStopped) -> Samples:
         if voice.reference:
-            raise BadParameter("reference", "a recording", "espeak can't follow another voice")
+            raise BadParameter("reference", "a recording", "espeak can't clone the voice of a recording")
         if not MIN_SPEED <= voice.speed <= MAX_SPEED:
             raise BadParameter(
                 "speed", voice.speed, f"espeak speaks from {MIN_SPEED:g} to {MAX_SPEED:g} times its own pace"
@@ -116,7 +116,7 @@ class Espeak:
         name = _OPENAI_NAMES.get(voice.name.lower(), voice.name) or _DEFAULT_VOICE
         language, plus, variant = name.partition("+")
         if language.lower() not in self._languages or (plus and variant not in self._variants):
-            raise BadParameter("voice", voice.name, f"there is no such voice; known are {', '.join(self.voices)}")
+            raise BadParameter("voice", voice.name, f"there is no such voice; available: {', '.join(self.voices)}")
         return language.lower(), plus + variant
 
     def _render(self, words: str, name: str, speed: float, is_stopped: IsStopped) -> Samples:
@@ -145,7 +145,7 @@ class Espeak:
         try:
             self._rate = library.espeak_Initialize(_SYNCHRONOUS, 0, str(self._data).encode(), _DONT_EXIT)
             if self._rate <= 0:
-                raise VoiceFailed(f"espeak could not start with its data in {str(self._data)!r}.")
+                raise VoiceFailed(f"espeak could not start with the data in {str(self._data)!r}.")
             yield library
         finally:
             library.espeak_Terminate()

@@ -62,9 +62,9 @@ class HostedSpeaker:
 
     def synthesize(self, words: str, language: str, voice: VoiceSettings, is_stopped: IsStopped) -> Samples:
         if voice.reference and not self.can_clone:
-            raise BadParameter("reference", "a recording", f"{self.name} can't follow another voice")
+            raise BadParameter("reference", "a recording", f"{self.name} can't clone the voice of a recording")
         if voice.speed != 1.0 and not self._info.variable_speed:
-            raise BadParameter("speed", voice.speed, f"{self.name} has one pace")
+            raise BadParameter("speed", voice.speed, f"{self.name} can't change its speed")
         request = {"words": words, "voice": self._resolve_voice(voice), "speed": voice.speed}
         with self._lock:
             if is_stopped():
@@ -113,7 +113,7 @@ class HostedSpeaker:
             except queue.Empty:
                 continue
             if response is None:
-                raise VoiceFailed(f"The voice {self.name!r} ended in the midst of a clause.")
+                raise VoiceFailed(f"The voice {self.name!r} ended while it was speaking.")
             if response[0]["id"] != request_id:  # the response of a stopped request
                 continue
             if "error" in response[0]:
@@ -128,7 +128,7 @@ class HostedSpeaker:
             return voice.name
         if voice.name in OPENAI_VOICES:
             return own_voices[OPENAI_VOICES.index(voice.name) % len(own_voices)] if own_voices else ""
-        raise BadParameter("voice", voice.name, f"there is no such voice; known are {', '.join(self.voices)}")
+        raise BadParameter("voice", voice.name, f"there is no such voice; available: {', '.join(self.voices)}")
 
 
 def _read_responses(process: subprocess.Popen[bytes], responses: queue.Queue[_Response]) -> None:

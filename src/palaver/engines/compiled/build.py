@@ -77,7 +77,7 @@ def load_compiled_library() -> Library:
             built = folder / path.name
             _compile(compiler, built)
             if not passes_self_check(built):
-                raise CantCompile("what was compiled doesn't run on this machine")
+                raise CantCompile("the compiled code doesn't run on this machine")
             if folder.parent != cache:  # the cache isn't writable: the code stays loaded, the file is removed
                 return _load(built)
             built.replace(path)  # atomic: others may build and load it at the same time

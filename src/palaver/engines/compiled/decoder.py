@@ -76,7 +76,7 @@ class DecoderSizes:
     def check(self, hidden_size: int) -> None:
         """Raises UnsupportedModel unless step.c can compute these sizes."""
         if self.head_dim % LANES or hidden_size % LANES:
-            raise UnsupportedModel(f"compiled steps want sizes that are multiples of {LANES}")
+            raise UnsupportedModel(f"compiled steps need sizes that are multiples of {LANES}")
 
 
 class Rows:

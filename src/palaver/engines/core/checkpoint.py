@@ -72,7 +72,7 @@ def _config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         if not _safetensors(folder):
             raise _no_weights(folder)
-        raise BrokenModel(f"The folder {str(folder)!r} holds no config.json: the model's architecture isn't known.")
+        raise BrokenModel(f"The folder {str(folder)!r} contains no config.json: the model's architecture is not known.")
     config = read_json(path)
     if not isinstance(config, dict):
         raise BrokenModel(f"{str(path)!r} isn't a model's configuration: expected a JSON object.")
@@ -90,7 +90,7 @@ def _weights(folder: Path) -> tuple[Path, ...]:
     paths = tuple(folder / name for name in _shards(index))
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
-        raise BrokenModel(f"The model in {str(folder)!r} lacks the files {', '.join(missing[:3])}: fetch it again.")
+        raise BrokenModel(f"The model in {str(folder)!r} lacks the files {', '.join(missing[:3])}: download it again.")
     return paths
 
 
@@ -129,10 +129,10 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         header.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if path.stat().st_size != 8 + size + end:
-            raise ValueError("it is not as long as its header says")
+            raise ValueError("its length differs from its header")
         return {name: _stored_tensor(path, 8 + size, entry) for name, entry in header.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise BrokenModel(f"{str(path)!r} isn't a whole safetensors file: {_reason(error)}.") from error
+        raise BrokenModel(f"{str(path)!r} isn't a complete safetensors file: {_reason(error)}.") from error
 
 
 def _stored_tensor(path: Path, start: int, entry: dict[str, Any]) -> StoredTensor:

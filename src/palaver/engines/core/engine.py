@@ -136,13 +136,13 @@ class LocalEngine:
     def _check_prompt(self, prompt: Prompt) -> None:
         size = self._info.vocabulary_size
         if len(prompt) == 0:
-            raise BadParameter("prompt", (), "must hold at least one token")
+            raise BadParameter("prompt", (), "must have at least one token")
         if len(prompt) > self._info.context_length:
             raise ContextOverflow(len(prompt), self._info.context_length)
         for ids in (prompt.context_ids, prompt.reply_ids):
             if ids and not 0 <= min(ids) <= max(ids) < size:
                 wrong = min(ids) if min(ids) < 0 else max(ids)
-                raise BadParameter("prompt", wrong, f"token ids here go from 0 to {size - 1}")
+                raise BadParameter("prompt", wrong, f"token ids go from 0 to {size - 1}")
 
     def _index_strings(self, strings: Iterable[str]) -> None:
         """Computes the tokens that complete banned strings, off the engine's thread; the index caches them."""

@@ -63,4 +63,4 @@ def check_cache_bytes(options: EngineOptions, free: int | None, device: str) -> 
     """Raises BadParameter where the cache may grow beyond the memory that is free after loading the model."""
     if options.cache_bytes is not None and free is not None and options.cache_bytes > free:
         size = f"{options.cache_bytes / 1e9:.1f} GB"
-        raise BadParameter("--kv-cache-memory", size, f"beside the model {free / 1e9:.1f} GB are free on {device}")
+        raise BadParameter("--kv-cache-memory", size, f"{free / 1e9:.1f} GB are free on {device} beside the model")

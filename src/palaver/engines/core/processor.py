@@ -168,4 +168,4 @@ def _check_ids(sampling: Sampling, size: int) -> None:
     for name, ids in ids_by_option.items():
         for token_id in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token_id < size:
-                raise BadParameter(name, token_id, f"token ids here go from 0 to {size - 1}")
+                raise BadParameter(name, token_id, f"token ids go from 0 to {size - 1}")

@@ -52,12 +52,12 @@ def make_step(
     if math.isnan(token.logprob):
         return not_a_number()
     if token.score == -math.inf and processor.reply.forced_id is None:
-        return RequestError("No token is left to choose from: the bans and constraints of this request exclude all.")
+        return RequestError("No token can be sampled: the bans and constraints of this request exclude all of them.")
     return Step(token.id, token.logprob, alternatives, drawn_logprob, drawn_from)
 
 
 def not_a_number() -> EngineError:
-    return EngineError("The model computed something that is not a number, so no token could be chosen.")
+    return EngineError("The model computed values that are not numbers, so no token could be sampled.")
 
 
 def make_alternatives(ids: Sequence[int], logprobs: Sequence[float]) -> tuple[Alternative, ...]:

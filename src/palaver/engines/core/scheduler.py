@@ -306,4 +306,4 @@ def _as_engine_error(error: Exception) -> PalaverError:
         return error
     if type(error).__name__ in FATAL_ERRORS:
         raise error
-    return EngineError(f"The engine failed at this request ({type(error).__name__}: {error}).")
+    return EngineError(f"The engine failed on this request ({type(error).__name__}: {error}).")

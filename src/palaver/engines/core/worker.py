@@ -70,7 +70,7 @@ class Worker:
         except BaseException as error:
             if self._on_failure is not None:
                 self._on_failure(error)
-            reason = EngineError(f"The engine's thread died ({type(error).__name__}: {error}): start the engine again.")
+            reason = EngineError(f"The engine's thread failed ({type(error).__name__}: {error}). Restart the engine.")
         self._shut_down(reason)
 
     def _loop(self) -> None:

@@ -98,7 +98,7 @@ class GrammarSandbox:
                 parent_end.settimeout(_START_SECONDS)
                 receive(parent_end)
             except (EOFError, OSError) as error:
-                raise EngineError("The grammar couldn't be tried: the sandbox's process didn't answer.") from error
+                raise EngineError("The grammar could not be checked: the sandbox process did not answer.") from error
             try:
                 parent_end.settimeout(WALL_SECONDS + _EXIT_SECONDS)
                 send(parent_end, pack_constraint(constraint))
@@ -120,7 +120,7 @@ class GrammarSandbox:
                 send_descriptor(connection, child_end.fileno())
                 send(connection, ids)
             except OSError as error:
-                raise EngineError("The grammar couldn't be tried: the sandbox's process is gone.") from error
+                raise EngineError("The grammar could not be checked: the sandbox process ended.") from error
 
     def _ensure_started(self) -> socket.socket:
         if self._closed:
@@ -137,7 +137,7 @@ class GrammarSandbox:
         try:
             send(parent_end, [token.decode("latin-1") for token in self._vocabulary])
         except OSError as error:
-            raise EngineError("The grammar couldn't be tried: the sandbox's process didn't start.") from error
+            raise EngineError("The grammar could not be checked: the sandbox process did not start.") from error
         return parent_end
 
     def _stop(self) -> None:

@@ -94,7 +94,7 @@ def _compute_masks(compiled: CompiledGrammar, highest: bool) -> None:
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         _raise_on_error(matcher)
         if time.thread_time() - started > MASK_SECONDS:
-            raise GrammarError("it takes too long to follow for each token")
+            raise GrammarError("it takes too long to check for each token")
         mask &= ~(1 << compiled.end_id)
         if not mask:
             return

@@ -88,7 +88,7 @@ def load_model(
         raise BrokenModel(f"The model {name} couldn't be loaded: {_cause(error)}") from error
     missing = sorted(report.get("missing_keys", ()))
     if missing:
-        raise BrokenModel(f"The weights of {checkpoint.name!r} lack {len(missing)} tensors, the first is {missing[0]}.")
+        raise BrokenModel(f"The weights of {checkpoint.name!r} lack {len(missing)} tensors, such as {missing[0]}.")
     return model.eval().requires_grad_(False)
 
 
@@ -174,11 +174,11 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     if not (folder / "adapter_model.safetensors").is_file():
         if (folder / "adapter_model.bin").is_file():
             raise UnsafeWeights(str(folder), "adapter_model.bin")
-        raise BrokenModel(f"The folder {str(folder)!r} holds no adapter (adapter_model.safetensors).")
+        raise BrokenModel(f"The folder {str(folder)!r} contains no adapter (adapter_model.safetensors).")
     try:
         from peft import PeftModel
     except ImportError:
-        raise BrokenModel("An adapter takes the Python package peft, which isn't installed.") from None
+        raise BrokenModel("Adapters need the Python package peft, which is not installed.") from None
     try:
         with quiet():
             adapted: Any = PeftModel.from_pretrained(model, str(folder), is_trainable=False, local_files_only=True)

@@ -307,7 +307,7 @@ class ModelProbe:
     def _compare(self, logits: Tensor, expected: Tensor) -> None:
         unit = _TOLERANCE[self._model.dtype] * max(1.0, float(expected.abs().max()))
         if not _max_difference(logits, expected) <= max(unit, 2 * self._rounding):
-            raise UnsupportedModel("its cache doesn't give what the model itself gives")
+            raise UnsupportedModel("its results with a cache differ from those without")
 
     def _measure_rounding(self) -> float:
         """The largest difference of the model's own logits where only rounding differs: in chunks, and with eager

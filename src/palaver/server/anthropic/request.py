@@ -123,7 +123,7 @@ class ThreadUnsupportedRequest(NotSupported):
     """Anthropic's clients recognise this error's name and send the whole conversation instead."""
 
     def __init__(self) -> None:
-        super().__init__("thread: conversations are not kept under it; send all messages, or metadata.conversation.")
+        super().__init__("thread is not supported: send all messages, or use metadata.conversation.")
 
 
 def parse_request(

@@ -138,7 +138,7 @@ def _limit(text: str | None) -> int:
 
 def _index(names: Sequence[str], field: str, name: str) -> int:
     if name not in names:
-        raise BadParameter(field, name[:80], "there is no such model here")
+        raise BadParameter(field, name[:80], "there is no such model on this server")
     return names.index(name)
 
 
@@ -149,7 +149,7 @@ async def answer_in_conversation(
     with api_field_names(FIELD_NAMES):
         turns, partial = parse_conversation(body, model, state.settings)
         if partial is not None:
-            raise BadParameter("messages", "assistant", "a begun reply does not go with a conversation: see /api/turns")
+            raise BadParameter("messages", "assistant", "can't be continued in a conversation: see /api/turns")
         chat_request = to_chat_request(body, model)
         parameters, messages = choice_parameters(chat_request, model, state), [turn.message for turn in turns]
         stored = await start_replies(chat, model, parameters, messages, name, request.headers.get("idempotency-key"))

@@ -56,7 +56,7 @@ def _verify(header: Any, ids: tuple[int, ...], text: str) -> SignedThinking:
         case _:
             raise InvalidSignature(_UNREADABLE)
     if not isinstance(thinking, str) or _digest(thinking) != digest:
-        raise InvalidSignature("the thought was changed: send it as it came, or without a signature")
+        raise InvalidSignature("the thinking was changed: send it unchanged, or without a signature")
     return SignedThinking(tokenizer, ids, thinking)
 
 

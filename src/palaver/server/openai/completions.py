@@ -85,7 +85,7 @@ def _parse_request(
 
 def _check_fields(body: CompletionRequest) -> None:
     if body.echo:
-        raise BadParameter("echo", True, "the prompt is not sent back")
+        raise BadParameter("echo", True, "is not supported: the prompt is never returned")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise BadParameter("best_of", body.best_of, "must be the same as n, or left out")
 
@@ -113,7 +113,7 @@ def _encode_prompt(model: Model, text: str | list[int], owner: str) -> Prompt:
         ids = tuple(text)
         for token_id in ids:
             if not 0 <= token_id < size:
-                raise BadParameter("prompt", token_id, f"token ids here go from 0 to {size - 1}")
+                raise BadParameter("prompt", token_id, f"token ids go from 0 to {size - 1}")
     limit = model.engine.info.context_length
     if len(ids) >= limit:
         raise ContextOverflow(len(ids), limit)

@@ -115,7 +115,7 @@ def check_model(name: str | None, model: Model, settings: ServerSettings) -> Non
     """Raises OtherModel unless the name is empty or that of the loaded model."""
     known = (model.name, *settings.aliases)
     if name and name not in known:
-        raise OtherModel(f"The model {name[:200]!r} is not the one in use, which is {model.name!r}.")
+        raise OtherModel(f"The model {name[:200]!r} is not loaded; the current model is {model.name!r}.")
 
 
 def parse_request(
@@ -236,13 +236,13 @@ def audio_recording(request: ChatRequest) -> AudioRecording | None:
         return None
     for name in _NOT_WITH_AUDIO:
         if getattr(request, name):
-            raise BadParameter(name, "...", "does not go with a reply that is spoken")
+            raise BadParameter(name, "...", "can't be combined with a spoken reply")
     if request.n not in (None, 1):
-        raise BadParameter("n", request.n, "one reply at a time can be spoken")
+        raise BadParameter("n", request.n, "only one reply can be spoken at a time")
     options = request.audio
     format = options.format if options is not None else None
     if request.stream and format not in (None, STREAMED_FORMAT):
-        raise BadParameter("audio.format", format, f"must be {STREAMED_FORMAT} where the reply is streamed")
+        raise BadParameter("audio.format", format, f"must be {STREAMED_FORMAT} if the reply is streamed")
     format = format or (STREAMED_FORMAT if request.stream else "wav")
     voice = voice_name(options.voice if options is not None else None)
     return AudioRecording(audio_format(format, "audio.format"), VoiceSettings(voice))
@@ -466,7 +466,7 @@ def _message(index: int, message: ChatMessage) -> Message:
             f"messages[{index}].audio", message.audio.id, "recordings are known to chat completions alone"
         )
     if message.role in ("tool", "function") and message.content is None:
-        raise BadParameter(f"messages[{index}].content", None, "a tool's result needs a content")
+        raise BadParameter(f"messages[{index}].content", None, "a tool result needs content")
     try:
         return from_openai(value)
     except (ValueError, KeyError, TypeError) as error:
@@ -488,7 +488,7 @@ def _partial(message: Message, mode: bool | str) -> Message:
     rest = [part for part in message.parts if isinstance(part, Text | ToolCall)]
     if mode == "reasoning_content":
         if rest:
-            raise BadParameter("continue_final_message", mode, "the thought is closed: there is an answer after it")
+            raise BadParameter("continue_final_message", mode, "the thinking has ended: an answer follows it")
         return message if thinks else Message(Role.ASSISTANT, (Thinking(""),))
     if mode == "content" and not rest:
         return Message(Role.ASSISTANT, (*message.parts, Text("")))

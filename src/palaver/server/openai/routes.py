@@ -135,7 +135,7 @@ def _prompt(body: TokenizeRequest | RenderRequest, model: Model, settings: Serve
     known = {switch.name for switch in model.format.switches}
     for name, value in variables.items():
         if name not in known and not settings.any_variables:
-            raise BadParameter(f"chat_template_kwargs.{name}", value, "is no switch of this model's template")
+            raise BadParameter(f"chat_template_kwargs.{name}", value, "is not a variable of this model's template")
     effort = body.reasoning_effort if isinstance(body, RenderRequest) else None
     options = RenderOptions(thinking=body.enable_thinking, effort=effort, variables=variables, now=datetime.now())
     messages, tools = parse_messages(body.messages or []), parse_tools(body.tools, None, settings.limits.tools)
@@ -148,5 +148,5 @@ def decode_text(model: Model, ids: Any) -> str:
     size = len(model.vocabulary)
     for token_id in ids:
         if not 0 <= token_id < size:
-            raise BadParameter("tokens", token_id, f"token ids here go from 0 to {size - 1}")
+            raise BadParameter("tokens", token_id, f"token ids go from 0 to {size - 1}")
     return b"".join(model.vocabulary[token_id] for token_id in ids).decode("utf-8", "replace")

@@ -183,7 +183,7 @@ def _biases(biases: Mapping[str, float] | None) -> dict[int, float] | None:
     found = {}
     for token, bias in (biases or {}).items():
         if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise BadParameter("logit_bias", token, "is no token id")
+            raise BadParameter("logit_bias", token, "is not a token id")
         if not -100 <= bias <= 100:
             raise BadParameter("logit_bias", bias, "must be from -100 to 100")
         found[int(token)] = bias
@@ -260,7 +260,7 @@ def parse_response_format(request: ChatRequest | CompletionRequest) -> Constrain
     }
     given = {name: constraint for name, constraint in found.items() if constraint is not None}
     if len(given) > 1:
-        raise BadParameter(list(given)[1], "...", f"contradicts {next(iter(given))}: only one of them can hold")
+        raise BadParameter(list(given)[1], "...", f"contradicts {next(iter(given))}: use only one of them")
     return next(iter(given.values()), None)
 
 
@@ -272,7 +272,7 @@ def _format_constraint(format: ResponseFormat | None) -> Constraint | None:
             return _schema_constraint("response_format", {"type": "object"})
         case ResponseFormat(type="json_schema", json_schema=inner):
             if inner is None or inner.schema_ is None:
-                raise BadParameter("response_format.json_schema", None, "must hold a schema")
+                raise BadParameter("response_format.json_schema", None, "must contain a schema")
             return _schema_constraint("response_format.json_schema", inner.schema_)
         case ResponseFormat(type="regex", regex=text):
             return _constraint("response_format.regex", Grammar.REGEX, text)

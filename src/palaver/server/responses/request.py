@@ -108,9 +108,9 @@ def check_request(request: ResponseRequest) -> None:
 
 def _check_stateless(request: ResponseRequest) -> None:
     if request.background:
-        raise BadParameter("background", True, "needs store: whoever asked must be able to come back for it")
+        raise BadParameter("background", True, "needs store: a background response is retrieved later")
     if request.conversation is not None:
-        raise BadParameter("store", False, "what belongs to a conversation is stored")
+        raise BadParameter("store", False, "responses of a conversation are always stored")
 
 
 def to_chat_request(request: ResponseRequest, messages: Sequence[ChatMessage]) -> ChatRequest:
@@ -206,7 +206,7 @@ def _response_format(format: TextFormat | None) -> ResponseFormat | None:
     if format.type == "json_object":
         return ResponseFormat.model_validate({"type": "json_object"})
     if format.schema_ is None:
-        raise BadParameter("text.format.schema", None, "must hold a schema")
+        raise BadParameter("text.format.schema", None, "must contain a schema")
     return ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": format.schema_}})
 
 
@@ -300,7 +300,7 @@ def _thinking(where: str, item: InputItem) -> str:
             raise ValueError
         return base64.urlsafe_b64decode(item.encrypted_content[len(ENCRYPTED_PREFIX) :]).decode("utf-8")
     except (ValueError, binascii.Error):
-        raise BadParameter(f"{where}.encrypted_content", "...", "was not made here, so it can't be read") from None
+        raise BadParameter(f"{where}.encrypted_content", "...", "was not created by this server") from None
 
 
 def _content(where: str, content: str | list[InputContent]) -> str | list[Any]:
@@ -318,7 +318,7 @@ def _part(where: str, part: InputContent) -> dict[str, Any]:
         case "input_image":
             return {"type": "image_url", "image_url": {"url": _require(where, "image_url", part.image_url)}}
         case _:
-            raise BadParameter(f"{where}.type", part.type[:80], "such a part can't be taken here")
+            raise BadParameter(f"{where}.type", part.type[:80], "this type of part is not supported here")
 
 
 def _merge(first: ChatMessage, second: ChatMessage) -> ChatMessage:

@@ -125,7 +125,7 @@ async def follow_response(
                     yield ResponseDelta(last.tail, entries, await _ending(chat, reply, last))
                 case Snapshot(message):
                     if not from_start:
-                        raise BadParameter("starting_after", "...", "the model that said this is not in use")
+                        raise BadParameter("starting_after", "...", "the model of this response is not loaded")
                     yield ResponseDelta(tuple(replay_deltas(message.parts)))
                 case _:
                     yield ResponseDelta(cast("tuple[ReadEvent, ...]", batch.events), entries)

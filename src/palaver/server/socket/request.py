@@ -66,7 +66,7 @@ def parse_history(request: TurnRequest, max_messages: int) -> tuple[Message, ...
 def _message(where: str, message: SocketMessage) -> Message:
     role = Role(message.role)
     if message.thinking and role is not Role.ASSISTANT:
-        raise BadParameter(f"{where}.thinking", "...", "only the assistant's messages have thinking")
+        raise BadParameter(f"{where}.thinking", "...", "only assistant messages can have thinking")
     thinking: tuple[Part, ...] = (Thinking(message.thinking),) if message.thinking else ()
     return Message(role, (*thinking, *_parts(f"{where}.content", message.content)))
 
@@ -87,7 +87,7 @@ def _part(where: str, part: Any) -> Text:
     kind = part.get("type")
     if isinstance(kind, str) and kind in _MEDIA:
         _check_fields(where, part, _MEDIA_FIELDS)
-        raise UnsupportedContent(f"{where}: this model reads text alone and can't be given {_MEDIA[kind]}.")
+        raise UnsupportedContent(f"{where}: this model reads only text, not {_MEDIA[kind]}.")
     if kind != "text":
         raise BadParameter(f"{where}.type", kind, "must be text, image, audio or video")
     _check_fields(where, part, ("type", "text"))
@@ -127,7 +127,7 @@ def _is_spoken(request: TurnRequest) -> bool | None:
     if not request.tts.enabled and not request.use_tts_template:
         return None
     if request.generation.get("constraint") is not None:
-        raise BadParameter("generation.constraint", "...", "does not go with a reply that is spoken")
+        raise BadParameter("generation.constraint", "...", "can't be combined with a spoken reply")
     return True
 
 
@@ -178,7 +178,7 @@ def decode_recording(text: str) -> bytes:
         return b""
     samples, rate = _decode_file(data) if data.startswith(_FILE_MAGIC) else (_decode_raw(data), RAW_RATE)
     if not np.isfinite(samples).all():
-        raise _bad_recording("holds values that are no numbers")
+        raise _bad_recording("contains values that are not numbers")
     return resample(samples, rate, SAMPLE_RATE).tobytes()
 
 
@@ -194,14 +194,14 @@ def _decode_file(data: bytes) -> tuple[Samples, int]:
     try:
         import soundfile
     except ImportError:
-        raise VoiceMissing("A recording in a file", "soundfile") from None
+        raise VoiceMissing("Reading recordings from files", "soundfile") from None
     try:
         info = soundfile.info(io.BytesIO(data))
         _check_length(info.frames, info.samplerate)
         max_frames = MAX_SECONDS * info.samplerate
         channels, rate = soundfile.read(io.BytesIO(data), max_frames, dtype="float32", always_2d=True)
     except soundfile.SoundFileError:
-        raise _bad_recording("is no sound file that can be read") from None
+        raise _bad_recording("is not a readable audio file") from None
     return channels.mean(axis=1, dtype=np.float32), rate
 
 

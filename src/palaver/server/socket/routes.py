@@ -81,7 +81,7 @@ class SocketSession:
 
     async def _dispatch(self, text: str | None) -> None:
         if text is None:
-            raise NotJson("Messages are JSON text: bytes are not taken.")
+            raise NotJson("Messages must be JSON text, not bytes.")
         self._access_log.log_body(self._socket.state.request_id, text.encode("utf-8", "replace"))
         match await self._parse(text):
             case StopRequest():

@@ -108,7 +108,7 @@ def _parse_json(text: str, limits: ServerLimits) -> Any:
     try:
         body = text.encode()
     except UnicodeEncodeError:
-        raise NotJson("The message holds half of a character (a lone surrogate).") from None
+        raise NotJson("The message contains half of a character (a lone surrogate).") from None
     check_json(body, limits)
     try:
         return json.loads(text)

@@ -308,7 +308,7 @@ class TurnProducer:
             self._pace.stop_waiting()
             self._metrics.count_reply(reply_stream.usage, finished.finish.value if finished else "left")
         if finished is None:
-            raise EngineError("The engine ended the reply without a word.")
+            raise EngineError("The engine ended the reply without a result.")
         return finished
 
     def _feed(self, batch: ReplyBatch) -> None:

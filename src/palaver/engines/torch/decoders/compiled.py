@@ -13,7 +13,7 @@ from palaver.engines.torch.decoders.plain import DecoderLayer, Linear, PlainDeco
 def compile_decoder(parts: PlainDecoder, library: Library, max_threads: int) -> CompiledDecoder:
     """Raises UnsupportedModel for models that compiled steps can't compute."""
     if parts.embedding.device.type != "cpu" or not parts.embedding.is_contiguous():
-        raise UnsupportedModel("compiled steps are for float32 on the CPU")
+        raise UnsupportedModel("compiled steps need float32 on the CPU")
     weights = DecoderWeights(
         embedding=parts.embedding.numpy(),
         layers=(_layer(layer, parts.intermediate_size) for layer in parts.layers),

@@ -95,7 +95,7 @@ class LibraryDecoder:
         **_: Any,
     ) -> tuple[Tensor, None]:
         if isinstance(attention_mask, Tensor) or not getattr(module, "is_causal", True):
-            raise UnsupportedModel("it masks attention in a way of its own")
+            raise UnsupportedModel("it masks attention in its own way")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         rule = MaskRule() if attention_mask is None else attention_mask
         params = AttentionParams(scale, softcap, s_aux)

@@ -127,7 +127,7 @@ class RotaryEmbedding:
     def _fill(self, positions: Tensor) -> None:
         cos, sin = self._rotary(self._like, positions[None])
         if cos.shape[-1] != self._head_dim:
-            raise UnsupportedModel("it turns a part of each head only")
+            raise UnsupportedModel("its rotary embedding covers only a part of each head")
         self._cos, self._sin = cos[0], sin[0]
         if self._complex:
             half = self._head_dim // 2
