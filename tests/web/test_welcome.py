@@ -51,7 +51,7 @@ def check_stop(page: Page) -> None:
         ("Do a sum", check_sum),
         ("Make a table", check_table),
         ("Call a tool", check_tool),
-        ("Stop me in the middle of a thought", check_stop),
+        ("Stop me mid-thought", check_stop),
     ],
 )
 def test_every_example_works_with_the_embedded_model(
@@ -78,7 +78,7 @@ def test_the_first_screen_shows_the_way_to_a_real_model(page: Page, sprout: Serv
 def test_the_example_is_stopped_in_its_thought_and_goes_on(page: Page, endless: Served) -> None:
     page.goto(endless.url)
     expect(page.get_by_text("scripted is ready. Try one of these:")).to_be_visible()
-    page.get_by_role("button", name="Stop me in the middle of a thought").click()
+    page.get_by_role("button", name="Stop me mid-thought").click()
     reply = ended(page, "stopped")
     expect(reply).to_contain_text("Stopped while thinking")
     reply.get_by_role("button", name="Continue").click()

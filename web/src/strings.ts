@@ -44,7 +44,7 @@ export const strings = {
     sum: ['Do a sum', 'Watch the model think, digit by digit.', 'What is 4857 + 2968?'],
     table: ['Make a table', 'Replies are formatted as they arrive.', 'Make a table of the squares from 1 to 6.'],
     tool: ['Call a tool', 'The model asks for the weather; you play the weather service.', 'What’s the weather in Oslo?'],
-    stop: ['Stop me in the middle of a thought', 'Then press Continue: it carries on as if nothing had happened.', 'What is 786 × 94?'],
+    stop: ['Stop me mid-thought', 'Then press Continue: it carries on as if nothing had happened.', 'What is 786 × 94?'],
   } as Record<StarterName, [title: string, hint: string, prompt: string]>,
 
   header: {
