@@ -266,8 +266,7 @@ def test_the_file_says_how_it_is_run(sprout: Path) -> None:
     assert metadata.weights_type(header) == "F32"
     assert metadata.token_bytes(header, float32=True) == 2 * 8 * 4 * 32 * 4
     defaults = metadata.sampling_defaults(header)
-    assert defaults.top_k == 20
-    assert (round(defaults.temperature, 6), round(defaults.top_p, 6)) == (0.6, 0.95)
+    assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, 20, 0.95)
 
 
 def test_files_without_defaults_have_those_of_llama_cpp(tmp_path: Path) -> None:

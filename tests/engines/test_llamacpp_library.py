@@ -24,7 +24,7 @@ from palaver.engines.llamacpp.library import (
 )
 from palaver.errors import BrokenModel, EngineError
 from palaver.models.resolver import resolve_folder
-from tests.gguf_files import convert_qwen3, write_gguf
+from tests.gguf_files import convert_qwen3, qwen3_metadata, qwen3_tensors, write_gguf
 
 IDS = [7 + place * 13 % 4000 for place in range(60)]
 
@@ -62,13 +62,13 @@ def test_unknown_builds_are_refused() -> None:
 
 def test_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A field more or less moves the defaults after it."""
+    path = Path(str(load_library()._library._name))
 
     class Shifted(ctypes.Structure):
         _fields_ = LAYOUTS[10566].context_params._fields_[1:]
 
     layout = dataclasses.replace(LAYOUTS[10566], context_params=Shifted)
     monkeypatch.setitem(module.LAYOUTS, 10566, layout)
-    path = next(Path(str(load_library()._library._name)).parent.glob("*.so"))
     with pytest.raises(CantUseLlamaCpp, match="another layout"):
         module.Library(path, 10566)
 
@@ -153,3 +153,26 @@ def test_llama_cpp_refuses_a_file_without_weights(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "nothing.gguf", {"general.architecture": "qwen3"})
     with pytest.raises(BrokenModel, match=r"llama.cpp can't load nothing.gguf \(.+\)"):
         LoadedModel([path])
+
+
+def test_an_adapter_changes_the_logits_as_its_matrices_say(model: LoadedModel, tmp_path: Path) -> None:
+    rng, name = np.random.default_rng(2), "blk.3.attn_q.weight"
+    folder = resolve_folder("sprout")
+    tensors = qwen3_tensors(folder)
+    a, b = (rng.normal(0, 0.1, shape).astype(np.float32) for shape in ((4, 256), (256, 4)))
+    metadata = {"general.type": "adapter", "general.architecture": "qwen3"}
+    metadata |= {"adapter.type": "lora", "adapter.lora.alpha": 8.0}  # type: ignore[dict-item]
+    pair = {f"{name}.lora_a": ("f32", a), f"{name}.lora_b": ("f32", b)}
+    adapter = write_gguf(tmp_path / "adapter.gguf", metadata, pair)
+    tensors[name] = ("f32", tensors[name][1] + 8 / 4 * (b @ a))
+    merged = LoadedModel([write_gguf(tmp_path / "merged.gguf", qwen3_metadata(folder), tensors)])
+    settings = ContextSettings(256, 1, float32=True, flash_attention=False)
+    contexts = [Context(model, settings), Context(model, settings, adapter), Context(merged, settings)]
+    plain, adapted, expected = [context.decode([(0, 0, IDS)]) for context in contexts]
+    assert np.abs(adapted - expected).max() < 1e-3
+    assert np.abs(adapted - plain).max() > 0.1
+    with pytest.raises(BrokenModel, match="can't load the adapter merged"):
+        Context(model, settings, tmp_path / "merged.gguf")
+    for context in contexts:
+        context.close()
+    merged.close()

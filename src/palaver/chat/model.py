@@ -178,7 +178,8 @@ def _size(value: Any) -> int:
 
 AUTO, TORCH, LLAMACPP = "auto", "torch", "llamacpp"
 """The engines, as --engine names them."""
-_FILES = {TORCH: "a folder with config.json and safetensors", LLAMACPP: "a GGUF file"}
+ENGINE_FILES = {TORCH: "a folder with config.json and safetensors", LLAMACPP: "a GGUF file"}
+"""What each engine runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,7 @@ def pick_engine(model: ResolvedModel, wanted: str = AUTO) -> str:
     """llama.cpp for GGUF files, torch for the others. Raises BadParameter if another one is wanted."""
     fitting = TORCH if model.gguf is None else LLAMACPP
     if wanted not in (AUTO, fitting):
-        raise BadParameter("--engine", wanted, f"{_FILES[fitting]} is run by {fitting}")
+        raise BadParameter("--engine", wanted, f"{ENGINE_FILES[fitting]} is run by {fitting}")
     return fitting
 
 
@@ -229,7 +230,7 @@ def check_engine_options(model: ResolvedModel, loading: LoadOptions) -> None:
         ("--dtype", loading.dtype, TORCH),
     ):
         if value is not None and engine != only:
-            raise BadParameter(name, value, f"is for {_FILES[only]}")
+            raise BadParameter(name, value, f"is for {ENGINE_FILES[only]}")
 
 
 def load_model_format(model: ResolvedModel, loading: LoadOptions) -> tuple[FastTokenizer, Format]:

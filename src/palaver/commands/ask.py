@@ -72,7 +72,7 @@ def ask(
             device,
             exact=exact,
             compiled=compiled,
-            engine=engine,
+            engine=engine.value,
             gpu_layers=gpu_layers,
             adapter=adapter,
         )
@@ -97,7 +97,7 @@ async def _load_model(name: str | None, options: LoadOptions) -> AsyncIterator[M
     tokenizer, format = load_model_format(resolved, options)
     for note in resolved.notes:
         print(note, file=sys.stderr)
-    engine = await _load_engine(resolved, tokenizer, options)
+    engine = await load_engine(resolved, tokenizer, options)
     if engine.info.hint:
         print(engine.info.hint, file=sys.stderr)
     try:
@@ -106,15 +106,15 @@ async def _load_model(name: str | None, options: LoadOptions) -> AsyncIterator[M
         await engine.close()
 
 
-async def _load_engine(model: ResolvedModel, tokenizer: FastTokenizer, options: LoadOptions) -> Engine:
+async def load_engine(model: ResolvedModel, tokenizer: FastTokenizer, options: LoadOptions) -> Engine:
     """In this process, since an engine host would only slow down a single question; llama.cpp always in a host."""
     from palaver.chat.model import check_engine_options
     from palaver.engines.core.options import EngineOptions
-    from palaver.engines.loader import load_engine
+    from palaver.engines.loader import load_engine as load_here
 
     check_engine_options(model, options)
     if model.gguf is None:
-        return load_engine(
+        return load_here(
             model.folder,
             vocabulary=tokenizer.vocabulary,
             device=options.device,

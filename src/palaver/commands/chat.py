@@ -118,7 +118,7 @@ def chat(
             compiled=compiled,
             cache_bytes=cache_bytes,
             max_running=max_running,
-            engine=engine,
+            engine=engine.value,
             gpu_layers=gpu_layers,
             adapter=adapter,
         )

@@ -42,10 +42,14 @@ def _load_facts(what: str) -> Facts:
     from palaver.commands.format_trials.cases import STRINGS
     from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer, control_strings
     from palaver.formats.learn.learner import learn
-    from palaver.formats.loader import load_format
+    from palaver.formats.loader import load_format, load_gguf_format
     from palaver.formats.template import Template
-    from palaver.models.resolver import resolve_folder
+    from palaver.gguf import read_gguf
+    from palaver.models.resolver import find_gguf, resolve_folder
 
+    file = find_gguf(what)
+    if file is not None:
+        return load_gguf_format(read_gguf(file)).facts
     path = Path(what)
     if not path.is_file():
         return load_format(resolve_folder(what, weights=False)).facts

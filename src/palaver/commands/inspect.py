@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,11 +11,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from palaver.commands import strings
-from palaver.commands.options import CompileOption, ExactOption, report_errors
+from palaver.commands.options import (
+    CompileOption,
+    EngineName,
+    EngineOption,
+    ExactOption,
+    GpuLayersOption,
+    report_errors,
+)
 
 if TYPE_CHECKING:
+    from palaver.chat.model import LoadOptions
     from palaver.engines.base import EngineInfo
+    from palaver.formats.base import Format
+    from palaver.formats.tokenizer import FastTokenizer
+    from palaver.models.resolver import ResolvedModel
     from palaver.sampling import Sampling
+
+
+SECONDS = 1.0
+"""How long the speed is measured."""
+PROMPT_TOKENS = 16
 
 
 def inspect(
@@ -23,26 +40,87 @@ def inspect(
     dtype: Annotated[str | None, typer.Option("--dtype", help=strings.DTYPE)] = None,
     exact: ExactOption = False,
     compiled: CompileOption = None,
+    engine: EngineOption = EngineName.AUTO,
+    gpu_layers: GpuLayersOption = None,
 ) -> None:
-    """Say what a model is: whether it fits, its context, its defaults, how it talks, what is reused."""
-    from palaver.commands.format_trials.report import describe_facts, describe_variables
-    from palaver.engines.core.options import EngineOptions
-    from palaver.engines.loader import describe_fit, load_engine
-    from palaver.formats.loader import load_format
-    from palaver.formats.tokenizer import load_tokenizer
-    from palaver.models.resolver import DEFAULT_MODEL, resolve_folder
+    """Say what a model is: which engine runs it and how fast, whether it fits, its defaults, how it talks."""
+    from palaver.chat.model import LoadOptions, check_engine_options, load_model_format
+    from palaver.models.resolver import DEFAULT_MODEL, resolve_model
 
     with report_errors():
-        folder = resolve_folder(model or DEFAULT_MODEL)
-        print(describe_fit(folder, device=device, dtype=dtype, compiled=compiled))
-        tokenizer = load_tokenizer(folder)
-        options = EngineOptions(exact=exact, compiled=compiled)
-        engine = load_engine(folder, vocabulary=tokenizer.vocabulary, device=device, dtype=dtype, options=options)
-        info = engine.info
-        asyncio.run(engine.close())
-        facts = load_format(folder, tokenizer).facts
-        for name, value in (*_describe_engine(info), *describe_facts(facts), *describe_variables(facts)):
+        resolved = resolve_model(model or DEFAULT_MODEL)
+        options = LoadOptions(
+            device=device,
+            dtype=dtype,
+            exact=exact,
+            compiled=compiled,
+            max_running=1,
+            engine=engine.value,
+            gpu_layers=gpu_layers,
+        )
+        check_engine_options(resolved, options)
+        print(_describe_fit(resolved, options))
+        tokenizer, format = load_model_format(resolved, options)
+        info, speed = asyncio.run(_measure(resolved, tokenizer, options))
+        for name, value in (*_describe_choice(resolved), *_describe_engine(info), *_describe_speed(speed)):
             print(f"{name}: {value}")
+        for name, value in _describe_format(format):
+            print(f"{name}: {value}")
+
+
+def _describe_fit(model: ResolvedModel, options: LoadOptions) -> str:
+    if model.gguf is not None:
+        from palaver.engines.llamacpp.engine import fit
+        from palaver.gguf import read_gguf
+
+        return str(fit(read_gguf(model.gguf)))
+    from palaver.engines.loader import describe_fit
+
+    return describe_fit(model.folder, device=options.device, dtype=options.dtype, compiled=options.compiled)
+
+
+def _describe_choice(model: ResolvedModel) -> Iterator[tuple[str, str]]:
+    from palaver.chat.model import ENGINE_FILES, pick_engine
+
+    engine = pick_engine(model)
+    yield strings.INSPECT_ENGINE, strings.INSPECT_BECAUSE.format(engine=engine, files=ENGINE_FILES[engine])
+
+
+def _describe_speed(speed: float) -> Iterator[tuple[str, str]]:
+    if speed:
+        yield strings.INSPECT_SPEED, strings.INSPECT_TOKENS_PER_SECOND.format(count=f"{speed:,.0f}")
+
+
+def _describe_format(format: Format) -> Iterator[tuple[str, str]]:
+    from palaver.commands.format_trials.report import describe_facts, describe_variables
+    from palaver.formats.format import TemplateFormat
+
+    assert isinstance(format, TemplateFormat)
+    yield from describe_facts(format.facts)
+    yield from describe_variables(format.facts)
+
+
+async def _measure(model: ResolvedModel, tokenizer: FastTokenizer, options: LoadOptions) -> tuple[EngineInfo, float]:
+    """What the engine says of itself, and the tokens that one reply gets in a second; 0 if it gets none."""
+    from palaver.commands.ask import load_engine
+    from palaver.generation import Prompt, Step
+    from palaver.sampling import Sampling
+
+    engine = await load_engine(model, tokenizer, options)
+    times: list[float] = []
+    try:
+        length = min(PROMPT_TOKENS, engine.info.context_length - 1)
+        ids = tuple(token % engine.info.vocabulary_size for token in range(length))
+        greedy = Sampling(temperature=0, banned_ids=tuple(sorted(engine.info.end_ids)))
+        async with engine.generate(Prompt(ids), greedy) as outputs:
+            async for output in outputs:
+                if isinstance(output, Step):
+                    times.append(time.monotonic())
+                    if times[-1] - times[0] >= SECONDS:
+                        break
+        return engine.info, (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+    finally:
+        await engine.close()
 
 
 def _describe_engine(info: EngineInfo) -> Iterator[tuple[str, str]]:

@@ -64,17 +64,21 @@ def _recorded_options(recorded: Fingerprints, options: LoadOptions) -> LoadOptio
     """Load options as recorded with the reply; explicit flags take precedence."""
     from dataclasses import replace
 
-    from palaver.engines.base import BATCHED, COMPILED_RUNNER, Fingerprint
+    from palaver.engines.base import BATCHED, COMPILED_RUNNER, LLAMACPP_RUNNER, Fingerprint
 
     original = Fingerprint.parse(recorded[0][1]) if recorded else None
     if original is None:
         return options
     compiled = original.runner == COMPILED_RUNNER
+    exact = options.exact or (original.exactness != BATCHED and not compiled)
+    device = options.device or ("cpu" if original.device == "cpu" else None)
+    if original.runner == LLAMACPP_RUNNER:
+        return replace(options, device=device, exact=exact)
     return replace(
         options,
-        device=options.device or ("cpu" if original.device == "cpu" else None),
+        device=device,
         dtype=options.dtype or (original.dtype if original.device == "cpu" else None),
-        exact=options.exact or (original.exactness != BATCHED and not compiled),
+        exact=exact,
         compiled=options.compiled if options.compiled is not None or compiled else False,
     )
 

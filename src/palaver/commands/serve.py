@@ -120,7 +120,7 @@ def serve(
             compiled=compiled,
             cache_bytes=cache_bytes,
             max_running=max_running,
-            engine=engine,
+            engine=engine.value,
             gpu_layers=gpu_layers,
             adapter=adapter,
         )

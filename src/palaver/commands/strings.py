@@ -139,6 +139,10 @@ KEY_RIGHTS_ADMIN, KEY_RIGHTS_USER = "admin", "user"
 # --- palaver inspect ---
 
 INSPECT_MODEL = "model"
+INSPECT_ENGINE = "engine"
+INSPECT_BECAUSE = "{engine}, because the model is {files}"
+INSPECT_SPEED = "speed"
+INSPECT_TOKENS_PER_SECOND = "{count} tokens a second in one reply, measured now"
 INSPECT_DEVICE = "runs on"
 INSPECT_CONTEXT = "context"
 INSPECT_VOCABULARY = "vocabulary"

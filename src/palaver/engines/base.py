@@ -20,6 +20,7 @@ BATCHED = "batched"
 EXACTNESS_LABELS = {BY_TEXT: "exact", BY_CACHE: "exact-with-cache", BY_BATCH: BATCHED}
 """The same as one word, as fingerprints say it."""
 COMPILED_RUNNER = "compiled"
+LLAMACPP_RUNNER = "llama.cpp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class Fingerprint:
     """Identifies the code that computes replies. Its text: compiled/1f0c…/cpu/float32/exact/sampler-2."""
 
     runner: str
-    """Which code runs the model: compiled, fused or library."""
+    """Which code runs the model: compiled, fused, library or llama.cpp."""
     build: str
     """The build of that code: a hash, or the library's version and what it uses of the processor."""
     device: str

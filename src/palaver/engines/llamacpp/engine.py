@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT, EXACTNESS_LABELS, EngineInfo, Fingerprint
+from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT, EXACTNESS_LABELS, LLAMACPP_RUNNER, EngineInfo, Fingerprint
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.fit import Fit, host_cache_bytes
 from palaver.engines.core.options import EngineOptions
@@ -24,7 +24,6 @@ from palaver.gguf import GGUFHeader, read_gguf
 from palaver.memory import available_bytes
 from palaver.phases import Vocabulary
 
-RUNNER = "llama.cpp"
 DEFAULT_RUNNING = 8
 """Sequences that run at once. Each has its part of the cache."""
 SLOT_SHARE = 0.75
@@ -74,7 +73,7 @@ def load(
         device="cpu" if gpu_layers == 0 else _gpu_name(library) or "cpu",
         dtype=metadata.weights_type(header),
         reuse=runner.reuse,
-        steps=f"{RUNNER} b{library.build}",
+        steps=f"{LLAMACPP_RUNNER} b{library.build}",
         exactness=exactness,
     )
     info = replace(info, fingerprint=str(_fingerprint(info, library)))
@@ -195,7 +194,7 @@ def _fingerprint(info: EngineInfo, library: Library) -> Fingerprint:
     used = [name for name in _ISA if f"{name} = 1" in library.system_info]
     build = "-".join((f"b{library.build}", *used[-1:]))
     exactness, sampler = EXACTNESS_LABELS[info.exactness], f"sampler-{SAMPLER_VERSION}"
-    return Fingerprint(RUNNER, build, info.device, info.dtype, exactness, sampler)
+    return Fingerprint(LLAMACPP_RUNNER, build, info.device, info.dtype, exactness, sampler)
 
 
 def _limits(header: GGUFHeader, plan: CachePlan, options: EngineOptions) -> SchedulerLimits:

@@ -52,7 +52,7 @@ def sampling_defaults(header: GGUFHeader) -> Sampling:
 
 def _valid(name: str, value: float | None) -> Any:
     try:
-        return None if value is None else NUMBERS[name].check(value)
+        return None if value is None else NUMBERS[name].check(float(str(np.float32(value))))  # 0.6, not 0.60000002
     except BadParameter:
         return None
 
