@@ -71,12 +71,12 @@ def test_show_tells_what_the_template_may_be_told() -> None:
     done = RUNNER.invoke(formats, ["show", str(FOLDER / "fjord.jinja")])
     assert done.exit_code == 0
     for words in (
-        "strength (effort): text ('low', 'medium', 'high'); changes what stands before the conversation; "
-        "left out it is as 'medium'",
+        "strength (effort): text ('low', 'medium', 'high'); changes the text before the conversation; "
+        "the default is 'medium'",
         "think (thinking): boolean",
         "switches.strength: strength (effort) changes",
         "(inferred)",
-        "no_tools: takes for no tools",
+        "no_tools: no tools are passed as",
     ):
         assert words in done.output
     done = RUNNER.invoke(formats, ["show", "--json", str(FOLDER / "cobalt.jinja")])
@@ -87,8 +87,8 @@ def test_show_tells_what_the_template_may_be_told() -> None:
 def test_show_says_what_could_not_be_learned(templates: Path) -> None:
     done = RUNNER.invoke(formats, ["show", str(templates / "no thinking.jinja")])
     assert done.exit_code == 0
-    assert "No thinking is split off" in done.output
-    assert "Tool calls can't be read" in done.output
+    assert "its thoughts are part of the answer" in done.output
+    assert "calls are shown as text" in done.output
 
 
 def test_show_as_json(templates: Path) -> None:

@@ -93,7 +93,8 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
     "reed": {"think_budget": {"kind": "budget", "type": "integer", "off": 0, "on": None}},
     "slate": {
         "persona": {"kind": "other", "type": "text"},
-        "tool_style": {"kind": "tools", "values": ("yaml", "json"), "default": "json", "changes": "how tools are told"},
+        "tool_style": {"kind": "tools", "values": ("yaml", "json"), "default": "json",
+                       "changes": "how tools are listed"},
     },
     "tarn": {
         "effort_level": {"kind": "effort", "values": ("minimal", "low", "medium", "high", "max"), "default": "high"},

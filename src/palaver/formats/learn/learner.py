@@ -21,7 +21,14 @@ from palaver.formats.template import Template
 from palaver.formats.tool_calls import syntaxes
 from palaver.formats.tool_calls.instructions import CONVENTION as CONVENTION_OF_CALLS
 from palaver.formats.tool_calls.instructions import learn_from_instructions
-from palaver.formats.tool_calls.samples import LISTED_ARGUMENTS, NAME, CallSamples, sample_calls, sample_tools
+from palaver.formats.tool_calls.samples import (
+    ARGUMENTS,
+    LISTED_ARGUMENTS,
+    NAME,
+    CallSamples,
+    sample_calls,
+    sample_tools,
+)
 
 CONVENTION = ThinkingFacts("<think>\n", "\n</think>\n\n", by_convention=True)
 """The markers of thinking that most models use."""
@@ -105,20 +112,20 @@ class Learner:
             if written and not written.startswith(header) and common_start(header, written).strip():
                 header = common_start(header, written)
         if header:
-            self._note("header", "what opens the assistant's turn", header)
+            self._note("header", "the text that opens the assistant's turn", header)
         return header
 
     def _turn_ends(self, header: str) -> tuple[str, ...]:
         """The marker after an answer ends the turn, and so does the tokenizer's end-of-sequence token."""
         ends = [self._strings["eos_token"]] if self._strings.get("eos_token") else []
         if ends:
-            self._note("turn_ends", "the tokenizer names its end", ends[0], Confidence.CONVENTION)
+            self._note("turn_ends", "the end-of-sequence token of the tokenizer", ends[0], Confidence.CONVENTION)
         turn = header.strip() or "\0"
         for written in (self._prober.reply({"content": ANSWER}), self._prober.earlier_reply()):
             if written and ANSWER in written:
                 after = written.split(ANSWER, 1)[1]
                 if after.strip():
-                    self._note("turn_ends", "what follows an answer", after[:200])
+                    self._note("turn_ends", "the text after an answer", after[:200])
                 before = written.split(ANSWER, 1)[0]
                 before = before.rpartition(turn)[2] if turn in before else _without_prefix(before, header)
                 found = [part for part in split_marker(after, self._control) if self._is_control(part)]
@@ -163,14 +170,14 @@ class Learner:
         if opening == self._answer_frame[0] or not opened or closed is None or not are_sides(opened[-1], closed[0]):
             return "", ""
         for about in ("called_text_opening", "called_text_closing"):
-            self._note(about, "what stands beside an answer that calls follow", written or "")
+            self._note(about, "the text around an answer with calls after it", written or "")
         return opening, closed[0]
 
     def _note_answer(self) -> None:
         for about, text in zip(("answer_opening", "answer_closing"), self._answer_frame, strict=True):
             if text:
                 written = self._prober.reply({"content": ANSWER})
-                self._note(about, "what stands beside an answer", written or "")
+                self._note(about, "the text around an answer", written or "")
 
     def _declared_strings(self, *names: str) -> tuple[str, ...]:
         """The strings that the template assigns to one of these names at its top level."""
@@ -181,7 +188,7 @@ class Learner:
                 except nodes.Impossible:
                     continue
                 found = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
-                self._note("stop_strings", "the template declares what stops an answer", repr(found))
+                self._note("stop_strings", "the template declares stop strings", repr(found))
                 return tuple(text for text in found if isinstance(text, str) and text)
         return ()
 
@@ -198,16 +205,18 @@ class Learner:
 
     def _no_tools(self) -> str:
         how = self._prober.no_tools
-        meanings = {"null": "none at all", "empty": "an empty list", "absent": "the name left out"}
+        meanings = {"null": "none", "empty": "an empty list", "absent": "an undefined variable"}
         self._note(
-            "no_tools", f"takes for no tools {meanings[how]}", self._prober.render([user_message()], True) or "refused"
+            "no_tools",
+            f"no tools are passed as {meanings[how]}",
+            self._prober.render([user_message()], True) or "refused",
         )
         return how
 
     def _asks_for(self) -> tuple[str, ...]:
         names = tuple(self._prober.variables())
         if names:
-            self._note("asks_for", "names that the syntax tree leaves open", ", ".join(names))
+            self._note("asks_for", "variables that the template reads and does not set", ", ".join(names))
         return names
 
     # -- tool calls ----------------------------------------------------------------------------------------------
@@ -234,7 +243,7 @@ class Learner:
             listed = self._prober.call_reply(1, as_text, LISTED_ARGUMENTS)
             self._called_text = self._learn_called_text(header, thinking, as_text)
             if as_text:
-                self._note("arguments_as_text", "arguments are shown only where they come as text", one)
+                self._note("arguments_as_text", "arguments are rendered only if they are JSON text", one)
             trim = [self._body(text, header, thinking) if text else None for text in (one, two, none)]
             samples = CallSamples(trim[0] or "", trim[1], trim[2], ends, listed)
             return as_text, self._without_call_header(samples, header, thinking)
@@ -266,7 +275,7 @@ class Learner:
     def _space_before_calls(self, syntax: syntaxes.CallSyntax | None, as_text: bool) -> str:
         space = self._space(syntax, {"content": ANSWER}, ANSWER, as_text)
         if space:
-            self._note("space_before_calls", "what stands between an answer and a call", f"{ANSWER}{space}")
+            self._note("space_before_calls", "the text between an answer and a call", f"{ANSWER}{space}")
         return space or ""
 
     def _space(
@@ -301,12 +310,12 @@ class Learner:
         for message in (given, {"content": ""}):
             space = self._space(syntax, message, mark, as_text, **self._thinking_variables)
             if space is not None:
-                self._note("space_after_thought", "what stands between a thought and a call", f"{mark}{space}")
+                self._note("space_after_thought", "the text between a thought and a call", f"{mark}{space}")
                 return space
         space = _trailing_space(thinking.closing)
         if space:
             seen = f"{thinking.closing}{ANSWER}"
-            self._note("space_after_thought", "it is as before an answer", seen, Confidence.INFERRED)
+            self._note("space_after_thought", "the same as before an answer", seen, Confidence.INFERRED)
         return space
 
     def _calls_in_thought(
@@ -324,7 +333,7 @@ class Learner:
             self._note("calls_in_thought", "a call follows a thought that is not closed", written)
             return True
         if looks_special(first):
-            self._note("calls_in_thought", "the marker of calls can't be text", first, Confidence.INFERRED)
+            self._note("calls_in_thought", "the marker of calls is no ordinary text", first, Confidence.INFERRED)
             return True
         return False
 
@@ -335,8 +344,9 @@ class Learner:
         for part in split_marker(tail):
             if part in ends:
                 return ()
-            if CONTROL_LIKE.fullmatch(part) and part not in syntax_text:
-                self._note("turn_ends", "what follows calls", tail)
+            named = any(name in part for name in (NAME, *ARGUMENTS))
+            if CONTROL_LIKE.fullmatch(part) and part not in syntax_text and not named:
+                self._note("turn_ends", "the text after calls", tail)
                 return (part,)
         return ()
 
@@ -351,8 +361,8 @@ class Learner:
             return syntax
         if self._prober.call_reply(1, False) is None and self._prober.call_reply(1, True) is None:
             return None  # it refuses calls
-        seen = "tools are told, calls are neither described nor rendered"
-        self._note("calls", "models that are told tools and nothing else", seen, Confidence.CONVENTION)
+        seen = "the prompt lists the tools, and calls are neither described nor rendered"
+        self._note("calls", "the usual syntax of models without instructions", seen, Confidence.CONVENTION)
         return CONVENTION_OF_CALLS
 
 

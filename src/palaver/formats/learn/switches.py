@@ -257,7 +257,7 @@ class VariableTrial:
         """A description of what the variable changes."""
         changed = self.changed
         out = list(self._describe_plain())
-        for name, phrase in (("tools", "how tools are told"), ("pictures", "pictures"), ("documents", "documents")):
+        for name, phrase in (("tools", "how tools are listed"), ("pictures", "pictures"), ("documents", "documents")):
             if name in changed and "plain" not in changed:
                 out.append(phrase)
         if "earlier turns" in changed and "plain" not in changed:
@@ -268,12 +268,12 @@ class VariableTrial:
             out.append("turns with tools")
         if "last turn" in changed and not out:
             out.append("how the last turn is written")
-        return ", ".join(out) or "nothing that a probe shows"
+        return ", ".join(out) or "nothing in the probes"
 
     def _describe_plain(self) -> Iterator[str]:
         """Descriptions of changes before and after the question."""
         effects = [self.unset, *(effect for _, effect in self._effects.values())]
-        for part, phrase in ((0, "what stands before the conversation"), (2, "how the reply opens")):
+        for part, phrase in ((0, "the text before the conversation"), (2, "how the reply opens")):
             for place, name in enumerate(self._stage.scenes):
                 texts = {text.partition(QUESTION)[part] for e in effects if (text := e.texts[place]) is not None}
                 if name in ("plain", "system") and len(texts) > 1:
@@ -362,7 +362,7 @@ class _SwitchBuilder:
             switch = self._switch(SwitchKind.OTHER)
         fact = f"{switch.name} ({switch.kind}) changes {switch.changes}"
         if switch.default is not None:
-            fact += f"; left out it is as {switch.default!r}"
+            fact += f"; the default is {switch.default!r}"
         if context := self._trial.context:
             fact += f"; seen with {', '.join(f'{name} = {value!r}' for name, value in context.items())}"
         self._note(fact, seen or self._trial.excerpt(), confidence)

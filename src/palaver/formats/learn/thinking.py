@@ -47,16 +47,16 @@ class ThinkingLearner:
             before, rest = written.split(THOUGHT, 1)
             closing = rest.split(after, 1)[0]
             if closing.strip() and (first_line := self._first_line(before)):
-                self._note("reasoning_field", f"thinking is given as {field}", written)
+                self._note("reasoning_field", f"thinking is read from the field {field}", written)
                 self._note("thinking", "the generation prompt writes its first line", first_line)
                 return field, ThinkingFacts(first_line, closing, first_line=True)
             opening = self._without_header(before) if closing.strip() else ""
-            self._note("reasoning_field", f"thinking is given as {field}", written)
+            self._note("reasoning_field", f"thinking is read from the field {field}", written)
             if closing.strip() and not opening.strip():
                 opening = self._opener_for(closing, before)
             if not opening:
                 return field, None
-            self._note("thinking", "what stands around a thought", f"{opening}{THOUGHT}{closing}")
+            self._note("thinking", "the text around a thought", f"{opening}{THOUGHT}{closing}")
             return field, ThinkingFacts(opening, closing)
         return None, None
 

@@ -10,7 +10,7 @@ from palaver.formats.tool_calls import json_calls, python_calls
 from palaver.formats.tool_calls.syntaxes import CallSyntax
 
 CONVENTION = python_calls.Syntax("<|tool_call_start|>", "<|tool_call_end|>")
-"""The calls of models that are told their tools and nothing else. These markers can't be meant as text."""
+"""The calls of models whose prompt lists the tools without a word on calls. These markers can't be meant as text."""
 _CALL_TAG = re.compile(r"(?i)tool_?calls?|function_?calls?")
 
 
