@@ -87,7 +87,7 @@ def test_the_template(tmp_path: Path, text: str, expected: dict[str, str]) -> No
             "base_model: owner/name\nchat_template: jinja\nchat_template_jinja: missing.jinja",
             "no chat template missing",
         ),
-        ("- a\n- b", "holds no settings"),
+        ("- a\n- b", "is no mapping of settings"),
         ("a: [", "can't be read as YAML"),
     ],
 )

@@ -391,7 +391,7 @@ class _CallRegion:
 
     def _ignored_notice(self) -> list[ReadEvent]:
         text = self._registry.pop_ignored()
-        notice = Notice(f"What the model wrote beside its tool calls is no part of them: {text}")
+        notice = Notice(f"The model wrote text beside its tool calls: {text}")
         return [notice] if text and self.recognised else []
 
     def truncate(self) -> list[ReadEvent]:
@@ -423,7 +423,7 @@ class _StrayText:
             return []
         data, self._data = b"".join(self._data), []
         text = visible_text(data.decode("utf-8", "replace"))
-        return [Notice(f"The model wrote what is meant for nobody here: {text}")] if text else []
+        return [Notice(f"The model wrote to an unknown recipient: {text}")] if text else []
 
 
 class _Block:

@@ -168,7 +168,7 @@ class SwitchResolver:
         for name, value in options.variables.items():
             self._check(name, value)
             if name in resolved and resolved[name] != value:
-                raise BadParameter(name, value, f"contradicts what was asked for, which is {resolved[name]!r}")
+                raise BadParameter(name, value, f"contradicts the other options, which set it to {resolved[name]!r}")
         return resolved
 
     def _check(self, name: str, value: Any) -> None:
@@ -176,7 +176,7 @@ class SwitchResolver:
             self._switches[name].check(value)
         elif name not in self._variables:
             has = list_values(self._switches) or "none"
-            raise BadParameter(name, value, f"this model's chat template asks for no such variable; it has {has}")
+            raise BadParameter(name, value, f"this model's chat template has no such variable; it has {has}")
 
     def _thinking(self, thinking: bool, resolved: Mapping[str, Any]) -> dict[str, Any]:
         """`resolved` are the variables for effort and budget, which may switch thinking already."""
@@ -194,7 +194,9 @@ class SwitchResolver:
             return {}
         switch = switch_of_kind(self._switches.values(), SwitchKind.EFFORT)
         if switch is None:
-            raise BadParameter("effort", options.effort, f"this model's chat template knows no effort{self._hint()}")
+            raise BadParameter(
+                "effort", options.effort, f"this model's chat template has no levels of effort{self._hint()}"
+            )
         value = match_effort(options.effort, [value for value in switch.values if value != switch.off])
         if value is None and switch.type == "integer" and switch.others and options.effort.isdecimal():
             value = int(options.effort)
@@ -208,7 +210,9 @@ class SwitchResolver:
             return {}
         switch = switch_of_kind(self._switches.values(), SwitchKind.BUDGET)
         if switch is None:
-            raise BadParameter("budget", options.budget, f"this model's chat template knows no budget{self._hint()}")
+            raise BadParameter(
+                "budget", options.budget, f"this model's chat template has no thinking budget{self._hint()}"
+            )
         switch.check(options.budget)
         return {switch.name: options.budget}
 

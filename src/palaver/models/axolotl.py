@@ -72,7 +72,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BrokenModel(f"{path} can't be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict):
-        raise BrokenModel(f"{path} holds no settings.")
+        raise BrokenModel(f"{path} is no mapping of settings.")
     return value
 
 

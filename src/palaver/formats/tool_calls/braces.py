@@ -125,7 +125,7 @@ class _ToolGrammar(ToolGrammar):
         if schema is True or schema == {}:
             return self._reference("", {"type": list(_KINDS)})
         if not isinstance(schema, Mapping):
-            raise unsupported_schema(self._tool, "there is a value that can't be")
+            raise unsupported_schema(self._tool, "a schema is neither an object nor true")
         if "$ref" in schema:
             return self._reference(schema["$ref"], None)
         options = schema.get("anyOf", schema.get("oneOf"))
@@ -149,7 +149,7 @@ class _ToolGrammar(ToolGrammar):
         for keyword, kind in (("properties", "object"), ("items", "array"), ("pattern", "string")):
             if keyword in schema:
                 return kind
-        raise unsupported_schema(self._tool, f"the type of a value is missing beside {', '.join(schema)}")
+        raise unsupported_schema(self._tool, f"a value has no type beside {', '.join(schema)}")
 
     def _typed_value(self, kind: str, schema: Mapping[str, Any]) -> str:
         match kind:
@@ -176,7 +176,7 @@ class _ToolGrammar(ToolGrammar):
         if isinstance(value, str):
             return lark.literal(f"{self._quote}{value}{self._quote}")
         if isinstance(value, Mapping | list):
-            raise unsupported_schema(self._tool, "only plain values can be listed")
+            raise unsupported_schema(self._tool, "a list of values may have texts, numbers, booleans and null only")
         return lark.literal(json.dumps(value))
 
     def _array(self, schema: Mapping[str, Any]) -> str:

@@ -48,7 +48,7 @@ class CallRegistry:
         return self.resolve(name, found)
 
     def resolve(self, name: str, schema: Any) -> Mapping[str, Any]:
-        """Follows the references of a schema inside the tool's own. Empty if one leads nowhere."""
+        """Follows the references of a schema inside the tool's own. Empty if one has no target."""
         tool = next((tool for tool in self.tools if tool.name == name), None)
         for _ in range(_MAX_REFERENCES):
             if not isinstance(schema, Mapping) or "$ref" not in schema:

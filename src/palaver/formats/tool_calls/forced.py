@@ -28,7 +28,7 @@ def forced_call_grammar(
     BadParameter if the format can't express a call.
     """
     if facts.calls is None:
-        raise BadParameter("tool_choice", "required", "this model's chat template knows no tool calls")
+        raise BadParameter("tool_choice", "required", "this model's chat template has no tool calls")
     opener = facts.thinking.opener if facts.thinking is not None and thinks else ""
     headers = find_headers(facts)
     if headers is None:
@@ -81,6 +81,6 @@ def _grammar(control: Mapping[str, int], write: Callable[[LarkBuilder], str]) ->
     lark = LarkBuilder(control)
     text = lark.build(write(lark))
     if len(text) > MAX_CONSTRAINT:
-        why = f"their schemas make a grammar of {len(text)} characters, and at most {MAX_CONSTRAINT} can be held"
+        why = f"their schemas make a grammar of {len(text)} characters, and the limit is {MAX_CONSTRAINT}"
         raise BadParameter("tools", "...", f"{why}: name the function, or offer fewer")
     return MarkerConstraint(Grammar.LARK, text, tuple(sorted(lark.ids)), "tools")

@@ -45,18 +45,18 @@ class ObjectMembers:
 
 
 def unsupported_schema(tool: Tool, why: str) -> BadParameter:
-    return BadParameter("tools", tool.name, f"a call of it can't be forced with this model: {why}")
+    return BadParameter("tools", tool.name, f"this model can't be forced to call it: {why}")
 
 
 def check_tool_name(tool: Tool) -> str:
     if not TOOL_NAME.fullmatch(tool.name):
-        raise unsupported_schema(tool, "its name has letters that a call can't hold")
+        raise unsupported_schema(tool, "its name has characters that a call can't have")
     return tool.name
 
 
 def check_argument_name(tool: Tool, key: str, allowed: re.Pattern[str] = ARGUMENT_NAME) -> str:
     if not allowed.fullmatch(key):
-        raise unsupported_schema(tool, f"{key!r} can't be the name of an argument in the way it writes them")
+        raise unsupported_schema(tool, f"{key!r} can't be the name of an argument in its syntax of calls")
     return key
 
 
@@ -79,7 +79,7 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     """The schema of the arguments object."""
     schema = dict(tool.parameters)
     if schema.get("type", "object") != "object":
-        raise unsupported_schema(tool, "its arguments are no object")
+        raise unsupported_schema(tool, "its arguments must be an object")
     return {**schema, "type": "object"}
 
 
@@ -101,7 +101,7 @@ def resolve_schema(tool: Tool, schema: Any, root: Mapping[str, Any]) -> Any:
     while isinstance(schema, Mapping) and "$ref" in schema:
         place = schema["$ref"]
         if place in seen or not isinstance(place, str) or not place.startswith("#/"):
-            raise unsupported_schema(tool, f"the reference {place!r} leads nowhere")
+            raise unsupported_schema(tool, f"the reference {place!r} has no target")
         seen.add(place)
         schema = resolve_pointer(tool, root, place)
     return schema
@@ -112,16 +112,16 @@ def resolve_pointer(tool: Tool, root: Mapping[str, Any], place: str) -> Any:
     for step in place.removeprefix("#/").split("/"):
         at = at.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(at, Mapping) else None
     if at is None:
-        raise unsupported_schema(tool, f"the reference {place!r} leads nowhere")
+        raise unsupported_schema(tool, f"the reference {place!r} has no target")
     return at
 
 
 def check_schema(tool: Tool, schema: Any, supported: frozenset[str]) -> None:
     if not isinstance(schema, Mapping):
-        raise unsupported_schema(tool, "there is a value that can't be")
+        raise unsupported_schema(tool, "a schema is neither an object nor true")
     for keyword in schema:
         if keyword not in supported and keyword not in ANNOTATIONS:
-            raise unsupported_schema(tool, f"{keyword!r} can't be held in the way it writes arguments")
+            raise unsupported_schema(tool, f"{keyword!r} is not supported in its syntax of calls")
 
 
 def is_string(schema: Mapping[str, Any]) -> bool:
