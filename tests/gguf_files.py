@@ -13,14 +13,14 @@ import numpy as np
 ALIGNMENT = 32
 Array = np.ndarray[Any, np.dtype[Any]]
 CONTROL, USER_DEFINED, NORMAL, UNUSED, BYTE = 3, 4, 1, 5, 6
-FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7}
-_TENSOR_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}
+FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7}
+_TENSOR_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
 
 
 def write_gguf(
     path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, Array]] | None = None, version: int = 3
 ) -> Path:
-    """`tensors`: the type ("f32", "f16", "q8_0") and the float values of each."""
+    """`tensors`: the type ("f32", "f16", "q8_0", "q4_0") and the float values of each."""
     tensors = tensors or {}
     encoded = {name: _encode_tensor(kind, values) for name, (kind, values) in tensors.items()}
     head = [b"GGUF", struct.pack("<IQQ", version, len(tensors), len(metadata))]
@@ -78,18 +78,26 @@ def _encode_tensor(kind: str, values: Array) -> bytes:
         inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
         rounded = np.round(blocks * inverse).astype(np.int8)
         return np.concatenate((scales.astype(np.float16).view(np.int8), rounded), axis=1).tobytes()
+    if kind == "q4_0":
+        blocks = values.astype(np.float32).reshape(-1, 32)
+        scales = np.take_along_axis(blocks, np.abs(blocks).argmax(1)[:, None], 1) / -8
+        inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
+        nibbles = np.clip(np.floor(blocks * inverse + 8.5), 0, 15).astype(np.uint8)
+        packed = nibbles[:, :16] | nibbles[:, 16:] << 4
+        return np.concatenate((scales.astype(np.float16).view(np.uint8), packed), axis=1).tobytes()
     return np.ascontiguousarray(values, np.float16 if kind == "f16" else np.float32).tobytes()
 
 
-def tokenizer_metadata(definition: str, pre: str = "qwen2", whole: bool = True) -> dict[str, Any]:
-    """The vocabulary of a byte-level tokenizer.json. `whole`: with the definition itself, as some files have it."""
+def tokenizer_metadata(definition: str, pre: str = "qwen2", whole: bool = True, size: int = 0) -> dict[str, Any]:
+    """The vocabulary of a byte-level tokenizer.json, padded to `size`. `whole`: with the definition itself, as some
+    files have it."""
     spec = json.loads(definition)
     pieces = {token_id: piece for piece, token_id in spec["model"]["vocab"].items()}
     kinds = dict.fromkeys(pieces, NORMAL)
     for token in spec["added_tokens"]:
         pieces[token["id"]] = token["content"]
         kinds[token["id"]] = CONTROL if token["special"] else USER_DEFINED
-    size = max(pieces) + 1
+    size = max(size, max(pieces) + 1)
     merges = [one if isinstance(one, str) else " ".join(one) for one in spec["model"]["merges"]]
     return {
         "tokenizer.ggml.model": "gpt2",
@@ -128,7 +136,7 @@ def qwen3_metadata(folder: Path, kind: str = "f32") -> dict[str, Any]:
         "qwen3.attention.value_length": config["head_dim"],
         "qwen3.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         "qwen3.rope.freq_base": float(rope.get("rope_theta") or config["rope_theta"]),
-        **tokenizer_metadata((folder / "tokenizer.json").read_text()),
+        **tokenizer_metadata((folder / "tokenizer.json").read_text(), size=config["vocab_size"]),
         "tokenizer.ggml.eos_token_id": ends[0],
         "tokenizer.ggml.add_bos_token": False,
         **({"tokenizer.ggml.eot_token_id": ends[1]} if len(ends) > 1 else {}),
