@@ -90,7 +90,7 @@ def _extra(extra: Mapping[str, Any]) -> Part:
             return Audio(str(extra.get("mimeType") or "audio/wav"), base64.b64decode(data))
         case {"type": "textFile" | "TEXT" | "context" | "pdfFile" | "PDF", "content": str(content)}:
             return Text(f"{extra.get('name') or 'File'}:\n\n{content}\n\n")
-    raise ValueError(f"an attachment of the type {extra.get('type')!r} is not known")
+    raise ValueError(f"unknown type of attachment: {extra.get('type')!r}")
 
 
 def _system(entries: Iterable[TranscriptEntry]) -> tuple[str, dict[str, str | None]]:

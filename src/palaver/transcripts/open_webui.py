@@ -57,10 +57,10 @@ def parse(value: Mapping[str, Any]) -> ReadResult:
 def _entry(id: str, message: Mapping[str, Any], skipped: list[SkippedConversation]) -> TranscriptEntry:
     role = _ROLES.get(str(message.get("role")))
     if role is None:
-        raise ValueError(f"the role {message.get('role')!r} is not known")
+        raise ValueError(f"unknown role {message.get('role')!r}")
     content = message.get("content") or ""
     if not isinstance(content, str):
-        raise ValueError("its content is no text")
+        raise ValueError("its content is not text")
     parts = [*_images(id, message.get("files") or (), skipped), *_content_parts(role, content)]
     return TranscriptEntry(
         id,
@@ -88,7 +88,7 @@ def _images(id: str, files: Iterable[Any], skipped: list[SkippedConversation]) -
         try:
             found = from_data_url(file["url"])
             if not isinstance(found, Image):
-                raise ValueError("it is no picture")
+                raise ValueError("it is not a picture")
             yield found
         except (ValueError, KeyError, TypeError) as error:
             skipped.append(SkippedConversation(f"file of message {id}", str(error)))

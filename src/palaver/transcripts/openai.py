@@ -35,7 +35,7 @@ def from_openai(value: Mapping[str, Any]) -> Message:
     """Raises ValueError if the value is no message."""
     role = _ROLES.get(str(value.get("role")))
     if role is None:
-        raise ValueError(f"the role {value.get('role')!r} is not known")
+        raise ValueError(f"unknown role {value.get('role')!r}")
     content = tuple(_parts(value.get("content")))
     if role is Role.TOOL:
         text = "".join(part.text for part in content if isinstance(part, Text))
@@ -64,7 +64,7 @@ def from_data_url(url: str) -> Image | Audio | Video:
     """Raises ValueError for any URL but a data URL."""
     parsed = _DATA.fullmatch(url)
     if parsed is None:
-        raise ValueError(f"a file elsewhere is not fetched: {url[:80]!r}")
+        raise ValueError(f"files at other addresses are not downloaded: {url[:80]!r}")
     media_type, data = parsed[1], base64.b64decode(parsed[2])
     match media_type.split("/")[0]:
         case "audio":
@@ -115,7 +115,7 @@ def _from_part(part: Any) -> Part:
         case {"type": "input_audio", "input_audio": {"data": str(data), "format": str(format)}}:
             return Audio(f"audio/{format}", base64.b64decode(data))
         case _:
-            raise ValueError(f"a part of the content is not known: {str(part)[:80]}")
+            raise ValueError(f"unknown part of the content: {str(part)[:80]}")
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -109,4 +109,4 @@ def _decode_part(value: Mapping[str, Any]) -> Part:
         case {"type": "image" | "audio" | "video" as kind, "media_type": str(media_type), "data": str(data)}:
             return _MEDIA_TYPES[kind](media_type, base64.b64decode(data))
         case _:
-            raise ValueError(f"a part is not known: {str(value)[:80]}")
+            raise ValueError(f"unknown part: {str(value)[:80]}")

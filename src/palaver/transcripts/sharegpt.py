@@ -105,7 +105,7 @@ def _message(turn: Mapping[str, Any]) -> Message:
     if speaker == "function_call":
         call = json.loads(value)
         return assistant(calls=(ToolCall("", str(call["name"]), json.dumps(call.get("arguments", {}))),))
-    raise ValueError(f"the speaker {speaker!r} is not known")
+    raise ValueError(f"unknown speaker {speaker!r}")
 
 
 def _reply(value: str) -> Message:
