@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from palaver.commands.formats import formats
 from tests.formats.families import FAMILIES, TOOLS
 from tests.formats.unseen import FOLDER
+from tests.formats.variations import VARIATIONS
 
 RUNNER = CliRunner()
 CHOSEN = ("JSON in tags", "tags, opened by the prompt", "no thinking")
@@ -89,6 +90,19 @@ def test_show_says_what_could_not_be_learned(templates: Path) -> None:
     assert done.exit_code == 0
     assert "its thoughts are part of the answer" in done.output
     assert "calls are shown as text" in done.output
+
+
+def test_show_explains_frames_sections_and_first_lines(tmp_path: Path) -> None:
+    for name, words in (
+        ("a first line, closed by a tag", ["the prompt writes its first line", "Here is how I see it:\nRain or not?"]),
+        ("named sections, JSON calls", ["<|begin|>NAME<|of|> ... <|finish|>NAME<|of|>"]),
+        ("text beside calls, control tokens", ["around an answer with calls after it: '<|note|>\\n' before it"]),
+        ("recipients, tags", ["to=user<|message|>Let me check.<|next|><|start|>assistant to=get_weather<|message|>"]),
+    ):
+        path = tmp_path / "template.jinja"
+        path.write_text(VARIATIONS[name].source, encoding="utf-8")
+        done = RUNNER.invoke(formats, ["show", str(path)])
+        assert [one for one in words if one not in done.output] == [], done.output
 
 
 def test_show_as_json(templates: Path) -> None:

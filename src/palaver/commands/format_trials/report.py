@@ -53,6 +53,8 @@ def _write_turn(facts: Facts) -> str:
     calls = (_CALL,) if facts.calls is not None else ()
     message = Message(Role.ASSISTANT, (*thought, Text(_ANSWER), *calls))
     text = write_partial_reply(facts, message, Phase.ANSWER, LeadingSpace())
+    if facts.thinking is not None and facts.thinking.first_line:
+        text = facts.thinking.opening + text
     if facts.calls is None:
         return text
     opened, closed = (syntaxes.write(facts.calls, calls, is_open) for is_open in (True, False))
@@ -95,6 +97,8 @@ def describe_variables(facts: Facts) -> Iterator[tuple[str, str]]:
 def _describe_thinking(facts: Facts) -> str:
     if facts.thinking is None:
         return "none could be learned: the whole reply is the answer"
+    if facts.thinking.first_line:
+        return f"the prompt writes its first line, {facts.thinking.opening!r}, and {facts.thinking.closing!r} ends it"
     markers = f"between {facts.thinking.opening!r} and {facts.thinking.closing!r}"
     return f"{markers} (by convention: the template does not show it)" if facts.thinking.by_convention else markers
 
