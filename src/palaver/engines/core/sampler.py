@@ -87,7 +87,17 @@ def _sample_greedy(logits: Scores, processors: Sequence[LogitsProcessor]) -> lis
     return [make_step(token, processor) for token, processor in zip(tokens, processors, strict=True)]
 
 
+def _sample_greedy_row(logits: Scores, processor: LogitsProcessor) -> Step | PalaverError:
+    """As `_sample_greedy`, for one row of a large vocabulary."""
+    token_id = int(logits.argmax())
+    weights = logits - logits[token_id]
+    logprob = -math.log(np.exp(weights, out=weights).sum())
+    return make_step(SampledToken(token_id, logprob, float(logits[token_id])), processor)
+
+
 def _sample_row(logits: Scores, processor: LogitsProcessor) -> Step | PalaverError:
+    if not _needs_own_pass(processor):
+        return _sample_greedy_row(logits, processor)
     raw = own = _Row(logits)
     if math.isnan(raw.log_sum):
         return not_a_number()
@@ -103,12 +113,10 @@ def _sample_row(logits: Scores, processor: LogitsProcessor) -> Step | PalaverErr
     token = SampledToken(token_id, float(logits[token_id]) - raw.log_sum, float(own.scores[token_id]))
     if not count or token.score == -math.inf:
         return make_step(token, processor)
-    raw_ids, own_ids = raw.likeliest(count), own.likeliest(count)
-    reported = np.concatenate((own_ids, [token_id]))
-    *drawn, drawn_logprob = (after or _Drawn(1.0, own.log_sum)).logprobs(own.scores, reported)
-    logprobs: list[float] = (logits[raw_ids].astype(np.float64) - raw.log_sum).tolist()
-    alternatives = make_alternatives(raw_ids.tolist(), logprobs)
-    return make_step(token, processor, alternatives, drawn_logprob, make_alternatives(own_ids.tolist(), drawn))
+    raw_ids, own_ids = raw.likeliest(count).tolist(), own.likeliest(count).tolist()
+    *drawn, drawn_logprob = (after or _Drawn(1.0, own.log_sum)).logprobs(own.scores, [*own_ids, token_id])
+    alternatives = make_alternatives(raw_ids, [value - raw.log_sum for value in logits[raw_ids].tolist()])
+    return make_step(token, processor, alternatives, drawn_logprob, make_alternatives(own_ids, drawn))
 
 
 class _Row:
@@ -119,6 +127,7 @@ class _Row:
         self._maxima: Scores | None = None
         self._exponentials: dict[float, Scores] = {}
         self._sums: dict[float, Weights] = {}
+        self._top: float | None = None
         self._log_sum: float | None = None
         self._best: Ids = np.empty(0, dtype=np.int64)
 
@@ -134,7 +143,9 @@ class _Row:
 
     @property
     def top(self) -> float:
-        return float(self.maxima.max())
+        if self._top is None:
+            self._top = float(self.maxima.max())
+        return self._top
 
     @property
     def log_sum(self) -> float:
@@ -190,21 +201,23 @@ class _Drawn(NamedTuple):
     log_sum: float
     """Of the scores divided by the temperature."""
 
-    def logprobs(self, scores: Scores, ids: Ids) -> list[float]:
-        values: list[float] = (scores[ids].astype(np.float64) / self.temperature - self.log_sum).tolist()
-        return values
+    def logprobs(self, scores: Scores, ids: Sequence[int]) -> list[float]:
+        return [value / self.temperature - self.log_sum for value in scores[ids].tolist()]
 
 
 class _DrawnFiltered(NamedTuple):
     candidates: Candidates
 
-    def logprobs(self, scores: Scores, ids: Ids) -> list[float]:
+    def logprobs(self, scores: Scores, ids: Sequence[int]) -> list[float]:
         """Minus infinity for tokens that the filters removed."""
-        places = np.searchsorted(self.candidates.ids, ids).clip(max=len(self.candidates.ids) - 1)
-        found = np.where(self.candidates.ids[places] == ids, self.candidates.weights[places], 0)
-        with np.errstate(divide="ignore"):
-            logprobs: list[float] = np.log(found / self.candidates.weights.sum()).tolist()
-        return logprobs
+        own, weights = self.candidates.ids, self.candidates.weights
+        places = np.searchsorted(own, ids).tolist()
+        found = [
+            float(weights[place]) if place < len(own) and own[place] == token_id else 0.0
+            for place, token_id in zip(places, ids, strict=True)
+        ]
+        log_sum = math.log(weights.sum())
+        return [math.log(weight) - log_sum if weight > 0 else -math.inf for weight in found]
 
 
 def _draw(row: _Row, processor: LogitsProcessor, count: int) -> tuple[int, _Drawn | _DrawnFiltered]:
@@ -216,7 +229,8 @@ def _draw(row: _Row, processor: LogitsProcessor, count: int) -> tuple[int, _Draw
     candidates = filter_candidates(first, sampling, total, processor.xtc_uniform())
     cumulative = candidates.weights.cumsum()
     index = int(cumulative.searchsorted(processor.uniform() * cumulative[-1], side="right"))
-    index = min(index, int(np.flatnonzero(candidates.weights)[-1]))  # by rounding
+    if index == len(cumulative):  # by rounding
+        index = int(np.flatnonzero(candidates.weights)[-1])
     return int(candidates.ids[index]), _DrawnFiltered(candidates)
 
 
@@ -224,11 +238,14 @@ def _draw_from_all(row: _Row, temperature: float, uniform: float) -> tuple[int, 
     sums = row.block_sums(temperature)
     cumulative = sums.cumsum()
     target = uniform * cumulative[-1]
-    block = min(int(cumulative.searchsorted(target, side="right")), int(np.flatnonzero(sums)[-1]))
+    block = int(cumulative.searchsorted(target, side="right"))
+    if block == len(cumulative):  # by rounding
+        block = int(np.flatnonzero(sums)[-1])
     weights = row.exponentials(temperature)[block]
     rest = target - (cumulative[block - 1] if block else 0.0)
     index = int(weights.cumsum(dtype=np.float64).searchsorted(rest, side="right"))
-    index = min(index, int(np.flatnonzero(weights)[-1]))  # by rounding at the block's end
+    if index == len(weights):  # the block's own sum was rounded
+        index = int(np.flatnonzero(weights)[-1])
     return block * BLOCK + index, _Drawn(temperature, row.top / temperature + math.log(cumulative[-1]))
 
 
