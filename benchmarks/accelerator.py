@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python3 benchmarks/accelerator.py --identity     every family against the library, fp32
     PYTHONPATH=src python3 benchmarks/accelerator.py --speed        random weights in the shapes of real models, bf16
+    PYTHONPATH=src python3 benchmarks/accelerator.py --sampling     the same at batch 1 and 32: what sampling costs
 
 Needs only torch and transformers. `--device cpu --tiny` runs the same code without an accelerator.
 """
@@ -190,6 +191,16 @@ SAMPLINGS = {
     "temperature 1": Sampling(temperature=1.0, logprobs=5),
 }
 """The settings of a conversation, and the costliest: every token may be drawn."""
+RARER = {
+    "with penalties": Sampling(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.1, logprobs=5),
+    "with XTC and DRY": Sampling(
+        temperature=0.6, top_k=20, top_p=0.95, xtc_probability=0.5, dry_multiplier=0.8, logprobs=5
+    ),
+}
+"""Penalties, which change the whole batch at once, and filters that the kernels leave to torch's operations."""
+LOADS = ((1, 128), (1, 1024), (8, 1024), (32, 1024))
+SAMPLING_LOADS = ((1, 1024), (32, 1024))
+"""Batch sizes, each with the length of its prompts."""
 
 
 class Speed:
@@ -212,7 +223,7 @@ class Speed:
     async def run(self, batch: int, context: int, tokens: int) -> None:
         """Greedy, then with the settings of a stored turn, then unfiltered: each with its share of the greedy speed."""
         greedy = await self._run("greedy", Sampling(temperature=0), batch, context, tokens)
-        for name, sampling in SAMPLINGS.items():
+        for name, sampling in (SAMPLINGS | RARER if self.arguments.sampling else SAMPLINGS).items():
             rate = await self._run(name, sampling, batch, context, tokens)
             print(f"{'':11} {name}: {rate / greedy:.1%} of greedy", flush=True)
 
@@ -246,7 +257,7 @@ async def speed(arguments: argparse.Namespace) -> None:
     shapes = {"tiny": TINY} if arguments.tiny else SHAPES
     for name, shape in shapes.items():
         test = Speed(name, shape, arguments, limit)
-        for batch, context in ((1, 128), (1, 1024), (8, 1024), (32, 1024)):
+        for batch, context in SAMPLING_LOADS if arguments.sampling else LOADS:
             small = arguments.tiny
             await test.run(min(batch, 4) if small else batch, context // 16 if small else context, arguments.tokens)
         cache = test.engine.statistics.cache
@@ -261,6 +272,7 @@ async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--identity", action="store_true")
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--sampling", action="store_true")
     parser.add_argument("--library", action="store_true", help="the library's model code instead of the fused decoder")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=256)
@@ -269,8 +281,9 @@ async def main() -> int:
     if arguments.device == "cpu":
         torch.set_num_threads(1)
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {arguments.device}", flush=True)
-    failures = await identity(arguments.device) if arguments.identity or not arguments.speed else 0
-    if arguments.speed or not arguments.identity:
+    timed = arguments.speed or arguments.sampling
+    failures = await identity(arguments.device) if arguments.identity or not timed else 0
+    if timed or not arguments.identity:
         await speed(arguments)
     return min(failures, 1)
 

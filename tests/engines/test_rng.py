@@ -1,6 +1,8 @@
 import itertools
 
-from palaver.engines.core.rng import uniform
+import pytest
+
+from palaver.engines.core.rng import BUFFERED, MASK_64, XTC_STREAM, UniformStream, uniform
 
 
 def test_numbers_depend_on_all_three_arguments_alone() -> None:
@@ -20,3 +22,12 @@ def test_numbers_are_spread_evenly_below_one() -> None:
 
 def test_the_largest_seed_works() -> None:
     assert 0 <= uniform(2**63 - 1, 10**6, 10**9) < 1
+
+
+@pytest.mark.parametrize("stream", [0, XTC_STREAM])
+@pytest.mark.parametrize("seed", [0, 5, 2**63 - 1, MASK_64])
+def test_a_stream_has_the_same_numbers(seed: int, stream: int) -> None:
+    """In any order of positions, over the ends of what is computed at once."""
+    numbers = UniformStream(seed, 3, stream)
+    for position in (0, 1, BUFFERED - 1, BUFFERED, 5, 10**9, 2**40, 7):
+        assert numbers[position] == uniform(seed, 3, position, stream)

@@ -12,7 +12,7 @@ from palaver.engines.core.grammar import AnswerGrammar, ReplyGrammar
 from palaver.engines.core.logits_changes import Ids, LogitsChanges, Scores, TokenCounts
 from palaver.engines.core.logits_processors import BannedStrings, SpokenText, TokenHealing
 from palaver.engines.core.reply_state import ReplyState
-from palaver.engines.core.rng import XTC_STREAM, uniform
+from palaver.engines.core.rng import XTC_STREAM, UniformStream
 from palaver.errors import BadParameter
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
@@ -37,7 +37,8 @@ class LogitsProcessor:
         _check_ids(sampling, vocabulary_size)
         self.sampling = sampling
         self.reply = reply
-        self._choice = choice
+        self._uniforms = UniformStream(sampling.seed, choice)
+        self._xtc_uniforms = UniformStream(sampling.seed, choice, XTC_STREAM)
         self._context_ids = prompt.context_ids
         self._banned_strings = banned_strings
         self._grammar = grammar
@@ -76,13 +77,13 @@ class LogitsProcessor:
 
     def uniform(self) -> float:
         """The random number of the next token."""
-        return uniform(self.sampling.seed, self._choice, len(self.reply.token_ids))
+        return self._uniforms[len(self.reply.token_ids)]
 
     def xtc_uniform(self) -> float:
         """The random number that decides whether XTC applies to the next token."""
         if not self.sampling.xtc_probability:
             return 1.0
-        return uniform(self.sampling.seed, self._choice, len(self.reply.token_ids), XTC_STREAM)
+        return self._xtc_uniforms[len(self.reply.token_ids)]
 
     def append_token(self, token_id: int) -> None:
         forced = self.reply.forced_id == token_id

@@ -5,12 +5,15 @@ The rules are those of `core/sampler.py`. Logits on the CPU are given to that sa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import repeat
 from types import ModuleType
+from typing import TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from palaver.engines.core.logits import HostLogits, Logits
@@ -20,6 +23,8 @@ from palaver.engines.torch.device_changes import DeviceChanges
 from palaver.errors import PalaverError
 from palaver.generation import Step
 from palaver.sampling import Sampling
+
+Array: TypeAlias = NDArray[np.float64]
 
 DEVICE_SAMPLER_VERSION = 2
 """Raised when the same logits, settings and seed may give another token on CUDA than before."""
@@ -85,13 +90,12 @@ def sample_on_device(
     if kernels is None:
         rows = zip(logits, scores, processors, strict=True)
         return [_sample_row(row, own, processor) for row, own, processor in rows]
-    settings = torch.tensor([_kernel_settings(p, kernels.MAX_TOP_K) for p in processors], dtype=torch.float64)
-    results = kernels.sample_rows(logits, scores, settings.to(logits.device, non_blocking=True)).tolist()
+    settings = np.array([_kernel_settings(processor, kernels.MAX_TOP_K) for processor in processors], dtype=np.float64)
+    results = kernels.sample_rows(logits, scores, torch.from_numpy(settings).to(logits.device, non_blocking=True))
+    steps = _read_results(results, processors, kernels)
     return [
-        _read_result(result, processor, kernels)
-        if result[kernels.STATUS] != kernels.UNDECIDED and _is_decided_by_kernel(processor, kernels.MAX_TOP_K)
-        else _sample_row(logits[row], scores[row], processor)
-        for row, (result, processor) in enumerate(zip(results, processors, strict=True))
+        _sample_row(logits[row], scores[row], processors[row]) if step is None else step
+        for row, step in enumerate(steps)
     ]
 
 
@@ -110,20 +114,44 @@ def _kernel_settings(processor: LogitsProcessor, max_top_k: int) -> tuple[float,
     return (1 / sampling.temperature, top_k, sampling.top_p, sampling.min_p, processor.uniform(), -1)
 
 
-def _read_result(result: list[float], processor: LogitsProcessor, kernels: ModuleType) -> Step | PalaverError:
-    score = -np.inf if result[kernels.STATUS] == kernels.NONE_LEFT else 0.0
-    token = SampledToken(int(result[kernels.TOKEN]), result[kernels.LOGPROB], score)
-    count = processor.sampling.logprobs
-    if not count:
-        return make_step(token, processor)
+def _read_results(
+    results: Tensor, processors: Sequence[LogitsProcessor], kernels: ModuleType
+) -> list[Step | PalaverError | None]:
+    """The steps that the kernels decided; None for the others. Whole columns become lists at once."""
+    table = results.cpu().numpy()
+    ids: list[int] = table[:, kernels.TOKEN].astype(np.int64).tolist()
+    values: list[list[float]] = table[:, [kernels.LOGPROB, kernels.DRAWN_LOGPROB, kernels.STATUS]].tolist()
+    count = max(processor.sampling.logprobs for processor in processors)
+    lists = _read_lists(table, count, kernels) if count else repeat(((), (), (), ()))
+    steps: list[Step | PalaverError | None] = []
+    for row in zip(ids, values, lists, processors, strict=False):
+        token_id, (logprob, drawn_logprob, status), (raw_ids, raw_logprobs, own_ids, own_logprobs), processor = row
+        if status == kernels.UNDECIDED or not _is_decided_by_kernel(processor, kernels.MAX_TOP_K):
+            steps.append(None)
+            continue
+        token = SampledToken(token_id, logprob, -math.inf if status == kernels.NONE_LEFT else 0.0)
+        wanted = processor.sampling.logprobs
+        if not wanted:
+            steps.append(make_step(token, processor))
+            continue
+        alternatives = make_alternatives(raw_ids[:wanted], raw_logprobs[:wanted])
+        drawn_from = make_alternatives(own_ids[:wanted], own_logprobs[:wanted])
+        steps.append(make_step(token, processor, alternatives, drawn_logprob, drawn_from))
+    return steps
+
+
+def _read_lists(
+    table: Array, count: int, kernels: ModuleType
+) -> Iterable[tuple[list[int], list[float], list[int], list[float]]]:
+    """The four lists of each row."""
     starts = range(kernels.LISTS, kernels.WIDTH, kernels.REPORTED)
-    ids, logprobs, drawn_ids, drawn_logprobs = (result[start : start + count] for start in starts)
-    return make_step(
-        token,
-        processor,
-        make_alternatives(list(map(int, ids)), logprobs),
-        result[kernels.DRAWN_LOGPROB],
-        make_alternatives(list(map(int, drawn_ids)), drawn_logprobs),
+    raw_ids, raw_logprobs, own_ids, own_logprobs = (table[:, start : start + count] for start in starts)
+    return zip(
+        raw_ids.astype(np.int64).tolist(),
+        raw_logprobs.tolist(),
+        own_ids.astype(np.int64).tolist(),
+        own_logprobs.tolist(),
+        strict=True,
     )
 
 
