@@ -33,6 +33,7 @@ from palaver.models.resolver import resolve_folder
 from palaver.sampling import Sampling
 from tests.engines import tiny
 from tests.engines.generate import Run, continued, run
+from tests.mlx_files import convert_sprout
 
 TEXT = tuple(b"You are a helpful assistant who answers every question as briefly as it can be done. ")
 GREEDY = Sampling(temperature=0, max_tokens=24, banned_ids=(tiny.END,))
@@ -95,15 +96,11 @@ async def test_a_reply_is_the_one_of_torch(
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
     """The embedded model as mlx-lm converts it, once as it is and once quantised to 8 bits."""
-    from mlx_lm import convert
-
     made: dict[bool, Path] = {}
 
     def folder(quantized: bool) -> Path:
         if quantized not in made:
-            made[quantized] = tmp_path_factory.mktemp("mlx") / "sprout"
-            options = {"quantize": True, "q_bits": 8, "dtype": "float32"} if quantized else {}
-            convert(str(resolve_folder("sprout")), str(made[quantized]), **options)
+            made[quantized] = convert_sprout(tmp_path_factory.mktemp("mlx") / "sprout", quantized)
         return made[quantized]
 
     return folder

@@ -58,17 +58,27 @@ def inspect(
             engine=engine.value,
             gpu_layers=gpu_layers,
         )
-        check_engine_options(resolved, options)
-        print(_describe_fit(resolved, options))
+        picked = check_engine_options(resolved, options)
+        print(_describe_fit(resolved, picked, options))
         tokenizer, format = load_model_format(resolved, options)
         info, speed = asyncio.run(_measure(resolved, tokenizer, options))
-        for name, value in (*_describe_choice(resolved), *_describe_engine(info), *_describe_speed(speed)):
+        for name, value in (
+            *_describe_choice(resolved, picked, options),
+            *_describe_engine(info),
+            *_describe_speed(speed),
+        ):
             print(f"{name}: {value}")
         for name, value in _describe_format(format):
             print(f"{name}: {value}")
 
 
-def _describe_fit(model: ResolvedModel, options: LoadOptions) -> str:
+def _describe_fit(model: ResolvedModel, engine: str, options: LoadOptions) -> str:
+    from palaver.chat.model import MLX
+
+    if engine == MLX:
+        from palaver.engines.mlx.engine import describe_fit as describe_mlx_fit
+
+        return describe_mlx_fit(model.folder, options.device, options.dtype)
     if model.gguf is not None:
         from palaver.engines.llamacpp.engine import fit
         from palaver.gguf import read_gguf
@@ -79,11 +89,11 @@ def _describe_fit(model: ResolvedModel, options: LoadOptions) -> str:
     return describe_fit(model.folder, device=options.device, dtype=options.dtype, compiled=options.compiled)
 
 
-def _describe_choice(model: ResolvedModel) -> Iterator[tuple[str, str]]:
-    from palaver.chat.model import ENGINE_FILES, pick_engine
+def _describe_choice(model: ResolvedModel, engine: str, options: LoadOptions) -> Iterator[tuple[str, str]]:
+    from palaver.chat.model import AUTO, ENGINE_FILES, file_kind
 
-    engine = pick_engine(model)
-    yield strings.INSPECT_ENGINE, strings.INSPECT_BECAUSE.format(engine=engine, files=ENGINE_FILES[engine])
+    because = strings.INSPECT_BECAUSE if options.engine == AUTO else strings.INSPECT_CHOSEN
+    yield strings.INSPECT_ENGINE, because.format(engine=engine, files=ENGINE_FILES[file_kind(model)])
 
 
 def _describe_speed(speed: float) -> Iterator[tuple[str, str]]:

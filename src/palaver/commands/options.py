@@ -38,6 +38,7 @@ class EngineName(StrEnum):
     AUTO = "auto"
     TORCH = "torch"
     LLAMACPP = "llamacpp"
+    MLX = "mlx"
 
 
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=strings.MODEL, show_default=False)]

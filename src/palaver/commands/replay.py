@@ -64,7 +64,8 @@ def _recorded_options(recorded: Fingerprints, options: LoadOptions) -> LoadOptio
     """Load options as recorded with the reply; explicit flags take precedence."""
     from dataclasses import replace
 
-    from palaver.engines.base import BATCHED, COMPILED_RUNNER, LLAMACPP_RUNNER, Fingerprint
+    from palaver.chat.model import MLX
+    from palaver.engines.base import BATCHED, COMPILED_RUNNER, LLAMACPP_RUNNER, MLX_RUNNER, Fingerprint
 
     original = Fingerprint.parse(recorded[0][1]) if recorded else None
     if original is None:
@@ -74,6 +75,8 @@ def _recorded_options(recorded: Fingerprints, options: LoadOptions) -> LoadOptio
     device = options.device or ("cpu" if original.device == "cpu" else None)
     if original.runner == LLAMACPP_RUNNER:
         return replace(options, device=device, exact=exact)
+    if original.runner == MLX_RUNNER:
+        return replace(options, device=device, exact=exact, engine=MLX)
     return replace(
         options,
         device=device,

@@ -21,6 +21,7 @@ EXACTNESS_LABELS = {BY_TEXT: "exact", BY_CACHE: "exact-with-cache", BY_BATCH: BA
 """The same as one word, as fingerprints say it."""
 COMPILED_RUNNER = "compiled"
 LLAMACPP_RUNNER = "llama.cpp"
+MLX_RUNNER = "mlx"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class Fingerprint:
     """Identifies the code that computes replies. Its text: compiled/1f0c…/cpu/float32/exact/sampler-2."""
 
     runner: str
-    """Which code runs the model: compiled, fused, library or llama.cpp."""
+    """Which code runs the model: compiled, fused, library, llama.cpp or mlx."""
     build: str
     """The build of that code: a hash, or the library's version and what it uses of the processor."""
     device: str

@@ -55,6 +55,11 @@ def embedded_models() -> list[str]:
     return sorted(path.parent.name for path in _EMBEDDED.glob("*/config.json"))
 
 
+def is_embedded(folder: Path) -> bool:
+    """Whether the folder is that of a model that is shipped with Palaver."""
+    return folder.parent == _EMBEDDED
+
+
 def resolve_model(name: str, report: ReportDownload | None = None) -> ResolvedModel:
     """The model of that name. Accesses the network only for a hub id that is not on disk.
 

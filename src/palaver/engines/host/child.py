@@ -33,8 +33,9 @@ _PROGRESS_INTERVAL_S = 0.2
 
 
 def make_engine(spec: EngineSpec, progress: LoadProgress) -> Engine:
-    """Loads the engine that a spec describes (`supervisor.torch_spec`, `llamacpp_spec`)."""
-    engine = _load_llamacpp(spec, progress) if spec["engine"] == "llamacpp" else _load_folder(spec, progress)
+    """Loads the engine that a spec describes (`supervisor.torch_spec`, `llamacpp_spec`, `mlx_spec`)."""
+    loaders = {"torch": _load_folder, "llamacpp": _load_llamacpp, "mlx": _load_mlx}
+    engine = loaders[spec["engine"]](spec, progress)
     threading.Thread(target=engine.warm_grammars, name="palaver-warm", daemon=True).start()
     return engine
 
@@ -71,6 +72,24 @@ def _load_llamacpp(spec: EngineSpec, progress: LoadProgress) -> LocalEngine:
         options=_engine_options(spec),
         adapter=_adapter(spec),
         report=report,
+        on_failure=exit_process,
+    )
+
+
+def _load_mlx(spec: EngineSpec, progress: LoadProgress) -> LocalEngine:
+    progress.note = "importing the libraries"
+    from palaver.engines.mlx.engine import load
+    from palaver.engines.mlx.loader import import_mlx
+
+    import_mlx()
+    model = Path(os.fsdecode(spec["model"]))
+    progress.begin(model)
+    return load(
+        model,
+        vocabulary=spec["vocabulary"],
+        device=spec["device"],
+        dtype=spec["dtype"],
+        options=_engine_options(spec),
         on_failure=exit_process,
     )
 

@@ -32,9 +32,12 @@ class ErrorFrame(TypedDict):
 
 
 class EngineSpec(TypedDict):
-    """How to load an engine (`supervisor.torch_spec`, `llamacpp_spec`). Paths are bytes: they need not be UTF-8."""
+    """How to load an engine (`supervisor.torch_spec`, `llamacpp_spec`, `mlx_spec`).
 
-    engine: Literal["torch", "llamacpp"]
+    Paths are bytes: they need not be UTF-8.
+    """
+
+    engine: Literal["torch", "llamacpp", "mlx"]
     model: bytes
     adapter: bytes | None
     vocabulary: tuple[bytes, ...]

@@ -84,6 +84,21 @@ def llamacpp_spec(
     return {**spec, "engine": "llamacpp", "gpu_layers": gpu_layers}
 
 
+def mlx_spec(
+    model: Path,
+    vocabulary: Vocabulary,
+    device: str | None = None,
+    dtype: str | None = None,
+    exact: bool = False,
+    context: int | None = None,
+    cache_bytes: int | None = None,
+    max_running: int | None = None,
+) -> EngineSpec:
+    """For a folder that mlx-lm can run."""
+    spec = torch_spec(model, vocabulary, device, dtype, exact, None, context, None, cache_bytes, max_running)
+    return {**spec, "engine": "mlx"}
+
+
 ReportProgress = Callable[[float | None, str], None]
 """Called with the progress of loading, from 0 to 1 or None if unknown, and a note on the current step."""
 

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from palaver.engines.base import EXACTNESS_LABELS, EngineInfo, Fingerprint
+from palaver.engines.base import EXACTNESS_LABELS, MLX_RUNNER, EngineInfo, Fingerprint
 from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint, read_json
 from palaver.engines.core.decoder_config import sampling_defaults
 from palaver.engines.core.engine import LocalEngine
@@ -23,7 +23,6 @@ from palaver.errors import BadParameter, BrokenModel
 from palaver.memory import available_bytes
 from palaver.phases import Vocabulary
 
-RUNNER = "mlx"
 CPU, GPU = "cpu", "gpu"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
@@ -47,8 +46,7 @@ def load(
     import_mlx()
     checkpoint = open_checkpoint(model)
     name = _pick_device(device)
-    if dtype is None and name == CPU and not checkpoint.config.get("quantization"):
-        dtype = "float32"
+    dtype = _pick_dtype(dtype, name, checkpoint)
     fit(checkpoint, name, dtype).check(checkpoint.name)
     on_device = _device_context(name)
     with on_device():
@@ -74,6 +72,19 @@ def load(
     )
     info = replace(info, fingerprint=str(_fingerprint(info)))
     return LocalEngine(info, vocabulary, runner, _limits(options, name), on_device, on_failure)
+
+
+def describe_fit(model: str | Path, device: str | None = None, dtype: str | None = None) -> str:
+    """One sentence on whether the model would fit, without loading it."""
+    import_mlx()
+    checkpoint, name = open_checkpoint(model), _pick_device(device)
+    return str(fit(checkpoint, name, _pick_dtype(dtype, name, checkpoint)))
+
+
+def _pick_dtype(dtype: str | None, device: str, checkpoint: Checkpoint) -> str | None:
+    """None: the stored one."""
+    is_plain = not checkpoint.config.get("quantization")
+    return "float32" if dtype is None and device == CPU and is_plain else dtype
 
 
 def _pick_device(name: str | None) -> str:
@@ -140,7 +151,7 @@ def _fingerprint(info: EngineInfo) -> Fingerprint:
     unit = mx.device_info().get("device_name", platform.machine())
     build = f"mlx-{version('mlx')}-lm-{version('mlx-lm')}-{unit}"
     exactness, sampler = EXACTNESS_LABELS[info.exactness], f"sampler-{SAMPLER_VERSION}"
-    return Fingerprint(RUNNER, build, info.device, info.dtype, exactness, sampler)
+    return Fingerprint(MLX_RUNNER, build, info.device, info.dtype, exactness, sampler)
 
 
 def _context_length(config: Mapping[str, Any], options: EngineOptions) -> int:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from palaver.engines.core.checkpoint import Checkpoint
-from palaver.engines.mlx.folder import INSTALL, is_installed
+from palaver.engines.mlx.folder import INSTALL, is_installed, is_mlx_folder
 from palaver.errors import BadParameter, BrokenModel
 
 PLAIN_ROTARY = "default"
@@ -48,8 +48,9 @@ def load_module(checkpoint: Checkpoint, dtype: str | None) -> Any:
             module.set_dtype(getattr(mx, dtype))
         mx.eval(module.parameters())
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        raise BrokenModel(f"The model {checkpoint.name!r} couldn't be loaded by mlx-lm: {reason}") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:300].rstrip(" .:") + "."
+        advice = "" if is_mlx_folder(checkpoint.folder) else " --engine torch may run it."
+        raise BrokenModel(f"The model {checkpoint.name!r} couldn't be loaded by mlx-lm: {reason}{advice}") from error
     return module.eval()
 
 
