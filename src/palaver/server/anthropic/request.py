@@ -40,6 +40,7 @@ from palaver.server.openai.request import (
     check_model,
     check_nested_fields,
     ignored_fields,
+    with_tool_names,
 )
 from palaver.server.openai.sampling_params import ignores_effort
 from palaver.server.openai.schemas import ChatRequest
@@ -360,12 +361,4 @@ def _merge_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
 def _add_tool_names(turns: Sequence[AnthropicTurn]) -> list[AnthropicTurn]:
     """Adds the tool's name to its result: some templates need it, and clients do not send it."""
     names = {call.id: call.name for turn in turns for call in turn.message.tool_calls}
-    return [replace(turn, message=_with_tool_names(turn.message, names)) for turn in turns]
-
-
-def _with_tool_names(message: Message, names: dict[str, str]) -> Message:
-    parts = (
-        replace(part, name=names.get(part.call_id, "")) if isinstance(part, ToolResult) else part
-        for part in message.parts
-    )
-    return Message(message.role, tuple(parts))
+    return [replace(turn, message=with_tool_names(turn.message, names)) for turn in turns]

@@ -433,7 +433,7 @@ def parse_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
     for index, chat_message in enumerate(messages):
         message = _message(index, chat_message)
         names.update((call.id, call.name) for call in message.tool_calls)
-        parsed.append(_with_tool_names(message, names))
+        parsed.append(with_tool_names(message, names))
     return tuple(parsed)
 
 
@@ -473,7 +473,7 @@ def _message(index: int, message: ChatMessage) -> Message:
         raise BadParameter(f"messages[{index}]", "...", str(error)) from None
 
 
-def _with_tool_names(message: Message, names: dict[str, str]) -> Message:
+def with_tool_names(message: Message, names: dict[str, str]) -> Message:
     """Adds the tool's name to its results: some templates need it, and clients leave it out."""
     parts = (
         replace(part, name=names.get(part.call_id, "")) if isinstance(part, ToolResult) and not part.name else part

@@ -62,6 +62,45 @@ class StoredRequest:
         return {"metadata": {**about, "replies": list(self.replies)} if len(self.replies) > 1 else about}
 
 
+async def answer_in_conversation(
+    request: Request, body: ChatRequest, name: str, owner: str, state: ServerState
+) -> Response:
+    chat, model = state.service.chat(owner), state.service.models.current()
+    key, output = request.headers.get("idempotency-key"), output_options(body)
+    with api_field_names():
+        check_nested_fields(body)
+        check_model(body.model, model, state.settings)
+        history = parse_history(body, state.settings.limits.messages)
+        spoken = None
+        if output.audio is not None:
+            spoken = await spoken_choice(output.audio, output.stream, owner, state)
+        partial = None
+        if history.partial is not None:
+            partial = PartialReply(history.partial, history.partial_ids or ())
+        parameters, reuse = choice_parameters(body, model, state), body.continue_final_message in (None, True)
+        stored = await start_replies(chat, model, parameters, history.messages, name, key, partial, reuse)
+        raw = body.reasoning_format == "none"
+        completion = await stored_choices(chat, model, stored, output, raw, history.partial)
+    deltas = completion.deltas() if spoken is None else spoken.with_audio(completion.deltas())
+    ignored = ignored_header(ignored_request_fields(body, state.settings, model.format))
+    headers = {CONVERSATION_HEADER: stored.conversation, **ignored}
+    return await respond(request, completion, deltas, ChatEncoder(completion, stored.value()), headers)
+
+
+async def stored_choices(
+    chat: ServerChat,
+    model: Model,
+    stored: StoredRequest,
+    output: OutputOptions,
+    raw: bool = False,
+    partial: Message | None = None,
+) -> CompletionStream:
+    """The stored replies as the choices of a completion. Metrics of turns are counted elsewhere."""
+    reply_streams = [await chat.reply_stream(reply, raw=raw) for reply in stored.replies]
+    call = ChatCall(model, reply_streams[0].request, len(reply_streams), output, partial)
+    return CompletionStream(call, reply_streams, Metrics())
+
+
 async def start_replies(
     chat: ServerChat,
     model: Model,
@@ -190,42 +229,3 @@ def _calls(parts: Sequence[Any]) -> list[tuple[str, str]]:
 def _thinking(parts: Sequence[Any]) -> str:
     """Without trailing white space, which is not sent where a reply was cut."""
     return "".join(part.text for part in parts if isinstance(part, Thinking)).rstrip()
-
-
-async def answer_in_conversation(
-    request: Request, body: ChatRequest, name: str, owner: str, state: ServerState
-) -> Response:
-    chat, model = state.service.chat(owner), state.service.models.current()
-    key, output = request.headers.get("idempotency-key"), output_options(body)
-    with api_field_names():
-        check_nested_fields(body)
-        check_model(body.model, model, state.settings)
-        history = parse_history(body, state.settings.limits.messages)
-        spoken = None
-        if output.audio is not None:
-            spoken = await spoken_choice(output.audio, output.stream, owner, state)
-        partial = None
-        if history.partial is not None:
-            partial = PartialReply(history.partial, history.partial_ids or ())
-        parameters, reuse = choice_parameters(body, model, state), body.continue_final_message in (None, True)
-        stored = await start_replies(chat, model, parameters, history.messages, name, key, partial, reuse)
-        raw = body.reasoning_format == "none"
-        completion = await stored_choices(chat, model, stored, output, raw, history.partial)
-    deltas = completion.deltas() if spoken is None else spoken.with_audio(completion.deltas())
-    ignored = ignored_header(ignored_request_fields(body, state.settings, model.format))
-    headers = {CONVERSATION_HEADER: stored.conversation, **ignored}
-    return await respond(request, completion, deltas, ChatEncoder(completion, stored.value()), headers)
-
-
-async def stored_choices(
-    chat: ServerChat,
-    model: Model,
-    stored: StoredRequest,
-    output: OutputOptions,
-    raw: bool = False,
-    partial: Message | None = None,
-) -> CompletionStream:
-    """The stored replies as the choices of a completion. Metrics of turns are counted elsewhere."""
-    reply_streams = [await chat.reply_stream(reply, raw=raw) for reply in stored.replies]
-    call = ChatCall(model, reply_streams[0].request, len(reply_streams), output, partial)
-    return CompletionStream(call, reply_streams, Metrics())

@@ -16,6 +16,15 @@ from palaver.server.errors import TooMany
 from palaver.store import NotFound
 from palaver.store.records import new_id
 
+if TYPE_CHECKING:
+    from palaver.server.socket.streaming import TurnProducer
+
+RETENTION_SECONDS = 600.0
+"""How long a turn can be resumed after its end."""
+MAX_RETAINED_SIZE = 64 << 20
+"""The total characters of all ended turns. Above it the oldest is dropped early."""
+CLOSE_TIMEOUT = 5.0
+
 
 class MessageLog(Log[str]):
     """The encoded messages. Every reader gets the same bytes."""
@@ -64,16 +73,6 @@ class SocketTurn:
         """Stops the generation within one step and keeps the text so far. Has no effect after the end."""
         if self.on_stop is not None:
             self.on_stop()
-
-
-if TYPE_CHECKING:
-    from palaver.server.socket.streaming import TurnProducer
-
-RETENTION_SECONDS = 600.0
-"""How long a turn can be resumed after its end."""
-MAX_RETAINED_SIZE = 64 << 20
-"""The total characters of all ended turns. Above it the oldest is dropped early."""
-CLOSE_TIMEOUT = 5.0
 
 
 class SocketRegistry:
