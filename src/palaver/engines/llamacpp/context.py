@@ -111,7 +111,7 @@ class Context:
         self._abort_flag = c.create_string_buffer(2)
         self._pointer = self._open(model, settings)
         self._memory = self._library.llama_get_memory(self._pointer)
-        self._batch = _BatchArrays(settings.sequences)
+        self._arrays = _BatchArrays(settings.sequences)
         self.max_tokens: int = self._library.llama_n_ctx_seq(self._pointer)
         """Tokens that one sequence has room for."""
         if adapter is not None:
@@ -161,17 +161,17 @@ class Context:
         without `need_logits`. Raises NoRoom, Aborted or EngineError.
         """
         wanted = 0 if not need_logits else len(chunks) if outputs is None else outputs
-        ends, total = self._batch.fill(chunks, wanted)
-        batch = self._batch.struct(total)
-        code = self._library.llama_decode(self._pointer, batch)
+        ends = self._arrays.fill(chunks, wanted)
+        code = self._library.llama_decode(self._pointer, self._arrays.batch)
         if code:
             raise _decode_error(code)
         logits = np.empty((wanted, self.vocabulary_size), np.float32)
-        for row, index in zip(logits, ends[:wanted], strict=True):
+        address, size = logits.ctypes.data, logits.itemsize * self.vocabulary_size
+        for row, index in enumerate(ends[:wanted]):
             source = self._library.llama_get_logits_ith(self._pointer, index)
             if not source:
                 raise EngineError("llama.cpp returned no logits.")
-            c.memmove(row.ctypes.data, source, row.nbytes)
+            c.memmove(address + row * size, source, size)
         return logits
 
     def truncate(self, sequence: int, tokens: int) -> bool:
@@ -220,9 +220,14 @@ class _BatchArrays:
         self._outputs = np.zeros(MAX_BATCH, np.int8)
         self._ids = np.arange(sequences, dtype=np.int32)
         self._id_pointers = np.zeros(MAX_BATCH, np.uintp)
+        self._id_address = self._ids.ctypes.data
+        tokens, positions = _as_pointer(self._tokens, c.c_int32), _as_pointer(self._positions, c.c_int32)
+        counts, outputs = _as_pointer(self._counts, c.c_int32), _as_pointer(self._outputs, c.c_int8)
+        ids = _as_pointer(self._id_pointers, c.POINTER(c.c_int32))
+        self.batch = Batch(0, tokens, None, positions, counts, ids, outputs)
 
-    def fill(self, chunks: Sequence[tuple[int, int, Sequence[int]]], outputs: int) -> tuple[list[int], int]:
-        """The index of the last token of each chunk, and the number of tokens. The first chunks have outputs."""
+    def fill(self, chunks: Sequence[tuple[int, int, Sequence[int]]], outputs: int) -> list[int]:
+        """Returns the index of the last token of each chunk. The first chunks have outputs."""
         total = 0
         ends: list[int] = []
         for sequence, start, ids in chunks:
@@ -232,25 +237,21 @@ class _BatchArrays:
             assert end <= MAX_BATCH
             self._tokens[total:end] = ids
             self._positions[total:end] = np.arange(start, start + len(ids))
-            self._id_pointers[total:end] = self._ids.ctypes.data + self._ids.itemsize * sequence
+            self._id_pointers[total:end] = self._id_address + self._ids.itemsize * sequence
             self._outputs[total:end] = 0
             self._outputs[end - 1] = len(ends) < outputs
             ends.append(end - 1)
             total = end
-        return ends, total
-
-    def struct(self, total: int) -> Batch:
-        def pointer(array: Any, kind: Any) -> Any:
-            return c.cast(array.ctypes.data, c.POINTER(kind))
-
-        ids = c.cast(self._id_pointers.ctypes.data, c.POINTER(c.POINTER(c.c_int32)))
-        tokens, positions = pointer(self._tokens, c.c_int32), pointer(self._positions, c.c_int32)
-        counts, outputs = pointer(self._counts, c.c_int32), pointer(self._outputs, c.c_int8)
-        return Batch(total, tokens, None, positions, counts, ids, outputs)
+        self.batch.n_tokens = total
+        return ends
 
 
 def _pointer(array: Bytes) -> Any:
-    return array.ctypes.data_as(c.POINTER(c.c_uint8))
+    return _as_pointer(array, c.c_uint8)
+
+
+def _as_pointer(array: Any, kind: Any) -> Any:
+    return c.cast(array.ctypes.data, c.POINTER(kind))
 
 
 def _decode_error(code: int) -> Exception:

@@ -58,7 +58,10 @@ def _valid(name: str, value: float | None) -> Any:
 
 
 def context_length(header: GGUFHeader) -> int:
-    return header.model_integer("context_length") or DEFAULT_CONTEXT
+    length = header.model_integer("context_length")
+    if length is not None and length <= 0:
+        raise BrokenModel(f"{header.name} says that the model has a context of {length} tokens.")
+    return length or DEFAULT_CONTEXT
 
 
 def token_bytes(header: GGUFHeader, float32: bool) -> int:

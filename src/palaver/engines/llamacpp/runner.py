@@ -90,9 +90,9 @@ class LlamaRunner:
         began = time.thread_time()
         logits = self._compute(ordered, need_logits)
         self.forward_seconds += time.thread_time() - began
-        for sequence, count in zip(sequences, counts, strict=True):
-            self._cache.advance(self._slots[sequence], _next_ids(sequence, count))
-            sequence.computed_tokens += count
+        for sequence, (_, _, ids) in zip(sequences, chunks, strict=True):
+            self._cache.advance(self._slots[sequence], ids)
+            sequence.computed_tokens += len(ids)
         if not need_logits:
             return HostLogits(logits)
         return HostLogits(logits[np.argsort([rows[chunk[0]] for chunk in ordered])])

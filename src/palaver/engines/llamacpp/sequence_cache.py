@@ -142,8 +142,7 @@ class SequenceCache:
         slot.last_use = next(self._clock)
 
     def drop(self, slot: Slot) -> None:
-        """Empties a slot whose state is not known."""
-        slot.running = False
+        """Empties a slot whose state is not known. Its sequence can't go on, but has the slot until it is released."""
         self._clear(slot)
 
     def evict_idle(self) -> bool:
