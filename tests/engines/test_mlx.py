@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -170,6 +171,33 @@ async def test_replies_are_the_same_together_and_alone(family: str, start: Calla
         assert (await run(engine, continued(prompt, out.ids[:3]), sampling)).ids == out.ids[3:]
 
 
+@pytest.mark.parametrize(("family", "cache_bytes"), [("qwen3", 900_000), ("qwen3_next", 1_500_000)])
+async def test_fifty_stops_and_continues_under_load(
+    family: str, cache_bytes: int, start: Callable[..., LocalEngine]
+) -> None:
+    """Ten readers stop and continue replies anywhere, in a cache that is too small for all of them."""
+    engine = start(family, cache_bytes=cache_bytes, max_running=6, limits=SchedulerLimits(chunk_tokens=32))
+    reference = start(family)
+    asked = [replace(prompt, conversation=str(number % 3)) for number, prompt in enumerate(prompts(6))]
+    sampled = [replace(SAMPLED, seed=number, max_tokens=20 + 5 * number) for number in range(6)]
+    whole = [(await run(reference, p, s)).ids for p, s in zip(asked, sampled, strict=True)]
+
+    async def stop_and_continue(reader: int) -> None:
+        draw = random.Random(reader)
+        for _ in range(5):
+            number, stop_after = draw.randrange(6), draw.choice([None, draw.randrange(1, 12)])
+            cut = draw.randrange(len(whole[number]))
+            prompt = continued(asked[number], whole[number][:cut])
+            out = await run(engine, prompt, sampled[number], stop_after=stop_after)
+            assert out.ids == whole[number][cut:][:stop_after]
+            if draw.random() < 0.1:
+                await engine.forget(str(draw.randrange(3)))
+
+    await asyncio.gather(*map(stop_and_continue, range(10)))
+    assert engine.statistics.cache.evictions > 0
+    assert engine.statistics.cache.hit_tokens > 0
+
+
 # the prefix cache
 
 
@@ -239,15 +267,28 @@ async def test_forgetting_frees_what_one_conversation_alone_used(
 
 
 async def test_the_cache_stays_within_its_limit(start: Callable[..., LocalEngine]) -> None:
-    """A state takes 98 kB for each 256 tokens begun: two are in the limit, three aren't."""
-    engine = start(cache_bytes=300_000)
+    """A running state takes 197 kB for each 256 tokens begun, a cached one 768 bytes a token: not all six fit."""
+    limit = 210_000
+    engine = start(cache_bytes=limit)
     for prompt in prompts(6):
         await run(engine, prompt, GREEDY)
-        assert engine.statistics.cache.used_bytes <= 300_000
+        assert engine.statistics.cache.used_bytes <= limit
     assert engine.statistics.cache.evictions > 0
+    again = await run(engine, prompts(6)[-1], GREEDY)
+    assert cached(again) == len(prompts(6)[-1]), "what is reused isn't evicted to make room for it"
     outs = await asyncio.gather(*(run(engine, prompt, GREEDY) for prompt in prompts(6)))
     fresh = start()
     assert [out.ids for out in outs] == [(await run(fresh, prompt, GREEDY)).ids for prompt in prompts(6)]
+
+
+async def test_replies_that_outgrow_the_cache_wait_for_each_other(start: Callable[..., LocalEngine]) -> None:
+    """Three fit with up to 256 tokens, which they pass while they are generated."""
+    engine, fresh = start(cache_bytes=620_000), start()
+    asked = [Prompt(tuple(f"{number}{'.' * 245}".encode())) for number in range(3)]
+    outs = await asyncio.gather(*(run(engine, prompt, SAMPLED) for prompt in asked))
+    for prompt, out in zip(asked, outs, strict=True):
+        assert out.ids == (await run(fresh, prompt, SAMPLED)).ids
+    assert engine.statistics.cache.prompt_tokens > sum(map(len, asked)), "one was preempted and started again"
 
 
 async def test_a_prompt_that_never_fits_fails_at_once(start: Callable[..., LocalEngine]) -> None:

@@ -47,7 +47,7 @@ class ModelState:
     def compact(self) -> None:
         """Frees the memory behind the last token, where keys and values are plain arrays."""
         for layer in _flatten(self.layers):
-            if type(layer) is caches.KVCache and layer.keys is not None:
+            if type(layer) is caches.KVCache and layer.keys is not None and layer.offset < layer.keys.shape[2]:
                 layer.keys = mx.contiguous(layer.keys[..., : layer.offset, :])
                 layer.values = mx.contiguous(layer.values[..., : layer.offset, :])
                 mx.eval(layer.keys, layer.values)

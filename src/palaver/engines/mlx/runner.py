@@ -73,7 +73,9 @@ class MLXRunner:
 
     def allocate(self, sequence: SequenceState) -> None:
         tokens = sequence.token_ids
-        self._make_room(self._state_bytes(len(tokens)), len(tokens))
+        running = sum(self._state_bytes(len(other.token_ids)) for other in (*self._running, sequence))
+        if self._running and running > self._limit_bytes:
+            raise CacheFull(len(tokens), 0)
         source, cached = self._cache.find(sequence.space, tokens, self._shareable())
         sequence.cached_logits = None
         if source is not None and cached == len(tokens):
@@ -81,6 +83,7 @@ class MLXRunner:
         if cached == len(tokens) and sequence.cached_logits is None:
             source, cached = self._cache.find(sequence.space, tokens[:-1], self._shareable())
         self._running[sequence] = self._start_from(source, cached, sequence)
+        self._evict_excess(running - self._running_bytes())  # only now: the source must not go first
         sequence.computed_tokens = sequence.cached_tokens = cached
         self._prompt_tokens += len(tokens)
         self._hit_tokens += cached
@@ -125,6 +128,7 @@ class MLXRunner:
         finally:
             del self._running[sequence]
         if state.length and entry.is_complete:
+            state.compact()
             entry.add_use(sequence.conversation, len(entry.tokens))
             self._cache.insert(entry)
             self._evict_excess(0)
@@ -255,13 +259,6 @@ class MLXRunner:
         self._evict_excess(needed - self._running_bytes())
         if needed > self._limit_bytes:
             raise CacheFull(max(lengths), self._limit_bytes // max(1, self._token_bytes))
-
-    def _make_room(self, needed: int, tokens: int) -> None:
-        """Raises CacheFull unless a sequence of so many tokens can start beside those that run."""
-        running = sum(self._state_bytes(len(sequence.token_ids)) for sequence in self._running)
-        if self._running and running + needed > self._limit_bytes:
-            raise CacheFull(tokens, 0)
-        self._evict_excess(running + needed - self._running_bytes())
 
     def _evict_excess(self, growth: int) -> None:
         """Evicts cached states until those that run can grow by so many bytes."""
