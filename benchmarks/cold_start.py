@@ -10,9 +10,16 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from palaver.models.resolver import resolve_folder
+from tests.gguf_files import convert_qwen3
 
 RUNS = 7
 QUESTION = "What is the capital of France?"
@@ -22,7 +29,8 @@ COMMANDS = {
     "ask, compiled": (*ASK, "--compile"),
     "ask, torch": (*ASK, "--no-compile"),
 }
-BARS = {"ask, compiled": 0.5, "ask, torch": 1.5}
+GGUF = "ask, gguf"
+BARS = {"ask, compiled": 0.5, GGUF: 0.5, "ask, torch": 1.5}
 """The most times of `import torch` that a command may take."""
 
 
@@ -54,18 +62,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=RUNS)
     runs = parser.parse_args().runs
-    for command in COMMANDS.values():  # builds the compiled code, and reads all files once
+    with tempfile.TemporaryDirectory() as folder:
+        file = convert_qwen3(resolve_folder("sprout"), Path(folder) / "sprout.gguf", "f16")
+        compare({**COMMANDS, GGUF: (*ASK, "--model", str(file))}, runs)
+
+
+def compare(commands: Mapping[str, Sequence[str]], runs: int) -> None:
+    for command in commands.values():  # builds the compiled code, and reads all files once
         measure(command)
-    starts: dict[str, list[Start]] = {name: [] for name in COMMANDS}
+    starts: dict[str, list[Start]] = {name: [] for name in commands}
     for _ in range(runs):
-        for name, command in COMMANDS.items():
+        for name, command in commands.items():
             starts[name].append(measure(command))
     first, processor = (
         {name: statistics.median(getattr(start, field) for start in found) for name, found in starts.items()}
         for field in ("seconds", "processor_seconds")
     )
     print(f"{'':16}{'first token':>12}{'ratio':>8}{'bar':>6}   {'processor':>10}{'ratio':>8}")
-    for name in COMMANDS:
+    for name in commands:
         ratios = [figures[name] / figures["import torch"] for figures in (first, processor)]
         bar = BARS.get(name)
         print(

@@ -9,14 +9,14 @@ from __future__ import annotations
 import mmap
 import re
 import struct
+import sys
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
-
-import numpy as np
 
 from palaver.errors import BrokenModel
 
@@ -36,20 +36,8 @@ _LENGTH = struct.Struct("<Q")
 _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 STRING, ARRAY = 8, 9
-SCALARS: Mapping[int, np.dtype[Any]] = {
-    0: np.dtype("<u1"),
-    1: np.dtype("<i1"),
-    2: np.dtype("<u2"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<u4"),
-    5: np.dtype("<i4"),
-    6: np.dtype("<f4"),
-    7: np.dtype("?"),
-    10: np.dtype("<u8"),
-    11: np.dtype("<i8"),
-    12: np.dtype("<f8"),
-}
-"""The types of metadata values other than strings and arrays."""
+SCALARS: Mapping[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""The types of metadata values other than strings and arrays, as the module `struct` names them."""
 
 
 class TokenKind(IntEnum):
@@ -131,7 +119,7 @@ class GGUFHeader:
 
     files: tuple[Path, ...]
     metadata: Mapping[str, Any]
-    """Numbers, texts, lists of texts, and numpy arrays."""
+    """Numbers, texts, lists of texts, and arrays of numbers."""
     tensors: tuple[Tensor, ...]
 
     @property
@@ -160,7 +148,7 @@ class GGUFHeader:
         kinds, count = self.numbers("tokenizer.ggml.token_type"), len(self.pieces)
         if kinds is None:
             return [TokenKind.NORMAL] * count
-        if len(kinds) != count or kinds.dtype.kind not in "iu":
+        if len(kinds) != count or kinds.typecode in "fd":
             raise BrokenModel(f"{self.name} has {count:,} tokens but {len(kinds):,} kinds of tokens.")
         found: list[int] = kinds.tolist()
         return found
@@ -182,8 +170,8 @@ class GGUFHeader:
     def texts(self, key: str) -> list[str] | None:
         return self._typed(key, list)
 
-    def numbers(self, key: str) -> np.ndarray[Any, np.dtype[Any]] | None:
-        return self._typed(key, np.ndarray)
+    def numbers(self, key: str) -> array[Any] | None:
+        return self._typed(key, array)
 
     def model_integer(self, key: str) -> int | None:
         """A number of the model's architecture, such as `context_length`."""
@@ -305,18 +293,27 @@ class _Reader:
             return self._text(MAX_TEXT)
         if kind == ARRAY:
             return self._array(key)
-        return self._scalars(kind, 1, key)[0].item()
+        code = self._code(kind, key)
+        value: bool | int | float = struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
+        return value
 
     def _array(self, key: str) -> Any:
         kind, count = self._unsigned(4), self._unsigned(8)
         if count > MAX_ITEMS:
             raise self._broken(f"{key!r} claims {count:,} values")
-        return self._texts(count) if kind == STRING else self._scalars(kind, count, key)
+        return self._texts(count) if kind == STRING else self._numbers(self._code(kind, key), count)
 
-    def _scalars(self, kind: int, count: int, key: str) -> Any:
+    def _code(self, kind: int, key: str) -> str:
         if kind not in SCALARS:
             raise self._broken(f"{key!r} has values of the unknown type {kind}")
-        return np.frombuffer(self._take(count * SCALARS[kind].itemsize), SCALARS[kind]).copy()
+        return SCALARS[kind]
+
+    def _numbers(self, code: str, count: int) -> array[Any]:
+        numbers: array[Any] = array(code.replace("?", "b"))
+        numbers.frombytes(self._take(count * numbers.itemsize))
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers
 
     def _texts(self, count: int) -> list[str]:
         """As many calls of `_text`, but quicker: vocabularies have hundreds of thousands of texts."""

@@ -108,34 +108,35 @@ async def _load_model(name: str | None, options: LoadOptions) -> AsyncIterator[M
 
 async def load_engine(model: ResolvedModel, tokenizer: FastTokenizer, options: LoadOptions) -> Engine:
     """In this process, since an engine host would only slow down a single question; llama.cpp always in a host."""
-    from palaver.chat.model import MLX, TORCH, check_engine_options
-    from palaver.engines.core.options import EngineOptions
+    from palaver.chat.model import LLAMACPP, MLX, check_engine_options
 
     engine = check_engine_options(model, options)
-    here = EngineOptions(exact=options.exact, context=model.context_length, compiled=options.compiled)
     vocabulary, device, dtype = tokenizer.vocabulary, options.device, options.dtype
+    if engine == LLAMACPP:
+        from palaver.chat.engine_spec import make_spec
+        from palaver.engines.host.supervisor import HostedEngine
+
+        hosted = HostedEngine(make_spec(model, vocabulary, replace(options, max_running=1)))
+        await hosted.start()
+        return hosted
+    from palaver.engines.core.options import EngineOptions
+
+    here = EngineOptions(exact=options.exact, context=model.context_length, compiled=options.compiled)
     if engine == MLX:
         from palaver.engines.mlx.engine import load as load_mlx
 
         return load_mlx(model.folder, vocabulary=vocabulary, device=device, dtype=dtype, options=here)
-    if engine == TORCH:
-        from palaver.engines.loader import load_engine as load_folder
+    from palaver.engines.loader import load_engine as load_folder
 
-        return load_folder(
-            model.folder,
-            vocabulary=vocabulary,
-            device=device,
-            dtype=dtype,
-            options=here,
-            adapter=options.adapter or model.adapter,
-            quantize_bits=model.quantize_bits,
-        )
-    from palaver.chat.engine_spec import make_spec
-    from palaver.engines.host.supervisor import HostedEngine
-
-    hosted = HostedEngine(make_spec(model, tokenizer.vocabulary, replace(options, max_running=1)))
-    await hosted.start()
-    return hosted
+    return load_folder(
+        model.folder,
+        vocabulary=vocabulary,
+        device=device,
+        dtype=dtype,
+        options=here,
+        adapter=options.adapter or model.adapter,
+        quantize_bits=model.quantize_bits,
+    )
 
 
 def _request(

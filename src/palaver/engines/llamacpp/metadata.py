@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from typing import Any
 
@@ -82,12 +83,12 @@ def _kv_heads(header: GGUFHeader, heads: int | None) -> int:
         raise BrokenModel(f"{header.name} doesn't say how many layers the model has.")
     if _is_array(header, "attention.head_count_kv"):
         counts = header.numbers(f"{header.architecture}.attention.head_count_kv")
-        return int(np.sum(counts)) if counts is not None else 0
+        return sum(map(int, counts)) if counts is not None else 0
     return layers * (header.model_integer("attention.head_count_kv") or heads or 0)
 
 
 def _is_array(header: GGUFHeader, key: str) -> bool:
-    return isinstance(header.metadata.get(f"{header.architecture}.{key}"), np.ndarray)
+    return isinstance(header.metadata.get(f"{header.architecture}.{key}"), array)
 
 
 def is_mixture(header: GGUFHeader) -> bool:
