@@ -18,6 +18,7 @@ import transformers
 
 pytest.importorskip("mlx_lm", reason="NOTHING IS SHOWN HERE: mlx and mlx-lm are not installed")
 
+from palaver.constraints import Constraint, Grammar
 from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT, EngineState
 from palaver.engines.core.checkpoint import open_checkpoint
 from palaver.engines.core.engine import LocalEngine
@@ -42,6 +43,10 @@ SAMPLED = Sampling(
     temperature=0.9, top_k=80, top_p=0.97, seed=7, max_tokens=24, repetition_penalty=1.2, frequency_penalty=0.3,
     logprobs=3, banned_ids=(tiny.END,),
 )  # fmt: skip
+CONSTRAINED = replace(
+    SAMPLED, max_tokens=60, constraint=Constraint(Grammar.REGEX, "([a-z]{2,5} ){3}[0-9]{9}"), banned_ids=()
+)
+STOPPED = replace(SAMPLED, min_tokens=6, max_tokens=200, stop=("a", "e", "i"))
 WINDOWS: dict[str, Any] = {"layer_types": [*["sliding_attention"] * 5, "full_attention"], "num_hidden_layers": 6}
 """mlx-lm knows Gemma's layers only in this order."""
 
@@ -128,13 +133,24 @@ def test_the_logits_of_sprout_are_those_of_torch(converted: Callable[[bool], Pat
 # continued replies
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-async def test_a_reply_continues_at_every_token(sampling: Sampling, start: Callable[..., LocalEngine]) -> None:
+@pytest.mark.parametrize(
+    ("sampling", "finish"),
+    [
+        (GREEDY, Finish.LENGTH),
+        (SAMPLED, Finish.LENGTH),
+        (CONSTRAINED, Finish.END),
+        (STOPPED, Finish.STOP_STRING),
+    ],
+    ids=["greedy", "sampled", "constrained", "stopped"],
+)
+async def test_a_reply_continues_at_every_token(
+    sampling: Sampling, finish: Finish, start: Callable[..., LocalEngine]
+) -> None:
     engine = start()
     prompt = Prompt(TEXT)
     whole = await run(engine, prompt, sampling)
     assert whole.ended is not None
-    assert whole.ended.finish == Finish.LENGTH
+    assert whole.ended.finish == finish
     for cut in range(len(whole.ids)):
         rest = await run(engine, continued(prompt, whole.ids[:cut]), sampling)
         assert (rest.ids, rest.ended) == (whole.ids[cut:], whole.ended)
