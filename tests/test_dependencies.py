@@ -30,7 +30,6 @@ TOOLS = {
 """Development dependencies that no module imports: commands, plugins of pytest, types, and tokenizer libraries that
 transformers loads by name."""
 UNDECLARED = {
-    "gguf": "a peer of a benchmark, in an environment of its own",
     "hatchling": "the build backend",
 }
 
