@@ -29,6 +29,25 @@ class Candidates(NamedTuple):
         return cls(ids, own, _weights(own, temperature))
 
 
+class Distribution(NamedTuple):
+    """What the filters need to know of all tokens."""
+
+    total: float
+    """The sum of their weights."""
+    entropy: float = 0.0
+    """Set if it is needed."""
+
+    @classmethod
+    def of(cls, weights: Weights) -> Distribution:
+        total = float(weights.sum())
+        return cls(total, _entropy(weights / total))
+
+    def information(self, weights: Weights) -> Weights:
+        """In nats; infinite for a weight of 0."""
+        shares = weights / self.total
+        return -np.log(shares, where=shares > 0, out=np.full_like(shares, -np.inf))
+
+
 def _weights(scores: Scores, temperature: float) -> Weights:
     """Probabilities relative to the likeliest token."""
     weights = scores.astype(np.float64)
@@ -45,13 +64,15 @@ def has_filter(sampling: Sampling, size: int) -> bool:
 
 
 def filter_candidates(
-    candidates: Candidates, sampling: Sampling, total: float | None = None, xtc_uniform: float = 1.0
+    candidates: Candidates, sampling: Sampling, all_tokens: Distribution | None = None, xtc_uniform: float = 1.0
 ) -> Candidates:
-    """Applies all filters after top_k. `total`: the weight of all tokens, if the candidates are not all; they must
+    """Applies all filters after top_k. `all_tokens`: their distribution, if the candidates are not all; they must
     include all that the filters keep. `xtc_uniform`: the random number that decides whether XTC applies."""
     ids, scores, weights = candidates
+    total = None if all_tokens is None else all_tokens.total
     if sampling.typical_p < 1:
-        weights = _typical(weights, sampling.typical_p)
+        weights = _typical(weights, sampling.typical_p, all_tokens or Distribution.of(weights))
+        total = None
     if sampling.top_p < 1:
         weights = _top_p(weights, sampling.top_p, total)
         total = None
@@ -67,13 +88,11 @@ def filter_candidates(
     return Candidates(ids, scores, weights)
 
 
-def _typical(weights: Weights, typical_p: float) -> Weights:
+def _typical(weights: Weights, typical_p: float, all_tokens: Distribution) -> Weights:
     """The tokens whose information is nearest to the expected one, until they reach the probability."""
-    shares = weights / weights.sum()
-    information = -np.log(shares, where=shares > 0, out=np.full_like(shares, -np.inf))
-    distance = np.abs(information - _entropy(shares))
+    distance = np.abs(all_tokens.information(weights) - all_tokens.entropy)
     order = distance.argsort(kind="stable")
-    last = int(shares[order].cumsum().searchsorted(typical_p))
+    last = int(weights[order].cumsum().searchsorted(typical_p * all_tokens.total))
     return weights * (distance <= distance[order[min(last, len(order) - 1)]])
 
 

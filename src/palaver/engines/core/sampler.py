@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from palaver.engines.core.filters import Candidates, Weights, filter_candidates, has_filter
+from palaver.engines.core.filters import Candidates, Distribution, Weights, filter_candidates, has_filter
 from palaver.engines.core.logits_changes import Ids, Scores
 from palaver.engines.core.processor import LogitsProcessor
 from palaver.errors import EngineError, PalaverError, RequestError
@@ -24,12 +24,16 @@ SAMPLER_VERSION = 2
 SHORTLIST = 1024
 """Up to this top_k the likeliest tokens are looked for in the blocks with the greatest maxima."""
 BLOCK = 256
+LOWEST = np.float32(-1e30)
+"""In place of minus infinity, where its product with a weight of 0 must be 0."""
 SMALL_VOCABULARY = 1 << 14
 """Up to this size greedy rows are computed together: the calls cost more than the numbers."""
 NEGLIGIBLE = (1e-2, 1e-4, 1e-6)
 """Tokens this much less likely than the likeliest one are looked at only if the others don't decide."""
 
 
+TYPICAL_EXCESS = (2.0, 6.0)
+"""By how much the information of tokens that `typical_p` looks at first exceeds the expected one, in nats."""
 ROUNDING = 1e-5
 """By how much the weight of a token may differ between two ways to compute it, with room to spare."""
 
@@ -173,6 +177,13 @@ class _Row:
             self._sums[temperature] = self.exponentials(temperature).sum(1).astype(np.float64)
         return self._sums[temperature]
 
+    def distribution(self, temperature: float) -> Distribution:
+        """Of all tokens, with its entropy."""
+        total = float(self.block_sums(temperature).sum())
+        weights = self.exponentials(temperature).reshape(-1)[: len(self.scores)]
+        logs = (np.maximum(self.scores, LOWEST) - np.float32(self.top)) / np.float32(temperature)
+        return Distribution(total, math.log(total) - float(np.multiply(weights, logs, dtype=np.float64).sum()) / total)
+
     def likeliest(self, count: int) -> Ids:
         """The likeliest tokens, best first; among equals the lower id comes first."""
         count = min(count, len(self.scores))
@@ -225,8 +236,8 @@ def _draw(row: _Row, processor: LogitsProcessor, count: int) -> tuple[int, _Draw
     sampling = processor.sampling
     if not has_filter(sampling, len(row.scores)):
         return _draw_from_all(row, sampling.temperature, processor.uniform())
-    first, total = _preselect(row, sampling, count)
-    candidates = filter_candidates(first, sampling, total, processor.xtc_uniform())
+    first, all_tokens = _preselect(row, sampling, count)
+    candidates = filter_candidates(first, sampling, all_tokens, processor.xtc_uniform())
     cumulative = candidates.weights.cumsum()
     index = int(cumulative.searchsorted(processor.uniform() * cumulative[-1], side="right"))
     if index == len(cumulative):  # by rounding
@@ -249,24 +260,39 @@ def _draw_from_all(row: _Row, temperature: float, uniform: float) -> tuple[int, 
     return block * BLOCK + index, _Drawn(temperature, row.top / temperature + math.log(cumulative[-1]))
 
 
-def _preselect(row: _Row, sampling: Sampling, count: int) -> tuple[Candidates, float | None]:
-    """The tokens that may pass the filters, and the total weight of all tokens where they are not all of these."""
+def _preselect(row: _Row, sampling: Sampling, count: int) -> tuple[Candidates, Distribution | None]:
+    """The tokens that may pass the filters, and the distribution of all tokens where they are not all of these."""
     scores, temperature = row.scores, sampling.filter_temperature
     if 0 < sampling.top_k < len(scores):
         return Candidates.of(_top_k_ids(row, sampling.top_k, count), scores, temperature), None
+    if sampling.typical_p < 1:
+        return _preselect_typical(row, temperature, sampling.typical_p)
     total = float(row.block_sums(temperature).sum())
     for least in _least_weights(sampling, total):
         ids = np.flatnonzero(scores >= row.top + temperature * math.log(least))
         candidates = Candidates.of(ids, scores, temperature)
         if sampling.top_p == 1 or candidates.weights.sum() >= sampling.top_p * total:
-            return candidates, total
+            return candidates, Distribution(total)
     return Candidates.of(np.flatnonzero(scores > -np.inf), scores, temperature), None
+
+
+def _preselect_typical(row: _Row, temperature: float, typical_p: float) -> tuple[Candidates, Distribution | None]:
+    """Tokens whose information exceeds the expected one by little: the others are less typical than all of these."""
+    everything = row.distribution(temperature)
+    for excess in TYPICAL_EXCESS:
+        log_least = math.log(everything.total) - everything.entropy - excess
+        ids = np.flatnonzero(row.scores >= row.top + temperature * log_least)
+        if not len(ids):
+            continue
+        candidates = Candidates.of(ids, row.scores, temperature)
+        near = np.abs(everything.information(candidates.weights) - everything.entropy) <= excess * (1 - ROUNDING)
+        if candidates.weights[near].sum() >= typical_p * everything.total:
+            return candidates, everything
+    return Candidates.of(np.flatnonzero(row.scores > -np.inf), row.scores, temperature), None
 
 
 def _least_weights(sampling: Sampling, total: float) -> Sequence[float]:
     """Weights below which no token passes the filters; for top_p guesses, as the tokens above may not reach it."""
-    if sampling.typical_p < 1:
-        return ()
     if sampling.top_p < 1:
         return NEGLIGIBLE
     weight = sampling.min_p or sampling.top_a / total
