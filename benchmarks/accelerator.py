@@ -25,6 +25,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine
+from palaver.engines.torch.library_engine import model_engine
 from palaver.engines.torch.loader import quiet
 from palaver.generation import Prompt, Step
 from palaver.sampling import Sampling
@@ -125,7 +126,7 @@ class Identity:
         prompts = [tuple(rng.randrange(256) for _ in range(rng.randint(1, 70))) for _ in range(8)]
         expected = [self.library_ids(prompt) for prompt in prompts]
         options = EngineOptions(cache_bytes=1 << 26, limits=SchedulerLimits(max_running=6, chunk_tokens=24))
-        engine = TorchEngine(self.family, tiny.build(self.family).to(self.device), tiny.VOCABULARY, options)
+        engine = model_engine(self.family, tiny.build(self.family).to(self.device), tiny.VOCABULARY, options)
         self.steps = engine.info.steps
         replies = [await generate_ids(engine, Prompt(prompt), self.sampling) for prompt in prompts[:3]]
         replies += await asyncio.gather(*(self._under_load(engine, p, i) for i, p in enumerate(prompts)))
@@ -216,7 +217,7 @@ class Speed:
         self.weights = sum(p.numel() for p in model.parameters()) - embedding
         self.token_bytes = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
         began = time.perf_counter()
-        self.engine = TorchEngine(name, model, [b"x"] * self.size, EngineOptions(fused=not arguments.library))
+        self.engine = model_engine(name, model, [b"x"] * self.size, EngineOptions(fused=not arguments.library))
         print(f"{name}: {self.weights / 1e9:.2f} G weights to read, {self.engine.info.reuse}", end="")
         print(f", {self.engine.info.steps}, ready after {time.perf_counter() - began:.1f} s", flush=True)
 

@@ -179,6 +179,7 @@ def test_without_a_compiler_the_speed_is_named_once(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # no earlier build
     result = run("ask", "Hi", "-m", tiny_model, *SHORT)
     assert result.exit_code == 0
     assert result.stderr.count("with gcc or clang installed") == 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 LARGE_BLOCK_BYTES = 1 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -30,6 +31,18 @@ def return_large_blocks() -> None:
         set_option = ctypes.CDLL(None).mallopt
         set_option(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
         set_option(_M_TRIM_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """For imports: they allocate much that stays, and looking through it again and again takes time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def give_back_unused() -> None:

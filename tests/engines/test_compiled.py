@@ -106,7 +106,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 @torch.inference_mode()
 def logits_by(model: Any, chunk_sizes: Sequence[Sequence[int]], threads: int) -> HostArray:
     """The logits at the end of several texts in one batch, each computed in chunks of these sizes."""
-    decoder = compile_decoder(PlainDecoder(model, 512), load_compiled_library(), threads)
+    decoder = compile_decoder(PlainDecoder.from_model(model, 512), load_compiled_library(), threads)
     allocator = SlotAllocator(decoder.layout, 1 << 24)
     slots = [allocator.allocate(TOKENS) for _ in chunk_sizes]
     at, out = [0] * len(chunk_sizes), np.zeros((len(chunk_sizes), tiny.SIZE), np.float32)
@@ -143,7 +143,7 @@ def test_bits_depend_on_the_text_alone(seed: int, model: Any) -> None:
 
 @torch.inference_mode()
 def test_it_holds_no_pools(model: Any) -> None:
-    decoder = compile_decoder(PlainDecoder(model, 512), load_compiled_library(), 1)
+    decoder = compile_decoder(PlainDecoder.from_model(model, 512), load_compiled_library(), 1)
     slot = SlotAllocator(decoder.layout, 1 << 24).allocate(TOKENS)
     pool = weakref.ref(slot.pool)
     decoder.run(Rows([(slot, 0, text(0))], need_logits=True), 1)

@@ -21,6 +21,7 @@ from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch
 from palaver.engines.torch.cuda_graphs import LENGTH_MULTIPLE, GraphDecoder, Pass, StepDecoder
 from palaver.engines.torch.decoders.library import LibraryDecoder, kv_layout
 from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder
+from palaver.engines.torch.library_engine import model_engine
 from palaver.engines.torch.probe import ModelProbe
 from palaver.engines.torch.tensors import TensorLayout
 from palaver.generation import Prompt
@@ -68,7 +69,7 @@ def capture() -> TracingCapture:
 @pytest.fixture
 def engine(family: str, capture: TracingCapture) -> Iterator[TorchEngine]:
     options = EngineOptions(cache_bytes=1 << 22, limits=SchedulerLimits(max_running=4, chunk_tokens=16))
-    engine = TorchEngine(family, tiny.build(family), tiny.VOCABULARY, options)
+    engine = model_engine(family, tiny.build(family), tiny.VOCABULARY, options)
     runner: Any = engine._runner
     forward = runner._forward
     assert isinstance(forward, FusedDecoder | LibraryDecoder)
@@ -171,7 +172,7 @@ def test_bits_are_the_same_replayed_or_computed(family: str, capture: TracingCap
 
 def decoder_of(model: Any) -> StepDecoder:
     try:
-        return FusedDecoder(PlainDecoder(model, 256))
+        return FusedDecoder(PlainDecoder.from_model(model, 256))
     except UnsupportedModel:
         own = LibraryDecoder(model)
         own.attach()

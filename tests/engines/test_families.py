@@ -104,7 +104,7 @@ async def test_a_model_without_any_usable_cache_is_still_right(
 
     monkeypatch.setattr("palaver.engines.torch.probe.kv_layout", refuse)
     monkeypatch.setattr("palaver.engines.torch.snapshot_runner.RecurrentState.feed", refuse)
-    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=EngineOptions(compiled=False))
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=EngineOptions(fused=False))
     assert engine.info.reuse == "none: its cache isn't understood (RuntimeError)"
     prompt = Prompt(tuple(b"Hello"))
     out = await run(engine, prompt, GREEDY)

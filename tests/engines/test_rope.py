@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from palaver.engines.core.runner import UnsupportedModel
-from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine, load
+from palaver.engines.torch import EngineOptions, SchedulerLimits, load
 from palaver.engines.torch.decoders import plain
 from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder
+from palaver.engines.torch.library_engine import model_engine
 from palaver.engines.torch.probe import ModelProbe
 from palaver.errors import ContextOverflow
 from palaver.generation import Prompt
@@ -105,7 +106,7 @@ def test_the_probe_sees_queries_that_are_scaled_at_late_positions_only(monkeypat
     with torch.inference_mode():
         probe = ModelProbe(model, tiny.SIZE, 512)
         layout = probe.layout()
-        parts = PlainDecoder(model, 512)
+        parts = PlainDecoder.from_model(model, 512)
         probe.check(FusedDecoder(parts), layout)
         with pytest.raises(UnsupportedModel):
             probe.check_late(FusedDecoder(parts.without_tables()), layout)
@@ -115,7 +116,7 @@ async def test_frequencies_by_the_length_of_a_pass_that_nothing_is_known_of(monk
     """Then everything is computed anew at each token, which is right and slow."""
     monkeypatch.setattr("palaver.engines.torch.probe.find_longrope", lambda model: None)
     model = tiny.build("longrope")
-    engine = TorchEngine("longrope", model, tiny.VOCABULARY)
+    engine = model_engine("longrope", model, tiny.VOCABULARY)
     assert engine.info.reuse.startswith("none")
     together = await asyncio.gather(*(run(engine, prompt_of(length), GREEDY) for length in (10, 92, 120)))
     await engine.close()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from palaver.engines.core import scheduler
+from palaver.engines.core.arrays import HostMemory
 from palaver.engines.core.logits_processors import VocabularyIndex
 from palaver.engines.core.processor import LogitsProcessor
 from palaver.engines.core.request import SequenceState
@@ -411,12 +412,13 @@ def exhaust_memory(monkeypatch: pytest.MonkeyPatch, raised: Exception) -> list[i
     def fail_deeply(tensor: torch.Tensor, memo: Any) -> torch.Tensor:
         return fail(tensor)
 
-    def fail(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+    def fail(tensor: Any, **options: Any) -> Any:
         tried.append(tensor.nbytes)
         raise raised
 
     monkeypatch.setattr(torch.Tensor, "clone", fail)
     monkeypatch.setattr(torch.Tensor, "__deepcopy__", fail_deeply)
+    monkeypatch.setattr(HostMemory, "clone", lambda memory, array: fail(array))
     return tried
 
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from palaver.constraints import Constraint, Grammar
 from palaver.engines.base import Engine, EngineState
 from palaver.engines.host import HostedEngine
 from palaver.engines.host.supervisor import torch_spec
-from palaver.engines.torch import TorchEngine
+from palaver.engines.torch.library_engine import model_engine
 from palaver.errors import EngineError
 from palaver.generation import Ended, Finish, Prompt, Step
 from palaver.sampling import Sampling
@@ -153,11 +154,13 @@ async def test_a_model_whose_files_are_gone_fails_requests_until_they_are_back(t
 
 
 async def test_stop_works_while_the_engine_starts_again(engine: HostedEngine) -> None:
-    async with engine.generate(Prompt((10, 20, 30)), LONG) as outputs:
+    longer = replace(LONG, min_tokens=400, max_tokens=400)  # it must not end before it is stopped
+    async with engine.generate(Prompt((10, 20, 30)), longer) as outputs:
         assert isinstance(await anext(outputs), object)
-        assert engine.process_id is not None
-        os.kill(engine.process_id, signal.SIGKILL)
-        while state(engine) is EngineState.READY:
+        killed = engine.process_id
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        while state(engine) is EngineState.READY and engine.process_id == killed:
             await asyncio.sleep(0.01)
         outputs.stop()
         assert [output async for output in outputs][-1] == Ended(Finish.STOPPED)
@@ -165,7 +168,7 @@ async def test_stop_works_while_the_engine_starts_again(engine: HostedEngine) ->
 
 async def test_an_engine_in_this_process_says_that_its_thread_died(tmp_path: Path) -> None:
     died: list[BaseException] = []
-    engine = TorchEngine("tiny", tiny.build("qwen3"), tiny.VOCABULARY, on_failure=died.append)
+    engine = model_engine("tiny", tiny.build("qwen3"), tiny.VOCABULARY, on_failure=died.append)
     try:
         assert state(engine) is EngineState.READY
         engine._scheduler.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]

@@ -61,8 +61,11 @@ def ask(
     """Ask one question: the answer goes to stdout, thinking to stderr."""
     import asyncio
 
-    from palaver.chat.model import LoadOptions
-    from palaver.repl.plain import PlainPrinter, print_reply
+    from palaver.memory import no_collections
+
+    with no_collections():
+        from palaver.chat.model import LoadOptions
+        from palaver.repl.plain import PlainPrinter, print_reply
 
     with report_errors():
         text, overrides = _read_question(question), parse_settings(set_)

@@ -11,6 +11,7 @@ from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.errors import ModelError
+from palaver.memory import no_collections
 from palaver.phases import Vocabulary
 
 ACCELERATOR_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
@@ -35,13 +36,15 @@ def load_engine(
     """
     options = options or EngineOptions()
     if quantize_bits is None and _may_skip_torch(device, dtype, options, adapter):
-        from palaver.engines.compiled.engine import load as load_compiled
+        with no_collections():
+            from palaver.engines.compiled.engine import load as load_compiled
 
         try:
             return load_compiled(model, vocabulary=vocabulary, options=options, on_failure=on_failure)
         except (UnsupportedModel, ModelError):
             pass
-    from palaver.engines.torch import load as load_torch
+    with no_collections():
+        from palaver.engines.torch import load as load_torch
 
     return load_torch(
         model,

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from palaver.engines.base import BY_TEXT, COMPILED, COMPILED_RUNNER, EXACTNESS_LABELS, EngineInfo, Fingerprint
+from palaver.engines.base import BY_TEXT, COMPILED, COMPILED_RUNNER, EXACTNESS_LABELS, Fingerprint
 from palaver.engines.compiled.build import Library, start_build
 from palaver.engines.compiled.decoder import CompiledDecoder, DecoderSizes
 from palaver.engines.compiled.runner import CompiledRunner
 from palaver.engines.compiled.weights import read_weights
 from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint
-from palaver.engines.core.decoder_config import DecoderConfig, read_decoder_config, read_generation_config
+from palaver.engines.core.decoder_config import DecoderConfig, decoder_info, read_decoder_config
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.fit import Fit, host_cache_bytes
 from palaver.engines.core.options import EngineOptions
@@ -41,7 +41,7 @@ def load(
     options = options or EngineOptions()
     checkpoint = open_checkpoint(model)
     config = read_decoder_config(checkpoint)
-    info = _info(checkpoint, config, options)
+    info = replace(decoder_info(checkpoint, config, options.context, DEVICE, DTYPE), steps=COMPILED, exactness=BY_TEXT)
     _sizes(config).check(config.hidden_size)
     building = start_build()
     compiled_fit(checkpoint, config).check(checkpoint.name)
@@ -81,21 +81,6 @@ def compiled_fit(checkpoint: Checkpoint, config: DecoderConfig) -> Fit:
     stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     embedding = 4 * config.vocabulary_size * config.hidden_size
     return Fit.of(stored + embedding, available_bytes(), DEVICE)
-
-
-def _info(checkpoint: Checkpoint, config: DecoderConfig, options: EngineOptions) -> EngineInfo:
-    defaults, end_ids = read_generation_config(checkpoint)
-    return EngineInfo(
-        model=checkpoint.name,
-        context_length=min(config.max_position, options.context or config.max_position),
-        vocabulary_size=config.vocabulary_size,
-        end_ids=end_ids,
-        defaults=defaults,
-        device=DEVICE,
-        dtype=DTYPE,
-        steps=COMPILED,
-        exactness=BY_TEXT,
-    )
 
 
 def _limits(options: EngineOptions, small: bool) -> SchedulerLimits:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from palaver.engines.base import EngineInfo
 from palaver.engines.core.checkpoint import Checkpoint, read_json
 from palaver.engines.core.rotary import (
     Frequencies,
@@ -251,6 +252,22 @@ def read_generation_config(checkpoint: Checkpoint) -> tuple[Sampling, frozenset[
         raise UnsupportedModel("it names no end of a reply")
     ends = _token_ids(checkpoint.config) | _token_ids(generation or {})
     return sampling_defaults(generation or {}), ends
+
+
+def decoder_info(
+    checkpoint: Checkpoint, config: DecoderConfig, context: int | None, device: str, dtype: str
+) -> EngineInfo:
+    """What the files say of the model. `context`: a context length shorter than the model's own."""
+    defaults, end_ids = read_generation_config(checkpoint)
+    return EngineInfo(
+        model=checkpoint.name,
+        context_length=min(config.max_position, context or config.max_position),
+        vocabulary_size=config.vocabulary_size,
+        end_ids=end_ids,
+        defaults=defaults,
+        device=device,
+        dtype=dtype,
+    )
 
 
 def _token_ids(config: Mapping[str, Any]) -> frozenset[int]:

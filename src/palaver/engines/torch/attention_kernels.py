@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 MIN_WORKSPACE_KEYS = 1024
 """Over fewer keys torch's own attention is as fast as a workspace."""
@@ -109,9 +108,14 @@ def can_use_flash(queries: Tensor, values: Tensor, params: AttentionParams) -> b
 
 def attend_flash(queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
     """[heads, queries, size]: the last tokens of a text, with causal attention."""
-    causal = causal_lower_right(queries.shape[1], keys.shape[2])
+    if queries.shape[1] == keys.shape[2]:
+        causal, whole = None, True
+    else:
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: a second or more
+
+        causal, whole = causal_lower_right(queries.shape[1], keys.shape[2]), False
     return F.scaled_dot_product_attention(
-        queries[None], keys, values, attn_mask=causal, scale=params.scale, enable_gqa=True
+        queries[None], keys, values, attn_mask=causal, is_causal=whole, scale=params.scale, enable_gqa=True
     )[0]
 
 

@@ -1,10 +1,10 @@
-"""Loads a checkpoint onto a device: dtype, quantisation, LoRA adapters and the defaults in the model's files."""
+"""Loads a checkpoint with the transformers library: quantisation, LoRA adapters, the defaults in the model's files."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,64 +15,12 @@ from transformers.utils import logging as library_logging
 
 from palaver.engines.core import decoder_config
 from palaver.engines.core.checkpoint import Checkpoint
-from palaver.errors import BadParameter, BrokenModel, UnsafeWeights
+from palaver.engines.torch.quantization import is_dequantized, quantization_config, quantization_method
+from palaver.errors import BrokenModel, UnsafeWeights
 from palaver.sampling import Sampling
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-VALUES_PER_BYTE = {"fp8": 1, "mxfp8": 1, "mxfp4": 2}
-"""Quantisation methods whose weights are dequantised without CUDA, and how many values a byte holds."""
 _SAMPLING_SETTINGS = (*decoder_config.GENERATION_PARAMETERS, "do_sample")
 UNBOUNDED_CONTEXT = 1_000_000
-
-
-def quantization_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The quantisation settings of a model's configuration; None where its weights are plain."""
-    found = config.get("quantization_config")
-    return dict(found) if isinstance(found, Mapping) else None
-
-
-def quantization_method(config: Mapping[str, Any]) -> str | None:
-    """The transformers library's name of the method."""
-    found = quantization_config(config)
-    return None if found is None else str(found.get("quant_method", "unknown"))
-
-
-def is_dequantized(config: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether quantised weights become floats when loaded, which take more memory than their files."""
-    return quantization_method(config) in VALUES_PER_BYTE and device.type != "cuda"
-
-
-def pick_device(name: str | None) -> torch.device:
-    """The named device, or the best there is."""
-    if name is not None:
-        return _named_device(name)
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    if torch.backends.mps.is_available():
-        return torch.device("mps")
-    return torch.device("cpu")
-
-
-def _named_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise BadParameter("device", name, "there is no such device here; try cpu") from error
-    return device
-
-
-def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """float32 on the CPU, where it is exact and no slower; else bfloat16, or float16 where that is missing."""
-    if name is not None:
-        if name not in DTYPES:
-            raise BadParameter("dtype", name, f"must be one of {', '.join(DTYPES)}")
-        return DTYPES[name]
-    if device.type == "cpu":
-        return torch.float32
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        return torch.float16
-    return torch.bfloat16
 
 
 def load_model(

@@ -10,7 +10,7 @@ import torch
 from palaver.engines.core.checkpoint import Checkpoint
 from palaver.engines.core.fit import Fit, default_cache_bytes
 from palaver.engines.core.threads import ThreadCounts
-from palaver.engines.torch.loader import VALUES_PER_BYTE, is_dequantized, quantization_method
+from palaver.engines.torch.quantization import VALUES_PER_BYTE, is_dequantized, quantization_method
 from palaver.memory import available_bytes
 
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -15,35 +14,40 @@ from transformers import DynamicCache, PreTrainedModel
 
 from palaver.engines.base import BY_BATCH, BY_TEXT, COMPILED
 from palaver.engines.compiled.build import Library
-from palaver.engines.compiled.decoder import CompiledDecoder, Rows
+from palaver.engines.compiled.decoder import CompiledDecoder
 from palaver.engines.compiled.runner import CompiledRunner
-from palaver.engines.core.arrays import HostArray
 from palaver.engines.core.kv_cache import Slot, SlotAllocator
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.runner import Runner, UnsupportedModel
 from palaver.engines.torch.batch import BatchInputs, ForwardBatch, SequenceChunk, build_batch, sequence_chunk
-from palaver.engines.torch.cuda_graphs import CudaGraphCapture, GraphDecoder, StepDecoder
 from palaver.engines.torch.decoders.compiled import compile_decoder
 from palaver.engines.torch.decoders.library import LibraryDecoder, OffsetCache, kv_layout
 from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder
 from palaver.engines.torch.exact import ExactPasses, probe_exactness
-from palaver.engines.torch.loader import quantization_config, quiet
+from palaver.engines.torch.forward_probe import (
+    FEW_OPERATIONS,
+    FIRST,
+    LENGTH,
+    PROBE_BYTES,
+    SECOND,
+    ForwardProbe,
+    check_required,
+    explain_not_compiled,
+    failure_reason,
+    max_difference,
+    probe_ids,
+)
+from palaver.engines.torch.loader import quiet
 from palaver.engines.torch.memory import TorchThreads
 from palaver.engines.torch.model_runner import Forward, TorchRunner
+from palaver.engines.torch.quantization import quantization_config
 from palaver.engines.torch.rope import find_longrope
 from palaver.engines.torch.snapshot_runner import CacheAbilities, RecurrentState, SnapshotRunner, StatelessModel
 from palaver.engines.torch.tensors import TensorLayout
 from palaver.errors import CantCompile
 
-LENGTH = 48
-FIRST = 20
-SECOND = 40
-"""Tokens of the probe's text, of its first chunk, and of its first two chunks."""
 LATE = 8
 """Tokens computed at the last positions of the context, without any tokens before them."""
-PROBE_BYTES = 1 << 24
-NOT_COMPILED = ", not compiled: "
-FEW_OPERATIONS = "few operations"
 
 
 @torch.inference_mode()
@@ -70,7 +74,7 @@ def pick_runner(
         try:
             layout = probe.layout()
             forward, steps = probe.pick_forward(layout, context_length, options, library, threads)
-            _check_required(options, steps)
+            check_required(options, steps)
             if isinstance(forward, CompiledDecoder):
                 return CompiledRunner(forward, cache_bytes, context_length, threads), COMPILED, BY_TEXT
             passes, exactness = probe.pick_exact_passes(forward, layout, options.exact, threads)
@@ -79,30 +83,26 @@ def pick_runner(
         except CantCompile:
             raise
         except Exception as error:  # whatever went wrong, the model's own cache may still work
-            steps = _explain_not_compiled(library, _LIBRARY_CODE, error)
-            _check_required(options, steps)
-            runner = probe.pick_snapshot_runner(cache_bytes, _reason(error), options.exact)
+            steps = explain_not_compiled(library, _LIBRARY_CODE, error)
+            check_required(options, steps)
+            runner = probe.pick_snapshot_runner(cache_bytes, failure_reason(error), options.exact)
             return runner, steps, runner.exactness
 
 
-def _check_required(options: EngineOptions, steps: str) -> None:
-    if options.compiled and steps != COMPILED:
-        raise CantCompile(steps.partition(NOT_COMPILED)[2])
-
-
-class ModelProbe:
+class ModelProbe(ForwardProbe):
     """An arbitrary short text, and the model's own logits for it at both ends of the context."""
 
     def __init__(self, model: PreTrainedModel, vocabulary_size: int, context_length: int = 0) -> None:
         """`context_length`: 0 where late positions are not probed."""
         self._model = model
         self.rope = find_longrope(model)
-        self.ids = [(i * i * 7 + i * 13 + 5) % vocabulary_size for i in range(LENGTH)]
-        self._batch = torch.tensor([self.ids], device=model.device)
+        ids = probe_ids(vocabulary_size)
+        self._batch = torch.tensor([ids], device=model.device)
         options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-        self._expected: Tensor = model(input_ids=self._batch, **options).logits[0]
+        super().__init__(ids, model(input_ids=self._batch, **options).logits[0], model.dtype)
         coarse = model.dtype != torch.float32 or bool(quantization_config(model.config.to_dict()))
-        self._rounding = self._measure_rounding() if coarse else 0.0
+        if coarse:
+            self._rounding = self._measure_rounding()
         self._late_start = context_length - LATE if context_length >= LENGTH + LATE else 0
         """The position of the late tokens; 0: the context is too short for them."""
         self._late_logits: Tensor | None = None
@@ -122,14 +122,14 @@ class ModelProbe:
         try:
             if not options.fused:
                 raise UnsupportedModel("it is not wanted")
-            parts = PlainDecoder(self._model, context_length)
+            parts = PlainDecoder.from_model(self._model, context_length)
             decoder = FusedDecoder(parts)
             self.check(decoder, layout)
             self.check_late(FusedDecoder(parts.without_tables()), layout)
         except Exception as error:  # then the library's code runs it
-            best, steps = self._with_cuda_graphs(self._library_decoder(layout), layout, _LIBRARY_CODE, options)
-            return best, _explain_not_compiled(library, steps, error)
-        best, steps = self._with_cuda_graphs(decoder, layout, FEW_OPERATIONS, options)
+            best, steps = self.with_cuda_graphs(self._library_decoder(layout), layout, _LIBRARY_CODE, options)
+            return best, explain_not_compiled(library, steps, error)
+        best, steps = self.with_cuda_graphs(decoder, layout, FEW_OPERATIONS, options)
         if library is None:
             return best, steps
         try:
@@ -138,7 +138,7 @@ class ModelProbe:
                 raise UnsupportedModel("its layers differ")
             self.check_compiled(compiled)
         except Exception as error:
-            return best, _explain_not_compiled(library, steps, error)
+            return best, explain_not_compiled(library, steps, error)
         return compiled, COMPILED
 
     def pick_exact_passes(
@@ -152,38 +152,6 @@ class ModelProbe:
         with threads.applied():
             return probe_exactness(forward, layout, self.ids, may_pack=not (experts or quantised))
 
-    def _with_cuda_graphs(
-        self, decoder: StepDecoder, layout: TensorLayout, steps: str, options: EngineOptions
-    ) -> tuple[Forward, str]:
-        """Adds CUDA graphs where they work. The exact mode has passes of its own, which are not captured."""
-        if layout.device.type != "cuda" or options.exact:
-            return decoder, steps
-        try:
-            if self._synchronizes(decoder, layout):
-                return decoder, steps
-            graphs = GraphDecoder(decoder, CudaGraphCapture(layout.device))
-            self.check(graphs, layout)
-        except Exception:  # then every operation is launched by itself
-            return decoder, steps
-        return (graphs, f"{steps}, recorded") if graphs.num_graphs else (decoder, steps)
-
-    def _synchronizes(self, decoder: StepDecoder, layout: TensorLayout) -> bool:
-        """Whether a decode pass synchronises with the device, as where experts are picked one by one: that can't be
-        captured, and a failed capture fragments the memory."""
-        slots = SlotAllocator(layout, PROBE_BYTES)
-        chunks = [self._next_token(slots.allocate(LENGTH), 0) for _ in range(2)]
-        batch = build_batch(chunks, layout.device).padded_to(LENGTH)
-        decoder(batch)  # builds what is built only once
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                decoder(batch)
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-        return any("synchronizing" in str(warning.message) for warning in caught)
-
     def _library_decoder(self, layout: TensorLayout) -> LibraryDecoder:
         self._expected_late()  # before its attention is replaced
         forward = LibraryDecoder(self._model, self.rope)
@@ -195,45 +163,6 @@ class ModelProbe:
             forward.detach()
             raise
         return forward
-
-    def check(self, forward: Callable[[ForwardBatch], Tensor], layout: TensorLayout) -> None:
-        """Raises unless two sequences of different lengths, in chunks and by token, give the model's own logits."""
-        slots = SlotAllocator(layout, PROBE_BYTES)
-        longer, shorter = slots.allocate(LENGTH), slots.allocate(LENGTH)
-
-        def compare(batch: ForwardBatch, chunks: Sequence[SequenceChunk]) -> None:
-            for row, chunk in zip(forward(batch), chunks, strict=True):
-                self.compare(row, chunk.start + len(chunk.ids))
-
-        def run(*chunks: SequenceChunk) -> None:
-            compare(build_batch(chunks, layout.device), chunks)
-
-        run(sequence_chunk(longer, 0, self.ids[:FIRST]), sequence_chunk(shorter, 0, self.ids[:4]))
-        run(sequence_chunk(longer, FIRST, self.ids[FIRST:SECOND]))
-        batch: ForwardBatch | None = None
-        for at in range(3):
-            chunks = [self._next_token(shorter, 4 + at), self._next_token(longer, SECOND + at)]
-            if batch is None:
-                batch = build_batch(chunks, layout.device)
-            else:
-                batch.advance(chunks)
-            compare(batch, chunks)
-        run(self._next_token(longer, SECOND + 3))
-
-    def check_compiled(self, decoder: CompiledDecoder) -> None:
-        """As `check`, for compiled steps."""
-        slots = SlotAllocator(decoder.layout, PROBE_BYTES)
-        longer, shorter = slots.allocate(LENGTH), slots.allocate(LENGTH)
-
-        def run(*spans: tuple[Slot[HostArray], int, int]) -> None:
-            rows = Rows([(slot, start, self.ids[start:stop]) for slot, start, stop in spans], need_logits=True)
-            for row, (_, _, stop) in zip(decoder.run(rows, 1), spans, strict=True):
-                self.compare(torch.from_numpy(row), stop)
-
-        run((longer, 0, FIRST), (shorter, 0, 4))
-        run((longer, FIRST, SECOND))
-        for at in range(3):
-            run((shorter, 4 + at, 5 + at), (longer, SECOND + at, SECOND + at + 1))
 
     def check_late(self, forward: Forward, layout: TensorLayout) -> None:
         """Raises unless a sequence at the end of the context, with another at its start, gives the model's own logits:
@@ -287,9 +216,6 @@ class ModelProbe:
             return False
         return False
 
-    def _next_token(self, slot: Slot[Tensor], at: int) -> SequenceChunk:
-        return sequence_chunk(slot, at, self.ids[at : at + 1])
-
     def pick_snapshot_runner(self, cache_bytes: int, reason: str, exact: bool) -> SnapshotRunner:
         """A runner on the model's own cache, as far as that is correct; at worst without a cache."""
         if self._depends_on_pass_length() or not self._is_cache_correct([FIRST, 1, 1, 1]):
@@ -299,15 +225,6 @@ class ModelProbe:
         chunks = self._is_cache_correct([FIRST, 5, 1, SECOND - FIRST])
         abilities = CacheAbilities(chunks=chunks, copies=copies, reason=reason)
         return SnapshotRunner(lambda: RecurrentState(self._model), cache_bytes, abilities, exact)
-
-    def compare(self, logits: Tensor, tokens: int) -> None:
-        """Raises unless these are the logits after so many tokens, up to rounding."""
-        self._compare(logits, self._expected[tokens - 1])
-
-    def _compare(self, logits: Tensor, expected: Tensor) -> None:
-        unit = _TOLERANCE[self._model.dtype] * max(1.0, float(expected.abs().max()))
-        if not _max_difference(logits, expected) <= max(unit, 2 * self._rounding):
-            raise UnsupportedModel("its results with a cache differ from those without")
 
     def _measure_rounding(self) -> float:
         """The largest difference of the model's own logits where only rounding differs: in chunks, and with eager
@@ -321,13 +238,13 @@ class ModelProbe:
         state, at = RecurrentState(self._model), 0
         for size in (4, FIRST - 4, 1, 1, SECOND - FIRST - 2, 1, 1, 1):
             at += size
-            yield _max_difference(state.feed(self.ids[at - size : at]), self._expected[at - 1])
+            yield max_difference(state.feed(self.ids[at - size : at]), self._expected[at - 1])
 
     def _with_eager_attention(self) -> Iterator[float]:
         before = self._model.config._attn_implementation
         self._model.set_attn_implementation("eager")
         try:
-            yield _max_difference(self._model(input_ids=self._batch).logits[0], self._expected)
+            yield max_difference(self._model(input_ids=self._batch).logits[0], self._expected)
         finally:
             self._model.set_attn_implementation(before)
 
@@ -335,7 +252,7 @@ class ModelProbe:
         embedded = self._model.get_input_embeddings()(self._batch)
         signs = (torch.arange(embedded.numel(), device=embedded.device) * 7919 // 64 % 2).view_as(embedded) * 2 - 1
         perturbed = embedded + embedded * signs * torch.finfo(embedded.dtype).eps
-        yield _max_difference(self._model(inputs_embeds=perturbed.to(embedded.dtype)).logits[0], self._expected)
+        yield max_difference(self._model(inputs_embeds=perturbed.to(embedded.dtype)).logits[0], self._expected)
 
     def _is_cache_correct(self, chunk_sizes: Sequence[int], copying: bool = False) -> bool:
         try:
@@ -355,8 +272,6 @@ class ModelProbe:
 
 
 _LIBRARY_CODE = "the model's own code"
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Relative to the largest logit: about one unit in the last place of a narrow dtype."""
 
 
 def _until_error(trial: Iterator[float]) -> Iterator[float]:
@@ -366,24 +281,9 @@ def _until_error(trial: Iterator[float]) -> Iterator[float]:
         yield from trial
 
 
-def _max_difference(logits: Tensor, expected: Tensor) -> float:
-    return float((logits.float() - expected.float()).abs().max())
-
-
 def _shift_positions(batch: ForwardBatch, slot: Slot[Tensor], offset: int) -> ForwardBatch:
     """The batch with later positions for the tokens of this slot; where they are stored doesn't change."""
     offsets = [offset if chunk.slot is slot else 0 for chunk in batch.chunks for _ in chunk.ids]
     positions = [at + shift for at, shift in zip(batch.positions.tolist(), offsets, strict=True)]
     inputs = BatchInputs(batch.ids.tolist(), positions, batch.ids.device)
     return replace(batch, inputs=inputs, max_position=max(positions))
-
-
-def _explain_not_compiled(library: Future[Library] | None, steps: str, error: Exception) -> str:
-    """Whose code computes the steps and, where compiled steps were requested, why they are not used."""
-    return steps if library is None else f"{steps}{NOT_COMPILED}{_reason(error)}"
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, CantCompile):
-        return error.why
-    return str(error) if isinstance(error, UnsupportedModel) else f"its cache isn't understood ({type(error).__name__})"

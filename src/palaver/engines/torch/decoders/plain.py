@@ -7,18 +7,20 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from palaver.engines.core.rotary import Frequencies
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.attention import MaskRule
 from palaver.engines.torch.attention_kernels import AttentionParams, ScoreWorkspace, pair_bytes
 from palaver.engines.torch.batch import ForwardBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ATTENTION_MODULES = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP_MODULES = {"gate_proj", "up_proj", "down_proj"}
@@ -155,24 +157,83 @@ class DecoderLayer:
     down_proj: Linear
 
 
-class PlainDecoder:
-    """The weights and sizes of a plain decoder. Raises UnsupportedModel for any other kind of model."""
+class StaticRotary:
+    """The cosines and sines of a configuration's frequencies, as the library computes them."""
 
-    def __init__(self, model: PreTrainedModel, max_position: int) -> None:
+    def __init__(self, frequencies: Frequencies, device: torch.device) -> None:
+        self.inv_freq = torch.from_numpy(frequencies.angles).to(device)
+        self.attention_scaling = frequencies.scaling
+
+    def __call__(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[..., None].float() * self.inv_freq
+        both = torch.cat((angles, angles), dim=-1)
+        cos, sin = both.cos() * self.attention_scaling, both.sin() * self.attention_scaling
+        return cos.to(like.dtype), sin.to(like.dtype)
+
+
+@dataclass(slots=True)
+class PlainDecoder:
+    """The weights and sizes of a plain decoder."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    scale: float
+    max_position: int
+    embedding: Tensor
+    rotary: RotaryEmbedding
+    layers: list[DecoderLayer]
+    norm: RMSNorm
+    lm_head: Linear
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel, max_position: int) -> PlainDecoder:
+        """The parts of a model that the library loaded, which shares their memory. Raises UnsupportedModel for another
+        kind of model."""
         _check_shape(model)
         base = model.model
         attention = base.layers[0].self_attn
-        self.head_dim: int = attention.head_dim
-        self.num_heads: int = attention.q_proj.out_features // self.head_dim
-        self.num_kv_heads: int = attention.k_proj.out_features // self.head_dim
-        self.intermediate_size: int = base.layers[0].mlp.gate_proj.out_features
-        self.scale: float = attention.scaling
-        self.max_position = max_position
-        self.embedding: Tensor = base.embed_tokens.weight
-        self.rotary = RotaryEmbedding(base.rotary_emb, self.embedding.new_empty(1), self.head_dim, max_position)
-        self.layers = [self._layer(layer) for layer in base.layers]
-        self.norm = _norm(base.norm)
-        self.lm_head = _concatenate(model.lm_head, share=model.lm_head.weight is not self.embedding)
+        head_dim: int = attention.head_dim
+        num_heads: int = attention.q_proj.out_features // head_dim
+        num_kv_heads: int = attention.k_proj.out_features // head_dim
+        embedding: Tensor = base.embed_tokens.weight
+        rotary = RotaryEmbedding(base.rotary_emb, embedding.new_empty(1), head_dim, max_position)
+
+        def qk_norm(attention: Any) -> RMSNorm | None:
+            if not hasattr(attention, "q_norm"):
+                return None
+            query, key = attention.q_norm, attention.k_norm
+            if query.variance_epsilon != key.variance_epsilon:
+                raise UnsupportedModel("its queries and keys are normed differently")
+            return norm_heads(query.weight, key.weight, num_heads, num_kv_heads, query.variance_epsilon)
+
+        def decoder_layer(layer: Any) -> DecoderLayer:
+            attention, mlp = layer.self_attn, layer.mlp
+            return build_layer(
+                input_norm=_norm(layer.input_layernorm),
+                qkv_proj=_concatenate(attention.q_proj, attention.k_proj, attention.v_proj),
+                qk_norm=qk_norm(attention),
+                o_proj=_concatenate(attention.o_proj),
+                post_attention_norm=_norm(layer.post_attention_layernorm),
+                gate_up_proj=_concatenate(mlp.gate_proj, mlp.up_proj),
+                down_proj=_concatenate(mlp.down_proj),
+                rotary=rotary,
+            )
+
+        return cls(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            intermediate_size=base.layers[0].mlp.gate_proj.out_features,
+            scale=attention.scaling,
+            max_position=max_position,
+            embedding=embedding,
+            rotary=rotary,
+            layers=[decoder_layer(layer) for layer in base.layers],
+            norm=_norm(base.norm),
+            lm_head=_concatenate(model.lm_head, share=model.lm_head.weight is not embedding),
+        )
 
     def without_tables(self) -> PlainDecoder:
         """The same parts, for a few passes at late positions."""
@@ -181,30 +242,16 @@ class PlainDecoder:
         other.rotary = RotaryWithoutTables(rotary._rotary, rotary._like, rotary._head_dim, rotary._max_position)
         return other
 
-    def _layer(self, layer: Any) -> DecoderLayer:
-        attention, mlp = layer.self_attn, layer.mlp
-        norm = self._qk_norm(attention)
-        paired_norm = norm if self.rotary.uses_pairs else None
-        return DecoderLayer(
-            input_norm=_norm(layer.input_layernorm),
-            qkv_proj=_concatenate(attention.q_proj, attention.k_proj, attention.v_proj),
-            qk_norm=norm,
-            paired_qk_weight=None if paired_norm is None else interleave_halves(paired_norm.scaled).contiguous(),
-            o_proj=_concatenate(attention.o_proj),
-            post_attention_norm=_norm(layer.post_attention_layernorm),
-            gate_up_proj=_concatenate(mlp.gate_proj, mlp.up_proj),
-            down_proj=_concatenate(mlp.down_proj),
-        )
 
-    def _qk_norm(self, attention: Any) -> RMSNorm | None:
-        """One norm for both, with a row of weights for each head."""
-        if not hasattr(attention, "q_norm"):
-            return None
-        query, key = attention.q_norm, attention.k_norm
-        rows = [query.weight.expand(self.num_heads, -1), key.weight.expand(self.num_kv_heads, -1)]
-        if query.variance_epsilon != key.variance_epsilon:
-            raise UnsupportedModel("its queries and keys are normed differently")
-        return RMSNorm(torch.cat(rows), query.variance_epsilon)
+def build_layer(*, qk_norm: RMSNorm | None, rotary: RotaryEmbedding, **parts: Any) -> DecoderLayer:
+    paired_norm = qk_norm if rotary.uses_pairs else None
+    paired = None if paired_norm is None else interleave_halves(paired_norm.scaled).contiguous()
+    return DecoderLayer(qk_norm=qk_norm, paired_qk_weight=paired, **parts)
+
+
+def norm_heads(query: Tensor, key: Tensor, num_heads: int, num_kv_heads: int, epsilon: float) -> RMSNorm:
+    """One norm for queries and keys, with a row of weights for each head."""
+    return RMSNorm(torch.cat([query.expand(num_heads, -1), key.expand(num_kv_heads, -1)]), epsilon)
 
 
 def interleave_halves(x: Tensor) -> Tensor:
