@@ -58,11 +58,11 @@ def load_plain_model(
     info = decoder_info(checkpoint, config, options.context, str(device), str(dtype).removeprefix("torch."))
     check_fit(checkpoint, device, dtype, compiled=bool(options.compiled))
     library = start_library_build(checkpoint, device, dtype, options)
-    with torch.inference_mode():
+    small = dtype.itemsize * sum(tensor.elements for tensor in checkpoint.tensors.values()) <= SMALL_MODEL
+    threads = TorchThreads.choose(options.threads, small)
+    with torch.inference_mode(), threads.applied():  # for a small model more threads only wait for each other
         parts = read_plain_decoder(checkpoint, config, device, dtype, info.context_length)
         check_cache_bytes(options, free_bytes(device), str(device))
-        small = dtype.itemsize * sum(tensor.elements for tensor in checkpoint.tensors.values()) <= SMALL_MODEL
-        threads = TorchThreads.choose(options.threads, small)
         cache_limit = cache_bytes(device) if options.cache_bytes is None else options.cache_bytes
         picker = _RunnerPicker(parts, config.vocabulary_size, options, threads)
         runner, steps, exactness = picker.pick(cache_limit, library)
