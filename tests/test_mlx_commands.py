@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("mlx_lm", reason="NOTHING IS SHOWN HERE: mlx and mlx-lm are not installed")
+from palaver.engines.mlx.folder import is_apple_silicon, is_installed
+
+if not is_installed():
+    pytest.skip("NOTHING IS SHOWN HERE: mlx and mlx-lm are not installed", allow_module_level=True)
 
 from palaver.chat import model as chat_model
 from palaver.chat.engine_spec import make_spec
 from palaver.chat.model import LoadOptions, check_engine_options, load_model_format, pick_engine
 from palaver.engines.host import HostedEngine
-from palaver.engines.mlx.folder import is_apple_silicon
 from palaver.errors import BadParameter, BrokenModel
 from palaver.generation import Prompt
 from palaver.models.resolver import ResolvedModel, resolve_model

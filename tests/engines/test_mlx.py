@@ -16,7 +16,10 @@ import pytest
 import torch
 import transformers
 
-pytest.importorskip("mlx_lm", reason="NOTHING IS SHOWN HERE: mlx and mlx-lm are not installed")
+from palaver.engines.mlx.folder import is_installed, is_mlx_folder
+
+if not is_installed():
+    pytest.skip("NOTHING IS SHOWN HERE: mlx and mlx-lm are not installed", allow_module_level=True)
 
 from palaver.constraints import Constraint, Grammar
 from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT, EngineState
@@ -26,7 +29,6 @@ from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.mlx import loader
 from palaver.engines.mlx.engine import load
-from palaver.engines.mlx.folder import is_mlx_folder
 from palaver.engines.mlx.loader import config_changes, import_mlx
 from palaver.engines.torch import load as load_torch
 from palaver.errors import BadParameter, BrokenModel, CacheFull, EngineError, PalaverError
@@ -113,9 +115,9 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path
 
 
 def all_logits(folder: Path, ids: Sequence[int], dtype: str | None) -> np.ndarray[Any, np.dtype[np.float32]]:
+    import_mlx()
     from palaver.engines.mlx.model import MLXModel
 
-    import_mlx()
     model = MLXModel(loader.load_module(open_checkpoint(folder), dtype))
     return model.logits(model.new_state(), ids)
 
@@ -360,6 +362,29 @@ async def test_a_failing_pass_fails_only_its_request(start: Callable[..., LocalE
     assert isinstance(outs[1], EngineError)
     assert (await run(engine, asked[0], GREEDY)).ids == expected[0]
     assert engine.status.state == EngineState.READY
+
+
+async def test_the_others_go_on_if_an_ended_state_cannot_be_taken_out(
+    start: Callable[..., LocalEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where there is no memory for the copy: the merged states are dropped and computed again."""
+    engine, fresh = start(), start()
+    from palaver.engines.mlx.model import MergedStates
+
+    asked = prompts(3)
+
+    def fail(states: MergedStates, row: int) -> None:
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(MergedStates, "extract", fail)
+    short = replace(GREEDY, max_tokens=6)
+    sampled = (short, GREEDY, GREEDY)
+    outs = await asyncio.gather(*(run(engine, p, s) for p, s in zip(asked, sampled, strict=True)))
+    assert MergedStates.extract.__name__ == "extract", "it has failed once"
+    for prompt, sampling, out in zip(asked, sampled, outs, strict=True):
+        assert out.ids == (await run(fresh, prompt, sampling)).ids
+        assert (await run(engine, prompt, sampling)).ids == out.ids
 
 
 # what the engine says of itself

@@ -125,6 +125,9 @@ class MLXRunner:
             return
         try:
             state = self._unmerge(sequence)
+        except BaseException:
+            self._drop_states([sequence])
+            raise
         finally:
             del self._running[sequence]
         if state.length and entry.is_complete:
