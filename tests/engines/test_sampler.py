@@ -49,7 +49,7 @@ def step(logits: torch.Tensor, sampling: Sampling, context: Sequence[int] = (1, 
     return out
 
 
-def assert_same_steps(steps: Sequence[Step | Exception], expected: Sequence[Step | Exception]) -> None:
+def assert_same_steps(steps: Sequence[object], expected: Sequence[object]) -> None:
     """The same tokens; log-probabilities but for rounding; alternatives but for their order among equals."""
     for one, other in zip(steps, expected, strict=True):
         assert isinstance(one, Step)

@@ -15,6 +15,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
 pytest.importorskip("triton", reason="Triton is not installed: the sampling kernels are not tested")
 
+from palaver.engines.core.generation import PendingStep  # noqa: E402
 from palaver.engines.core.logits import HostLogits  # noqa: E402
 from palaver.engines.core.processor import LogitsProcessor  # noqa: E402
 from palaver.engines.core.reply_state import ReplyState  # noqa: E402
@@ -40,7 +41,8 @@ def processor(sampling: Sampling, choice: int = 0) -> LogitsProcessor:
 
 def sampled(logits: torch.Tensor, processors: Sequence[LogitsProcessor]) -> list[Step | Exception]:
     changes = DeviceChanges(torch.device(DEVICE))
-    return list(sample_on_device(logits.to(DEVICE), processors, changes, kernels))
+    steps = sample_on_device(logits.to(DEVICE), processors, changes, kernels)
+    return [step.build() if isinstance(step, PendingStep) else step for step in steps]
 
 
 def is_at_boundary(logits: torch.Tensor, one: LogitsProcessor) -> bool:

@@ -21,7 +21,22 @@ WAKE_INTERVAL_S = 0.008
 EAGER_TOKENS = 4
 """The first tokens of a reply wake their reader at once: they are seldom visible text."""
 
-OutputOrError = Output | PalaverError
+
+class PendingStep:
+    """A step whose alternatives are not read yet. The reader of the reply reads them, so that the worker's thread can
+    start the next pass."""
+
+    __slots__ = ("_build", "token_id")
+
+    def __init__(self, token_id: int, build: Callable[[], Step]) -> None:
+        self.token_id = token_id
+        self._build = build
+
+    def build(self) -> Step:
+        return self._build()
+
+
+OutputOrError = Output | PendingStep | PalaverError
 
 
 class LocalGeneration:
@@ -76,6 +91,8 @@ class LocalGeneration:
             if not self._outputs:  # an output that was pushed before the waiter was set wakes no reader
                 await waiter
         output = self._outputs.popleft()
+        if isinstance(output, PendingStep):
+            return output.build()
         if isinstance(output, PalaverError):
             self._finished = True
             raise output
@@ -141,9 +158,10 @@ class Outbox:
         waiter = generation.push(output)
         if waiter is not None:
             self._waiters.setdefault(generation.loop, []).append(waiter)
-        if isinstance(output, Step):
+        is_step = isinstance(output, Step | PendingStep)
+        if is_step:
             generation.token_count += 1
-        if not isinstance(output, Step) or generation.token_count <= EAGER_TOKENS:
+        if not is_step or generation.token_count <= EAGER_TOKENS:
             self._urgent = True
 
     def flush_if_due(self) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from palaver.engines.core.generation import PendingStep
 from palaver.engines.core.logits_changes import Scores
 from palaver.engines.core.processor import LogitsProcessor
 from palaver.engines.core.sampler import sample_rows
 from palaver.errors import PalaverError
 from palaver.generation import Step
+
+SampledStep = Step | PendingStep | PalaverError
 
 
 class Logits(Protocol):
@@ -28,7 +31,7 @@ class Logits(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def sample(self, processors: Sequence[LogitsProcessor]) -> list[Step | PalaverError]:
+    def sample(self, processors: Sequence[LogitsProcessor]) -> Sequence[SampledStep]:
         """The next token of each row, or the error that prevents one. Rows are independent of each other."""
         ...
 

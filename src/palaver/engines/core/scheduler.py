@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from palaver.engines.core.generation import LocalGeneration, Outbox
-from palaver.engines.core.logits import Logits
+from palaver.engines.core.logits import Logits, SampledStep
 from palaver.engines.core.queue import RequestQueue, split_prefill_budget
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import Runner
 from palaver.errors import CacheFull, EngineError, PalaverError
-from palaver.generation import AnswerRequested, Ended, Finish, Prefilled, Step
+from palaver.generation import AnswerRequested, Ended, Finish, Prefilled
 
 _log = logging.getLogger(__name__)
 
@@ -225,8 +225,8 @@ class Scheduler:
             sequence.prompt_cached = True
             _try_to_cache(lambda: self._runner.cache_prefix(sequence, logits.row(row)))
 
-    def _emit(self, sequence: SequenceState, step: Step | PalaverError) -> None:
-        if not isinstance(step, Step):
+    def _emit(self, sequence: SequenceState, step: SampledStep) -> None:
+        if isinstance(step, PalaverError):
             self._finish(sequence, step)
             return
         sequence.append_token(step.token_id)
@@ -291,7 +291,7 @@ def _try_to_cache(cache: Callable[[], None]) -> None:
         _log.warning("Could not keep what was computed: %s", _as_engine_error(error))
 
 
-def _sample(logits: Logits, sequences: list[SequenceState]) -> list[Step | PalaverError]:
+def _sample(logits: Logits, sequences: list[SequenceState]) -> Sequence[SampledStep]:
     """The next token of each sequence. If sampling fails for the batch, each row is tried alone."""
     try:
         return logits.sample([sequence.processor for sequence in sequences])

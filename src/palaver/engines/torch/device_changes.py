@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,8 +97,14 @@ class DeviceChanges:
         """Indices into all rows, one after the other."""
         return self._to_device(np.concatenate([row * scores.shape[1] + ids for row, ids in ids_by_row]))
 
-    def _to_device(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+    def _to_device(self, array: NDArray[Any]) -> Tensor:
+        return to_device(array, self._device)
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Without waiting for what the device computes: from ordinary memory a copy would wait."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _penalised(scores: Tensor, penalty: Tensor) -> Tensor:
@@ -140,9 +147,9 @@ class _DeviceCounts:
             new.extend(row * size + token_id for token_id in counts.reply_ids[self._counted[row] :])
             self._counted[row] = len(counts.reply_ids)
         if new:
-            places = torch.tensor(new).to(self._device, non_blocking=True)
+            places = to_device(np.array(new), self._device)
             self._table.view(-1).index_add_(0, places, torch.ones(1, device=self._device).expand(len(new)))
-        return self._table[torch.tensor(index).to(self._device, non_blocking=True)]
+        return self._table[to_device(np.array(index), self._device)]
 
     def _add(self, counts: TokenCounts, size: int) -> int:
         if not self._free:

@@ -5,9 +5,8 @@ The rules are those of `core/sampler.py`. Logits on the CPU are given to that sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from functools import cache
-from itertools import repeat
+from collections.abc import Sequence
+from functools import cache, cached_property, partial
 from types import ModuleType
 from typing import TypeAlias
 
@@ -16,10 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from palaver.engines.core.logits import HostLogits, Logits
+from palaver.engines.core.generation import PendingStep
+from palaver.engines.core.logits import HostLogits, Logits, SampledStep
 from palaver.engines.core.processor import LogitsProcessor
 from palaver.engines.core.sampler import SAMPLER_VERSION, SampledToken, make_alternatives, make_step
-from palaver.engines.torch.device_changes import DeviceChanges
+from palaver.engines.torch.device_changes import DeviceChanges, to_device
 from palaver.errors import PalaverError
 from palaver.generation import Step
 from palaver.sampling import Sampling
@@ -68,7 +68,7 @@ class DeviceLogits:
     def nbytes(self) -> int:
         return self.tensor.nbytes
 
-    def sample(self, processors: Sequence[LogitsProcessor]) -> list[Step | PalaverError]:
+    def sample(self, processors: Sequence[LogitsProcessor]) -> list[SampledStep]:
         return sample_on_device(self.tensor.float(), processors, self._sampler.changes, load_kernels())
 
 
@@ -84,14 +84,14 @@ def load_kernels() -> ModuleType | None:
 
 def sample_on_device(
     logits: Tensor, processors: Sequence[LogitsProcessor], changes: DeviceChanges, kernels: ModuleType | None
-) -> list[Step | PalaverError]:
+) -> list[SampledStep]:
     """With the kernels of `sampling_kernels`, or with torch's operations where there are none."""
     scores = changes.apply(logits, [processor.changes() if processor.is_active else None for processor in processors])
     if kernels is None:
         rows = zip(logits, scores, processors, strict=True)
         return [_sample_row(row, own, processor) for row, own, processor in rows]
     settings = np.array([_kernel_settings(processor, kernels.MAX_TOP_K) for processor in processors], dtype=np.float64)
-    results = kernels.sample_rows(logits, scores, torch.from_numpy(settings).to(logits.device, non_blocking=True))
+    results = kernels.sample_rows(logits, scores, to_device(settings, logits.device))
     steps = _read_results(results, processors, kernels)
     return [
         _sample_row(logits[row], scores[row], processors[row]) if step is None else step
@@ -116,43 +116,54 @@ def _kernel_settings(processor: LogitsProcessor, max_top_k: int) -> tuple[float,
 
 def _read_results(
     results: Tensor, processors: Sequence[LogitsProcessor], kernels: ModuleType
-) -> list[Step | PalaverError | None]:
-    """The steps that the kernels decided; None for the others. Whole columns become lists at once."""
-    table = results.cpu().numpy()
-    ids: list[int] = table[:, kernels.TOKEN].astype(np.int64).tolist()
-    values: list[list[float]] = table[:, [kernels.LOGPROB, kernels.DRAWN_LOGPROB, kernels.STATUS]].tolist()
-    count = max(processor.sampling.logprobs for processor in processors)
-    lists = _read_lists(table, count, kernels) if count else repeat(((), (), (), ()))
-    steps: list[Step | PalaverError | None] = []
-    for row in zip(ids, values, lists, processors, strict=False):
-        token_id, (logprob, drawn_logprob, status), (raw_ids, raw_logprobs, own_ids, own_logprobs), processor = row
+) -> list[SampledStep | None]:
+    """The steps that the kernels decided; None for the others. Alternatives are left to the readers of the replies."""
+    batch = _BatchResults(results.cpu().numpy(), processors, kernels)
+    columns = batch.table[:, [kernels.TOKEN, kernels.LOGPROB, kernels.STATUS]].tolist()
+    steps: list[SampledStep | None] = []
+    for row, ((token_id, logprob, status), processor) in enumerate(zip(columns, processors, strict=True)):
         if status == kernels.UNDECIDED or not _is_decided_by_kernel(processor, kernels.MAX_TOP_K):
             steps.append(None)
             continue
-        token = SampledToken(token_id, logprob, -math.inf if status == kernels.NONE_LEFT else 0.0)
-        wanted = processor.sampling.logprobs
-        if not wanted:
-            steps.append(make_step(token, processor))
-            continue
-        alternatives = make_alternatives(raw_ids[:wanted], raw_logprobs[:wanted])
-        drawn_from = make_alternatives(own_ids[:wanted], own_logprobs[:wanted])
-        steps.append(make_step(token, processor, alternatives, drawn_logprob, drawn_from))
+        score = -math.inf if status == kernels.NONE_LEFT else 0.0
+        step = make_step(SampledToken(int(token_id), logprob, score), processor)
+        if isinstance(step, Step) and processor.sampling.logprobs:
+            steps.append(PendingStep(step.token_id, partial(batch.add_alternatives, step, row)))
+        else:
+            steps.append(step)
     return steps
 
 
-def _read_lists(
-    table: Array, count: int, kernels: ModuleType
-) -> Iterable[tuple[list[int], list[float], list[int], list[float]]]:
-    """The four lists of each row."""
-    starts = range(kernels.LISTS, kernels.WIDTH, kernels.REPORTED)
-    raw_ids, raw_logprobs, own_ids, own_logprobs = (table[:, start : start + count] for start in starts)
-    return zip(
-        raw_ids.astype(np.int64).tolist(),
-        raw_logprobs.tolist(),
-        own_ids.astype(np.int64).tolist(),
-        own_logprobs.tolist(),
-        strict=True,
-    )
+class _BatchResults:
+    """The results of a batch, as the kernels wrote them. Whole columns become lists at once, when the first reader asks
+    for its alternatives."""
+
+    def __init__(self, table: Array, processors: Sequence[LogitsProcessor], kernels: ModuleType) -> None:
+        self.table = table
+        self._wanted = [processor.sampling.logprobs for processor in processors]
+        self._kernels = kernels
+
+    def add_alternatives(self, step: Step, row: int) -> Step:
+        drawn_logprobs, raw_ids, raw_logprobs, own_ids, own_logprobs = self._columns
+        wanted = self._wanted[row]
+        alternatives = make_alternatives(raw_ids[row][:wanted], raw_logprobs[row][:wanted])
+        drawn_from = make_alternatives(own_ids[row][:wanted], own_logprobs[row][:wanted])
+        return Step(step.token_id, step.logprob, alternatives, drawn_logprobs[row], drawn_from)
+
+    @cached_property
+    def _columns(
+        self,
+    ) -> tuple[list[float], list[list[int]], list[list[float]], list[list[int]], list[list[float]]]:
+        count, kernels = max(self._wanted), self._kernels
+        starts = range(kernels.LISTS, kernels.WIDTH, kernels.REPORTED)
+        raw_ids, raw_logprobs, own_ids, own_logprobs = (self.table[:, start : start + count] for start in starts)
+        return (
+            self.table[:, kernels.DRAWN_LOGPROB].tolist(),
+            raw_ids.astype(np.int64).tolist(),
+            raw_logprobs.tolist(),
+            own_ids.astype(np.int64).tolist(),
+            own_logprobs.tolist(),
+        )
 
 
 def _sample_row(logits: Tensor, scores: Tensor, processor: LogitsProcessor) -> Step | PalaverError:

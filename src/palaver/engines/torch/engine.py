@@ -5,6 +5,7 @@ other models by `library_engine.py`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -30,6 +31,10 @@ from palaver.phases import Vocabulary
 
 NO_COMPILER_HINT = "No C compiler was found: with gcc or clang installed, replies come several times as fast."
 
+SWITCH_SECONDS = 5e-5
+"""How long a thread that encodes outputs may hold Python's lock while the engine's thread, back from its device, waits
+for it. With Python's default, 5 ms, the device would be idle meanwhile."""
+
 
 class TorchEngine(LocalEngine):
     """Runs a model with torch on one device."""
@@ -53,13 +58,16 @@ class TorchEngine(LocalEngine):
         fingerprint = _fingerprint(info) if build is None else compiled_fingerprint(build)
         info = replace(info, fingerprint=str(fingerprint))
         limits = _limits(options, torch.device(info.device), small)
-        super().__init__(info, vocabulary, runner, limits, _thread_context(threads), on_failure)
+        on_host = torch.device(info.device).type == "cpu"
+        super().__init__(info, vocabulary, runner, limits, _thread_context(threads, on_host), on_failure)
 
 
-def _thread_context(threads: TorchThreads) -> Callable[[], AbstractContextManager[None]]:
+def _thread_context(threads: TorchThreads, on_host: bool) -> Callable[[], AbstractContextManager[None]]:
     @contextmanager
     def context() -> Iterator[None]:
         threads.apply()
+        if not on_host:
+            sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         with torch.inference_mode():
             yield
 
