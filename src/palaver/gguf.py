@@ -227,7 +227,7 @@ def read_gguf(path: Path) -> GGUFHeader:
 def _read_file(path: Path) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            reader = _Reader(path.name, data)
+            reader = _HeaderReader(path.name, data)
             try:
                 return reader.read()
             finally:
@@ -238,7 +238,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
         raise BrokenModel(f"{path.name} is empty.") from None
 
 
-class _Reader:
+class _HeaderReader:
     """Reads one file from its start. Every length is compared with the rest of the file before it is used."""
 
     def __init__(self, name: str, data: mmap.mmap) -> None:

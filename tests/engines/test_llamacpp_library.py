@@ -70,7 +70,7 @@ def test_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = dataclasses.replace(LAYOUTS[10566], context_params=Shifted)
     monkeypatch.setitem(module.LAYOUTS, 10566, layout)
     with pytest.raises(CantUseLlamaCpp, match="another layout"):
-        module.Library(path, 10566)
+        module.LlamaLibrary(path, 10566)
 
 
 @pytest.mark.parametrize(

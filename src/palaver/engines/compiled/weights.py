@@ -93,7 +93,7 @@ class DecoderWeights:
 
 def read_weights(checkpoint: Checkpoint, config: DecoderConfig) -> DecoderWeights:
     """The weights in a checkpoint's files. Raises BrokenModel where a tensor isn't as its header says."""
-    reader = _Reader(checkpoint, config)
+    reader = _TensorReader(checkpoint, config)
     embedding = reader.weight("model.embed_tokens")
     return DecoderWeights(
         embedding=embedding.to_float32(),
@@ -103,7 +103,7 @@ def read_weights(checkpoint: Checkpoint, config: DecoderConfig) -> DecoderWeight
     )
 
 
-class _Reader:
+class _TensorReader:
     def __init__(self, checkpoint: Checkpoint, config: DecoderConfig) -> None:
         self._tensors = checkpoint.tensors
         self._config = config

@@ -23,7 +23,7 @@ from palaver.engines.llamacpp.library import (
     NO_ROOM,
     PROGRESS_CALLBACK,
     Batch,
-    Library,
+    LlamaLibrary,
     load_library,
 )
 from palaver.errors import BrokenModel, EngineError, ModelError
@@ -52,7 +52,7 @@ class LoadedModel:
         files: Sequence[Path],
         gpu_layers: int | None = None,
         report: Callable[[float], None] | None = None,
-        library: Library | None = None,
+        library: LlamaLibrary | None = None,
     ) -> None:
         """`gpu_layers`: how many layers a GPU computes; None: as many as llama.cpp decides. Raises BrokenModel."""
         self.library = library or load_library()

@@ -16,8 +16,8 @@ from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.core.threads import SMALL_MODEL, ThreadCounts
 from palaver.engines.llamacpp import metadata
 from palaver.engines.llamacpp.context import Context, ContextSettings, LoadedModel
-from palaver.engines.llamacpp.exact import ROWS, ExactPasses, probe_exactness
-from palaver.engines.llamacpp.library import Library, load_library
+from palaver.engines.llamacpp.exact import ROWS, LlamaExactPasses, probe_exactness
+from palaver.engines.llamacpp.library import LlamaLibrary, load_library
 from palaver.engines.llamacpp.runner import LlamaRunner
 from palaver.errors import BadParameter
 from palaver.gguf import GGUFHeader, read_gguf
@@ -159,15 +159,15 @@ def probe_truncation(context: Context) -> bool:
     return cut
 
 
-def _exact_passes(context: Context, header: GGUFHeader, truncates: bool) -> tuple[ExactPasses, str]:
+def _exact_passes(context: Context, header: GGUFHeader, truncates: bool) -> tuple[LlamaExactPasses, str]:
     """The rows of an expert depend on what the other rows choose, so mixtures are never exact by text alone."""
-    passes = ExactPasses(context, truncates)
+    passes = LlamaExactPasses(context, truncates)
     exactness = probe_exactness(context, passes)
     weaker = exactness == BY_TEXT and (metadata.is_mixture(header) or not truncates)
     return passes, BY_CACHE if weaker else exactness
 
 
-def _gpu_layers(device: str | None, options: EngineOptions, library: Library) -> int | None:
+def _gpu_layers(device: str | None, options: EngineOptions, library: LlamaLibrary) -> int | None:
     """How many layers a GPU computes; None: llama.cpp decides."""
     if device not in (None, "cpu", "gpu"):
         raise BadParameter("--device", device, "a GGUF file runs on cpu or gpu; --gpu-layers divides it")
@@ -178,7 +178,7 @@ def _gpu_layers(device: str | None, options: EngineOptions, library: Library) ->
     return 0 if device == "cpu" or options.exact else options.gpu_layers
 
 
-def _gpu_name(library: Library) -> str | None:
+def _gpu_name(library: LlamaLibrary) -> str | None:
     """The first GPU that the library can use."""
     if not library.llama_supports_gpu_offload():
         return None
@@ -190,7 +190,7 @@ def _gpu_name(library: Library) -> str | None:
     return None
 
 
-def _fingerprint(info: EngineInfo, library: Library) -> Fingerprint:
+def _fingerprint(info: EngineInfo, library: LlamaLibrary) -> Fingerprint:
     used = [name for name in _ISA if f"{name} = 1" in library.system_info]
     build = "-".join((f"b{library.build}", *used[-1:]))
     exactness, sampler = EXACTNESS_LABELS[info.exactness], f"sampler-{SAMPLER_VERSION}"

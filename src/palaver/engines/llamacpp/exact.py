@@ -22,7 +22,7 @@ PROBE_TOKENS = 40
 _Chunk = tuple[int, int, Sequence[int]]
 
 
-class ExactPasses:
+class LlamaExactPasses:
     def __init__(self, context: Context, pads: bool = True) -> None:
         """`pads`: False for states that can't be cut: their passes have as many rows as tokens."""
         self._context = context
@@ -53,7 +53,7 @@ class ExactPasses:
         return logits
 
 
-def probe_exactness(context: Context, passes: ExactPasses) -> str:
+def probe_exactness(context: Context, passes: LlamaExactPasses) -> str:
     """What the bits of a reply depend on. Uses the first two sequences, which must be empty, and empties them."""
     ids = [token % context.vocabulary_size for token in range(3, 3 + 7 * PROBE_TOKENS, 7)]
     try:
@@ -69,7 +69,7 @@ def probe_exactness(context: Context, passes: ExactPasses) -> str:
 
 
 def _is_repeated(
-    context: Context, passes: ExactPasses, ids: Sequence[int], sizes: Sequence[int], expected: Floats
+    context: Context, passes: LlamaExactPasses, ids: Sequence[int], sizes: Sequence[int], expected: Floats
 ) -> bool:
     """Whether the tokens give the same bits when they are computed in chunks of these sizes."""
     context.truncate(0, 0)

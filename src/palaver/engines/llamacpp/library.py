@@ -200,7 +200,7 @@ class CantUseLlamaCpp(ModelError):
         super().__init__(f"GGUF files can't be run here: {why}")
 
 
-class Library:
+class LlamaLibrary:
     """The functions of llama.h, with the layout of this build. Its log is switched off."""
 
     def __init__(self, path: Path, build: int) -> None:
@@ -294,7 +294,7 @@ def check_platform(system: str = sys.platform, machine: str | None = None) -> No
 
 
 @cache
-def load_library() -> Library:
+def load_library() -> LlamaLibrary:
     """Loads the library of the wheel, once in a process. Raises CantUseLlamaCpp."""
     check_platform()
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # where it aborts, it would attach a debugger first
@@ -308,4 +308,4 @@ def load_library() -> Library:
     paths = sorted(Path(spec.origin).parent.glob(f"{PACKAGE}*.so"))
     if not paths:
         raise CantUseLlamaCpp(f"the package {PACKAGE} has no library: {INSTALL}")
-    return Library(paths[0], build)
+    return LlamaLibrary(paths[0], build)

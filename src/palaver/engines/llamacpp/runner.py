@@ -12,8 +12,8 @@ from palaver.engines.core.logits import HostLogits, Logits
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import CacheStatistics
 from palaver.engines.llamacpp.context import MAX_BATCH, Aborted, Context, Floats, NoRoom
-from palaver.engines.llamacpp.exact import EXACT_CHUNK, ExactPasses
-from palaver.engines.llamacpp.sequence_cache import NoSlot, SequenceCache, Slot
+from palaver.engines.llamacpp.exact import EXACT_CHUNK, LlamaExactPasses
+from palaver.engines.llamacpp.sequence_cache import CachedSequence, NoSlot, SequenceCache
 from palaver.errors import CacheFull, EngineClosed
 
 Chunk = tuple[int, int, Sequence[int]]
@@ -27,7 +27,7 @@ class LlamaRunner:
         limit_bytes: int,
         host_bytes: int,
         token_bytes: int,
-        exact: ExactPasses | None = None,
+        exact: LlamaExactPasses | None = None,
         truncates: bool = True,
     ) -> None:
         """`host_bytes`: the part of the limit for saved states. `token_bytes`: the cache of one token."""
@@ -40,7 +40,7 @@ class LlamaRunner:
         self._limit_bytes = limit_bytes
         self._token_bytes = token_bytes
         self._cache = SequenceCache(context, context.settings.sequences, truncates, host_bytes)
-        self._slots: dict[SequenceState, Slot] = {}
+        self._slots: dict[SequenceState, CachedSequence] = {}
         self._prompt_tokens = 0
         self._hit_tokens = 0
 

@@ -65,7 +65,7 @@ class _Entry:
 
 
 @dataclass(eq=False, slots=True)
-class Slot(_Entry):
+class CachedSequence(_Entry):
     """A sequence of the context."""
 
     id: int = 0
@@ -90,7 +90,7 @@ class SequenceCache:
     def __init__(self, memory: SequenceMemory, slots: int, truncates: bool, host_bytes: int) -> None:
         """`truncates`: whether a state can be cut to its first tokens; recurrent ones can't."""
         self._memory = memory
-        self._slots = [Slot(id=number) for number in range(slots)]
+        self._slots = [CachedSequence(id=number) for number in range(slots)]
         self._saved: list[_SavedState] = []
         self._logits: OrderedDict[tuple[Hashable, bytes], tuple[Logits, str]] = OrderedDict()
         """The logits after prompts, and the conversation of each."""
@@ -111,7 +111,7 @@ class SequenceCache:
         """How many of the first tokens are in the cache. Changes nothing."""
         return self._best(space, array("i", keys))[1]
 
-    def allocate(self, space: Hashable, keys: Sequence[int], conversation: str = "") -> tuple[Slot, int]:
+    def allocate(self, space: Hashable, keys: Sequence[int], conversation: str = "") -> tuple[CachedSequence, int]:
         """A slot, and how many of the first tokens it holds. Raises NoSlot."""
         wanted = array("i", keys)
         best, tokens = self._best(space, wanted)
@@ -125,23 +125,23 @@ class SequenceCache:
         slot.last_use = next(self._clock)
         return slot, tokens
 
-    def advance(self, slot: Slot, ids: Sequence[int]) -> None:
+    def advance(self, slot: CachedSequence, ids: Sequence[int]) -> None:
         """These tokens were computed in a running slot."""
         slot.tokens.extend(ids)
 
-    def save_running(self, slot: Slot, conversation: str) -> None:
+    def save_running(self, slot: CachedSequence, conversation: str) -> None:
         """Saves the state of a running slot that can't be cut back to its present tokens later."""
         if not self._truncates:
             slot.add_use(conversation, len(slot.tokens))
             self._save(slot)
 
-    def release(self, slot: Slot, conversation: str) -> None:
+    def release(self, slot: CachedSequence, conversation: str) -> None:
         """The sequence of a slot has ended. Its tokens stay cached."""
         slot.running = False
         slot.add_use(conversation, len(slot.tokens))
         slot.last_use = next(self._clock)
 
-    def drop(self, slot: Slot) -> None:
+    def drop(self, slot: CachedSequence) -> None:
         """Empties a slot whose state is not known. Its sequence can't go on, but has the slot until it is released."""
         self._clear(slot)
 
@@ -212,14 +212,14 @@ class SequenceCache:
                     best, most = entry, tokens
         return best, most
 
-    def _start_from(self, best: _Entry | None, tokens: int) -> Slot:
+    def _start_from(self, best: _Entry | None, tokens: int) -> CachedSequence:
         """A slot with the state of an entry, which may hold more than the tokens that are wanted."""
-        if isinstance(best, Slot) and not best.running:
+        if isinstance(best, CachedSequence) and not best.running:
             if len(best.tokens) - tokens >= MIN_TAIL:  # another branch may need them
                 self._save(best)
             return best
         slot = self._take_slot()
-        if isinstance(best, Slot):
+        if isinstance(best, CachedSequence):
             self._memory.copy(best.id, slot.id)
             slot.tokens, slot.uses = best.tokens[:], dict(best.uses)
             slot.cut_uses(tokens)
@@ -230,7 +230,7 @@ class SequenceCache:
                 slot.tokens, slot.uses = best.tokens[:], dict(best.uses)
         return slot
 
-    def _take_slot(self) -> Slot:
+    def _take_slot(self) -> CachedSequence:
         """An empty slot. The first ones are preferred: llama.cpp computes neighbours together."""
         for slot in self._slots:
             if not slot.running and not slot.tokens:
@@ -239,16 +239,16 @@ class SequenceCache:
             raise NoSlot
         return self._take_slot()
 
-    def _evict(self, slot: Slot) -> None:
+    def _evict(self, slot: CachedSequence) -> None:
         self._save(slot)
         self._clear(slot)
         self.evictions += 1
 
-    def _clear(self, slot: Slot) -> None:
+    def _clear(self, slot: CachedSequence) -> None:
         self._memory.truncate(slot.id, 0)
         slot.tokens, slot.uses = array("i"), {}
 
-    def _truncate(self, slot: Slot, tokens: int) -> None:
+    def _truncate(self, slot: CachedSequence, tokens: int) -> None:
         """Cuts a slot to its first tokens; also in the context, where a restored state may hold more."""
         if tokens == 0:
             self._clear(slot)
@@ -258,7 +258,7 @@ class SequenceCache:
         slot.tokens = slot.tokens[:tokens]
         slot.cut_uses(tokens)
 
-    def _save(self, slot: Slot) -> None:
+    def _save(self, slot: CachedSequence) -> None:
         """Copies the state of a slot to the host's memory, unless a saved state has all of its tokens."""
         for entry in self._saved:
             common = self._usable(entry, common_prefix(entry.tokens, slot.tokens))
@@ -277,7 +277,7 @@ class SequenceCache:
             self._saved.remove(oldest)
             self.evictions += 1
 
-    def _drop_contained(self, slot: Slot) -> None:
+    def _drop_contained(self, slot: CachedSequence) -> None:
         """Drops saved states that a slot contains: the slot is about to be saved with more tokens."""
         for entry in list(self._saved):
             contained = entry.space == slot.space and common_prefix(entry.tokens, slot.tokens) == len(entry.tokens)

@@ -50,11 +50,11 @@ def load(
     fit(checkpoint, name, dtype).check(checkpoint.name)
     on_device = _device_context(name)
     with on_device():
-        from palaver.engines.mlx.probe import ModelProbe
+        from palaver.engines.mlx.probe import MlxProbe
 
         module = load_module(checkpoint, dtype)
         try:
-            probe = ModelProbe(module)
+            probe = MlxProbe(module)
         except Exception as error:
             raise BrokenModel(f"The model {checkpoint.name!r} can't be run by mlx-lm: {error}") from error
         runner, exactness = probe.make_runner(_cache_bytes(options, name), options)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT
-from palaver.engines.mlx.model import Floats, MLXModel, ModelState
+from palaver.engines.mlx.model import Floats, MLXModel, SequenceStates
 
 EXACT_CHUNK = 128
 """Prompt tokens of a sequence that a scheduler step computes in the exact mode."""
@@ -21,11 +21,11 @@ ROWS = 16
 PROBE_TOKENS = 40
 
 
-class ExactPasses:
+class MlxExactPasses:
     def __init__(self, model: MLXModel) -> None:
         self._model = model
 
-    def run(self, state: ModelState, tokens: Sequence[int], need_logits: bool) -> Floats | None:
+    def run(self, state: SequenceStates, tokens: Sequence[int], need_logits: bool) -> Floats | None:
         """Computes the tokens that the state lacks; the logits after the last. `tokens` are all of the sequence's."""
         if not self._model.always_truncates:
             return self._run_plain(state, tokens, need_logits)
@@ -42,7 +42,7 @@ class ExactPasses:
             state.truncate(end)
         return logits
 
-    def _run_plain(self, state: ModelState, tokens: Sequence[int], need_logits: bool) -> Floats | None:
+    def _run_plain(self, state: SequenceStates, tokens: Sequence[int], need_logits: bool) -> Floats | None:
         """States that can't be cut can't be padded: the same chunks of the same sequence give the same bits."""
         ids = tokens[state.length :]
         if len(ids) > need_logits:
@@ -50,7 +50,7 @@ class ExactPasses:
         return self._model.logits(state, ids[-1:]) if need_logits else None
 
 
-def probe_exactness(model: MLXModel, passes: ExactPasses, vocabulary_size: int) -> str:
+def probe_exactness(model: MLXModel, passes: MlxExactPasses, vocabulary_size: int) -> str:
     """What the bits of a reply depend on in the exact mode. Rows of a mixture of experts depend on each other."""
     tokens = [(7 * place + 3) % vocabulary_size for place in range(PROBE_TOKENS)]
     whole = _logits_in_chunks(model, passes, tokens, [PROBE_TOKENS])
@@ -63,7 +63,7 @@ def probe_exactness(model: MLXModel, passes: ExactPasses, vocabulary_size: int) 
     return BY_TEXT if alike else BY_CACHE
 
 
-def _logits_in_chunks(model: MLXModel, passes: ExactPasses, tokens: Sequence[int], sizes: Sequence[int]) -> Floats:
+def _logits_in_chunks(model: MLXModel, passes: MlxExactPasses, tokens: Sequence[int], sizes: Sequence[int]) -> Floats:
     state, end = model.new_state(), 0
     for size in sizes:
         end += size

@@ -17,7 +17,7 @@ ALLOCATION_TOKENS = caches.KVCache.step
 """mlx-lm allocates keys and values for so many tokens at a time."""
 
 
-class ModelState:
+class SequenceStates:
     """mlx-lm's caches for one sequence, one a layer."""
 
     def __init__(self, layers: list[Any], length: int = 0) -> None:
@@ -40,9 +40,9 @@ class ModelState:
             caches.trim_prompt_cache(self.layers, self.length - length)
             self.length = length
 
-    def copy(self) -> ModelState:
+    def copy(self) -> SequenceStates:
         """Shares the arrays until one of the two is written to."""
-        return ModelState(copy.deepcopy(self.layers), self.length)
+        return SequenceStates(copy.deepcopy(self.layers), self.length)
 
     def compact(self) -> None:
         """Frees the memory behind the last token, where keys and values are plain arrays."""
@@ -56,7 +56,7 @@ class ModelState:
 class MergedStates:
     """The states of several sequences in one, for passes that compute the next token of each."""
 
-    def __init__(self, states: Sequence[ModelState]) -> None:
+    def __init__(self, states: Sequence[SequenceStates]) -> None:
         self.layers = _merge(states)
         self.lengths = [state.length for state in states]
 
@@ -64,7 +64,7 @@ class MergedStates:
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 
-    def add(self, states: Sequence[ModelState]) -> None:
+    def add(self, states: Sequence[SequenceStates]) -> None:
         for layer, other in zip(self.layers, _merge(states), strict=True):
             layer.extend(other)
         self._evaluate()
@@ -77,9 +77,9 @@ class MergedStates:
         self._evaluate()
         self.lengths = [self.lengths[row] for row in rows]
 
-    def extract(self, row: int) -> ModelState:
+    def extract(self, row: int) -> SequenceStates:
         """A copy of one row."""
-        state = ModelState([layer.extract(row) for layer in self.layers], self.lengths[row])
+        state = SequenceStates([layer.extract(row) for layer in self.layers], self.lengths[row])
         mx.eval([layer.state for layer in state.layers])
         return state
 
@@ -97,16 +97,16 @@ class MLXModel:
         """Whether every state can be cut at every token."""
         self.is_mixture = any("expert" in name or "switch" in name for name, _ in module.named_modules())
 
-    def new_state(self) -> ModelState:
-        return ModelState(caches.make_prompt_cache(self._module))
+    def new_state(self) -> SequenceStates:
+        return SequenceStates(caches.make_prompt_cache(self._module))
 
-    def feed(self, state: ModelState, ids: Sequence[int]) -> None:
+    def feed(self, state: SequenceStates, ids: Sequence[int]) -> None:
         """Computes these tokens of one sequence, without logits."""
         self._module(mx.array([list(ids)]), cache=state.layers)
         mx.eval([layer.state for layer in state.layers])
         state.length += len(ids)
 
-    def logits(self, state: ModelState, ids: Sequence[int]) -> Floats:
+    def logits(self, state: SequenceStates, ids: Sequence[int]) -> Floats:
         """Computes these tokens; a row of logits after each of them."""
         out = self._evaluate(self._module(mx.array([list(ids)]), cache=state.layers)[0], state.layers)
         state.length += len(ids)
@@ -124,13 +124,13 @@ class MLXModel:
         mx.eval(rows, [layer.state for layer in layers])
         return np.array(rows, copy=False)
 
-    def token_bytes(self, state: ModelState) -> int:
+    def token_bytes(self, state: SequenceStates) -> int:
         """The memory of one more token. Windows and recurrent states don't grow."""
         growing = [layer for layer in _flatten(state.layers) if type(layer) is caches.KVCache]
         return sum(layer.nbytes // layer.keys.shape[2] for layer in growing)
 
 
-def _merge(states: Sequence[ModelState]) -> list[Any]:
+def _merge(states: Sequence[SequenceStates]) -> list[Any]:
     merged = [type(layers[0]).merge(list(layers)) for layers in zip(*(state.layers for state in states), strict=True)]
     mx.eval([layer.state for layer in merged])
     return merged

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from palaver.engines.core.logits import Logits
-from palaver.engines.mlx.model import ModelState
+from palaver.engines.mlx.model import SequenceStates
 
 MAX_CONVERSATIONS = 16
 """An entry that more conversations use is shared by all, so that the set of names stays bounded."""
@@ -26,7 +26,7 @@ class CacheEntry:
 
     space: Hashable
     tokens: array[int]
-    state: ModelState | None
+    state: SequenceStates | None
     """None while a running sequence's state is merged with others."""
     uses: dict[str, int] = field(default_factory=dict)
     """How many of the tokens each conversation uses. "" are unnamed requests, which `forget` does not end."""
@@ -43,7 +43,7 @@ class CacheEntry:
         """Whether the state holds all of the tokens."""
         return self.state is not None and self.state.length == len(self.tokens)
 
-    def copy(self, state: ModelState) -> CacheEntry:
+    def copy(self, state: SequenceStates) -> CacheEntry:
         """The same tokens with a copy of their state."""
         return CacheEntry(self.space, self.tokens[:], state.copy(), dict(self.uses), dict(self.logits))
 
@@ -77,7 +77,7 @@ class CacheEntry:
             self.state.truncate(tokens)
 
 
-class PrefixCache:
+class StateCache:
     """Entries of ended sequences."""
 
     def __init__(self) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 
 from palaver.engines.base import BY_BATCH
 from palaver.engines.core.options import EngineOptions
-from palaver.engines.mlx.exact import ExactPasses, probe_exactness
-from palaver.engines.mlx.model import Floats, MergedStates, MLXModel, ModelState
+from palaver.engines.mlx.exact import MlxExactPasses, probe_exactness
+from palaver.engines.mlx.model import Floats, MergedStates, MLXModel, SequenceStates
 from palaver.engines.mlx.runner import MLXRunner
 
 LENGTH = 24
@@ -19,7 +19,7 @@ TOLERANCE = 0.02
 """Relative to the largest logit. What differs more is not rounding."""
 
 
-class ModelProbe:
+class MlxProbe:
     def __init__(self, module: Any) -> None:
         self._model = MLXModel(module)
         state = self._model.new_state()
@@ -32,12 +32,12 @@ class ModelProbe:
         """The runner, and what the bits of a reply depend on."""
         if self._model.always_truncates:
             self._model.always_truncates = _succeeds(self._truncates)
-        passes = ExactPasses(self._model) if options.exact else None
+        passes = MlxExactPasses(self._model) if options.exact else None
         exactness = BY_BATCH if passes is None else probe_exactness(self._model, passes, self.vocabulary_size)
         merges = passes is None and _succeeds(self._merges)
         return MLXRunner(self._model, limit_bytes, self._token_bytes, merges, passes), exactness
 
-    def _fed(self, tokens: int) -> ModelState:
+    def _fed(self, tokens: int) -> SequenceStates:
         state = self._model.new_state()
         self._model.feed(state, self._ids[:tokens])
         return state

@@ -12,9 +12,9 @@ import numpy as np
 from palaver.engines.core.logits import HostLogits, Logits
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import CacheStatistics
-from palaver.engines.mlx.exact import EXACT_CHUNK, ExactPasses
-from palaver.engines.mlx.model import ALLOCATION_TOKENS, Floats, MergedStates, MLXModel, ModelState
-from palaver.engines.mlx.prefix_cache import CacheEntry, PrefixCache
+from palaver.engines.mlx.exact import EXACT_CHUNK, MlxExactPasses
+from palaver.engines.mlx.model import ALLOCATION_TOKENS, Floats, MergedStates, MLXModel, SequenceStates
+from palaver.engines.mlx.prefix_cache import CacheEntry, StateCache
 from palaver.errors import CacheFull
 
 MIN_TAIL = 32
@@ -31,7 +31,7 @@ class MLXRunner:
         limit_bytes: int,
         token_bytes: int,
         merges: bool = True,
-        exact: ExactPasses | None = None,
+        exact: MlxExactPasses | None = None,
     ) -> None:
         """`token_bytes`: the cache of one token. `merges`: whether states of this model can be merged."""
         self.reuse = "to the token" if model.always_truncates else "snapshots"
@@ -42,7 +42,7 @@ class MLXRunner:
         self._token_bytes = token_bytes
         self._merges = merges and exact is None
         self._exact = exact
-        self._cache = PrefixCache()
+        self._cache = StateCache()
         self._running: dict[SequenceState, CacheEntry] = {}
         self._batch: list[SequenceState] = []
         """The sequences whose states are merged, in the order of the rows."""
@@ -165,7 +165,7 @@ class MLXRunner:
         entry.add_use(sequence.conversation, tokens)
         return entry
 
-    def _state_of(self, entry: CacheEntry) -> ModelState:
+    def _state_of(self, entry: CacheEntry) -> SequenceStates:
         if entry.state is not None:
             return entry.state
         assert self._merged is not None
@@ -188,7 +188,7 @@ class MLXRunner:
                 rows.append(row)
         return np.concatenate(rows) if rows else np.empty((len(sequences), 0), np.float32)
 
-    def _compute(self, state: ModelState, tokens: Sequence[int], need_logits: bool) -> Floats | None:
+    def _compute(self, state: SequenceStates, tokens: Sequence[int], need_logits: bool) -> Floats | None:
         """Computes what the state lacks of these tokens; after a failed pass that is more than the scheduler asked."""
         if self._exact is not None:
             return self._exact.run(state, tokens, need_logits)
@@ -221,7 +221,7 @@ class MLXRunner:
             self._running[sequence].state = None
         return self._merged
 
-    def _complete_state(self, sequence: SequenceState) -> ModelState:
+    def _complete_state(self, sequence: SequenceState) -> SequenceStates:
         """The sequence's own state; after a failed pass it lacks tokens, which are computed again."""
         state = self._running[sequence].state
         assert state is not None
@@ -229,7 +229,7 @@ class MLXRunner:
             self._model.feed(state, sequence.token_ids[state.length : sequence.computed_tokens])
         return state
 
-    def _unmerge(self, sequence: SequenceState) -> ModelState:
+    def _unmerge(self, sequence: SequenceState) -> SequenceStates:
         """The sequence's state, which is its own from now on."""
         entry = self._running[sequence]
         if entry.state is None:
