@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 from pathlib import Path
@@ -100,9 +101,12 @@ def test_an_incomplete_snapshot_is_fetched_again(tmp_path: Path, monkeypatch: py
     assert hub.downloads == 1
 
 
+@pytest.mark.parametrize("bars_off", [False, True])
 def test_a_download_is_reported_and_prints_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    bars_off: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    bars = importlib.import_module("huggingface_hub.utils.tqdm")
+    monkeypatch.setattr(bars, "are_progress_bars_disabled", lambda name=None: bars_off)
     folder = model_folder(tmp_path / "model", "one.safetensors")
     hub = Hub(monkeypatch, None, ["config.json", "one.safetensors"])
 

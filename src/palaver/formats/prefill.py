@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from palaver.errors import UnsupportedContent
 from palaver.formats.facts import Facts
@@ -42,7 +43,7 @@ def write_partial_reply(facts: Facts, message: Message, opens_in: Phase, leading
     out = ""
     thinking = opens_in is Phase.THINKING
     calls: list[ToolCall] = []
-    for part, following in zip(message.parts, (*message.parts[1:], None), strict=True):
+    for part, following in zip_longest(message.parts, message.parts[1:]):
         match part:
             case Thinking(text):
                 if thinking and not out and facts.thinking is not None and facts.thinking.first_line:

@@ -226,12 +226,16 @@ def _reporting_bar(report: ReportDownload) -> Any:
     class ReportingBar(tqdm):  # type: ignore[type-arg, misc, unused-ignore]
         def __init__(self, *values: Any, **named: Any) -> None:
             super().__init__(*values, **{**named, "file": io.StringIO(), "disable": False})
+            self._counts_bytes = named.get("unit") == "B"
+            self._done = float(named.get("initial") or 0)
+            """Counted here: the client may have turned its bars off, which then count nothing."""
 
         def update(self, n: float | None = 1) -> bool | None:
-            done: bool | None = super().update(n)
-            if self.unit == "B" and self.total:
-                report(min(1.0, self.n / self.total))
-            return done
+            shown: bool | None = super().update(n)
+            self._done += n or 0
+            if self._counts_bytes and self.total:
+                report(min(1.0, self._done / self.total))
+            return shown
 
     return ReportingBar
 

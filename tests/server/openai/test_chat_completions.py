@@ -408,7 +408,7 @@ class TestContinuing:
         whole = complete(http, return_token_ids=True)["choices"][0]
         status, error = post_error(http, messages=[*SUM, {"role": "assistant", "token_ids": whole["token_ids"]}])
         assert status == 400
-        assert "whole" in error["message"]
+        assert "complete" in error["message"]
 
     def test_the_prompt_is_told_with_its_ids(self, http: httpx.Client) -> None:
         told = http.post("/v1/tokenize", json={"messages": SUM}).json()["tokens"]

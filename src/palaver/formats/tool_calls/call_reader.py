@@ -187,7 +187,8 @@ class ObjectReader:
         return f"{self._key}: {self.unfinished}" if self.awaits_value or self._step == self._in_value else ""
 
     def feed(self, text: str) -> list[ObjectEvent]:
-        if text and self._step == self._in_value and self._value.stays_in_string(text):  # most tokens of a long value
+        reads_value = text and self._step == self._in_value and not self._is_bare
+        if reads_value and self._value.stays_in_string(text):  # most tokens of a long value
             self._text.append(text)
             return [ValueDelta(self._key, text)]
         for character in text:
@@ -195,6 +196,11 @@ class ObjectReader:
         self._flush_piece()
         events, self._events = self._events, []
         return events
+
+    @property
+    def _is_bare(self) -> bool:
+        """Whether the value is no object, list or string: it ends before the next comma or bracket."""
+        return bool(self._text) and self._text[0] not in '{["'
 
     def _outside(self, character: str) -> None:
         if character == "{":
@@ -227,7 +233,7 @@ class ObjectReader:
         self._in_value(character)
 
     def _in_value(self, character: str) -> None:
-        bare = bool(self._text) and self._text[0] not in '{["'
+        bare = self._is_bare
         if bare and character in ",}]":
             self._end_value()
             self._after_value(character)
