@@ -11,9 +11,9 @@ import time
 
 import numpy as np
 
-from palaver.engines.core.logits import HostLogits
+from palaver.engines.core.generation import ReplyState
 from palaver.engines.core.processor import LogitsProcessor
-from palaver.engines.core.reply_state import ReplyState
+from palaver.engines.core.sampler import HostLogits
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from palaver.engines.base import EngineInfo, EngineState, EngineStatus
-from palaver.engines.core.reply_state import ReplyState
+from palaver.engines.core.generation import ReplyState
 from palaver.errors import ContextOverflow, EngineClosed, EngineError, PalaverError
 from palaver.generation import AnswerRequested, Ended, Finish, Output, Prefilled, Prompt, Queued, Step
 from palaver.phases import Vocabulary

@@ -12,7 +12,7 @@ from palaver.chat.interface import Chat
 from palaver.chat.model import LoadOptions
 from palaver.chat.model_slot import ModelSlot, hosted_loader
 from palaver.chat.service import Service
-from palaver.engines.core.reply_state import ReplyState
+from palaver.engines.core.generation import ReplyState
 from palaver.events import ThinkingDelta
 from palaver.generation import Prompt
 from palaver.messages import user

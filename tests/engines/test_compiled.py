@@ -22,10 +22,9 @@ from palaver.engines.compiled.build import load_compiled_library
 from palaver.engines.compiled.decoder import MAX_ROWS, Rows
 from palaver.engines.compiled.engine import load as load_alone
 from palaver.engines.compiled.engine import load_decoder
-from palaver.engines.core.arrays import HostArray
 from palaver.engines.core.decoder_config import read_decoder_config
 from palaver.engines.core.engine import LocalEngine
-from palaver.engines.core.kv_cache import SlotAllocator
+from palaver.engines.core.kv_cache import HostArray, SlotAllocator
 from palaver.engines.torch import EngineOptions, SchedulerLimits, load, memory
 from palaver.engines.torch.checkpoint import open_checkpoint
 from palaver.engines.torch.decoders.compiled import compile_decoder

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from palaver.engines.compiled.decoder import RotaryTable
 from palaver.engines.core.checkpoint import open_checkpoint
 from palaver.engines.core.decoder_config import FAMILIES, read_decoder_config, read_generation_config
-from palaver.engines.core.rotary import RotaryTable
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.loader import end_ids, quiet, sampling_defaults
 from tests.engines import tiny

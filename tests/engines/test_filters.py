@@ -14,12 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaver.engines.core.dry import RepetitionPenalty
-from palaver.engines.core.logits import HostLogits
+from palaver.engines.core.generation import ReplyState
 from palaver.engines.core.logits_processors import VocabularyIndex
-from palaver.engines.core.processor import LogitsProcessor
-from palaver.engines.core.reply_state import ReplyState
-from palaver.engines.core.rng import XTC_STREAM, uniform
+from palaver.engines.core.processor import XTC_STREAM, LogitsProcessor, RepetitionPenalty, uniform
+from palaver.engines.core.sampler import HostLogits
 from palaver.engines.torch.device_changes import DeviceChanges
 from palaver.engines.torch.device_sampler import sample_on_device
 from palaver.generation import Prompt, Step

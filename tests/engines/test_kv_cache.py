@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palaver.engines.core import kv_cache
-from palaver.engines.core.arrays import HostMemory
-from palaver.engines.core.kv_cache import KVLayout, Slot, SlotAllocator
+from palaver.engines.core.kv_cache import HostMemory, KVLayout, Slot, SlotAllocator
 from palaver.engines.core.prefix_cache import PrefixCache
 from palaver.engines.torch.tensors import TensorLayout, TensorMemory
 from palaver.errors import CacheFull

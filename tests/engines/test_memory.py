@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from palaver.engines.core.threads import LARGE_PASS_PAIRS
+from palaver.engines.core.runner import LARGE_PASS_PAIRS
 from palaver.engines.torch import describe_fit, load
 from palaver.engines.torch.checkpoint import open_checkpoint
 from palaver.engines.torch.memory import TorchThreads, cache_bytes, fit, weights_bytes

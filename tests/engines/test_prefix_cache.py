@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaver.engines.core.logits import HostLogits
 from palaver.engines.core.prefix_cache import PAGE_SIZE, PageTree
+from palaver.engines.core.sampler import HostLogits
 
 
 def insert(pages: PageTree[Any], namespace: str, keys: list[int], conversation: str = "") -> None:

@@ -15,10 +15,9 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
 pytest.importorskip("triton", reason="Triton is not installed: the sampling kernels are not tested")
 
-from palaver.engines.core.generation import PendingStep  # noqa: E402
-from palaver.engines.core.logits import HostLogits  # noqa: E402
+from palaver.engines.core.generation import PendingStep, ReplyState  # noqa: E402
 from palaver.engines.core.processor import LogitsProcessor  # noqa: E402
-from palaver.engines.core.reply_state import ReplyState  # noqa: E402
+from palaver.engines.core.sampler import HostLogits  # noqa: E402
 from palaver.engines.torch import sampling_kernels as kernels  # noqa: E402
 from palaver.engines.torch.device_changes import DeviceChanges  # noqa: E402
 from palaver.engines.torch.device_sampler import sample_on_device  # noqa: E402

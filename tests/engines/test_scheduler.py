@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from palaver.engines.core import scheduler
-from palaver.engines.core.arrays import HostMemory
+from palaver.engines.core.kv_cache import HostMemory
 from palaver.engines.core.logits_processors import VocabularyIndex
 from palaver.engines.core.processor import LogitsProcessor
 from palaver.engines.core.request import SequenceState

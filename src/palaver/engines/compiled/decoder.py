@@ -1,8 +1,10 @@
-"""The plain decoder in compiled code (step.c): a token's bits depend on the tokens before it and on nothing else."""
+"""The plain decoder in compiled code (step.c), and its runner: a token's bits depend on the tokens before it and on
+nothing else. Keys and values are numpy arrays."""
 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from dataclasses import dataclass
@@ -21,17 +23,46 @@ from palaver.engines.compiled.weights import (
     WeightType,
     concatenate,
 )
-from palaver.engines.core.arrays import HostArray, HostMemory, aligned_zeros
-from palaver.engines.core.kv_cache import KVLayout, Slot, SlotPool
-from palaver.engines.core.rotary import RotaryTable
-from palaver.engines.core.runner import UnsupportedModel
+from palaver.engines.core.decoder_config import Frequencies
+from palaver.engines.core.kv_cache import HostArray, HostMemory, KVLayout, Slot, SlotPool, aligned_zeros
+from palaver.engines.core.request import SequenceState
+from palaver.engines.core.runner import SlotRunner, ThreadCounts, UnsupportedModel
+from palaver.engines.core.sampler import HostLogits
 
 LANES = 16
 PANEL = 64
 """Numbers in a SIMD vector and outputs in a panel of weights, as in step.c."""
 MAX_ROWS = 128
 """Rows that one call computes; a larger batch takes several calls."""
+TABLE_VERSION = 2
+"""Part of fingerprints: raise it where the numbers of `RotaryTable` may change."""
+MIN_POSITIONS = 1024
 _DTYPES: dict[WeightType, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
+
+
+class RotaryTable:
+    """The cosine and the sine of each pair at each position, side by side: float32 [positions, pairs, 2].
+
+    Angles are float32 products, as in the transformers library; their cosines and sines are rounded once."""
+
+    def __init__(self, frequencies: Frequencies, max_position: int) -> None:
+        self._frequencies = frequencies
+        self._max_position = max_position
+        self._table = np.empty((0, len(frequencies.angles), 2), np.float32)
+
+    def up_to(self, position: int) -> HostArray:
+        """The table with this position in it; a later position may replace it."""
+        if position >= len(self._table):
+            self._table = self._build(min(self._max_position, max(2 * position, MIN_POSITIONS)) + 1)
+        return self._table
+
+    def _build(self, positions: int) -> HostArray:
+        angles = np.arange(positions, dtype=np.float32)[:, None] * self._frequencies.angles
+        exact, scaling = angles.astype(np.float64), np.float32(self._frequencies.scaling)
+        table = np.empty((*angles.shape, 2), np.float32)
+        table[..., 0] = np.cos(exact).astype(np.float32) * scaling
+        table[..., 1] = np.sin(exact).astype(np.float32) * scaling
+        return table
 
 
 class _Matrix(Structure):
@@ -247,3 +278,38 @@ def _pad(weight: Weight, axis: int, size: int) -> Weight:
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+class CompiledRunner(SlotRunner[HostArray]):
+    prefills_last_token = True
+
+    def __init__(
+        self,
+        decoder: CompiledDecoder,
+        cache_bytes: int,
+        context_length: int,
+        threads: ThreadCounts,
+    ) -> None:
+        super().__init__(decoder.layout, cache_bytes, context_length)
+        self._decoder = decoder
+        self._threads = threads
+        self._decode_rows: Rows | None = None
+        """The rows of the last decode pass, which the next pass of the same sequences reuses."""
+
+    def _drop_decode_batch(self) -> None:
+        self._decode_rows = None
+
+    def _compute(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool) -> HostLogits:
+        chunks = []
+        for sequence, count in zip(sequences, counts, strict=True):
+            start = sequence.computed_tokens
+            chunks.append((self._slots[sequence], start, sequence.token_ids[start : start + count]))
+        rows = self._decode_rows
+        if not need_logits or rows is None or not rows.advance(chunks):
+            rows = Rows(chunks, need_logits)
+            if rows.is_decode:  # a prefill in between leaves the rows of the replies
+                self._decode_rows = rows
+        began = time.thread_time()
+        logits = self._decoder.run(rows, self._threads.for_pairs(len(rows.array) * rows.max_position))
+        self.forward_seconds += time.thread_time() - began
+        return HostLogits(logits)

@@ -8,18 +8,15 @@ from pathlib import Path
 
 from palaver.engines.base import BY_TEXT, COMPILED, COMPILED_RUNNER, EXACTNESS_LABELS, Fingerprint
 from palaver.engines.compiled.build import Library, start_build
-from palaver.engines.compiled.decoder import CompiledDecoder, DecoderSizes
-from palaver.engines.compiled.runner import CompiledRunner
+from palaver.engines.compiled.decoder import TABLE_VERSION, CompiledDecoder, CompiledRunner, DecoderSizes, RotaryTable
 from palaver.engines.compiled.weights import read_weights
 from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint
 from palaver.engines.core.decoder_config import DecoderConfig, decoder_info, read_decoder_config
 from palaver.engines.core.engine import LocalEngine
-from palaver.engines.core.fit import Fit, host_cache_bytes
-from palaver.engines.core.options import EngineOptions
-from palaver.engines.core.rotary import TABLE_VERSION, RotaryTable
+from palaver.engines.core.options import EngineOptions, Fit, host_cache_bytes
+from palaver.engines.core.runner import SMALL_MODEL, ThreadCounts
 from palaver.engines.core.sampler import SAMPLER_VERSION
 from palaver.engines.core.scheduler import SchedulerLimits
-from palaver.engines.core.threads import SMALL_MODEL, ThreadCounts
 from palaver.memory import available_bytes, give_back_unused
 from palaver.phases import Vocabulary
 

@@ -1,29 +1,94 @@
 """Plain decoders that are recognised by their configuration alone, without the transformers library.
 
-A configuration is accepted only if all of its settings that matter are known. Any doubt is an UnsupportedModel: the
-library's own code then runs the model, or its modules show that it is a plain decoder after all."""
+A configuration is accepted only if all of its settings that matter are known, rotary embeddings included. Any doubt is
+an UnsupportedModel: the library's own code then runs the model, or its modules show that it is a plain decoder after
+all."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from palaver.engines.base import EngineInfo
 from palaver.engines.core.checkpoint import Checkpoint, read_json
-from palaver.engines.core.rotary import (
-    Frequencies,
-    default_frequencies,
-    linear_frequencies,
-    llama3_frequencies,
-    yarn_frequencies,
-    yarn_scaling,
-)
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.errors import BadParameter, ModelError
 from palaver.sampling import NUMBERS, Sampling
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frequencies:
+    """The angle of each pair of a head at position 1, and the factor of all cosines and sines."""
+
+    angles: Floats
+    scaling: float
+
+
+def default_frequencies(theta: float, head_dim: int) -> Floats:
+    return (np.float32(1) / _wavelengths(theta, head_dim)).astype(np.float32)
+
+
+def linear_frequencies(theta: float, head_dim: int, rope: Mapping[str, Any]) -> Floats:
+    """All positions are divided by the factor."""
+    return default_frequencies(theta, head_dim) / np.float32(rope["factor"])
+
+
+def llama3_frequencies(theta: float, head_dim: int, rope: Mapping[str, Any]) -> Floats:
+    """Long waves are divided by the factor, short ones stay, and those between are blended."""
+    angles = default_frequencies(theta, head_dim)
+    low, high, length = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    waves = np.float32(2 * math.pi) / angles
+    blend = (np.float32(length) / waves - np.float32(low)) / np.float32(high - low)
+    divided = angles / np.float32(rope["factor"])
+    blended = (np.float32(1) - blend) * divided + blend * angles
+    long, short = waves > np.float32(length / low), waves < np.float32(length / high)
+    return np.where(long, divided, np.where(short, angles, blended)).astype(np.float32)
+
+
+def yarn_frequencies(theta: float, head_dim: int, rope: Mapping[str, Any]) -> Floats:
+    """As llama3, with a linear ramp between the pairs that turn `beta_fast` and `beta_slow` times."""
+    waves = _wavelengths(theta, head_dim)
+    length = rope["original_max_position_embeddings"]
+
+    def pair_of(rotations: float) -> float:
+        return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair_of(rope.get("beta_fast") or 32), pair_of(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    width = last - first or 0.001
+    ramp = ((np.arange(head_dim // 2, dtype=np.float32) - np.float32(first)) / np.float32(width)).clip(0, 1)
+    kept = np.float32(1) - ramp
+    stretched = np.float32(1) / (np.float32(rope["factor"]) * waves)
+    return (stretched * (np.float32(1) - kept) + (np.float32(1) / waves) * kept).astype(np.float32)
+
+
+def yarn_scaling(rope: Mapping[str, Any]) -> float:
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+
+    def scale(mscale: float) -> float:
+        return 1.0 if rope["factor"] <= 1 else 0.1 * mscale * math.log(rope["factor"]) + 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return scale(rope["mscale"]) / scale(rope["mscale_all_dim"])
+    return scale(1)
+
+
+def _wavelengths(theta: float, head_dim: int) -> Floats:
+    """How many positions each pair takes to turn by one radian."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    waves: Floats = np.power(float(theta), exponents.astype(np.float64)).astype(np.float32)
+    return waves
+
 
 QKV = ("q_proj", "k_proj", "v_proj")
 ATTENTION = (*QKV, "o_proj")

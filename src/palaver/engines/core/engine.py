@@ -1,17 +1,31 @@
-"""The engine over a runner: everything between a request and the model's passes that needs no framework."""
+"""The engine over a runner: everything between a request and the model's passes that needs no framework.
+
+The worker is the engine's thread, the only one that uses the device: it handles commands between steps, and runs steps
+on demand."""
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 
 from palaver.constraints import Constraint
 from palaver.engines.base import EngineInfo, EngineState, EngineStatus
-from palaver.engines.core.dry import RepetitionPenalty
-from palaver.engines.core.generation import CloseCommand, ForgetCommand, LocalGeneration, Outbox
+from palaver.engines.core.generation import (
+    AnswerNowCommand,
+    CancelCommand,
+    CloseCommand,
+    Command,
+    ForgetCommand,
+    LocalGeneration,
+    Outbox,
+    ReplyState,
+    SubmitCommand,
+)
 from palaver.engines.core.grammar import AnswerGrammar, ReplyGrammar, control_ids, reply_constraints
 from palaver.engines.core.logits_processors import (
     BannedStrings,
@@ -20,17 +34,114 @@ from palaver.engines.core.logits_processors import (
     UnspeakableTokens,
     VocabularyIndex,
 )
-from palaver.engines.core.processor import LogitsProcessor
-from palaver.engines.core.reply_state import ReplyState
+from palaver.engines.core.prefix_cache import CacheStatistics
+from palaver.engines.core.processor import LogitsProcessor, RepetitionPenalty
 from palaver.engines.core.request import SequenceState
-from palaver.engines.core.runner import CacheStatistics, Runner
+from palaver.engines.core.runner import Runner
 from palaver.engines.core.scheduler import Scheduler, SchedulerLimits
-from palaver.engines.core.worker import Worker
 from palaver.engines.grammars import CompiledGrammar, GrammarCache
-from palaver.errors import BadParameter, ContextOverflow
+from palaver.errors import BadParameter, ContextOverflow, EngineClosed, EngineError, PalaverError
 from palaver.generation import Prompt
 from palaver.phases import Vocabulary
 from palaver.sampling import Sampling, check_sampling
+
+
+class Worker:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        outbox: Outbox,
+        thread_context: Callable[[], AbstractContextManager[object]],
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """Both callbacks run in the worker's thread: all of its work happens inside of `thread_context`; `on_failure`
+        is called when an error ends it, before its requests fail."""
+        self._scheduler = scheduler
+        self._outbox = outbox
+        self._thread_context = thread_context
+        self._on_failure = on_failure
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._exit_reason: PalaverError | None = None
+        """Why the thread has ended; None while it runs."""
+        self._lock = threading.Lock()
+        self.seconds = 0.0
+        """CPU time of the thread so far."""
+        self._thread = threading.Thread(target=self._run, name="palaver-engine", daemon=True)
+        self._thread.start()
+
+    def post(self, command: Command) -> None:
+        """Sends a command to the thread. After the thread's end a submitted request fails at once."""
+        with self._lock:
+            if self._exit_reason is None:
+                self._inbox.put(command)
+            elif type(command) is SubmitCommand:
+                command.generation.push(self._exit_reason)  # called by the reader itself, which does not wait yet
+            elif isinstance(command, ForgetCommand):
+                command.done()
+
+    @property
+    def exit_reason(self) -> PalaverError | None:
+        return self._exit_reason
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        reason: PalaverError = EngineClosed()
+        try:
+            with self._thread_context():
+                self._loop()
+        except BaseException as error:
+            if self._on_failure is not None:
+                self._on_failure(error)
+            reason = EngineError(f"The engine's thread failed ({type(error).__name__}: {error}). Restart the engine.")
+        self._shut_down(reason)
+
+    def _loop(self) -> None:
+        while self._handle_commands():
+            self._scheduler.step()
+            self._outbox.flush_if_due()
+            self.seconds = time.thread_time()
+
+    def _handle_commands(self) -> bool:
+        """Waits for work if there is none. Returns False when the engine is closed."""
+        while True:
+            try:
+                command = self._inbox.get(block=not self._scheduler.busy)
+            except queue.Empty:
+                return True
+            if isinstance(command, CloseCommand):
+                return False
+            self._handle(command)
+            self._outbox.flush()
+
+    def _handle(self, command: SubmitCommand | ForgetCommand) -> None:
+        match command:
+            case ForgetCommand():
+                try:
+                    self._scheduler.forget(command.conversation)
+                finally:
+                    command.done()
+            case CancelCommand():
+                self._scheduler.cancel(command.generation)
+            case AnswerNowCommand():
+                self._scheduler.answer_now(command.generation)
+            case _:
+                self._scheduler.submit(command.generation)
+
+    def _shut_down(self, reason: PalaverError) -> None:
+        with self._lock:
+            self._exit_reason = reason
+        waiting: list[LocalGeneration] = self._scheduler.drain()
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            if type(command) is SubmitCommand:
+                waiting.append(command.generation)
+            elif isinstance(command, ForgetCommand):
+                command.done()
+        for generation in waiting:
+            self._outbox.put(generation, reason)
+        self._outbox.flush()
 
 
 @dataclass(frozen=True, slots=True)

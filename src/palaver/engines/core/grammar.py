@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from palaver.constraints import Constraint, MarkerConstraint
+from palaver.engines.core.generation import ReplyState
 from palaver.engines.core.logits_changes import LogitsChanges, Mask
 from palaver.engines.core.logits_processors import BannedStrings, VocabularyIndex
-from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.grammars import CompiledGrammar, check_matcher
 from palaver.phases import Phase, Phases, Trigger
 from palaver.sampling import Sampling

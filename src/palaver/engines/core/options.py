@@ -1,10 +1,12 @@
-"""The options of a local engine."""
+"""The options of a local engine, whether a model fits into memory, and how much the KV cache may take beside it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from palaver.engines.core.scheduler import SchedulerLimits
+from palaver.errors import BadParameter, DoesNotFit
+from palaver.memory import available_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +32,61 @@ class EngineOptions:
     """A context length shorter than the model's own."""
     gpu_layers: int | None = None
     """Layers of a GGUF model that a GPU computes. None: llama.cpp decides."""
+
+
+GIB = 1 << 30
+MAX_CPU_CACHE_BYTES = 2 * GIB
+CACHE_SHARE = {"cpu": 0.5, "cuda": 0.8}
+"""The share of the free memory, after loading the model, that the cache may take, by device type."""
+RUNTIME_FACTOR = 1.05
+"""The memory of a running model over that of its weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether a model fits, with figures."""
+
+    weights_bytes: int
+    needed_bytes: int
+    free_bytes: int | None
+    """None if it is not known."""
+    device: str
+
+    @classmethod
+    def of(cls, weights_bytes: int, free_bytes: int | None, device: str) -> Fit:
+        return cls(weights_bytes, int(weights_bytes * RUNTIME_FACTOR), free_bytes, device)
+
+    @property
+    def fits(self) -> bool:
+        return self.free_bytes is None or self.needed_bytes <= self.free_bytes
+
+    def check(self, name: str) -> None:
+        """Raises DoesNotFit with the name of the model."""
+        if not self.fits and self.free_bytes is not None:
+            raise DoesNotFit(name, self.needed_bytes, self.free_bytes, self.device)
+
+    def __str__(self) -> str:
+        free = "unknown" if self.free_bytes is None else f"{self.free_bytes / 1e9:.2f} GB"
+        return f"needs about {self.needed_bytes / 1e9:.2f} GB on {self.device}, free: {free}"
+
+
+def default_cache_bytes(device_type: str, free: int | None) -> int:
+    """The default bound on the KV cache of a loaded model: a share of the free memory, on the CPU at most 2 GiB."""
+    if free is None:
+        return GIB
+    share = int(free * CACHE_SHARE.get(device_type, 0.5))
+    return share if device_type == "cuda" else min(MAX_CPU_CACHE_BYTES, share)
+
+
+def host_cache_bytes(options: EngineOptions) -> int:
+    """The bound on a KV cache in the host's memory."""
+    free = available_bytes()
+    check_cache_bytes(options, free, "cpu")
+    return default_cache_bytes("cpu", free) if options.cache_bytes is None else options.cache_bytes
+
+
+def check_cache_bytes(options: EngineOptions, free: int | None, device: str) -> None:
+    """Raises BadParameter where the cache may grow beyond the memory that is free after loading the model."""
+    if options.cache_bytes is not None and free is not None and options.cache_bytes > free:
+        size = f"{options.cache_bytes / 1e9:.1f} GB"
+        raise BadParameter("--kv-cache-memory", size, f"{free / 1e9:.1f} GB are free on {device} beside the model")

@@ -8,9 +8,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Generic
 
-from palaver.engines.core.arrays import A
 from palaver.engines.core.kv_cache import (
     MIN_CAPACITY,
+    A,
     KVLayout,
     Slot,
     SlotAllocator,
@@ -20,8 +20,7 @@ from palaver.engines.core.kv_cache import (
     copy_all,
     default_capacity,
 )
-from palaver.engines.core.logits import Logits
-from palaver.engines.core.runner import CacheStatistics
+from palaver.engines.core.sampler import Logits
 from palaver.errors import CacheFull
 from palaver.memory import available_bytes
 
@@ -66,6 +65,20 @@ class ConversationRefs:
             return False
         self._names.discard(name)
         return not self._names
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """The memory of a runner's cache, and its hits and evictions since the model was loaded."""
+
+    limit_bytes: int = 0
+    used_bytes: int = 0
+    kept_bytes: int = 0
+    """The part of the used bytes that may be evicted."""
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    """The prompt tokens that didn't have to be computed."""
+    evictions: int = 0
 
 
 @dataclass(eq=False, slots=True)

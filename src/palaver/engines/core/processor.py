@@ -1,21 +1,183 @@
-"""The logits processor of one reply: what its sampling options change in the next logits."""
+"""The logits processor of one reply: what its sampling options change in the next logits, and its random numbers.
+
+Every state follows from the tokens alone, so that a reply can be restored."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
-from palaver.engines.core.dry import RepetitionPenalty
+from palaver.engines.core.generation import ReplyState
 from palaver.engines.core.grammar import AnswerGrammar, ReplyGrammar
 from palaver.engines.core.logits_changes import Ids, LogitsChanges, Scores, TokenCounts
-from palaver.engines.core.logits_processors import BannedStrings, SpokenText, TokenHealing
-from palaver.engines.core.reply_state import ReplyState
-from palaver.engines.core.rng import XTC_STREAM, UniformStream
+from palaver.engines.core.logits_processors import BannedStrings, SpokenText, TokenHealing, VocabularyIndex
 from palaver.errors import BadParameter
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
+
+MASK_64 = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+BUFFERED = 64
+"""Numbers that are computed at once."""
+XTC_STREAM = 1
+"""The stream of the numbers that decide whether XTC applies. Tokens are drawn with stream 0."""
+
+
+def uniform(seed: int, choice: int, position: int, stream: int = 0) -> float:
+    """A random number from 0 to 1, excluding 1, that depends on the arguments alone. Streams are independent of each
+    other."""
+    state = _mix(seed & MASK_64)
+    state = _mix(state ^ _mix((choice + GOLDEN) & MASK_64))
+    state = _mix(state ^ _mix((position + 2 * GOLDEN) & MASK_64))
+    if stream:
+        state = _mix(state ^ _mix((stream + 3 * GOLDEN) & MASK_64))
+    return (state >> 11) * 2.0**-53
+
+
+class UniformStream:
+    """The numbers of one reply by position: `uniform`, computed for many positions at once."""
+
+    def __init__(self, seed: int, choice: int, stream: int = 0) -> None:
+        self._stream = stream
+        self._state = _mix(_mix(seed & MASK_64) ^ _mix((choice + GOLDEN) & MASK_64))
+        self._start = 0
+        self._numbers: Sequence[float] = ()
+
+    def __getitem__(self, position: int) -> float:
+        if not 0 <= position - self._start < len(self._numbers):
+            self._start = position
+            self._numbers = self._compute(position)
+        return self._numbers[position - self._start]
+
+    def _compute(self, start: int) -> list[float]:
+        with np.errstate(over="ignore"):
+            positions = np.arange(start, start + BUFFERED, dtype=np.uint64) + np.uint64(2 * GOLDEN & MASK_64)
+            states = _mix_all(np.uint64(self._state) ^ _mix_all(positions))
+            if self._stream:
+                states = _mix_all(states ^ np.uint64(_mix((self._stream + 3 * GOLDEN) & MASK_64)))
+        numbers: list[float] = ((states >> np.uint64(11)) * 2.0**-53).tolist()
+        return numbers
+
+
+def _mix_all(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`_mix` of each number. Sums and products wrap around."""
+    x = x + np.uint64(GOLDEN)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _mix(x: int) -> int:
+    """The finaliser of splitmix64: every bit of the input changes half of the output's."""
+    x = (x + GOLDEN) & MASK_64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return x ^ (x >> 31)
+
+
+MAX_REPETITION = 128
+"""Tokens. A longer repetition has the penalty of this one, which is out of reach for any useful base."""
+MAX_PENALTY = 1e30
+
+
+class RepetitionPenalty:
+    """DRY ("don't repeat yourself"): the tokens of one request, and how long a repetition ends at each of them.
+
+    If the last n tokens stood in the text before, the token that followed them there gets the penalty
+    `multiplier * base ** (n - allowed_length)`, from `allowed_length` tokens on. A repetition never reaches across a
+    sequence breaker."""
+
+    def __init__(self, sampling: Sampling, index: VocabularyIndex, size: int) -> None:
+        self._sampling = sampling
+        self._index = index
+        self._breakers = [text.encode() for text in sampling.dry_sequence_breakers]
+        self._breaking = np.zeros(size, dtype=np.bool_)
+        """By token id: whether it contains a breaker. Such tokens are never penalised."""
+        for breaker in self._breakers:
+            containing = index.completions(breaker).containing
+            self._breaking[containing[containing < size]] = True
+        self._tail = b""
+        self._ids: Ids = np.zeros(64, dtype=np.int64)
+        self._count = 0
+        self._since_break = 0
+        """Tokens behind the last sequence breaker."""
+        self._ends: Ids = np.zeros(0, dtype=np.int64)
+        """Earlier positions of the last token, ascending."""
+        self._lengths: Ids = np.zeros(0, dtype=np.int64)
+        """How many tokens up to each of these positions are those that the text ends with."""
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Appends many tokens at once."""
+        self._reserve(len(token_ids))
+        self._ids[self._count : self._count + len(token_ids)] = token_ids
+        self._count += len(token_ids)
+        self._note_breaks(token_ids)
+        self._ends, self._lengths = self._compare()
+
+    def append(self, token_id: int) -> None:
+        self._reserve(1)
+        self._ids[self._count] = token_id
+        self._count += 1
+        self._note_breaks((token_id,))
+        ends = np.flatnonzero(self._ids[: self._count - 1] == token_id)
+        before = np.searchsorted(self._ends, ends - 1)
+        known = before < len(self._ends)
+        known[known] = self._ends[before[known]] == ends[known] - 1
+        lengths = np.ones(len(ends), dtype=np.int64)
+        lengths[known] += self._lengths[before[known]]
+        self._ends, self._lengths = ends, np.minimum(lengths, MAX_REPETITION)
+
+    def penalties(self) -> tuple[Ids, Scores]:
+        """Token ids, each once, and what is added to their scores."""
+        sampling = self._sampling
+        reach = self._count if sampling.dry_penalty_last_n < 0 else min(self._count, sampling.dry_penalty_last_n)
+        within = self._ends - (self._count - reach) + 1
+        lengths = np.minimum(np.minimum(self._lengths, within), self._since_break)
+        repeated = lengths >= sampling.dry_allowed_length
+        following, lengths = self._ids[self._ends[repeated] + 1], lengths[repeated]
+        free = ~self._breaking[following]
+        ids, places = np.unique(following[free], return_inverse=True)
+        longest = np.zeros(len(ids), dtype=np.int64)
+        np.maximum.at(longest, places, lengths[free])
+        growth = np.float64(sampling.dry_base) ** (longest - sampling.dry_allowed_length)
+        return ids, -np.minimum(sampling.dry_multiplier * growth, MAX_PENALTY).astype(np.float32)
+
+    def _compare(self) -> tuple[Ids, Ids]:
+        """The earlier positions of the last token and the lengths of their repetitions, from the beginning."""
+        if self._count < 2:
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        ids, last = self._ids[: self._count], self._count - 1
+        ends = np.flatnonzero(ids[:last] == ids[last])
+        lengths = np.zeros(len(ends), dtype=np.int64)
+        matching = np.arange(len(ends))
+        for offset in range(min(MAX_REPETITION, last)):
+            matching = matching[ends[matching] >= offset]
+            matching = matching[ids[ends[matching] - offset] == ids[last - offset]]
+            if not len(matching):
+                break
+            lengths[matching] = offset + 1
+        return ends, lengths
+
+    def _note_breaks(self, token_ids: Iterable[int]) -> None:
+        longest = max(map(len, self._breakers), default=0)
+        for token_id in token_ids:
+            text = self._index.vocabulary[token_id] if token_id < len(self._index.vocabulary) else b""
+            broken = any(breaker in _end(self._tail, len(breaker) - 1) + text for breaker in self._breakers)
+            self._since_break = 0 if broken else self._since_break + 1
+            self._tail = _end(self._tail + text, longest)
+
+    def _reserve(self, more: int) -> None:
+        if self._count + more > len(self._ids):
+            self._ids = np.resize(self._ids, 2 * (self._count + more))
+
+
+def _end(text: bytes, size: int) -> bytes:
+    return text[-size:] if size else b""
 
 
 class LogitsProcessor:

@@ -1,14 +1,22 @@
-"""One request in the worker's thread: its tokens, and how many of them are computed."""
+"""Requests in the worker's thread: the tokens of each, the queue of waiting ones, fair between owners, and the split of
+a step's prefill budget between prompts."""
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 
 from palaver.engines.core.generation import LocalGeneration
-from palaver.engines.core.logits import Logits
 from palaver.engines.core.logits_processors import TokenHealing
 from palaver.engines.core.processor import LogitsProcessor
+from palaver.engines.core.sampler import Logits
+from palaver.errors import QueueFull
+from palaver.generation import Queued
 
 BLOCK_SIZE = 64
 """Prompts are compared by hashes of their prefixes, one at each multiple of this many tokens."""
@@ -80,3 +88,180 @@ class SequenceState:
     def append_token(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         self.processor.append_token(token_id)
+
+
+ESTIMATE_WINDOW = 16
+"""Recent finishes from which the queue's speed is estimated."""
+MAX_POSITION_UPDATES = 64
+"""Queue entries that are checked for a changed position in a step."""
+
+
+@dataclass(slots=True)
+class QueueEntry:
+    sequence: SequenceState
+    round: int
+    """In each round every owner is served once."""
+    number: int
+    """Arrival number: decides the order within a round."""
+
+
+class RequestQueue:
+    """Round robin between owners, first come, first served within each owner.
+
+    A request gets the round after its owner's last request, or after the current round. Once it waits, only owners who
+    joined later with fewer requests can overtake it, each of them once a round.
+
+    An owner may hold as many places as are left free: one alone gets half of the queue, two get a third each, and the
+    last free place goes to an owner who has none.
+    """
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = limit
+        self._clock = clock
+        self._numbers = count()
+        self._round = 0
+        """The latest round from which a request was admitted."""
+        self._by_owner: dict[str, dict[LocalGeneration, QueueEntry]] = {}
+        """Each owner's entries are in the order of their rounds."""
+        self._preempted: dict[LocalGeneration, SequenceState] = {}
+        """Requests that ran before: they are admitted first."""
+        self._order: list[SequenceState] | None = []
+        self._reported: dict[LocalGeneration, int] = {}
+        """The last reported position of each request."""
+        self._cursor = 0
+        self._unchecked = 0
+        """Entries from the cursor on whose positions have to be checked for changes."""
+        self._finish_times: deque[float] = deque(maxlen=ESTIMATE_WINDOW)
+        self.version = 0
+        """Changes whenever an admission may succeed that failed before."""
+
+    def __len__(self) -> int:
+        return len(self._preempted) + sum(map(len, self._by_owner.values()))
+
+    @property
+    def sequences(self) -> list[SequenceState]:
+        """In the order of admission, if no other request joins."""
+        if self._order is None:
+            entries = [entry for line in self._by_owner.values() for entry in line.values()]
+            entries.sort(key=lambda entry: (entry.round, entry.number))
+            self._order = [*self._preempted.values(), *(entry.sequence for entry in entries)]
+            self._unchecked = len(self._order)
+        return self._order
+
+    @property
+    def generations(self) -> list[LocalGeneration]:
+        return [sequence.generation for sequence in self.sequences]
+
+    def add(self, sequence: SequenceState) -> None:
+        """Raises QueueFull if the owner holds as many places as are free."""
+        waiting = len(self)
+        line = self._by_owner.get(sequence.owner, {})
+        if len(line) >= self._limit - waiting:
+            raise QueueFull(len(line) or waiting)
+        if waiting == 0:
+            self._finish_times.clear()  # the speed before the queue was empty predicts nothing
+        last = next(reversed(line.values())).round if line else 0
+        self._by_owner[sequence.owner] = line
+        line[sequence.generation] = QueueEntry(sequence, max(last, self._round) + 1, next(self._numbers))
+        self._invalidate()
+
+    def requeue(self, sequence: SequenceState) -> None:
+        """Puts a preempted request at the head of the queue."""
+        self._preempted = {sequence.generation: sequence, **self._preempted}
+        self._invalidate()
+
+    def find(self, generation: LocalGeneration) -> SequenceState | None:
+        entry = self._by_owner.get(generation.prompt.owner, {}).get(generation)
+        return self._preempted.get(generation) if entry is None else entry.sequence
+
+    def admit(self, generation: LocalGeneration) -> None:
+        entry = self._pop(generation)
+        if entry is not None:
+            self._round = max(self._round, entry.round)
+
+    def remove(self, generation: LocalGeneration) -> bool:
+        """Removes a request without admitting it: later requests of its owner move up. Returns False if it does not
+        wait."""
+        if self.find(generation) is None:
+            return False
+        entry = self._pop(generation)
+        if entry is not None:
+            free = entry.round
+            for later in self._by_owner.get(entry.sequence.owner, {}).values():
+                if later.round > free:
+                    later.round, free = free, later.round
+        return True
+
+    def clear(self) -> None:
+        self._by_owner.clear()
+        self._preempted.clear()
+        self._reported.clear()
+        self._invalidate()
+
+    def record_finish(self) -> None:
+        """Call when a running request has finished."""
+        self._finish_times.append(self._clock())
+        self.version += 1
+
+    def position_updates(self) -> Iterator[tuple[LocalGeneration, Queued]]:
+        """Requests whose position changed since it was last reported; a bounded number in each call."""
+        order = self.sequences
+        for _ in range(min(self._unchecked, MAX_POSITION_UPDATES)):
+            self._cursor = self._cursor % len(order)
+            generation, position = order[self._cursor].generation, self._cursor + 1
+            self._cursor += 1
+            self._unchecked -= 1
+            if generation not in self._preempted and self._reported.get(generation) != position:
+                self._reported[generation] = position
+                yield generation, Queued(position, self._estimate(position))
+
+    def _pop(self, generation: LocalGeneration) -> QueueEntry | None:
+        """None for a preempted request."""
+        self._invalidate()
+        self._reported.pop(generation, None)
+        if self._preempted.pop(generation, None) is not None:
+            return None
+        owner = generation.prompt.owner
+        entry = self._by_owner[owner].pop(generation)
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]
+        return entry
+
+    def _invalidate(self) -> None:
+        self._order = None
+        self.version += 1
+
+    def _estimate(self, position: int) -> float | None:
+        """Seconds until admission, from how often requests finished since the queue formed."""
+        if len(self._finish_times) < 2:
+            return None
+        return position * (self._finish_times[-1] - self._finish_times[0]) / (len(self._finish_times) - 1)
+
+
+MaxChunk = Callable[[SequenceState], int | None]
+
+
+def split_prefill_budget(
+    prefilling: Sequence[SequenceState], budget: int, max_chunk: MaxChunk
+) -> list[tuple[SequenceState, int]]:
+    """How many prompt tokens of each sequence a step computes. A prompt's last token is not part of its prefill.
+
+    The oldest sequence gets at least half of the budget, so that it completes; the shortest ones get the rest first.
+    """
+    if not prefilling:
+        return []
+    oldest = prefilling[0]
+    shares = {oldest: min(oldest.pending_tokens - 1, max(1, budget // 2))}
+    left = budget - shares[oldest]
+    for sequence in [*sorted(prefilling[1:], key=lambda s: s.pending_tokens), oldest]:
+        if left > 0:
+            more = min(sequence.pending_tokens - 1 - shares.get(sequence, 0), left)
+            shares[sequence] = shares.get(sequence, 0) + more
+            left -= more
+    return [(sequence, _chunk_size(count, sequence, max_chunk)) for sequence, count in shares.items() if count > 0]
+
+
+def _chunk_size(count: int, sequence: SequenceState, max_chunk: MaxChunk) -> int:
+    """A runner's limit replaces the budget: a model may need its prompt in one piece, or one token at a time."""
+    limit = max_chunk(sequence)
+    return count if limit is None else min(limit, sequence.pending_tokens - 1)

@@ -1,31 +1,48 @@
-"""The border between scheduler and model: token ids in, the logits after each sequence's last token out."""
+"""The border between scheduler and model: token ids in, the logits after each sequence's last token out.
+
+`SlotRunner` is the part of a runner that keeps a key and a value for each token in slots."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, Self
 
-from palaver.engines.core.logits import Logits
+from palaver.engines.core.kv_cache import A, KVLayout, Slot
+from palaver.engines.core.prefix_cache import CacheStatistics, PrefixCache
 from palaver.engines.core.request import SequenceState
+from palaver.engines.core.sampler import Logits
+
+SMALL_MODEL = 256 << 20
+"""Bytes of float32 weights up to which more threads cost more than they gain."""
+LARGE_PASS_PAIRS = 40_000
+"""Pairs of a query and a key from which more threads gain more than their synchronisation costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadCounts:
+    """Thread counts of small and of large passes."""
+
+    small_pass: int
+    large_pass: int
+
+    @classmethod
+    def choose(cls, requested: int | None, small_model: bool) -> Self:
+        """All cores for a big model; half of them for small passes of a small one, whose threads mostly wait."""
+        if requested is not None:
+            return cls(requested, requested)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cls(max(1, cores // 2) if small_model else cores, cores)
+
+    def for_pairs(self, pairs: int) -> int:
+        """The count for a pass with so many pairs of a query and a key."""
+        return self.small_pass if pairs < LARGE_PASS_PAIRS else self.large_pass
 
 
 class UnsupportedModel(Exception):
     """A runner can't run this model."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStatistics:
-    """The memory of a runner's cache, and its hits and evictions since the model was loaded."""
-
-    limit_bytes: int = 0
-    used_bytes: int = 0
-    kept_bytes: int = 0
-    """The part of the used bytes that may be evicted."""
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    """The prompt tokens that didn't have to be computed."""
-    evictions: int = 0
 
 
 class Runner(Protocol):
@@ -98,3 +115,95 @@ class Runner(Protocol):
     def forget(self, conversation: str) -> None:
         """Evicts the prefixes that only this conversation uses. Running sequences are not affected."""
         ...
+
+
+HEADROOM = 32
+"""Tokens beyond the prompt that a new slot has room for."""
+
+
+class SlotRunner(ABC, Generic[A]):
+    """Prefixes are reused to the token, and all sequences share a pass. A subclass computes it."""
+
+    reuse = "to the token"
+    supports_batching = True
+
+    def __init__(self, layout: KVLayout[A], cache_bytes: int, context_length: int) -> None:
+        self._cache = PrefixCache(layout, cache_bytes)
+        self._cache.on_slots_moved = self._drop_decode_batch
+        self._context_length = context_length
+        self._slots: dict[SequenceState, Slot[A]] = {}
+        self.forward_seconds = 0.0
+
+    @abstractmethod
+    def _compute(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool) -> Logits:
+        """The pass of `run`. The slots have room for it."""
+
+    @abstractmethod
+    def _drop_decode_batch(self) -> None:
+        """Drops references to pools that are kept from one pass to the next: slots have moved."""
+
+    @property
+    def statistics(self) -> CacheStatistics:
+        return self._cache.statistics
+
+    def check_capacity(self, sequence: SequenceState) -> None:
+        self._cache.check_capacity(len(sequence.token_ids))
+
+    def count_cached(self, sequence: SequenceState) -> int:
+        return self._cache.count_cached(self._new_namespace(sequence), sequence.token_ids[:-1])
+
+    def max_chunk(self, sequence: SequenceState) -> int | None:
+        return None
+
+    def needs_recompute(self, sequence: SequenceState) -> bool:
+        return False
+
+    def allocate(self, sequence: SequenceState) -> None:
+        namespace, keys = self._new_namespace(sequence), sequence.token_ids[:-1]
+        slot, cached = self._cache.allocate(namespace, keys, self._initial_tokens(sequence))
+        self._slots[sequence] = slot
+        sequence.cached_logits = (
+            self._cache.restore_logits(slot, namespace, sequence.token_ids) if cached == len(keys) else None
+        )
+        sequence.cached_tokens = cached if sequence.cached_logits is None else len(sequence.token_ids)
+        sequence.computed_tokens = sequence.cached_tokens
+
+    def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Logits:
+        for sequence, count in zip(sequences, counts, strict=True):
+            self._cache.grow(self._slots[sequence], sequence.computed_tokens + count, sequence.computed_tokens)
+        logits = self._compute(sequences, counts, need_logits)
+        for sequence, count in zip(sequences, counts, strict=True):
+            sequence.computed_tokens += count
+        return logits
+
+    def cache_prefix(self, sequence: SequenceState, logits: Logits) -> None:
+        keys, namespace = sequence.token_ids[: sequence.computed_tokens], self._namespace(sequence)
+        self._cache.insert(self._slots[sequence], namespace, keys, sequence.conversation)
+        self._cache.insert_logits(namespace, keys, logits)
+
+    def release(self, sequence: SequenceState) -> None:
+        slot = self._slots.pop(sequence, None)
+        if slot is None:
+            return
+        keys, namespace = sequence.token_ids[: sequence.computed_tokens], self._namespace(sequence)
+        try:
+            self._cache.insert(slot, namespace, keys, sequence.conversation)
+        finally:
+            self._cache.free(slot, namespace, keys, sequence.conversation)
+
+    def forget(self, conversation: str) -> None:
+        self._drop_decode_batch()
+        self._cache.forget(conversation)
+
+    def _namespace(self, sequence: SequenceState) -> Hashable:
+        """Cached prefixes are shared within a namespace only."""
+        return sequence.space
+
+    def _new_namespace(self, sequence: SequenceState) -> Hashable:
+        """The namespace of a sequence that has no slot yet."""
+        return self._namespace(sequence)
+
+    def _initial_tokens(self, sequence: SequenceState) -> int:
+        """How many tokens the sequence's slot has room for at first."""
+        limit = min(self._context_length, self._cache.max_tokens)
+        return min(len(sequence.token_ids) + HEADROOM, max(limit, len(sequence.token_ids)))

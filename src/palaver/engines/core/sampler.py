@@ -1,23 +1,149 @@
-"""From logits to tokens in the host's memory: applies the options of a request to a row and selects its token.
+"""From logits to tokens: the logits of a batch, the filters of the draw, and the selection of a token from a row in the
+host's memory.
 
 A token is drawn by inverse transform in vocabulary order, with a random number that depends on the seed and on the
 token's position alone. Without a filter the sums of blocks find the block, and only that one is summed token by token;
-with one, the tokens that it keeps are few, and `filters.py` works on them in float64. The order of sums is fixed."""
+with one, the tokens that it keeps are few, and the filters work on them in float64. The order of sums is fixed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from palaver.engines.core.filters import Candidates, Distribution, Weights, filter_candidates, has_filter
+from palaver.engines.core.generation import PendingStep
 from palaver.engines.core.logits_changes import Ids, Scores
 from palaver.engines.core.processor import LogitsProcessor
 from palaver.errors import EngineError, PalaverError, RequestError
 from palaver.generation import Alternative, Step
 from palaver.sampling import Sampling
+
+Weights: TypeAlias = NDArray[np.float64]
+
+
+class Candidates(NamedTuple):
+    """Token ids in ascending order, their scores, and the weight of each: 0 if it is removed."""
+
+    ids: Ids
+    scores: Scores
+    weights: Weights
+
+    @classmethod
+    def of(cls, ids: Ids, scores: Scores, temperature: float) -> Candidates:
+        own = scores[ids]
+        return cls(ids, own, _weights(own, temperature))
+
+
+class Distribution(NamedTuple):
+    """What the filters need to know of all tokens."""
+
+    total: float
+    """The sum of their weights."""
+    entropy: float = 0.0
+    """Set if it is needed."""
+
+    @classmethod
+    def of(cls, weights: Weights) -> Distribution:
+        total = float(weights.sum())
+        return cls(total, _entropy(weights / total))
+
+    def information(self, weights: Weights) -> Weights:
+        """In nats; infinite for a weight of 0."""
+        shares = weights / self.total
+        return -np.log(shares, where=shares > 0, out=np.full_like(shares, -np.inf))
+
+
+def _weights(scores: Scores, temperature: float) -> Weights:
+    """Probabilities relative to the likeliest token."""
+    weights = scores.astype(np.float64)
+    weights /= temperature
+    weights -= weights.max()
+    return np.exp(weights, out=weights)
+
+
+def has_filter(sampling: Sampling, size: int) -> bool:
+    """Whether the draw is from anything else than the plain distribution over so many tokens."""
+    shape = sampling.dynatemp_range > 0 or sampling.xtc_probability > 0
+    wide = sampling.top_p < 1 or sampling.min_p > 0 or sampling.typical_p < 1 or sampling.top_a > 0
+    return shape or wide or 0 < sampling.top_k < size
+
+
+def filter_candidates(
+    candidates: Candidates, sampling: Sampling, all_tokens: Distribution | None = None, xtc_uniform: float = 1.0
+) -> Candidates:
+    """Applies all filters after temperature and top_k: typical_p, top_p, min_p, top_a, XTC, dynamic temperature. Tokens
+    that are equally likely are kept or removed together. `all_tokens`: their distribution, if the candidates are not
+    all; these must include all that the filters keep. `xtc_uniform`: the random number that decides if XTC applies."""
+    ids, scores, weights = candidates
+    total = None if all_tokens is None else all_tokens.total
+    if sampling.typical_p < 1:
+        weights = _typical(weights, sampling.typical_p, all_tokens or Distribution.of(weights))
+        total = None
+    if sampling.top_p < 1:
+        weights = _top_p(weights, sampling.top_p, total)
+        total = None
+    if sampling.min_p > 0:
+        weights = weights * (weights >= sampling.min_p * weights.max())
+        total = None
+    if sampling.top_a > 0:
+        weights = _top_a(weights, sampling.top_a, total)
+    if xtc_uniform < sampling.xtc_probability:
+        weights = _exclude_top_choices(weights, sampling.xtc_threshold)
+    if sampling.dynatemp_range > 0:
+        weights = _dynamic_temperature(scores, weights, sampling)
+    return Candidates(ids, scores, weights)
+
+
+def _typical(weights: Weights, typical_p: float, all_tokens: Distribution) -> Weights:
+    """The tokens whose information is nearest to the expected one, until they reach the probability."""
+    distance = np.abs(all_tokens.information(weights) - all_tokens.entropy)
+    order = distance.argsort(kind="stable")
+    last = int(weights[order].cumsum().searchsorted(typical_p * all_tokens.total))
+    return weights * (distance <= distance[order[min(last, len(order) - 1)]])
+
+
+def _top_p(weights: Weights, top_p: float, total: float | None) -> Weights:
+    """The likeliest tokens that together reach the probability."""
+    ordered = np.sort(weights)[::-1]
+    target = top_p * (weights.sum() if total is None else total)
+    last = int(ordered.cumsum().searchsorted(target))
+    return weights * (weights >= ordered[min(last, len(ordered) - 1)])
+
+
+def _top_a(weights: Weights, top_a: float, total: float | None) -> Weights:
+    """Tokens that are at least as likely as `top_a` times the square of the greatest probability."""
+    top = weights.max()
+    return weights * (weights >= top_a * top * top / (weights.sum() if total is None else total))
+
+
+def _exclude_top_choices(weights: Weights, threshold: float) -> Weights:
+    """Removes the tokens that are at least this likely, except for the least likely of them."""
+    choices = weights >= threshold * weights.sum()
+    choices &= weights > 0
+    return weights * (weights <= weights[choices].min()) if np.count_nonzero(choices) > 1 else weights
+
+
+def _dynamic_temperature(scores: Scores, weights: Weights, sampling: Sampling) -> Weights:
+    """The more even the distribution, the higher is its temperature."""
+    left = weights > 0
+    count = int(np.count_nonzero(left))
+    if count < 2:
+        return weights
+    evenness = _entropy(weights[left] / weights[left].sum()) / math.log(count)
+    temperature = sampling.dynamic_temperature(evenness)
+    new = np.zeros_like(weights)
+    top = scores[left].max()
+    new[left] = _weights(scores[left], temperature) if temperature > 0 else scores[left] == top
+    return new
+
+
+def _entropy(shares: Weights) -> float:
+    present = shares[shares > 0]
+    return float(-(present * np.log(present)).sum())
+
 
 SAMPLER_VERSION = 2
 """Raised when the same logits, settings and seed may give another token than before."""
@@ -306,3 +432,51 @@ def _top_k_ids(row: _Row, top_k: int, count: int) -> Ids:
         if row.scores[best[top_k]] < row.scores[best[top_k - 1]]:
             return np.sort(best[:top_k])
     return np.flatnonzero(row.scores >= np.partition(row.scores, -top_k)[-top_k])
+
+
+SampledStep = Step | PendingStep | PalaverError
+
+
+class Logits(Protocol):
+    """The logits after the last token of each sequence of a batch."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> Logits:
+        """A batch of this row alone, in the same memory."""
+        ...
+
+    def copy(self) -> Logits:
+        """The same logits in memory of their own: a runner may overwrite its own in its next pass."""
+        ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def sample(self, processors: Sequence[LogitsProcessor]) -> Sequence[SampledStep]:
+        """The next token of each row, or the error that prevents one. Rows are independent of each other."""
+        ...
+
+
+class HostLogits:
+    """Logits in the host's memory: a float32 array, a row for each sequence."""
+
+    def __init__(self, array: Scores) -> None:
+        assert array.ndim == 2
+        self.array = array
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def row(self, index: int) -> HostLogits:
+        return HostLogits(self.array[index : index + 1])
+
+    def copy(self) -> HostLogits:
+        return HostLogits(self.array.copy())
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+    def sample(self, processors: Sequence[LogitsProcessor]) -> list[Step | PalaverError]:
+        return sample_rows(self.array, processors)

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from palaver.engines.core.generation import LocalGeneration, Outbox
-from palaver.engines.core.logits import Logits, SampledStep
-from palaver.engines.core.queue import RequestQueue, split_prefill_budget
-from palaver.engines.core.request import SequenceState
+from palaver.engines.core.request import RequestQueue, SequenceState, split_prefill_budget
 from palaver.engines.core.runner import Runner
+from palaver.engines.core.sampler import Logits, SampledStep
 from palaver.errors import CacheFull, EngineError, PalaverError
 from palaver.generation import AnswerRequested, Ended, Finish, Prefilled
 

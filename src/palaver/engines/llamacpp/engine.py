@@ -9,11 +9,10 @@ from pathlib import Path
 
 from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT, EXACTNESS_LABELS, LLAMACPP_RUNNER, EngineInfo, Fingerprint
 from palaver.engines.core.engine import LocalEngine
-from palaver.engines.core.fit import Fit, host_cache_bytes
-from palaver.engines.core.options import EngineOptions
+from palaver.engines.core.options import EngineOptions, Fit, host_cache_bytes
+from palaver.engines.core.runner import SMALL_MODEL, ThreadCounts
 from palaver.engines.core.sampler import SAMPLER_VERSION
 from palaver.engines.core.scheduler import SchedulerLimits
-from palaver.engines.core.threads import SMALL_MODEL, ThreadCounts
 from palaver.engines.llamacpp import metadata
 from palaver.engines.llamacpp.context import Context, ContextSettings, LoadedModel
 from palaver.engines.llamacpp.exact import ROWS, LlamaExactPasses, probe_exactness

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from palaver.engines.core.logits import HostLogits, Logits
+from palaver.engines.core.prefix_cache import CacheStatistics
 from palaver.engines.core.request import SequenceState
-from palaver.engines.core.runner import CacheStatistics
+from palaver.engines.core.sampler import HostLogits, Logits
 from palaver.engines.llamacpp.context import MAX_BATCH, Aborted, Context, Floats, NoRoom
 from palaver.engines.llamacpp.exact import EXACT_CHUNK, LlamaExactPasses
 from palaver.engines.llamacpp.sequence_cache import CachedSequence, NoSlot, SequenceCache

@@ -14,8 +14,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from palaver.engines.core.logits import Logits
-from palaver.engines.core.runner import CacheStatistics
+from palaver.engines.core.prefix_cache import CacheStatistics
+from palaver.engines.core.sampler import Logits
 from palaver.engines.llamacpp.context import Bytes
 
 MAX_CONVERSATIONS = 16

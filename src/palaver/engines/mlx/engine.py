@@ -14,8 +14,7 @@ from palaver.engines.base import EXACTNESS_LABELS, MLX_RUNNER, EngineInfo, Finge
 from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint, read_json
 from palaver.engines.core.decoder_config import sampling_defaults
 from palaver.engines.core.engine import LocalEngine
-from palaver.engines.core.fit import Fit, check_cache_bytes, default_cache_bytes
-from palaver.engines.core.options import EngineOptions
+from palaver.engines.core.options import EngineOptions, Fit, check_cache_bytes, default_cache_bytes
 from palaver.engines.core.sampler import SAMPLER_VERSION
 from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.mlx.loader import import_mlx, load_module

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from palaver.engines.core.logits import Logits
+from palaver.engines.core.sampler import Logits
 from palaver.engines.mlx.model import SequenceStates
 
 MAX_CONVERSATIONS = 16

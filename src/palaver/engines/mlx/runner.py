@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from palaver.engines.core.logits import HostLogits, Logits
+from palaver.engines.core.prefix_cache import CacheStatistics
 from palaver.engines.core.request import SequenceState
-from palaver.engines.core.runner import CacheStatistics
+from palaver.engines.core.sampler import HostLogits, Logits
 from palaver.engines.mlx.exact import EXACT_CHUNK, MlxExactPasses
 from palaver.engines.mlx.model import ALLOCATION_TOKENS, Floats, MergedStates, MLXModel, SequenceStates
 from palaver.engines.mlx.prefix_cache import CacheEntry, StateCache

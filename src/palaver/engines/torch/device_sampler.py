@@ -16,9 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from palaver.engines.core.generation import PendingStep
-from palaver.engines.core.logits import HostLogits, Logits, SampledStep
 from palaver.engines.core.processor import LogitsProcessor
-from palaver.engines.core.sampler import SAMPLER_VERSION, SampledToken, make_alternatives, make_step
+from palaver.engines.core.sampler import (
+    SAMPLER_VERSION,
+    HostLogits,
+    Logits,
+    SampledStep,
+    SampledToken,
+    make_alternatives,
+    make_step,
+)
 from palaver.engines.torch.device_changes import DeviceChanges, to_device
 from palaver.errors import PalaverError
 from palaver.generation import Step
@@ -196,7 +203,7 @@ def _sample_row(logits: Tensor, scores: Tensor, processor: LogitsProcessor) -> S
 
 
 def _filter_scores(scores: Tensor, processor: LogitsProcessor) -> Tensor:
-    """The weight of each token; 0 for those that the filters remove. The rules are those of `core/filters.py`."""
+    """The weight of each token; 0 for those that the filters remove. The rules are those of `core/sampler.py`."""
     sampling = processor.sampling
     weights = _weights(scores, sampling.filter_temperature)
     if 0 < sampling.top_k < len(scores):

@@ -12,8 +12,7 @@ from torch import Tensor
 from palaver.engines.base import COMPILED
 from palaver.engines.compiled.build import Library
 from palaver.engines.compiled.decoder import CompiledDecoder, Rows
-from palaver.engines.core.arrays import HostArray
-from palaver.engines.core.kv_cache import Slot, SlotAllocator
+from palaver.engines.core.kv_cache import HostArray, Slot, SlotAllocator
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch, sequence_chunk

@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from palaver.engines.base import EngineInfo
 from palaver.engines.compiled.build import Library
-from palaver.engines.core.fit import check_cache_bytes
-from palaver.engines.core.options import EngineOptions
-from palaver.engines.core.threads import SMALL_MODEL
+from palaver.engines.core.options import EngineOptions, check_cache_bytes
+from palaver.engines.core.runner import SMALL_MODEL
 from palaver.engines.torch.checkpoint import open_checkpoint
 from palaver.engines.torch.engine import TorchEngine, start_library_build
 from palaver.engines.torch.loader import context_length, end_ids, load_model, merge_adapter, sampling_defaults

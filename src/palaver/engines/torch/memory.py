@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from palaver.engines.core.checkpoint import Checkpoint
-from palaver.engines.core.fit import Fit, default_cache_bytes
-from palaver.engines.core.threads import ThreadCounts
+from palaver.engines.core.options import Fit, default_cache_bytes
+from palaver.engines.core.runner import ThreadCounts
 from palaver.engines.torch.quantization import VALUES_PER_BYTE, is_dequantized, quantization_method
 from palaver.memory import available_bytes
 

@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from palaver.engines.core.logits import Logits
 from palaver.engines.core.request import SequenceState
-from palaver.engines.core.slot_runner import SlotRunner
+from palaver.engines.core.runner import SlotRunner
+from palaver.engines.core.sampler import Logits
 from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch, sequence_chunk
 from palaver.engines.torch.device_sampler import DeviceSampler
 from palaver.engines.torch.exact import EXACT_CHUNK, ExactPasses

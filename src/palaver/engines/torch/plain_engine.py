@@ -13,14 +13,12 @@ import torch
 
 from palaver.engines.base import BY_BATCH, BY_TEXT, COMPILED
 from palaver.engines.compiled.build import Library
-from palaver.engines.compiled.runner import CompiledRunner
+from palaver.engines.compiled.decoder import CompiledRunner
 from palaver.engines.core.checkpoint import open_checkpoint
 from palaver.engines.core.decoder_config import decoder_info, read_decoder_config
-from palaver.engines.core.fit import check_cache_bytes
 from palaver.engines.core.kv_cache import SlotAllocator
-from palaver.engines.core.options import EngineOptions
-from palaver.engines.core.runner import Runner
-from palaver.engines.core.threads import SMALL_MODEL
+from palaver.engines.core.options import EngineOptions, check_cache_bytes
+from palaver.engines.core.runner import SMALL_MODEL, Runner
 from palaver.engines.torch.batch import build_batch, build_block_batch, sequence_chunk
 from palaver.engines.torch.decoders.checkpoint import read_plain_decoder
 from palaver.engines.torch.decoders.compiled import compile_decoder

@@ -14,8 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from palaver.engines.base import BY_BATCH, BY_TEXT, COMPILED
 from palaver.engines.compiled.build import Library
-from palaver.engines.compiled.decoder import CompiledDecoder
-from palaver.engines.compiled.runner import CompiledRunner
+from palaver.engines.compiled.decoder import CompiledDecoder, CompiledRunner
 from palaver.engines.core.kv_cache import Slot, SlotAllocator
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.runner import Runner, UnsupportedModel

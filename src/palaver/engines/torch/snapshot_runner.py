@@ -16,10 +16,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from palaver.engines.base import BY_BATCH, BY_CACHE
-from palaver.engines.core.logits import Logits
-from palaver.engines.core.prefix_cache import ConversationRefs
+from palaver.engines.core.prefix_cache import CacheStatistics, ConversationRefs
 from palaver.engines.core.request import SequenceState
-from palaver.engines.core.runner import CacheStatistics
+from palaver.engines.core.sampler import Logits
 from palaver.engines.torch.device_sampler import DeviceSampler
 from palaver.engines.torch.exact import EXACT_CHUNK
 from palaver.errors import CacheFull

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from palaver.engines.compiled.build import Library
-from palaver.engines.compiled.decoder import CompiledDecoder, DecoderSizes
+from palaver.engines.compiled.decoder import CompiledDecoder, DecoderSizes, RotaryTable
 from palaver.engines.compiled.weights import DecoderWeights, LayerWeights, Norm, Projection, Weight
-from palaver.engines.core.rotary import RotaryTable
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.decoders.plain import DecoderLayer, Linear, PlainDecoder, RMSNorm
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from palaver.engines.core.rotary import Frequencies
+from palaver.engines.core.decoder_config import Frequencies
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.attention import MaskRule
 from palaver.engines.torch.attention_kernels import AttentionParams, ScoreWorkspace, pair_bytes
