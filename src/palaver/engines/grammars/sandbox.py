@@ -4,9 +4,7 @@ This is the parent's side; `trial.py` runs in the process."""
 
 from __future__ import annotations
 
-import json
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -16,39 +14,7 @@ from palaver.constraints import Constraint, Grammar, MarkerConstraint
 from palaver.engines.grammars.compiler import special_ids
 from palaver.errors import EngineClosed, EngineError
 from palaver.phases import Vocabulary
-
-_LENGTH = struct.Struct("!I")
-
-
-def send(connection: socket.socket, message: Any) -> None:
-    data = json.dumps(message, separators=(",", ":")).encode()
-    connection.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def receive(connection: socket.socket) -> Any:
-    """Raises EOFError if the connection is closed."""
-    (size,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))
-    return json.loads(_receive_exactly(connection, size))
-
-
-def send_descriptor(connection: socket.socket, descriptor: int) -> None:
-    socket.send_fds(connection, [b"\0"], [descriptor])
-
-
-def receive_descriptor(connection: socket.socket) -> int | None:
-    """None if the connection is closed."""
-    data, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
-    return descriptors[0] if data else None
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        received = connection.recv(size - len(data))
-        if not received:
-            raise EOFError
-        data += received
-    return bytes(data)
+from palaver.processes import receive, send, send_descriptor
 
 
 def pack_constraint(constraint: Constraint) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from typing import Any
 
 from palaver.constraints import Constraint
 from palaver.engines.grammars.compiler import CompiledGrammar, GrammarCompiler, GrammarError, first_line
-from palaver.engines.grammars.sandbox import WALL_SECONDS, receive, receive_descriptor, send, unpack_constraint
-from palaver.engines.processes import die_with_parent
+from palaver.engines.grammars.sandbox import WALL_SECONDS, unpack_constraint
+from palaver.processes import die_with_parent, receive, receive_descriptor, send
 
 CPU_SECONDS = 2
 MEMORY_BYTES = 512 << 20

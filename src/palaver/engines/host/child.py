@@ -25,8 +25,8 @@ from palaver.engines.host.frames import (
     encode_frame,
     read_frame,
 )
-from palaver.engines.processes import die_with_parent
 from palaver.errors import BrokenModel, EngineError, PalaverError
+from palaver.processes import die_with_parent
 
 _PROGRESS_INTERVAL_S = 0.2
 """How often the supervisor gets the progress of loading."""
