@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from palaver.errors import BadParameter
-from palaver.voice.base import SAMPLE_RATE, Samples, VoiceMissing, silence
+from palaver.voice.base import SAMPLE_RATE, Samples, silence
 
 UNKNOWN_LENGTH = 0xFFFFFFFF
 _MAX_SAMPLE = 32767.0
@@ -72,10 +72,8 @@ def encode_audio(samples: Samples, format: AudioFormat) -> bytes:
 
 
 def _encode_container(samples: Samples, container: str, subtype: str) -> bytes:
-    try:
-        import soundfile
-    except ImportError:
-        raise VoiceMissing(f"Audio as {container}", "soundfile") from None
+    import soundfile
+
     out = io.BytesIO()
     soundfile.write(out, samples, SAMPLE_RATE, format=container, subtype=subtype)
     return out.getvalue()
@@ -90,9 +88,7 @@ async def join_audio(sounds: AsyncIterable[Samples]) -> Samples:
 def resample(samples: Samples, rate: int, target_rate: int) -> Samples:
     if rate == target_rate or not len(samples):
         return samples
-    try:
-        import soxr
-    except ImportError:
-        raise VoiceMissing("Audio at another sample rate", "soxr") from None
+    import soxr
+
     resampled = soxr.resample(samples, rate, target_rate)
     return np.clip(resampled, -1.0, 1.0).astype(np.float32, copy=False)

@@ -25,7 +25,7 @@ from palaver.server.settings import ServerSettings
 from palaver.server.socket.schemas import UNKNOWN, SocketMessage, TurnRequest, unknown_field
 from palaver.server.state import ReplyIndex
 from palaver.voice.audio_format import resample
-from palaver.voice.base import SAMPLE_RATE, Samples, VoiceMissing
+from palaver.voice.base import SAMPLE_RATE, Samples
 
 ALIASES = {"max_new_tokens": "max_tokens", "length_penalty": "end_penalty"}
 """Names of the protocol for parameters with another name here. Both are accepted."""
@@ -191,10 +191,8 @@ def _decode_raw(data: bytes) -> Samples:
 
 def _decode_file(data: bytes) -> tuple[Samples, int]:
     """Checks the length in the header first: a small file can decode to very long audio."""
-    try:
-        import soundfile
-    except ImportError:
-        raise VoiceMissing("Reading recordings from files", "soundfile") from None
+    import soundfile
+
     try:
         info = soundfile.info(io.BytesIO(data))
         _check_length(info.frames, info.samplerate)

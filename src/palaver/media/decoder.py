@@ -1,0 +1,98 @@
+"""The decoder, as the rest of the program uses it: checks a file's header here and decodes it in the sandbox."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from palaver.media.base import RAW_RATE, BadMedia, MediaInfo, MediaKind, MediaLimits, Picture, Sound, VideoFrames
+from palaver.media.headers import check_header, check_seconds
+from palaver.media.sandbox import MediaSandbox
+from palaver.media.signatures import check_polyglot, sniff
+
+if TYPE_CHECKING:
+    from palaver.media.sandbox import Arrays
+
+_KINDS: dict[str, MediaKind] = {"image": "image", "audio": "audio", "video": "video", "application": "document"}
+_SUPPORTED = "PNG, JPEG, WebP, GIF, AVIF, HEIC, WAV, MP3, FLAC, Ogg, M4A, MP4, WebM, MOV and PDF"
+_NAMES = {"image": "a picture", "audio": "sound", "video": "a video", "document": "a document"}
+
+
+class MediaDecoder:
+    """Decodes files of unknown origin. Thread-safe; every method blocks and raises BadMedia.
+
+    `name` is what error messages call the file.
+    """
+
+    def __init__(self, limits: MediaLimits = MediaLimits()) -> None:  # noqa: B008 - frozen
+        self.limits = limits
+        self._sandbox = MediaSandbox()
+
+    def inspect(self, data: bytes, name: str = "") -> MediaInfo:
+        """The kind, type, size and length of a file, from its header."""
+        values, _ = self._run("inspect", data, name)
+        return MediaInfo(**values)
+
+    def picture(self, data: bytes, name: str = "") -> Picture:
+        """The picture, turned upright. Of an animation: the first frame."""
+        (pixels,) = self._run("picture", data, name, "image")[1]
+        return pixels
+
+    def sound(self, data: bytes, rate: int = RAW_RATE, name: str = "") -> Sound:
+        """Mono samples at this rate; of a video: its sound."""
+        (samples,) = self._run("sound", data, name, "audio", "video", rate=rate)[1]
+        return samples
+
+    def video(self, data: bytes, rate: int = RAW_RATE, name: str = "") -> VideoFrames:
+        """One frame per second, or fewer, spread evenly over the video, if that would be too many."""
+        values, (frames, samples) = self._run("video", data, name, "video", rate=rate)
+        return VideoFrames(frames, tuple(values["times"]), samples, rate)
+
+    def document_text(self, data: bytes, name: str = "") -> str:
+        """The text of a PDF file."""
+        values, _ = self._run("document", data, name, "document")
+        return str(values["text"])
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+    def _run(
+        self, operation: str, data: bytes, name: str, *kinds: MediaKind, **options: Any
+    ) -> tuple[dict[str, Any], Arrays]:
+        media_type = self._check(data, name)
+        if kinds and _KINDS[media_type.partition("/")[0]] not in kinds:
+            raise BadMedia(name, f"is not {_NAMES[kinds[0]]}")
+        job = {"operation": operation, "media_type": media_type, "limits": asdict(self.limits), **options}
+        return self._sandbox.run(job, data, name)
+
+    def _check(self, data: bytes, name: str) -> str:
+        """Checks what can be checked without a library, and returns the media type."""
+        if not data:
+            raise BadMedia(name, "is empty")
+        if len(data) > self.limits.bytes:
+            raise BadMedia(name, f"is larger than {self.limits.bytes >> 20} MB")
+        media_type = sniff(data)
+        if media_type is None:
+            raise BadMedia(name, f"is of a type that is not supported ({_SUPPORTED} are)")
+        check_polyglot(data, name)
+        check_header(data, media_type, name, self.limits)
+        return media_type
+
+
+def wav_from_raw(data: bytes, name: str = "", limits: MediaLimits = MediaLimits()) -> bytes:  # noqa: B008 - frozen
+    """A WAV file of raw float32 samples, mono at 16 kHz."""
+    import numpy as np
+
+    if not data or len(data) % 4:
+        raise BadMedia(name, "is not raw sound: float32 samples at 16 kHz are expected")
+    check_seconds(len(data) / 4 / RAW_RATE, name, limits)
+    samples = np.frombuffer(data, dtype="<f4")
+    if not np.isfinite(samples).all():
+        raise BadMedia(name, "contains values that are not numbers")
+    return _wav_header(len(data)) + data
+
+
+def _wav_header(size: int) -> bytes:
+    form = struct.pack("<HHIIHH", 3, 1, RAW_RATE, 4 * RAW_RATE, 4, 32)  # 3: float
+    return b"RIFF" + struct.pack("<I", 36 + size) + b"WAVEfmt \x10\0\0\0" + form + b"data" + struct.pack("<I", size)
