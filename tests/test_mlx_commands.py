@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from palaver.engines.mlx.folder import is_apple_silicon, is_installed
+from palaver.engines.mlx.loader import is_apple_silicon, is_installed
 
 if not is_installed():
     pytest.skip("NOTHING IS SHOWN HERE: mlx and mlx-lm are not installed", allow_module_level=True)

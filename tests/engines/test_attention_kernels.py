@@ -16,7 +16,7 @@ from palaver.engines.torch.attention_kernels import (
     attend_in_workspace,
 )
 from palaver.engines.torch.batch import build_batch, sequence_chunk
-from palaver.engines.torch.tensors import TensorLayout, TensorMemory
+from palaver.engines.torch.devices import TensorLayout, TensorMemory
 
 SIZE = 16
 KINDS = [("cpu", torch.float32)]

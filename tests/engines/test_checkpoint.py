@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from palaver.engines.torch import load
-from palaver.engines.torch.checkpoint import open_checkpoint
+from palaver.engines.torch.loader import open_checkpoint
 from palaver.errors import BadParameter, BrokenModel, NoWeights, UnknownModel, UnsafeCode, UnsafeWeights
 from tests.engines.tiny import VOCABULARY
 

@@ -25,13 +25,11 @@ from palaver.engines.compiled.engine import load_decoder
 from palaver.engines.core.decoder_config import read_decoder_config
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.kv_cache import HostArray, SlotAllocator
-from palaver.engines.torch import EngineOptions, SchedulerLimits, load, memory
-from palaver.engines.torch.checkpoint import open_checkpoint
-from palaver.engines.torch.decoders.compiled import compile_decoder
-from palaver.engines.torch.decoders.plain import PlainDecoder
+from palaver.engines.torch import EngineOptions, SchedulerLimits, devices, load
+from palaver.engines.torch.decoders.plain import PlainDecoder, compile_decoder
+from palaver.engines.torch.devices import CPU, fit
 from palaver.engines.torch.engine import NO_COMPILER_HINT
-from palaver.engines.torch.loader import quiet
-from palaver.engines.torch.memory import CPU, fit
+from palaver.engines.torch.loader import open_checkpoint, quiet
 from palaver.errors import CantCompile, DoesNotFit
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
@@ -308,7 +306,7 @@ async def test_where_memory_is_short_the_weights_stay_in_one_form(
 ) -> None:
     folder = folder_of("llama")
     once = fit(open_checkpoint(folder), CPU, torch.float32).needed_bytes
-    monkeypatch.setattr(memory, "free_bytes", lambda device: once + once // 2)
+    monkeypatch.setattr(devices, "free_bytes", lambda device: once + once // 2)
     engine = load(folder, vocabulary=tiny.VOCABULARY, options=EngineOptions(cache_bytes=1 << 22))
     await engine.close()
     assert engine.info.steps.startswith("few operations, not compiled: loading them needs about ")

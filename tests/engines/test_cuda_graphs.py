@@ -21,9 +21,8 @@ from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch
 from palaver.engines.torch.cuda_graphs import LENGTH_MULTIPLE, GraphDecoder, Pass, StepDecoder
 from palaver.engines.torch.decoders.library import LibraryDecoder, kv_layout
 from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder
-from palaver.engines.torch.library_engine import model_engine
-from palaver.engines.torch.probe import ModelProbe
-from palaver.engines.torch.tensors import TensorLayout
+from palaver.engines.torch.devices import TensorLayout
+from palaver.engines.torch.library_engine import ModelProbe, model_engine
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny

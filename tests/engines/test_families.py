@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT
-from palaver.engines.torch import EngineOptions, SchedulerLimits, exact, load, probe
+from palaver.engines.torch import EngineOptions, SchedulerLimits, library_engine, load, model_runner
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
@@ -102,7 +102,7 @@ async def test_a_model_without_any_usable_cache_is_still_right(
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("no cache of this kind")
 
-    monkeypatch.setattr("palaver.engines.torch.probe.kv_layout", refuse)
+    monkeypatch.setattr("palaver.engines.torch.library_engine.kv_layout", refuse)
     monkeypatch.setattr("palaver.engines.torch.snapshot_runner.RecurrentState.feed", refuse)
     engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=EngineOptions(fused=False))
     assert engine.info.reuse == "none: its cache isn't understood (RuntimeError)"
@@ -148,7 +148,7 @@ async def test_exact_bits_depend_on_the_text_alone(
 ) -> None:
     """A reply that is continued in a fresh engine, where all is computed anew in other pieces, has the same bits."""
     if not packs:  # as where a row's bits depend on its place
-        monkeypatch.setattr(probe, "probe_exactness", _unpacked)
+        monkeypatch.setattr(library_engine, "probe_exactness", _unpacked)
     prompt = Prompt(tuple(b"A prompt that is longer than some blocks of positions are."))
     options = EngineOptions(exact=True, compiled=False, limits=SchedulerLimits(chunk_tokens=24))
     engine = load(folder_of(family), vocabulary=tiny.VOCABULARY, options=options)
@@ -163,7 +163,7 @@ async def test_exact_bits_depend_on_the_text_alone(
 
 
 def _unpacked(forward: Any, layout: Any, ids: Any, may_pack: bool) -> Any:
-    return exact.probe_exactness(forward, layout, ids, False)
+    return model_runner.probe_exactness(forward, layout, ids, False)
 
 
 async def test_what_is_not_asked_for_is_not_promised(folder_of: Callable[[str], Path]) -> None:

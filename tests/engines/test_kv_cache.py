@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from palaver.engines.core import kv_cache
 from palaver.engines.core.kv_cache import HostMemory, KVLayout, Slot, SlotAllocator
 from palaver.engines.core.prefix_cache import PrefixCache
-from palaver.engines.torch.tensors import TensorLayout, TensorMemory
+from palaver.engines.torch.devices import TensorLayout, TensorMemory
 from palaver.errors import CacheFull
 
 SHAPES = (((2, 4), (2, 4)), ((2, 4), (1, 8)))

@@ -8,8 +8,8 @@ import torch
 
 from palaver.engines.core.runner import LARGE_PASS_PAIRS
 from palaver.engines.torch import describe_fit, load
-from palaver.engines.torch.checkpoint import open_checkpoint
-from palaver.engines.torch.memory import TorchThreads, cache_bytes, fit, weights_bytes
+from palaver.engines.torch.devices import TorchThreads, cache_bytes, fit, weights_bytes
+from palaver.engines.torch.loader import open_checkpoint
 from palaver.errors import DoesNotFit
 from tests.engines.tiny import VOCABULARY, build
 
@@ -29,17 +29,17 @@ def test_whether_it_fits_is_said_with_figures(folder_of: Callable[[str], Path]) 
 
 
 def test_what_does_not_fit_is_not_loaded(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("palaver.engines.torch.memory.available_bytes", lambda: 1000)
+    monkeypatch.setattr("palaver.engines.torch.devices.available_bytes", lambda: 1000)
     with pytest.raises(DoesNotFit, match=r"needs about 0\.0 GB of memory but cpu has 0\.0 GB free"):
         load(folder_of("qwen3"), vocabulary=VOCABULARY)
 
 
 def test_the_cache_is_bounded_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("palaver.engines.torch.memory.available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr("palaver.engines.torch.devices.available_bytes", lambda: 1 << 40)
     assert cache_bytes(CPU) == 2 << 30
-    monkeypatch.setattr("palaver.engines.torch.memory.available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr("palaver.engines.torch.devices.available_bytes", lambda: 1 << 30)
     assert cache_bytes(CPU) == 1 << 29
-    monkeypatch.setattr("palaver.engines.torch.memory.available_bytes", lambda: None)
+    monkeypatch.setattr("palaver.engines.torch.devices.available_bytes", lambda: None)
     assert cache_bytes(CPU) == 1 << 30
 
 

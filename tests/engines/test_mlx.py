@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 
-from palaver.engines.mlx.folder import is_installed, is_mlx_folder
+from palaver.engines.mlx.loader import is_installed, is_mlx_folder
 
 if not is_installed():
     pytest.skip("NOTHING IS SHOWN HERE: mlx and mlx-lm are not installed", allow_module_level=True)

@@ -15,9 +15,8 @@ from palaver.engines.torch import EngineOptions, load
 from palaver.engines.torch.batch import build_batch, sequence_chunk
 from palaver.engines.torch.decoders.checkpoint import read_plain_decoder
 from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder
+from palaver.engines.torch.devices import CPU, TensorLayout, TensorMemory
 from palaver.engines.torch.loader import quiet
-from palaver.engines.torch.memory import CPU
-from palaver.engines.torch.tensors import TensorLayout, TensorMemory
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny

@@ -13,9 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from palaver.engines.torch import load
-from palaver.engines.torch.checkpoint import open_checkpoint
-from palaver.engines.torch.loader import load_model, quiet
-from palaver.engines.torch.memory import weights_bytes
+from palaver.engines.torch.devices import weights_bytes
+from palaver.engines.torch.loader import load_model, open_checkpoint, quiet
 from palaver.errors import BrokenModel
 from tests.engines import tiny
 from tests.engines.generate import run

@@ -15,8 +15,7 @@ from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch import EngineOptions, SchedulerLimits, load
 from palaver.engines.torch.decoders import plain
 from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder
-from palaver.engines.torch.library_engine import model_engine
-from palaver.engines.torch.probe import ModelProbe
+from palaver.engines.torch.library_engine import ModelProbe, model_engine
 from palaver.errors import ContextOverflow
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
@@ -114,7 +113,7 @@ def test_the_probe_sees_queries_that_are_scaled_at_late_positions_only(monkeypat
 
 async def test_frequencies_by_the_length_of_a_pass_that_nothing_is_known_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then everything is computed anew at each token, which is right and slow."""
-    monkeypatch.setattr("palaver.engines.torch.probe.find_longrope", lambda model: None)
+    monkeypatch.setattr("palaver.engines.torch.library_engine.find_longrope", lambda model: None)
     model = tiny.build("longrope")
     engine = model_engine("longrope", model, tiny.VOCABULARY)
     assert engine.info.reuse.startswith("none")

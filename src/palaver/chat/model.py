@@ -11,7 +11,7 @@ from typing import Any
 
 from palaver.chat.reply_stream import BatchReader, GeneratedReply, RecordStep, ReplyRecord, ReplyRequest
 from palaver.engines.base import Engine
-from palaver.engines.mlx.folder import is_apple_silicon, is_installed, is_mlx_folder
+from palaver.engines.mlx.loader import is_apple_silicon, is_installed, is_mlx_folder
 from palaver.errors import BadParameter, BrokenModel, ContextOverflow, NoTemplate, NothingToContinue
 from palaver.formats.base import Format
 from palaver.formats.completion import CompletionFormat

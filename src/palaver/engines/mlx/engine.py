@@ -49,7 +49,7 @@ def load(
     fit(checkpoint, name, dtype).check(checkpoint.name)
     on_device = _device_context(name)
     with on_device():
-        from palaver.engines.mlx.probe import MlxProbe
+        from palaver.engines.mlx.runner import MlxProbe
 
         module = load_module(checkpoint, dtype)
         try:

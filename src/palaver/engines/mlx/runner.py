@@ -1,21 +1,88 @@
-"""The runner over mlx-lm: a state for each sequence, merged while the same sequences decode together."""
+"""The runner over mlx-lm: a state for each sequence, merged while the same sequences decode together. A probe finds out
+by trying what a model's caches can do."""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT
+from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.prefix_cache import CacheStatistics
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.sampler import HostLogits, Logits
-from palaver.engines.mlx.exact import EXACT_CHUNK, MlxExactPasses
 from palaver.engines.mlx.model import ALLOCATION_TOKENS, Floats, MergedStates, MLXModel, SequenceStates
 from palaver.engines.mlx.prefix_cache import CacheEntry, StateCache
 from palaver.errors import CacheFull
+
+EXACT_CHUNK = 128
+"""Prompt tokens of a sequence that a scheduler step computes in the exact mode."""
+ROWS = 16
+"""Tokens of every pass."""
+PROBE_TOKENS = 40
+
+
+class MlxExactPasses:
+    """The exact mode: each sequence alone, in passes over aligned blocks of positions.
+
+    How a matrix product or an attention kernel rounds depends on its shape. So the block of a token is computed as a
+    whole: the tokens before it again, and padding after it. Then the shape of a token's pass depends only on its
+    position, however the sequence was cut into prompt and reply."""
+
+    def __init__(self, model: MLXModel) -> None:
+        self._model = model
+
+    def run(self, state: SequenceStates, tokens: Sequence[int], need_logits: bool) -> Floats | None:
+        """Computes the tokens that the state lacks; the logits after the last. `tokens` are all of the sequence's."""
+        if not self._model.always_truncates:
+            return self._run_plain(state, tokens, need_logits)
+        logits: Floats | None = None
+        while state.length < len(tokens):
+            start = state.length - state.length % ROWS
+            end = min(start + ROWS, len(tokens))
+            state.truncate(start)
+            block = [*tokens[start:end], *[0] * (start + ROWS - end)]
+            if need_logits and end == len(tokens):
+                logits = self._model.logits(state, block)[end - start - 1 : end - start]
+            else:
+                self._model.feed(state, block)
+            state.truncate(end)
+        return logits
+
+    def _run_plain(self, state: SequenceStates, tokens: Sequence[int], need_logits: bool) -> Floats | None:
+        """States that can't be cut can't be padded: the same chunks of the same sequence give the same bits."""
+        ids = tokens[state.length :]
+        if len(ids) > need_logits:
+            self._model.feed(state, ids[: len(ids) - need_logits])
+        return self._model.logits(state, ids[-1:]) if need_logits else None
+
+
+def probe_exactness(model: MLXModel, passes: MlxExactPasses, vocabulary_size: int) -> str:
+    """What the bits of a reply depend on in the exact mode. Rows of a mixture of experts depend on each other."""
+    tokens = [(7 * place + 3) % vocabulary_size for place in range(PROBE_TOKENS)]
+    whole = _logits_in_chunks(model, passes, tokens, [PROBE_TOKENS])
+    if not np.array_equal(whole, _logits_in_chunks(model, passes, tokens, [PROBE_TOKENS])):
+        return BY_BATCH
+    if model.is_mixture or not model.always_truncates:
+        return BY_CACHE
+    others = ([1] * PROBE_TOKENS, [7, 22, 11], [33, 1, 6])
+    alike = all(np.array_equal(whole, _logits_in_chunks(model, passes, tokens, sizes)) for sizes in others)
+    return BY_TEXT if alike else BY_CACHE
+
+
+def _logits_in_chunks(model: MLXModel, passes: MlxExactPasses, tokens: Sequence[int], sizes: Sequence[int]) -> Floats:
+    state, end = model.new_state(), 0
+    for size in sizes:
+        end += size
+        logits = passes.run(state, tokens[:end], need_logits=end == len(tokens))
+    assert logits is not None
+    return logits
+
 
 MIN_TAIL = 32
 """Tokens that another branch would lose from which on a cached state is copied, not taken."""
@@ -281,3 +348,68 @@ class MLXRunner:
             self._hit_tokens,
             self._cache.evictions,
         )
+
+
+LENGTH = 24
+"""Tokens of the probe's text."""
+TOLERANCE = 0.02
+"""Relative to the largest logit. What differs more is not rounding."""
+
+
+class MlxProbe:
+    """What a model's caches can do. A trial that raises is a no."""
+
+    def __init__(self, module: Any) -> None:
+        self._model = MLXModel(module)
+        state = self._model.new_state()
+        self.vocabulary_size = self._model.logits(state, [0]).shape[-1]
+        self._token_bytes = self._model.token_bytes(state)
+        self._ids = [(7 * place + 3) % self.vocabulary_size for place in range(LENGTH + 1)]
+        self._expected = self._model.logits(self._fed(LENGTH), self._ids[LENGTH:])
+
+    def make_runner(self, limit_bytes: int, options: EngineOptions) -> tuple[MLXRunner, str]:
+        """The runner, and what the bits of a reply depend on."""
+        if self._model.always_truncates:
+            self._model.always_truncates = _succeeds(self._truncates)
+        passes = MlxExactPasses(self._model) if options.exact else None
+        exactness = BY_BATCH if passes is None else probe_exactness(self._model, passes, self.vocabulary_size)
+        merges = passes is None and _succeeds(self._merges)
+        return MLXRunner(self._model, limit_bytes, self._token_bytes, merges, passes), exactness
+
+    def _fed(self, tokens: int) -> SequenceStates:
+        state = self._model.new_state()
+        self._model.feed(state, self._ids[:tokens])
+        return state
+
+    def _truncates(self) -> bool:
+        """Whether a copy that is cut goes on as if the rest had never been, and leaves the original alone."""
+        original = self._fed(LENGTH)
+        copy = original.copy()
+        copy.truncate(LENGTH // 2)
+        self._model.feed(copy, [1, 2, 3])
+        copy.truncate(LENGTH // 2)
+        self._model.feed(copy, self._ids[LENGTH // 2 : LENGTH])
+        return all(self._is_expected(self._model.logits(state, self._ids[LENGTH:])) for state in (copy, original))
+
+    def _merges(self) -> bool:
+        """Whether a sequence has the logits it has alone if it is merged with shorter ones, joined and left by others,
+        and taken out again."""
+        short, joining = self._fed(3), self._fed(LENGTH // 2)
+        merged = MergedStates([self._fed(LENGTH - 2), short])
+        self._model.merged_logits(merged, [self._ids[LENGTH - 2], 1])
+        merged.add([joining])
+        self._model.merged_logits(merged, [self._ids[LENGTH - 1], 2, 3])
+        merged.keep([0, 2])
+        alone = merged.extract(0)
+        rows = self._model.merged_logits(merged, [self._ids[LENGTH], 4])
+        return self._is_expected(rows[:1]) and self._is_expected(self._model.logits(alone, self._ids[LENGTH:]))
+
+    def _is_expected(self, logits: Floats) -> bool:
+        return bool(np.abs(logits - self._expected).max() <= TOLERANCE * max(1.0, float(np.abs(self._expected).max())))
+
+
+def _succeeds(trial: Callable[[], bool]) -> bool:
+    try:
+        return trial()
+    except Exception:
+        return False

@@ -138,7 +138,7 @@ class PrefillSpan(AttentionSpan):
 
 @dataclass(eq=False, slots=True)
 class BlockSpan(AttentionSpan):
-    """Tokens of one sequence within an aligned block of positions (`exact.py`). The call has the shape of the whole
+    """Tokens of one sequence within an aligned block of positions (`ExactPasses`). The call has the shape of the whole
     block, whichever of its tokens are computed."""
 
     slot: Slot[Tensor]

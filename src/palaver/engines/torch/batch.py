@@ -67,7 +67,7 @@ class ForwardBatch:
     last_tokens: ForwardBatch | None
     """In a prefill that needs logits: the last token of each sequence as a decode batch, for the last layer."""
     long_rope: bool
-    """Whether the sequences use the frequencies for long texts (`rope.py`)."""
+    """Whether the sequences use the frequencies for long texts (`LongRope`)."""
 
     @property
     def ids(self) -> Tensor:
@@ -129,7 +129,7 @@ class SequenceChunk:
     start: int
     ids: Sequence[int]
     long_rope: bool = False
-    """Whether the sequence uses the frequencies for long texts (`rope.py`)."""
+    """Whether the sequence uses the frequencies for long texts (`LongRope`)."""
 
     @property
     def last_token(self) -> SequenceChunk:

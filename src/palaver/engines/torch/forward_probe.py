@@ -17,8 +17,8 @@ from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch, sequence_chunk
 from palaver.engines.torch.cuda_graphs import CudaGraphCapture, GraphDecoder, StepDecoder
+from palaver.engines.torch.devices import TensorLayout
 from palaver.engines.torch.model_runner import Forward
-from palaver.engines.torch.tensors import TensorLayout
 from palaver.errors import CantCompile
 
 LENGTH = 48

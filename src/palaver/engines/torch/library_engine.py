@@ -1,24 +1,62 @@
-"""Loads any model that the transformers library knows."""
+"""Loads any model that the transformers library knows, and picks the fastest runner whose logits agree with the model's
+own, by trying. A trial that raises is a no."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
-from palaver.engines.base import EngineInfo
+from palaver.engines.base import BY_BATCH, BY_TEXT, COMPILED, EngineInfo
 from palaver.engines.compiled.build import Library
+from palaver.engines.compiled.decoder import CompiledDecoder, CompiledRunner
+from palaver.engines.core.kv_cache import Slot, SlotAllocator
 from palaver.engines.core.options import EngineOptions, check_cache_bytes
-from palaver.engines.core.runner import SMALL_MODEL
-from palaver.engines.torch.checkpoint import open_checkpoint
+from palaver.engines.core.runner import SMALL_MODEL, Runner, UnsupportedModel
+from palaver.engines.torch.batch import BatchInputs, ForwardBatch, SequenceChunk, build_batch, sequence_chunk
+from palaver.engines.torch.decoders.library import LibraryDecoder, OffsetCache, find_longrope, kv_layout
+from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder, compile_decoder
+from palaver.engines.torch.devices import (
+    TensorLayout,
+    TorchThreads,
+    cache_bytes,
+    check_fit,
+    free_bytes,
+    quantization_config,
+)
 from palaver.engines.torch.engine import TorchEngine, start_library_build
-from palaver.engines.torch.loader import context_length, end_ids, load_model, merge_adapter, sampling_defaults
-from palaver.engines.torch.memory import TorchThreads, cache_bytes, check_fit, free_bytes
-from palaver.engines.torch.probe import pick_runner
+from palaver.engines.torch.forward_probe import (
+    FEW_OPERATIONS,
+    FIRST,
+    LENGTH,
+    PROBE_BYTES,
+    SECOND,
+    ForwardProbe,
+    check_required,
+    explain_not_compiled,
+    failure_reason,
+    max_difference,
+    probe_ids,
+)
+from palaver.engines.torch.loader import (
+    context_length,
+    end_ids,
+    load_model,
+    merge_adapter,
+    open_checkpoint,
+    quiet,
+    sampling_defaults,
+)
+from palaver.engines.torch.model_runner import ExactPasses, Forward, TorchRunner, probe_exactness
+from palaver.engines.torch.snapshot_runner import CacheAbilities, RecurrentState, SnapshotRunner, StatelessModel
+from palaver.errors import CantCompile
 from palaver.memory import give_back_unused
 from palaver.phases import Vocabulary
 
@@ -85,3 +123,246 @@ def _info(name: str, model: PreTrainedModel) -> EngineInfo:
 
 def _is_small(model: PreTrainedModel) -> bool:
     return sum(p.nbytes for p in model.parameters()) <= SMALL_MODEL
+
+
+LATE = 8
+"""Tokens computed at the last positions of the context, without any tokens before them."""
+
+
+@torch.inference_mode()
+def pick_runner(
+    model: PreTrainedModel,
+    vocabulary_size: int,
+    cache_bytes: int,
+    context_length: int,
+    options: EngineOptions,
+    threads: TorchThreads,
+    library: Future[Library] | None = None,
+) -> tuple[Runner, str, str]:
+    """The runner, whose code computes its steps (`EngineInfo.steps`), and what the bits of a reply depend on
+    (`EngineInfo.exactness`).
+
+    `library` resolves to the compiled code, or raises why there is none; it is awaited only where the model is a plain
+    decoder. Raises CantCompile where compiled steps are required and can't be used.
+    """
+    if model.device.type == "cuda":
+        # cuDNN builds a plan for every new pair of lengths: 20 ms each, and memory that is never freed
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    with quiet():
+        probe = ModelProbe(model, vocabulary_size, context_length)
+        try:
+            layout = probe.layout()
+            forward, steps = probe.pick_forward(layout, context_length, options, library, threads)
+            check_required(options, steps)
+            if isinstance(forward, CompiledDecoder):
+                return CompiledRunner(forward, cache_bytes, context_length, threads), COMPILED, BY_TEXT
+            passes, exactness = probe.pick_exact_passes(forward, layout, options.exact, threads)
+            length = None if probe.rope is None else probe.rope.original_length
+            return TorchRunner(forward, layout, cache_bytes, context_length, threads, passes, length), steps, exactness
+        except CantCompile:
+            raise
+        except Exception as error:  # whatever went wrong, the model's own cache may still work
+            steps = explain_not_compiled(library, _LIBRARY_CODE, error)
+            check_required(options, steps)
+            runner = probe.pick_snapshot_runner(cache_bytes, failure_reason(error), options.exact)
+            return runner, steps, runner.exactness
+
+
+class ModelProbe(ForwardProbe):
+    """An arbitrary short text, and the model's own logits for it at both ends of the context."""
+
+    def __init__(self, model: PreTrainedModel, vocabulary_size: int, context_length: int = 0) -> None:
+        """`context_length`: 0 where late positions are not probed."""
+        self._model = model
+        self.rope = find_longrope(model)
+        ids = probe_ids(vocabulary_size)
+        self._batch = torch.tensor([ids], device=model.device)
+        options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+        super().__init__(ids, model(input_ids=self._batch, **options).logits[0], model.dtype)
+        coarse = model.dtype != torch.float32 or bool(quantization_config(model.config.to_dict()))
+        if coarse:
+            self._rounding = self._measure_rounding()
+        self._late_start = context_length - LATE if context_length >= LENGTH + LATE else 0
+        """The position of the late tokens; 0: the context is too short for them."""
+        self._late_logits: Tensor | None = None
+
+    def layout(self) -> TensorLayout:
+        return kv_layout(self._model, torch.tensor(self.ids[:4], device=self._model.device))
+
+    def pick_forward(
+        self,
+        layout: TensorLayout,
+        context_length: int,
+        options: EngineOptions,
+        library: Future[Library] | None,
+        threads: TorchThreads,
+    ) -> tuple[Forward | CompiledDecoder, str]:
+        """What runs a batch, and whose code that is (`EngineInfo.steps`)."""
+        try:
+            if not options.fused:
+                raise UnsupportedModel("it is not wanted")
+            parts = PlainDecoder.from_model(self._model, context_length)
+            decoder = FusedDecoder(parts)
+            self.check(decoder, layout)
+            self.check_late(FusedDecoder(parts.without_tables()), layout)
+        except Exception as error:  # then the library's code runs it
+            best, steps = self.with_cuda_graphs(self._library_decoder(layout), layout, _LIBRARY_CODE, options)
+            return best, explain_not_compiled(library, steps, error)
+        best, steps = self.with_cuda_graphs(decoder, layout, FEW_OPERATIONS, options)
+        if library is None:
+            return best, steps
+        try:
+            compiled = compile_decoder(parts, library.result(), threads.large_pass)
+            if compiled.layout.layer_shapes != layout.layer_shapes:
+                raise UnsupportedModel("its layers differ")
+            self.check_compiled(compiled)
+        except Exception as error:
+            return best, explain_not_compiled(library, steps, error)
+        return compiled, COMPILED
+
+    def pick_exact_passes(
+        self, forward: Forward, layout: TensorLayout, exact: bool, threads: TorchThreads
+    ) -> tuple[ExactPasses | None, str]:
+        """The passes of the exact mode, if it is on, and what the bits of a reply depend on."""
+        if not exact:
+            return None, BY_BATCH
+        experts = any("expert" in name for name, _ in self._model.named_modules())
+        quantised = bool(quantization_config(self._model.config.to_dict()))
+        with threads.applied():
+            return probe_exactness(forward, layout, self.ids, may_pack=not (experts or quantised))
+
+    def _library_decoder(self, layout: TensorLayout) -> LibraryDecoder:
+        self._expected_late()  # before its attention is replaced
+        forward = LibraryDecoder(self._model, self.rope)
+        try:
+            forward.attach()
+            self.check(forward, layout)
+            self.check_late(forward, layout)
+        except BaseException:
+            forward.detach()
+            raise
+        return forward
+
+    def check_late(self, forward: Forward, layout: TensorLayout) -> None:
+        """Raises unless a sequence at the end of the context, with another at its start, gives the model's own logits:
+        what depends on the position, or on the length of a pass, shows only there."""
+        if self._late_start == 0:
+            return
+        expected = self._expected_late()
+        slots = SlotAllocator(layout, PROBE_BYTES)
+        late, early = slots.allocate(LENGTH), slots.allocate(LENGTH)
+        half = LATE // 2
+        long_rope = self.rope is not None and self._late_start + LATE > self.rope.original_length
+        prompts = [sequence_chunk(late, 0, self.ids[:half], long_rope), sequence_chunk(early, 0, self.ids[:3])]
+        self._compare_late(forward, prompts, expected)
+        tokens = [sequence_chunk(late, half, self.ids[half : half + 1], long_rope), self._next_token(early, 3)]
+        self._compare_late(forward, tokens, expected)
+
+    def _compare_late(self, forward: Forward, chunks: Sequence[SequenceChunk], expected: Tensor) -> None:
+        """The first of the two chunks is the late one. They share a pass, unless their frequencies differ."""
+        late, early = chunks
+        passes = [[late], [early]] if late.long_rope else [[late, early]]
+        batches = [build_batch(chunks, expected.device) for chunks in passes]
+        rows = torch.cat([forward(_shift_positions(batch, late.slot, self._late_start)) for batch in batches])
+        self._compare(rows[0], expected[late.start + len(late.ids) - 1])
+        self.compare(rows[1], early.start + len(early.ids))
+
+    def _expected_late(self) -> Tensor:
+        """The model's own logits for the text at late positions."""
+        if self._late_logits is None:
+            ids = torch.tensor([self.ids[:LATE]], device=self._model.device)
+            positions = torch.arange(self._late_start, self._late_start + LATE, device=ids.device)[None]
+            cache = OffsetCache(self._late_start)
+            out = self._model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+            self._late_logits = out.logits[0]
+        assert self._late_logits is not None
+        return self._late_logits
+
+    def _depends_on_pass_length(self) -> bool:
+        """Whether the logits of the first tokens of a pass depend on the position of its last ones."""
+        if self._late_start == 0:
+            return False
+        positions = [0, 1, 2, *range(self._late_start, self._late_start + LATE - 3)]
+        ids = torch.tensor([self.ids[:LATE]], device=self._model.device)
+        position_ids = torch.tensor([positions], device=ids.device)
+        cache = DynamicCache()
+        try:
+            out = self._model(input_ids=ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
+            self.compare(out.logits[0][2], 3)
+        except UnsupportedModel:
+            return True
+        except Exception:  # the model takes no positions
+            return False
+        return False
+
+    def pick_snapshot_runner(self, cache_bytes: int, reason: str, exact: bool) -> SnapshotRunner:
+        """A runner on the model's own cache, as far as that is correct; at worst without a cache."""
+        if self._depends_on_pass_length() or not self._is_cache_correct([FIRST, 1, 1, 1]):
+            abilities = CacheAbilities(copies=False, reason=reason)
+            return SnapshotRunner(lambda: StatelessModel(self._model), cache_bytes, abilities, exact)
+        copies = self._is_cache_correct([FIRST, 1, 1], copying=True)
+        chunks = self._is_cache_correct([FIRST, 5, 1, SECOND - FIRST])
+        abilities = CacheAbilities(chunks=chunks, copies=copies, reason=reason)
+        return SnapshotRunner(lambda: RecurrentState(self._model), cache_bytes, abilities, exact)
+
+    def _measure_rounding(self) -> float:
+        """The largest difference of the model's own logits where only rounding differs: in chunks, and with eager
+        attention or, if that is its only one, after a change of its input in the last place. It is large where
+        activations are quantised, or where rounding decides which experts are routed to."""
+        eager = self._model.config._attn_implementation == "eager"
+        other = self._with_perturbed_input() if eager else self._with_eager_attention()
+        return max(*_until_error(self._in_chunks()), *_until_error(other))
+
+    def _in_chunks(self) -> Iterator[float]:
+        state, at = RecurrentState(self._model), 0
+        for size in (4, FIRST - 4, 1, 1, SECOND - FIRST - 2, 1, 1, 1):
+            at += size
+            yield max_difference(state.feed(self.ids[at - size : at]), self._expected[at - 1])
+
+    def _with_eager_attention(self) -> Iterator[float]:
+        before = self._model.config._attn_implementation
+        self._model.set_attn_implementation("eager")
+        try:
+            yield max_difference(self._model(input_ids=self._batch).logits[0], self._expected)
+        finally:
+            self._model.set_attn_implementation(before)
+
+    def _with_perturbed_input(self) -> Iterator[float]:
+        embedded = self._model.get_input_embeddings()(self._batch)
+        signs = (torch.arange(embedded.numel(), device=embedded.device) * 7919 // 64 % 2).view_as(embedded) * 2 - 1
+        perturbed = embedded + embedded * signs * torch.finfo(embedded.dtype).eps
+        yield max_difference(self._model(inputs_embeds=perturbed.to(embedded.dtype)).logits[0], self._expected)
+
+    def _is_cache_correct(self, chunk_sizes: Sequence[int], copying: bool = False) -> bool:
+        try:
+            self._check_cache(chunk_sizes, copying)
+        except Exception:  # a trial that raises is a no
+            return False
+        return True
+
+    def _check_cache(self, chunk_sizes: Sequence[int], copying: bool) -> None:
+        state, at = RecurrentState(self._model), 0
+        for size in chunk_sizes:
+            if copying:
+                state.copy().feed([1])  # must not change the original
+                state = state.copy()
+            at += size
+            self.compare(state.feed(self.ids[at - size : at]), at)
+
+
+_LIBRARY_CODE = "the model's own code"
+
+
+def _until_error(trial: Iterator[float]) -> Iterator[float]:
+    """0 and what the trial yields; not every model can be run in every way."""
+    yield 0.0
+    with suppress(Exception):
+        yield from trial
+
+
+def _shift_positions(batch: ForwardBatch, slot: Slot[Tensor], offset: int) -> ForwardBatch:
+    """The batch with later positions for the tokens of this slot; where they are stored doesn't change."""
+    offsets = [offset if chunk.slot is slot else 0 for chunk in batch.chunks for _ in chunk.ids]
+    positions = [at + shift for at, shift in zip(batch.positions.tolist(), offsets, strict=True)]
+    inputs = BatchInputs(batch.ids.tolist(), positions, batch.ids.device)
+    return replace(batch, inputs=inputs, max_position=max(positions))

@@ -13,10 +13,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as library_logging
 
+import palaver.engines.core.checkpoint as core_checkpoint
 from palaver.engines.core import decoder_config
 from palaver.engines.core.checkpoint import Checkpoint
-from palaver.engines.torch.quantization import is_dequantized, quantization_config, quantization_method
-from palaver.errors import BrokenModel, UnsafeWeights
+from palaver.engines.torch.devices import is_dequantized, quantization_config, quantization_method
+from palaver.errors import BrokenModel, UnsafeCode, UnsafeWeights
 from palaver.sampling import Sampling
 
 _SAMPLING_SETTINGS = (*decoder_config.GENERATION_PARAMETERS, "do_sample")
@@ -159,3 +160,22 @@ def context_length(model: PreTrainedModel) -> int:
         if isinstance(length, int) and length > 0:
             return length
     return UNBOUNDED_CONTEXT
+
+
+def open_checkpoint(model: str | Path) -> Checkpoint:
+    """Opens a model's folder. Reads headers only. Raises a ModelError if the files cannot be loaded."""
+    return core_checkpoint.open_checkpoint(model, _check_architecture)
+
+
+def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
+    from transformers import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if kind in CONFIG_MAPPING:
+        return
+    if config.get("auto_map"):
+        raise UnsafeCode(str(folder))
+    raise BrokenModel(
+        f"The configuration of {str(folder)!r} names the architecture {kind!r}, "
+        "which this version of the transformers library doesn't know: a newer one may."
+    )

@@ -20,7 +20,7 @@ from palaver.engines.core.prefix_cache import CacheStatistics, ConversationRefs
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.sampler import Logits
 from palaver.engines.torch.device_sampler import DeviceSampler
-from palaver.engines.torch.exact import EXACT_CHUNK
+from palaver.engines.torch.model_runner import EXACT_CHUNK
 from palaver.errors import CacheFull
 
 

@@ -1,4 +1,5 @@
-"""The transformers library's model code over KV-cache slots: its attention, masks and cache are replaced by ours."""
+"""The transformers library's model code over KV-cache slots: its attention, masks and cache are replaced by ours, and
+so is the choice between the two sets of frequencies of longrope."""
 
 from __future__ import annotations
 
@@ -6,17 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.attention import MaskRule
 from palaver.engines.torch.attention_kernels import AttentionParams, pair_bytes
 from palaver.engines.torch.batch import ForwardBatch
+from palaver.engines.torch.devices import TensorLayout, TensorMemory
 from palaver.engines.torch.loader import quiet
-from palaver.engines.torch.rope import LongRope
-from palaver.engines.torch.tensors import TensorLayout, TensorMemory
 
 
 class LibraryDecoder:
@@ -178,3 +179,47 @@ def kv_layout(model: PreTrainedModel, ids: Tensor) -> TensorLayout:
         raise UnsupportedModel("its layers share their caches")
     keys = cache.layers[0].keys
     return TensorLayout(tuple(layers), TensorMemory(keys.dtype, keys.device))
+
+
+ROPE_TYPE = "longrope"
+
+
+class LongRope:
+    """The two sets of rotary frequencies of a model with longrope (Phi-3 and its successors for 128k tokens); one of
+    them is active: one for texts up to the length the model was first trained for, one for longer texts.
+
+    The transformers library picks a set for a whole pass by its greatest position. Here the length of each sequence
+    decides, and sequences of different sets never share a pass."""
+
+    def __init__(self, modules: list[Any], original_length: int) -> None:
+        self.original_length = original_length
+        self._modules = modules
+        self._short = [module.original_inv_freq for module in modules]
+        self._long = [_long_frequencies(module, original_length) for module in modules]
+
+    def attach(self) -> None:
+        """Stops the library from changing the frequencies."""
+        for module in self._modules:
+            module.rope_type = "default"
+
+    def detach(self) -> None:
+        for module in self._modules:
+            module.rope_type = ROPE_TYPE
+
+    def use(self, long: bool) -> None:
+        for module, frequencies in zip(self._modules, self._long if long else self._short, strict=True):
+            module.inv_freq = frequencies
+
+
+def find_longrope(model: PreTrainedModel) -> LongRope | None:
+    """None where the model has no longrope embeddings, or several with different original lengths."""
+    modules = [module for module in model.modules() if getattr(module, "rope_type", None) == ROPE_TYPE]
+    lengths = {module.config.rope_parameters.get("original_max_position_embeddings") for module in modules}
+    return LongRope(modules, lengths.pop()) if len(lengths) == 1 else None
+
+
+def _long_frequencies(module: nn.Module, original_length: int) -> Any:
+    frequencies, _ = ROPE_INIT_FUNCTIONS[ROPE_TYPE](
+        module.config, module.original_inv_freq.device, seq_len=original_length + 1
+    )
+    return frequencies

@@ -1,4 +1,4 @@
-"""The plain decoder: the architecture that Llama, Qwen and many others share.
+"""The plain decoder: the architecture that Llama, Qwen and many others share, and its weights for compiled steps.
 
 A model is recognised by its modules, not by its name."""
 
@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from palaver.engines.compiled.build import Library
+from palaver.engines.compiled.decoder import CompiledDecoder, DecoderSizes, RotaryTable
+from palaver.engines.compiled.weights import DecoderWeights, LayerWeights, Norm, Projection, Weight
 from palaver.engines.core.decoder_config import Frequencies
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.attention import MaskRule
@@ -21,6 +24,7 @@ from palaver.engines.torch.batch import ForwardBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 ATTENTION_MODULES = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP_MODULES = {"gate_proj", "up_proj", "down_proj"}
@@ -359,3 +363,41 @@ class FusedDecoder:
         # the weight goes first: the product takes its layout, in which pairs lie side by side
         scaled = torch.mul(layer.paired_qk_weight, interleave_halves(norm.unscaled(queries_keys)))
         return rotary.rotate_pairs(scaled, rotations)
+
+
+def compile_decoder(parts: PlainDecoder, library: Library, max_threads: int) -> CompiledDecoder:
+    """The decoder in compiled code. Raises UnsupportedModel for models that compiled steps can't compute."""
+    if parts.embedding.device.type != "cpu" or not parts.embedding.is_contiguous():
+        raise UnsupportedModel("compiled steps need float32 on the CPU")
+    weights = DecoderWeights(
+        embedding=parts.embedding.numpy(),
+        layers=(_layer_weights(layer, parts.intermediate_size) for layer in parts.layers),
+        norm=_norm_weights(parts.norm),
+        lm_head=_projection_weights(parts.lm_head),
+    )
+    rotary = RotaryTable(parts.rotary.frequencies, parts.max_position)
+    sizes = DecoderSizes(parts.num_heads, parts.num_kv_heads, parts.head_dim, parts.intermediate_size, parts.scale)
+    return CompiledDecoder(weights, sizes, rotary, library, max_threads)
+
+
+def _layer_weights(layer: DecoderLayer, intermediate_size: int) -> LayerWeights:
+    return LayerWeights(
+        input_norm=_norm_weights(layer.input_norm),
+        qkv=_projection_weights(layer.qkv_proj),
+        qk_norm=None if layer.qk_norm is None else _norm_weights(layer.qk_norm),
+        output=_projection_weights(layer.o_proj),
+        post_attention_norm=_norm_weights(layer.post_attention_norm),
+        gate=_projection_weights(layer.gate_up_proj, 0, intermediate_size),
+        up=_projection_weights(layer.gate_up_proj, intermediate_size, 2 * intermediate_size),
+        down=_projection_weights(layer.down_proj),
+    )
+
+
+def _norm_weights(norm: RMSNorm) -> Norm:
+    return Norm(norm.weight.numpy(), norm.epsilon)
+
+
+def _projection_weights(linear: Linear, start: int = 0, stop: int | None = None) -> Projection:
+    """The outputs from `start` to `stop`."""
+    bias = None if linear.bias is None else linear.bias[start:stop].numpy()
+    return Projection(Weight(linear.weight[:, start:stop].t().numpy(), "float32"), bias)
