@@ -18,7 +18,7 @@ from palaver.chat.turn_log import LogEntry
 from palaver.constraints import Constraint
 from palaver.encoding import adapter
 from palaver.errors import BadParameter, ContextOverflow, EngineError, PalaverError, QueueFull
-from palaver.formats.switches import Switch, SwitchKind
+from palaver.formats.facts import Switch, SwitchKind
 from palaver.sampling import Sampling
 from palaver.server.errors import error_value
 from palaver.store import Blob

@@ -17,9 +17,9 @@ from palaver.commands.format_trials.cases import STRINGS
 from palaver.commands.format_trials.piece_tokenizer import control_strings
 from palaver.errors import TemplateError
 from palaver.formats.base import RenderOptions
+from palaver.formats.facts import SwitchKind
 from palaver.formats.format import TemplateFormat, _schemas
 from palaver.formats.markers import looks_special
-from palaver.formats.switches import SwitchKind
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import FastTokenizer
 from palaver.messages import Message, Tool, ToolCall, assistant, system, tool, user

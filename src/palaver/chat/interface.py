@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from palaver.chat.turn_log import LogEntry
 from palaver.encoding import Logprob
-from palaver.formats.switches import Switch
+from palaver.formats.facts import Switch
 from palaver.messages import Message, Part
 from palaver.sampling import Sampling
 from palaver.store import Blob, Conversation, Cursor, Preset, SearchHit, StoredMessage, TreeNode

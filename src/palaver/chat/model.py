@@ -14,8 +14,7 @@ from palaver.engines.base import Engine
 from palaver.engines.mlx.loader import is_apple_silicon, is_installed, is_mlx_folder
 from palaver.errors import BadParameter, BrokenModel, ContextOverflow, NoTemplate, NothingToContinue
 from palaver.formats.base import Format
-from palaver.formats.completion import CompletionFormat
-from palaver.formats.format import TemplateFormat
+from palaver.formats.format import CompletionFormat, TemplateFormat
 from palaver.formats.gguf_tokenizer import load_gguf_tokenizer
 from palaver.formats.loader import (
     load_completion,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Protocol
 
+from palaver.formats.facts import Switch
 from palaver.formats.reader import ReplyReader
-from palaver.formats.switches import Switch
 from palaver.formats.tokenizer import Tokenizer
 from palaver.generation import Prompt
 from palaver.messages import Message, Tool

@@ -1,4 +1,5 @@
-"""The format of a chat template: renders prompts and builds reply readers from the facts learned about it."""
+"""Formats: that of a chat template, which renders prompts and builds reply readers from the facts learned about it, and
+that of a base model without a template."""
 
 from __future__ import annotations
 
@@ -14,23 +15,31 @@ from typing import Any
 from palaver.errors import BadParameter, EmptyMessage, NoMessages, TemplateError, UnsupportedContent
 from palaver.formats.base import RenderOptions
 from palaver.formats.escaping import ControlTextEscaper
-from palaver.formats.facts import Confidence, Evidence, Facts, ThinkingFacts, apply_overrides, cached_facts
+from palaver.formats.facts import (
+    Confidence,
+    Evidence,
+    Facts,
+    Switch,
+    SwitchKind,
+    SwitchResolver,
+    ThinkingFacts,
+    apply_overrides,
+    cached_facts,
+)
 from palaver.formats.history_tokens import match_history
 from palaver.formats.learn.learner import learn
 from palaver.formats.learn.probes import ANSWER, THOUGHT, Prober, user_message
 from palaver.formats.markers import CONTROL_LIKE, match_any, split_marker
 from palaver.formats.prefill import Healer, LeadingSpace, write_partial_reply
 from palaver.formats.reader import ReaderOptions, ReplyReader
-from palaver.formats.reply_states import ReplyStates, find_headers
-from palaver.formats.switches import Switch, SwitchKind, SwitchResolver
+from palaver.formats.reply_states import ReplyStates, find_headers, forced_call_grammar
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import Run, Tokenizer
 from palaver.formats.tool_calls import syntaxes
-from palaver.formats.tool_calls.forced import forced_call_grammar
 from palaver.formats.tool_calls.samples import NAME, sample_calls, sample_tools
 from palaver.generation import Prompt
 from palaver.messages import Message, Role, Text, Thinking, Tool, ToolCall, ToolResult
-from palaver.phases import Phase, Phases
+from palaver.phases import Phase, Phases, State
 
 
 class TemplateFormat:
@@ -399,3 +408,48 @@ def _with_texts(part: Any, values: Mapping[str, str]) -> Any:
     if isinstance(part, ToolCall):
         return replace(part, name=values["name"], arguments=values["text"])
     return replace(part, text=values["text"])
+
+
+class CompletionFormat:
+    stop_strings: tuple[str, ...] = ()
+    thinks = False
+    takes_tools = False
+    call_marker: int | str | None = None
+    switches: tuple[Switch, ...] = ()
+    thinking_switch: Switch | None = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: RenderOptions = RenderOptions(),  # noqa: B008 - frozen
+        reply_so_far: Sequence[int] = (),
+        partial_reply: Message | None = None,
+        past_replies: Sequence[Sequence[int] | None] = (),
+    ) -> Prompt:
+        thinking_options = (options.thinking, options.effort, options.budget)
+        if any(option is not None for option in thinking_options) or options.variables or tools:
+            raise BadParameter("raw", "on", "text is completed as it is: no thinking switch, no variables, no tools")
+        if not messages:
+            raise NoMessages
+        if len(messages) > 1 or messages[0].role is not Role.USER:
+            raise BadParameter("raw", "on", "text is completed as it is: no system prompt, no earlier turns")
+        text = messages[0].text
+        if not text:
+            raise EmptyMessage
+        ids = self.tokenizer.encode((*self.tokenizer.prefix, text))
+        phases = Phases((State(Phase.ANSWER),), hidden=self.tokenizer.special_ids)
+        reply = tuple(reply_so_far) or tuple(self.tokenizer.encode([partial_reply.text] if partial_reply else []))
+        return Prompt(tuple(ids), reply, phases)
+
+    def reader(
+        self,
+        prompt: Prompt,
+        stops: Sequence[str] = (),
+        tools: Sequence[Tool] = (),
+        options: RenderOptions = RenderOptions(),  # noqa: B008 - frozen
+    ) -> ReplyReader:
+        return ReplyReader(prompt, self.tokenizer.vocabulary, ReaderOptions(stops))

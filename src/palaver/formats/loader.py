@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from palaver.errors import BrokenModel, NoTemplate
-from palaver.formats.completion import CompletionFormat
 from palaver.formats.facts import FILE_NAME
-from palaver.formats.format import TemplateFormat
+from palaver.formats.format import CompletionFormat, TemplateFormat
 from palaver.formats.gguf_tokenizer import load_gguf_tokenizer, named_gguf_tokens
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import FastTokenizer, load_tokenizer

@@ -13,7 +13,7 @@ from palaver import __version__
 from palaver.chat.interface import ContextUsage, ModelCard, ModelState
 from palaver.errors import ContextOverflow
 from palaver.events import Failed, Finished, Usage
-from palaver.formats.switches import Switch, SwitchKind, list_values, switch_of_kind, thinking_switch
+from palaver.formats.facts import Switch, SwitchKind, list_values, switch_of_kind, thinking_switch
 from palaver.generation import Finish
 from palaver.models.resolver import DEFAULT_MODEL
 from palaver.repl import strings

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from palaver.formats.facts import Facts
+from palaver.formats.facts import Facts, Switch
 from palaver.formats.prefill import LeadingSpace, write_partial_reply
 from palaver.formats.reply_states import find_headers
-from palaver.formats.switches import Switch
 from palaver.formats.tool_calls import syntaxes
 from palaver.formats.tool_calls.samples import IDS
 from palaver.messages import Message, Role, Text, Thinking, ToolCall

@@ -13,15 +13,13 @@ from typing import Any
 
 from jinja2 import nodes
 
-from palaver.formats.facts import Confidence, ThinkingFacts
-from palaver.formats.learn.probes import NUMBER, QUESTION, RESULT, THOUGHT, WORD, Prober, thinking_message, user_message
-from palaver.formats.learn.template_variables import TemplateVariable, VariableUse
-from palaver.formats.markers import common_end, common_start
-from palaver.formats.switches import (
+from palaver.formats.facts import (
     CONVENTIONAL_EFFORTS,
+    Confidence,
     Switch,
     SwitchKind,
     SwitchType,
+    ThinkingFacts,
     are_only_switches,
     effort_rank,
     is_effort_automatic,
@@ -29,6 +27,9 @@ from palaver.formats.switches import (
     list_values,
     order_efforts,
 )
+from palaver.formats.learn.probes import NUMBER, QUESTION, RESULT, THOUGHT, WORD, Prober, thinking_message, user_message
+from palaver.formats.learn.template_variables import TemplateVariable, VariableUse
+from palaver.formats.markers import common_end, common_start
 from palaver.formats.tool_calls.samples import NAME, sample_calls, sample_tools
 
 _ABOUT_THINKING = re.compile(r"think|thought|reason|reflect|effort|deliberat|ponder", re.IGNORECASE)

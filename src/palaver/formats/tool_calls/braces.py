@@ -13,20 +13,30 @@ from typing import Any, Literal
 from palaver.events import ReadEvent
 from palaver.formats.state_machine import StateMachineBuilder
 from palaver.formats.tool_calls.call_reader import CallRegistry
-from palaver.formats.tool_calls.frame import CallFrame, learn_frame
-from palaver.formats.tool_calls.lark import LarkBuilder, join_expressions, one_of
-from palaver.formats.tool_calls.samples import NAME, NUMBER_KEY, NUMBER_VALUE, TEXT_KEY, TEXT_VALUE, CallSamples
-from palaver.formats.tool_calls.schemas import (
+from palaver.formats.tool_calls.lark import (
     ARRAY_KEYWORDS,
+    LarkBuilder,
     ToolGrammar,
     additional_keys,
     check_argument_name,
     check_schema,
     check_tool_name,
+    join_expressions,
     object_members,
+    one_of,
     resolve_pointer,
     text_patterns,
     unsupported_schema,
+)
+from palaver.formats.tool_calls.samples import (
+    NAME,
+    NUMBER_KEY,
+    NUMBER_VALUE,
+    TEXT_KEY,
+    TEXT_VALUE,
+    CallFrame,
+    CallSamples,
+    learn_frame,
 )
 from palaver.messages import Tool, ToolCall
 from palaver.phases import Phase

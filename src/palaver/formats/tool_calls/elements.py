@@ -16,8 +16,23 @@ from typing import Any, Literal
 from palaver.events import ReadEvent
 from palaver.formats.state_machine import StateMachineBuilder
 from palaver.formats.tool_calls.call_reader import CallRegistry, CompleteValue, ObjectReader, ValueDelta, decode_string
-from palaver.formats.tool_calls.frame import CallFrame, learn_frame
-from palaver.formats.tool_calls.lark import ANYTHING, LarkBuilder, join_expressions, one_of
+from palaver.formats.tool_calls.lark import (
+    ANYTHING,
+    ARRAY_KEYWORDS,
+    LarkBuilder,
+    ToolGrammar,
+    check_argument_name,
+    check_schema,
+    check_tool_name,
+    is_string,
+    join_expressions,
+    object_members,
+    one_of,
+    resolve_schema,
+    text_patterns,
+    unsupported_schema,
+    with_definitions,
+)
 from palaver.formats.tool_calls.parameters import read_value
 from palaver.formats.tool_calls.samples import (
     LISTED_VALUE,
@@ -26,20 +41,9 @@ from palaver.formats.tool_calls.samples import (
     NUMBER_VALUE,
     TEXT_KEY,
     TEXT_VALUE,
+    CallFrame,
     CallSamples,
-)
-from palaver.formats.tool_calls.schemas import (
-    ARRAY_KEYWORDS,
-    ToolGrammar,
-    check_argument_name,
-    check_schema,
-    check_tool_name,
-    is_string,
-    object_members,
-    resolve_schema,
-    text_patterns,
-    unsupported_schema,
-    with_definitions,
+    learn_frame,
 )
 from palaver.messages import Tool, ToolCall
 from palaver.phases import Phase

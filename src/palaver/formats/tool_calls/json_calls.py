@@ -15,9 +15,8 @@ from typing import Any, Literal
 from palaver.events import ReadEvent
 from palaver.formats.state_machine import StateMachineBuilder
 from palaver.formats.tool_calls.call_reader import CallRegistry, CompleteValue, ObjectEnd, ObjectReader, ValueDelta
-from palaver.formats.tool_calls.lark import LarkBuilder, join_expressions, one_of
+from palaver.formats.tool_calls.lark import LarkBuilder, arguments_schema, check_tool_name, join_expressions, one_of
 from palaver.formats.tool_calls.samples import ARGUMENTS, IDS, NAME, OTHER_NAME, CallSamples, strip_turn_end
-from palaver.formats.tool_calls.schemas import arguments_schema, check_tool_name
 from palaver.messages import Tool, ToolCall
 from palaver.phases import Phase
 

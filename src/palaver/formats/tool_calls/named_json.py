@@ -15,10 +15,8 @@ from typing import Literal
 from palaver.events import ReadEvent
 from palaver.formats.state_machine import StateMachineBuilder
 from palaver.formats.tool_calls.call_reader import CallRegistry, JsonScanner
-from palaver.formats.tool_calls.frame import CallFrame, learn_frame
-from palaver.formats.tool_calls.lark import LarkBuilder, join_expressions
-from palaver.formats.tool_calls.samples import ARGUMENTS, IDS, NAME, TEXT_KEY, CallSamples
-from palaver.formats.tool_calls.schemas import arguments_schema, check_tool_name
+from palaver.formats.tool_calls.lark import LarkBuilder, arguments_schema, check_tool_name, join_expressions
+from palaver.formats.tool_calls.samples import ARGUMENTS, IDS, NAME, TEXT_KEY, CallFrame, CallSamples, learn_frame
 from palaver.messages import Tool, ToolCall
 from palaver.phases import Phase
 

@@ -16,8 +16,22 @@ from palaver.events import ReadEvent
 from palaver.formats.markers import common_end, common_start, split_marker, split_space
 from palaver.formats.state_machine import StateMachineBuilder
 from palaver.formats.tool_calls.call_reader import CallRegistry, CompleteValue, ObjectReader, ValueDelta, decode_string
-from palaver.formats.tool_calls.frame import CallFrame, learn_frame
-from palaver.formats.tool_calls.lark import ANYTHING, LarkBuilder, join_expressions, one_of
+from palaver.formats.tool_calls.lark import (
+    ANYTHING,
+    LarkBuilder,
+    ToolGrammar,
+    accepts_type,
+    additional_keys,
+    check_argument_name,
+    check_tool_name,
+    is_string,
+    join_expressions,
+    object_members,
+    one_of,
+    text_patterns,
+    with_definitions,
+    without_character,
+)
 from palaver.formats.tool_calls.samples import (
     NAME,
     NUMBER_KEY,
@@ -25,19 +39,9 @@ from palaver.formats.tool_calls.samples import (
     OTHER_NAME,
     TEXT_KEY,
     TEXT_VALUE,
+    CallFrame,
     CallSamples,
-)
-from palaver.formats.tool_calls.schemas import (
-    ToolGrammar,
-    accepts_type,
-    additional_keys,
-    check_argument_name,
-    check_tool_name,
-    is_string,
-    object_members,
-    text_patterns,
-    with_definitions,
-    without_character,
+    learn_frame,
 )
 from palaver.messages import Tool, ToolCall
 from palaver.phases import Phase

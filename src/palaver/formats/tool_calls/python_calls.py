@@ -15,7 +15,18 @@ from palaver.events import ReadEvent
 from palaver.formats.state_machine import StateMachineBuilder
 from palaver.formats.tool_calls import json_calls
 from palaver.formats.tool_calls.call_reader import CallRegistry
-from palaver.formats.tool_calls.lark import LarkBuilder, join_expressions, one_of
+from palaver.formats.tool_calls.lark import (
+    LarkBuilder,
+    accepts_type,
+    additional_keys,
+    arguments_schema,
+    check_tool_name,
+    join_expressions,
+    object_members,
+    one_of,
+    unsupported_schema,
+    with_definitions,
+)
 from palaver.formats.tool_calls.samples import (
     LISTED_VALUE,
     NAME,
@@ -24,15 +35,6 @@ from palaver.formats.tool_calls.samples import (
     TEXT_KEY,
     CallSamples,
     strip_turn_end,
-)
-from palaver.formats.tool_calls.schemas import (
-    accepts_type,
-    additional_keys,
-    arguments_schema,
-    check_tool_name,
-    object_members,
-    unsupported_schema,
-    with_definitions,
 )
 from palaver.messages import Tool, ToolCall
 from palaver.phases import Phase

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from palaver.chat.interface import ModelCard
 from palaver.errors import BadParameter, RequestError
-from palaver.formats.switches import SwitchKind, list_values, switch_of_kind, thinking_switch
+from palaver.formats.facts import SwitchKind, list_values, switch_of_kind, thinking_switch
 from palaver.messages import Role, Thinking
 from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup

@@ -16,7 +16,7 @@ from palaver.chat.parameters import resolve_parameters
 from palaver.chat.reply_stream import BatchReader, GeneratedReply, ReplyRequest
 from palaver.errors import BadParameter, ContextOverflow, EmptyMessage
 from palaver.events import AnswerDelta
-from palaver.formats.completion import CompletionFormat
+from palaver.formats.format import CompletionFormat
 from palaver.generation import Prompt
 from palaver.phases import Phase, Phases, State
 from palaver.server.auth import CallerDep

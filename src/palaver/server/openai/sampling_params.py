@@ -16,7 +16,7 @@ from palaver.chat.parameters import merge_parameters
 from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar
 from palaver.errors import BadParameter
 from palaver.formats.base import Format
-from palaver.formats.switches import Switch, SwitchKind, effort_rank, is_effort_off, match_effort, switch_of_kind
+from palaver.formats.facts import Switch, SwitchKind, effort_rank, is_effort_off, match_effort, switch_of_kind
 from palaver.server.openai.schemas import (
     ChatRequest,
     CompletionRequest,
