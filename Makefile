@@ -29,6 +29,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(PY)
 	@$(PIP) "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
 	@$(PIP) hatchling editables setuptools  # what is built without isolation needs them
 	@$(PIP) --no-build-isolation --editable .
+	@$(PY) -m compileall -q src  # pip does so too, but not for editable packages
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
