@@ -26,7 +26,7 @@ import torch
 import transformers
 
 import palaver.models
-from palaver.engines.host.supervisor import environment
+from palaver.engines.host.process import environment
 from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine, load
 from palaver.engines.torch.loader import quiet
 from palaver.generation import Prefilled, Prompt, Step

@@ -20,7 +20,7 @@ from palaver.chat.continuation import replay
 from palaver.chat.interface import Chat
 from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry
-from palaver.engines.host import HostedEngine
+from palaver.engines.host.supervisor import HostedEngine
 from palaver.events import Finished
 from palaver.messages import user
 from palaver.store import open_store

@@ -46,8 +46,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import palaver.models
 from palaver.engines.base import Engine
-from palaver.engines.host import HostedEngine
-from palaver.engines.host.supervisor import torch_spec
+from palaver.engines.host.supervisor import HostedEngine, torch_spec
 from palaver.engines.torch import EngineOptions, load
 from palaver.events import AnswerDelta, ThinkingDelta
 from palaver.formats.loader import load_format

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from palaver.chat.continuation import replay
+from palaver.chat.engine_spec import LoadOptions
 from palaver.chat.interface import Chat
-from palaver.chat.model import LoadOptions
 from palaver.chat.model_slot import ModelSlot, hosted_loader
 from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from palaver.chat.continuation import replay
+from palaver.chat.engine_spec import LoadOptions
 from palaver.chat.interface import Chat
-from palaver.chat.model import LoadOptions
 from palaver.chat.model_slot import ModelSlot, hosted_loader
 from palaver.chat.service import Service
 from palaver.engines.core.generation import ReplyState

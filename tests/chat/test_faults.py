@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from palaver.chat.engine_spec import LoadOptions
 from palaver.chat.interface import ConversationChange, SentMessage
-from palaver.chat.model import LoadOptions, Model, build_model, load_model_format
+from palaver.chat.model import Model, build_model, load_model_format
 from palaver.chat.model_slot import ModelSlot
 from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry, RecorderClosed

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from palaver.chat.model import LoadOptions, Model, build_model, load_model_format
+from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.model import Model, build_model, load_model_format
 from palaver.chat.model_slot import ModelSlot
 from palaver.chat.service import Service
 from palaver.cli import app

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from palaver.chat.engine_spec import LoadOptions
 from palaver.chat.interface import ModelState
-from palaver.chat.model import LoadOptions, Model, load_model_format
+from palaver.chat.model import Model, load_model_format
 from palaver.chat.model_slot import ModelSlot, hosted_loader
 from palaver.chat.reply_stream import ReplyRequest
 from palaver.errors import BadParameter, BrokenModel, NoTemplate, UnknownModel

@@ -16,8 +16,7 @@ from palaver.engines.base import Engine
 from palaver.engines.grammars import GrammarCache, check_matcher
 from palaver.engines.grammars.compiler import GrammarCompiler, GrammarError
 from palaver.engines.grammars.trial import rejection_reason
-from palaver.engines.host import HostedEngine
-from palaver.engines.host.supervisor import torch_spec
+from palaver.engines.host.supervisor import HostedEngine, torch_spec
 from palaver.engines.torch import TorchEngine
 from palaver.errors import BadParameter, EngineClosed, RequestError
 from palaver.generation import Ended, Finish, Prompt, Step

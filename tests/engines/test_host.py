@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from palaver.engines.base import Engine, EngineState
-from palaver.engines.host import HostedEngine
-from palaver.engines.host.supervisor import MAX_DEATHS, environment, torch_spec
+from palaver.engines.host.process import ChildProcess, environment
+from palaver.engines.host.supervisor import MAX_DEATHS, HostedEngine, torch_spec
 from palaver.engines.torch import load
 from palaver.errors import BadParameter, ContextOverflow, EngineClosed, EngineError, NoWeights, UnsupportedContent
 from palaver.generation import Ended, Finish, Prefilled, Prompt, Step
@@ -186,8 +186,7 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from palaver.engines.base import Engine
-from palaver.engines.host import HostedEngine
-from palaver.engines.host.supervisor import torch_spec
+from palaver.engines.host.supervisor import HostedEngine, torch_spec
 from tests.engines import tiny
 
 async def main():
@@ -213,6 +212,23 @@ def test_no_orphan_is_left_when_the_parent_is_killed(model: Path) -> None:
     while alive(child) and time.monotonic() < deadline:
         os.sched_yield()
     assert not alive(child)
+
+
+async def test_a_process_that_was_started_ahead_is_used_and_replaced_when_it_dies(model: Path) -> None:
+    with ChildProcess() as child:
+        async with HostedEngine(torch_spec(model, tiny.VOCABULARY), child=child) as engine:
+            assert engine.process_id == child.popen.pid
+            whole = await generate_ids(engine)
+            child.popen.kill()
+            assert await generate_ids(engine) == whole
+            assert engine.process_id not in (None, child.popen.pid)
+    assert child.popen.poll() == -signal.SIGKILL
+
+
+def test_a_process_that_was_started_ahead_ends_if_it_is_not_used() -> None:
+    with ChildProcess() as child:
+        assert child.popen.poll() is None
+    assert child.popen.poll() == -signal.SIGKILL
 
 
 def test_a_users_own_settings_of_threads_count(monkeypatch: pytest.MonkeyPatch) -> None:

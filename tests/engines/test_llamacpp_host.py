@@ -12,10 +12,8 @@ import pytest
 
 pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not installed")
 
-from palaver.chat.engine_spec import make_spec
-from palaver.chat.model import LoadOptions, pick_engine
-from palaver.engines.host import HostedEngine
-from palaver.engines.host.supervisor import llamacpp_spec
+from palaver.chat.engine_spec import LoadOptions, make_spec, pick_engine
+from palaver.engines.host.supervisor import HostedEngine, llamacpp_spec
 from palaver.errors import BadParameter, BrokenModel, ModelError, PalaverError
 from palaver.formats.gguf_tokenizer import load_gguf_tokenizer
 from palaver.generation import Prompt

@@ -13,8 +13,7 @@ import pytest
 
 from palaver.constraints import Constraint, Grammar
 from palaver.engines.base import Engine, EngineState
-from palaver.engines.host import HostedEngine
-from palaver.engines.host.supervisor import torch_spec
+from palaver.engines.host.supervisor import HostedEngine, torch_spec
 from palaver.engines.torch.library_engine import model_engine
 from palaver.errors import EngineError
 from palaver.generation import Ended, Finish, Prompt, Step

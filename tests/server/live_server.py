@@ -13,8 +13,8 @@ from typing import Any
 
 import uvicorn
 
-from palaver.chat.engine_spec import make_spec
-from palaver.chat.model import LoadOptions, Model, build_model, load_model_format
+from palaver.chat.engine_spec import LoadOptions, make_spec
+from palaver.chat.model import Model, build_model, load_model_format
 from palaver.chat.model_slot import ModelSlot
 from palaver.chat.service import Service
 from palaver.engines.host.supervisor import HostedEngine, ReportProgress

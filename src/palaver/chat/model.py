@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from palaver.chat.engine_spec import LoadOptions
 from palaver.chat.reply_stream import BatchReader, GeneratedReply, RecordStep, ReplyRecord, ReplyRequest
 from palaver.engines.base import Engine
-from palaver.engines.mlx.loader import is_apple_silicon, is_installed, is_mlx_folder
-from palaver.errors import BadParameter, BrokenModel, ContextOverflow, NoTemplate, NothingToContinue
+from palaver.errors import BrokenModel, ContextOverflow, NoTemplate, NothingToContinue
 from palaver.formats.base import Format
 from palaver.formats.format import CompletionFormat, TemplateFormat
 from palaver.formats.gguf_tokenizer import load_gguf_tokenizer
@@ -30,7 +30,7 @@ from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
 from palaver.generation import Finish, Prompt, Step
 from palaver.gguf import read_gguf
 from palaver.messages import Message, Text, Tool, ToolResult
-from palaver.models.resolver import ResolvedModel, is_embedded
+from palaver.models.resolver import ResolvedModel
 from palaver.models.templates import find_template
 from palaver.phases import Vocabulary
 from palaver.sampling import MAX_SEED, MAX_TOKENS, Sampling, check_sampling
@@ -174,106 +174,6 @@ def _size(value: Any) -> int:
             return sum(map(_size, value))
         case _:
             return 0
-
-
-AUTO, TORCH, LLAMACPP, MLX = "auto", "torch", "llamacpp", "mlx"
-"""The engines, as --engine names them."""
-ENGINE_FILES = {
-    TORCH: "a folder with config.json and safetensors",
-    LLAMACPP: "a GGUF file",
-    MLX: "a folder for MLX",
-}
-"""What each engine runs."""
-
-
-NOT_FOR_THIS_MACHINE = (
-    "The weights of {name!r} are for MLX, which runs on Apple silicon. Here, use the model's original weights or a GGUF"
-    " file of it. --engine mlx runs them on any CPU, but slowly."
-)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """Options for loading models."""
-
-    template: Path | None = None
-    """A chat template to use instead of the model's."""
-    raw: bool = False
-    """Complete text as it is, without a chat template."""
-    device: str | None = None
-    dtype: str | None = None
-    exact: bool = False
-    compiled: bool | None = None
-    """Compiled steps: None where they can be used, True required, False never."""
-    cache_bytes: int | None = None
-    """The bound on the KV cache. None: a share of the free memory."""
-    max_running: int | None = None
-    """How many requests are computed at once. None: the engine decides."""
-    engine: str = AUTO
-    """Which engine runs the model; AUTO: by the kind of its files."""
-    gpu_layers: int | None = None
-    """Layers of a GGUF model that a GPU computes. None: llama.cpp decides."""
-    adapter: Path | None = None
-    """A LoRA adapter: a folder, or a GGUF file for a GGUF model."""
-
-    @property
-    def needs_torch(self) -> bool:
-        """Whether an option is given that only torch has for folders."""
-        return self.adapter is not None or self.compiled is not None or self.device not in (None, "gpu")
-
-    def __post_init__(self) -> None:
-        if self.template is not None and not self.template.is_file():
-            raise BadParameter("--template", str(self.template), "there is no such file")
-        if self.adapter is not None and not self.adapter.exists():
-            raise BadParameter("--adapter", str(self.adapter), "there is no such file or folder")
-
-
-def pick_engine(model: ResolvedModel, wanted: str = AUTO, needs_torch: bool = False) -> str:
-    """By the kind of the files and of the machine. Raises BadParameter if one is wanted that can't run the files.
-
-    On Apple silicon MLX runs folders: its own ones always, others where it is installed, unless an option needs torch.
-    """
-    kind = file_kind(model)
-    fitting = (TORCH, MLX) if kind == TORCH else (kind,)
-    if wanted not in (AUTO, *fitting):
-        raise BadParameter("--engine", wanted, f"{ENGINE_FILES[kind]} is run by {kind}")
-    if wanted != AUTO:
-        return wanted
-    if kind == MLX and not is_apple_silicon():
-        raise BrokenModel(NOT_FOR_THIS_MACHINE.format(name=model.folder.name))
-    if kind == TORCH and not needs_torch and _prefers_mlx(model):
-        return MLX
-    return kind
-
-
-def file_kind(model: ResolvedModel) -> str:
-    """The engine that the files are made for, a key of ENGINE_FILES."""
-    if model.gguf is not None:
-        return LLAMACPP
-    return MLX if is_mlx_folder(model.folder) else TORCH
-
-
-def _prefers_mlx(model: ResolvedModel) -> bool:
-    """The embedded models are run by the compiled decoder, which is quicker for their size."""
-    needs_torch = model.adapter is not None or model.quantize_bits is not None or is_embedded(model.folder)
-    return is_apple_silicon() and is_installed() and not needs_torch
-
-
-def check_engine_options(model: ResolvedModel, loading: LoadOptions) -> str:
-    """The engine that runs the model. Raises BadParameter for options that it doesn't have."""
-    engine = pick_engine(model, loading.engine, loading.needs_torch)
-    for name, value, engines in (
-        ("--gpu-layers", loading.gpu_layers, (LLAMACPP,)),
-        ("--compile", loading.compiled, (TORCH,)),
-        ("--dtype", loading.dtype, (TORCH, MLX)),
-        ("--adapter", loading.adapter or model.adapter, (TORCH, LLAMACPP)),
-        ("the bits of quantised weights", model.quantize_bits, (TORCH,)),
-    ):
-        if value is not None and engine not in engines:
-            kind = engines[0]
-            why = f"needs --engine {kind}" if kind == file_kind(model) else f"is for {ENGINE_FILES[kind]}"
-            raise BadParameter(name, value, why)
-    return engine
 
 
 def load_model_format(model: ResolvedModel, loading: LoadOptions) -> tuple[FastTokenizer, Format]:

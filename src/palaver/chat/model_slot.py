@@ -7,10 +7,11 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from palaver.chat.engine_spec import make_spec
+from palaver.chat.engine_spec import LoadOptions, check_engine_options, make_spec
 from palaver.chat.interface import ModelCard, ModelState
-from palaver.chat.model import LoadOptions, Model, build_model, load_model_format
+from palaver.chat.model import Model, build_model, load_model_format
 from palaver.engines.base import EngineState, EngineStatus
+from palaver.engines.host.process import ChildProcess
 from palaver.engines.host.supervisor import HostedEngine, ReportProgress
 from palaver.errors import ModelError, ModelLoading, NoModel, PalaverError
 from palaver.models.resolver import ResolvedModel, resolve_model
@@ -205,10 +206,12 @@ def hosted_loader(loading: LoadOptions) -> Load:
 
     async def load(name: str, report: ReportProgress) -> Model:
         resolved = await _resolve(name, report)
-        report(None, "reading the tokenizer and the template")
-        tokenizer, format = await asyncio.to_thread(load_model_format, resolved, loading)
-        engine = HostedEngine(make_spec(resolved, tokenizer.vocabulary, loading), report)
-        await engine.start()
+        check_engine_options(resolved, loading)
+        with ChildProcess() as child:  # it imports its libraries meanwhile
+            report(None, "reading the tokenizer and the template")
+            tokenizer, format = await asyncio.to_thread(load_model_format, resolved, loading)
+            engine = HostedEngine(make_spec(resolved, tokenizer.vocabulary, loading), report, child)
+            await engine.start()
         notices = (*resolved.notes, engine.info.hint)
         return replace(build_model(name, engine, format, tokenizer), notices=tuple(filter(None, notices)))
 

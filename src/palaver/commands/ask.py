@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,9 +33,11 @@ from palaver.commands.options import (
 from palaver.errors import EmptyMessage, RequestError
 
 if TYPE_CHECKING:
-    from palaver.chat.model import LoadOptions, Model
+    from palaver.chat.engine_spec import LoadOptions
+    from palaver.chat.model import Model
     from palaver.chat.reply_stream import ReplyRecord, ReplyRequest
     from palaver.engines.base import Engine
+    from palaver.engines.host.process import ChildProcess
     from palaver.formats.tokenizer import FastTokenizer
     from palaver.messages import ToolCall
     from palaver.models.resolver import ResolvedModel
@@ -61,11 +63,7 @@ def ask(
     """Ask one question: the answer goes to stdout, thinking to stderr."""
     import asyncio
 
-    from palaver.memory import no_collections
-
-    with no_collections():
-        from palaver.chat.model import LoadOptions
-        from palaver.repl.plain import PlainPrinter, print_reply
+    from palaver.chat.engine_spec import LoadOptions
 
     with report_errors():
         text, overrides = _read_question(question), parse_settings(set_)
@@ -82,6 +80,8 @@ def ask(
 
         async def run() -> ReplyRecord:
             async with _load_model(model, options) as loaded:
+                from palaver.repl.plain import PlainPrinter, print_reply
+
                 silent = no_thinking or as_json
                 printer = PlainPrinter(None if as_json else sys.stdout, None if silent else sys.stderr)
                 return await print_reply(loaded.stream_reply(_request(loaded, text, system, think, overrides)), printer)
@@ -93,43 +93,57 @@ def ask(
 
 @asynccontextmanager
 async def _load_model(name: str | None, options: LoadOptions) -> AsyncIterator[Model]:
-    from palaver.chat.model import build_model, load_model_format
+    """The process of llama.cpp is started first: it imports its libraries while this process imports its own."""
+    from palaver.chat.engine_spec import LLAMACPP, check_engine_options
+    from palaver.engines.host.process import ChildProcess
+    from palaver.memory import no_collections
     from palaver.models.resolver import DEFAULT_MODEL, resolve_model
 
     resolved = resolve_model(name or DEFAULT_MODEL)
-    tokenizer, format = load_model_format(resolved, options)
-    for note in resolved.notes:
-        print(note, file=sys.stderr)
-    engine = await load_engine(resolved, tokenizer, options)
-    if engine.info.hint:
-        print(engine.info.hint, file=sys.stderr)
-    try:
-        yield build_model(name or DEFAULT_MODEL, engine, format, tokenizer)
-    finally:
-        await engine.close()
+    hosted = check_engine_options(resolved, options) == LLAMACPP
+    with ChildProcess() if hosted else nullcontext() as child:
+        with no_collections():
+            from palaver.chat.model import build_model, load_model_format
+
+            tokenizer, format = load_model_format(resolved, options)
+        for note in resolved.notes:
+            print(note, file=sys.stderr)
+        engine = await load_engine(resolved, tokenizer, options, child)
+        if engine.info.hint:
+            print(engine.info.hint, file=sys.stderr)
+        try:
+            yield build_model(name or DEFAULT_MODEL, engine, format, tokenizer)
+        finally:
+            await engine.close()
 
 
-async def load_engine(model: ResolvedModel, tokenizer: FastTokenizer, options: LoadOptions) -> Engine:
-    """In this process, since an engine host would only slow down a single question; llama.cpp always in a host."""
-    from palaver.chat.model import LLAMACPP, MLX, check_engine_options
+async def load_engine(
+    model: ResolvedModel, tokenizer: FastTokenizer, options: LoadOptions, child: ChildProcess | None = None
+) -> Engine:
+    """In this process, since an engine host would only slow down a single question; llama.cpp always in a host.
+
+    `child` is a process for the host that was started ahead.
+    """
+    from palaver.chat.engine_spec import LLAMACPP, MLX, check_engine_options, make_spec
+    from palaver.memory import no_collections
 
     engine = check_engine_options(model, options)
     vocabulary, device, dtype = tokenizer.vocabulary, options.device, options.dtype
     if engine == LLAMACPP:
-        from palaver.chat.engine_spec import make_spec
         from palaver.engines.host.supervisor import HostedEngine
 
-        hosted = HostedEngine(make_spec(model, vocabulary, replace(options, max_running=1)))
+        hosted = HostedEngine(make_spec(model, vocabulary, replace(options, max_running=1)), child=child)
         await hosted.start()
         return hosted
-    from palaver.engines.core.options import EngineOptions
+    with no_collections():
+        from palaver.engines.core.options import EngineOptions
+        from palaver.engines.loader import load_engine as load_folder
 
     here = EngineOptions(exact=options.exact, context=model.context_length, compiled=options.compiled)
     if engine == MLX:
         from palaver.engines.mlx.engine import load as load_mlx
 
         return load_mlx(model.folder, vocabulary=vocabulary, device=device, dtype=dtype, options=here)
-    from palaver.engines.loader import load_engine as load_folder
 
     return load_folder(
         model.folder,

@@ -40,8 +40,8 @@ from palaver.commands.options import (
 )
 
 if TYPE_CHECKING:
+    from palaver.chat.engine_spec import LoadOptions
     from palaver.chat.interface import Chat
-    from palaver.chat.model import LoadOptions
 
 ResumeOption = Annotated[bool, typer.Option("--resume", "-r", help=strings.RESUME)]
 ConversationOption = Annotated[
@@ -86,7 +86,7 @@ def chat(
     import asyncio
     from dataclasses import replace
 
-    from palaver.chat.model import LoadOptions
+    from palaver.chat.engine_spec import LoadOptions
     from palaver.client import HttpChat
     from palaver.repl.session import run as run_session
     from palaver.repl.settings import SessionSettings, ThinkingDisplay

@@ -21,7 +21,7 @@ from palaver.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from palaver.chat.model import LoadOptions
+    from palaver.chat.engine_spec import LoadOptions
     from palaver.engines.base import EngineInfo
     from palaver.formats.base import Format
     from palaver.formats.tokenizer import FastTokenizer
@@ -44,7 +44,8 @@ def inspect(
     gpu_layers: GpuLayersOption = None,
 ) -> None:
     """Say what a model is: which engine runs it and how fast, whether it fits, its defaults, how it talks."""
-    from palaver.chat.model import LoadOptions, check_engine_options, load_model_format
+    from palaver.chat.engine_spec import LoadOptions, check_engine_options
+    from palaver.chat.model import load_model_format
     from palaver.models.resolver import DEFAULT_MODEL, resolve_model
 
     with report_errors():
@@ -73,7 +74,7 @@ def inspect(
 
 
 def _describe_fit(model: ResolvedModel, engine: str, options: LoadOptions) -> str:
-    from palaver.chat.model import MLX
+    from palaver.chat.engine_spec import MLX
 
     if engine == MLX:
         from palaver.engines.mlx.engine import describe_fit as describe_mlx_fit
@@ -90,7 +91,7 @@ def _describe_fit(model: ResolvedModel, engine: str, options: LoadOptions) -> st
 
 
 def _describe_choice(model: ResolvedModel, engine: str, options: LoadOptions) -> Iterator[tuple[str, str]]:
-    from palaver.chat.model import AUTO, ENGINE_FILES, file_kind
+    from palaver.chat.engine_spec import AUTO, ENGINE_FILES, file_kind
 
     because = strings.INSPECT_BECAUSE if options.engine == AUTO else strings.INSPECT_CHOSEN
     yield strings.INSPECT_ENGINE, because.format(engine=engine, files=ENGINE_FILES[file_kind(model)])

@@ -21,7 +21,7 @@ from palaver.commands.options import (
 
 if TYPE_CHECKING:
     from palaver.chat.continuation import ReplayResult
-    from palaver.chat.model import LoadOptions
+    from palaver.chat.engine_spec import LoadOptions
     from palaver.store import Store
 
 Fingerprints: TypeAlias = tuple[tuple[int, str], ...]
@@ -40,7 +40,7 @@ def replay(
     """Generate a stored reply again from its settings and seed, and say whether it is the same."""
     import asyncio
 
-    from palaver.chat.model import LoadOptions
+    from palaver.chat.engine_spec import LoadOptions
 
     with store_context(data, database) as store:
         reply_id = _reply_id(store, id)
@@ -64,7 +64,7 @@ def _recorded_options(recorded: Fingerprints, options: LoadOptions) -> LoadOptio
     """Load options as recorded with the reply; explicit flags take precedence."""
     from dataclasses import replace
 
-    from palaver.chat.model import MLX
+    from palaver.chat.engine_spec import MLX
     from palaver.engines.base import BATCHED, COMPILED_RUNNER, LLAMACPP_RUNNER, MLX_RUNNER, Fingerprint
 
     original = Fingerprint.parse(recorded[0][1]) if recorded else None

@@ -35,7 +35,7 @@ from palaver.commands.options import (
 from palaver.errors import BadParameter, PalaverError
 
 if TYPE_CHECKING:
-    from palaver.chat.model import LoadOptions
+    from palaver.chat.engine_spec import LoadOptions
     from palaver.chat.model_slot import ModelSlot
     from palaver.server.app import TLSCertificate
     from palaver.server.settings import ServerSettings
@@ -89,7 +89,7 @@ def serve(
     """Serve a model: the OpenAI API under /v1, conversations under /api."""
     import asyncio
 
-    from palaver.chat.model import LoadOptions
+    from palaver.chat.engine_spec import LoadOptions
     from palaver.memory import return_large_blocks
     from palaver.server.app import log_to_stderr
     from palaver.server.settings import ServerLimits, ServerSettings

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from palaver.chat.model import LoadOptions, Model, build_model, load_model_format
+from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.model import Model, build_model, load_model_format
 from palaver.chat.model_slot import ModelSlot
 from palaver.chat.service import Service
 from palaver.engines.core.scheduler import SchedulerLimits

@@ -1,5 +1,1 @@
 """The engine host: runs an engine in a process of its own, behind the engine protocol."""
-
-from palaver.engines.host.supervisor import HostedEngine
-
-__all__ = ["HostedEngine"]

@@ -264,7 +264,3 @@ def main() -> None:
     faulthandler.enable(all_threads=False)
     asyncio.run(serve(int(sys.argv[1])))
     os._exit(0)  # the engine is closed: don't wait for a library's threads
-
-
-if __name__ == "__main__":
-    main()

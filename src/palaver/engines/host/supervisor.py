@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from palaver.engines.base import EngineInfo, EngineState, EngineStatus
 from palaver.engines.host.frames import EngineSpec, Frame, OutputFrame, decode_error_frame, encode_frame, read_frame
+from palaver.engines.host.process import ChildProcess
 from palaver.errors import EngineClosed, EngineError, PalaverError, UnsupportedContent
 from palaver.generation import AnswerRequested, Ended, Finish, Output, Prefilled, Prompt, Step
 from palaver.phases import Vocabulary
@@ -193,10 +193,13 @@ class HostedGeneration:
 class HostedEngine:
     """An engine in a process of its own. Entering the context starts the process, leaving it ends the process."""
 
-    def __init__(self, spec: EngineSpec, on_progress: ReportProgress | None = None) -> None:
-        """`on_progress` is called with the progress of loading."""
+    def __init__(
+        self, spec: EngineSpec, on_progress: ReportProgress | None = None, child: ChildProcess | None = None
+    ) -> None:
+        """`on_progress` is called with the progress of loading. `child` is a process that was started ahead."""
         self._spec = spec
         self._on_progress = on_progress
+        self._child = child
         self._info: EngineInfo | None = None
         self._status = EngineStatus(EngineState.STARTING, "The engine is starting.")
         self._process: EngineProcess | None = None
@@ -334,7 +337,8 @@ class HostedEngine:
         reason: PalaverError = EngineClosed()
         try:
             while True:
-                process = EngineProcess(self._spec, self._handle_frame)
+                process = EngineProcess(self._spec, self._handle_frame, self._child)
+                self._child = None
                 cause = await self._run(process)
                 if self._closed:
                     return
@@ -464,16 +468,6 @@ def _describe_load_failure(process: EngineProcess, cause: str) -> str:
     return f"The engine's process {cause} while it loaded the model{last}"
 
 
-_THREAD_DEFAULTS = {"GOMP_SPINCOUNT": "20000"}
-"""OpenMP threads spin for about a millisecond while they wait for the next pass. By default they spin much longer and
-keep the event loops, which deliver the tokens, from their cores."""
-
-
-def environment() -> dict[str, str]:
-    """The environment of the process: libraries read it when they load. The user's own settings take precedence."""
-    return _THREAD_DEFAULTS | os.environ
-
-
 OnFrame = Callable[[Frame, asyncio.StreamWriter], None]
 _MAX_LINES = 40
 _EXIT_S = 2.0
@@ -481,11 +475,12 @@ _EXIT_S = 2.0
 
 
 class EngineProcess:
-    def __init__(self, spec: EngineSpec, on_frame: OnFrame) -> None:
-        """`on_frame` is called with each frame of the process and the writer to it."""
+    def __init__(self, spec: EngineSpec, on_frame: OnFrame, child: ChildProcess | None = None) -> None:
+        """`on_frame` is called with each frame of the process and the writer to it. `child` is a process that was
+        started ahead."""
         self._spec = spec
         self._on_frame = on_frame
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._child = child
         self.last_lines: deque[str] = deque(maxlen=_MAX_LINES)
         """The last lines of its stderr."""
         self.failure: PalaverError | None = None
@@ -493,42 +488,25 @@ class EngineProcess:
 
     @property
     def id(self) -> int | None:
-        return self._popen.pid if self._popen is not None else None
+        return self._child.popen.pid if self._child is not None else None
 
     async def run(self) -> str:
         """Runs the process until it exits. Returns how it ended, as a verb phrase. Kills the process when cancelled."""
         try:
-            connection, stderr = self._start()
+            child = self._child = self._child or ChildProcess()
         except OSError as error:
             return f"couldn't be started ({error})"
+        connection, stderr = child.connect()
         reading = asyncio.create_task(self._read_lines(stderr))
         grace = 0.0
         try:
             problem = await self._read_frames(connection)
             grace = 0.0 if problem else _EXIT_S
         finally:
-            assert self._popen is not None
-            code = await asyncio.to_thread(_reap, self._popen, grace)
+            code = await asyncio.to_thread(_reap, child.popen, grace)
             await asyncio.wait([reading], timeout=_EXIT_S)
             reading.cancel()
         return problem or _describe_exit(code)
-
-    def _start(self) -> tuple[socket.socket, int]:
-        connection, child_end = socket.socketpair()
-        readable, writable = os.pipe()
-        command = [sys.executable, "-m", "palaver.engines.host.child", str(child_end.fileno())]
-        try:
-            self._popen = subprocess.Popen(
-                command, pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL, stderr=writable, env=environment()
-            )
-        except OSError:
-            connection.close()
-            os.close(readable)
-            raise
-        finally:
-            child_end.close()
-            os.close(writable)
-        return connection, readable
 
     async def _read_frames(self, connection: socket.socket) -> str:
         """Reads frames until the connection is closed. Returns what went wrong, or an empty string."""
