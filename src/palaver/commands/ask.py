@@ -61,9 +61,9 @@ def ask(
     adapter: AdapterOption = None,
 ) -> None:
     """Ask one question: the answer goes to stdout, thinking to stderr."""
-    import asyncio
-
-    from palaver.chat.engine_spec import LoadOptions
+    from palaver.chat.engine_spec import LLAMACPP, LoadOptions, check_engine_options
+    from palaver.engines.host.process import ChildProcess
+    from palaver.models.resolver import DEFAULT_MODEL, resolve_model
 
     with report_errors():
         text, overrides = _read_question(question), parse_settings(set_)
@@ -78,43 +78,44 @@ def ask(
             adapter=adapter,
         )
 
-        async def run() -> ReplyRecord:
-            async with _load_model(model, options) as loaded:
-                from palaver.repl.plain import PlainPrinter, print_reply
+        resolved = resolve_model(model or DEFAULT_MODEL)
+        hosted = check_engine_options(resolved, options) == LLAMACPP
+        with ChildProcess() if hosted else nullcontext() as child:  # it imports its libraries while we import ours
+            import asyncio
 
-                silent = no_thinking or as_json
-                printer = PlainPrinter(None if as_json else sys.stdout, None if silent else sys.stderr)
-                return await print_reply(loaded.stream_reply(_request(loaded, text, system, think, overrides)), printer)
+            async def run() -> ReplyRecord:
+                async with _load_model(model or DEFAULT_MODEL, resolved, options, child) as loaded:
+                    from palaver.repl.plain import PlainPrinter, print_reply
 
-        reply = asyncio.run(run())
+                    silent = no_thinking or as_json
+                    printer = PlainPrinter(None if as_json else sys.stdout, None if silent else sys.stderr)
+                    request = _request(loaded, text, system, think, overrides)
+                    return await print_reply(loaded.stream_reply(request), printer)
+
+            reply = asyncio.run(run())
         if as_json:
             print(_to_json(reply))
 
 
 @asynccontextmanager
-async def _load_model(name: str | None, options: LoadOptions) -> AsyncIterator[Model]:
-    """The process of llama.cpp is started first: it imports its libraries while this process imports its own."""
-    from palaver.chat.engine_spec import LLAMACPP, check_engine_options
-    from palaver.engines.host.process import ChildProcess
+async def _load_model(
+    name: str, resolved: ResolvedModel, options: LoadOptions, child: ChildProcess | None
+) -> AsyncIterator[Model]:
     from palaver.memory import no_collections
-    from palaver.models.resolver import DEFAULT_MODEL, resolve_model
 
-    resolved = resolve_model(name or DEFAULT_MODEL)
-    hosted = check_engine_options(resolved, options) == LLAMACPP
-    with ChildProcess() if hosted else nullcontext() as child:
-        with no_collections():
-            from palaver.chat.model import build_model, load_model_format
+    with no_collections():
+        from palaver.chat.model import build_model, load_model_format
 
-            tokenizer, format = load_model_format(resolved, options)
-        for note in resolved.notes:
-            print(note, file=sys.stderr)
-        engine = await load_engine(resolved, tokenizer, options, child)
-        if engine.info.hint:
-            print(engine.info.hint, file=sys.stderr)
-        try:
-            yield build_model(name or DEFAULT_MODEL, engine, format, tokenizer)
-        finally:
-            await engine.close()
+        tokenizer, format = load_model_format(resolved, options)
+    for note in resolved.notes:
+        print(note, file=sys.stderr)
+    engine = await load_engine(resolved, tokenizer, options, child)
+    if engine.info.hint:
+        print(engine.info.hint, file=sys.stderr)
+    try:
+        yield build_model(name, engine, format, tokenizer)
+    finally:
+        await engine.close()
 
 
 async def load_engine(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +43,8 @@ def inspect(
     gpu_layers: GpuLayersOption = None,
 ) -> None:
     """Say what a model is: which engine runs it and how fast, whether it fits, its defaults, how it talks."""
+    import asyncio
+
     from palaver.chat.engine_spec import LoadOptions, check_engine_options
     from palaver.chat.model import load_model_format
     from palaver.models.resolver import DEFAULT_MODEL, resolve_model
