@@ -3,7 +3,7 @@
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from palaver.engines.core import scheduler
 from palaver.engines.core.kv_cache import HostMemory
 from palaver.engines.core.logits_processors import VocabularyIndex
 from palaver.engines.core.processor import LogitsProcessor
 from palaver.engines.core.request import SequenceState
+from palaver.engines.core.sampler import Logits, NextPass, SampledStep
 from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine, load
-from palaver.errors import CacheFull, EngineError, QueueFull
+from palaver.engines.torch.device_sampler import DeviceLogits, DeviceSampler
+from palaver.errors import CacheFull, EngineError, PalaverError, QueueFull
 from palaver.generation import Ended, Finish, Prefilled, Prompt, Queued, Step
 from palaver.sampling import Sampling
 from tests.engines import tiny
@@ -59,23 +62,71 @@ async def stop_and_go(engine: TorchEngine, rng: random.Random, case: tuple[Promp
 
 @pytest.mark.parametrize(
     ("seed", "compiled"),
-    [*((seed, False) for seed in range(8)), *(pytest.param(s, True, marks=needs_a_compiler) for s in range(8, 12))],
+    [*((seed, False) for seed in range(16)), *(pytest.param(s, True, marks=needs_a_compiler) for s in range(16, 20))],
 )
 async def test_random_schedules(
     seed: int, compiled: bool, folder_of: Callable[[str], Path], oracle: Callable[..., Reference]
 ) -> None:
     rng = random.Random(seed)
+    ahead = seed % 2 == 1 and not compiled
     limits = SchedulerLimits(max_running=rng.choice([2, 4, 32]), chunk_tokens=rng.choice([8, 32, 256]))
     room = rng.choice([1 << 30, 1 << 22, 768 * 600])  # down to where sequences are put back and pages evicted
     options = EngineOptions(limits=limits, cache_bytes=room, fused=compiled or rng.random() < 0.7, compiled=compiled)
-    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=replace(options, run_ahead=ahead))
     runner: Any = engine._runner
+    assert (runner.run_ahead is not None) is ahead
     runner._cache.widens_pools = rng.random() < 0.5  # as on an accelerator
     drawn = cases(rng)
     replies = await asyncio.gather(*(stop_and_go(engine, random.Random(i), case) for i, case in enumerate(drawn)))
     for case, reply_ids in zip(drawn, replies, strict=True):
         assert oracle(*case).agrees(reply_ids)
     assert engine.statistics.cache.used_bytes <= room
+    await engine.close()
+
+
+class Hasty(DeviceSampler):
+    """Starts the next pass with a wrong token in some rows, which it then drops, as where a kernel can't decide."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(torch.device("cpu"), on_device=True)
+        self.rng = random.Random(seed)
+        self.dropped = 0
+
+    def logits(self, tensor: Tensor) -> Logits:
+        return HastyLogits(tensor, self)
+
+
+class HastyLogits(DeviceLogits):
+    def sample(self, processors: Sequence[LogitsProcessor], next_pass: NextPass | None = None) -> list[SampledStep]:
+        steps = super().sample(processors)
+        sampler = self._sampler
+        assert isinstance(sampler, Hasty)
+        if next_pass is not None:
+            wrong = [isinstance(step, PalaverError) or sampler.rng.random() < 0.3 for step in steps]
+            next_pass.start(
+                torch.tensor([65 if bad else step.token_id for bad, step in zip(wrong, steps, strict=True)])  # type: ignore[union-attr]
+            )
+            for row, bad in enumerate(wrong):
+                if bad:
+                    sampler.dropped += 1
+                    next_pass.drop(row)
+        return steps
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_rows_that_ran_ahead_with_another_token_are_computed_again(
+    seed: int, folder_of: Callable[[str], Path], oracle: Callable[..., Reference]
+) -> None:
+    options = EngineOptions(fused=seed % 2 == 0, compiled=False, run_ahead=True)
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
+    sampler = Hasty(seed)
+    runner: Any = engine._runner
+    runner._sampler = sampler
+    drawn = cases(random.Random(seed))
+    replies = await asyncio.gather(*(stop_and_go(engine, random.Random(i), case) for i, case in enumerate(drawn)))
+    for case, reply_ids in zip(drawn, replies, strict=True):
+        assert oracle(*case).agrees(reply_ids)
+    assert sampler.dropped > 5
     await engine.close()
 
 

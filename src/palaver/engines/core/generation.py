@@ -65,6 +65,11 @@ class ReplyState:
         return self._tracker.buffered
 
     @property
+    def at_limit(self) -> bool:
+        """Whether the next token is the last one, whatever it is."""
+        return self._max_tokens is not None and len(self.token_ids) + 1 >= self._max_tokens
+
+    @property
     def forced_id(self) -> int | None:
         """The token that must come next, whatever the logits are; None if the model is free."""
         return self._forced_ids[0] if self._forced_ids else None

@@ -30,6 +30,8 @@ class EngineOptions:
     """Overrides `limits.max_running`."""
     context: int | None = None
     """A context length shorter than the model's own."""
+    run_ahead: bool | None = None
+    """Whether the next pass starts before the host has read the tokens of the last one. None: on CUDA."""
     gpu_layers: int | None = None
     """Layers of a GGUF model that a GPU computes. None: llama.cpp decides."""
 

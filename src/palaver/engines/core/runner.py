@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, Self
+from typing import Generic, Protocol, Self, TypeAlias
 
 from palaver.engines.core.kv_cache import A, KVLayout, Slot
 from palaver.engines.core.prefix_cache import CacheStatistics, PrefixCache
@@ -43,6 +43,14 @@ class ThreadCounts:
 
 class UnsupportedModel(Exception):
     """A runner can't run this model."""
+
+
+RunAhead: TypeAlias = Callable[[Sequence[SequenceState], object], Logits | None]
+"""Starts the pass of one token for each sequence: the device computes while the host works on the last tokens.
+
+The tokens are in the runner's memory. They count as computed, though the sequences don't have them yet. Returns None
+where these sequences can't share a pass. Raises CacheFull before anything is computed if there is no room.
+"""
 
 
 class Runner(Protocol):
@@ -96,6 +104,11 @@ class Runner(Protocol):
         """
         ...
 
+    @property
+    def run_ahead(self) -> RunAhead | None:
+        """None where a pass can't start before the host knows its tokens."""
+        ...
+
     def needs_recompute(self, sequence: SequenceState) -> bool:
         """Whether the whole sequence must be computed again, because it outgrew the frequencies it started with."""
         ...
@@ -126,6 +139,7 @@ class SlotRunner(ABC, Generic[A]):
 
     reuse = "to the token"
     supports_batching = True
+    run_ahead: RunAhead | None = None
 
     def __init__(self, layout: KVLayout[A], cache_bytes: int, context_length: int) -> None:
         self._cache = PrefixCache(layout, cache_bytes)
@@ -169,12 +183,15 @@ class SlotRunner(ABC, Generic[A]):
         sequence.computed_tokens = sequence.cached_tokens
 
     def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Logits:
-        for sequence, count in zip(sequences, counts, strict=True):
-            self._cache.grow(self._slots[sequence], sequence.computed_tokens + count, sequence.computed_tokens)
+        self._grow_slots(sequences, counts)
         logits = self._compute(sequences, counts, need_logits)
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.computed_tokens += count
         return logits
+
+    def _grow_slots(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> None:
+        for sequence, count in zip(sequences, counts, strict=True):
+            self._cache.grow(self._slots[sequence], sequence.computed_tokens + count, sequence.computed_tokens)
 
     def cache_prefix(self, sequence: SequenceState, logits: Logits) -> None:
         keys, namespace = sequence.token_ids[: sequence.computed_tokens], self._namespace(sequence)

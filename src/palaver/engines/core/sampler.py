@@ -437,6 +437,18 @@ def _top_k_ids(row: _Row, top_k: int, count: int) -> Ids:
 SampledStep = Step | PendingStep | PalaverError
 
 
+class NextPass(Protocol):
+    """The pass after the tokens that are being sampled. It may start before the host has read them."""
+
+    def start(self, tokens: object) -> None:
+        """Called once the tokens are chosen, with one for each row in the memory of the runner."""
+        ...
+
+    def drop(self, row: int) -> None:
+        """Called after `start` if the row has another token after all, or none."""
+        ...
+
+
 class Logits(Protocol):
     """The logits after the last token of each sequence of a batch."""
 
@@ -446,6 +458,10 @@ class Logits(Protocol):
         """A batch of this row alone, in the same memory."""
         ...
 
+    def select(self, rows: Sequence[int]) -> Logits:
+        """A batch of these rows, copied."""
+        ...
+
     def copy(self) -> Logits:
         """The same logits in memory of their own: a runner may overwrite its own in its next pass."""
         ...
@@ -453,8 +469,11 @@ class Logits(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def sample(self, processors: Sequence[LogitsProcessor]) -> Sequence[SampledStep]:
-        """The next token of each row, or the error that prevents one. Rows are independent of each other."""
+    def sample(self, processors: Sequence[LogitsProcessor], next_pass: NextPass | None = None) -> Sequence[SampledStep]:
+        """The next token of each row, or the error that prevents one. Rows are independent of each other.
+
+        `next_pass` is given for logits of runners that run ahead. It may overwrite these logits.
+        """
         ...
 
 
@@ -471,6 +490,9 @@ class HostLogits:
     def row(self, index: int) -> HostLogits:
         return HostLogits(self.array[index : index + 1])
 
+    def select(self, rows: Sequence[int]) -> HostLogits:
+        return HostLogits(self.array[list(rows)])
+
     def copy(self) -> HostLogits:
         return HostLogits(self.array.copy())
 
@@ -478,5 +500,7 @@ class HostLogits:
     def nbytes(self) -> int:
         return self.array.nbytes
 
-    def sample(self, processors: Sequence[LogitsProcessor]) -> list[Step | PalaverError]:
+    def sample(
+        self, processors: Sequence[LogitsProcessor], next_pass: NextPass | None = None
+    ) -> list[Step | PalaverError]:
         return sample_rows(self.array, processors)

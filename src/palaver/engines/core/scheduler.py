@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from palaver.engines.core.generation import LocalGeneration, Outbox
 from palaver.engines.core.request import RequestQueue, SequenceState, split_prefill_budget
-from palaver.engines.core.runner import Runner
+from palaver.engines.core.runner import RunAhead, Runner
 from palaver.engines.core.sampler import Logits, SampledStep
 from palaver.errors import CacheFull, EngineError, PalaverError
 from palaver.generation import AnswerRequested, Ended, Finish, Prefilled
@@ -50,6 +50,8 @@ class Scheduler:
         self._waiting = RequestQueue(self._limits.max_waiting)
         self._restoring: list[SequenceState] = []
         """Waiting sequences whose reply state is still being replayed."""
+        self._ahead: _AheadPass | None = None
+        """The pass that runs already, where the runner runs ahead."""
         self._full_version = -1
         """The queue's version at which the cache was full. Admission is tried again once the version changes."""
 
@@ -99,6 +101,7 @@ class Scheduler:
         self._running.clear()
         self._waiting.clear()
         self._restoring.clear()
+        self._ahead = None
         return unfinished
 
     def step(self) -> None:
@@ -114,6 +117,9 @@ class Scheduler:
         if prefilling and self._prefill(prefilling):
             return
         decoding = [sequence for sequence in self._running.values() if sequence.pending_tokens == 1]
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self._decode_ahead(ahead)
         self._decode(decoding, [1] * len(decoding))
 
     def _restore(self) -> None:
@@ -207,10 +213,29 @@ class Scheduler:
     def _decode(self, sequences: list[SequenceState], counts: list[int]) -> None:
         """Computes all pending tokens of each sequence (`counts`), then samples its next token."""
         for computed, logits in self._forward(sequences, counts):
-            for row, step in enumerate(_sample(logits, computed)):
-                self._report_prefilled(computed[row])
-                self._cache_prompt(computed[row], logits, row)
-                self._emit(computed[row], step)
+            self._emit_all(computed, logits)
+
+    def _decode_ahead(self, ahead: _AheadPass) -> None:
+        """Samples the next tokens of those sequences of a pass that are still running."""
+        rows = [row for row, s in enumerate(ahead.sequences) if self._is_ahead(s) and row not in ahead.dropped]
+        if rows and ahead.logits is not None:
+            logits = ahead.logits if len(rows) == len(ahead.sequences) else ahead.logits.select(rows)
+            self._emit_all([ahead.sequences[row] for row in rows], logits)
+
+    def _is_ahead(self, sequence: SequenceState) -> bool:
+        return self._running.get(sequence.generation) is sequence and sequence.pending_tokens == 0
+
+    def _emit_all(self, sequences: list[SequenceState], logits: Logits) -> None:
+        """Samples and emits a token of each sequence. Where the runner runs ahead, the next pass starts before that."""
+        for row, sequence in enumerate(sequences):
+            self._report_prefilled(sequence)
+            self._cache_prompt(sequence, logits, row)
+        ahead = None
+        all_run = len(sequences) == len(self._running)
+        if self._runner.run_ahead is not None and all_run and not all(s.processor.reply.at_limit for s in sequences):
+            ahead = self._ahead = _AheadPass(self._runner.run_ahead, sequences)
+        for sequence, step in zip(sequences, _sample(logits, sequences, ahead), strict=True):
+            self._emit(sequence, step)
 
     def _decode_cached(self, sequence: SequenceState, logits: Logits) -> None:
         """Samples the first token of a cached prompt from its cached logits, without a pass."""
@@ -290,11 +315,42 @@ def _try_to_cache(cache: Callable[[], None]) -> None:
         _log.warning("Could not keep what was computed: %s", _as_engine_error(error))
 
 
-def _sample(logits: Logits, sequences: list[SequenceState]) -> Sequence[SampledStep]:
+class _AheadPass:
+    """A pass that the runner starts with tokens that the host has not read yet."""
+
+    def __init__(self, run_ahead: RunAhead, sequences: list[SequenceState]) -> None:
+        self._run_ahead = run_ahead
+        self.sequences = sequences
+        self.logits: Logits | None = None
+        """None until the pass is started, and where it can't be."""
+        self.dropped: set[int] = set()
+        """Rows that were computed with another token than the sequence has."""
+
+    def start(self, tokens: object) -> None:
+        """Best effort: what can't run ahead is computed when its tokens are known."""
+        try:
+            self.logits = self._run_ahead(self.sequences, tokens)
+        except Exception as error:
+            _as_engine_error(error)
+
+    def drop(self, row: int) -> None:
+        if self.logits is not None and row not in self.dropped:
+            self.dropped.add(row)
+            self.sequences[row].computed_tokens -= 1
+
+    def drop_all(self) -> None:
+        for row in range(len(self.sequences)):
+            self.drop(row)
+
+
+def _sample(logits: Logits, sequences: list[SequenceState], ahead: _AheadPass | None = None) -> Sequence[SampledStep]:
     """The next token of each sequence. If sampling fails for the batch, each row is tried alone."""
     try:
-        return logits.sample([sequence.processor for sequence in sequences])
+        processors = [sequence.processor for sequence in sequences]
+        return logits.sample(processors) if ahead is None else logits.sample(processors, ahead)
     except Exception as error:
+        if ahead is not None:
+            ahead.drop_all()
         if len(sequences) == 1:
             return [_as_engine_error(error)]
         return [step for row, sequence in enumerate(sequences) for step in _sample(logits.row(row), [sequence])]

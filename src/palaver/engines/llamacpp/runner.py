@@ -32,6 +32,7 @@ class LlamaRunner:
     ) -> None:
         """`host_bytes`: the part of the limit for saved states. `token_bytes`: the cache of one token."""
         self.reuse = "to the token" if truncates else "snapshots"
+        self.run_ahead = None
         self.supports_batching = True
         self.prefills_last_token = exact is None
         self.forward_seconds = 0.0

@@ -102,6 +102,7 @@ class MLXRunner:
     ) -> None:
         """`token_bytes`: the cache of one token. `merges`: whether states of this model can be merged."""
         self.reuse = "to the token" if model.always_truncates else "snapshots"
+        self.run_ahead = None
         self.supports_batching = True
         self.forward_seconds = 0.0
         self._model = model

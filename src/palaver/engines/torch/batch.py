@@ -34,13 +34,13 @@ class BatchInputs:
         if other is not self:
             self._tensor.copy_(other._tensor)
 
-    def advance(self, ids: Sequence[int]) -> None:
-        """Replaces each row's token by the next one, at the next position."""
+    def advance(self, ids: Sequence[int] | Tensor) -> None:
+        """Replaces each row's token by the next one, at the next position. `ids` on the device are not waited for."""
         if self._array is not None:
             self._array[0] = ids
             self._array[1] += 1
         else:
-            self.ids.copy_(torch.tensor(ids))
+            self.ids.copy_(ids if isinstance(ids, Tensor) else torch.tensor(ids))
             self.positions += 1
 
 
@@ -88,13 +88,23 @@ class ForwardBatch:
             return False
         return all(before.precedes(chunks[i]) for before, i in zip(self.chunks, self.order, strict=True))
 
-    def advance(self, chunks: Sequence[SequenceChunk]) -> None:
-        """Becomes the batch of these chunks, which follow its own; cheaper than a new batch."""
+    def advance(self, chunks: Sequence[SequenceChunk], tokens: Tensor | None = None) -> None:
+        """Becomes the batch of these chunks, which follow its own; cheaper than a new batch.
+
+        `tokens`: on the device, in the order of the chunks, in place of their ids.
+        """
         self.chunks = [chunks[i] for i in self.order]
-        self.inputs.advance([chunk.ids[0] for chunk in self.chunks])
+        self.inputs.advance([chunk.ids[0] for chunk in self.chunks] if tokens is None else self._in_rows(tokens))
         self.max_position += 1
         for span in self.spans:
             span.advance()
+
+    def set_tokens(self, tokens: Tensor) -> None:
+        """Replaces the ids of all chunks, single tokens, by those on the device, in the order the chunks were given."""
+        self.inputs.ids.copy_(self._in_rows(tokens))
+
+    def _in_rows(self, tokens: Tensor) -> Tensor:
+        return tokens[self.last_rows.argsort()] if self.needs_gather else tokens
 
     def padded_to(self, length: int) -> ForwardBatch:
         """The batch with attention over so many keys: the same operations for every decode pass up to that length."""

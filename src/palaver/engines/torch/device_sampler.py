@@ -5,7 +5,7 @@ The rules are those of `core/sampler.py`. Logits on the CPU are given to that sa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
 from types import ModuleType
 from typing import TypeAlias
@@ -21,6 +21,7 @@ from palaver.engines.core.sampler import (
     SAMPLER_VERSION,
     HostLogits,
     Logits,
+    NextPass,
     SampledStep,
     SampledToken,
     make_alternatives,
@@ -44,12 +45,13 @@ def sampler_version(device: torch.device) -> int:
 class DeviceSampler:
     """Samples the logits of one runner. Holds what replies need on its device from one token to the next."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_device = device.type == "cuda"
+    def __init__(self, device: torch.device, on_device: bool | None = None) -> None:
+        """`on_device`: whether logits stay on the device; None: on CUDA."""
+        self._on_device = device.type == "cuda" if on_device is None else on_device
         self.changes = DeviceChanges(device)
 
     def logits(self, tensor: Tensor) -> Logits:
-        """The rows of a tensor: on CUDA they stay there, otherwise they are numpy's."""
+        """The rows of a tensor: they stay on the device, or they are numpy's."""
         if self._on_device:
             return DeviceLogits(tensor, self)
         return HostLogits(tensor.detach().float().cpu().numpy())
@@ -68,6 +70,9 @@ class DeviceLogits:
     def row(self, index: int) -> DeviceLogits:
         return DeviceLogits(self.tensor[index : index + 1], self._sampler)
 
+    def select(self, rows: Sequence[int]) -> DeviceLogits:
+        return DeviceLogits(self.tensor[list(rows)], self._sampler)
+
     def copy(self) -> DeviceLogits:
         return DeviceLogits(self.tensor.clone(), self._sampler)
 
@@ -75,8 +80,11 @@ class DeviceLogits:
     def nbytes(self) -> int:
         return self.tensor.nbytes
 
-    def sample(self, processors: Sequence[LogitsProcessor]) -> list[SampledStep]:
-        return sample_on_device(self.tensor.float(), processors, self._sampler.changes, load_kernels())
+    def sample(self, processors: Sequence[LogitsProcessor], next_pass: NextPass | None = None) -> list[SampledStep]:
+        if next_pass is not None and self.tensor.dtype == torch.float32:
+            self.tensor = self.tensor.clone()  # the next pass may overwrite it while this one is read
+        self.tensor = self.tensor.float()
+        return sample_on_device(self.tensor, processors, self._sampler.changes, load_kernels(), next_pass)
 
 
 @cache
@@ -90,20 +98,60 @@ def load_kernels() -> ModuleType | None:
 
 
 def sample_on_device(
-    logits: Tensor, processors: Sequence[LogitsProcessor], changes: DeviceChanges, kernels: ModuleType | None
+    logits: Tensor,
+    processors: Sequence[LogitsProcessor],
+    changes: DeviceChanges,
+    kernels: ModuleType | None,
+    next_pass: NextPass | None = None,
 ) -> list[SampledStep]:
     """With the kernels of `sampling_kernels`, or with torch's operations where there are none."""
     scores = changes.apply(logits, [processor.changes() if processor.is_active else None for processor in processors])
     if kernels is None:
         rows = zip(logits, scores, processors, strict=True)
-        return [_sample_row(row, own, processor) for row, own, processor in rows]
+        found: list[SampledStep] = [_sample_row(row, own, processor) for row, own, processor in rows]
+        if next_pass is not None:
+            next_pass.start(torch.tensor([0 if isinstance(step, PalaverError) else step.token_id for step in found]))
+            _drop_failed(found, next_pass)
+        return found
     settings = np.array([_kernel_settings(processor, kernels.MAX_TOP_K) for processor in processors], dtype=np.float64)
     results = kernels.sample_rows(logits, scores, to_device(settings, logits.device))
-    steps = _read_results(results, processors, kernels)
-    return [
-        _sample_row(logits[row], scores[row], processors[row]) if step is None else step
-        for row, step in enumerate(steps)
-    ]
+    table = _start_copy(results)
+    if next_pass is not None and all(_is_decided_by_kernel(processor, kernels.MAX_TOP_K) for processor in processors):
+        next_pass.start(results[:, kernels.TOKEN].long())
+    else:
+        next_pass = None
+    steps: list[SampledStep] = []
+    for row, step in enumerate(_read_results(table(), processors, kernels)):
+        if step is None:
+            if next_pass is not None:
+                next_pass.drop(row)
+            step = _sample_row(logits[row], scores[row], processors[row])
+        steps.append(step)
+    if next_pass is not None:
+        _drop_failed(steps, next_pass)
+    return steps
+
+
+def _drop_failed(steps: Sequence[SampledStep], next_pass: NextPass) -> None:
+    for row, step in enumerate(steps):
+        if isinstance(step, PalaverError):
+            next_pass.drop(row)
+
+
+def _start_copy(results: Tensor) -> Callable[[], Array]:
+    """Starts the copy to the host; the function that is returned waits for it, and for nothing that starts later."""
+    if results.device.type != "cuda":
+        return results.numpy
+    table = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
+    table.copy_(results, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> Array:
+        copied.synchronize()
+        return table.numpy()
+
+    return wait
 
 
 def _is_decided_by_kernel(processor: LogitsProcessor, max_top_k: int) -> bool:
@@ -121,11 +169,9 @@ def _kernel_settings(processor: LogitsProcessor, max_top_k: int) -> tuple[float,
     return (1 / sampling.temperature, top_k, sampling.top_p, sampling.min_p, processor.uniform(), -1)
 
 
-def _read_results(
-    results: Tensor, processors: Sequence[LogitsProcessor], kernels: ModuleType
-) -> list[SampledStep | None]:
+def _read_results(table: Array, processors: Sequence[LogitsProcessor], kernels: ModuleType) -> list[SampledStep | None]:
     """The steps that the kernels decided; None for the others. Alternatives are left to the readers of the replies."""
-    batch = _BatchResults(results.cpu().numpy(), processors, kernels)
+    batch = _BatchResults(table, processors, kernels)
     columns = batch.table[:, [kernels.TOKEN, kernels.LOGPROB, kernels.STATUS]].tolist()
     steps: list[SampledStep | None] = []
     for row, ((token_id, logprob, status), processor) in enumerate(zip(columns, processors, strict=True)):

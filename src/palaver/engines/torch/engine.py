@@ -244,7 +244,9 @@ class _RunnerPicker:
             # cuDNN builds a plan for every new pair of lengths: 20 ms each, and memory that is never freed
             torch.backends.cuda.enable_cudnn_sdp(False)
             forward, steps = self._probe(decoder).with_cuda_graphs(decoder, layout, steps, self._options)
-        return TorchRunner(forward, layout, cache_limit, context_length, self._threads), steps, BY_BATCH
+        ahead = self._options.run_ahead
+        runner = TorchRunner(forward, layout, cache_limit, context_length, self._threads, run_ahead=ahead)
+        return runner, steps, BY_BATCH
 
     def _probe(self, decoder: FusedDecoder) -> ForwardProbe:
         """Expects what the decoder itself gives for the whole text at once; CUDA graphs must give the same."""

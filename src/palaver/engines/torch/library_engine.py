@@ -158,7 +158,11 @@ def pick_runner(
                 return CompiledRunner(forward, cache_bytes, context_length, threads), COMPILED, BY_TEXT
             passes, exactness = probe.pick_exact_passes(forward, layout, options.exact, threads)
             length = None if probe.rope is None else probe.rope.original_length
-            return TorchRunner(forward, layout, cache_bytes, context_length, threads, passes, length), steps, exactness
+            ahead = options.run_ahead
+            torch_runner = TorchRunner(
+                forward, layout, cache_bytes, context_length, threads, passes, length, run_ahead=ahead
+            )
+            return torch_runner, steps, exactness
         except CantCompile:
             raise
         except Exception as error:  # whatever went wrong, the model's own cache may still work

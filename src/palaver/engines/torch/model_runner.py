@@ -159,13 +159,18 @@ class TorchRunner(SlotRunner[Tensor]):
         threads: TorchThreads,
         exact: ExactPasses | None = None,
         original_length: int | None = None,
+        run_ahead: bool | None = None,
     ) -> None:
-        """`original_length`: longer sequences use other rotary frequencies (`rope.LongRope`)."""
+        """`original_length`: longer sequences use other rotary frequencies (`rope.LongRope`). `run_ahead`: by
+        default on CUDA; never in the exact mode."""
         super().__init__(layout, cache_bytes, context_length)
         self.prefills_last_token = layout.device.type == "cpu" and exact is None
+        on_cuda = layout.device.type == "cuda"
+        if exact is None and (on_cuda if run_ahead is None else run_ahead):
+            self.run_ahead = self._run_ahead
         self._forward = forward
         self._device = layout.device
-        self._sampler = DeviceSampler(layout.device)
+        self._sampler = DeviceSampler(layout.device, on_cuda or self.run_ahead is not None)
         self._threads = threads
         self._exact = exact
         self._original_length = original_length
@@ -199,6 +204,17 @@ class TorchRunner(SlotRunner[Tensor]):
         chunks = [self._next_chunk(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
         return self._sampler.logits(self._run_by_frequencies(chunks, need_logits))
 
+    def _run_ahead(self, sequences: Sequence[SequenceState], tokens: object) -> Logits | None:
+        if len({sequence in self._long_rope for sequence in sequences}) > 1:
+            return None
+        assert isinstance(tokens, Tensor)
+        self._grow_slots(sequences, [1] * len(sequences))
+        batch = self._next_batch([self._chunk_ahead(sequence) for sequence in sequences], True, tokens)
+        logits = self._sampler.logits(self._run_batch(batch))
+        for sequence in sequences:
+            sequence.computed_tokens += 1
+        return logits
+
     def _drop_decode_batch(self) -> None:
         self._decode_batch = None
 
@@ -206,6 +222,10 @@ class TorchRunner(SlotRunner[Tensor]):
         start = sequence.computed_tokens
         ids = sequence.token_ids[start : start + count]
         return sequence_chunk(self._slots[sequence], start, ids, sequence in self._long_rope)
+
+    def _chunk_ahead(self, sequence: SequenceState) -> SequenceChunk:
+        """The chunk of a token that the host doesn't know yet."""
+        return sequence_chunk(self._slots[sequence], sequence.computed_tokens, (0,), sequence in self._long_rope)
 
     def _is_long(self, sequence: SequenceState) -> bool:
         return self._original_length is not None and len(sequence.token_ids) > self._original_length
@@ -257,12 +277,16 @@ class TorchRunner(SlotRunner[Tensor]):
         rest = [replace(chunk, start=chunk.start + half, ids=chunk.ids[half:]) for chunk, half in pairs]
         return self._run_chunks(rest, need_logits)
 
-    def _next_batch(self, chunks: Sequence[SequenceChunk], need_logits: bool) -> ForwardBatch:
+    def _next_batch(
+        self, chunks: Sequence[SequenceChunk], need_logits: bool, tokens: Tensor | None = None
+    ) -> ForwardBatch:
         """Advances the last decode batch where the same sequences continue. Prefill passes in between leave it."""
         if need_logits and self._decode_batch is not None and self._decode_batch.can_advance_to(chunks):
-            self._decode_batch.advance(chunks)
+            self._decode_batch.advance(chunks, tokens)
             return self._decode_batch
         batch = build_batch(chunks, self._device, need_logits)
+        if tokens is not None:
+            batch.set_tokens(tokens)
         if batch.is_decode:
             self._decode_batch = batch
         return batch

@@ -192,6 +192,7 @@ class SnapshotRunner:
         exact: bool = False,
     ) -> None:
         self.reuse = "snapshots" if abilities.copies else f"none: {abilities.reason}"
+        self.run_ahead = None
         self.supports_batching = False
         self.prefills_last_token = False
         self._new_state = new_state
