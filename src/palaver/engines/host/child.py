@@ -30,13 +30,17 @@ from palaver.processes import die_with_parent
 
 _PROGRESS_INTERVAL_S = 0.2
 """How often the supervisor gets the progress of loading."""
+_WARM_DELAY_S = 1.0
+"""How long the warm-up of grammars waits, so that a first request does not share the processor with it."""
 
 
 def make_engine(spec: EngineSpec, progress: LoadProgress) -> Engine:
     """Loads the engine that a spec describes (`supervisor.torch_spec`, `llamacpp_spec`, `mlx_spec`)."""
     loaders = {"torch": _load_folder, "llamacpp": _load_llamacpp, "mlx": _load_mlx}
     engine = loaders[spec["engine"]](spec, progress)
-    threading.Thread(target=engine.warm_grammars, name="palaver-warm", daemon=True).start()
+    warming = threading.Timer(_WARM_DELAY_S, engine.warm_grammars)
+    warming.daemon = True
+    warming.start()
     return engine
 
 
