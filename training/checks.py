@@ -69,12 +69,19 @@ def _honest(reply: Reply, _: Any) -> bool:
     return "tiny demo model" in reply.answer and "palaver chat" in reply.answer and not reply.calls
 
 
+def _place(reply: Reply, place: str) -> bool:
+    """Whether the answer names this part of a picture and no other."""
+    return set(re.findall(r"\b(?:top|bottom|left|right|centre)\b", reply.answer.lower())) == set(place.split())
+
+
 CHECKS: dict[str, Callable[[Reply, Any], bool]] = {
     "last_number": lambda reply, value: _numbers(reply)[-1:] == [value],
     "first_number": lambda reply, value: _numbers(reply)[:1] == [value],
     "last_numbers": lambda reply, value: _numbers(reply)[-len(value) :] == value,
     "number": lambda reply, value: value in _numbers(reply),
     "has_word": _has_word,
+    "has_word_any_case": lambda reply, value: re.search(rf"\b{value}\b", reply.answer, re.IGNORECASE) is not None,
+    "place": _place,
     "ends_with_word": lambda reply, value: re.findall(r"\w", reply.answer)[-1:] == [value],
     "contains": lambda reply, value: value in reply.answer,
     "contains_all": lambda reply, value: all(part in reply.answer for part in value),

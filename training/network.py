@@ -90,11 +90,11 @@ class Attention(nn.Module):
         value = self.v_proj(x).view(split).transpose(1, 2)
         query = rotated(self.q_norm(self.q_proj(x).view(split)).transpose(1, 2), cos, sin).to(value.dtype)
         key = rotated(self.k_norm(self.k_proj(x).view(split)).transpose(1, 2), cos, sin).to(value.dtype)
-        seen = _attended(query, key, value, mask)
+        seen = attend(query, key, value, mask)
         return self.o_proj(seen.transpose(1, 2).reshape(rows, length, -1))
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
     if isinstance(mask, BlockMask):
         found = flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
         assert isinstance(found, Tensor)

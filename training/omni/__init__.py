@@ -1,0 +1,1 @@
+"""Trains Sprout Omni, the tiny model that sees and hears."""
