@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -229,6 +230,28 @@ def test_a_process_that_was_started_ahead_ends_if_it_is_not_used() -> None:
     with ChildProcess() as child:
         assert child.popen.poll() is None
     assert child.popen.poll() == -signal.SIGKILL
+
+
+INTERRUPTED = """
+import os, runpy, signal, sys
+
+class Interrupter:
+    def find_spec(self, name, path=None, target=None):
+        if name == "palaver.engines.host.child":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+runpy.run_module("palaver.engines.host", run_name="__main__")
+"""
+
+
+def test_ctrl_c_during_the_imports_does_not_end_the_process() -> None:
+    ours, its = socket.socketpair()
+    ours.close()  # the process ends by itself when it reads its connection
+    with its:
+        command = [sys.executable, "-c", INTERRUPTED, str(its.fileno())]
+        done = subprocess.run(command, pass_fds=[its.fileno()], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_users_own_settings_of_threads_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import os
-import signal
 import socket
 import sys
 import threading
@@ -26,7 +25,6 @@ from palaver.engines.host.frames import (
     read_frame,
 )
 from palaver.errors import BrokenModel, EngineError, PalaverError
-from palaver.processes import die_with_parent
 
 _PROGRESS_INTERVAL_S = 0.2
 """How often the supervisor gets the progress of loading."""
@@ -263,8 +261,6 @@ async def serve(descriptor: int) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is handled by the front-end
-    die_with_parent()
     faulthandler.enable(all_threads=False)
     asyncio.run(serve(int(sys.argv[1])))
     os._exit(0)  # the engine is closed: don't wait for a library's threads
