@@ -10,8 +10,7 @@ import pytest
 from jinja2 import Environment
 
 from palaver.errors import BrokenModel
-from palaver.models.axolotl import TrainedModel, is_configuration, read_configuration
-from palaver.models.templates import TEMPLATES
+from palaver.models.axolotl import TEMPLATES, TrainedModel, is_configuration, read_configuration
 
 
 def config(folder: Path, text: str) -> Path:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from palaver.cli import app
-from palaver.commands.export import ExportFormat
+from palaver.commands.store import ExportFormat
 from palaver.messages import Image, Message, Role, Text, assistant
 from palaver.store import Store, open_store
 from palaver.transcripts import TranscriptFormat, read_conversation

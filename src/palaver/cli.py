@@ -10,15 +10,12 @@ import typer
 from palaver import __version__
 from palaver.commands import strings
 from palaver.commands.ask import ask
-from palaver.commands.backup import backup, restore
 from palaver.commands.chat import chat
-from palaver.commands.conversations import conversations, delete, undelete
-from palaver.commands.export import export, import_
 from palaver.commands.formats import formats
 from palaver.commands.inspect import inspect
-from palaver.commands.keys import keys
 from palaver.commands.replay import replay
 from palaver.commands.serve import serve
+from palaver.commands.store import backup, conversations, delete, export, import_, keys, restore, undelete
 
 app = typer.Typer(
     name="palaver",

@@ -18,8 +18,8 @@ from palaver.chat.reply_stream import ReplyRequest
 from palaver.errors import BadParameter, BrokenModel, NoTemplate, UnknownModel
 from palaver.formats.base import RenderOptions
 from palaver.messages import user
+from palaver.models.axolotl import TEMPLATES
 from palaver.models.resolver import ResolvedModel
-from palaver.models.templates import TEMPLATES
 from palaver.sampling import Sampling
 from tests.chat.scripted_service import model as scripted_model
 from tests.tiny import PREOPENED

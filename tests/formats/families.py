@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer
+from palaver.commands.format_trials import PieceTokenizer
 from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
 from palaver.messages import Tool

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer
+from palaver.commands.format_trials import PieceTokenizer
 from palaver.events import AnswerDelta, Notice, ReadEvent, ThinkingDelta, ToolCallDelta, ToolCallOpened, fold
 from palaver.formats.base import RenderOptions
 from palaver.formats.format import TemplateFormat

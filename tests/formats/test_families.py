@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer
-from palaver.commands.format_trials.roundtrip import run_roundtrips
+from palaver.commands.format_trials import PieceTokenizer, run_roundtrips
 from palaver.events import Notice, PhaseOpened, ReadEvent, fold
 from palaver.formats.base import RenderOptions
 from palaver.formats.format import TemplateFormat

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from palaver.commands.format_trials.cases import STRINGS
-from palaver.commands.format_trials.piece_tokenizer import control_strings
+from palaver.commands.format_trials import STRINGS, control_strings
 from palaver.errors import BadParameter, TemplateError
 from palaver.formats.base import RenderOptions
 from palaver.formats.format import TemplateFormat

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer
+from palaver.commands.format_trials import PieceTokenizer
 from palaver.errors import BadParameter, TemplateError
 from palaver.events import AnswerDelta
 from palaver.formats import facts as facts_module

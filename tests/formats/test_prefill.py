@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from palaver.commands.format_trials.cases import STRINGS
-from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer, control_strings
+from palaver.commands.format_trials import STRINGS, PieceTokenizer, control_strings
 from palaver.events import fold
 from palaver.formats.base import RenderOptions
 from palaver.formats.format import TemplateFormat

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 from transformers import logging as transformers_logging
 
-from palaver.commands.format_trials.cases import STRINGS
-from palaver.commands.format_trials.piece_tokenizer import control_strings
+from palaver.commands.format_trials import STRINGS, control_strings
 from palaver.errors import TemplateError
 from palaver.formats.base import RenderOptions
 from palaver.formats.facts import SwitchKind

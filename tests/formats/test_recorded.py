@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from palaver.commands.format_trials.cases import CaseReplay, load_cases
-from palaver.commands.format_trials.roundtrip import Roundtrip
+from palaver.commands.format_trials import CaseReplay, Roundtrip, load_cases
 from tests.formats.expected_failures import CONTINUATIONS, RECORDED_CASES, expected
 
 FOLDER = Path(__file__).parents[3] / "shared" / "formats"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from palaver.commands.format_trials.roundtrip import Roundtrip
+from palaver.commands.format_trials import Roundtrip
 from palaver.events import fold
 from palaver.formats.base import RenderOptions
 from palaver.formats.facts import Confidence, Facts, facts_from_json, facts_to_json

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from palaver.commands.format_trials.roundtrip import Roundtrip
+from palaver.commands.format_trials import Roundtrip
 from palaver.events import fold
 from palaver.formats.base import RenderOptions
 from palaver.messages import Message, Role, ToolCall, user

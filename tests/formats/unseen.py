@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from palaver.commands.format_trials.cases import STRINGS
-from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer, control_strings
+from palaver.commands.format_trials import STRINGS, PieceTokenizer, control_strings
 from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
 

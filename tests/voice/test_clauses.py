@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaver.voice.clauses import MAX_CLAUSE
-from palaver.voice.speech import Narration
+from palaver.voice.speech import MAX_CLAUSE, Narration
 from tests.voice.helpers import split_clauses, words
 
 ANSWER = """# A heading

@@ -30,8 +30,8 @@ from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
 from palaver.generation import Finish, Prompt, Step
 from palaver.gguf import read_gguf
 from palaver.messages import Message, Text, Tool, ToolResult
+from palaver.models.axolotl import find_template
 from palaver.models.resolver import ResolvedModel
-from palaver.models.templates import find_template
 from palaver.phases import Vocabulary
 from palaver.sampling import MAX_SEED, MAX_TOKENS, Sampling, check_sampling
 

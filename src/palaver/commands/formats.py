@@ -39,8 +39,7 @@ def show(
 
 
 def _load_facts(what: str) -> Facts:
-    from palaver.commands.format_trials.cases import STRINGS
-    from palaver.commands.format_trials.piece_tokenizer import PieceTokenizer, control_strings
+    from palaver.commands.format_trials import STRINGS, PieceTokenizer, control_strings
     from palaver.formats.learn.learner import learn
     from palaver.formats.loader import load_format, load_gguf_format
     from palaver.formats.template import Template
@@ -61,7 +60,7 @@ def _print_page(what: str, facts: Facts) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from palaver.commands.format_trials.report import (
+    from palaver.commands.format_report import (
         describe_continuation,
         describe_facts,
         describe_unlearned,
@@ -106,7 +105,7 @@ def check(
     cases: Annotated[Path, typer.Argument(metavar="CASES_JSONL")],
 ) -> None:
     """Replay recorded cases whole, by character and in random cuts, with control strings as tokens and as text."""
-    from palaver.commands.format_trials.cases import CaseReplay, load_cases
+    from palaver.commands.format_trials import CaseReplay, load_cases
 
     with report_errors():
         _check_folder(templates)
@@ -139,8 +138,7 @@ def roundtrip(
     cases: Annotated[Path | None, typer.Option("--cases", help=strings.CASES)] = None,
 ) -> None:
     """Cut replies at every event, continue them from their text, and compare with the uncut bytes."""
-    from palaver.commands.format_trials.cases import load_cases
-    from palaver.commands.format_trials.roundtrip import run_roundtrips
+    from palaver.commands.format_trials import load_cases, run_roundtrips
 
     with report_errors():
         _check_folder(templates)

@@ -104,7 +104,7 @@ def _describe_speed(speed: float) -> Iterator[tuple[str, str]]:
 
 
 def _describe_format(format: Format) -> Iterator[tuple[str, str]]:
-    from palaver.commands.format_trials.report import describe_facts, describe_variables
+    from palaver.commands.format_report import describe_facts, describe_variables
     from palaver.formats.format import TemplateFormat
 
     assert isinstance(format, TemplateFormat)

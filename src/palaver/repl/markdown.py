@@ -24,7 +24,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from palaver.repl.sanitize import sanitize
+from palaver.repl.text import sanitize
 
 MAX_OPEN_BLOCK = 2000
 """Characters after which an open block is split."""

@@ -27,7 +27,7 @@ from palaver.events import (
 from palaver.generation import Finish
 from palaver.phases import Phase
 from palaver.repl import strings
-from palaver.repl.sanitize import sanitize
+from palaver.repl.text import sanitize
 
 if TYPE_CHECKING:
     from palaver.chat.turn_log import LogEntry  # it imports the store, which `palaver ask` doesn't use

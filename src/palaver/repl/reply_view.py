@@ -37,10 +37,9 @@ from palaver.phases import Phase
 from palaver.repl import strings
 from palaver.repl.input import DOUBLE_PRESS_SECONDS, KeyActions, LineSource
 from palaver.repl.markdown import MarkdownStream, highlight_code
-from palaver.repl.numbers import format_seconds, format_tokens
-from palaver.repl.sanitize import one_line, sanitize
 from palaver.repl.screen import Screen
 from palaver.repl.settings import ThinkingDisplay
+from palaver.repl.text import format_seconds, format_tokens, one_line, sanitize
 
 if TYPE_CHECKING:
     from palaver.repl.voice import SpokenReply

@@ -18,8 +18,7 @@ from palaver.generation import Finish
 from palaver.models.resolver import DEFAULT_MODEL
 from palaver.repl import strings
 from palaver.repl.input import TypedLine
-from palaver.repl.numbers import format_seconds, format_share, format_speed, format_tokens
-from palaver.repl.sanitize import one_line
+from palaver.repl.text import format_seconds, format_share, format_speed, format_tokens, one_line
 from palaver.store import ReplyStatus, StoredReply
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Every text that the terminal shows, in one place, to be read as a whole and translated one day.
 
-Texts with `{names}` are filled in with `str.format`. Numbers are written by `palaver.repl.numbers`.
+Texts with `{names}` are filled in with `str.format`. Numbers are written by `palaver.repl.text`.
 """
 
 from __future__ import annotations

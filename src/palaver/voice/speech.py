@@ -1,8 +1,11 @@
-"""Streaming speech of one answer: text goes in as it is generated, audio comes out clause by clause."""
+"""Streaming speech of one answer: text goes in as it is generated, is split into clauses, each as soon as it is
+complete, and audio comes out clause by clause. The boundaries of clauses depend on the text alone, not on the chunks in
+which it arrived."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -10,8 +13,150 @@ from dataclasses import dataclass
 import numpy as np
 
 from palaver.voice.base import SAMPLE_RATE, Samples, Speaker, VoiceSettings, silence
-from palaver.voice.clauses import ClauseSplitter, ClauseText
 from palaver.voice.text_normalization import detect_language, normalize_text
+
+MAX_CLAUSE = 280
+"""Characters after which a clause is split without punctuation."""
+MIN_FIRST_CLAUSE, MIN_CLAUSE = 24, 80
+"""Length from which a comma ends a clause. Short for the first clause, so that audio starts soon."""
+
+_CLOSERS = r"[\"'”’»)\]}*_~`」』）】》]*"
+_CUT = re.compile(
+    rf"(?P<line>\n)|(?P<full>[。！？｡]+)|(?P<sentence>[.!?…]+{_CLOSERS}(?=\s))"
+    rf"|(?P<pause>[,;:—–]{_CLOSERS}(?=\s)|[，；：、])"
+)
+_FENCE = re.compile(r" {0,3}(?P<mark>`{3,}|~{3,}|\$\$)")
+_MAYBE_FENCE = re.compile(r" {0,3}(?:`{0,2}|~{0,2}|\$?)")
+_NUMBERED = re.compile(r"\s*(?:>\s*)*\d{1,3}\.")
+_INITIAL = re.compile(r"(?:^|[\s.(])(?!I)[A-ZÀ-Þ]\.$")
+_WORD = re.compile(r"([^\W\d_]+(?:\.[^\W\d_]+)*)\.$")
+_ABBREVIATIONS = frozenset(
+    "mr mrs ms dr prof sr jr st mt vs e.g i.e cf ca approx fig figs vol pp al gen col sgt capt lt rev hon "
+    "jan feb mar apr jun jul aug sep sept oct nov dec inc ltd corp bros a.m p.m u.s u.k u.n d.c ph.d "
+    "z.b d.h bzw usw".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ClauseText:
+    """A clause of the answer, verbatim: all clauses joined are the answer."""
+
+    text: str
+    is_code: bool = False
+    begins_line: bool = False
+
+
+class ClauseSplitter:
+    """Splits one answer: `feed` its text as it streams, then `close`."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._begins_line = True
+        self._fence = ""
+        """The fence that closes the open code block."""
+        self._has_emitted = False
+
+    def feed(self, text: str) -> list[ClauseText]:
+        self._text += text
+        return self._emit_clauses(final=False)
+
+    def close(self) -> list[ClauseText]:
+        """The remaining clauses, at the end of the text."""
+        return self._emit_clauses(final=True)
+
+    def _emit_clauses(self, final: bool) -> list[ClauseText]:
+        clauses = []
+        while self._text and (piece := self._next(final)) is not None:
+            clauses.append(piece)
+        return clauses
+
+    def _next(self, final: bool) -> ClauseText | None:
+        if self._fence:
+            return self._code_line(final)
+        if self._begins_line:
+            if fence := _FENCE.match(self._text):
+                return self._open_fence(fence["mark"], final)
+            if _MAYBE_FENCE.fullmatch(self._text) and not final:
+                return None
+        end = self._find_end(final)
+        return None if end is None else self._emit(end)
+
+    def _emit(self, end: int, is_code: bool = False) -> ClauseText:
+        piece = ClauseText(self._text[:end], is_code, self._begins_line)
+        self._text = self._text[end:]
+        self._begins_line = piece.text.endswith("\n")
+        self._has_emitted = self._has_emitted or (not is_code and any(map(str.isalnum, piece.text)))
+        return piece
+
+    def _line_end(self, final: bool) -> int | None:
+        """The end of the line, or None if it may not be complete."""
+        position = self._text.find("\n")
+        return position + 1 if position >= 0 else len(self._text) if final else None
+
+    def _open_fence(self, mark: str, final: bool) -> ClauseText | None:
+        end = self._line_end(final)
+        if end is None:
+            return None
+        line = self._text[:end].strip()
+        if not (mark == "$$" and line.count("$$") > 1):
+            self._fence = mark
+        return self._emit(end, is_code=True)
+
+    def _code_line(self, final: bool) -> ClauseText | None:
+        end = self._line_end(final)
+        if end is None:
+            return None
+        line = self._text[:end].strip()
+        if line.endswith("$$") if self._fence == "$$" else _closes_fence(line, self._fence):
+            self._fence = ""
+        return self._emit(end, is_code=True)
+
+    def _find_end(self, final: bool) -> int | None:
+        for cut in _CUT.finditer(self._text, 0, MAX_CLAUSE + 1):
+            if cut.end() > MAX_CLAUSE:
+                break
+            if self._is_clause_end(cut):
+                return cut.end()
+        if len(self._text) > MAX_CLAUSE:
+            return self._split_at_space()
+        return len(self._text) if final else None
+
+    def _is_clause_end(self, cut: re.Match[str]) -> bool:
+        if cut.lastgroup == "line":
+            return True
+        before = self._text[: cut.end()]
+        if _is_inside_markup(before):
+            return False
+        if cut.lastgroup == "pause":
+            return len(before.strip()) >= (MIN_CLAUSE if self._has_emitted else MIN_FIRST_CLAUSE)
+        return cut.lastgroup == "full" or not self._is_abbreviated(before)
+
+    def _is_abbreviated(self, before: str) -> bool:
+        if not before.endswith("."):
+            return False
+        if self._begins_line and _NUMBERED.fullmatch(before):
+            return True
+        word = _WORD.search(before)
+        return bool(_INITIAL.search(before)) or (word is not None and word[1].lower() in _ABBREVIATIONS)
+
+    def _split_at_space(self) -> int:
+        position = max(self._text.rfind(" ", 1, MAX_CLAUSE), self._text.rfind("\t", 1, MAX_CLAUSE))
+        return position + 1 if position > 0 else MAX_CLAUSE
+
+
+def _closes_fence(line: str, mark: str) -> bool:
+    """A fence is closed by a line of at least as many of its marks and nothing else."""
+    return len(line) >= len(mark) and set(line) == {mark[0]}
+
+
+def _is_inside_markup(text: str) -> bool:
+    """Whether a link or inline code is open at the end of the text."""
+    if text.count("`") % 2:
+        return True
+    link = text.rfind("](")
+    if link >= 0 and ")" not in text[link:]:
+        return True
+    return text.rfind("[") > text.rfind("]")
 
 
 @dataclass(frozen=True, slots=True)

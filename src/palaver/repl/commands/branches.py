@@ -19,14 +19,12 @@ from palaver.errors import BadParameter, NothingToContinue, RequestError
 from palaver.messages import Role, Thinking, ToolCall, ToolResult
 from palaver.messages import Text as TextPart
 from palaver.repl import strings
-from palaver.repl.command_table import ArgumentChoice, CommandGroup
-from palaver.repl.completion import fixed_choices
+from palaver.repl.command_table import ArgumentChoice, CommandGroup, fixed_choices
 from palaver.repl.input import TypedLine
 from palaver.repl.markdown import render_markdown
-from palaver.repl.numbers import format_messages, format_seconds, format_tokens
 from palaver.repl.reply_view import format_call, render_thinking
-from palaver.repl.sanitize import one_line, sanitize
 from palaver.repl.settings import ThinkingDisplay
+from palaver.repl.text import format_messages, format_seconds, format_tokens, one_line, sanitize
 from palaver.store import Blob, ReplyStatus, StoredMessage, TreeNode
 
 if TYPE_CHECKING:

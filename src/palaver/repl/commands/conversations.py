@@ -12,7 +12,7 @@ from palaver.errors import RequestError
 from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup
 from palaver.repl.cursor import find_conversation, list_conversations
-from palaver.repl.sanitize import one_line
+from palaver.repl.text import one_line
 from palaver.store import Conversation, NotFound
 
 if TYPE_CHECKING:

@@ -16,10 +16,8 @@ from palaver.errors import RequestError, UnsupportedContent
 from palaver.messages import Audio, Image, Role
 from palaver.messages import Text as TextPart
 from palaver.repl import strings
-from palaver.repl.command_table import ArgumentChoice, CommandGroup
-from palaver.repl.completion import complete_paths, fixed_choices
-from palaver.repl.numbers import format_count
-from palaver.repl.sanitize import one_line
+from palaver.repl.command_table import ArgumentChoice, CommandGroup, complete_paths, fixed_choices
+from palaver.repl.text import format_count, one_line
 from palaver.store import Conversation
 
 if TYPE_CHECKING:

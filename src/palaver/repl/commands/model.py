@@ -15,9 +15,8 @@ from palaver.errors import BadParameter, ModelError, RequestError
 from palaver.messages import Role
 from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup
-from palaver.repl.numbers import format_count, format_messages, format_tokens, format_value
-from palaver.repl.sanitize import one_line
 from palaver.repl.status import context_line, model_status, ready_lines, thinking_summary
+from palaver.repl.text import format_count, format_messages, format_tokens, format_value, one_line
 from palaver.store import Conversation
 
 if TYPE_CHECKING:

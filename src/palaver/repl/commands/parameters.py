@@ -14,10 +14,9 @@ from palaver.chat.parameters import NAMES
 from palaver.errors import BadParameter, RequestError, UnknownParameter
 from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup
-from palaver.repl.numbers import format_value
-from palaver.repl.sanitize import one_line, sanitize
 from palaver.repl.settings import find_preset
 from palaver.repl.strings import CommandText
+from palaver.repl.text import format_value, one_line, sanitize
 from palaver.sampling import NUMBERS, OFF_WORDS, STRINGS, SamplingParameter, check_strings
 
 if TYPE_CHECKING:

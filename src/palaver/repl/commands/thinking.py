@@ -10,8 +10,7 @@ from palaver.errors import BadParameter, RequestError
 from palaver.formats.facts import SwitchKind, list_values, switch_of_kind, thinking_switch
 from palaver.messages import Role, Thinking
 from palaver.repl import strings
-from palaver.repl.command_table import ArgumentChoice, CommandGroup
-from palaver.repl.completion import fixed_choices
+from palaver.repl.command_table import ArgumentChoice, CommandGroup, fixed_choices
 from palaver.repl.reply_view import render_thinking
 from palaver.repl.settings import ThinkingDisplay, parse_switch
 from palaver.repl.status import thinking_summary

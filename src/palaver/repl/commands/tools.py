@@ -12,11 +12,9 @@ from rich.text import Text
 from palaver.errors import RequestError
 from palaver.messages import Role, ToolCall, ToolResult, tool
 from palaver.repl import strings
-from palaver.repl.command_table import ArgumentChoice, CommandGroup
-from palaver.repl.completion import complete_paths
-from palaver.repl.numbers import format_count
+from palaver.repl.command_table import ArgumentChoice, CommandGroup, complete_paths
 from palaver.repl.reply_view import format_call, unanswered_calls
-from palaver.repl.sanitize import one_line
+from palaver.repl.text import format_count, one_line
 from palaver.sampling import OFF_WORDS
 from palaver.store import StoredMessage
 

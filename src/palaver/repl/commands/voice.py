@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from palaver.errors import RequestError
 from palaver.messages import Role
 from palaver.repl import strings
-from palaver.repl.command_table import CommandGroup
-from palaver.repl.completion import fixed_choices
+from palaver.repl.command_table import CommandGroup, fixed_choices
 from palaver.repl.settings import parse_switch
 
 if TYPE_CHECKING:
