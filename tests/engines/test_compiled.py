@@ -26,10 +26,10 @@ from palaver.engines.core.decoder_config import read_decoder_config
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.kv_cache import HostArray, SlotAllocator
 from palaver.engines.torch import EngineOptions, SchedulerLimits, devices, load
-from palaver.engines.torch.decoders.plain import PlainDecoder, compile_decoder
 from palaver.engines.torch.devices import CPU, fit
 from palaver.engines.torch.engine import NO_COMPILER_HINT
 from palaver.engines.torch.loader import open_checkpoint, quiet
+from palaver.engines.torch.plain_decoder import PlainDecoder, compile_decoder
 from palaver.errors import CantCompile, DoesNotFit
 from palaver.generation import Prompt
 from palaver.sampling import Sampling

@@ -19,10 +19,10 @@ from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine, cuda_graphs
 from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch, sequence_chunk
 from palaver.engines.torch.cuda_graphs import LENGTH_MULTIPLE, GraphDecoder, Pass, StepDecoder
-from palaver.engines.torch.decoders.library import LibraryDecoder, kv_layout
-from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder
 from palaver.engines.torch.devices import TensorLayout
+from palaver.engines.torch.library_decoder import LibraryDecoder, kv_layout
 from palaver.engines.torch.library_engine import ModelProbe, model_engine
+from palaver.engines.torch.plain_decoder import FusedDecoder, PlainDecoder
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny

@@ -13,10 +13,10 @@ from palaver.engines.core.decoder_config import read_decoder_config
 from palaver.engines.core.kv_cache import SlotAllocator
 from palaver.engines.torch import EngineOptions, load
 from palaver.engines.torch.batch import build_batch, sequence_chunk
-from palaver.engines.torch.decoders.checkpoint import read_plain_decoder
-from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder
 from palaver.engines.torch.devices import CPU, TensorLayout, TensorMemory
+from palaver.engines.torch.engine import read_plain_decoder
 from palaver.engines.torch.loader import quiet
+from palaver.engines.torch.plain_decoder import FusedDecoder, PlainDecoder
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny

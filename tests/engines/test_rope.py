@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from palaver.engines.core.runner import UnsupportedModel
-from palaver.engines.torch import EngineOptions, SchedulerLimits, load
-from palaver.engines.torch.decoders import plain
-from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder
+from palaver.engines.torch import EngineOptions, SchedulerLimits, load, plain_decoder
 from palaver.engines.torch.library_engine import ModelProbe, model_engine
+from palaver.engines.torch.plain_decoder import FusedDecoder, PlainDecoder
 from palaver.errors import ContextOverflow
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
@@ -100,7 +99,7 @@ async def test_a_longer_text_than_frequencies_hold_for_is_refused(folder_of: Cal
 
 
 def test_the_probe_sees_queries_that_are_scaled_at_late_positions_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "_check_shape", lambda model: None)
+    monkeypatch.setattr(plain_decoder, "_check_shape", lambda model: None)
     model = tiny.build("ministral3")
     with torch.inference_mode():
         probe = ModelProbe(model, tiny.SIZE, 512)

@@ -47,7 +47,7 @@ def test_every_client_has_a_cursor_of_its_own(store: Store) -> None:
 
 
 def test_old_moves_are_forgotten(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("palaver.store.cursors.MAX_MOVES", 5)
+    monkeypatch.setattr("palaver.store.conversations.MAX_MOVES", 5)
     id = new_conversation(store).id
     places = [add_message(store, id, None, str(number)).id for number in range(9)]
     for place in places:

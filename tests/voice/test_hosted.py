@@ -13,8 +13,7 @@ import pytest
 from palaver.errors import BadParameter, BrokenModel
 from palaver.voice.base import SAMPLE_RATE, Samples, VoiceSettings
 from palaver.voice.hosted import HostedSpeaker
-from palaver.voice.loader import SpeakerCache, load_speaker
-from palaver.voice.speech import stream_speech
+from palaver.voice.speech import SpeakerCache, load_speaker, stream_speech
 from tests.voice.tiny_models import make_pocket, make_vits
 
 pytest.importorskip("soxr")

@@ -14,8 +14,7 @@ from palaver.errors import BadParameter
 from palaver.voice.audio_format import FORMATS, audio_format, encode_audio, pcm, wav_header
 from palaver.voice.base import SAMPLE_RATE, Samples, VoiceMissing, VoiceSettings
 from palaver.voice.espeak import Espeak
-from palaver.voice.loader import SpeakerCache
-from palaver.voice.speech import Speech, SpokenAudio, stream_speech
+from palaver.voice.speech import SpeakerCache, Speech, SpokenAudio, stream_speech
 
 pytest.importorskip("espeakng_loader")
 

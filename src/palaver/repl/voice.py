@@ -19,8 +19,7 @@ from palaver.generation import Finish
 from palaver.repl import strings
 from palaver.voice.audio_format import FORMATS, encode_audio, pcm, wav_header
 from palaver.voice.base import Samples, VoiceSettings, silence
-from palaver.voice.loader import SpeakerCache
-from palaver.voice.speech import Speech, stream_speech
+from palaver.voice.speech import SpeakerCache, Speech, stream_speech
 
 Notify = Callable[[str], None]
 _PLAYERS = (

@@ -40,7 +40,7 @@ from palaver.server.settings import ServerSettings
 from palaver.server.socket import routes as websocket
 from palaver.server.socket.registry import SocketRegistry
 from palaver.server.state import ServerState
-from palaver.voice.loader import SpeakerCache
+from palaver.voice.speech import SpeakerCache
 
 
 class Server:

@@ -32,7 +32,7 @@ from palaver.server.openai.schemas import ChatMessage
 from palaver.server.settings import ServerSettings
 from palaver.server.socket.registry import SocketRegistry
 from palaver.store import Store, StoreError
-from palaver.voice.loader import SpeakerCache
+from palaver.voice.speech import SpeakerCache
 
 MAX_TOKENS = 4_000_000
 """Of all replies in the reply index together. The least recently used is evicted first."""

@@ -1,7 +1,7 @@
 """The store: conversations as trees of messages, replies with their tokens, blobs, users, search, backups."""
 
 from palaver.store.blobs import Blob
-from palaver.store.cursors import Cursor
+from palaver.store.conversations import Cursor
 from palaver.store.encoding import ReplySettings
 from palaver.store.errors import Conflict, DiskFull, LeaseLost, Locked, NotFound, StoreError
 from palaver.store.leases import Lease

@@ -9,8 +9,7 @@ from platformdirs import user_data_path
 from sqlalchemy import URL, text
 
 from palaver.store.blobs import Blobs, make_folder, restrict, restrict_tree
-from palaver.store.conversations import Conversations
-from palaver.store.cursors import Cursors
+from palaver.store.conversations import Conversations, Cursors
 from palaver.store.database import Database
 from palaver.store.errors import translate_errors
 from palaver.store.leases import Leases

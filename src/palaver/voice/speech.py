@@ -1,6 +1,6 @@
 """Streaming speech of one answer: text goes in as it is generated, is split into clauses, each as soon as it is
 complete, and audio comes out clause by clause. The boundaries of clauses depend on the text alone, not on the chunks in
-which it arrived."""
+which it arrived. Speakers are loaded by name."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from palaver.voice.base import SAMPLE_RATE, Samples, Speaker, VoiceSettings, silence
+from palaver.voice.espeak import Espeak
+from palaver.voice.hosted import HostedSpeaker
 from palaver.voice.text_normalization import detect_language, normalize_text
 
 MAX_CLAUSE = 280
@@ -278,3 +280,34 @@ async def stream_speech(text: str, speaker: Speaker, voice: VoiceSettings | None
     speech.end()
     async for piece in speech:
         yield piece
+
+
+DEFAULT_SPEAKER = "espeak"
+
+
+def load_speaker(name: str = DEFAULT_SPEAKER) -> Speaker:
+    """`espeak`, or the folder or hub id of a text-to-speech model. May take a while."""
+    return Espeak() if name == DEFAULT_SPEAKER else HostedSpeaker(name)
+
+
+class SpeakerCache:
+    """The speaker in use, loaded on first use."""
+
+    def __init__(self, name: str = DEFAULT_SPEAKER) -> None:
+        self.name = name
+        self._speaker: Speaker | None = None
+        self._lock = asyncio.Lock()
+
+    async def current(self) -> Speaker:
+        """Raises VoiceMissing or another ModelError if the speaker cannot be loaded."""
+        async with self._lock:
+            if self._speaker is None:
+                self._speaker = await asyncio.to_thread(load_speaker, self.name)
+            return self._speaker
+
+    async def close(self) -> None:
+        """May be called twice. `current` loads the speaker again."""
+        async with self._lock:
+            if self._speaker is not None:
+                await asyncio.to_thread(self._speaker.close)
+                self._speaker = None

@@ -19,7 +19,7 @@ import pytest
 from palaver.engines.core.logits_processors import unspeakable_characters
 from palaver.errors import BadParameter
 from palaver.server.socket.request import decode_recording
-from palaver.voice import loader
+from palaver.voice import speech
 from palaver.voice.base import SAMPLE_RATE, IsStopped, Samples, VoiceFailed, VoiceSettings
 from palaver.voice.espeak import Espeak
 from palaver.voice.speech import stream_speech
@@ -180,7 +180,7 @@ def file_of(samples: Samples, rate: int, kind: str) -> bytes:
 
 
 async def test_a_voice_that_follows_gets_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "load_speaker", lambda name: Parrot())
+    monkeypatch.setattr(speech, "load_speaker", lambda name: Parrot())
     async with scripted_server(tmp_path, [answering(clause("Hello there"))]) as it, connect_client(it.url) as client:
         options = {"enabled": True, "ref_audio_data": as_base64(tone(16_000).tobytes())}
         received = await client.request(messages=USER, tts=options)
@@ -188,7 +188,7 @@ async def test_a_voice_that_follows_gets_the_recording(tmp_path: Path, monkeypat
 
 
 async def test_a_voice_that_fails_takes_no_word_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "load_speaker", lambda name: Parrot())
+    monkeypatch.setattr(speech, "load_speaker", lambda name: Parrot())
     async with (
         scripted_server(tmp_path, [answering(clause("Now hush. Please."))]) as it,
         connect_client(it.url) as client,

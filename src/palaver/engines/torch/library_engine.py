@@ -21,8 +21,6 @@ from palaver.engines.core.kv_cache import Slot, SlotAllocator
 from palaver.engines.core.options import EngineOptions, check_cache_bytes
 from palaver.engines.core.runner import SMALL_MODEL, Runner, UnsupportedModel
 from palaver.engines.torch.batch import BatchInputs, ForwardBatch, SequenceChunk, build_batch, sequence_chunk
-from palaver.engines.torch.decoders.library import LibraryDecoder, OffsetCache, find_longrope, kv_layout
-from palaver.engines.torch.decoders.plain import FusedDecoder, PlainDecoder, compile_decoder
 from palaver.engines.torch.devices import (
     TensorLayout,
     TorchThreads,
@@ -45,6 +43,7 @@ from palaver.engines.torch.forward_probe import (
     max_difference,
     probe_ids,
 )
+from palaver.engines.torch.library_decoder import LibraryDecoder, OffsetCache, find_longrope, kv_layout
 from palaver.engines.torch.loader import (
     context_length,
     end_ids,
@@ -55,6 +54,7 @@ from palaver.engines.torch.loader import (
     sampling_defaults,
 )
 from palaver.engines.torch.model_runner import ExactPasses, Forward, TorchRunner, probe_exactness
+from palaver.engines.torch.plain_decoder import FusedDecoder, PlainDecoder, compile_decoder
 from palaver.engines.torch.snapshot_runner import CacheAbilities, RecurrentState, SnapshotRunner, StatelessModel
 from palaver.errors import CantCompile
 from palaver.memory import give_back_unused
