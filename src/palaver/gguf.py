@@ -11,7 +11,7 @@ import re
 import struct
 import sys
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -358,8 +358,3 @@ class _HeaderReader:
         if any(size == 0 for size in shape) or shape[0] % found.block:
             raise self._broken(f"the shape of the tensor {name!r} doesn't fit its type {found.name}")
         return Tensor(name, shape, found, offset)
-
-
-def find_parts(names: list[str]) -> Iterator[str]:
-    """The file names that a model can be loaded by: whole files and first parts."""
-    return (name for name in names if name.endswith(".gguf") and not is_later_part(name))

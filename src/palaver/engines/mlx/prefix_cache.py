@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from palaver.engines.core.kv_cache import common_prefix_length
 from palaver.engines.core.sampler import Logits
 from palaver.engines.mlx.model import SequenceStates
 
@@ -17,7 +18,6 @@ MAX_CONVERSATIONS = 16
 """An entry that more conversations use is shared by all, so that the set of names stays bounded."""
 MAX_LOGITS = 4
 """Rows of logits in an entry: for the last prompts of a conversation, should their replies be generated again."""
-_COMPARED = 256
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +64,7 @@ class CacheEntry:
 
     def usable_tokens(self, keys: array[int]) -> int:
         """How many of the first keys a sequence can start from: all or none of a state that can't be cut."""
-        common = common_prefix(self.tokens, keys)
+        common = common_prefix_length(self.tokens, keys)
         whole = common == len(self.tokens)
         return common if whole or self.state is None or self.state.can_truncate else 0
 
@@ -101,7 +101,9 @@ class StateCache:
         """Adds an entry. It replaces the entries that it contains, unless it can't be cut to their lengths."""
         assert entry.state is not None
         for other in list(self._entries):
-            contained = other.space == entry.space and common_prefix(other.tokens, entry.tokens) == len(other.tokens)
+            contained = other.space == entry.space and common_prefix_length(other.tokens, entry.tokens) == len(
+                other.tokens
+            )
             if contained and (entry.state.can_truncate or len(other.tokens) == len(entry.tokens)):
                 entry.add_uses(other)
                 entry.logits = other.logits | entry.logits
@@ -144,13 +146,3 @@ class StateCache:
 
     def __contains__(self, entry: CacheEntry) -> bool:
         return any(other is entry for other in self._entries)
-
-
-def common_prefix(one: array[int], two: array[int]) -> int:
-    """How many items both begin with."""
-    limit = min(len(one), len(two))
-    for start in range(0, limit, _COMPARED):
-        end = min(start + _COMPARED, limit)
-        if one[start:end] != two[start:end]:
-            return next(place for place in range(start, end) if one[place] != two[place])
-    return limit
