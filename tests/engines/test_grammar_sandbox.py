@@ -134,7 +134,7 @@ async def test_grammars_go_on_when_the_sandbox_dies() -> None:
     cache = GrammarCache(VOCABULARY)
     try:
         await cache.compile(DIGITS)
-        process = cache._sandbox._process
+        process = cache._sandbox._forks.process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
         process.wait()

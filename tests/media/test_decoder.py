@@ -253,7 +253,7 @@ def test_a_bomb_takes_no_memory_of_this_process(decoder: MediaDecoder) -> None:
 def test_decodes_again_after_the_process_died(decoder: MediaDecoder) -> None:
     data = media_files.picture()
     decoder.picture(data)
-    process = decoder._sandbox._process
+    process = decoder._sandbox._forks.process
     assert process is not None
     process.kill()
     process.wait()

@@ -6,21 +6,16 @@ fork that the kernel ends at its limits on time, memory and stack.
 
 from __future__ import annotations
 
-import gc
 import os
-import resource
-import signal
 import socket
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from palaver.constraints import Constraint
 from palaver.engines.grammars.compiler import CompiledGrammar, GrammarCompiler, GrammarError, first_line
 from palaver.engines.grammars.sandbox import WALL_SECONDS, unpack_constraint
-from palaver.processes import die_with_parent, receive, receive_descriptor, send
+from palaver.processes import limit_fork, parent_connection, receive, send, serve_forks
 
 CPU_SECONDS = 2
 MEMORY_BYTES = 512 << 20
@@ -30,49 +25,28 @@ STACK_BYTES = 2 << 20
 MASK_COUNT = 4
 MASK_SECONDS = 0.25
 """CPU time of one mask. The engine computes a mask for every token, and all requests wait for it."""
-_NICE = 5
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forks
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    vocabulary = [token.encode("latin-1") for token in receive(connection)]
-    compiler = GrammarCompiler(vocabulary)
+    connection = parent_connection()
+    compiler = GrammarCompiler([token.encode("latin-1") for token in receive(connection)])
     compiler.tokenizer(())
-    gc.freeze()
-    while (descriptor := receive_descriptor(connection)) is not None:
-        compiler.tokenizer(tuple(receive(connection)))
-        if os.fork() == 0:
-            connection.close()
-            _check_in_fork(socket.socket(fileno=descriptor), compiler)
-        os.close(descriptor)
+    serve_forks(
+        connection,
+        lambda fork: _check_in_fork(fork, compiler),
+        lambda: compiler.tokenizer(tuple(receive(connection))),
+    )
 
 
 def _check_in_fork(connection: socket.socket, compiler: GrammarCompiler) -> None:
     """Runs in the fork. Sends the result, unless a limit is exceeded, and ends the process."""
-    _set_limits()
-    send(connection, "started")
+    limit_fork(connection, CPU_SECONDS, WALL_SECONDS, MEMORY_BYTES)
     constraint = unpack_constraint(receive(connection))
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=lambda: send(connection, {"why": rejection_reason(compiler, constraint)}))
     thread.start()
     thread.join()
     os._exit(0)
-
-
-def _set_limits() -> None:
-    die_with_parent()
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stderr.fileno())  # hides the output of a crash
-    os.nice(_NICE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    statistics = Path("/proc/self/statm")
-    if statistics.exists():
-        limit = int(statistics.read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)  # the default action of SIGALRM ends the process
 
 
 def rejection_reason(compiler: GrammarCompiler, constraint: Constraint) -> str | None:
