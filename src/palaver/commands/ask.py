@@ -13,22 +13,16 @@ import typer
 
 from palaver.commands import strings
 from palaver.commands.options import (
-    AdapterOption,
-    CompileOption,
-    DeviceOption,
-    EngineName,
-    EngineOption,
-    ExactOption,
-    GpuLayersOption,
+    EngineFlags,
     ModelOption,
     NoThinkingOption,
     SetOption,
     SystemOption,
-    TemplateOption,
     ThinkingOption,
     ThinkOption,
     parse_settings,
     report_errors,
+    with_engine_flags,
 )
 from palaver.errors import EmptyMessage, RequestError
 
@@ -43,40 +37,26 @@ if TYPE_CHECKING:
     from palaver.models.resolver import ResolvedModel
 
 
+@with_engine_flags("template", "device", "exact", "compiled", "engine", "gpu_layers", "adapter")
 def ask(
     question: Annotated[str | None, typer.Argument(help=strings.QUESTION)] = None,
     model: ModelOption = None,
     system: SystemOption = None,
     think: ThinkOption = ThinkingOption.DEFAULT,
     set_: SetOption = None,
-    template: TemplateOption = None,
     raw: Annotated[bool, typer.Option("--raw", help=strings.RAW)] = False,
     as_json: Annotated[bool, typer.Option("--json", help=strings.AS_JSON)] = False,
     no_thinking: NoThinkingOption = False,
-    device: DeviceOption = None,
-    exact: ExactOption = False,
-    compiled: CompileOption = None,
-    engine: EngineOption = EngineName.AUTO,
-    gpu_layers: GpuLayersOption = None,
-    adapter: AdapterOption = None,
+    flags: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
 ) -> None:
     """Ask one question: the answer goes to stdout, thinking to stderr."""
-    from palaver.chat.engine_spec import LLAMACPP, LoadOptions, check_engine_options
+    from palaver.chat.engine_spec import LLAMACPP, check_engine_options
     from palaver.engines.host.process import ChildProcess
     from palaver.models.resolver import DEFAULT_MODEL, resolve_model
 
     with report_errors():
         text, overrides = _read_question(question), parse_settings(set_)
-        options = LoadOptions(
-            template,
-            raw,
-            device,
-            exact=exact,
-            compiled=compiled,
-            engine=engine.value,
-            gpu_layers=gpu_layers,
-            adapter=adapter,
-        )
+        options = flags.load_options(raw)
 
         resolved = resolve_model(model or DEFAULT_MODEL)
         hosted = check_engine_options(resolved, options) == LLAMACPP

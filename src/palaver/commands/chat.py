@@ -12,31 +12,23 @@ import typer
 
 from palaver.commands import strings
 from palaver.commands.options import (
+    ALL_ENGINE_FLAGS,
     EXIT_FAILED,
-    AdapterOption,
-    CacheOption,
-    CompileOption,
     DatabaseOption,
     DataOption,
-    DeviceOption,
-    EngineName,
-    EngineOption,
-    ExactOption,
-    GpuLayersOption,
-    MaxRunningOption,
+    EngineFlags,
     ModelArgument,
     ModelOption,
     NoThinkingOption,
     SetOption,
     SystemOption,
-    TemplateOption,
     ThinkingOption,
     ThinkOption,
     exclusive,
     parse_settings,
-    parse_size,
     report_errors,
     single_model,
+    with_engine_flags,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +48,7 @@ KeyOption = Annotated[
 LocalOption = Annotated[bool, typer.Option("--local", help=strings.LOCAL)]
 
 
+@with_engine_flags(*ALL_ENGINE_FLAGS)
 def chat(
     model: ModelArgument = None,
     model_option: ModelOption = None,
@@ -67,15 +60,7 @@ def chat(
     plain: PlainOption = False,
     expand: ExpandOption = False,
     no_thinking: NoThinkingOption = False,
-    template: TemplateOption = None,
-    device: DeviceOption = None,
-    exact: ExactOption = False,
-    compiled: CompileOption = None,
-    cache_memory: CacheOption = None,
-    max_running: MaxRunningOption = None,
-    engine: EngineOption = EngineName.AUTO,
-    gpu_layers: GpuLayersOption = None,
-    adapter: AdapterOption = None,
+    flags: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
     server: ServerOption = None,
     key: KeyOption = None,
     local: LocalOption = False,
@@ -96,11 +81,7 @@ def chat(
         name = single_model(model, model_option)
         exclusive(resume=resume, conversation=conversation)
         exclusive(expand=expand, no_thinking=no_thinking)
-        engine_flags: dict[str, object] = {"model": name, "template": template, "device": device, "exact": exact}
-        engine_flags |= {"compile": compiled, "no_compile": compiled is False}
-        engine_flags |= {"kv_cache_memory": cache_memory, "max_num_seqs": max_running, "gpu_layers": gpu_layers}
-        engine_flags |= {"engine": engine is not EngineName.AUTO, "adapter": adapter}
-        for flag, value in {**engine_flags, "local": local}.items():
+        for flag, value in {"model": name, **flags.given(), "local": local}.items():
             exclusive(server=server, **{flag: value})
         parameters: dict[str, Any] = parse_settings(set_)
         if think.enabled is not None:
@@ -110,18 +91,7 @@ def chat(
         )
         folder = data_folder(data)
         settings = SessionSettings(folder, conversation, resume, system, parameters, plain, thinking_display)
-        cache_bytes = parse_size("--kv-cache-memory", cache_memory)
-        options = LoadOptions(
-            template,
-            device=device,
-            exact=exact,
-            compiled=compiled,
-            cache_bytes=cache_bytes,
-            max_running=max_running,
-            engine=engine.value,
-            gpu_layers=gpu_layers,
-            adapter=adapter,
-        )
+        options = flags.load_options()
         needs_engine = local or name is not None or options != LoadOptions()
 
         async def run() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,12 +12,9 @@ import typer
 
 from palaver.commands import strings
 from palaver.commands.options import (
-    CompileOption,
-    EngineName,
-    EngineOption,
-    ExactOption,
-    GpuLayersOption,
+    EngineFlags,
     report_errors,
+    with_engine_flags,
 )
 
 if TYPE_CHECKING:
@@ -33,33 +31,21 @@ SECONDS = 1.0
 PROMPT_TOKENS = 16
 
 
+@with_engine_flags("device", "dtype", "exact", "compiled", "engine", "gpu_layers")
 def inspect(
     model: Annotated[str | None, typer.Argument(help=strings.MODEL_TO_INSPECT)] = None,
-    device: Annotated[str | None, typer.Option("--device", help=strings.DEVICE)] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help=strings.DTYPE)] = None,
-    exact: ExactOption = False,
-    compiled: CompileOption = None,
-    engine: EngineOption = EngineName.AUTO,
-    gpu_layers: GpuLayersOption = None,
+    flags: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
 ) -> None:
     """Say what a model is: which engine runs it and how fast, whether it fits, its defaults, how it talks."""
     import asyncio
 
-    from palaver.chat.engine_spec import LoadOptions, check_engine_options
+    from palaver.chat.engine_spec import check_engine_options
     from palaver.chat.model import load_model_format
     from palaver.models.resolver import DEFAULT_MODEL, resolve_model
 
     with report_errors():
         resolved = resolve_model(model or DEFAULT_MODEL)
-        options = LoadOptions(
-            device=device,
-            dtype=dtype,
-            exact=exact,
-            compiled=compiled,
-            max_running=1,
-            engine=engine.value,
-            gpu_layers=gpu_layers,
-        )
+        options = replace(flags.load_options(), max_running=1)
         picked = check_engine_options(resolved, options)
         print(_describe_fit(resolved, picked, options))
         tokenizer, format = load_model_format(resolved, options)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -17,6 +20,7 @@ from palaver.commands import strings
 from palaver.errors import BadParameter, PalaverError, RequestError
 
 if TYPE_CHECKING:
+    from palaver.chat.engine_spec import LoadOptions
     from palaver.store import Store
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
@@ -48,26 +52,11 @@ ThinkOption = Annotated[ThinkingOption, typer.Option("--think", help=strings.THI
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=strings.SET)]
 TemplateOption = Annotated[Path | None, typer.Option("--template", metavar="FILE", help=strings.TEMPLATE)]
 DeviceOption = Annotated[str | None, typer.Option("--device", metavar="DEVICE", help=strings.DEVICE)]
-ExactOption = Annotated[
-    bool,
-    typer.Option("--exact", help=strings.EXACT),
-]
-CompileOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--compile/--no-compile",
-        help=strings.COMPILE,
-        show_default=False,
-    ),
-]
+DtypeOption = Annotated[str | None, typer.Option("--dtype", help=strings.DTYPE)]
+ExactOption = Annotated[bool, typer.Option("--exact", help=strings.EXACT)]
+CompileOption = Annotated[bool | None, typer.Option("--compile/--no-compile", help=strings.COMPILE, show_default=False)]
 CacheOption = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-cache-memory",
-        metavar="SIZE",
-        help=strings.KV_CACHE_MEMORY,
-        show_default=False,
-    ),
+    str | None, typer.Option("--kv-cache-memory", metavar="SIZE", help=strings.KV_CACHE_MEMORY, show_default=False)
 ]
 MaxRunningOption = Annotated[
     int | None,
@@ -81,20 +70,87 @@ AdapterOption = Annotated[
     Path | None, typer.Option("--adapter", metavar="PATH", help=strings.ADAPTER, show_default=False)
 ]
 NoThinkingOption = Annotated[bool, typer.Option("--no-thinking", help=strings.NO_THINKING)]
-DataOption = Annotated[
-    Path | None,
-    typer.Option("--data", metavar="FOLDER", envvar="PALAVER_DATA", help=strings.DATA),
-]
+DataOption = Annotated[Path | None, typer.Option("--data", metavar="FOLDER", envvar="PALAVER_DATA", help=strings.DATA)]
 DatabaseOption = Annotated[
-    str | None,
-    typer.Option(
-        "--database",
-        metavar="URL",
-        envvar="PALAVER_DATABASE",
-        help=strings.DATABASE,
-    ),
+    str | None, typer.Option("--database", metavar="URL", envvar="PALAVER_DATABASE", help=strings.DATABASE)
 ]
 UserOption = Annotated[str | None, typer.Option("--user", metavar="NAME", help=strings.USER)]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFlags:
+    """The flags for loading a model, whichever of them a command has."""
+
+    template: TemplateOption = None
+    device: DeviceOption = None
+    dtype: DtypeOption = None
+    exact: ExactOption = False
+    compiled: CompileOption = None
+    cache_memory: CacheOption = None
+    max_running: MaxRunningOption = None
+    engine: EngineOption = EngineName.AUTO
+    gpu_layers: GpuLayersOption = None
+    adapter: AdapterOption = None
+
+    def load_options(self, raw: bool = False) -> LoadOptions:
+        from palaver.chat.engine_spec import LoadOptions
+
+        return LoadOptions(
+            template=self.template,
+            raw=raw,
+            device=self.device,
+            dtype=self.dtype,
+            exact=self.exact,
+            compiled=self.compiled,
+            cache_bytes=parse_size("--kv-cache-memory", self.cache_memory),
+            max_running=self.max_running,
+            engine=self.engine.value,
+            gpu_layers=self.gpu_layers,
+            adapter=self.adapter,
+        )
+
+    def given(self) -> dict[str, object]:
+        """The flags by name, for `exclusive`."""
+        return {
+            "template": self.template,
+            "device": self.device,
+            "exact": self.exact,
+            "compile": self.compiled,
+            "no_compile": self.compiled is False,
+            "kv_cache_memory": self.cache_memory,
+            "max_num_seqs": self.max_running,
+            "gpu_layers": self.gpu_layers,
+            "engine": self.engine is not EngineName.AUTO,
+            "adapter": self.adapter,
+        }
+
+
+def with_engine_flags(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command these flags of `EngineFlags` in the place of its parameter `flags`, which gets their values."""
+    hints = get_type_hints(EngineFlags, globals() | {"LoadOptions": object}, include_extras=True)
+    defaults = inspect.signature(EngineFlags).parameters
+    options = [defaults[name].replace(annotation=hints[name]) for name in names]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())
+        place = next(place for place, parameter in enumerate(own) if parameter.name == "flags")
+        parameters = [*own[:place], *options, *own[place + 1 :]]
+
+        @wraps(command)
+        def run(**values: Any) -> None:
+            flags = EngineFlags(**{name: values.pop(name) for name in names})
+            command(**values, flags=flags)
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+ALL_ENGINE_FLAGS = (
+    "template", "device", "exact", "compiled", "cache_memory", "max_running", "engine", "gpu_layers", "adapter",
+)  # fmt: skip
 
 
 @contextmanager

@@ -10,13 +10,12 @@ import typer
 from palaver.commands import strings
 from palaver.commands.options import (
     EXIT_FAILED,
-    CompileOption,
     DatabaseOption,
     DataOption,
-    DeviceOption,
-    ExactOption,
+    EngineFlags,
     ModelOption,
     store_context,
+    with_engine_flags,
 )
 
 if TYPE_CHECKING:
@@ -28,19 +27,16 @@ Fingerprints: TypeAlias = tuple[tuple[int, str], ...]
 """Pairs of first token and fingerprint, one for each engine that computed a part of a reply."""
 
 
+@with_engine_flags("device", "exact", "compiled")
 def replay(
     id: Annotated[str, typer.Argument(metavar="ID", help=strings.REPLY_ID)],
     model: ModelOption = None,
-    device: DeviceOption = None,
-    exact: ExactOption = False,
-    compiled: CompileOption = None,
+    flags: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
     data: DataOption = None,
     database: DatabaseOption = None,
 ) -> None:
     """Generate a stored reply again from its settings and seed, and say whether it is the same."""
     import asyncio
-
-    from palaver.chat.engine_spec import LoadOptions
 
     with store_context(data, database) as store:
         reply_id = _reply_id(store, id)
@@ -48,7 +44,7 @@ def replay(
         settings = stored.settings if stored else None
         name = model or (settings.model if settings else None)
         recorded = settings.fingerprints if settings else ()
-        options = _recorded_options(recorded, LoadOptions(device=device, exact=exact, compiled=compiled))
+        options = _recorded_options(recorded, flags.load_options())
         result, fingerprint = asyncio.run(_replay(store, reply_id, name, options))
         for line in _describe_engines(recorded, fingerprint):
             print(line)

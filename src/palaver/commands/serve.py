@@ -11,26 +11,18 @@ import typer
 
 from palaver.commands import strings
 from palaver.commands.options import (
-    AdapterOption,
-    CacheOption,
-    CompileOption,
+    ALL_ENGINE_FLAGS,
     DatabaseOption,
     DataOption,
-    DeviceOption,
-    EngineName,
-    EngineOption,
-    ExactOption,
-    GpuLayersOption,
-    MaxRunningOption,
+    EngineFlags,
     ModelArgument,
     ModelOption,
-    TemplateOption,
     ThinkingOption,
     ThinkOption,
     operator_settings,
-    parse_size,
     report_errors,
     single_model,
+    with_engine_flags,
 )
 from palaver.errors import BadParameter, PalaverError
 
@@ -44,6 +36,7 @@ if TYPE_CHECKING:
 Strings = list[str] | None
 
 
+@with_engine_flags(*ALL_ENGINE_FLAGS)
 def serve(
     model: ModelArgument = None,
     model_option: ModelOption = None,
@@ -74,22 +67,13 @@ def serve(
     ] = 30.0,
     voice: Annotated[str, typer.Option("--voice", metavar="NAME", help=strings.VOICE)] = "espeak",
     debug_log: Annotated[bool, typer.Option("--debug-log", help=strings.DEBUG_LOG)] = False,
-    template: TemplateOption = None,
-    device: DeviceOption = None,
-    exact: ExactOption = False,
-    compiled: CompileOption = None,
-    cache_memory: CacheOption = None,
-    max_running: MaxRunningOption = None,
-    engine: EngineOption = EngineName.AUTO,
-    gpu_layers: GpuLayersOption = None,
-    adapter: AdapterOption = None,
+    flags: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
     data: DataOption = None,
     database: DatabaseOption = None,
 ) -> None:
     """Serve a model: the OpenAI API under /v1, conversations under /api."""
     import asyncio
 
-    from palaver.chat.engine_spec import LoadOptions
     from palaver.memory import return_large_blocks
     from palaver.server.app import log_to_stderr
     from palaver.server.settings import ServerLimits, ServerSettings
@@ -112,18 +96,7 @@ def serve(
             voice=voice,
             debug=debug_log,
         )
-        cache_bytes = parse_size("--kv-cache-memory", cache_memory)
-        options = LoadOptions(
-            template,
-            device=device,
-            exact=exact,
-            compiled=compiled,
-            cache_bytes=cache_bytes,
-            max_running=max_running,
-            engine=engine.value,
-            gpu_layers=gpu_layers,
-            adapter=adapter,
-        )
+        options = flags.load_options()
         with open_store(data, database) as store:
             _ensure_keys(store, settings, make_key)
             certificate = _certificate(tls_cert, tls_key)
