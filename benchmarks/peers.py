@@ -46,7 +46,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import palaver.models
 from palaver.engines.base import Engine
-from palaver.engines.host.supervisor import HostedEngine, torch_spec
+from palaver.engines.host.frames import EngineSpec
+from palaver.engines.host.supervisor import HostedEngine
 from palaver.engines.torch import EngineOptions, load
 from palaver.events import AnswerDelta, ThinkingDelta
 from palaver.formats.loader import load_format
@@ -249,7 +250,7 @@ async def start_engine(stack: AsyncExitStack, folder: Path, _: str) -> Peer:
 
 
 async def start_hosted(stack: AsyncExitStack, folder: Path, _: str) -> Peer:
-    spec = torch_spec(folder, load_tokenizer(folder).vocabulary)
+    spec = EngineSpec("torch", folder, tuple(load_tokenizer(folder).vocabulary))
     return EnginePeer("hosted", await stack.enter_async_context(HostedEngine(spec)), folder)
 
 

@@ -69,7 +69,7 @@ def test_the_files_say_which_engines_can_run_them(sprout: Path, plain: ResolvedM
     with pytest.raises(BadParameter, match="--gpu-layers 3: is for a GGUF file"):
         make_spec(mlx, (), LoadOptions(engine="mlx", gpu_layers=3))
     spec = make_spec(plain, (), LoadOptions(engine="mlx", dtype="float16", exact=True, max_running=3))
-    assert (spec["engine"], spec["dtype"], spec["exact"], spec["max_running"]) == ("mlx", "float16", True, 3)
+    assert (spec.engine, spec.dtype, spec.exact, spec.max_running) == ("mlx", "float16", True, 3)
 
 
 def test_on_apple_silicon_mlx_is_the_default_for_folders(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from palaver.constraints import Constraint, MarkerConstraint
 from palaver.engines.base import EngineInfo
 from palaver.engines.host.frames import (
+    EngineSpec,
     Frame,
     OutputFrame,
     decode_error_frame,
@@ -23,7 +24,6 @@ from palaver.engines.host.frames import (
     encode_frame,
     read_frame,
 )
-from palaver.engines.host.supervisor import torch_spec
 from palaver.errors import BadParameter, ContextOverflow, EngineClosed, EngineError, PalaverError
 from palaver.generation import Alternative, AnswerRequested, Ended, Output, Prefilled, Prompt, Queued, Step
 from palaver.phases import Phases, RequiredGrammar, State, Trigger
@@ -91,7 +91,7 @@ def test_outputs_cross_unchanged(outputs: list[tuple[int, OutputFrame]]) -> None
 @settings(deadline=None, max_examples=30)
 @given(info=INFO, vocabulary=st.lists(st.binary(max_size=6), max_size=4))
 def test_the_description_of_an_engine_crosses_unchanged(info: EngineInfo, vocabulary: list[bytes]) -> None:
-    spec = torch_spec(Path("/models/\udcff"), vocabulary)
+    spec = EngineSpec("torch", Path("/models/\udcff"), tuple(vocabulary))
     assert cross({"do": "load", "spec": spec, "ready": info}) == {"do": "load", "spec": spec, "ready": info}
 
 

@@ -16,7 +16,8 @@ from palaver.engines.base import Engine
 from palaver.engines.grammars import GrammarCache, check_matcher
 from palaver.engines.grammars.compiler import GrammarCompiler, GrammarError
 from palaver.engines.grammars.trial import rejection_reason
-from palaver.engines.host.supervisor import HostedEngine, torch_spec
+from palaver.engines.host.frames import EngineSpec
+from palaver.engines.host.supervisor import HostedEngine
 from palaver.engines.torch import TorchEngine
 from palaver.errors import BadParameter, EngineClosed, RequestError
 from palaver.generation import Ended, Finish, Prompt, Step
@@ -90,7 +91,7 @@ async def test_a_hostile_grammar_is_refused_and_others_are_served_meanwhile(
 
 @pytest.mark.slow
 async def test_a_hostile_grammar_leaves_the_hosted_engine_alive(tmp_path: Path) -> None:
-    async with HostedEngine(torch_spec(tiny.make("qwen3", tmp_path), VOCABULARY)) as engine:
+    async with HostedEngine(EngineSpec("torch", tiny.make("qwen3", tmp_path), tuple(VOCABULARY))) as engine:
         process = engine.process_id
         undisturbed = await reply(engine, None)
         async with engine.generate(PROMPT, sampling(None)) as other:

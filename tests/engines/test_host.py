@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from palaver.engines.base import Engine, EngineState
+from palaver.engines.host.frames import EngineSpec
 from palaver.engines.host.process import ChildProcess, environment
-from palaver.engines.host.supervisor import MAX_DEATHS, HostedEngine, torch_spec
+from palaver.engines.host.supervisor import MAX_DEATHS, HostedEngine
 from palaver.engines.torch import load
 from palaver.errors import BadParameter, ContextOverflow, EngineClosed, EngineError, NoWeights, UnsupportedContent
 from palaver.generation import Ended, Finish, Prefilled, Prompt, Step
@@ -36,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def engine(model: Path) -> AsyncIterator[HostedEngine]:
-    async with HostedEngine(torch_spec(model, tiny.VOCABULARY)) as hosted:
+    async with HostedEngine(EngineSpec("torch", model, tuple(tiny.VOCABULARY))) as hosted:
         yield hosted
 
 
@@ -119,7 +120,7 @@ async def test_errors_keep_their_type(engine: HostedEngine, tmp_path: Path) -> N
         await generate_ids(engine, sampling=Sampling(top_p=9.0))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(NoWeights):
-        await HostedEngine(torch_spec(tmp_path, tiny.VOCABULARY)).start()
+        await HostedEngine(EngineSpec("torch", tmp_path, tuple(tiny.VOCABULARY))).start()
 
 
 async def test_stop_and_leaving_end_a_generation(engine: HostedEngine) -> None:
@@ -144,7 +145,7 @@ async def test_a_conversation_is_forgotten_in_the_process(engine: HostedEngine) 
 
 
 async def test_a_closed_engine_says_so(model: Path) -> None:
-    engine = HostedEngine(torch_spec(model, tiny.VOCABULARY))
+    engine = HostedEngine(EngineSpec("torch", model, tuple(tiny.VOCABULARY)))
     await engine.start()
     process = engine.process_id
     await engine.close()
@@ -167,11 +168,11 @@ def alive(process: int) -> bool:
 async def test_a_start_that_fails_says_why(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(model / "no such python"))
     with pytest.raises(EngineError, match="couldn't be started"):
-        await HostedEngine(torch_spec(model, tiny.VOCABULARY)).start()
+        await HostedEngine(EngineSpec("torch", model, tuple(tiny.VOCABULARY))).start()
 
 
 async def test_a_load_that_is_cancelled_ends_its_process_at_once(model: Path) -> None:
-    engine = HostedEngine(torch_spec(model, tiny.VOCABULARY))
+    engine = HostedEngine(EngineSpec("torch", model, tuple(tiny.VOCABULARY)))
     loading = asyncio.create_task(engine.start())
     while engine.process_id is None:
         await asyncio.sleep(0)
@@ -187,11 +188,12 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from palaver.engines.base import Engine
-from palaver.engines.host.supervisor import HostedEngine, torch_spec
+from palaver.engines.host.frames import EngineSpec
+from palaver.engines.host.supervisor import HostedEngine
 from tests.engines import tiny
 
 async def main():
-    engine = HostedEngine(torch_spec(Path(sys.argv[1]), tiny.VOCABULARY))
+    engine = HostedEngine(EngineSpec("torch", Path(sys.argv[1]), tuple(tiny.VOCABULARY)))
     await engine.start()
     print(engine.process_id, flush=True)
     await asyncio.sleep(600)
@@ -217,7 +219,7 @@ def test_no_orphan_is_left_when_the_parent_is_killed(model: Path) -> None:
 
 async def test_a_process_that_was_started_ahead_is_used_and_replaced_when_it_dies(model: Path) -> None:
     with ChildProcess() as child:
-        async with HostedEngine(torch_spec(model, tiny.VOCABULARY), child=child) as engine:
+        async with HostedEngine(EngineSpec("torch", model, tuple(tiny.VOCABULARY)), child=child) as engine:
             assert engine.process_id == child.popen.pid
             whole = await generate_ids(engine)
             child.popen.kill()

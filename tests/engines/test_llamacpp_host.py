@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not installed")
 
 from palaver.chat.engine_spec import LoadOptions, make_spec, pick_engine
-from palaver.engines.host.supervisor import HostedEngine, llamacpp_spec
+from palaver.engines.host.frames import EngineSpec
+from palaver.engines.host.supervisor import HostedEngine
 from palaver.errors import BadParameter, BrokenModel, ModelError, PalaverError
 from palaver.formats.gguf_tokenizer import load_gguf_tokenizer
 from palaver.generation import Prompt
@@ -38,7 +39,7 @@ def vocabulary(sprout: Path) -> tuple[bytes, ...]:
 
 
 async def test_a_reply_goes_on_after_the_process_is_killed(sprout: Path, vocabulary: tuple[bytes, ...]) -> None:
-    async with HostedEngine(llamacpp_spec(sprout, vocabulary, context=512, max_running=2)) as engine:
+    async with HostedEngine(EngineSpec("llamacpp", sprout, tuple(vocabulary), context=512, max_running=2)) as engine:
         uncut = await run(engine, PROMPT, SAMPLED)
         loaded = Path(f"/proc/{engine.process_id}/maps")
         if loaded.is_file():
@@ -59,7 +60,7 @@ async def test_a_reply_goes_on_after_the_process_is_killed(sprout: Path, vocabul
 
 async def start_error(path: Path) -> str:
     with pytest.raises(ModelError) as error:
-        await HostedEngine(llamacpp_spec(path, (), context=64, max_running=1)).start()
+        await HostedEngine(EngineSpec("llamacpp", path, (), context=64, max_running=1)).start()
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -90,7 +91,7 @@ async def test_mutated_files_end_in_an_error_or_run(tmp_path: Path, vocabulary: 
         except BrokenModel:
             continue
         tried += 1
-        engine = HostedEngine(llamacpp_spec(path, vocabulary, context=128, max_running=1))
+        engine = HostedEngine(EngineSpec("llamacpp", path, tuple(vocabulary), context=128, max_running=1))
         try:
             async with asyncio.timeout(120):
                 await engine.start()
@@ -117,4 +118,4 @@ def test_the_engine_follows_from_the_files(sprout: Path) -> None:
             make_spec(gguf, (), refused)
     with pytest.raises(BadParameter, match="is for a GGUF file"):
         make_spec(folder, (), LoadOptions(gpu_layers=3))
-    assert make_spec(gguf, (), LoadOptions(gpu_layers=3))["gpu_layers"] == 3
+    assert make_spec(gguf, (), LoadOptions(gpu_layers=3)).gpu_layers == 3

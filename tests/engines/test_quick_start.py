@@ -19,8 +19,7 @@ app(["ask", "What is the capital of France?", "--device", "cpu", "--set", "tempe
 HOST = """
 import asyncio
 from palaver.engines.host.child import make_engine
-from palaver.engines.host.frames import LoadProgress
-from palaver.engines.host.supervisor import torch_spec
+from palaver.engines.host.frames import EngineSpec, LoadProgress
 from palaver.formats.tokenizer import load_tokenizer
 from palaver.generation import Prompt
 from palaver.models.resolver import DEFAULT_MODEL, resolve_model
@@ -28,7 +27,8 @@ from palaver.sampling import Sampling
 
 async def main():
     folder = resolve_model(DEFAULT_MODEL).folder
-    engine = make_engine(torch_spec(folder, load_tokenizer(folder).vocabulary, "cpu"), LoadProgress())
+    spec = EngineSpec("torch", folder, tuple(load_tokenizer(folder).vocabulary), device="cpu")
+    engine = make_engine(spec, LoadProgress())
     async with engine.generate(Prompt((5, 6, 7)), Sampling(temperature=1.0, max_tokens=8, logprobs=5)) as outputs:
         print(len([output async for output in outputs]), engine.info.steps)
     await engine.close()

@@ -13,7 +13,8 @@ import pytest
 
 from palaver.constraints import Constraint, Grammar
 from palaver.engines.base import Engine, EngineState
-from palaver.engines.host.supervisor import HostedEngine, torch_spec
+from palaver.engines.host.frames import EngineSpec
+from palaver.engines.host.supervisor import HostedEngine
 from palaver.engines.torch.library_engine import model_engine
 from palaver.errors import EngineError
 from palaver.generation import Ended, Finish, Prompt, Step
@@ -65,7 +66,9 @@ async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     (tmp_path / "faults" / "once").touch()
     path = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "faults"), *([path] if path else [])]))
-    async with HostedEngine(torch_spec(tiny.make("qwen3", tmp_path / "model"), tiny.VOCABULARY)) as hosted:
+    async with HostedEngine(
+        EngineSpec("torch", tiny.make("qwen3", tmp_path / "model"), tuple(tiny.VOCABULARY))
+    ) as hosted:
         yield hosted
 
 
@@ -134,7 +137,7 @@ async def test_a_worker_that_dies_ends_its_process_and_replies_go_on(
 
 async def test_a_model_whose_files_are_gone_fails_requests_until_they_are_back(tmp_path: Path) -> None:
     folder = tiny.make("qwen3", tmp_path / "model")
-    async with HostedEngine(torch_spec(folder, tiny.VOCABULARY)) as engine:
+    async with HostedEngine(EngineSpec("torch", folder, tuple(tiny.VOCABULARY))) as engine:
         undisturbed = await reply(engine, 10)
         folder.rename(tmp_path / "away")
         async with engine.generate(Prompt((10, 20, 30)), LONG) as outputs:

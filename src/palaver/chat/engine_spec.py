@@ -118,44 +118,20 @@ def check_engine_options(model: ResolvedModel, loading: LoadOptions) -> str:
 
 def make_spec(model: ResolvedModel, vocabulary: Vocabulary, loading: LoadOptions) -> EngineSpec:
     """How a process loads the engine for a model. Raises BadParameter for options that it doesn't have."""
-    from palaver.engines.host.supervisor import llamacpp_spec, mlx_spec, torch_spec  # slow to import
+    from palaver.engines.host.frames import EngineSpec  # slow to import
 
-    engine = check_engine_options(model, loading)
-    adapter = loading.adapter or model.adapter
-    if engine == LLAMACPP:
-        assert model.gguf is not None
-        return llamacpp_spec(
-            model.gguf,
-            vocabulary,
-            loading.device,
-            loading.exact,
-            adapter,
-            model.context_length,
-            loading.cache_bytes,
-            loading.max_running,
-            loading.gpu_layers,
-        )
-    if engine == MLX:
-        return mlx_spec(
-            model.folder,
-            vocabulary,
-            loading.device,
-            loading.dtype,
-            loading.exact,
-            model.context_length,
-            loading.cache_bytes,
-            loading.max_running,
-        )
-    return torch_spec(
-        model.folder,
-        vocabulary,
-        loading.device,
-        loading.dtype,
-        loading.exact,
-        adapter,
-        model.context_length,
-        loading.compiled,
-        loading.cache_bytes,
-        loading.max_running,
-        model.quantize_bits,
+    return EngineSpec(
+        engine=check_engine_options(model, loading),
+        model=model.gguf or model.folder,
+        vocabulary=tuple(vocabulary),
+        adapter=loading.adapter or model.adapter,
+        device=loading.device,
+        dtype=loading.dtype,
+        quantize_bits=model.quantize_bits,
+        exact=loading.exact,
+        context=model.context_length,
+        compiled=loading.compiled,
+        cache_bytes=loading.cache_bytes,
+        max_running=loading.max_running,
+        gpu_layers=loading.gpu_layers,
     )

@@ -10,7 +10,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from palaver.engines.base import Engine, EngineGeneration
 from palaver.engines.core.engine import LocalEngine
@@ -33,9 +32,9 @@ _WARM_DELAY_S = 1.0
 
 
 def make_engine(spec: EngineSpec, progress: LoadProgress) -> Engine:
-    """Loads the engine that a spec describes (`supervisor.torch_spec`, `llamacpp_spec`, `mlx_spec`)."""
+    """Loads the engine that a spec describes."""
     loaders = {"torch": _load_folder, "llamacpp": _load_llamacpp, "mlx": _load_mlx}
-    engine = loaders[spec["engine"]](spec, progress)
+    engine = loaders[spec.engine](spec, progress)
     warming = threading.Timer(_WARM_DELAY_S, engine.warm_grammars)
     warming.daemon = True
     warming.start()
@@ -46,16 +45,15 @@ def _load_folder(spec: EngineSpec, progress: LoadProgress) -> LocalEngine:
     progress.note = "importing the libraries"
     from palaver.engines.loader import load_engine
 
-    model = Path(os.fsdecode(spec["model"]))
-    progress.begin(model)
+    progress.begin(spec.model)
     return load_engine(
-        model,
-        vocabulary=spec["vocabulary"],
-        device=spec["device"],
-        dtype=spec["dtype"],
+        spec.model,
+        vocabulary=spec.vocabulary,
+        device=spec.device,
+        dtype=spec.dtype,
         options=_engine_options(spec),
-        adapter=_adapter(spec),
-        quantize_bits=spec["quantize_bits"],
+        adapter=spec.adapter,
+        quantize_bits=spec.quantize_bits,
         on_failure=exit_process,
     )
 
@@ -68,11 +66,11 @@ def _load_llamacpp(spec: EngineSpec, progress: LoadProgress) -> LocalEngine:
 
     progress.note = "loading the weights"
     return load(
-        Path(os.fsdecode(spec["model"])),
-        vocabulary=spec["vocabulary"],
-        device=spec["device"],
+        spec.model,
+        vocabulary=spec.vocabulary,
+        device=spec.device,
         options=_engine_options(spec),
-        adapter=_adapter(spec),
+        adapter=spec.adapter,
         report=report,
         on_failure=exit_process,
     )
@@ -84,13 +82,12 @@ def _load_mlx(spec: EngineSpec, progress: LoadProgress) -> LocalEngine:
     from palaver.engines.mlx.loader import import_mlx
 
     import_mlx()
-    model = Path(os.fsdecode(spec["model"]))
-    progress.begin(model)
+    progress.begin(spec.model)
     return load(
-        model,
-        vocabulary=spec["vocabulary"],
-        device=spec["device"],
-        dtype=spec["dtype"],
+        spec.model,
+        vocabulary=spec.vocabulary,
+        device=spec.device,
+        dtype=spec.dtype,
         options=_engine_options(spec),
         on_failure=exit_process,
     )
@@ -98,17 +95,13 @@ def _load_mlx(spec: EngineSpec, progress: LoadProgress) -> LocalEngine:
 
 def _engine_options(spec: EngineSpec) -> EngineOptions:
     return EngineOptions(
-        exact=spec["exact"],
-        context=spec["context"],
-        compiled=spec["compiled"],
-        cache_bytes=spec["cache_bytes"],
-        max_running=spec["max_running"],
-        gpu_layers=spec["gpu_layers"],
+        exact=spec.exact,
+        context=spec.context,
+        compiled=spec.compiled,
+        cache_bytes=spec.cache_bytes,
+        max_running=spec.max_running,
+        gpu_layers=spec.gpu_layers,
     )
-
-
-def _adapter(spec: EngineSpec) -> Path | None:
-    return Path(os.fsdecode(spec["adapter"])) if spec["adapter"] else None
 
 
 def exit_process(error: BaseException) -> None:

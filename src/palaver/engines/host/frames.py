@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, PlainSerializer, PlainValidator, TypeAdapter
 from typing_extensions import TypedDict
 
 from palaver.encoding import Tagged, decode_error, error_details, error_name
@@ -31,25 +32,32 @@ class ErrorFrame(TypedDict):
     details: dict[str, Any]
 
 
-class EngineSpec(TypedDict):
-    """How to load an engine (`supervisor.torch_spec`, `llamacpp_spec`, `mlx_spec`).
+AnyPath = Annotated[
+    Path,
+    PlainSerializer(lambda path: os.fsencode(path).hex()),
+    PlainValidator(lambda value: value if isinstance(value, Path) else Path(os.fsdecode(bytes.fromhex(value)))),
+]
+"""A path, which need not be UTF-8."""
 
-    Paths are bytes: they need not be UTF-8.
-    """
 
-    engine: Literal["torch", "llamacpp", "mlx"]
-    model: bytes
-    adapter: bytes | None
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """How a process loads an engine."""
+
+    engine: str
+    """torch, llamacpp or mlx."""
+    model: AnyPath
     vocabulary: tuple[bytes, ...]
-    device: str | None
-    dtype: str | None
-    exact: bool
-    context: int | None
-    compiled: bool | None
-    cache_bytes: int | None
-    max_running: int | None
-    gpu_layers: int | None
-    quantize_bits: int | None
+    adapter: AnyPath | None = None
+    device: str | None = None
+    dtype: str | None = None
+    quantize_bits: int | None = None
+    exact: bool = False
+    context: int | None = None
+    compiled: bool | None = None
+    cache_bytes: int | None = None
+    max_running: int | None = None
+    gpu_layers: int | None = None
 
 
 OutputFrame = Annotated[Queued | Prefilled | Step | AnswerRequested | Ended | ErrorFrame, Tagged]

@@ -15,14 +15,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from pathlib import Path
 
 from palaver.engines.base import EngineInfo, EngineState, EngineStatus
 from palaver.engines.host.frames import EngineSpec, Frame, OutputFrame, decode_error_frame, encode_frame, read_frame
 from palaver.engines.host.process import ChildProcess
 from palaver.errors import EngineClosed, EngineError, PalaverError, UnsupportedContent
 from palaver.generation import AnswerRequested, Ended, Finish, Output, Prefilled, Prompt, Step
-from palaver.phases import Vocabulary
 from palaver.sampling import Sampling
 
 _log = logging.getLogger(__name__)
@@ -36,68 +34,6 @@ MAX_SENDS = 8
 """Processes that one request is sent to at most."""
 _CLOSE_S = 10.0
 _MAX_DELAY_S = 30.0
-
-
-def torch_spec(
-    model: Path,
-    vocabulary: Vocabulary,
-    device: str | None = None,
-    dtype: str | None = None,
-    exact: bool = False,
-    adapter: Path | None = None,
-    context: int | None = None,
-    compiled: bool | None = None,
-    cache_bytes: int | None = None,
-    max_running: int | None = None,
-    quantize_bits: int | None = None,
-) -> EngineSpec:
-    return {
-        "engine": "torch",
-        "model": os.fsencode(model),
-        "vocabulary": tuple(vocabulary),
-        "device": device,
-        "dtype": dtype,
-        "exact": exact,
-        "adapter": os.fsencode(adapter) if adapter else None,
-        "context": context,
-        "compiled": compiled,
-        "cache_bytes": cache_bytes,
-        "max_running": max_running,
-        "gpu_layers": None,
-        "quantize_bits": quantize_bits,
-    }
-
-
-def llamacpp_spec(
-    file: Path,
-    vocabulary: Vocabulary,
-    device: str | None = None,
-    exact: bool = False,
-    adapter: Path | None = None,
-    context: int | None = None,
-    cache_bytes: int | None = None,
-    max_running: int | None = None,
-    gpu_layers: int | None = None,
-) -> EngineSpec:
-    """For a GGUF file. `adapter` is a LoRA adapter in a GGUF file."""
-    spec = torch_spec(file, vocabulary, device, None, exact, adapter, context, None, cache_bytes, max_running)
-    return {**spec, "engine": "llamacpp", "gpu_layers": gpu_layers}
-
-
-def mlx_spec(
-    model: Path,
-    vocabulary: Vocabulary,
-    device: str | None = None,
-    dtype: str | None = None,
-    exact: bool = False,
-    context: int | None = None,
-    cache_bytes: int | None = None,
-    max_running: int | None = None,
-) -> EngineSpec:
-    """For a folder that mlx-lm can run."""
-    spec = torch_spec(model, vocabulary, device, dtype, exact, None, context, None, cache_bytes, max_running)
-    return {**spec, "engine": "mlx"}
-
 
 ReportProgress = Callable[[float | None, str], None]
 """Called with the progress of loading, from 0 to 1 or None if unknown, and a note on the current step."""
