@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from jinja2 import meta, nodes
 
 from palaver.errors import TemplateError
-from palaver.formats.facts import no_tool_variables
+from palaver.formats.facts import ThinkingFacts, no_tool_variables
 from palaver.formats.learn.template_variables import TemplateVariable, template_variables
 from palaver.formats.markers import CONTROL_LIKE, common_end, common_start
 from palaver.formats.template import MAX_STEPS, HostileTemplate, OutOfFuel, Template
-from palaver.formats.tool_calls.samples import sample_calls, sample_tools
+from palaver.formats.tool_calls.samples import NAME, sample_calls, sample_tools
 
 QUESTION, THOUGHT, ANSWER, RESULT = "QUESTIONq7", "THOUGHTq7", "ANSWERq7", "RESULTq7"
 WORD, NUMBER = "WORDq7", 47117
@@ -183,3 +184,94 @@ def thinking_message(field: str | None) -> dict[str, Any]:
     typed = [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": ANSWER}]
     message: dict[str, Any] = {"role": "assistant", "content": typed if field == "content" else ANSWER}
     return message if field in (None, "content") else {**message, str(field): THOUGHT}
+
+
+Texts: TypeAlias = tuple[str | None, ...]
+"""The rendered text of each scene; None for one that the template refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeScene:
+    """A conversation with further template variables."""
+
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any] = field(default_factory=dict)
+    prompt: bool = True
+
+
+class ProbeStage:
+    """Renders all scenes with one template, given its markers of thinking and its field for thinking."""
+
+    def __init__(self, prober: Prober, thinking: ThinkingFacts | None, reasoning_field: str | None) -> None:
+        self._prober = prober
+        self._thinking = thinking
+        self._field = reasoning_field
+
+    @cached_property
+    def scenes(self) -> dict[str, ProbeScene]:
+        """Conversations in which a variable may have an effect, by name. Only those that the template accepts."""
+        result = {"role": "tool", "content": RESULT, "tool_call_id": "probeid01", "name": NAME}
+        picture = {"type": "image", "image": "picture"}
+        typed = {"role": "user", "content": [{"type": "text", "text": QUESTION}, picture, picture]}
+        paper = {"title": "Title", "text": "Text", "content": "Content", "doc_id": 1}
+        tools = {"tools": sample_tools()}
+        scenes = {
+            "plain": ProbeScene([user_message()]),
+            "system": ProbeScene([{"role": "system", "content": "SYSTEMq7"}, user_message()]),
+            "last turn": ProbeScene([user_message(), thinking_message(None)], prompt=False),
+            "earlier turns": ProbeScene([user_message(), thinking_message(None), user_message()]),
+            "earlier thoughts": ProbeScene([user_message(), thinking_message(self._field), user_message()]),
+            "tools": ProbeScene([user_message()], tools),
+            "pictures": ProbeScene([typed]),
+            "documents": ProbeScene([user_message()], {"documents": [paper]}),
+        }
+        for as_text in (False, True):
+            call = {"role": "assistant", "content": "", "tool_calls": sample_calls(1, as_text)}
+            scenes["calls, arguments as text" if as_text else "calls"] = ProbeScene(
+                [user_message(), call, result], tools
+            )
+        plain = self._prober.render([user_message()], True)
+        return {
+            name: scene for name, scene in scenes.items() if name == "plain" or self._render(scene) not in (None, plain)
+        }
+
+    def _render(self, scene: ProbeScene, /, **variables: Any) -> str | None:
+        return self._prober.render(scene.messages, scene.prompt, **{**scene.variables, **variables})
+
+    def render_scenes(self, **variables: Any) -> Texts:
+        """The variables override those of a scene."""
+        return tuple(self._render(scene, **variables) for scene in self.scenes.values())
+
+    def rendered_tools(self) -> str | None:
+        """A prompt with tools in the standard `tools` variable."""
+        return self._prober.render([user_message()], True, tools=sample_tools())
+
+    def date_format(self) -> str:
+        """The format that the template passes to `strftime_now`; empty if it does not call it."""
+        calls = self._prober.template.tree.find_all(nodes.Call)
+        arguments = (call.args for call in calls if getattr(call.node, "name", "") == "strftime_now")
+        return next((str(args[0].value) for args in arguments if args and isinstance(args[0], nodes.Const)), "")
+
+    def without_thoughts(self, text: str | None) -> str:
+        """The text without a thought, its markers and white space."""
+        bare = (text or "").replace(THOUGHT, "")
+        for marker in (self._thinking.opener, self._thinking.closer) if self._thinking else ():
+            bare = bare.replace(marker, "")
+        return "".join(bare.split())
+
+    def reply_opening(self, /, **variables: Any) -> str | None:
+        """How the reply opens: in an open thought, after a closed one, or free. None if it is unknown."""
+        whole = self._prober.render([user_message()], True, **variables)
+        if self._thinking is None or whole is None or not self._prober.opening(**variables):
+            return None
+        tail = whole[whole.rfind(QUESTION) + len(QUESTION) :]
+        if tail.rfind(self._thinking.opener) > tail.rfind(self._thinking.closer):
+            return "open"
+        return "closed" if tail.rstrip().endswith(self._thinking.closer) else "free"
+
+    def keeps_thinking(self, **variables: Any) -> bool | None:
+        """Whether the thinking of an earlier turn is in the prompt."""
+        if self._field is None:
+            return None
+        whole = self._prober.render([user_message(), thinking_message(self._field), user_message()], True, **variables)
+        return None if whole is None else THOUGHT in whole

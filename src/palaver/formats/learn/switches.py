@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from typing import Any
-
-from jinja2 import nodes
 
 from palaver.formats.facts import (
     CONVENTIONAL_EFFORTS,
@@ -27,10 +24,17 @@ from palaver.formats.facts import (
     list_values,
     order_efforts,
 )
-from palaver.formats.learn.probes import NUMBER, QUESTION, RESULT, THOUGHT, WORD, Prober, thinking_message, user_message
+from palaver.formats.learn.probes import (
+    NUMBER,
+    QUESTION,
+    WORD,
+    Prober,
+    ProbeStage,
+    Texts,
+)
 from palaver.formats.learn.template_variables import TemplateVariable, VariableUse
 from palaver.formats.markers import common_end, common_start
-from palaver.formats.tool_calls.samples import NAME, sample_calls, sample_tools
+from palaver.formats.tool_calls.samples import sample_tools
 
 _ABOUT_THINKING = re.compile(r"think|thought|reason|reflect|effort|deliberat|ponder", re.IGNORECASE)
 _ABOUT_LENGTH = re.compile(r"token|budget|length", re.IGNORECASE)
@@ -41,151 +45,86 @@ _DATE_FORMATS = (
     "%d.%m.%Y", "%Y/%m/%d", "%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S", "%b %d %Y %H:%M:%S GMT",
 )  # fmt: skip
 _LONG_DATE_FORMAT = "%b %d %Y %H:%M:%S GMT"
+_PLAIN = ("plain", "system")
 _TOOL_SCENES = {"tools", "calls", "calls, arguments as text"}
+_SCENE_CHANGES = {
+    "tools": "how tools are listed",
+    "pictures": "pictures",
+    "documents": "documents",
+    "earlier turns": "how earlier turns are written",
+}
+"""What a variable changes that changes a scene, but not the plain one."""
 _MIN_TOKEN_COUNT = 64
 """Numbers from here on count tokens; smaller ones are levels."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeScene:
-    """A conversation with further template variables."""
-
-    messages: list[dict[str, Any]]
-    variables: dict[str, Any] = field(default_factory=dict)
-    prompt: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class VariableEffect:
-    """The rendered text of all scenes with one value; None for a scene that the template refuses."""
-
-    texts: tuple[str | None, ...]
-
-    def is_accepted(self, unset: VariableEffect) -> bool:
-        """Whether the template renders every scene that it renders without the variable."""
-        return all(text is not None or before is None for text, before in zip(self.texts, unset.texts, strict=True))
-
-
-class ProbeStage:
-    """Renders all scenes with one template, given its markers of thinking and its field for thinking."""
-
-    def __init__(self, prober: Prober, thinking: ThinkingFacts | None, reasoning_field: str | None) -> None:
-        self._prober = prober
-        self._thinking = thinking
-        self._field = reasoning_field
-
-    @cached_property
-    def scenes(self) -> dict[str, ProbeScene]:
-        """Conversations in which a variable may have an effect, by name. Only those that the template accepts."""
-        result = {"role": "tool", "content": RESULT, "tool_call_id": "probeid01", "name": NAME}
-        picture = {"type": "image", "image": "picture"}
-        typed = {"role": "user", "content": [{"type": "text", "text": QUESTION}, picture, picture]}
-        paper = {"title": "Title", "text": "Text", "content": "Content", "doc_id": 1}
-        tools = {"tools": sample_tools()}
-        scenes = {
-            "plain": ProbeScene([user_message()]),
-            "system": ProbeScene([{"role": "system", "content": "SYSTEMq7"}, user_message()]),
-            "last turn": ProbeScene([user_message(), thinking_message(None)], prompt=False),
-            "earlier turns": ProbeScene([user_message(), thinking_message(None), user_message()]),
-            "earlier thoughts": ProbeScene([user_message(), thinking_message(self._field), user_message()]),
-            "tools": ProbeScene([user_message()], tools),
-            "pictures": ProbeScene([typed]),
-            "documents": ProbeScene([user_message()], {"documents": [paper]}),
-        }
-        for as_text in (False, True):
-            call = {"role": "assistant", "content": "", "tool_calls": sample_calls(1, as_text)}
-            scenes["calls, arguments as text" if as_text else "calls"] = ProbeScene(
-                [user_message(), call, result], tools
-            )
-        plain = self._prober.render([user_message()], True)
-        return {
-            name: scene for name, scene in scenes.items() if name == "plain" or self._render(scene) not in (None, plain)
-        }
-
-    def _render(self, scene: ProbeScene, /, **variables: Any) -> str | None:
-        return self._prober.render(scene.messages, scene.prompt, **{**scene.variables, **variables})
-
-    def effect(self, **variables: Any) -> VariableEffect:
-        """The rendered text of all scenes. The variables override those of a scene."""
-        return VariableEffect(tuple(self._render(scene, **variables) for scene in self.scenes.values()))
-
-    def rendered_tools(self) -> str | None:
-        """A prompt with tools in the standard `tools` variable."""
-        return self._prober.render([user_message()], True, tools=sample_tools())
-
-    def date_format(self) -> str:
-        """The format that the template passes to `strftime_now`; empty if it does not call it."""
-        calls = self._prober.template.tree.find_all(nodes.Call)
-        arguments = (call.args for call in calls if getattr(call.node, "name", "") == "strftime_now")
-        return next((str(args[0].value) for args in arguments if args and isinstance(args[0], nodes.Const)), "")
-
-    def without_thoughts(self, text: str | None) -> str:
-        """The text without a thought, its markers and white space."""
-        bare = (text or "").replace(THOUGHT, "")
-        for marker in (self._thinking.opener, self._thinking.closer) if self._thinking else ():
-            bare = bare.replace(marker, "")
-        return "".join(bare.split())
-
-    def reply_opening(self, /, **variables: Any) -> str | None:
-        """How the reply opens: in an open thought, after a closed one, or free. None if it is unknown."""
-        whole = self._prober.render([user_message()], True, **variables)
-        if self._thinking is None or whole is None or not self._prober.opening(**variables):
-            return None
-        tail = whole[whole.rfind(QUESTION) + len(QUESTION) :]
-        if tail.rfind(self._thinking.opener) > tail.rfind(self._thinking.closer):
-            return "open"
-        return "closed" if tail.rstrip().endswith(self._thinking.closer) else "free"
-
-    def keeps_thinking(self, **variables: Any) -> bool | None:
-        """Whether the thinking of an earlier turn is in the prompt."""
-        if self._field is None:
-            return None
-        whole = self._prober.render([user_message(), thinking_message(self._field), user_message()], True, **variables)
-        return None if whole is None else THOUGHT in whole
-
-
 class VariableTrial:
-    """The effects of one variable's values. `context` are other variables that are set meanwhile."""
+    """What the template renders with each value of one variable. `context` are other variables that are set
+    meanwhile."""
 
     def __init__(self, stage: ProbeStage, variable: TemplateVariable, context: dict[str, Any]) -> None:
         self._stage = stage
         self.variable = variable
         self.name = variable.name
         self.context = context
-        self.unset = stage.effect(**context)
-        tried = {repr(value): value for value in _candidates(variable)}
-        effects = {key: (value, stage.effect(**self._with(value))) for key, value in tried.items()}
-        self._effects = {
-            key: (value, effect)
-            for key, (value, effect) in effects.items()
-            if effect.is_accepted(self.unset) or (isinstance(value, list) and any(effect.texts))
-        }
+        self.unset = stage.render_scenes(**context)
+        self._values: dict[str, Any] = {}
+        """The values that the template accepts, by their `repr`: 1 and True are different values."""
+        self._texts: dict[str, Texts] = {}
+        for key, value in {repr(value): value for value in _candidates(variable)}.items():
+            texts = stage.render_scenes(**self._with(value))
+            if self._is_accepted(texts) or (isinstance(value, list) and any(texts)):
+                self._values[key], self._texts[key] = value, texts
 
     def _with(self, value: Any) -> dict[str, Any]:
         return {**self.context, self.name: value}
 
+    def _is_accepted(self, texts: Texts) -> bool:
+        """Whether the template renders every scene that it renders without the variable."""
+        return all(text is not None or before is None for text, before in zip(texts, self.unset, strict=True))
+
     @property
     def values(self) -> list[Any]:
         """The values that the template accepts."""
-        return [value for value, _ in self._effects.values()]
+        return list(self._values.values())
 
     def accepts(self, value: Any) -> bool:
-        return repr(value) in self._effects
+        return repr(value) in self._values
 
     def equals_unset(self, value: Any) -> bool:
-        return self._effect(value) == self.unset
+        return self._texts_with(value) == self.unset
 
     def holds_tools(self) -> bool:
         """Whether tools in this variable are rendered like the standard `tools`."""
-        texts = self._effect(sample_tools()).texts[:1]
-        return texts not in ((), (None,)) and texts[0] == self._stage.rendered_tools()
+        first = next(iter(self._texts_with(sample_tools())), None)
+        return first is not None and first == self._stage.rendered_tools()
 
-    def _effect(self, value: Any) -> VariableEffect:
-        return self._effects[repr(value)][1] if self.accepts(value) else VariableEffect(())
+    def _texts_with(self, value: Any) -> Texts:
+        return self._texts.get(repr(value), ())
+
+    @property
+    def _all_texts(self) -> list[Texts]:
+        return [self.unset, *self._texts.values()]
 
     @property
     def has_effect(self) -> bool:
         return bool(self.changed)
+
+    @cached_property
+    def changed(self) -> list[str]:
+        """The scenes that the variable changes."""
+        return [name for name, *texts in zip(self._stage.scenes, *self._all_texts, strict=True) if len(set(texts)) > 1]
+
+    @cached_property
+    def openings(self) -> dict[str, str | None]:
+        """How the reply opens with each value."""
+        return {"left out": self._stage.reply_opening(**self.context)} | {
+            key: self.opening(value) for key, value in self._values.items()
+        }
+
+    def opening(self, value: Any) -> str | None:
+        """How the reply opens with this value."""
+        return self._stage.reply_opening(**self._with(value))
 
     @cached_property
     def switches_thinking(self) -> bool:
@@ -194,97 +133,69 @@ class VariableTrial:
 
     def contexts(self) -> Iterator[dict[str, Any]]:
         """One value for each way to open the reply."""
-        found = {self.openings[key]: value for key, (value, _) in reversed(self._effects.items()) if self.openings[key]}
+        found = {self.openings[key]: value for key, value in reversed(self._values.items()) if self.openings[key]}
         return ({self.name: value} for value in found.values())
-
-    def opening(self, value: Any) -> str | None:
-        """How the reply opens with this value."""
-        return self._stage.reply_opening(**self._with(value))
 
     def changes_only_thoughts(self) -> bool:
         """Whether only thoughts and their markers change."""
-        texts = zip(*(effect.texts for effect in (self.unset, *(e for _, e in self._effects.values()))), strict=True)
-        return all(len({self._stage.without_thoughts(text) for text in scene}) == 1 for scene in texts)
-
-    @cached_property
-    def openings(self) -> dict[str, str | None]:
-        """How the reply opens with each value."""
-        out = {"left out": self._stage.reply_opening(**self.context)}
-        return out | {key: self._stage.reply_opening(**self._with(value)) for key, (value, _) in self._effects.items()}
+        scenes = zip(*self._all_texts, strict=True)
+        return all(len({self._stage.without_thoughts(text) for text in texts}) == 1 for texts in scenes)
 
     @cached_property
     def keeping(self) -> dict[str, bool]:
         """Whether the thinking of earlier turns is kept with each value."""
-        kept = {key: self._stage.keeps_thinking(**self._with(value)) for key, (value, _) in self._effects.items()}
+        kept = {key: self._stage.keeps_thinking(**self._with(value)) for key, value in self._values.items()}
         return {key: value for key, value in kept.items() if value is not None}
 
     def prints(self, value: Any) -> bool:
-        return any(text is not None and str(value) in text for text in self._effect(value).texts)
+        return any(text is not None and str(value) in text for text in self._texts_with(value))
 
     def text_before_value(self) -> str:
         """The text before the value in the same sentence, if the template writes the value."""
-        for text in self._effect(WORD).texts:
+        for text in self._texts_with(WORD):
             if text and WORD in text:
                 return re.split(r"[.;!?>\]]\s*|\n", text[: text.index(WORD)])[-1][-60:]
         return ""
 
     def mentions(self, pattern: re.Pattern[str]) -> str:
         """The first changed text that matches the pattern."""
-        scenes = [index for index, name in enumerate(self._stage.scenes) if name in ("plain", "system")]
+        scenes = [index for index, name in enumerate(self._stage.scenes) if name in _PLAIN]
         for value in (WORD, NUMBER):
-            for text in self._effect(value).texts[: len(scenes)]:
+            for text in self._texts_with(value)[: len(scenes)]:
                 for found in re.finditer(re.escape(str(value)), text or ""):
                     around = (text or "")[max(0, found.start() - 60) : found.end() + 30]
                     if pattern.search(around):
                         return around
-        for value, effect in self._effects.values():
+        for key, value in self._values.items():
             for index in scenes if value != sample_tools() else ():
-                changed = _difference(self.unset.texts[index], effect.texts[index])
+                changed = _difference(self.unset[index], self._texts[key][index])
                 if pattern.search(changed):
                     return changed
         return ""
 
-    @cached_property
-    def changed(self) -> list[str]:
-        """The scenes that the variable changes."""
-        effects = [self.unset, *(effect for _, effect in self._effects.values())]
-        return [
-            name
-            for place, name in enumerate(self._stage.scenes)
-            if len({effect.texts[place] for effect in effects}) > 1
-        ]
-
     def description(self) -> str:
         """A description of what the variable changes."""
-        changed = self.changed
-        out = list(self._describe_plain())
-        for name, phrase in (("tools", "how tools are listed"), ("pictures", "pictures"), ("documents", "documents")):
-            if name in changed and "plain" not in changed:
-                out.append(phrase)
-        if "earlier turns" in changed and "plain" not in changed:
-            out.append("how earlier turns are written")
-        elif "earlier thoughts" in changed and "plain" not in changed:
+        changed = [] if "plain" in self.changed else self.changed
+        out = [*self._describe_plain(), *(phrase for name, phrase in _SCENE_CHANGES.items() if name in changed)]
+        if "earlier thoughts" in changed and "earlier turns" not in changed:
             out.append("whether thinking of earlier turns is kept")
-        if any(name.startswith("calls") for name in changed) and not out:
+        if any(name.startswith("calls") for name in self.changed) and not out:
             out.append("turns with tools")
-        if "last turn" in changed and not out:
+        if "last turn" in self.changed and not out:
             out.append("how the last turn is written")
         return ", ".join(out) or "nothing in the probes"
 
     def _describe_plain(self) -> Iterator[str]:
         """Descriptions of changes before and after the question."""
-        effects = [self.unset, *(effect for _, effect in self._effects.values())]
+        scenes = [texts for name, *texts in zip(self._stage.scenes, *self._all_texts, strict=True) if name in _PLAIN]
         for part, phrase in ((0, "the text before the conversation"), (2, "how the reply opens")):
-            for place, name in enumerate(self._stage.scenes):
-                texts = {text.partition(QUESTION)[part] for e in effects if (text := e.texts[place]) is not None}
-                if name in ("plain", "system") and len(texts) > 1:
-                    yield phrase
-                    break
+            if any(len({text.partition(QUESTION)[part] for text in texts if text is not None}) > 1 for texts in scenes):
+                yield phrase
 
     def excerpt(self) -> str:
         """An excerpt of the text that one of the values changes."""
-        for _, effect in self._effects.values():
-            for unset, text in zip(self.unset.texts, effect.texts, strict=True):
+        for texts in self._texts.values():
+            for unset, text in zip(self.unset, texts, strict=True):
                 if text is not None and text != unset:
                     return _difference(unset, text)[-200:]
         return self.name
