@@ -114,7 +114,7 @@ async def test_a_large_grammar_is_followed_or_refused(engine: TorchEngine, name:
 async def test_a_rejection_is_cached(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadParameter):
         await reply(engine, NESTED)
-    monkeypatch.setattr("palaver.engines.grammars.sandbox.GrammarSandbox.rejection_reason", None)
+    monkeypatch.setattr("palaver.engines.grammars.cache.GrammarSandbox.rejection_reason", None)
     with pytest.raises(BadParameter, match="too much time, memory or depth"):
         await reply(engine, NESTED)
 

@@ -13,8 +13,8 @@ import time
 from typing import Any
 
 from palaver.constraints import Constraint
+from palaver.engines.grammars.cache import WALL_SECONDS, unpack_constraint
 from palaver.engines.grammars.compiler import CompiledGrammar, GrammarCompiler, GrammarError, first_line
-from palaver.engines.grammars.sandbox import WALL_SECONDS, unpack_constraint
 from palaver.processes import limit_fork, parent_connection, receive, send, serve_forks
 
 CPU_SECONDS = 2
