@@ -222,7 +222,15 @@ def test_media_is_base64() -> None:
     image = messages.Image("image/png", b"\xfb\xff\xfe")
     message = messages.Message(messages.Role.USER, (image,))
     assert json.loads(adapter(messages.Message).dump_json(message))["parts"] == [
-        {"type": "image", "media_type": "image/png", "data": "+//+"}
+        {
+            "type": "image",
+            "media_type": "image/png",
+            "data": "+//+",
+            "name": "",
+            "width": 0,
+            "height": 0,
+            "seconds": 0.0,
+        }
     ]
     assert adapter(messages.Message).validate_python(message) is message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -58,25 +59,50 @@ class ToolResult(PartBase):
     name: str = ""
 
 
+class MediaPart(PartBase):
+    """A picture, sound or video. The server fills in the size in pixels and the length from the file's header; 0 is
+    unknown, or does not apply."""
+
+    __slots__ = ()
+    data: Base64Bytes
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 digest of the data, under which the store keeps it."""
+        return hashlib.sha256(self.data).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
-class Image(PartBase):
+class Image(MediaPart):
     type: Literal["image"] = field(default="image", kw_only=True, repr=False)
     media_type: str
     data: Base64Bytes
+    name: str = ""
+    width: int = 0
+    height: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Audio(PartBase):
+class Audio(MediaPart):
     type: Literal["audio"] = field(default="audio", kw_only=True, repr=False)
     media_type: str
     data: Base64Bytes
+    name: str = ""
+    width: int = 0
+    height: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Video(PartBase):
+class Video(MediaPart):
     type: Literal["video"] = field(default="video", kw_only=True, repr=False)
     media_type: str
     data: Base64Bytes
+    name: str = ""
+    width: int = 0
+    height: int = 0
+    seconds: float = 0.0
 
 
 Part = Text | Thinking | ToolCall | ToolResult | Image | Audio | Video

@@ -242,8 +242,28 @@ class LeafSchema(ValueModel):
 
 
 class BlobUploadSchema(ValueModel):
+    """The fields of a part of type `blob`."""
+
     digest: str
     size: int
+    kind: Literal["image", "audio", "video"]
+    media_type: str
+    name: str
+    width: int
+    height: int
+    seconds: float
+
+    def to_value(self) -> Blob:
+        return Blob(
+            *(self.kind, self.media_type, self.digest, self.size),
+            *(self.name, self.width, self.height, self.seconds),
+        )
+
+
+class DocumentSchema(ValueModel):
+    """A document as the text of a part."""
+
+    text: str
 
 
 class RawReplySchema(ValueModel):

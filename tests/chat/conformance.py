@@ -8,12 +8,14 @@ import asyncio
 import pytest
 
 from palaver.chat.interface import ModelState
-from palaver.errors import BadParameter, ContextOverflow, EmptyMessage, NothingToContinue
+from palaver.errors import BadParameter, ContextOverflow, EmptyMessage, NothingToContinue, UnsupportedContent
 from palaver.events import Finished, PhaseOpened, fold
 from palaver.generation import Finish
-from palaver.messages import Role, Text, Thinking, assistant, tool, user
+from palaver.media import BadMedia
+from palaver.messages import Audio, Image, Message, Role, Text, Thinking, assistant, tool, user
 from palaver.phases import Phase
-from palaver.store import Conflict, NotFound, ReplyStatus
+from palaver.store import Blob, Conflict, NotFound, ReplyStatus
+from tests import media_files
 from tests.chat.scripted_service import OTHER, WAVE, Stage, read_entries, read_until
 from tests.scripted_engine import ScriptedEngine
 
@@ -385,10 +387,48 @@ async def test_conversations_are_exported_and_imported(stage: Stage) -> None:
 
 
 async def test_blobs(stage: Stage) -> None:
-    digest = await stage.chat.put_blob(b"\x89PNG")
-    assert await stage.chat.blob(digest) == b"\x89PNG"
+    data = media_files.picture()
+    blob = await stage.chat.put_blob(data, "red.png")
+    assert blob == Blob("image", "image/png", blob.digest, len(data), "red.png", 8, 6)
+    assert await stage.chat.blob(blob.digest) == data
+    with pytest.raises(BadMedia, match=r"^a.exe is of a type that is not supported"):
+        await stage.chat.put_blob(b"MZ\x90", "a.exe")
     with pytest.raises(NotFound):
         await stage.chat.blob("0" * 64)
+
+
+async def test_media_are_described_by_their_bytes(stage: Stage) -> None:
+    conversation = await stage.chat.create_conversation()
+    sent = Message(Role.USER, (Text("Look!"), Audio("text/html", media_files.picture(), "red.png", 999, 999, 9.0)))
+    stored = await stage.chat.append_message(conversation.id, None, sent)
+    (text, blob) = stored.parts
+    assert text == Text("Look!")
+    assert isinstance(blob, Blob)
+    assert (blob.kind, blob.media_type, blob.name, blob.width, blob.height, blob.seconds) == (
+        *("image", "image/png", "red.png"),
+        *(8, 6, 0.0),
+    )
+    with pytest.raises(BadMedia, match="is of a type that is not supported"):
+        await stage.chat.append_message(conversation.id, None, Message(Role.USER, (Image("image/png", b"MZ"),)))
+    with pytest.raises(BadMedia, match="is of a type that is not supported"):
+        await stage.chat.edit_message(stored.id, (Image("image/png", b"MZ"),))
+    exported = await stage.chat.export_conversation(conversation.id, "tree")
+    assert '"name": "red.png"' in exported or '"name":"red.png"' in exported
+
+
+async def test_documents_become_text(stage: Stage) -> None:
+    assert await stage.chat.read_document(media_files.pdf("Page one"), "a.pdf") == "\n\nFile a.pdf:\n\nPage one\n\n"
+    assert await stage.chat.read_document(b"a,b\n1,2\n", "a.csv") == "\n\nFile a.csv:\n\na,b\n1,2\n\n"
+    with pytest.raises(BadMedia, match="is neither text in UTF-8 nor a PDF"):
+        await stage.chat.read_document(b"\xff\xfe\0", "a.bin")
+
+
+async def test_a_model_refuses_media_before_anything_is_stored(stage: Stage) -> None:
+    conversation = await stage.chat.create_conversation()
+    message = Message(Role.USER, (Text("Look!"), Image("image/png", media_files.picture())))
+    with pytest.raises(UnsupportedContent, match="does not accept pictures: a vision model is needed for that"):
+        await stage.chat.send_message(conversation.id, None, message)
+    assert await stage.chat.nodes(conversation.id) == ()
 
 
 async def test_a_tools_result_is_answered(stage: Stage) -> None:

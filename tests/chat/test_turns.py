@@ -22,6 +22,7 @@ from palaver.generation import Finish
 from palaver.messages import assistant, user
 from palaver.store import DiskFull, NotFound, ReplyStatus, Store, open_store
 from palaver.store.schema import replies, running
+from tests import media_files
 from tests.chat.conformance import ANSWER, THOUGHT
 from tests.chat.process_kills import event_text, run
 from tests.chat.scripted_service import (
@@ -232,7 +233,7 @@ async def test_conversations_of_other_users_are_not_found(tmp_path: Path) -> Non
         conversation = await stage.chat.create_conversation()
         sent = await stage.chat.send_message(conversation.id, None, user("Wave!"))
         await read_entries(stage.chat, sent.reply.id)
-        digest = await stage.chat.put_blob(b"mine")
+        digest = (await stage.chat.put_blob(media_files.picture())).digest
         attempts = (
             stranger.conversation(conversation.id),
             stranger.message(sent.reply.id),

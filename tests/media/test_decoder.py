@@ -262,7 +262,7 @@ def test_decodes_again_after_the_process_died(decoder: MediaDecoder) -> None:
 
 @pytest.mark.parametrize(
     ("data", "why"),
-    [(b"abc", "is not raw sound"), (b"", "is not raw sound"), (np.array([np.nan], "<f4").tobytes(), "not numbers")],
+    [(b"abc", "neither"), (b"", "neither"), (np.array([np.nan], "<f4").tobytes(), "not numbers")],
 )
 def test_refuses_raw_sound_that_is_none(data: bytes, why: str) -> None:
     with pytest.raises(BadMedia, match=why):

@@ -10,17 +10,17 @@ from palaver.server.openapi import ADDED_FIELDS, PUBLISHED_NAMES, PUBLISHED_VALU
 from tests.server.live_server import LiveServer
 
 COMPONENTS = """
-AllowedChatTools AllowedTools AllowedToolsChoice Alternative AnswerDelta AnthropicError Append AudioWish Blob
-BlobPut CallMade Change ChangeConversation Changed ChatMessage ChatRequest Client Closing CompletionRequest
-Constraint Continue Conversation ConversationName CountRequest Create Cursor DeletePreset DetokenizeRequest Edit
-Entry Error ErrorBody Failed Finish Finished Follow Followed Fork Format Function FunctionCall FunctionTool Gauge
-Grammar Health Hit IncompleteDetails InputContent InputItem InputItemList InputTokens JsonSchema Leaf Load
-LoadRequest MeasureContext Media Message MessageGiven MessageTold MessagesRequest ModelCard ModelState Move
-NamedAudio NamedFunction NamedTool NamedVoice Node Notice Opened OtherBlock OutputConfig OutputFormat Phase
-PhaseOpened Preset Raw ReasoningWish RedactedThinkingBlock Refused RenderRequest Reply ResponseBody ResponseDeleted
-ResponseFailure ResponseFormat ResponseRequest ResponseUsage Role Said Sampling SavePreset Say Session Settings
-SignIn Snapshot SpeechRequest Started Status Stored StoredReply StreamOptions StreamWish StructuredOutputs Switch
-SwitchKind Text TextBlock TextFormat TextWish Thinking ThinkingBlock ThinkingConfig ThinkingDelta ThinkingWish
+AllowedChatTools AllowedTools AllowedToolsChoice Alternative AnswerDelta AnthropicError Append AudioWish Blob BlobPut
+CallMade Change ChangeConversation Changed ChatMessage ChatRequest Client Closing CompletionRequest Constraint
+Continue Conversation ConversationName CountRequest Create Cursor DeletePreset DetokenizeRequest Document
+DocumentBlock Edit Entry Error ErrorBody Failed Finish Finished Follow Followed Fork Format Function FunctionCall
+FunctionTool Gauge Grammar Health Hit ImageBlock IncompleteDetails InputContent InputItem InputItemList InputTokens
+JsonSchema Leaf Load LoadRequest MeasureContext Media MediaSource Message MessageGiven MessageTold MessagesRequest
+ModelCard ModelState Move NamedAudio NamedFunction NamedTool NamedVoice Node Notice Opened OtherBlock OutputConfig
+OutputFormat Phase PhaseOpened Preset Raw ReasoningWish RedactedThinkingBlock Refused RenderRequest Reply ResponseBody
+ResponseDeleted ResponseFailure ResponseFormat ResponseRequest ResponseUsage Role Said Sampling SavePreset Say Session
+Settings SignIn Snapshot SpeechRequest Started Status Stored StoredReply StreamOptions StreamWish StructuredOutputs
+Switch SwitchKind Text TextBlock TextFormat TextWish Thinking ThinkingBlock ThinkingConfig ThinkingDelta ThinkingWish
 ThoughtWish Token TokenCount TokenizeRequest TokensRead TokensWritten Tool ToolCall ToolCallDelta ToolCallOpened
 ToolChoice ToolGiven ToolName ToolOffered ToolResult ToolResultBlock ToolUseBlock TurnEvent Usage UsageTold Waiting
 """

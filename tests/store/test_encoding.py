@@ -39,6 +39,10 @@ PARTS = [
     (ToolResult("1", "c"), '{"type":"tool_result","call_id":"1","content":"c","name":""}'),
     (Blob("image", "image/png", "d", 3), '{"type":"image","media_type":"image/png","digest":"d","size":3}'),
     (Blob("audio", "audio/wav", "d", 3), '{"type":"audio","media_type":"audio/wav","digest":"d","size":3}'),
+    (
+        Blob("image", "image/png", "d", 3, "a.png", 2, 1, 0.5),
+        '{"type":"image","media_type":"image/png","digest":"d","size":3,"name":"a.png","width":2,"height":1,"seconds":0.5}',
+    ),
     (Blob("video", "video/mp4", "d", 3), '{"type":"video","media_type":"video/mp4","digest":"d","size":3}'),
 ]
 SAMPLING = Sampling(
@@ -181,7 +185,7 @@ def test_settings_survive_a_round_trip(value: ReplySettings) -> None:
 @pytest.mark.parametrize(("kind", "tag"), [(Image, "image"), (Audio, "audio"), (Video, "video")])
 def test_the_kind_of_a_blob_is_the_type_of_its_part(kind: Any, tag: str) -> None:
     assert kind("a/b", b"").type == tag
-    assert type(encoding.media_part(tag, "a/b", b"")) is kind  # type: ignore[arg-type]
+    assert type(encoding.media_part(Blob(tag, "a/b", "d", 0), b"")) is kind  # type: ignore[arg-type]
 
 
 def test_tokens_round_trip() -> None:

@@ -313,9 +313,15 @@ class Chat(Protocol):
         """Imports conversations from a file of any supported format. Importing the same text again adds nothing."""
         ...
 
-    async def put_blob(self, data: bytes) -> str: ...
+    async def put_blob(self, data: bytes, name: str = "") -> Blob:
+        """Stores media for a message. Raises BadMedia."""
+        ...
 
     async def blob(self, digest: str) -> bytes: ...
+
+    async def read_document(self, data: bytes, name: str) -> str:
+        """The text of a text or PDF file, as it is attached to a message. Raises BadMedia."""
+        ...
 
 
 class ServerChat(Chat, Protocol):

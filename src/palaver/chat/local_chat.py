@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from palaver.chat import parameters as settings
+from palaver.chat.attachments import AttachmentReader, check_messages, describe_parts
 from palaver.chat.continuation import is_same_tokenizer
 from palaver.chat.interface import (
     ContextUsage,
@@ -27,7 +28,7 @@ from palaver.chat.turn_log import LogEntry
 from palaver.chat.turns import NewTurn, Turn
 from palaver.errors import BadParameter, ContextOverflow, NothingToContinue, PalaverError
 from palaver.generation import Step
-from palaver.messages import Message, Part, Role
+from palaver.messages import Image, MediaPart, Message, Part, Role
 from palaver.store import (
     Blob,
     Conflict,
@@ -40,6 +41,7 @@ from palaver.store import (
     StoredMessage,
     TreeNode,
 )
+from palaver.store.encoding import store_media
 from palaver.transcripts import TranscriptFormat, read_conversation, read_file, store_transcript, write_transcript
 
 if TYPE_CHECKING:
@@ -218,13 +220,15 @@ class LocalChat:
     ) -> StoredMessage:
         conversation = await self.conversation(conversation_id)
         await self._check_parent(parent)
+        (message,) = await self._describe([message])
         return await self._append(conversation, parent, message, key)
 
     async def edit_message(
         self, message_id: str, parts: Iterable[Part | Blob], *, key: str | None = None
     ) -> StoredMessage:
         old = await self.message(message_id)
-        stored = await _thread(self._store.messages.edit, message_id, tuple(parts), key=key)
+        described = await _thread(describe_parts, tuple(parts), self._service.media.inspect)
+        stored = await _thread(self._store.messages.edit, message_id, described, key=key)
         self._publish(await self.conversation(old.conversation_id), "message", stored.id)
         return stored
 
@@ -290,6 +294,8 @@ class LocalChat:
         model = await self._service.models.ready()
         self._turns.check_open()
         path, build = await self._path(parent), self._service.requests.build
+        check_messages(messages, model.name, model.engine.info.media)
+        messages = await self._describe(messages)
         draft = conversation or _draft_conversation(self._owner, system)
         prepared = [
             await _thread(build, model, draft, path, messages, settings.check_parameters(parameters), partial)
@@ -426,10 +432,12 @@ class LocalChat:
         ]
         return tuple(self._publish(one.conversation, "created") for one in stored)
 
-    async def put_blob(self, data: bytes) -> str:
-        digest = await _thread(self._store.blobs.put, data)
-        self._service.uploads.add((self._owner, digest))
-        return digest
+    async def put_blob(self, data: bytes, name: str = "") -> Blob:
+        (part,) = await _thread(describe_parts, (Image("", data, name),), self._service.media.inspect)
+        (blob,) = await _thread(store_media, (part,), self._store.blobs)
+        assert isinstance(blob, Blob)
+        self._service.uploads.add((self._owner, blob.digest))
+        return blob
 
     async def blob(self, digest: str) -> bytes:
         is_upload = (self._owner, digest) in self._service.uploads
@@ -437,7 +445,17 @@ class LocalChat:
             raise NotFound("blob", digest)
         return await _thread(self._store.blobs.get, digest)
 
+    async def read_document(self, data: bytes, name: str) -> str:
+        return await _thread(AttachmentReader(self._service.media).read_document, data, name)
+
     # helpers
+
+    async def _describe(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Checks the media of the messages, and describes them by their bytes."""
+        if not any(isinstance(part, MediaPart) for message in messages for part in message.parts):
+            return messages
+        inspect = self._service.media.inspect
+        return [Message(message.role, await _thread(describe_parts, message.parts, inspect)) for message in messages]
 
     def _publish(self, conversation: Conversation, what: str, message: str | None = None) -> Conversation:
         self._service.changes.publish(self._owner, ConversationChange(conversation.id, what, message))

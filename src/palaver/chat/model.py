@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from palaver.chat.attachments import check_messages
 from palaver.chat.engine_spec import LoadOptions
 from palaver.chat.reply_stream import BatchReader, GeneratedReply, RecordStep, ReplyRecord, ReplyRequest
 from palaver.engines.base import Engine
@@ -70,6 +71,7 @@ class Model:
         self, request: ReplyRequest, reply_so_far: Sequence[int] = (), partial_reply: Message | None = None
     ) -> Prompt:
         """Renders the request. Raises ContextOverflow if no token is left for the reply."""
+        check_messages(request.messages, self.name, self.engine.info.media)
         self.check_size(text_size(request.messages, request.tools))
         rendered = self.format.render(
             request.messages, request.tools, request.options, reply_so_far, partial_reply, request.past_replies

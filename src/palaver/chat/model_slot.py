@@ -193,6 +193,7 @@ def _card(model: Model) -> ModelCard:
         exactness=info.exactness,
         steps=info.steps,
         fingerprint=info.fingerprint,
+        media=info.media,
         defaults=info.defaults,
         thinks=model.format.thinks,
         switches=model.format.switches,

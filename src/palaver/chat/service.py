@@ -15,6 +15,7 @@ from palaver.chat.reply_request import RequestBuilder
 from palaver.chat.subscription import TurnSubscription
 from palaver.chat.turns import ChangeFeed, Turns
 from palaver.errors import PalaverError
+from palaver.media import MediaDecoder
 from palaver.store import Store, StoredMessage
 from palaver.store.leases import LEASE_SECONDS
 
@@ -43,6 +44,7 @@ class Service:
         self._recovery = Recovery(store, self.turns, self.requests, resume)
         self.uploads: set[tuple[str, str]] = set()
         """Blobs that no message refers to yet, as pairs of owner and digest."""
+        self.media = MediaDecoder()
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Service:
@@ -56,6 +58,7 @@ class Service:
         try:
             await self._stack.aclose()
         finally:
+            await asyncio.to_thread(self.media.close)
             await self.models.unload()
 
     def chat(self, owner: str) -> LocalChat:

@@ -417,13 +417,21 @@ class HttpChat:
         )
         return parse_response(response, tuple[Conversation, ...])
 
-    async def put_blob(self, data: bytes) -> str:
-        kind = "application/octet-stream"
-        response = await self._connection.send("POST", "blobs", content=data, media_type=kind, idempotent=True)
-        return parse_response(response, wire.BlobUploadSchema).digest
+    async def put_blob(self, data: bytes, name: str = "") -> Blob:
+        response = await self._send_file("blobs", data, name)
+        return parse_response(response, wire.BlobUploadSchema).to_value()
 
     async def blob(self, digest: str) -> bytes:
         return (await self._connection.send("GET", _path("blobs", "blob", digest), idempotent=True)).content
+
+    async def read_document(self, data: bytes, name: str) -> str:
+        return parse_response(await self._send_file("documents", data, name), wire.DocumentSchema).text
+
+    async def _send_file(self, path: str, data: bytes, name: str) -> httpx.Response:
+        kind = "application/octet-stream"
+        return await self._connection.send(
+            "POST", path, content=data, media_type=kind, idempotent=True, query={"name": name}
+        )
 
 
 def _conversation(id: str) -> str:

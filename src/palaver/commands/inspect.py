@@ -128,6 +128,7 @@ def _describe_engine(info: EngineInfo) -> Iterator[tuple[str, str]]:
     yield strings.INSPECT_DEVICE, f"{info.device}, {info.dtype}"
     yield strings.INSPECT_CONTEXT, strings.INSPECT_TOKENS.format(count=f"{info.context_length:,}")
     yield strings.INSPECT_VOCABULARY, strings.INSPECT_TOKENS.format(count=f"{info.vocabulary_size:,}")
+    yield strings.INSPECT_ACCEPTS, ", ".join((strings.INSPECT_TEXT, *info.media))
     yield strings.INSPECT_REUSE, info.reuse
     yield strings.INSPECT_STEPS, strings.INSPECT_COMPILED if info.steps == COMPILED else info.steps
     yield strings.INSPECT_EXACTNESS, info.exactness

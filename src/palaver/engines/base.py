@@ -48,6 +48,8 @@ class EngineInfo:
     """How to make it faster on this machine, in one sentence."""
     fingerprint: str = ""
     """The code that computes the replies (`Fingerprint`); stored with each reply."""
+    media: tuple[str, ...] = ()
+    """The media that the model accepts besides text: image, audio, video."""
 
 
 class EngineState(StrEnum):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
+import threading
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from cachetools import LRUCache
 
 from palaver.media.base import RAW_RATE, BadMedia, MediaInfo, MediaKind, MediaLimits, Picture, Sound, VideoFrames
 from palaver.media.headers import check_header, check_seconds
@@ -14,6 +18,8 @@ from palaver.media.signatures import check_polyglot, sniff
 if TYPE_CHECKING:
     from palaver.media.sandbox import Arrays
 
+_INSPECTED = 1024
+"""Files whose description is kept: a client sends the pictures of a conversation with every request."""
 _KINDS: dict[str, MediaKind] = {"image": "image", "audio": "audio", "video": "video", "application": "document"}
 _SUPPORTED = "PNG, JPEG, WebP, GIF, AVIF, HEIC, WAV, MP3, FLAC, Ogg, M4A, MP4, WebM, MOV and PDF"
 _NAMES = {"image": "a picture", "audio": "sound", "video": "a video", "document": "a document"}
@@ -28,11 +34,20 @@ class MediaDecoder:
     def __init__(self, limits: MediaLimits = MediaLimits()) -> None:  # noqa: B008 - frozen
         self.limits = limits
         self._sandbox = MediaSandbox()
+        self._lock = threading.Lock()
+        self._inspected: LRUCache[bytes, MediaInfo] = LRUCache(_INSPECTED)
 
     def inspect(self, data: bytes, name: str = "") -> MediaInfo:
         """The kind, type, size and length of a file, from its header."""
-        values, _ = self._run("inspect", data, name)
-        return MediaInfo(**values)
+        digest = hashlib.sha256(data).digest()
+        with self._lock:
+            known = self._inspected.get(digest)
+        if known is None:
+            values, _ = self._run("inspect", data, name)
+            known = MediaInfo(**values)
+            with self._lock:
+                self._inspected[digest] = known
+        return known
 
     def picture(self, data: bytes, name: str = "") -> Picture:
         """The picture, turned upright. Of an animation: the first frame."""
@@ -80,19 +95,24 @@ class MediaDecoder:
         return media_type
 
 
-def wav_from_raw(data: bytes, name: str = "", limits: MediaLimits = MediaLimits()) -> bytes:  # noqa: B008 - frozen
-    """A WAV file of raw float32 samples, mono at 16 kHz."""
+def wav_from_raw(
+    data: bytes,
+    name: str = "",
+    rate: int = RAW_RATE,
+    limits: MediaLimits = MediaLimits(),  # noqa: B008 - frozen
+) -> bytes:
+    """A WAV file of raw float32 samples, mono."""
     import numpy as np
 
     if not data or len(data) % 4:
-        raise BadMedia(name, "is not raw sound: float32 samples at 16 kHz are expected")
-    check_seconds(len(data) / 4 / RAW_RATE, name, limits)
+        raise BadMedia(name, "is neither a file with sound nor raw float32 samples")
+    check_seconds(len(data) / 4 / rate, name, limits)
     samples = np.frombuffer(data, dtype="<f4")
     if not np.isfinite(samples).all():
         raise BadMedia(name, "contains values that are not numbers")
-    return _wav_header(len(data)) + data
+    return _wav_header(len(data), rate) + data
 
 
-def _wav_header(size: int) -> bytes:
-    form = struct.pack("<HHIIHH", 3, 1, RAW_RATE, 4 * RAW_RATE, 4, 32)  # 3: float
+def _wav_header(size: int, rate: int) -> bytes:
+    form = struct.pack("<HHIIHH", 3, 1, rate, 4 * rate, 4, 32)  # 3: float
     return b"RIFF" + struct.pack("<I", 36 + size) + b"WAVEfmt \x10\0\0\0" + form + b"data" + struct.pack("<I", size)

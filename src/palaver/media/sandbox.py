@@ -9,9 +9,6 @@ import socket
 import threading
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from palaver.errors import PalaverError, ShuttingDown
 from palaver.media.base import BadMedia
 from palaver.processes import EXIT_SECONDS, ForkFailed, ForkServer, ForkServerClosed, receive, receive_bytes, send
@@ -23,7 +20,8 @@ _CONCURRENT = 4
 """Files that are decoded at the same time: the memory of all forks together stays limited."""
 TOO_MUCH = "takes too much time or memory to decode, or is damaged"
 
-Arrays = list[NDArray[Any]]
+Arrays = list[Any]
+"""Arrays of numpy, which is imported only if there are any."""
 
 
 class SandboxFailed(PalaverError):
@@ -62,6 +60,10 @@ def _receive_result(connection: socket.socket, name: str) -> tuple[dict[str, Any
     answer = receive(connection)
     if (why := answer.get("why")) is not None:
         raise BadMedia(name, why)
+    if not answer["arrays"]:
+        return answer["values"], []
+    import numpy as np
+
     arrays = []
     for shape, dtype in answer["arrays"]:
         data = receive_bytes(connection, math.prod(shape) * np.dtype(dtype).itemsize)

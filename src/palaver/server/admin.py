@@ -183,6 +183,7 @@ def _model(name: str, card: ModelCard) -> dict[str, Any]:
         "max_model_len": card.context_length,
         "thinks": card.thinks,
         "takes_tools": card.takes_tools,
+        "input_modalities": ["text", *card.media],
         "switches": [asdict(switch) for switch in card.switches],
         "reuse": card.reuse,
         "exactness": card.exactness,

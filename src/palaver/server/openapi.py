@@ -74,6 +74,7 @@ PUBLISHED_NAMES = {
     "ConversationReference": "ConversationName",
     "CreateConversationRequest": "Create",
     "CursorRequest": "Client",
+    "DocumentSchema": "Document",
     "DeletePresetRequest": "DeletePreset",
     "EditMessageRequest": "Edit",
     "ErrorSchema": "Error",
@@ -175,6 +176,8 @@ PUBLISHED_VALUES = {
 """The components that are generated from values, with their published descriptions. All their fields are required, but
 for `ADDED_FIELDS`."""
 ADDED_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "Blob": ("name", "width", "height", "seconds"),
+    "Media": ("name", "width", "height", "seconds"),
     "ModelCard": ("exactness", "steps", "fingerprint"),
     "PhaseOpened": ("tokens",),
     "Sampling": (

@@ -20,11 +20,13 @@ from typing import Annotated, ParamSpec, TypeVar
 from cachetools import LRUCache, TLRUCache
 from fastapi import Depends, Header, Request
 
+from palaver.chat.attachments import AttachmentReader
 from palaver.chat.interface import ServerChat
+from palaver.chat.model import Model
 from palaver.chat.service import Service
 from palaver.errors import BadParameter
 from palaver.memory import give_back_unused
-from palaver.messages import Message, Role, Text, Thinking, ToolCall
+from palaver.messages import Audio, Image, Message, Role, Text, Thinking, ToolCall, Video
 from palaver.server.auth import Authenticator, CallerDep
 from palaver.server.limits import ConcurrencyLimiter
 from palaver.server.metrics import Metrics
@@ -139,6 +141,8 @@ def message_digests(owner: str, messages: Sequence[Message]) -> Iterator[bytes]:
                     digest.update(text.encode("utf-8", "surrogatepass"))
                 case ToolCall(_, name, arguments):
                     digest.update(f"\1{name}\2{canonical_arguments(arguments)}".encode("utf-8", "surrogatepass"))
+                case Image() | Audio() | Video():
+                    digest.update(f"\3{part.digest}".encode())
                 case _:
                     digest.update(repr(part).encode("utf-8", "surrogatepass"))
         yield digest.digest()
@@ -233,8 +237,16 @@ class ServerState:
     """Set when the server starts to shut down: it ends streams that would otherwise stay open."""
     database_probe: DatabaseProbe = field(default_factory=DatabaseProbe)
     response_index: ResponseIndex = field(default_factory=ResponseIndex)
+    fetch_media: Callable[[str], bytes] | None = None
+    """Downloads media from other addresses, if the operator allows it."""
     response_watchers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """By reply id: the tasks that watch running responses."""
+
+    def attachments(self, model: Model | None = None) -> AttachmentReader:
+        """Reads the files that clients attach. With a model: only media that it accepts."""
+        if model is None:
+            return AttachmentReader(self.service.media, fetch=self.fetch_media)
+        return AttachmentReader(self.service.media, model.name, model.engine.info.media, self.fetch_media)
 
 
 def get_state(request: Request) -> ServerState:

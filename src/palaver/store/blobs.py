@@ -108,6 +108,10 @@ class Blob(PartBase):
     media_type: str
     digest: str
     size: int
+    name: str = ""
+    width: int = 0
+    height: int = 0
+    seconds: float = 0.0
 
 
 class Blobs:

@@ -35,14 +35,18 @@ _TAGGED_PART = Annotated[StoredPart, Tagged]
 _MEDIA: Mapping[str, type[Image] | type[Audio] | type[Video]] = {"image": Image, "audio": Audio, "video": Video}
 
 
-def media_part(kind: Kind, media_type: str, data: bytes) -> Image | Audio | Video:
-    return _MEDIA[kind](media_type, data)
+def media_part(blob: Blob, data: bytes) -> Image | Audio | Video:
+    """The part of which the blob is the reference."""
+    return _MEDIA[blob.kind](blob.media_type, data, blob.name, blob.width, blob.height, blob.seconds)
 
 
 def store_media(parts: Iterable[Part | Blob], blobs: Blobs) -> tuple[StoredPart, ...]:
     """Writes media to blobs and returns the parts with references to them."""
     return tuple(
-        Blob(part.type, part.media_type, blobs.put(part.data), len(part.data))
+        Blob(
+            *(part.type, part.media_type, blobs.put(part.data), len(part.data)),
+            *(part.name, part.width, part.height, part.seconds),
+        )
         if isinstance(part, Image | Audio | Video)
         else part
         for part in parts
@@ -51,10 +55,7 @@ def store_media(parts: Iterable[Part | Blob], blobs: Blobs) -> tuple[StoredPart,
 
 def load_media(parts: Iterable[StoredPart], blobs: Blobs) -> tuple[Part, ...]:
     """Reads media back from their blobs."""
-    return tuple(
-        media_part(part.kind, part.media_type, blobs.get(part.digest)) if isinstance(part, Blob) else part
-        for part in parts
-    )
+    return tuple(media_part(part, blobs.get(part.digest)) if isinstance(part, Blob) else part for part in parts)
 
 
 def blob_digests(parts: Iterable[StoredPart]) -> set[str]:
@@ -91,6 +92,7 @@ STORED_NAMES: Mapping[str, str] = {
     "type": "type", "text": "text", "id": "id", "name": "name", "arguments": "arguments", "in_thought": "in_thought",
     "call_id": "call_id", "content": "content",
     "kind": "kind", "media_type": "media_type", "digest": "digest", "size": "size",
+    "width": "width", "height": "height", "seconds": "seconds",
     # settings of a reply, tools
     "model": "model", "tokenizer": "tokenizer", "sampling": "sampling", "options": "options", "tools": "tools",
     "choice": "choice", "answer_at": "answer_at", "fingerprints": "fingerprints",
@@ -147,11 +149,14 @@ def encode_parts(parts: Iterable[StoredPart]) -> list[dict[str, Any]]:
     return [_encode_part(value) for value in _encode(_TAGGED_PART, parts)]
 
 
+_ADDED_TO_BLOBS = ("name", "width", "height", "seconds")
+
+
 def _encode_part(value: dict[str, Any]) -> dict[str, Any]:
-    """Excludes `in_thought` unless it is true, so that old records stay the same."""
+    """Excludes fields that were added later and are empty, so that old records stay the same."""
     if value["type"] == "blob":
         kind = value.pop("kind")
-        return {**value, "type": kind}
+        return {**{name: item for name, item in value.items() if name not in _ADDED_TO_BLOBS or item}, "type": kind}
     return {name: item for name, item in value.items() if name != "in_thought" or item}
 
 

@@ -48,8 +48,9 @@ def _format_part(part: Part) -> str:
             return f"Calls `{name}`:\n\n{_fence(arguments)}"
         case ToolResult(_, content):
             return _fence(content)
-        case Image(media_type, data) | Audio(media_type, data) | Video(media_type, data):
-            return f"*({media_type}, {len(data)} bytes)*"
+        case Image() | Audio() | Video():
+            name = f"{part.name}, " if part.name else ""
+            return f"*({name}{part.media_type}, {len(part.data)} bytes)*"
 
 
 def _escape(text: str) -> str:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
-from palaver.messages import Audio, Image, Message, Part, Role, Text, Thinking, ToolCall, ToolResult, Video
+from palaver.messages import Audio, Image, MediaPart, Message, Part, Role, Text, Thinking, ToolCall, ToolResult, Video
 
 _ROLES = {role.value: role for role in Role} | {
     "developer": Role.SYSTEM,
     "function": Role.TOOL,
     "model": Role.ASSISTANT,
+}
+_URL_KINDS: Mapping[str, Literal["image", "audio", "video"]] = {
+    "image_url": "image",
+    "audio_url": "audio",
+    "video_url": "video",
 }
 _DATA = re.compile(r"data:([\w.+/-]+);base64,(.*)", re.DOTALL)
 
@@ -31,13 +36,19 @@ def to_openai(message: Message) -> list[dict[str, Any]]:
     return [value]
 
 
-def from_openai(value: Mapping[str, Any]) -> Message:
-    """Raises ValueError if the value is no message."""
+ReadUrl = Callable[[str, Literal["image", "audio", "video", "file"], str], Part]
+"""Reads a file from its URL, by what the client calls it, and its name."""
+
+
+def from_openai(value: Mapping[str, Any], read_url: ReadUrl | None = None) -> Message:
+    """Raises ValueError if the value is no message. By default, the media types of data URLs are believed."""
     role = _ROLES.get(str(value.get("role")))
     if role is None:
         raise ValueError(f"unknown role {value.get('role')!r}")
-    content = tuple(_parts(value.get("content")))
+    content = tuple(_parts(value.get("content"), read_url or (lambda url, kind, name: from_data_url(url))))
     if role is Role.TOOL:
+        if any(isinstance(part, MediaPart) for part in content):
+            raise ValueError("a tool result holds text, not pictures, sound or video")
         text = "".join(part.text for part in content if isinstance(part, Text))
         return Message(role, (ToolResult(str(value.get("tool_call_id") or ""), text, str(value.get("name") or "")),))
     thinking = value.get("reasoning_content") or value.get("reasoning") or value.get("thinking")
@@ -91,17 +102,17 @@ def _to_part(part: Text | Image | Audio | Video) -> dict[str, Any]:
             return {"type": "audio_url", "audio_url": {"url": data_url(media_type, data)}}
 
 
-def _parts(content: Any) -> Iterable[Part]:
+def _parts(content: Any, read_url: ReadUrl) -> Iterable[Part]:
     if isinstance(content, str):
         return (Text(content),) if content else ()
     if content is None:
         return ()
     if not isinstance(content, list):
         raise ValueError(f"the content is neither text nor parts: {type(content).__name__}")
-    return [_from_part(part) for part in content]
+    return [_from_part(part, read_url) for part in content]
 
 
-def _from_part(part: Any) -> Part:
+def _from_part(part: Any, read_url: ReadUrl) -> Part:
     match part:
         case str():
             return Text(part)
@@ -111,9 +122,14 @@ def _from_part(part: Any) -> Part:
             return Thinking(text)
         case {"type": "image_url" | "audio_url" | "video_url" as kind}:
             url = part[kind]["url"] if isinstance(part[kind], dict) else part[kind]
-            return from_data_url(url)
+            return read_url(str(url), _URL_KINDS[kind], "")
         case {"type": "input_audio", "input_audio": {"data": str(data), "format": str(format)}}:
-            return Audio(f"audio/{format}", base64.b64decode(data))
+            return read_url(f"data:audio/{format};base64,{data}", "audio", "")
+        case {"type": "file", "file": {"file_data": str(data), **about}}:
+            url = data if data.startswith("data:") else f"data:;base64,{data}"
+            return read_url(url, "file", str(about.get("filename") or ""))
+        case {"type": "file", "file": {"file_id": str()}}:
+            raise ValueError("files are not stored under an id here: send file_data")
         case _:
             raise ValueError(f"unknown part of the content: {str(part)[:80]}")
 

@@ -82,18 +82,17 @@ def _encode_part(part: Part) -> dict[str, Any]:
             return {"type": "tool_call", "id": id, "name": name, "arguments": arguments, "in_thought": in_thought}
         case ToolResult(call_id, content, name):
             return {"type": "tool_result", "call_id": call_id, "content": content, "name": name}
-        case Image(media_type, data):
-            return _encode_media("image", media_type, data)
-        case Audio(media_type, data):
-            return _encode_media("audio", media_type, data)
-        case Video(media_type, data):
-            return _encode_media("video", media_type, data)
+        case Image() | Audio() | Video():
+            return _encode_media(part)
         case _:
             assert_never(part)
 
 
-def _encode_media(kind: str, media_type: str, data: bytes) -> dict[str, Any]:
-    return {"type": kind, "media_type": media_type, "data": base64.b64encode(data).decode()}
+def _encode_media(part: Image | Audio | Video) -> dict[str, Any]:
+    facts = {"name": part.name, "width": part.width, "height": part.height, "seconds": part.seconds}
+    known = {name: value for name, value in facts.items() if value}
+    data = base64.b64encode(part.data).decode()
+    return {"type": part.type, "media_type": part.media_type, **known, "data": data}
 
 
 def _decode_part(value: Mapping[str, Any]) -> Part:
@@ -107,6 +106,8 @@ def _decode_part(value: Mapping[str, Any]) -> Part:
         case {"type": "tool_result", "call_id": str(call_id), "content": str(content), "name": str(name)}:
             return ToolResult(call_id, content, name)
         case {"type": "image" | "audio" | "video" as kind, "media_type": str(media_type), "data": str(data)}:
-            return _MEDIA_TYPES[kind](media_type, base64.b64decode(data))
+            name, seconds = str(value.get("name", "")), float(value.get("seconds", 0))
+            width, height = int(value.get("width", 0)), int(value.get("height", 0))
+            return _MEDIA_TYPES[kind](media_type, base64.b64decode(data), name, width, height, seconds)
         case _:
             raise ValueError(f"unknown part: {str(value)[:80]}")

@@ -258,7 +258,7 @@ class TestInvalidRequests:
         assert (status, error["type"]) == (400, "invalid_request_error")
         assert error["details"]["name"] == name
 
-    @pytest.mark.parametrize("kind", ["image", "document", "search_result", "server_tool_use", "container_upload"])
+    @pytest.mark.parametrize("kind", ["search_result", "server_tool_use", "container_upload"])
     def test_blocks_that_no_model_here_takes(self, http: httpx.Client, kind: str) -> None:
         block = {"type": kind, "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
         status, error = expect_error(http, [{"role": "user", "content": [{"type": "text", "text": "See:"}, block]}])

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from palaver.chat.attachments import AttachmentReader
 from palaver.chat.model import Model
+from palaver.media import MediaDecoder
 from palaver.messages import Message, Role, Text, Thinking, ToolCall, ToolResult
 from palaver.server.anthropic.request import parse_request, parse_turns
 from palaver.server.anthropic.schemas import CountRequest
@@ -14,13 +16,14 @@ from palaver.server.state import ReplyIndex
 from tests.server.anthropic.client import QUESTION, WEATHER, assistant
 from tests.server.live_server import LiveServer
 
+ATTACHMENTS = AttachmentReader(MediaDecoder())
 CALL = {"type": "tool_use", "id": "c1", "name": "get_weather", "input": {"city": "Paris"}}
 RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "rain"}
 
 
 def parse(*messages: Any, **fields: Any) -> list[Message]:
     request = CountRequest.model_validate({"messages": list(messages), **fields})
-    return [turn.message for turn in parse_turns(request, "fp", 100)]
+    return [turn.message for turn in parse_turns(request, "fp", 100, ATTACHMENTS)]
 
 
 def test_blocks_become_parts_in_their_order() -> None:
@@ -62,7 +65,7 @@ def test_a_signed_thought_is_its_own_tokens(model: Model) -> None:
         thought["signature"] = sign(tokenizer, ids, "rain or sun", include_text=False)
         messages = [*QUESTION, assistant([thought, CALL]), {"role": "user", "content": [RESULT]}]
         request = CountRequest.model_validate({"messages": messages, "tools": [WEATHER]})
-        call = parse_request(request, model, ServerSettings(), "me", ReplyIndex())
+        call = parse_request(request, model, ServerSettings(), "me", ReplyIndex(), ATTACHMENTS)
         prompt = ",".join(map(str, model.prompt(call.request).context_ids))
         assert (",".join(map(str, letters)) in prompt) is expected
 
@@ -80,7 +83,7 @@ def test_a_begun_answer_goes_on_from_its_thought_s_tokens(model: Model, letters:
     request = CountRequest.model_validate(
         {"messages": [*QUESTION, assistant([thought, {"type": "text", "text": "It is"}])]}
     )
-    call = parse_request(request, model, ServerSettings(), "me", ReplyIndex())
+    call = parse_request(request, model, ServerSettings(), "me", ReplyIndex(), ATTACHMENTS)
     assert list(call.partial_ids[: len(ids)]) == ids
     rest = b"".join(model.vocabulary[token] for token in call.partial_ids[len(ids) :])
     assert rest == b"\n\nIt is"

@@ -13,6 +13,7 @@ import pytest
 
 from palaver.client import HttpChat
 from palaver.messages import user
+from tests import media_files
 from tests.chat.scripted_service import read_entries
 from tests.client.live import TOKEN
 from tests.server.live_server import LiveServer
@@ -34,7 +35,7 @@ async def prepare(url: str) -> dict[str, str]:
         await read_entries(chat, sent.reply.id)
         cut = await chat.start_reply(conversation.id, sent.message.id, parameters={"max_tokens": 3})
         await read_entries(chat, cut.id)
-        digest = await chat.put_blob(b"GIF89a")
+        digest = (await chat.put_blob(media_files.picture("GIF"))).digest
     ids = {"CONVERSATION": conversation.id, "MESSAGE": sent.message.id, "TURN": sent.reply.id, "STOPPED": cut.id}
     return {"URL": url, "TOKEN": TOKEN, **ids, "DIGEST": digest}
 

@@ -15,11 +15,12 @@ import httpx
 import pytest
 
 from palaver.server.settings import ServerSettings
+from tests import media_files
 from tests.chat.scripted_service import Stage, open_stage
 from tests.client.live import TOKEN, served
 
 USER = {"role": "user", "parts": [{"type": "text", "text": "Wave!"}]}
-PICTURE = b"\x89PNG of a tree"
+PICTURE = media_files.picture()
 
 
 @dataclass
@@ -216,7 +217,8 @@ OCTETS = {"content-type": "application/octet-stream"}
 
 
 def picture_message(digest: str) -> dict[str, Any]:
-    blob = {"type": "blob", "kind": "image", "media_type": "image/png", "digest": digest, "size": len(PICTURE)}
+    about = {"name": "", "width": 8, "height": 6, "seconds": 0.0}
+    blob = {"type": "blob", "kind": "image", "media_type": "image/png", "digest": digest, "size": len(PICTURE), **about}
     return {"role": "user", "parts": [blob]}
 
 

@@ -260,7 +260,7 @@ class TestInvalidRequests:
             ("input", {"input": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}),
             ("input[0].role", {"input": [{"content": "a"}]}),
             ("input[0].call_id", {"input": [{"type": "function_call_output", "output": "a"}]}),
-            ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}),
+            ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": "input_video"}]}]}),
             ("input[0].encrypted_content", {"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]}),
             ("input[0].wings", {"input": [{"role": "user", "content": "a", "wings": 2}]}),
             ("metadata", {"metadata": {str(n): "x" for n in range(17)}}),

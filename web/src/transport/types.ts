@@ -24,11 +24,22 @@ export interface Blob {
   media_type: string
   digest: string
   size: number
+  name?: string
+  width?: number
+  height?: number
+  seconds?: number
 }
 
+/** The fields of a part of type `blob`. */
 export interface BlobPut {
   digest: string
   size: number
+  kind: "image" | "audio" | "video"
+  media_type: string
+  name: string
+  width: number
+  height: number
+  seconds: number
 }
 
 /** Something happened in a conversation: whoever shows it may look again. */
@@ -100,6 +111,11 @@ export interface Cursor {
 
 export interface DeletePreset {
   name: string
+}
+
+/** A document as the text of a part. */
+export interface Document {
+  text: string
 }
 
 export interface Edit {
@@ -203,6 +219,10 @@ export interface Media {
   type: "image" | "audio" | "video"
   media_type: string
   data: string
+  name?: string
+  width?: number
+  height?: number
+  seconds?: number
 }
 
 export interface Message {

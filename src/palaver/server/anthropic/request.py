@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from palaver.chat.attachments import AttachmentReader, format_document, named_in_errors
 from palaver.chat.model import Model
 from palaver.chat.reply_request import check_token_ids
 from palaver.errors import BadParameter, PalaverError
@@ -17,8 +18,11 @@ from palaver.server.anthropic.schemas import (
     TOLERATED,
     Block,
     CountRequest,
+    DocumentBlock,
+    ImageBlock,
     InputMessage,
     InputTool,
+    MediaSource,
     MessagesRequest,
     OtherBlock,
     OutputConfig,
@@ -128,10 +132,15 @@ class ThreadUnsupportedRequest(NotSupported):
 
 
 def parse_request(
-    request: CountRequest, model: Model, settings: ServerSettings, owner: str, reply_index: ReplyIndex
+    request: CountRequest,
+    model: Model,
+    settings: ServerSettings,
+    owner: str,
+    reply_index: ReplyIndex,
+    attachments: AttachmentReader,
 ) -> ChatCall:
     """Blocking: call it in a thread. Raises the error that makes the reply impossible."""
-    turns, partial = parse_conversation(request, model, settings)
+    turns, partial = parse_conversation(request, model, settings, attachments)
     messages = tuple(turn.message for turn in turns)
     signed = [turn.ids or None for turn in turns if turn.message.role is Role.ASSISTANT]
     indexed = reply_index.lookup(owner, messages, [None] * len(signed))
@@ -141,10 +150,10 @@ def parse_request(
 
 
 def parse_conversation(
-    request: CountRequest, model: Model, settings: ServerSettings
+    request: CountRequest, model: Model, settings: ServerSettings, attachments: AttachmentReader
 ) -> tuple[Sequence[AnthropicTurn], AnthropicTurn | None]:
     """The turns, and the partial reply if the last message is one."""
-    turns = parse_turns(request, model.tokenizer, settings.limits.messages)
+    turns = parse_turns(request, model.tokenizer, settings.limits.messages, attachments)
     if (request.model_extra or {}).get("thread") is not None:
         raise ThreadUnsupportedRequest
     check_nested_fields(request, tolerated=TOLERATED)
@@ -245,14 +254,16 @@ class AnthropicTurn:
         return AnthropicTurn(Message(self.message.role, parts), self.ids + other.ids)
 
 
-def parse_turns(request: CountRequest, tokenizer: str, max_messages: int) -> list[AnthropicTurn]:
+def parse_turns(
+    request: CountRequest, tokenizer: str, max_messages: int, attachments: AttachmentReader
+) -> list[AnthropicTurn]:
     """The conversation; consecutive messages of one role become one turn. `tokenizer` is the fingerprint in use."""
     if len(request.messages) > max_messages:
         raise BadParameter("messages", f"{len(request.messages)} messages", f"at most {max_messages} are taken")
     system = request.system if isinstance(request.system, str) else _text(request.system or ())
     turns = [AnthropicTurn(Message(Role.SYSTEM, (Text(system),)))] if system else []
     for index, message in enumerate(request.messages):
-        for turn in _turns(message, f"messages[{index}]", tokenizer):
+        for turn in _turns(message, f"messages[{index}]", tokenizer, attachments):
             if turns and turns[-1].message.role is turn.message.role is not Role.TOOL:
                 turns[-1] = turns[-1].merge(turn)
             else:
@@ -260,30 +271,56 @@ def parse_turns(request: CountRequest, tokenizer: str, max_messages: int) -> lis
     return _add_tool_names(turns)
 
 
-def _turns(message: InputMessage, where: str, tokenizer: str) -> list[AnthropicTurn]:
+def _turns(message: InputMessage, where: str, tokenizer: str, attachments: AttachmentReader) -> list[AnthropicTurn]:
     blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
     if message.role == "assistant":
         return [_assistant_turn(blocks, where, tokenizer)]
     role = Role.USER if message.role == "user" else Role.SYSTEM
-    return list(_input_turns(role, blocks, where))
+    return list(_input_turns(role, blocks, where, attachments))
 
 
-def _input_turns(role: Role, blocks: Sequence[Block], where: str) -> Iterator[AnthropicTurn]:
-    """Yields text as one message, and every tool result as a message of its own, in order."""
-    texts: list[TextBlock] = []
+def _input_turns(
+    role: Role, blocks: Sequence[Block], where: str, attachments: AttachmentReader
+) -> Iterator[AnthropicTurn]:
+    """Yields text and media as one message, and every tool result as a message of its own, in order."""
+    parts: list[Part] = []
     for index, block in enumerate(blocks):
         match block:
             case TextBlock():
-                texts.append(block)
+                separator = BLOCK_SEPARATOR if parts and isinstance(parts[-1], Text) else ""
+                parts.append(Text(separator + block.text))
+            case ImageBlock() | DocumentBlock() if role is Role.USER:
+                with named_in_errors(f"{where}.content[{index}]"):
+                    parts.append(_attachment(block, f"{where}.content[{index}]", attachments))
             case ToolResultBlock() if role is Role.USER:
-                if texts:
-                    yield AnthropicTurn(Message(role, (Text(_text(texts)),)))
-                    texts = []
+                if parts:
+                    yield AnthropicTurn(Message(role, _merge_parts(parts)))
+                    parts = []
                 yield AnthropicTurn(Message(Role.TOOL, (_result(block, f"{where}.content[{index}]"),)))
             case _:
                 raise _unsupported_block(block, f"{where}.content[{index}]", role)
-    if texts or not blocks:
-        yield AnthropicTurn(Message(role, (Text(_text(texts)),)))
+    if parts or not blocks:
+        yield AnthropicTurn(Message(role, _merge_parts(parts) or (Text(""),)))
+
+
+def _attachment(block: ImageBlock | DocumentBlock, where: str, attachments: AttachmentReader) -> Part:
+    """A picture, or the text of a document under its title, with its context."""
+    source, title = block.source, (block.title or "") if isinstance(block, DocumentBlock) else ""
+    context = f"{block.context}\n\n" if isinstance(block, DocumentBlock) and block.context else ""
+    match source:
+        case MediaSource(type="base64", data=str(data)):
+            part = attachments.read_url(f"data:;base64,{data}", "image" if block.type == "image" else "file", title)
+        case MediaSource(type="url", url=str(url)):
+            part = attachments.read_url(url, "image" if block.type == "image" else "file", title)
+        case MediaSource(type="text", data=str(text)) if block.type == "document":
+            part = Text(format_document(title, text))
+        case MediaSource(type="content", content=str(text)) if block.type == "document":
+            part = Text(format_document(title, text))
+        case MediaSource(type="content", content=list(blocks)) if block.type == "document":
+            part = Text(format_document(title, _text(_texts(blocks, f"{where}.source"))))
+        case _:
+            raise BadParameter(f"{where}.source", source.type[:80], "this source is not supported, or has no data")
+    return Text(context + part.text) if context and isinstance(part, Text) else part
 
 
 def _assistant_turn(blocks: Sequence[Block], where: str, tokenizer: str) -> AnthropicTurn:
@@ -340,7 +377,7 @@ def _text(blocks: Sequence[TextBlock] | Iterator[TextBlock]) -> str:
 
 def _unsupported_block(block: Block | ResultBlock, where: str, role: Role) -> BadParameter:
     if isinstance(block, OtherBlock):
-        reason = "blocks of this type are not supported: the model takes text, and no images or documents"
+        reason = "blocks of this type are not supported"
         return BadParameter(f"{where}.type", block.type[:80], reason)
     return BadParameter(f"{where}.type", block.type, f"has no place in what the {role} says")
 

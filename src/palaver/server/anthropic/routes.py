@@ -81,7 +81,7 @@ def _check_version(request: Request) -> None:
 def _count_tokens(body: CountRequest, owner: str, state: ServerState) -> int:
     model = state.service.models.current()
     with api_field_names(FIELD_NAMES):
-        call = parse_request(body, model, state.settings, owner, state.reply_index)
+        call = parse_request(body, model, state.settings, owner, state.reply_index, state.attachments(model))
         request = call.request
         return len(
             model.format.render(
@@ -93,7 +93,10 @@ def _count_tokens(body: CountRequest, owner: str, state: ServerState) -> int:
 async def answer_messages(request: Request, body: MessagesRequest, owner: str, state: ServerState) -> Response:
     model = state.service.models.current()
     with api_field_names(FIELD_NAMES):
-        call = await asyncio.to_thread(parse_request, body, model, state.settings, owner, state.reply_index)
+        attachments = state.attachments(model)
+        call = await asyncio.to_thread(
+            parse_request, body, model, state.settings, owner, state.reply_index, attachments
+        )
         reply_streams = await asyncio.to_thread(call.reply_streams)
         completion = CompletionStream(call, reply_streams, state.metrics, state.limiter, state.reply_index)
     stream = completion.deltas()
@@ -147,7 +150,9 @@ async def answer_in_conversation(
 ) -> Response:
     chat, model = state.service.chat(owner), state.service.models.current()
     with api_field_names(FIELD_NAMES):
-        turns, partial = parse_conversation(body, model, state.settings)
+        turns, partial = await asyncio.to_thread(
+            parse_conversation, body, model, state.settings, state.attachments(model)
+        )
         if partial is not None:
             raise BadParameter("messages", "assistant", "can't be continued in a conversation: see /api/turns")
         chat_request = to_chat_request(body, model)

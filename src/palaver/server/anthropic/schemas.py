@@ -36,7 +36,7 @@ TOLERATED = ToleratedFields(
 """Fields that are accepted without effect: hints for speed or accounting, and values that ask for the default."""
 
 
-_BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+_BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image", "document")
 
 
 class TextBlock(RequestFields):
@@ -62,8 +62,30 @@ class ToolUseBlock(RequestFields):
     input: dict[str, Any]
 
 
+class MediaSource(RequestFields):
+    type: str = Field(description="base64, url; of a document also text or content.")
+    media_type: str | None = Field(None, description="Ignored: the bytes show it.")
+    data: str | None = None
+    url: str | None = None
+    content: str | list[ResultBlock] | None = None
+
+
+class ImageBlock(RequestFields):
+    type: Literal["image"]
+    source: MediaSource
+
+
+class DocumentBlock(RequestFields):
+    """A text or a PDF file, which is read as text."""
+
+    type: Literal["document"]
+    source: MediaSource
+    title: str | None = None
+    context: str | None = None
+
+
 class OtherBlock(RequestFields):
-    """What no model here takes yet, such as images and documents: it is refused by its type."""
+    """What is not supported: it is refused by its type."""
 
     type: str = Field(json_schema_extra={"not": {"enum": list(_BLOCK_TYPES)}})
 
@@ -93,6 +115,8 @@ Block = Annotated[
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[DocumentBlock, Tag("document")]
     | Annotated[OtherBlock, Tag("other")],
     Discriminator(_block_type),
 ]

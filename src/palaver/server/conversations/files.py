@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from dataclasses import asdict
+from typing import Annotated, Any
 from urllib.parse import quote
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from palaver.errors import BadParameter
 from palaver.server.sse import run_while_connected
 from palaver.server.state import ChatDep, StateDep
 from palaver.store import Conversation, NotFound
 from palaver.transcripts import TranscriptFormat
-from palaver.wire import BlobUploadSchema
+from palaver.wire import BlobUploadSchema, DocumentSchema
 
 routes = APIRouter(tags=["files"])
 _MAX_OBJECTS = 20
@@ -94,9 +95,10 @@ OCTET_STREAM = "application/octet-stream"
 SAFE_TYPES = (
     *("image/png", "image/jpeg", "image/gif", "image/webp", "image/avif", "image/bmp"),
     *("audio/wav", "audio/x-wav", "audio/mpeg", "audio/ogg", "audio/flac", "audio/mp4", "audio/webm", "audio/aac"),
-    *("video/mp4", "video/webm", "video/ogg", OCTET_STREAM),
+    *("image/heic", "video/mp4", "video/webm", "video/quicktime", "video/ogg", OCTET_STREAM),
 )
 """Media types without active content. SVG is not among them: it can contain scripts."""
+FileName = Annotated[str, Query(max_length=200, description="The name of the file.")]
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _BYTES = {"schema": {"type": "string", "format": "binary"}}
 
@@ -106,10 +108,16 @@ _BYTES = {"schema": {"type": "string", "format": "binary"}}
     status_code=201,
     openapi_extra={"requestBody": {"required": True, "content": {OCTET_STREAM: _BYTES}}},
 )
-async def put(request: Request, chat: ChatDep) -> BlobUploadSchema:
-    """Takes the bytes as they are; the same bytes are kept once."""
-    data = await request.body()
-    return BlobUploadSchema(digest=await chat.put_blob(data), size=len(data))
+async def put(request: Request, chat: ChatDep, name: FileName = "") -> BlobUploadSchema:
+    """Takes a picture, sound or video; the same bytes are kept once."""
+    blob = await chat.put_blob(await request.body(), name)
+    return BlobUploadSchema.model_validate(asdict(blob))
+
+
+@blob_routes.post("/documents", openapi_extra={"requestBody": {"required": True, "content": {OCTET_STREAM: _BYTES}}})
+async def read_document(request: Request, chat: ChatDep, name: FileName = "") -> DocumentSchema:
+    """The text of a text or PDF file, to be sent as a part of a message. Nothing is stored."""
+    return DocumentSchema(text=await chat.read_document(await request.body(), name))
 
 
 @blob_routes.get("/blobs/{digest}", response_class=Response, responses={200: {"content": {OCTET_STREAM: _BYTES}}})

@@ -216,7 +216,7 @@ async def _resolve_parts(chat: Chat, parts: Iterable[NewPart]) -> tuple[Part, ..
     resolved: list[Part] = []
     for part in parts:
         if isinstance(part, Blob):
-            resolved.append(media_part(part.kind, part.media_type, await chat.blob(part.digest)))
+            resolved.append(media_part(part, await chat.blob(part.digest)))
         else:
             resolved.append(part)
     return tuple(resolved)

@@ -10,6 +10,7 @@ from datetime import datetime
 from enum import Enum, auto
 from typing import Any
 
+from palaver.chat.attachments import AttachmentReader, named_in_errors
 from palaver.chat.model import Model, draw_seed
 from palaver.chat.parameters import resolve_parameters
 from palaver.chat.reply_request import check_token_ids
@@ -119,12 +120,17 @@ def check_model(name: str | None, model: Model, settings: ServerSettings) -> Non
 
 
 def parse_request(
-    request: ChatRequest, model: Model, settings: ServerSettings, owner: str, reply_index: ReplyIndex
+    request: ChatRequest,
+    model: Model,
+    settings: ServerSettings,
+    owner: str,
+    reply_index: ReplyIndex,
+    attachments: AttachmentReader,
 ) -> ChatCall:
     """Call it in a thread: long prompts take time. Raises every error that makes the reply impossible."""
     check_nested_fields(request)
     check_model(request.model, model, settings)
-    history = parse_history(request, settings.limits.messages)
+    history = parse_history(request, settings.limits.messages, attachments)
     past = reply_index.lookup(owner, history.messages, history.past)
     return build_call(request, replace(history, past=past), model, settings, owner)
 
@@ -390,10 +396,11 @@ class ChatHistory:
     """The token ids of the partial reply, if they were sent."""
 
 
-def parse_history(request: ChatRequest, limit: int) -> ChatHistory:
+def parse_history(request: ChatRequest, limit: int, attachments: AttachmentReader) -> ChatHistory:
+    """Blocking if files are attached: call it in a thread."""
     if len(request.messages) > limit:
         raise BadParameter("messages", f"{len(request.messages)} messages", f"at most {limit} are taken")
-    messages = parse_messages(request.messages)
+    messages = parse_messages(request.messages, attachments)
     ids = [message.token_ids for message in request.messages]
     last = request.messages[-1] if request.messages else None
     mode = request.continue_final_message
@@ -427,11 +434,11 @@ def _has_content(part: Part) -> bool:
     return not isinstance(part, Text | Thinking) or bool(part.text)
 
 
-def parse_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
+def parse_messages(messages: Sequence[ChatMessage], attachments: AttachmentReader) -> tuple[Message, ...]:
     names: dict[str, str] = {}
     parsed = []
     for index, chat_message in enumerate(messages):
-        message = _message(index, chat_message)
+        message = _message(index, chat_message, attachments)
         names.update((call.id, call.name) for call in message.tool_calls)
         parsed.append(with_tool_names(message, names))
     return tuple(parsed)
@@ -455,7 +462,7 @@ def _past(messages: Sequence[Message], ids: Sequence[list[int] | None]) -> tuple
     return tuple(None if sent is None else tuple(sent) for message, sent in replies if message.role is Role.ASSISTANT)
 
 
-def _message(index: int, message: ChatMessage) -> Message:
+def _message(index: int, message: ChatMessage, attachments: AttachmentReader) -> Message:
     value = message.model_dump(exclude_none=True, exclude={"token_ids", "refusal", "function_call"})
     if message.function_call is not None:
         value["tool_calls"] = [{"id": "", "function": message.function_call.model_dump()}]
@@ -468,7 +475,8 @@ def _message(index: int, message: ChatMessage) -> Message:
     if message.role in ("tool", "function") and message.content is None:
         raise BadParameter(f"messages[{index}].content", None, "a tool result needs content")
     try:
-        return from_openai(value)
+        with named_in_errors(f"messages[{index}]"):
+            return from_openai(value, attachments.read_url)
     except (ValueError, KeyError, TypeError) as error:
         raise BadParameter(f"messages[{index}]", "...", str(error)) from None
 

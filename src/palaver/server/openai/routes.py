@@ -30,7 +30,6 @@ from palaver.server.openai.request import (
 from palaver.server.openai.schemas import ChatRequest, DetokenizeRequest, RenderRequest, TokenizeRequest
 from palaver.server.openai.stored import answer_in_conversation
 from palaver.server.openai.streaming import ChatEncoder, CompletionStream, respond
-from palaver.server.settings import ServerSettings
 from palaver.server.sse import run_while_connected
 from palaver.server.state import ServerState, StateDep
 
@@ -54,7 +53,10 @@ def chat_router() -> APIRouter:
 async def answer_chat(request: Request, body: ChatRequest, owner: str, state: ServerState) -> Response:
     model = state.service.models.current()
     with api_field_names():
-        call = await asyncio.to_thread(parse_request, body, model, state.settings, owner, state.reply_index)
+        attachments = state.attachments(model)
+        call = await asyncio.to_thread(
+            parse_request, body, model, state.settings, owner, state.reply_index, attachments
+        )
         reply_streams = await asyncio.to_thread(call.reply_streams)
         completion = CompletionStream(call, reply_streams, state.metrics, state.limiter, state.reply_index)
         deltas = completion.deltas()
@@ -87,58 +89,59 @@ def tokens_router() -> APIRouter:
 
 
 async def _answer(
-    work: Callable[[Any, Model, ServerSettings], dict[str, Any]], body: Any, request: Request, state: ServerState
+    work: Callable[[Any, Model, ServerState], dict[str, Any]], body: Any, request: Request, state: ServerState
 ) -> Response:
     """Runs the work and encodes its result as JSON in a thread, unless the client disconnects before."""
     model = state.service.models.current()
 
     def answer() -> bytes:
-        return json.dumps(work(body, model, state.settings), ensure_ascii=False, separators=(",", ":")).encode()
+        return json.dumps(work(body, model, state), ensure_ascii=False, separators=(",", ":")).encode()
 
     content = await run_while_connected(request, state.workers.run(answer))
     return Response(content, media_type="application/json")
 
 
-def _tokenize(body: TokenizeRequest, model: Model, settings: ServerSettings) -> dict[str, Any]:
+def _tokenize(body: TokenizeRequest, model: Model, state: ServerState) -> dict[str, Any]:
     check_nested_fields(body)
-    check_model(body.model, model, settings)
+    check_model(body.model, model, state.settings)
     if (body.prompt is None) == (body.messages is None):
         raise BadParameter("prompt", body.prompt, "either a prompt or messages must be given")
     tokenizer = model.format.tokenizer
     if body.prompt is not None:
-        limit = settings.limits.tokenize_chars
+        limit = state.settings.limits.tokenize_chars
         if len(body.prompt) > limit:
             size = f"{len(body.prompt)} characters"
             raise BadParameter("prompt", size, f"at most {limit} characters are tokenized at once")
         ids = [*(tokenizer.prefix if body.add_special_tokens else ()), *tokenizer.encode([body.prompt])]
     else:
-        ids = list(_prompt(body, model, settings).context_ids)
+        ids = list(_prompt(body, model, state).context_ids)
     value = {"tokens": ids, "count": len(ids), "max_model_len": model.engine.info.context_length}
     return {**value, "token_strs": [decode_text(model, [one]) for one in ids]} if body.return_token_strs else value
 
 
-def _detokenize(body: DetokenizeRequest, model: Model, settings: ServerSettings) -> dict[str, Any]:
+def _detokenize(body: DetokenizeRequest, model: Model, state: ServerState) -> dict[str, Any]:
     check_nested_fields(body)
-    check_model(body.model, model, settings)
+    check_model(body.model, model, state.settings)
     return {"prompt": decode_text(model, body.tokens)}
 
 
-def _apply_template(body: RenderRequest, model: Model, settings: ServerSettings) -> dict[str, Any]:
+def _apply_template(body: RenderRequest, model: Model, state: ServerState) -> dict[str, Any]:
     check_nested_fields(body)
-    check_model(body.model, model, settings)
-    ids = _prompt(body, model, settings).context_ids
+    check_model(body.model, model, state.settings)
+    ids = _prompt(body, model, state).context_ids
     return {"prompt": decode_text(model, ids), "count": len(ids)}
 
 
-def _prompt(body: TokenizeRequest | RenderRequest, model: Model, settings: ServerSettings) -> Prompt:
+def _prompt(body: TokenizeRequest | RenderRequest, model: Model, state: ServerState) -> Prompt:
     variables = dict(body.chat_template_kwargs or {})
     known = {switch.name for switch in model.format.switches}
     for name, value in variables.items():
-        if name not in known and not settings.any_variables:
+        if name not in known and not state.settings.any_variables:
             raise BadParameter(f"chat_template_kwargs.{name}", value, "is not a variable of this model's template")
     effort = body.reasoning_effort if isinstance(body, RenderRequest) else None
     options = RenderOptions(thinking=body.enable_thinking, effort=effort, variables=variables, now=datetime.now())
-    messages, tools = parse_messages(body.messages or []), parse_tools(body.tools, None, settings.limits.tools)
+    messages = parse_messages(body.messages or [], state.attachments(model))
+    tools = parse_tools(body.tools, None, state.settings.limits.tools)
     model.check_size(text_size(messages, tools))
     with api_field_names():
         return model.format.render(messages, tools, options)

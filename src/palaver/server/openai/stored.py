@@ -6,6 +6,7 @@ head. The turn belongs to the server: it continues when the client disconnects."
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,7 +71,8 @@ async def answer_in_conversation(
     with api_field_names():
         check_nested_fields(body)
         check_model(body.model, model, state.settings)
-        history = parse_history(body, state.settings.limits.messages)
+        attachments = state.attachments(model)
+        history = await asyncio.to_thread(parse_history, body, state.settings.limits.messages, attachments)
         spoken = None
         if output.audio is not None:
             spoken = await spoken_choice(output.audio, output.stream, owner, state)

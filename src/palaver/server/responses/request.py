@@ -317,6 +317,13 @@ def _part(where: str, part: InputContent) -> dict[str, Any]:
             return {"type": "text", "text": _require(where, "refusal", part.refusal)}
         case "input_image":
             return {"type": "image_url", "image_url": {"url": _require(where, "image_url", part.image_url)}}
+        case "input_audio":
+            return {"type": "input_audio", "input_audio": _require(where, "input_audio", part.input_audio)}
+        case "input_file" if part.file_url is not None:
+            return {"type": "file", "file": {"file_data": part.file_url, "filename": part.filename}}
+        case "input_file":
+            data = _require(where, "file_data", part.file_data)
+            return {"type": "file", "file": {"file_data": data, "filename": part.filename}}
         case _:
             raise BadParameter(f"{where}.type", part.type[:80], "this type of part is not supported here")
 

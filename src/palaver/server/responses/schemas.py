@@ -26,10 +26,16 @@ MAX_VALUE = 512
 
 
 class InputContent(RequestFields):
-    type: str = Field(description="input_text, output_text, input_image (a data URL), refusal, or text of a thought.")
+    type: str = Field(
+        description="input_text, output_text, input_image, input_audio, input_file, refusal, or text of a thought."
+    )
     text: str | None = None
     refusal: str | None = None
-    image_url: str | None = None
+    image_url: str | None = Field(None, description="A data URL.")
+    input_audio: dict[str, Any] | None = Field(None, description="`data` in base64, and its `format`.")
+    file_data: str | None = Field(None, description="A data URL, or base64.")
+    file_url: str | None = None
+    filename: str | None = None
     detail: str | None = Field(None, description="Ignored.")
     annotations: list[Any] | None = Field(None, description="Ignored.")
     logprobs: list[Any] | None = Field(None, description="Ignored.")

@@ -306,7 +306,8 @@ async def _resolve(
     if stored:
         check_answerable(chat_request.messages)
     check_model(body.model, model, state.settings)
-    parsed = parse_history(chat_request, state.settings.limits.messages)
+    attachments = state.attachments(model)
+    parsed = await asyncio.to_thread(parse_history, chat_request, state.settings.limits.messages, attachments)
     target = await resolve_target(chat, body, parsed.messages, to_record(body), state.response_index, owner)
     return chat_request, parsed, target
 

@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from palaver.chat.attachments import AttachmentReader, FileKind, check_accepted, decode_base64, named_in_errors
 from palaver.chat.model import Model, draw_seed
 from palaver.chat.parameters import merge_parameters, resolve_parameters
 from palaver.chat.reply_stream import ReplyRequest
 from palaver.constraints import Grammar
-from palaver.errors import BadParameter, NoMessages, UnsupportedContent
+from palaver.errors import BadParameter, NoMessages
+from palaver.media.decoder import wav_from_raw
+from palaver.media.signatures import sniff
 from palaver.messages import Message, Part, Role, Text, Thinking
 from palaver.sampling import NUMBERS, STRINGS
 from palaver.server.openai.request import api_field_names
@@ -27,7 +30,7 @@ from palaver.server.state import ReplyIndex
 from palaver.voice.audio_format import resample
 from palaver.voice.base import SAMPLE_RATE, Samples
 
-ALIASES = {"max_new_tokens": "max_tokens", "length_penalty": "end_penalty"}
+ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "length_penalty": "end_penalty"}
 """Names of the protocol for parameters with another name here. Both are accepted."""
 _LIST_PARAMETERS = ("logit_bias", "banned_ids", "stop_ids", "constraint")
 GENERATION_PARAMETERS = frozenset((*ALIASES, *NUMBERS, *STRINGS, *_LIST_PARAMETERS, "do_sample")) - {"logprobs"}
@@ -38,6 +41,7 @@ FIELD_NAMES = {
     **{name: f"generation.{name}" for name in GENERATION_PARAMETERS},
     **{name: f"generation.{alias}" for alias, name in ALIASES.items()},
     **{f"constraint ({grammar})": "generation.constraint" for grammar in Grammar},
+    "min_tokens": "generation.min_tokens",
     "think": "enable_thinking",
     "thinking": "enable_thinking",
 }
@@ -46,15 +50,18 @@ RAW_RATE = 16_000
 MAX_SECONDS = 60
 _RECORDING_FIELD = "tts.ref_audio_data"
 _FILE_MAGIC = (b"RIFF", b"fLaC", b"OggS", b"ID3", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2")
-_MEDIA = {"image": "an image", "audio": "sound", "video": "a video"}
-_MEDIA_FIELDS = ("type", "data", "name", "duration", "stack_frames")
+_MEDIA: Mapping[str, tuple[str, ...]] = {"image": (), "audio": ("sample_rate",), "video": ("stack_frames",)}
+"""The kinds of media, with the fields that only they have."""
+_KINDS: Mapping[str, FileKind] = {"image": "image", "audio": "audio", "video": "video"}
 
 
-def parse_history(request: TurnRequest, max_messages: int) -> tuple[Message, ...]:
-    """The messages, of which the last one must be the user's."""
+def parse_history(request: TurnRequest, max_messages: int, attachments: AttachmentReader) -> tuple[Message, ...]:
+    """The messages, of which the last one must be the user's. Blocking if it has media: call it in a thread."""
     if len(request.messages) > max_messages:
         raise BadParameter("messages", f"{len(request.messages)} messages", f"at most {max_messages} are taken")
-    messages = tuple(_message(f"messages[{index}]", message) for index, message in enumerate(request.messages))
+    messages = tuple(
+        _message(f"messages[{index}]", message, attachments) for index, message in enumerate(request.messages)
+    )
     last = messages[-1]
     if last.role is Role.ASSISTANT:
         raise BadParameter("messages", "assistant", "the last message is a reply already: there is nothing to answer")
@@ -63,37 +70,66 @@ def parse_history(request: TurnRequest, max_messages: int) -> tuple[Message, ...
     return messages
 
 
-def _message(where: str, message: SocketMessage) -> Message:
+def _message(where: str, message: SocketMessage, attachments: AttachmentReader) -> Message:
     role = Role(message.role)
     if message.thinking and role is not Role.ASSISTANT:
         raise BadParameter(f"{where}.thinking", "...", "only assistant messages can have thinking")
     thinking: tuple[Part, ...] = (Thinking(message.thinking),) if message.thinking else ()
-    return Message(role, (*thinking, *_parts(f"{where}.content", message.content)))
+    return Message(role, (*thinking, *_parts(f"{where}.content", message.content, attachments)))
 
 
-def _parts(where: str, content: Any) -> tuple[Text, ...]:
+def _parts(where: str, content: Any, attachments: AttachmentReader) -> tuple[Part, ...]:
     match content:
         case str():
             return (Text(content),)
         case list():
-            return tuple(_part(f"{where}[{index}]", part) for index, part in enumerate(content))
+            return tuple(_part(f"{where}[{index}]", part, attachments) for index, part in enumerate(content))
         case _:
             raise BadParameter(where, type(content).__name__, "must be a text or a list of parts")
 
 
-def _part(where: str, part: Any) -> Text:
+def _part(where: str, part: Any, attachments: AttachmentReader) -> Part:
     if not isinstance(part, Mapping):
         raise BadParameter(where, type(part).__name__, "a part is an object with a type")
     kind = part.get("type")
     if isinstance(kind, str) and kind in _MEDIA:
-        _check_fields(where, part, _MEDIA_FIELDS)
-        raise UnsupportedContent(f"{where}: this model reads only text, not {_MEDIA[kind]}.")
+        return _media_part(where, kind, part, attachments)
     if kind != "text":
         raise BadParameter(f"{where}.type", kind, "must be text, image, audio or video")
     _check_fields(where, part, ("type", "text"))
     if not isinstance(part.get("text"), str):
         raise BadParameter(f"{where}.text", part.get("text"), "must be a text")
     return Text(part["text"])
+
+
+def _media_part(where: str, kind: str, part: Mapping[str, Any], attachments: AttachmentReader) -> Part:
+    _check_fields(where, part, ("type", "data", "name", "duration", *_MEDIA[kind]))
+    name = part.get("name") or ""
+    if not isinstance(name, str):
+        raise BadParameter(f"{where}.name", name, "must be a text")
+    if not isinstance(part.get("data"), str):
+        raise BadParameter(f"{where}.data", part.get("data"), "must be the file in base64")
+    if attachments.accepts is not None:
+        check_accepted(kind, attachments.model, attachments.accepts)
+    stacked = part.get("stack_frames")
+    if stacked not in (None, 1) or isinstance(stacked, bool):
+        raise BadParameter(f"{where}.stack_frames", stacked, "must be 1: this model takes single frames")
+    rate = _sample_rate(where, part)
+    with named_in_errors(where):
+        data = decode_base64(part["data"], name)
+        if kind == "audio" and sniff(data) is None:
+            data = wav_from_raw(data, name, rate)
+        return attachments.read(data, _KINDS[kind], name)
+
+
+def _sample_rate(where: str, part: Mapping[str, Any]) -> int:
+    """The rate of raw samples."""
+    rate = part.get("sample_rate")
+    if rate is None:
+        return RAW_RATE
+    if not isinstance(rate, int) or isinstance(rate, bool) or not 1_000 <= rate <= 384_000:
+        raise BadParameter(f"{where}.sample_rate", rate, "must be from 1000 to 384000")
+    return rate
 
 
 def _check_fields(where: str, part: Mapping[str, Any], names: tuple[str, ...]) -> None:
@@ -103,10 +139,15 @@ def _check_fields(where: str, part: Mapping[str, Any], names: tuple[str, ...]) -
 
 
 def parse_turn(
-    request: TurnRequest, model: Model, settings: ServerSettings, owner: str, reply_index: ReplyIndex
+    request: TurnRequest,
+    model: Model,
+    settings: ServerSettings,
+    owner: str,
+    reply_index: ReplyIndex,
+    attachments: AttachmentReader,
 ) -> ReplyRequest:
     """Blocking: call it in a thread. Raises the error that makes the reply impossible."""
-    messages = parse_history(request, settings.limits.messages)
+    messages = parse_history(request, settings.limits.messages, attachments)
     with api_field_names(FIELD_NAMES):
         resolved = resolve_parameters(
             model.engine.info.defaults, turn_parameters(request, model, settings), draw_seed(), datetime.now()

@@ -260,7 +260,8 @@ class TurnProducer:
     async def _start_stored(self, model: Model) -> ReplyStream:
         """Starts a turn in the request's conversation and follows it."""
         chat, settings = self._state.service.chat(self._owner), self._state.settings
-        messages = parse_history(self._request, settings.limits.messages)
+        attachments = self._state.attachments(model)
+        messages = await asyncio.to_thread(parse_history, self._request, settings.limits.messages, attachments)
         with api_field_names(FIELD_NAMES):
             parameters = turn_parameters(self._request, model, settings)
             stored = await start_replies(chat, model, [parameters], messages, self._request.conversation, None)
@@ -268,7 +269,10 @@ class TurnProducer:
             return await chat.reply_stream(stored.reply)
 
     def _start_reply(self, model: Model) -> ReplyStream:
-        request = parse_turn(self._request, model, self._state.settings, self._owner, self._state.reply_index)
+        state = self._state
+        request = parse_turn(
+            self._request, model, state.settings, self._owner, state.reply_index, state.attachments(model)
+        )
         with api_field_names(FIELD_NAMES):
             return model.stream_reply(request)
 
