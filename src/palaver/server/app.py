@@ -34,6 +34,7 @@ from palaver.server.openai import routes as openai
 from palaver.server.openai.sampling_params import operator_parameters
 from palaver.server.openapi import install_openapi
 from palaver.server.page import routes as page
+from palaver.server.remote_media import RemoteMedia
 from palaver.server.responses import routes as responses
 from palaver.server.responses.history import is_background
 from palaver.server.settings import ServerSettings
@@ -56,6 +57,7 @@ class Server:
             Authenticator(service.store, not is_loopback(settings.host), settings.secret, settings.port),
             _socket_registry(settings),
             speakers=SpeakerCache(settings.voice),
+            fetch_media=RemoteMedia().fetch if settings.remote_media else None,
         )
         service.turns.on_event = TurnMetrics(self.state.metrics).on_event
         service.should_continue = is_background

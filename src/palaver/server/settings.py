@@ -61,6 +61,8 @@ class ServerSettings:
     """Parameters that override those of requests."""
     any_variables: bool = False
     """Whether requests may set template variables that are no switches."""
+    remote_media: bool = False
+    """Whether requests may name media by their address, which the server downloads."""
     any_model: bool = False
     """Whether an administrator may load further models by their hub id."""
     aliases: tuple[str, ...] = ()

@@ -1,0 +1,132 @@
+"""Downloads for clients: only of public addresses, pinned, without redirects, within limits."""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from palaver.media import BadMedia
+from palaver.server.remote_media import Address, RemoteMedia, is_public
+from tests import media_files
+
+PICTURE = media_files.picture()
+LOOPBACK = ipaddress.ip_address("127.0.0.1")
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.server.hosts.append(self.headers["Host"])  # type: ignore[attr-defined]
+        if self.path == "/moved":
+            self.send_response(302)
+            self.send_header("Location", "/picture.png")
+            self.end_headers()
+            return
+        self.send_response(200 if self.path == "/picture.png" else 404)
+        self.end_headers()
+        self.wfile.write(PICTURE)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def site() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.hosts = []  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def to_loopback(host: str, port: int) -> Sequence[Address]:
+    assert host == "pictures.example"
+    return [LOOPBACK]
+
+
+OPEN = RemoteMedia(to_loopback, lambda address: True)
+
+
+def test_downloads_from_the_address_that_was_checked(site: ThreadingHTTPServer) -> None:
+    url = f"http://pictures.example:{site.server_port}/picture.png"
+    assert OPEN.fetch(url) == PICTURE
+    assert site.hosts == [f"pictures.example:{site.server_port}"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("path", ["moved", "missing"])
+def test_follows_no_redirect(site: ThreadingHTTPServer, path: str) -> None:
+    with pytest.raises(BadMedia, match=r"its server answered (302|404)"):
+        OPEN.fetch(f"http://pictures.example:{site.server_port}/{path}")
+
+
+def test_ends_at_the_limit(site: ThreadingHTTPServer) -> None:
+    with pytest.raises(BadMedia, match="is larger than"):
+        replace(OPEN, max_bytes=10).fetch(f"http://pictures.example:{site.server_port}/picture.png")
+
+
+def test_refuses_if_one_address_is_private(site: ThreadingHTTPServer) -> None:
+    addresses = [ipaddress.ip_address("93.184.216.34"), LOOPBACK]
+    with pytest.raises(BadMedia, match="is at an address that is not public"):
+        RemoteMedia(lambda host, port: addresses).fetch(f"http://pictures.example:{site.server_port}/picture.png")
+    assert site.hosts == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1/x.png",
+        "http://127.1/x.png",
+        "http://2130706433/x.png",
+        "http://0x7f.1/x.png",
+        "http://[::1]/x.png",
+        "http://[::ffff:10.0.0.1]/x.png",
+        "http://localhost/x.png",
+        "http://169.254.169.254/latest/meta-data",
+        "http://0.0.0.0/x.png",
+    ],
+)
+def test_refuses_private_addresses_however_they_are_written(url: str) -> None:
+    with pytest.raises(BadMedia, match=r"not public|not known|not a plain"):
+        RemoteMedia().fetch(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///etc/passwd",
+        "http:\\\\evil",
+        "http://good.example\\@127.0.0.1/",
+        "http://user@127.0.0.1/",
+        "ftp://a.example/x",
+        "http://",
+        "http:///x",
+        "gopher://a",
+        "http://a b/",
+        "http://a.example/" + "x" * 5000,
+    ],
+)
+def test_refuses_everything_but_plain_urls(url: str) -> None:
+    with pytest.raises(BadMedia, match="not a plain http or https URL"):
+        OPEN.fetch(url)
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("93.184.216.34", True),
+        ("2606:2800:220:1:248:1893:25c8:1946", True),
+        *[(address, False) for address in ("10.1.2.3", "192.168.0.1", "172.16.0.1", "100.64.0.1", "127.0.0.1")],
+        *[(address, False) for address in ("224.0.0.1", "0.0.0.0", "255.255.255.255", "169.254.1.1")],
+        *[(address, False) for address in ("::1", "fe80::1", "fc00::1", "::ffff:127.0.0.1", "64:ff9b::7f00:1", "::")],
+        *[(address, False) for address in ("2002:7f00:1::", "ff02::1")],
+    ],
+)
+def test_public_addresses(address: str, public: bool) -> None:
+    assert is_public(ipaddress.ip_address(address)) is public
