@@ -10,6 +10,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from palaver.chat.model import Model
@@ -31,8 +32,9 @@ from tests.tiny import CHATML, STRINGS
 class PacedEngine(ScriptedEngine):
     """Says its scripts at so many tokens a second, in the time that passes, however late a single one is."""
 
-    def __init__(self, scripts: Sequence[Script], rate: float, context: int) -> None:
+    def __init__(self, scripts: Sequence[Script], rate: float, context: int, media: tuple[str, ...]) -> None:
         super().__init__(scripts, TOKENIZER.vocabulary, context_length=context)
+        self._info = replace(self._info, media=media)
         self._rate = rate
 
     async def _outputs(self, prompt: Prompt, reply: ReplyState, stopped: asyncio.Event) -> AsyncGenerator[Output]:
@@ -45,10 +47,11 @@ class PacedEngine(ScriptedEngine):
             yield output
 
 
-def scripted(script: Path, rate: float, context: int) -> Model:
+def scripted(script: Path, rate: float, context: int, media: tuple[str, ...]) -> Model:
     scripts = [reply(one["thought"], one["answer"]) for one in json.loads(script.read_text())]
     format = TemplateFormat(Template(CHATML), TOKENIZER, STRINGS)
-    return Model(PacedEngine(scripts, rate, context), format, "scripted", TOKENIZER.fingerprint, TOKENIZER.vocabulary)
+    engine = PacedEngine(scripts, rate, context, media)
+    return Model(engine, format, "scripted", TOKENIZER.fingerprint, TOKENIZER.vocabulary)
 
 
 LOGIN = "as-it-is-printed"
@@ -58,7 +61,7 @@ async def serve(asked: argparse.Namespace) -> None:
     async def load(name: str, told: ReportProgress) -> Model:
         told(0.3, "warming up")
         if asked.script:
-            return scripted(asked.script, asked.rate, asked.context)
+            return scripted(asked.script, asked.rate, asked.context, tuple(asked.media))
         from tests.server.live_server import sprout  # torch is not for servers that only recite
 
         return await sprout(name, told)
@@ -90,6 +93,7 @@ def main() -> None:
     parser.add_argument("--script", type=Path)
     parser.add_argument("--rate", type=float, default=1000.0)
     parser.add_argument("--context", type=int, default=200_000, help="of the model that only recites")
+    parser.add_argument("--media", nargs="*", default=(), help="what that model says that it accepts")
     asyncio.run(serve(parser.parse_args()))
 
 

@@ -299,7 +299,7 @@ def test_files_of_text_go_into_the_message_and_pictures_say_why_not(
     page.get_by_text("notes.md").click()
     expect(page.locator("details.file pre")).to_contain_text("<script>alert(1)</script>")
     parts = stored(api, conversation(page))[0]["parts"]
-    assert parts[1]["text"] == f"File notes.md:\n\n{notes.read_text()}"
+    assert parts[1]["text"] == f"\n\nFile notes.md:\n\n{notes.read_text()}"
     page.locator("article.user").get_by_role("button", name="Edit").click()
     words = page.get_by_role("textbox", name="Your message")
     expect(words).to_have_value("What does it say?")

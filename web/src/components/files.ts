@@ -1,16 +1,26 @@
-// Text files in a message: each is a part of its own that begins with the file's name.
+// Files in a message: a text file or a document is a part of text that begins with its name, media are parts of their own.
 import { strings } from '../strings'
+import * as api from '../transport/api'
+import type { Blob as BlobPart, Part } from '../transport/types'
 
-const HEAD = /^File ([^\n]{1,200}):\n\n/
+const HEAD = /^\n*File ([^\n]{1,200}):\n\n/
 const MOST = 1_000_000
+const PDF = 'application/pdf'
 
 export interface TextFile {
   name: string
   text: string
 }
 
+export interface MediaFile {
+  name: string
+  blob: BlobPart
+}
+
+export type Attachment = TextFile | MediaFile
+
 export function written(file: TextFile): string {
-  return `File ${file.name}:\n\n${file.text}`
+  return `\n\nFile ${file.name}:\n\n${file.text}`
 }
 
 export function fileOf(text: string): TextFile | null {
@@ -18,11 +28,20 @@ export function fileOf(text: string): TextFile | null {
   return head ? { name: head[1]!, text: text.slice(head[0].length) } : null
 }
 
-/** The file's text, or why it can't be taken. */
-export async function taken(file: File): Promise<TextFile | string> {
+export function partOf(file: Attachment): Part {
+  return 'blob' in file ? file.blob : { type: 'text', text: written(file) }
+}
+
+/** The file as it is attached, or why it can't be. `accepted`: the media that the model accepts. */
+export async function taken(file: File, accepted: readonly string[] = []): Promise<Attachment | string> {
   const name = file.name.replace(/[\p{Cc}:]+/gu, ' ').slice(0, 200) || strings.files.unnamed
   const kind = /^(image|audio|video)\//.exec(file.type)?.[1]
-  if (kind) return strings.files.media(name, kind)
+  try {
+    if (kind) return accepted.includes(kind) ? await uploaded(file, name) : strings.files.media(name, kind)
+    if (file.type === PDF || /\.pdf$/i.test(name)) return await document(file, name)
+  } catch (error) {
+    return error instanceof Error ? error.message : String(error)
+  }
   if (file.size > MOST) return strings.files.tooLarge(name)
   try {
     const text = new TextDecoder('utf-8', { fatal: true }).decode(await file.arrayBuffer())
@@ -31,4 +50,13 @@ export async function taken(file: File): Promise<TextFile | string> {
   } catch {
     return strings.files.notUtf8(name)
   }
+}
+
+async function uploaded(file: File, name: string): Promise<MediaFile> {
+  return { name, blob: { type: 'blob', ...(await api.putBlob(file, name)) } }
+}
+
+async function document(file: File, name: string): Promise<TextFile> {
+  const { text } = await api.readDocument(file, name)
+  return { name, text: fileOf(text)?.text.trimEnd() ?? text }
 }

@@ -1,11 +1,12 @@
 // What was typed and not sent, for each conversation, with the key under which it will be sent: a message whose answer
 // got lost is not said twice.
+import type { Attachment } from '../components/files'
 import { newKey } from '../transport/http'
 import { keep, kept } from './storage'
 
 export interface Draft {
   text: string
-  files: { name: string; text: string }[]
+  files: Attachment[]
   key: string
 }
 

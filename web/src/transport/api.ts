@@ -1,10 +1,12 @@
 // What the page asks of the server, one function for each.
 import { address, once, request } from './http'
 import type {
+  BlobPut,
   ChangeConversation,
   Conversation,
   Create,
   Cursor,
+  Document,
   Format,
   Gauge,
   Hit,
@@ -112,4 +114,10 @@ export const takeIn = (text: string): Promise<Conversation[]> =>
 /** Sound; it comes while it is made. */
 export const speech = (id: string): string => address(at('messages', id, 'speech'))
 export const voices = (): Promise<{ model: string; voices: string[] }> => request('v1/audio/voices')
+const octets = (file: File): Blob => new Blob([file], { type: 'application/octet-stream' })
+export const putBlob = (file: File, name: string): Promise<BlobPut> =>
+  request(at('blobs'), { method: 'POST', query: { name }, body: octets(file) })
+/** The text of a PDF or text file, under its name. */
+export const readDocument = (file: File, name: string): Promise<Document> =>
+  request(at('documents'), { method: 'POST', query: { name }, body: octets(file) })
 export const blob = (digest: string, type: string): string => address(at('blobs', digest), { type })
