@@ -289,3 +289,15 @@ def test_every_voice_speaks() -> None:
         assert len(voice.say("nine", accent)) > 2000
     for variant in (*speech.VARIANTS, *speech.UNSEEN_VARIANTS):
         assert len(voice.say("nine", f"gmw/en-US+{variant}" if variant else "gmw/en-US")) > 2000, variant
+
+
+def test_the_pool_loads_whole_shards_once_and_then_repeats(tmp_path: Path) -> None:
+    tokenizer = tokens.make()
+    (tmp_path / "media-000001.part7").write_bytes(b"half")
+    loaded = pool.Pool(tmp_path, "media-*.npz", lambda path: pool.media_batches(path, 2, torch.device("cpu")), 1e9)
+    shards.write(tmp_path / "media-000000.npz", shards.shard(1, 0, 512, tokenizer, rows=2))
+    first = loaded.next([])
+    assert all(loaded.next([]) is first for _ in range(3))
+    loaded.close()
+    assert (loaded.fresh_count, loaded.repeated_count) == (1, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["media-000001.part7"]

@@ -27,7 +27,6 @@ from training.rendering import render
 from training.shards import LEARNED, STARTS, TOKEN, Row
 from training.tokenizer import pieces
 
-ROWS_PER_SHARD = 64
 OPEN_ROWS = 6
 Arrays = dict[str, NDArray[Any]]
 
@@ -137,7 +136,7 @@ class _Store:
         return {"patches": patches, "grids": grids, "chunks": chunks, "frames": frames, **uses}
 
 
-def shard(seed: int, number: int, length: int, tokenizer: Tokenizer, rows: int = ROWS_PER_SHARD) -> Arrays:
+def shard(seed: int, number: int, length: int, tokenizer: Tokenizer, rows: int) -> Arrays:
     return arrays(packed(_documents(seed, number, tokenizer), length, rows), length)
 
 
@@ -158,14 +157,14 @@ def write(path: Path, found: Arrays) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write shards FIRST, FIRST + STEP, ... until the process is ended.")
-    for name in ("seed", "length", "first", "step"):
+    for name in ("seed", "length", "rows", "first", "step"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     given = parser.parse_args()
     tokenizer, number = tokens.make(), given.first
     while True:
         path = given.folder / f"media-{number:06}.npz"
-        write(path, shard(given.seed, number, given.length, tokenizer))
+        write(path, shard(given.seed, number, given.length, tokenizer, given.rows))
         number += given.step
 
 

@@ -69,7 +69,7 @@ def workers(given: argparse.Namespace, folder: Path, seed: int) -> Iterator[list
     media_count = max(1, given.workers - text_count)
     shared = ["--seed", str(seed), "--length", str(given.length), "--folder", str(folder)]
     text = [sys.executable, "-m", "training.shards", *shared, "--tokenizer", str(SPROUT), "--end", "1000000"]
-    media = [sys.executable, "-m", "training.omni.shards", *shared]
+    media = [sys.executable, "-m", "training.omni.shards", *shared, "--rows", str(media_rows(given))]
     commands = [[*text, "--step", str(text_count), "--first", str(at)] for at in range(text_count)]
     commands += [[*media, "--step", str(media_count), "--first", str(at)] for at in range(media_count)]
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -212,15 +212,19 @@ def restore(found: Trainer, given: argparse.Namespace, clock: Clock) -> str:
     return f"{source}, step {clock.step}, {clock.spent:.0f} s of training"
 
 
+def media_rows(given: argparse.Namespace) -> int:
+    """The rows with media in a step; a shard of media has as many, so that the first one is soon there."""
+    return max(1, int(given.rows) // 2)
+
+
 def train(found: Trainer, given: argparse.Namespace, clock: Clock, until: float) -> bool:
     """Trains until the run or the time of this command is over; whether the run is finished."""
-    media_rows = max(1, given.rows // 2)
-    text_rows = given.rows - media_rows
+    with_media = media_rows(given)
     folder = given.work / "shards"
     with workers(given, folder, given.seed + 1000 * clock.step) as writers:
-        load_text = partial(text_batches, rows=text_rows, device=found.device)
-        load_media = partial(media_batches, rows=media_rows, device=found.device)
-        text = Pool(folder, "shard-*.npy", load_text, 4e9)
+        load_text = partial(text_batches, rows=given.rows - with_media, device=found.device)
+        load_media = partial(media_batches, rows=with_media, device=found.device)
+        text = Pool(folder, "shard-?????.npy", load_text, 4e9)
         media = Pool(folder, "media-*.npz", load_media, given.pool * 1e9)
         try:
             return _loop(found, given, clock, until, (text, media, writers))
