@@ -29,7 +29,7 @@ import httpx
 import psutil
 
 SRC = Path(__file__).resolve().parent.parent / "src"
-SAME_NAMES_ON_PURPOSE = ("formats.tool_calls.", "formats.calls.")
+SAME_NAMES_ON_PURPOSE = ("formats.tool_calls.",)
 
 TRACER = """
 import inspect, json, os, signal, sys, threading
