@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 
 from palaver.media import BadMedia, MediaDecoder
-from palaver.media.sandbox import TOO_MUCH
+from palaver.media.decoder import TOO_MUCH
 from tests import media_files
 
 _SIZES = (0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF)

@@ -14,7 +14,7 @@ from urllib.parse import unquote_to_bytes
 
 from palaver.errors import UnsupportedContent
 from palaver.media import BadMedia, MediaDecoder, MediaInfo
-from palaver.media.signatures import sniff
+from palaver.media.headers import sniff
 from palaver.messages import Audio, Image, MediaPart, Message, Part, Text, Video
 
 FileKind = Literal["image", "audio", "video", "file"]

@@ -1,5 +1,5 @@
 """Sound by libsndfile, in blocks, so that a long file takes no more memory than its result. Runs in the sandbox's
-process. Files that libsndfile does not read are decoded like videos (`video.py`)."""
+process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 import soundfile
 import soxr
 
-from palaver.media import video
 from palaver.media.base import BadMedia, MediaInfo, MediaLimits, Sound
 from palaver.media.headers import check_seconds
 
@@ -32,8 +31,6 @@ def inspect(data: bytes, media_type: str, limits: MediaLimits) -> MediaInfo:
 
 def decode(data: bytes, media_type: str, rate: int, limits: MediaLimits) -> Sound:
     """Mono samples at this rate."""
-    if media_type not in FILE_FORMATS:
-        return video.decode_sound(data, media_type, rate, limits)
     with _open(data, media_type, limits) as file:
         return resample(_mono_blocks(file), file.samplerate, rate, limits)
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from palaver.media import documents, pictures, sound, video
-from palaver.media.base import BadMedia, MediaInfo, MediaLimits
-from palaver.media.sandbox import WALL_SECONDS, Arrays
+from palaver.media.base import BadMedia, MediaInfo, MediaLimits, Sound
+from palaver.media.decoder import WALL_SECONDS, Arrays
 from palaver.processes import die_with_parent, limit_fork, parent_connection, receive, receive_bytes, send, serve_forks
 
 CPU_SECONDS = 50
@@ -65,11 +65,16 @@ def run_job(job: dict[str, Any], data: bytes) -> Result:
     operations: dict[str, Callable[[], Result]] = {
         "inspect": lambda: (asdict(_inspect(data, media_type, limits)), []),
         "picture": lambda: ({}, [pictures.decode(data, media_type, limits)]),
-        "sound": lambda: ({}, [sound.decode(data, media_type, job["rate"], limits)]),
+        "sound": lambda: ({}, [_decode_sound(data, media_type, job["rate"], limits)]),
         "video": lambda: video.decode(data, media_type, job["rate"], limits),
         "document": lambda: ({"text": documents.decode(data, limits)}, []),
     }
     return operations[job["operation"]]()
+
+
+def _decode_sound(data: bytes, media_type: str, rate: int, limits: MediaLimits) -> Sound:
+    decode = sound.decode if media_type in sound.FILE_FORMATS else video.decode_sound
+    return decode(data, media_type, rate, limits)
 
 
 def _inspect(data: bytes, media_type: str, limits: MediaLimits) -> MediaInfo:

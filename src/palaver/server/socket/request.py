@@ -19,7 +19,7 @@ from palaver.chat.reply_stream import ReplyRequest
 from palaver.constraints import Grammar
 from palaver.errors import BadParameter, NoMessages
 from palaver.media.decoder import wav_from_raw
-from palaver.media.signatures import sniff
+from palaver.media.headers import sniff
 from palaver.messages import Message, Part, Role, Text, Thinking
 from palaver.sampling import NUMBERS, STRINGS
 from palaver.server.openai.request import api_field_names
