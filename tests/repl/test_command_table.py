@@ -9,8 +9,8 @@ from palaver.repl.commands import table
 
 EXPECTED_COMMANDS = """
 help new open list search title system set params preset think expand collapse retry undo redo continue edit
-branch branches switch history tokens context stop save export load import image audio file copy model status quit
-tools result temperature top_p seed""".split()
+branch branches switch history tokens context stop save export load import attach image audio file copy model status
+quit tools result temperature top_p seed""".split()
 
 
 def test_every_command_there_should_be_is_there() -> None:

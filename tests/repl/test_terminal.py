@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from palaver.repl.commands import table
+from tests import media_files
 from tests.repl.conftest import Door
 from tests.repl.terminal import ALT_ENTER, CTRL_C, CTRL_R, CTRL_T, ENTER, MARK, TAB, UP, Terminal
 
@@ -44,6 +45,9 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
     fresh(terminal)
     text = tmp_path / "note.txt"
     text.write_text("The word is kiwi.\n")
+    picture, document = tmp_path / "red.png", tmp_path / "trip.pdf"
+    picture.write_bytes(media_files.picture())
+    document.write_bytes(media_files.pdf("Leaves at nine"))
     tools = tmp_path / "tools.json"
     tools.write_text(json.dumps([{"name": "roll", "description": "Roll a die.", "parameters": {"type": "object"}}]))
     saved, written = tmp_path / "out.jsonl", tmp_path / "out.md"
@@ -118,10 +122,10 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
         (f"/export md {written}", "already exists"),
         (f"/import {saved}", "Imported 1 conversation"),
         ("/import nothing.jsonl", "No such file"),
-        ("/image nothing.png", "No such file"),
-        (f"/image {text}", "doesn't accept images"),
-        (f"/audio {text}", "doesn't accept audio"),
-        (f"/file {text}", "will be sent with your next message"),
+        ("/attach nothing.png", "No such file"),
+        (f"/attach {picture}", r"does not accept pictures: a vision model is\s+needed for that"),
+        (f"/attach {document}", "will be sent with your next message"),
+        (str(text), "will be sent with your next message"),
         ("/file clear", "Nothing is attached"),
         ("/tools", "No tools"),
         (f"/tools {tools}", "roll Roll a die."),

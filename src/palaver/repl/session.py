@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -34,9 +35,10 @@ from palaver.repl.status import (
     waiting_line,
     warn_context,
 )
-from palaver.store import StoredMessage
+from palaver.store import Blob, StoredMessage
 
 if TYPE_CHECKING:
+    from palaver.media import MediaDecoder
     from palaver.repl.voice import SessionVoice
 
 T = TypeVar("T")
@@ -59,6 +61,8 @@ class Session:
         )
         self.thinking_display = settings.thinking_display
         self.attachments: list[Part] = []
+        self._decoder: MediaDecoder | None = None
+        """Decodes the pictures that are drawn."""
         """Parts that are sent with the next message."""
         self.lines: LineSource = StreamLineSource(sys.stdin)
         self.initial_line: TypedLine | None = None
@@ -102,6 +106,12 @@ class Session:
             await self._report_errors(lambda: self._dispatch(typed))
 
     async def _dispatch(self, typed: TypedLine) -> None:
+        from palaver.repl.commands.files import attach_file, parse_files
+
+        if self.lines.is_interactive and typed.edited_id is None and (files := parse_files(typed.text)):
+            for path in files:
+                await attach_file(self, path)
+            return
         match parse_line(typed.text, self.table):
             case MessageLine(text) if typed.edited_id is not None:
                 await self.edit_message(typed.edited_id, text)
@@ -186,7 +196,8 @@ class Session:
 
     async def edit_message(self, message_id: str, text: str) -> None:
         """Stores an edited message as a new branch, and replies to it if it is a user message."""
-        edited = await self.chat.edit_message(message_id, (TextPart(text),))
+        media = [part for part in (await self.chat.message(message_id)).parts if isinstance(part, Blob)]
+        edited = await self.chat.edit_message(message_id, (*media, TextPart(text)))
         await self.cursor.move(edited.id)
         if edited.role is Role.USER:
             await self.generate_reply(edited.id)
@@ -250,7 +261,23 @@ class Session:
                 await self._voice.wait()
             self._voice.stop()
 
+    async def show_picture(self, data: bytes) -> None:
+        """Draws a picture where the terminal can."""
+        from palaver.media import MediaDecoder
+        from palaver.repl.pictures import encode_picture, picture_protocol
+
+        protocol = picture_protocol(os.environ)
+        if protocol is None or not self.screen.is_live:
+            return
+        if self._decoder is None:
+            self._decoder = MediaDecoder()
+        pixels = await asyncio.to_thread(self._decoder.picture, data)
+        self.screen.console.file.write(encode_picture(pixels, protocol) + "\n")
+        self.screen.console.file.flush()
+
     async def close(self) -> None:
+        if self._decoder is not None:
+            await asyncio.to_thread(self._decoder.close)
         await self.stop_speech()
         if self._voice is not None:
             await self._voice.close()

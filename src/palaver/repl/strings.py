@@ -151,7 +151,9 @@ ROLE_SYSTEM = "System"
 MESSAGE_HEAD = "{number} {role}"
 VERSIONS = " · {count} versions"
 SYSTEM_HEAD = "System prompt"
-BLOB = "[{kind}, {media_type}]"
+BLOB = "[{about}]"
+BLOB_KINDS = {"image": "picture", "audio": "sound", "video": "video"}
+BLOB_PIXELS = "{width} × {height}"
 TOOL_RESULT = "{name}: {content}"
 NOTHING_TO_RETRY = "There is no message to reply to yet."
 SEED_IS_SET = "The seed is fixed at {seed}, so the reply may be the same. /seed none picks a new one each time."
@@ -248,12 +250,7 @@ IMPORTED = "Imported {conversations}: {titles}"
 IMPORTED_NONE = "{path} contains no conversations."
 FILE_NEEDED = "Which file? Type its name after the command."
 FILE_TOO_LARGE = "{path} is larger than {limit} MB."
-FILE_UNSUPPORTED = "{path} is neither text nor a type of file that this model accepts."
-MEDIA_UNSUPPORTED = "{model} doesn't accept {media}."
-IMAGES = "images"
-SOUND = "audio"
-VIDEO = "video"
-ATTACHED = "{name} will be sent with your next message. /file clear removes it."
+ATTACHED = "{name} will be sent with your next message. /attach clear removes it."
 NOTHING_ATTACHED = "Nothing is attached."
 COPIED = "Copied {characters} ({program})."
 COPY_USAGE = "Type /copy, /copy code or /copy thought."
@@ -350,9 +347,7 @@ COMMANDS = {
     "save": CommandText("add this branch to a JSONL file for training", "[FILE]"),
     "export": CommandText("save the conversation as a file", "jsonl | md | tree | branches | sharegpt [FILE]"),
     "import": CommandText("import conversations from a file and open the first", "FILE"),
-    "image": CommandText("attach an image to your next message", "FILE"),
-    "audio": CommandText("attach a recording to your next message", "FILE"),
-    "file": CommandText("attach a file to your next message", "FILE | clear"),
+    "attach": CommandText("attach a file to your next message", "FILE | clear"),
     "copy": CommandText("copy the last reply, its last code block or its thoughts", "[code | thought]"),
     "voice": CommandText("have replies read aloud, or save the last one as audio", "[on [NAME] | off | save [FILE]]"),
     "model": CommandText("show the model, or load another one", "[NAME]"),

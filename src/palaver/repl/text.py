@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from palaver.repl import strings
+from palaver.store import Blob
 
 
 def format_count(count: int, noun: tuple[str, str]) -> str:
@@ -70,3 +71,11 @@ def _replacement(control: str) -> str:
     if control == "\r":
         return ""
     return chr(0x2400 + ord(control)) if ord(control) < 0x20 else "\ufffd"
+
+
+def format_blob(blob: Blob) -> str:
+    """The name of a file with media, its size in pixels and its length."""
+    pixels = strings.BLOB_PIXELS.format(width=blob.width, height=blob.height) if blob.width else ""
+    seconds = format_seconds(blob.seconds) if blob.seconds else ""
+    name = one_line(blob.name, 60) or strings.BLOB_KINDS[blob.kind]
+    return ", ".join(filter(None, (name, blob.media_type, pixels, seconds)))

@@ -24,7 +24,7 @@ from palaver.repl.input import TypedLine
 from palaver.repl.markdown import render_markdown
 from palaver.repl.reply_view import format_call, render_thinking
 from palaver.repl.settings import ThinkingDisplay
-from palaver.repl.text import format_messages, format_seconds, format_tokens, one_line, sanitize
+from palaver.repl.text import format_blob, format_messages, format_seconds, format_tokens, one_line, sanitize
 from palaver.store import Blob, ReplyStatus, StoredMessage, TreeNode
 
 if TYPE_CHECKING:
@@ -265,8 +265,8 @@ def render_message(
                 shown += format_call(name, arguments)
             case ToolResult(_, content, name):
                 shown.append(Text(strings.TOOL_RESULT.format(name=sanitize(name), content=sanitize(content))))
-            case Blob(kind, media_type):
-                shown.append(Text(strings.BLOB.format(kind=kind, media_type=media_type), style="note"))
+            case Blob():
+                shown.append(Text(strings.BLOB.format(about=format_blob(part)), style="note"))
             case Thinking():
                 pass
     if stored.reply is not None and stored.reply.status in _STATUS_NOTES:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
-import mimetypes
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
-from palaver.errors import RequestError, UnsupportedContent
-from palaver.messages import Audio, Image, Role
+from palaver.chat.attachments import check_accepted
+from palaver.errors import RequestError
+from palaver.media.signatures import sniff
+from palaver.messages import Role
 from palaver.messages import Text as TextPart
 from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup, complete_paths, fixed_choices
-from palaver.repl.text import format_count, one_line
+from palaver.repl.text import format_blob, format_count, one_line
 from palaver.store import Conversation
+from palaver.store.encoding import media_part
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
@@ -34,7 +39,6 @@ EXPORT_FORMATS = {
 }
 _SUFFIXES = {"markdown": ".md", "tree": ".json", "sharegpt": ".jsonl"}
 _MAX_ATTACHMENT_BYTES = 50_000_000
-_MEDIA_NAMES = {"image": strings.IMAGES, "audio": strings.SOUND, "video": strings.VIDEO}
 _CLIPBOARD_COMMANDS = (["wl-copy"], ["xclip", "-selection", "clipboard"], ["pbcopy"], ["clip.exe"])
 
 
@@ -96,49 +100,48 @@ async def import_(session: Session, arguments: str) -> None:
     await session.open(imported[0].id)
 
 
-@commands.command("image", choices=complete_paths)
-async def image(session: Session, arguments: str) -> None:
-    await _attach(session, _path(arguments.strip()), "image")
-
-
-@commands.command("audio", choices=complete_paths)
-async def audio(session: Session, arguments: str) -> None:
-    await _attach(session, _path(arguments.strip()), "audio")
-
-
-@commands.command("file", choices=complete_paths)
-async def file(session: Session, arguments: str) -> None:
+@commands.command("attach", ("file", "image", "audio"), complete_paths)
+async def attach(session: Session, arguments: str) -> None:
     if arguments.strip() == "clear":
         session.attachments.clear()
         session.screen.note(strings.NOTHING_ATTACHED)
         return
-    path = _path(arguments.strip())
-    kind = (mimetypes.guess_type(path.name)[0] or "").partition("/")[0]
-    await _attach(session, path, kind if kind in ("image", "audio", "video") else "text")
+    for path in parse_files(arguments) or [_path(arguments.strip())]:
+        await attach_file(session, path)
 
 
-async def _attach(session: Session, path: Path, kind: str) -> None:
+async def attach_file(session: Session, path: Path) -> None:
+    """Attaches a document as text, or media that the model accepts, to the next message."""
     if path.stat().st_size > _MAX_ATTACHMENT_BYTES:
         raise RequestError(strings.FILE_TOO_LARGE.format(path=path, limit=_MAX_ATTACHMENT_BYTES // 1_000_000))
-    if kind == "text":
-        session.attachments.append(TextPart(_as_text(path)))
-    else:
-        card = await session.wait_for(session.chat.wait_until_ready(), strings.WAITING_FOR_MODEL)
-        if kind not in card.media:
-            raise UnsupportedContent(strings.MEDIA_UNSUPPORTED.format(model=card.name, media=_MEDIA_NAMES[kind]))
-        media_type = mimetypes.guess_type(path.name)[0] or f"{kind}/*"
-        data = path.read_bytes()
-        session.attachments.append(Image(media_type, data) if kind == "image" else Audio(media_type, data))
-    session.screen.note(strings.ATTACHED.format(name=path.name))
+    data = await asyncio.to_thread(path.read_bytes)
+    media_type = sniff(data)
+    if media_type in (None, "application/pdf"):
+        session.attachments.append(TextPart(await session.chat.read_document(data, path.name)))
+        session.screen.note(strings.ATTACHED.format(name=path.name))
+        return
+    card = await session.wait_for(session.chat.wait_until_ready(), strings.WAITING_FOR_MODEL)
+    check_accepted(str(media_type).partition("/")[0], card.name, card.media)
+    blob = await session.chat.put_blob(data, path.name)
+    check_accepted(blob.kind, card.name, card.media)
+    session.attachments.append(media_part(blob, data))
+    session.screen.note(strings.ATTACHED.format(name=format_blob(blob)))
+    if blob.kind == "image":
+        await session.show_picture(data)
 
 
-def _as_text(path: Path) -> str:
+def parse_files(text: str) -> list[Path]:
+    """The files that a line consists of, as terminals write files that are dropped into them: absolute paths or file
+    URLs, quoted or with backslashes. Empty if any word is no such file."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UnsupportedContent(strings.FILE_UNSUPPORTED.format(path=path)) from None
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
-    return f"{path.name}:\n{fence}{path.suffix.removeprefix('.')}\n{text.rstrip()}\n{fence}\n\n"
+        paths = [_dropped_path(word) for word in shlex.split(text)]
+        return paths if all(path.is_absolute() and path.is_file() for path in paths) else []
+    except (ValueError, OSError):
+        return []
+
+
+def _dropped_path(word: str) -> Path:
+    return Path(unquote(word.removeprefix("file://")) if word.startswith("file:///") else word).expanduser()
 
 
 @commands.command("copy", choices=fixed_choices("code", "thought"))

@@ -1,0 +1,127 @@
+"""Pictures in the terminal: which protocol it has, and sequences that draw the same pixels."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from palaver.messages import Image as ImagePart
+from palaver.messages import Message, Role, Text
+from palaver.repl.commands.files import parse_files
+from palaver.repl.pictures import encode_picture, picture_protocol
+from tests import media_files
+from tests.repl.scripted_session import open_session
+
+PIXELS = np.zeros((20, 30, 3), np.uint8)
+PIXELS[:, 15:] = (255, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "protocol"),
+    [
+        ({"TERM": "xterm-kitty"}, "kitty"),
+        ({"TERM": "xterm-256color", "KITTY_WINDOW_ID": "1"}, "kitty"),
+        ({"TERM": "xterm-256color", "TERM_PROGRAM": "WezTerm"}, "kitty"),
+        ({"TERM": "xterm-256color", "TERM_PROGRAM": "iTerm.app"}, "iterm2"),
+        ({"TERM": "foot"}, "sixel"),
+        ({"TERM": "xterm-256color"}, None),
+        ({"TERM": "tmux-256color", "KITTY_WINDOW_ID": "1"}, None),
+        ({}, None),
+    ],
+)
+def test_the_protocol_of_a_terminal(environment: dict[str, str], protocol: str | None) -> None:
+    assert picture_protocol(environment) == protocol
+
+
+def test_kitty() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (100, 100, 3), np.uint8)
+    chunks = re.findall(r"\x1b_G([^;]*);([^\x1b]*)\x1b\\", encode_picture(noise, "kitty"))
+    assert [control[-1] for control, _ in chunks] == ["1"] * (len(chunks) - 1) + ["0"]
+    assert len(chunks) > 1
+    decoded = Image.open(io.BytesIO(base64.b64decode("".join(data for _, data in chunks))))
+    assert np.array_equal(np.asarray(decoded), noise)
+
+
+def test_iterm2() -> None:
+    found = re.fullmatch(r"\x1b\]1337;File=inline=1;size=(\d+):(.*)\a", encode_picture(PIXELS, "iterm2"))
+    assert found is not None
+    data = base64.b64decode(found[2])
+    assert len(data) == int(found[1])
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(data))), PIXELS)
+
+
+def test_sixel() -> None:
+    found = re.fullmatch(
+        r'\x1bP0;1q"1;1;(\d+);(\d+)((?:#\d+;2;\d+;\d+;\d+)+)(.*)\x1b\\', encode_picture(PIXELS, "sixel")
+    )
+    assert found is not None
+    width, height = int(found[1]), int(found[2])
+    palette = {int(i): tuple(map(int, rgb)) for i, *rgb in re.findall(r"#(\d+);2;(\d+);(\d+);(\d+)", found[3])}
+    drawn = np.full((height + 6, width, 3), -1)
+    for band, text in enumerate(found[4].split("-")):
+        for row in text.split("$"):
+            colour, bits = re.fullmatch(r"#(\d+)(.*)", row).groups()  # type: ignore[union-attr]
+            for column, character in enumerate(bits):
+                for bit in range(6):
+                    if (ord(character) - 63) >> bit & 1:
+                        drawn[6 * band + bit, column] = palette[int(colour)]
+    assert np.array_equal(drawn[:height], PIXELS.astype(int) * 100 // 255)
+
+
+def test_a_large_picture_is_scaled_down() -> None:
+    sequence = encode_picture(np.zeros((2000, 3000, 3), np.uint8), "iterm2")
+    image = Image.open(io.BytesIO(base64.b64decode(sequence.partition(":")[2].rstrip("\a"))))
+    assert image.size == (480, 320)
+
+
+def test_files_that_are_dropped_into_the_line(tmp_path: Path) -> None:
+    plain, spaced = tmp_path / "a.png", tmp_path / "my picture.png"
+    for path in (plain, spaced):
+        path.write_bytes(b"x")
+    escaped = str(spaced).replace(" ", "\\ ")
+    assert parse_files(str(plain)) == [plain]
+    assert parse_files(f" '{spaced}' ") == [spaced]
+    assert parse_files(f"{plain} {escaped}") == [plain, spaced]
+    assert parse_files(spaced.as_uri()) == [spaced]
+    others = (
+        "a.png",
+        f"look at {plain}",
+        f"{plain} please",
+        str(tmp_path),
+        "/missing.png",
+        "it's",
+        "/help",
+        "",
+        "/" + "x" * 9999,
+    )
+    for line in others:
+        assert parse_files(line) == []
+
+
+async def test_attached_files_go_with_the_next_message(tmp_path: Path) -> None:
+    document, picture = tmp_path / "trip.pdf", tmp_path / "red.png"
+    document.write_bytes(media_files.pdf("Leaves at nine"))
+    picture.write_bytes(media_files.picture())
+    async with open_session(tmp_path / "data") as session:
+        assert "does not accept pictures" in await session.do(f"/attach {picture}")
+        assert "will be sent with your next message" in await session.do(f"/attach '{document}'")
+        await session.do("When?")
+        path = await session.session.cursor.path()
+        assert path[0].parts == (Text("\n\nFile trip.pdf:\n\nLeaves at nine\n\n"), Text("When?"))
+
+
+async def test_a_picture_is_named_in_the_history(tmp_path: Path) -> None:
+    async with open_session(tmp_path) as session:
+        chat = session.stage.chat
+        conversation = await chat.create_conversation()
+        message = Message(Role.USER, (ImagePart("image/png", media_files.picture(), "red.png"), Text("Look!")))
+        stored = await chat.append_message(conversation.id, None, message)
+        await session.session.open(conversation.id)
+        await session.session.cursor.move(stored.id)
+        assert "[red.png, image/png, 8 × 6]" in await session.do("/history")
