@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from palaver.chat.attachments import check_accepted
 from palaver.errors import RequestError
-from palaver.media.signatures import sniff
+from palaver.media.headers import sniff
 from palaver.messages import Role
 from palaver.messages import Text as TextPart
 from palaver.repl import strings
