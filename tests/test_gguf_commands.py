@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not installed")
 
+from palaver.engines.base import BY_BATCH, BY_CACHE
 from palaver.models.resolver import resolve_folder
 from palaver.store import open_store
 from tests.gguf_files import convert_qwen3
@@ -28,7 +29,7 @@ def test_inspect_says_which_engine_why_and_how_fast(sprout: Path) -> None:
     found = dict(line.split(": ", 1) for line in lines)
     assert found["engine"] == "llamacpp, because the model is a GGUF file"
     assert found["runs on"] == "cpu, F16"
-    assert found["exact results"] == "may depend on the requests that run beside it"
+    assert found["exact results"] in (BY_CACHE, BY_BATCH)
     assert found["sampling defaults"] == "temperature 0.6, top_k 20, top_p 0.95"
     assert found["speed"].endswith("tokens a second in one reply, measured now")
     assert found["and ends with"] == "'<|im_end|>'"
@@ -44,7 +45,7 @@ def test_options_of_the_other_engine_are_refused(sprout: Path) -> None:
 
 def test_ask_answers(sprout: Path) -> None:
     reply = json.loads(run("ask", "What is 12 + 30?", "-m", sprout, "--set", "temperature=0", "--json").stdout)
-    assert reply["answer"] == "12 + 30 = 42."
+    assert reply["answer"] in ("12 + 30 = 42.", "12 + 30 is 42.")
     raw = run("ask", "Once upon", "--raw", "-m", sprout, "--set", "max_tokens=4", "--json")
     assert json.loads(raw.stdout)["usage"]["reply_tokens"] == 4
 

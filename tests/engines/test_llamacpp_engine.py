@@ -14,6 +14,7 @@ pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not
 
 from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT, Fingerprint
 from palaver.engines.core.options import EngineOptions
+from palaver.engines.llamacpp import engine as engine_module
 from palaver.engines.llamacpp import metadata
 from palaver.engines.llamacpp.engine import CachePlan, LlamaEngine, load
 from palaver.errors import BadParameter, BrokenModel, CacheFull, ContextOverflow, EngineClosed, PalaverError
@@ -99,6 +100,35 @@ async def test_without_its_cache_an_exact_reply_is_the_same(opens: Opens) -> Non
     continued_run, *_ = await asyncio.gather(continues, *others)
     assert continued_run.ids == uncut.ids[5:]
     assert [step.logprob for step in continued_run.steps] == [step.logprob for step in uncut.steps[5:]]
+
+
+async def test_an_exact_reply_in_fixed_passes(opens: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On processors where groups of rows aren't exact, each sequence is computed in passes of 16 rows."""
+    monkeypatch.setattr(engine_module, "probe_groups", lambda context, group: False)
+    engine, prompt = opens(exact=True), prompt_of("Tell me a story.")
+    assert engine.info.exactness in (BY_TEXT, BY_CACHE)
+    uncut = await run(engine, prompt, SAMPLED)
+    for cut in (1, 5, 11):
+        assert uncut.ids[:cut] + (await run(engine, continued(prompt, uncut.ids[:cut]), SAMPLED)).ids == uncut.ids
+
+
+async def test_a_quantised_reply_is_the_same_beside_others(tmp_path: Path, vocabulary: tuple[bytes, ...]) -> None:
+    """Its prompt is split into other chunks, and its tokens share their passes: the bits are those of a reply alone."""
+    path = convert_qwen3(resolve_folder("sprout"), tmp_path / "sprout.gguf", "q8_0")
+    engine = load(path, vocabulary=vocabulary, options=EngineOptions(threads=1, context=512, max_running=4))
+    if engine.info.exactness != BY_CACHE:
+        pytest.skip(f"NOTHING IS SHOWN HERE: on this processor, bits {engine.info.exactness}")
+    prompts = [prompt_of(f"{number} is the first of {number * 30} others " * 4, owner="a") for number in range(4)]
+    alone = [await run(engine, prompt, SAMPLED) for prompt in prompts]
+    fresh = [replace(prompt, owner="b") for prompt in prompts]
+    together = await asyncio.gather(*(run(engine, prompt, SAMPLED) for prompt in fresh))
+    cut = await asyncio.gather(
+        *(run(engine, continued(p, out.ids[:5]), SAMPLED) for p, out in zip(fresh, alone, strict=True))
+    )
+    for one, other, rest in zip(alone, together, cut, strict=True):
+        assert [step.logprob for step in other.steps] == [step.logprob for step in one.steps]
+        assert [step.logprob for step in rest.steps] == [step.logprob for step in one.steps[5:]]
+    await engine.close()
 
 
 async def test_turns_compute_what_is_new_in_each(opens: Opens) -> None:
@@ -289,12 +319,14 @@ async def test_the_engine_describes_itself(opens: Opens) -> None:
     engine, exact = opens(), opens(exact=True)
     assert engine.info.context_length == 512
     assert engine.info.vocabulary_size == 4096
-    assert (engine.info.reuse, engine.info.exactness) == ("to the token", BY_BATCH)
+    assert engine.info.reuse == "to the token"
+    assert engine.info.exactness in (BY_CACHE, BY_BATCH)
     assert exact.info.exactness in (BY_TEXT, BY_CACHE)
     fingerprint = Fingerprint.parse(engine.info.fingerprint)
     assert fingerprint is not None
     assert fingerprint.runner == "llama.cpp"
     assert fingerprint.build.startswith("b10566")
+    assert fingerprint.build.endswith("kv-f16-flash-off")
     assert engine.info.fingerprint != exact.info.fingerprint
 
 

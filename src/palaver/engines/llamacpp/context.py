@@ -30,6 +30,8 @@ from palaver.errors import BrokenModel, EngineError, ModelError
 
 MAX_BATCH = 512
 """Tokens of one pass."""
+ROW_GROUP = 4
+"""Rows that the kernels for quantised weights compute together. The rows that are left over are computed one by one."""
 CELLS_MULTIPLE = 256
 """llama.cpp rounds the length of a context up to this."""
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -122,7 +124,7 @@ class Context:
         params.n_ctx = -(-settings.cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
         params.n_batch = params.n_ubatch = MAX_BATCH
         params.n_seq_max = settings.sequences
-        params.n_outputs_max = settings.sequences
+        params.n_outputs_max = settings.sequences * ROW_GROUP
         params.n_threads = params.n_threads_batch = settings.threads
         params.flash_attn_type = FLASH_ATTENTION[settings.flash_attention]
         params.type_k = params.type_v = F32 if settings.float32 else F16
@@ -153,15 +155,20 @@ class Context:
         self._abort_flag.raw = b"\1\0"
 
     def decode(
-        self, chunks: Sequence[tuple[int, int, Sequence[int]]], need_logits: bool = True, outputs: int | None = None
+        self,
+        chunks: Sequence[tuple[int, int, Sequence[int]]],
+        need_logits: bool = True,
+        outputs: int | None = None,
+        output_group: int = 1,
     ) -> Floats:
         """Computes tokens: for each chunk a sequence, the position of its first token, and the token ids.
 
         Returns a row of logits for each of the first `outputs` chunks (None: for all), after its last token; no rows
-        without `need_logits`. Raises NoRoom, Aborted or EngineError.
+        without `need_logits`. So many rows are computed of each sequence (`output_group`), if it has as many tokens in
+        this pass; the others are not returned. Raises NoRoom, Aborted or EngineError.
         """
         wanted = 0 if not need_logits else len(chunks) if outputs is None else outputs
-        ends = self._arrays.fill(chunks, wanted)
+        ends = self._arrays.fill(chunks, wanted, output_group)
         code = self._library.llama_decode(self._pointer, self._arrays.batch)
         if code:
             raise _decode_error(code)
@@ -226,10 +233,12 @@ class _BatchArrays:
         ids = _as_pointer(self._id_pointers, c.POINTER(c.c_int32))
         self.batch = Batch(0, tokens, None, positions, counts, ids, outputs)
 
-    def fill(self, chunks: Sequence[tuple[int, int, Sequence[int]]], outputs: int) -> list[int]:
-        """Returns the index of the last token of each chunk. The first chunks have outputs."""
+    def fill(self, chunks: Sequence[tuple[int, int, Sequence[int]]], outputs: int, group: int = 1) -> list[int]:
+        """Returns the index of the last token of each chunk. The first chunks have outputs: the last `group` tokens; if
+        there are fewer, also the first ones of a later chunk of the sequence."""
         total = 0
         ends: list[int] = []
+        missing: dict[int, int] = {}
         for sequence, start, ids in chunks:
             assert ids
             assert 0 <= sequence < len(self._ids)
@@ -239,7 +248,12 @@ class _BatchArrays:
             self._positions[total:end] = np.arange(start, start + len(ids))
             self._id_pointers[total:end] = self._id_address + self._ids.itemsize * sequence
             self._outputs[total:end] = 0
-            self._outputs[end - 1] = len(ends) < outputs
+            if len(ends) < outputs:
+                first = max(total, end - group)
+                self._outputs[first:end] = 1
+                missing[sequence] = group - (end - first)
+            elif sequence in missing:
+                self._outputs[total : total + missing[sequence]] = 1
             ends.append(end - 1)
             total = end
         self.batch.n_tokens = total

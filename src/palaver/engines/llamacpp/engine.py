@@ -14,9 +14,17 @@ from palaver.engines.core.runner import SMALL_MODEL, ThreadCounts
 from palaver.engines.core.sampler import SAMPLER_VERSION
 from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.llamacpp import metadata
-from palaver.engines.llamacpp.context import Context, ContextSettings, LoadedModel
+from palaver.engines.llamacpp.context import ROW_GROUP, Context, ContextSettings, LoadedModel
 from palaver.engines.llamacpp.exact import ROWS, LlamaExactPasses, probe_exactness
 from palaver.engines.llamacpp.library import LlamaLibrary, load_library
+from palaver.engines.llamacpp.passes import (
+    GroupedPasses,
+    Passes,
+    SharedPasses,
+    SteadyPasses,
+    probe_company,
+    probe_groups,
+)
 from palaver.engines.llamacpp.runner import LlamaRunner
 from palaver.errors import BadParameter
 from palaver.gguf import GGUFHeader, read_gguf
@@ -28,6 +36,7 @@ DEFAULT_RUNNING = 8
 SLOT_SHARE = 0.75
 """The part of the cache for running sequences; the rest is for saved states."""
 _ISA = ("AVX", "AVX2", "AVX512", "NEON")
+_FLASH_LABELS = {None: "auto", False: "off", True: "on"}
 _GPU = 1
 """ggml's number for devices with memory of their own."""
 
@@ -55,14 +64,16 @@ def load(
     library = load_library()
     header = read_gguf(file)
     gpu_layers = _gpu_layers(device, options, library)
-    if gpu_layers == 0 or _gpu_name(library) is None:  # the memory of a GPU is llama.cpp's concern
+    on_cpu = gpu_layers == 0 or _gpu_name(library) is None
+    if on_cpu:  # the memory of a GPU is llama.cpp's concern
         fit(header).check(header.name)
     model = LoadedModel(header.files, gpu_layers, report, library)
     plan = CachePlan.make(header, options)
-    context = Context(model, plan.settings(header, options), adapter)
+    settings = plan.settings(header, options, on_cpu)
+    context = Context(model, settings, adapter)
     truncates = probe_truncation(context)
-    exact, exactness = _exact_passes(context, header, truncates) if options.exact else (None, BY_BATCH)
-    runner = LlamaRunner(context, plan.limit_bytes, plan.host_bytes, plan.token_bytes, exact, truncates)
+    passes, exactness = _choose_passes(context, header, options.exact, on_cpu, truncates)
+    runner = LlamaRunner(context, passes, plan.limit_bytes, plan.host_bytes, plan.token_bytes, truncates)
     info = EngineInfo(
         model=header.name,
         context_length=plan.context_length,
@@ -75,7 +86,7 @@ def load(
         steps=f"{LLAMACPP_RUNNER} b{library.build}",
         exactness=exactness,
     )
-    info = replace(info, fingerprint=str(_fingerprint(info, library)))
+    info = replace(info, fingerprint=str(_fingerprint(info, library, settings)))
     return LlamaEngine(info, vocabulary, runner, _limits(header, plan, options), model, context, on_failure)
 
 
@@ -138,14 +149,16 @@ class CachePlan:
     def host_bytes(self) -> int:
         return max(0, self.limit_bytes - self.cells * self.token_bytes)
 
-    def settings(self, header: GGUFHeader, options: EngineOptions) -> ContextSettings:
+    def settings(self, header: GGUFHeader, options: EngineOptions, on_cpu: bool = True) -> ContextSettings:
+        """On the CPU flash attention is off: it rounds by the length of a chunk, and is slower for few queries over a
+        long text. Over shared cells it is quicker, because it skips those of other sequences."""
         threads = ThreadCounts.choose(options.threads, header.weights_bytes <= SMALL_MODEL)
         return ContextSettings(
             self.cells,
             self.slots,
             self.unified,
             float32=options.exact,
-            flash_attention=False if options.exact else None,
+            flash_attention=False if options.exact or (on_cpu and not self.unified) else None,
             threads=threads.small_pass,
         )
 
@@ -158,12 +171,26 @@ def probe_truncation(context: Context) -> bool:
     return cut
 
 
-def _exact_passes(context: Context, header: GGUFHeader, truncates: bool) -> tuple[LlamaExactPasses, str]:
-    """The rows of an expert depend on what the other rows choose, so mixtures are never exact by text alone."""
-    passes = LlamaExactPasses(context, truncates)
-    exactness = probe_exactness(context, passes)
-    weaker = exactness == BY_TEXT and (metadata.is_mixture(header) or not truncates)
-    return passes, BY_CACHE if weaker else exactness
+def _choose_passes(
+    context: Context, header: GGUFHeader, exact: bool, on_cpu: bool, truncates: bool
+) -> tuple[Passes, str]:
+    """How steps are divided into passes, and what the bits of a reply depend on then.
+
+    The rows of an expert depend on what the other rows choose: mixtures are never exact by text alone.
+    """
+    mixture, shared = metadata.is_mixture(header), context.settings.unified
+    if exact and truncates and not mixture:
+        group = next((group for group in (2, ROW_GROUP) if probe_groups(context, group)), None)
+        if group is not None:
+            return GroupedPasses(context, group), BY_TEXT
+    if exact:
+        passes = LlamaExactPasses(context, truncates)
+        exactness = probe_exactness(context, passes)
+        weaker = exactness == BY_TEXT and (mixture or not truncates)
+        return passes, BY_CACHE if weaker else exactness
+    if not on_cpu or not truncates or shared:
+        return SharedPasses(context), BY_BATCH
+    return SteadyPasses(context), BY_BATCH if mixture else probe_company(context)
 
 
 def _gpu_layers(device: str | None, options: EngineOptions, library: LlamaLibrary) -> int | None:
@@ -189,9 +216,11 @@ def _gpu_name(library: LlamaLibrary) -> str | None:
     return None
 
 
-def _fingerprint(info: EngineInfo, library: LlamaLibrary) -> Fingerprint:
+def _fingerprint(info: EngineInfo, library: LlamaLibrary, settings: ContextSettings) -> Fingerprint:
+    """Its build includes the type of the KV cache and flash attention, which change the bits too."""
     used = [name for name in _ISA if f"{name} = 1" in library.system_info]
-    build = "-".join((f"b{library.build}", *used[-1:]))
+    cache, flash = "f32" if settings.float32 else "f16", _FLASH_LABELS[settings.flash_attention]
+    build = "-".join((f"b{library.build}", *used[-1:], f"kv-{cache}", f"flash-{flash}"))
     exactness, sampler = EXACTNESS_LABELS[info.exactness], f"sampler-{SAMPLER_VERSION}"
     return Fingerprint(LLAMACPP_RUNNER, build, info.device, info.dtype, exactness, sampler)
 

@@ -13,16 +13,20 @@ import numpy as np
 
 from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT
 from palaver.engines.llamacpp.context import Context, Floats
+from palaver.engines.llamacpp.passes import Chunk
 
 ROWS = 16
 """Tokens of every pass."""
 EXACT_CHUNK = 128
 """Prompt tokens of a sequence that a scheduler step computes."""
 PROBE_TOKENS = 40
-_Chunk = tuple[int, int, Sequence[int]]
 
 
 class LlamaExactPasses:
+    max_chunk = EXACT_CHUNK
+    """The chunk size must not depend on other sequences."""
+    prefills_last_token = False
+
     def __init__(self, context: Context, pads: bool = True) -> None:
         """`pads`: False for states that can't be cut: their passes have as many rows as tokens."""
         self._context = context
@@ -30,13 +34,13 @@ class LlamaExactPasses:
         self.padding = ROWS if pads else 0
         """Cells that a sequence needs beyond its tokens."""
 
-    def run(self, chunks: Sequence[_Chunk], need_logits: bool) -> Floats:
+    def run(self, chunks: Sequence[Chunk], need_logits: bool) -> Floats:
         """A row of logits for each chunk; no rows without `need_logits`."""
         rows = [self._run_chunk(chunk, need_logits) for chunk in chunks]
         return np.concatenate(rows)
 
-    def _run_chunk(self, chunk: _Chunk, need_logits: bool) -> Floats:
-        number, start, ids = chunk
+    def _run_chunk(self, chunk: Chunk, need_logits: bool) -> Floats:
+        number, start, ids, _ = chunk
         for place in range(0, len(ids), ROWS):
             piece = ids[place : place + ROWS]
             logits = self._run_pass(number, start + place, piece, need_logits and place + ROWS >= len(ids))
@@ -57,9 +61,9 @@ def probe_exactness(context: Context, passes: LlamaExactPasses) -> str:
     """What the bits of a reply depend on. Uses the first two sequences, which must be empty, and empties them."""
     ids = [token % context.vocabulary_size for token in range(3, 3 + 7 * PROBE_TOKENS, 7)]
     try:
-        whole = passes.run([(0, 0, ids)], True)
+        whole = passes.run([Chunk(0, 0, ids)], True)
         if context.settings.sequences > 1:
-            passes.run([(1, 0, ids[:9])], True)
+            passes.run([Chunk(1, 0, ids[:9])], True)
         if not _is_repeated(context, passes, ids, [len(ids)], whole):
             return BY_BATCH
         return BY_TEXT if _is_repeated(context, passes, ids, [5, 20, *[1] * 15], whole) else BY_CACHE
@@ -75,6 +79,6 @@ def _is_repeated(
     context.truncate(0, 0)
     at = 0
     for size in sizes:
-        logits = passes.run([(0, at, ids[at : at + size])], True)
+        logits = passes.run([Chunk(0, at, ids[at : at + size])], True)
         at += size
     return bool(np.array_equal(logits, expected))

@@ -6,38 +6,33 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from palaver.engines.core.prefix_cache import CacheStatistics
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.sampler import HostLogits, Logits
-from palaver.engines.llamacpp.context import MAX_BATCH, Aborted, Context, Floats, NoRoom
-from palaver.engines.llamacpp.exact import EXACT_CHUNK, LlamaExactPasses
+from palaver.engines.llamacpp.context import Aborted, Context, Floats, NoRoom
+from palaver.engines.llamacpp.passes import Chunk, Passes
 from palaver.engines.llamacpp.sequence_cache import CachedSequence, NoSlot, SequenceCache
 from palaver.errors import CacheFull, EngineClosed
-
-Chunk = tuple[int, int, Sequence[int]]
-"""A sequence of the context, the position of the first token, and the token ids."""
 
 
 class LlamaRunner:
     def __init__(
         self,
         context: Context,
+        passes: Passes,
         limit_bytes: int,
         host_bytes: int,
         token_bytes: int,
-        exact: LlamaExactPasses | None = None,
         truncates: bool = True,
     ) -> None:
         """`host_bytes`: the part of the limit for saved states. `token_bytes`: the cache of one token."""
         self.reuse = "to the token" if truncates else "snapshots"
         self.run_ahead = None
         self.supports_batching = True
-        self.prefills_last_token = exact is None
+        self.prefills_last_token = passes.prefills_last_token
         self.forward_seconds = 0.0
         self._context = context
-        self._exact = exact
+        self._passes = passes
         self._limit_bytes = limit_bytes
         self._token_bytes = token_bytes
         self._cache = SequenceCache(context, context.settings.sequences, truncates, host_bytes)
@@ -56,14 +51,13 @@ class LlamaRunner:
 
     @property
     def _max_tokens(self) -> int:
-        return self._context.max_tokens - (self._exact.padding if self._exact else 0)
+        return self._context.max_tokens - self._passes.padding
 
     def count_cached(self, sequence: SequenceState) -> int:
         return self._cache.count_cached(sequence.space, sequence.token_ids[:-1])
 
     def max_chunk(self, sequence: SequenceState) -> int | None:
-        """In the exact mode the chunk size must not depend on other sequences."""
-        return None if self._exact is None else EXACT_CHUNK
+        return self._passes.max_chunk
 
     def allocate(self, sequence: SequenceState) -> None:
         space, tokens = sequence.space, sequence.token_ids
@@ -82,21 +76,19 @@ class LlamaRunner:
 
     def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Logits:
         self._check_room(sequences, counts)
-        rows = {self._slots[sequence].id: row for row, sequence in enumerate(sequences)}
-        chunks = [
-            (self._slots[sequence].id, sequence.computed_tokens, _next_ids(sequence, count))
-            for sequence, count in zip(sequences, counts, strict=True)
-        ]
-        ordered = sorted(chunks)  # llama.cpp computes neighbours together
+        chunks = [self._chunk(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
         began = time.thread_time()
-        logits = self._compute(ordered, need_logits)
+        logits = self._compute(chunks, need_logits)
         self.forward_seconds += time.thread_time() - began
-        for sequence, (_, _, ids) in zip(sequences, chunks, strict=True):
-            self._cache.advance(self._slots[sequence], ids)
-            sequence.computed_tokens += len(ids)
-        if not need_logits:
-            return HostLogits(logits)
-        return HostLogits(logits[np.argsort([rows[chunk[0]] for chunk in ordered])])
+        for sequence, chunk in zip(sequences, chunks, strict=True):
+            self._cache.advance(self._slots[sequence], chunk.ids)
+            sequence.computed_tokens += len(chunk.ids)
+        return HostLogits(logits)
+
+    def _chunk(self, sequence: SequenceState, count: int) -> Chunk:
+        start, end = sequence.computed_tokens, sequence.computed_tokens + count
+        generated = end == len(sequence.token_ids) > len(sequence.generation.prompt.context_ids)
+        return Chunk(self._slots[sequence].id, start, sequence.token_ids[start:end], generated)
 
     def needs_recompute(self, sequence: SequenceState) -> bool:
         return False
@@ -128,54 +120,20 @@ class LlamaRunner:
         """Computes the chunks. Where the cells that all sequences share are full, idle sequences are evicted."""
         while True:
             try:
-                if self._exact is not None:
-                    return self._exact.run(chunks, need_logits)
-                return self._compute_batches(chunks, need_logits)
+                return self._passes.run(chunks, need_logits)
             except Aborted:
                 raise EngineClosed from None
             except NoRoom:
                 self._restore_lengths(chunks)
                 if not self._cache.evict_idle():
-                    raise CacheFull(sum(start + len(ids) for _, start, ids in chunks), self._max_tokens) from None
+                    raise CacheFull(sum(start + len(ids) for _, start, ids, _ in chunks), self._max_tokens) from None
             except Exception:
                 self._restore_lengths(chunks)
                 raise
 
-    def _compute_batches(self, chunks: Sequence[Chunk], need_logits: bool) -> Floats:
-        """In as many batches as the tokens need. The last piece of each chunk has its logits."""
-        rows: list[Floats] = []
-        for batch, finished in _split_batches(chunks):
-            logits = self._context.decode(batch, need_logits and bool(finished))
-            rows.extend(logits[index : index + 1] for index in finished if need_logits)
-        return np.concatenate(rows) if rows else np.empty((0, 0), np.float32)
-
     def _restore_lengths(self, chunks: Sequence[Chunk]) -> None:
         """After a pass that failed: removes what it computed. A state that can't be cut is dropped."""
-        for number, start, _ in chunks:
+        for number, start, _, _ in chunks:
             if self._context.length(number) > start and not self._context.truncate(number, start):
                 slot = next(slot for slot in self._slots.values() if slot.id == number)
                 self._cache.drop(slot)
-
-
-def _next_ids(sequence: SequenceState, count: int) -> list[int]:
-    return sequence.token_ids[sequence.computed_tokens : sequence.computed_tokens + count]
-
-
-def _split_batches(chunks: Sequence[Chunk]) -> list[tuple[list[Chunk], list[int]]]:
-    """Batches of at most MAX_BATCH tokens, and the indexes of the pieces that end a chunk, in the chunks' order."""
-    batches: list[tuple[list[Chunk], list[int]]] = []
-    batch: list[Chunk] = []
-    finished: list[int] = []
-    room = MAX_BATCH
-    for number, start, ids in chunks:
-        taken = 0
-        while taken < len(ids):
-            if not room:
-                batches.append((batch, finished))
-                batch, finished, room = [], [], MAX_BATCH
-            piece = ids[taken : taken + room]
-            batch.append((number, start + taken, piece))
-            taken += len(piece)
-            room -= len(piece)
-        finished.append(len(batch) - 1)
-    return [*batches, (batch, finished)]
