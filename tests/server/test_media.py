@@ -6,7 +6,9 @@ import base64
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic as anthropic_sdk
 import httpx
+import openai as openai_sdk
 import pytest
 
 from palaver.chat.attachments import AttachmentReader
@@ -22,6 +24,7 @@ from palaver.server.responses.schemas import InputItem
 from palaver.server.socket.request import parse_history
 from palaver.server.socket.schemas import TurnRequest
 from tests import media_files
+from tests.server.live_server import LiveServer
 
 PICTURE, SOUND, VIDEO, PDF = (
     media_files.picture(),
@@ -207,3 +210,28 @@ def test_the_model_reads_the_text_of_a_document(http: httpx.Client) -> None:
 def test_models_say_what_they_accept(http: httpx.Client) -> None:
     (model, *_) = http.get("/v1/models").json()["data"]
     assert model["input_modalities"] == ["text"]
+
+
+def test_the_sdks_send_documents_unchanged(live: LiveServer, client: openai_sdk.OpenAI) -> None:
+    file: Any = {"type": "file", "file": {"file_data": data_url(PDF, "application/pdf"), "filename": "a.pdf"}}
+    bare = client.chat.completions.create(model="sprout", messages=[{"role": "user", "content": "Hi"}], max_tokens=1)
+    reply = client.chat.completions.create(
+        model="sprout", messages=[{"role": "user", "content": [{"type": "text", "text": "Hi"}, file]}], max_tokens=1
+    )
+    assert reply.usage is not None
+    assert bare.usage is not None
+    assert reply.usage.prompt_tokens > bare.usage.prompt_tokens
+    content: Any = [
+        {"type": "input_text", "text": "Hi"},
+        {"type": "input_file", "file_data": data_url(PDF, "application/pdf"), "filename": "a.pdf"},
+    ]
+    response = client.responses.create(
+        model="sprout", input=[{"role": "user", "content": content}], max_output_tokens=16, store=False
+    )
+    assert response.usage is not None
+    assert response.usage.input_tokens == reply.usage.prompt_tokens
+    source: Any = {"type": "base64", "media_type": "application/pdf", "data": encoded(PDF)}
+    blocks: Any = [{"type": "text", "text": "Hi"}, {"type": "document", "title": "a.pdf", "source": source}]
+    with anthropic_sdk.Anthropic(base_url=live.url, api_key="none", max_retries=0) as messages:
+        count = messages.messages.count_tokens(model="sprout", messages=[{"role": "user", "content": blocks}])
+    assert count.input_tokens == reply.usage.prompt_tokens

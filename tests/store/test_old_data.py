@@ -47,6 +47,8 @@ NEW_SAMPLING = {
 """Sampling parameters that old replies do not have: all of them are off."""
 NEW_SETTINGS: dict[str, Any] = {"fingerprints": [], "answer_at": None}
 """The settings of a reply that the earlier version did not have, and their values for its replies."""
+NEW_MEDIA: dict[str, Any] = {"name": "", "width": 0, "height": 0, "seconds": 0.0}
+"""The fields of media that the earlier version did not have."""
 MEDIA_NAME = re.compile(r"\((?:image|audio|video)/\w+, \d+ bytes\)\\n")
 """The name of a medium in the JSON of a ShareGPT export."""
 
@@ -68,12 +70,19 @@ def conversation_ids(store: Store) -> tuple[str, ...]:
     return tuple(id for user in store.users.all() for id in store.conversations.ids(user.id))
 
 
+def parts_in_old_form(message: dict[str, Any]) -> dict[str, Any]:
+    for part in message["parts"]:
+        if "media_type" in part:
+            assert {name: part.pop(name) for name in NEW_MEDIA} == NEW_MEDIA
+    return message
+
+
 def messages_in_old_form(store: Store, id: str) -> list[Any]:
     found: list[Any] = plain(store.messages.all(id))
     for settings in (message["reply"]["settings"] for message in found if message["reply"]):
         assert {name: settings.pop(name) for name in NEW_SETTINGS} == NEW_SETTINGS
         assert {name: settings["sampling"].pop(name) for name in NEW_SAMPLING} == NEW_SAMPLING
-    return found
+    return [parts_in_old_form(message) for message in found]
 
 
 def transcripts_in_old_form(result: ReadResult) -> dict[str, Any]:
@@ -85,6 +94,7 @@ def _in_old_form(transcript: Transcript) -> dict[str, Any]:
     found: dict[str, Any] = plain(transcript)
     for entry in found["entries"]:
         entry["whole"] = entry.pop("complete")
+        parts_in_old_form(entry["message"])
     return found
 
 
@@ -112,7 +122,8 @@ def test_every_conversation_is_as_before(old_store: Store) -> None:
         assert plain(store.conversations.get(id)) == expected["conversation"]
         assert plain(store.messages.nodes(id)) == expected["nodes"]
         assert messages_in_old_form(store, id) == expected["messages"]
-        assert [plain(store.messages.load(message)) for message in messages] == expected["contents"]
+        contents = [parts_in_old_form(plain(store.messages.load(message))) for message in messages]
+        assert contents == expected["contents"]
         assert {one.id: plain(store.replies.tokens(one.id)) for one in replies} == expected["tokens"]
         options = {one.id: plain(options_from_json(one.reply.settings.options)) for one in replies if one.reply}
         assert options == expected["options"]
