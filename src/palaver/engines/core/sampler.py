@@ -212,8 +212,9 @@ def _sample_greedy(logits: Scores, processors: Sequence[LogitsProcessor]) -> lis
     """For rows that need no draw and report no alternatives: all of them at once."""
     ids: list[int] = logits.argmax(1).tolist()
     tops = logits.max(1)
-    sums = np.exp(logits - tops[:, None]).sum(1)
-    tokens = (SampledToken(*found) for found in zip(ids, (-np.log(sums)).tolist(), tops.tolist(), strict=True))
+    sums: list[float] = np.exp(logits - tops[:, None]).sum(1).tolist()
+    logprobs = [-math.log(total) for total in sums]  # as for a row alone: the bits must not depend on the batch
+    tokens = (SampledToken(*found) for found in zip(ids, logprobs, tops.tolist(), strict=True))
     return [make_step(token, processor) for token, processor in zip(tokens, processors, strict=True)]
 
 
