@@ -1,11 +1,15 @@
 import json
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar, MarkerConstraint
-from palaver.engines.torch import TorchEngine
+from palaver.engines.base import Capability
+from palaver.engines.torch import TorchEngine, load
 from palaver.errors import BadParameter
 from palaver.generation import Ended, Finish, Prompt
 from palaver.phases import Phase, Phases, RequiredGrammar, State, Trigger
@@ -159,10 +163,13 @@ async def test_a_bad_constraint_fails_its_request_alone(engine: TorchEngine, con
 
 
 async def test_without_the_package_a_constraint_is_refused(
-    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(BadParameter, match="llguidance"):
+    engine = load(folder_of("qwen3"), vocabulary=VOCABULARY)
+    engine.warm_grammars()
+    assert Capability.CONSTRAINTS in engine.info.lacks
+    with pytest.raises(BadParameter, match="can't do this: the package llguidance isn't installed"):
         await run(engine, PROMPT, sampling(DIGITS))
+    assert (await run(engine, PROMPT, Sampling(max_tokens=1))).ids
+    await engine.close()

@@ -53,6 +53,8 @@ class ModelCard:
     """The code that computes decoding steps, and why it is not compiled code."""
     fingerprint: str = ""
     """The fingerprint of the engine, which is stored with each reply."""
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    """What the engine can't do (`engines.base.Capability`), and why."""
     defaults: Sampling = field(default_factory=Sampling)
     thinks: bool = False
     """Whether the chat format has a thinking phase."""

@@ -194,6 +194,7 @@ def _card(model: Model) -> ModelCard:
         steps=info.steps,
         fingerprint=info.fingerprint,
         media=info.media,
+        lacks={capability.value: why for capability, why in info.lacks.items()},
         defaults=info.defaults,
         thinks=model.format.thinks,
         switches=model.format.switches,

@@ -132,6 +132,8 @@ def _describe_engine(info: EngineInfo) -> Iterator[tuple[str, str]]:
     yield strings.INSPECT_REUSE, info.reuse
     yield strings.INSPECT_STEPS, strings.INSPECT_COMPILED if info.steps == COMPILED else info.steps
     yield strings.INSPECT_EXACTNESS, info.exactness
+    if info.lacks:
+        yield strings.INSPECT_LACKS, "; ".join(f"{capability}: {why}" for capability, why in info.lacks.items())
     yield strings.INSPECT_FINGERPRINT, info.fingerprint
     yield strings.INSPECT_DEFAULTS, _describe_defaults(info.defaults)
 

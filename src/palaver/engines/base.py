@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from palaver.errors import BadParameter, ContextOverflow
 from palaver.generation import Output, Prompt
 from palaver.sampling import Sampling
 
@@ -22,6 +23,19 @@ EXACTNESS_LABELS = {BY_TEXT: "exact", BY_CACHE: "exact-with-cache", BY_BATCH: BA
 COMPILED_RUNNER = "compiled"
 LLAMACPP_RUNNER = "llama.cpp"
 MLX_RUNNER = "mlx"
+
+
+class Capability(StrEnum):
+    """What a request may need and not every engine has. An engine declares in `EngineInfo.lacks` what it can't do."""
+
+    CONSTRAINTS = "constraints"
+    """Schemas and grammars for the answer, and tool calls that must come."""
+    LOGPROBS = "logprobs"
+    """The likeliest tokens beside each token."""
+    CHOICES = "choices"
+    """Several replies to one prompt."""
+    TOKEN_HEALING = "token_healing"
+    """Partial replies that end inside a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +64,35 @@ class EngineInfo:
     """The code that computes the replies (`Fingerprint`); stored with each reply."""
     media: tuple[str, ...] = ()
     """The media that the model accepts besides text: image, audio, video."""
+    lacks: Mapping[Capability, str] = field(default_factory=dict)
+    """What this engine can't do, and why. A request that needs it is refused (`check_capabilities`)."""
+
+
+def check_capabilities(info: EngineInfo, prompt: Prompt, sampling: Sampling, choice: int) -> None:
+    """Raises BadParameter if the request needs what the engine lacks."""
+    needs = {
+        Capability.CONSTRAINTS: sampling.constraint is not None or prompt.phases.held is not None,
+        Capability.LOGPROBS: sampling.logprobs > 0,
+        Capability.CHOICES: choice > 0,
+        Capability.TOKEN_HEALING: bool(prompt.healing),
+    }
+    for capability, needed in needs.items():
+        if needed and capability in info.lacks:
+            raise BadParameter(
+                capability.value, info.model, f"the engine of this model can't do this: {info.lacks[capability]}."
+            )
+
+
+def check_prompt(info: EngineInfo, prompt: Prompt) -> None:
+    """Raises a RequestError if the model can't take the prompt."""
+    if len(prompt) == 0:
+        raise BadParameter("prompt", (), "must have at least one token")
+    if len(prompt) > info.context_length:
+        raise ContextOverflow(len(prompt), info.context_length)
+    for ids in (prompt.context_ids, prompt.reply_ids):
+        if ids and not 0 <= min(ids) <= max(ids) < info.vocabulary_size:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise BadParameter("prompt", wrong, f"token ids go from 0 to {info.vocabulary_size - 1}")
 
 
 class EngineState(StrEnum):

@@ -189,4 +189,5 @@ def _model(name: str, card: ModelCard) -> dict[str, Any]:
         "exactness": card.exactness,
         "steps": card.steps,
         "fingerprint": card.fingerprint,
+        "lacks": card.lacks,
     }

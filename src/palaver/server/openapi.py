@@ -178,7 +178,7 @@ for `ADDED_FIELDS`."""
 ADDED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "Blob": ("name", "width", "height", "seconds"),
     "Media": ("name", "width", "height", "seconds"),
-    "ModelCard": ("exactness", "steps", "fingerprint"),
+    "ModelCard": ("exactness", "steps", "fingerprint", "lacks"),
     "PhaseOpened": ("tokens",),
     "Sampling": (
         "typical_p",

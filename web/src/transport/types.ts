@@ -243,6 +243,7 @@ export interface ModelCard {
   exactness?: string
   steps?: string
   fingerprint?: string
+  lacks?: Record<string, string>
   defaults: Sampling
   thinks: boolean
   switches: (Switch)[]

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 
 from palaver.constraints import Constraint
-from palaver.engines.base import EngineInfo, EngineState, EngineStatus
+from palaver.engines.base import Capability, EngineInfo, EngineState, EngineStatus, check_capabilities, check_prompt
 from palaver.engines.core.generation import (
     AnswerNowCommand,
     CancelCommand,
@@ -39,8 +39,8 @@ from palaver.engines.core.processor import LogitsProcessor, RepetitionPenalty
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import Runner
 from palaver.engines.core.scheduler import Scheduler, SchedulerLimits
-from palaver.engines.grammars import CompiledGrammar, GrammarCache
-from palaver.errors import BadParameter, ContextOverflow, EngineClosed, EngineError, PalaverError
+from palaver.engines.grammars import CompiledGrammar, GrammarCache, missing_package
+from palaver.errors import EngineClosed, EngineError, PalaverError
 from palaver.generation import Prompt
 from palaver.phases import Vocabulary
 from palaver.sampling import Sampling, check_sampling
@@ -169,7 +169,8 @@ class LocalEngine:
     ) -> None:
         """`vocabulary` holds the bytes of each token id. `thread_context` is entered in the engine's thread before any
         of its work; `on_failure` is called there when an error ends it."""
-        self._info = info
+        no_grammars = missing_package()
+        self._info = replace(info, lacks={**info.lacks, Capability.CONSTRAINTS: no_grammars}) if no_grammars else info
         self._vocabulary = vocabulary
         self._vocabulary_index = VocabularyIndex(vocabulary)
         self._unspeakable: UnspeakableTokens | None = None
@@ -200,6 +201,7 @@ class LocalEngine:
         return {"running": now.running, "waiting": now.waiting, **asdict(now.cache)}
 
     def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> LocalGeneration:
+        check_capabilities(self._info, prompt, sampling, choice)
         constrained = reply_constraints(prompt.phases, sampling)
         grammars: dict[Constraint, CompiledGrammar] = {}
 
@@ -228,12 +230,13 @@ class LocalEngine:
 
     def warm_grammars(self) -> None:
         """Prepares the grammar compiler. Takes up to a second: don't call it in the event loop."""
-        self._grammars.warm()
+        if Capability.CONSTRAINTS not in self._info.lacks:
+            self._grammars.warm()
 
     def _sequence(self, generation: LocalGeneration) -> SequenceState:
         """The state of a generation, before its partial reply is replayed."""
         prompt, sampling = generation.prompt, generation.sampling
-        self._check_prompt(prompt)
+        check_prompt(self._info, prompt)
         reply = ReplyState(
             replace(prompt, reply_ids=()), sampling, self._vocabulary, self._info.end_ids, self._info.context_length
         )
@@ -243,17 +246,6 @@ class LocalEngine:
         dry = RepetitionPenalty(sampling, self._vocabulary_index, size) if sampling.dry_multiplier else None
         processor = LogitsProcessor(prompt, sampling, generation.choice, reply, size, banned, grammar, spoken_text, dry)
         return SequenceState(generation, processor, self._token_healing(prompt))
-
-    def _check_prompt(self, prompt: Prompt) -> None:
-        size = self._info.vocabulary_size
-        if len(prompt) == 0:
-            raise BadParameter("prompt", (), "must have at least one token")
-        if len(prompt) > self._info.context_length:
-            raise ContextOverflow(len(prompt), self._info.context_length)
-        for ids in (prompt.context_ids, prompt.reply_ids):
-            if ids and not 0 <= min(ids) <= max(ids) < size:
-                wrong = min(ids) if min(ids) < 0 else max(ids)
-                raise BadParameter("prompt", wrong, f"token ids go from 0 to {size - 1}")
 
     def _index_strings(self, strings: Iterable[str]) -> None:
         """Computes the tokens that complete banned strings, off the engine's thread; the index caches them."""

@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar, MarkerConstraint
@@ -57,7 +58,8 @@ class GrammarCompiler:
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         """Raises GrammarError. May take seconds, and a hostile grammar may end the process: use the sandbox first."""
-        llguidance = _library()
+        import llguidance
+
         tokenizer = self.tokenizer(special_ids(constraint))
         grammar = _grammar(llguidance.LLMatcher, constraint)
         limits = llguidance.LLParserLimits(
@@ -75,7 +77,8 @@ class GrammarCompiler:
             if found is not None:
                 self._tokenizers.move_to_end(special)
                 return found
-        llguidance = _library()
+        import llguidance
+
         wrapped = llguidance.TokenizerWrapper(_TokenizerView(self._vocabulary, special))
         built = llguidance.LLTokenizer(wrapped, n_vocab=len(self._vocabulary) + 1)
         with self._lock:
@@ -113,12 +116,9 @@ def first_line(text: str) -> str:
     return (text.splitlines() or ["it can't be compiled"])[0][:300]
 
 
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise GrammarError("constraints need the package llguidance, which isn't installed") from error
-    return llguidance
+def missing_package() -> str:
+    """Why no grammar can be compiled; empty if it can."""
+    return "" if find_spec("llguidance") is not None else "the package llguidance isn't installed"
 
 
 def _grammar(matcher: Any, constraint: Constraint) -> str:

@@ -71,6 +71,7 @@ async def status(session: Session, arguments: str) -> None:
         strings.STATUS_REUSE: card.reuse,
         strings.STATUS_EXACTNESS: card.exactness,
         strings.STATUS_STEPS: card.steps,
+        strings.STATUS_LACKS: "; ".join(f"{capability}: {why}" for capability, why in card.lacks.items()),
         strings.STATUS_THINKING: thinking_summary(card) if card.state is ModelState.READY else "",
         strings.STATUS_CONVERSATION: _describe_conversation(conversation),
         strings.STATUS_BRANCH: _describe_branch(len(path), cursor.can_undo, cursor.can_redo),
