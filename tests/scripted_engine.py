@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from palaver.engines.base import EngineInfo, EngineState, EngineStatus
+from palaver.engines.base import Capability, EngineInfo, EngineState, EngineStatus, check_capabilities, check_prompt
 from palaver.engines.core.generation import ReplyState
 from palaver.errors import ContextOverflow, EngineClosed, EngineError, PalaverError
 from palaver.generation import AnswerRequested, Ended, Finish, Output, Prefilled, Prompt, Queued, Step
@@ -91,13 +91,17 @@ class ScriptedEngine:
         end_ids: frozenset[int] = frozenset(),
         defaults: Sampling | None = None,
         fingerprint: str = "scripted",
+        strict: bool = False,
     ) -> None:
+        """`strict`: requests are checked as by other engines, and what a script can't do is refused. Otherwise a script
+        stands for what a model says under all options, to any prompt."""
         self.calls: list[ScriptedCall] = []
         self.cancelled = 0
         self.forgotten: list[str] = []
         self._scripts = list(scripts)
         self._next = 0
         self._closed = False
+        self._strict = strict
         self._vocabulary = vocabulary
         self._info = EngineInfo(
             model="scripted",
@@ -108,6 +112,7 @@ class ScriptedEngine:
             device="none",
             dtype="none",
             fingerprint=fingerprint,
+            lacks=dict.fromkeys(Capability, "a script is the same whatever is asked for") if strict else {},
         )
 
     @property
@@ -123,7 +128,10 @@ class ScriptedEngine:
     async def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> AsyncIterator[ScriptedGeneration]:
         if self._closed:
             raise EngineClosed
-        if len(prompt) > self._info.context_length:
+        check_capabilities(self._info, prompt, sampling, choice)
+        if self._strict:
+            check_prompt(self._info, prompt)
+        elif len(prompt) > self._info.context_length:
             raise ContextOverflow(len(prompt), self._info.context_length)
         self.calls.append(ScriptedCall(prompt, sampling, choice))
         reply = ReplyState(prompt, sampling, self._vocabulary, self._info.end_ids, self._info.context_length)
@@ -149,7 +157,9 @@ class ScriptedEngine:
             yield reply.ended
             return
         yield Prefilled(len(prompt), len(prompt.reply_ids))
-        for item in _remaining(self._script_for(prompt), len(prompt.reply_ids)):
+        own_ids = self._own_ids(prompt, reply._sampling)
+        script = self._script_for(own_ids) if prompt.reply_ids else self._next_script()
+        for item in _remaining(script, len(own_ids)):
             match item:
                 case HoldScript(event):
                     await _first_of(event, stopped)
@@ -167,11 +177,23 @@ class ScriptedEngine:
                 return
         yield Ended(Finish.END)
 
-    def _script_for(self, prompt: Prompt) -> Script:
-        reply_ids = list(prompt.reply_ids)
-        if reply_ids:
-            matching = [script for script in self._scripts if _tokens(script)[: len(reply_ids)] == reply_ids]
-            return matching[-1] if matching else self._scripts[max(0, self._next - 1) % len(self._scripts)]
+    def _own_ids(self, prompt: Prompt, sampling: Sampling) -> list[int]:
+        """The tokens of the reply so far that are the script's own: all but the forced ones."""
+        begun = replace(prompt, reply_ids=())
+        reply = ReplyState(begun, sampling, self._vocabulary, self._info.end_ids, self._info.context_length)
+        own_ids = []
+        for token_id in prompt.reply_ids:
+            if token_id != reply.forced_id:
+                own_ids.append(token_id)
+            reply.append_token(token_id)
+        return own_ids
+
+    def _script_for(self, own_ids: list[int]) -> Script:
+        """The script that begins with these tokens, or the current one."""
+        matching = [script for script in self._scripts if _tokens(script)[: len(own_ids)] == own_ids]
+        return matching[-1] if matching else self._scripts[max(0, self._next - 1) % len(self._scripts)]
+
+    def _next_script(self) -> Script:
         script = self._scripts[self._next % len(self._scripts)]
         self._next += 1
         return script

@@ -46,10 +46,10 @@ def reference(model: Any, prompt: Prompt, sampling: Sampling, choice: int = 0) -
     while reply.ended is None:
         logits = _logits(model, [*prompt.context_ids, *reply.token_ids])
         scores = _adjust(logits, list(prompt.context_ids), reply, sampling)
-        token_id, close = _choose(scores, sampling, uniform(sampling.seed, choice, len(reply.token_ids)))
+        token_id, margin = choose(scores, sampling, uniform(sampling.seed, choice, len(reply.token_ids)))
         if reply.forced_id is not None:
-            token_id, close = reply.forced_id, False
-        if close:
+            token_id, margin = reply.forced_id, math.inf
+        if margin < MARGIN:
             out.close.add(len(reply.token_ids))
         norm = math.log(sum(math.exp(x - max(logits)) for x in logits)) + max(logits)
         out.logprobs.append(logits[token_id] - norm)
@@ -88,46 +88,53 @@ def _scale(score: float, penalty: float) -> float:
     return score / penalty if score > 0 else score * penalty
 
 
-def _choose(scores: list[float], sampling: Sampling, random: float) -> tuple[int, bool]:
+def choose(scores: Sequence[float], sampling: Sampling, random: float) -> tuple[int, float]:
+    """The token by the scores after all options, and the distance to the nearest boundary of the choice: another best
+    score, the ends of the interval that was drawn, or the edge of a filter."""
     if sampling.temperature == 0:
         best = sorted(scores, reverse=True)
-        return scores.index(best[0]), best[0] - best[1] < MARGIN
-    kept, close = _filter([x / sampling.temperature for x in scores], sampling)
+        return list(scores).index(best[0]), best[0] - best[1]
+    kept, margin = _filter([x / sampling.temperature for x in scores], sampling)
+    edges = [(token_id, weight) for token_id, weight in enumerate(kept) if weight > 0]
     target = random * sum(kept)
     edge = 0.0
-    for token_id, weight in enumerate(kept):
-        close |= weight > 0 and abs(edge - target) < MARGIN
+    for place, (token_id, weight) in enumerate(edges):
+        if place > 0:
+            margin = min(margin, abs(edge - target))
         edge += weight
-        if target < edge:
-            return token_id, close or edge - target < MARGIN
-    raise AssertionError("the random number is below 1")
+        if target < edge or place == len(edges) - 1:
+            return token_id, min(margin, edge - target) if place < len(edges) - 1 else margin
+    raise AssertionError("a filter keeps at least one token")
 
 
-def _filter(scores: list[float], sampling: Sampling) -> tuple[list[float], bool]:
-    """The probabilities that are kept, and whether a filter's edge is too close to call."""
+def _filter(scores: list[float], sampling: Sampling) -> tuple[list[float], float]:
+    """The probabilities that are kept, and the distance to the nearest edge of a filter."""
     order = sorted(scores, reverse=True)
-    close = False
-    if sampling.top_k:
-        edge = order[min(sampling.top_k, len(order)) - 1]
-        close |= sampling.top_k < len(order) and edge - order[sampling.top_k] < MARGIN
+    margin = math.inf
+    if 0 < sampling.top_k < len(order):
+        edge = order[sampling.top_k - 1]
+        margin = edge - order[sampling.top_k] if edge > -math.inf else math.inf
         scores = [x if x >= edge else -math.inf for x in scores]
     weights = [math.exp(x - order[0]) for x in scores]
-    weights = [x / sum(weights) for x in weights]
+    total = sum(weights)
+    weights = [x / total for x in weights]
     if sampling.top_p < 1:
-        edge, near = _top_p(weights, sampling.top_p)
-        close |= near
+        edge, distance = _top_p(weights, sampling.top_p)
+        margin = min(margin, distance)
         weights = [x if x >= edge else 0.0 for x in weights]
     floor = sampling.min_p * max(weights)
-    close |= sampling.min_p > 0 and any(abs(x - floor) < MARGIN * floor for x in weights)
+    if floor > 0:
+        margin = min(margin, *(abs(x - floor) / floor for x in weights))
     weights = [x if x >= floor else 0.0 for x in weights]
-    return [x / sum(weights) for x in weights], close
+    total = sum(weights)
+    return [x / total for x in weights], margin
 
 
-def _top_p(weights: list[float], top_p: float) -> tuple[float, bool]:
-    total, close = 0.0, False
+def _top_p(weights: list[float], top_p: float) -> tuple[float, float]:
+    total, margin = 0.0, math.inf
     for weight in sorted(weights, reverse=True):
         total += weight
-        close |= abs(total - top_p) < MARGIN
+        margin = min(margin, abs(total - top_p))
         if total >= top_p:
-            return weight, close
-    return 0.0, True
+            return weight, margin
+    return 0.0, 0.0

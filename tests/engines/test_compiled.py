@@ -35,7 +35,7 @@ from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
 from tests.engines.compiler import needs_a_compiler
-from tests.engines.generate import continued, run
+from tests.engines.generate import run
 from tests.engines.reference import reference
 from tests.engines.test_decoder_config import ROPES
 
@@ -177,18 +177,6 @@ async def test_either_way_of_loading_gives_the_same_bits(folder_of: Callable[[st
     assert replies[0].steps == replies[1].steps
     for engine in engines:
         await engine.close()
-
-
-async def test_after_a_restart_the_same_bits(folder_of: Callable[[str], Path]) -> None:
-    """A reply that was decoded by token is prefilled at once, and nothing changes, log-probabilities included."""
-    sampling = Sampling(temperature=1.0, seed=3, max_tokens=40, banned_ids=(tiny.END,), logprobs=5)
-    prompt = Prompt(tuple(b"Say something long."))
-    engines = [load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=COMPILED) for _ in range(2)]
-    uncut = await run(engines[0], prompt, sampling)
-    rest = await run(engines[1], continued(prompt, uncut.ids[:25]), sampling)
-    for engine in engines:
-        await engine.close()
-    assert rest.steps == uncut.steps[25:]
 
 
 async def test_many_at_once(folder_of: Callable[[str], Path]) -> None:

@@ -1,17 +1,14 @@
-"""Nothing is computed twice: turns, retries, edits and continues of a growing conversation."""
+"""Nothing is computed twice with the model's own code, and the cache stays within its limit."""
 
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from palaver.engines.torch import EngineOptions, TorchEngine, load
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
-from tests.engines.compiler import needs_a_compiler
 from tests.engines.generate import Run, continued, run
 
 GREEDY = Sampling(temperature=0, max_tokens=8, banned_ids=(tiny.END,))
@@ -22,41 +19,9 @@ def new_tokens(out: Run) -> int:
     return out.prefilled.prompt_tokens - out.prefilled.cached_tokens
 
 
-async def test_twenty_turns_compute_what_is_new_in_each(engine: TorchEngine) -> None:
-    history: tuple[int, ...] = ()
-    for turn in range(20):
-        question = tuple(f"Question {turn}?".encode())
-        history += question
-        out = await run(engine, Prompt(history), GREEDY)
-        # the last token of a reply was sampled but not computed: the next turn computes it
-        assert new_tokens(out) == len(question) + (turn > 0)
-        history += tuple(out.ids)
-
-
-async def test_a_retry_and_an_edit_compute_what_differs(engine: TorchEngine) -> None:
-    prompt = Prompt(tuple(b"What do you think of the weather today?"))
-    await run(engine, prompt, GREEDY)
-    assert new_tokens(await run(engine, prompt, replace(GREEDY, temperature=1.0, seed=1))) == 0
-    edited = Prompt(tuple(b"What do you think of the colour today?"))
-    assert new_tokens(await run(engine, edited, GREEDY)) == len(edited) - len(b"What do you think of the ")
-    assert new_tokens(await run(engine, prompt, GREEDY)) == 0
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        EngineOptions(compiled=False),
-        EngineOptions(exact=True, compiled=False),
-        EngineOptions(fused=False),
-        pytest.param(EngineOptions(compiled=True), marks=needs_a_compiler),
-        pytest.param(EngineOptions(compiled=True, exact=True), marks=needs_a_compiler),
-    ],
-    ids=["", "exact", "own code", "compiled", "compiled and exact"],
-)
-async def test_stop_and_continue_cycles_compute_one_token_each(
-    options: EngineOptions, folder_of: Callable[[str], Path]
-) -> None:
-    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
+async def test_cycles_with_the_models_own_code_compute_one_token_each(folder_of: Callable[[str], Path]) -> None:
+    """As all engines do with the embedded model (test_conformance.py)."""
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=EngineOptions(fused=False))
     rng = random.Random(1)
     for seed in range(4):
         prompt = Prompt(tuple(b"A question about number " + str(seed).encode()))

@@ -1,4 +1,4 @@
-"""The engine host: the same replies as in-process, and a reply that outlives the process it began in."""
+"""The engine host beside what all engines do (test_conformance.py): starts, deaths, errors and the end."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from palaver.engines.base import Engine, EngineState
 from palaver.engines.host.frames import EngineSpec
 from palaver.engines.host.process import ChildProcess, environment
 from palaver.engines.host.supervisor import MAX_DEATHS, HostedEngine
-from palaver.engines.torch import load
 from palaver.errors import BadParameter, ContextOverflow, EngineClosed, EngineError, NoWeights, UnsupportedContent
-from palaver.generation import Ended, Finish, Prefilled, Prompt, Step
+from palaver.generation import Ended, Finish, Prompt, Step
 from palaver.sampling import Sampling
 from tests.engines import tiny
 
@@ -55,41 +54,6 @@ async def generate_ids(
 async def until_ready(engine: HostedEngine) -> None:
     while engine.status.state is not EngineState.READY:
         await asyncio.sleep(0.05)
-
-
-async def test_the_same_replies_as_in_process(engine: HostedEngine, model: Path) -> None:
-    own = load(model, vocabulary=tiny.VOCABULARY)
-    try:
-        expected = [await generate_ids(own, number) for number in range(4)]
-    finally:
-        await own.close()
-    assert engine.info.model == own.info.model
-    assert await asyncio.gather(*(generate_ids(engine, number) for number in range(4))) == expected
-
-
-async def test_replies_go_on_when_the_process_is_killed(engine: HostedEngine) -> None:
-    whole = [await generate_ids(engine, number) for number in range(3)]
-    first = asyncio.Event()
-
-    async def killed(number: int) -> list[int]:
-        out = []
-        async with engine.generate(prompt(number), SAMPLED) as outputs:
-            prefills = 0
-            async for output in outputs:
-                prefills += isinstance(output, Prefilled)
-                if isinstance(output, Step):
-                    out.append(output.token_id)
-                    first.set()
-        assert prefills == 1
-        return out
-
-    for _ in range(2):
-        first.clear()
-        tasks = [asyncio.create_task(killed(number)) for number in range(3)]
-        await first.wait()
-        assert engine.process_id is not None
-        os.kill(engine.process_id, signal.SIGKILL)
-        assert await asyncio.gather(*tasks) == whole
 
 
 async def test_a_process_that_only_dies_is_given_up_and_the_next_request_is_served(engine: HostedEngine) -> None:

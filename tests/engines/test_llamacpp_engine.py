@@ -1,9 +1,8 @@
-"""The llama.cpp engine on the embedded model as GGUF: continued replies, prefix reuse, cancel, limits, exactness."""
+"""The llama.cpp engine beside what all engines do (test_conformance.py): its cache, passes, files and options."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +16,9 @@ from palaver.engines.core.options import EngineOptions
 from palaver.engines.llamacpp import engine as engine_module
 from palaver.engines.llamacpp import metadata
 from palaver.engines.llamacpp.engine import CachePlan, LlamaEngine, load
-from palaver.errors import BadParameter, BrokenModel, CacheFull, ContextOverflow, EngineClosed, PalaverError
+from palaver.errors import BadParameter, BrokenModel, CacheFull, ContextOverflow
 from palaver.formats.gguf_tokenizer import load_gguf_tokenizer
-from palaver.generation import Finish, Prompt
+from palaver.generation import Prompt
 from palaver.gguf import read_gguf
 from palaver.models.resolver import resolve_folder
 from palaver.sampling import Sampling
@@ -72,36 +71,6 @@ def new_tokens(out: Run) -> int:
     return out.prefilled.prompt_tokens - out.prefilled.cached_tokens
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-async def test_cut_at_every_token_and_continued_is_the_uncut_reply(
-    exact: bool, sampling: Sampling, opens: Opens
-) -> None:
-    engine, prompt = opens(exact=exact), prompt_of("Tell me a story.")
-    uncut = await run(engine, prompt, sampling)
-    assert len(uncut.ids) == 12
-    for cut in range(13):
-        out = await run(engine, continued(prompt, uncut.ids[:cut]), sampling)
-        assert uncut.ids[:cut] + out.ids == uncut.ids
-    assert [step.alternatives for step in (await run(engine, prompt, sampling)).steps] == [
-        step.alternatives for step in uncut.steps
-    ]
-
-
-async def test_without_its_cache_an_exact_reply_is_the_same(opens: Opens) -> None:
-    """In another process, computed in other chunks and beside other requests: the bits are the same."""
-    one, two = opens(exact=True), opens(exact=True)
-    if one.info.exactness != BY_TEXT:
-        pytest.skip(f"NOTHING IS SHOWN HERE: on this processor, bits {one.info.exactness}")
-    prompt, sampling = prompt_of("Another question, which is a bit longer than the first one."), SAMPLED
-    uncut = await run(one, prompt, sampling)
-    others = [run(two, prompt_of(f"{number} others run beside it"), SAMPLED) for number in range(3)]
-    continues = run(two, continued(prompt, uncut.ids[:5]), sampling)
-    continued_run, *_ = await asyncio.gather(continues, *others)
-    assert continued_run.ids == uncut.ids[5:]
-    assert [step.logprob for step in continued_run.steps] == [step.logprob for step in uncut.steps[5:]]
-
-
 async def test_an_exact_reply_in_fixed_passes(opens: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
     """On processors where groups of rows aren't exact, each sequence is computed in passes of 16 rows."""
     monkeypatch.setattr(engine_module, "probe_groups", lambda context, group: False)
@@ -131,35 +100,6 @@ async def test_a_quantised_reply_is_the_same_beside_others(tmp_path: Path, vocab
     await engine.close()
 
 
-async def test_turns_compute_what_is_new_in_each(opens: Opens) -> None:
-    engine, history = opens(), prompt_of("System prompt. ").context_ids
-    for turn in range(6):
-        question = prompt_of(f"Question {turn}?").context_ids
-        history += question
-        out = await run(engine, Prompt(history), GREEDY)
-        assert new_tokens(out) == len(question) + (1 if turn else 15)
-        history += tuple(out.ids)
-
-
-async def test_a_retry_computes_nothing_and_an_edit_what_differs(opens: Opens) -> None:
-    engine, prompt = opens(), prompt_of("What do you think of the weather today?")
-    await run(engine, prompt, GREEDY)
-    assert new_tokens(await run(engine, prompt, SAMPLED)) == 0
-    edited = prompt_of("What do you think of the colour today?")
-    assert new_tokens(await run(engine, edited, GREEDY)) == len(edited) - len("What do you think of the ")
-
-
-async def test_a_running_prompt_is_shared(opens: Opens) -> None:
-    """Several choices of one prompt compute it once; each says what it says alone."""
-    engine, prompt = opens(), prompt_of("The same prompt for all of the choices. " * 4)
-    alone = [(await run(engine, prompt, SAMPLED, choice)).ids for choice in range(3)]
-    fresh = opens()
-    together = await asyncio.gather(*(run(fresh, prompt, SAMPLED, choice) for choice in range(3)))
-    assert [out.ids for out in together] == alone
-    assert len({tuple(ids) for ids in alone}) == 3
-    assert sorted(new_tokens(out) for out in together)[:2] == [0, 0]
-
-
 async def test_more_requests_than_slots_wait_and_keep_their_prefixes(opens: Opens) -> None:
     engine = opens(max_running=2)
     prompts = [prompt_of(f"{number} is the number of this prompt, which is its own.") for number in range(7)]
@@ -184,89 +124,6 @@ async def test_shared_cells_evict_and_refuse(opens: Opens, sprout: Path) -> None
     assert [len(out.ids) for out in outs] == [12] * 4
     with pytest.raises((CacheFull, ContextOverflow)):
         await run(engine, prompt_of("z" * 2000), GREEDY)
-
-
-async def test_forgotten_conversations_are_evicted(opens: Opens) -> None:
-    engine = opens()
-    one, two = prompt_of("Shared start. One.", conversation="a"), prompt_of("Shared start. Two.", conversation="b")
-    await run(engine, one, GREEDY)
-    await run(engine, two, GREEDY)
-    await engine.forget("b")
-    assert new_tokens(await run(engine, replace(two, conversation="c"), GREEDY)) == len("Two.")
-    await engine.forget("a")
-    await engine.forget("c")
-    assert new_tokens(await run(engine, replace(one, conversation="d"), GREEDY)) == len(one)
-    unnamed = prompt_of("A request without a conversation")
-    await run(engine, unnamed, GREEDY)
-    await engine.forget("")
-    assert new_tokens(await run(engine, unnamed, GREEDY)) == 0
-
-
-async def test_prefixes_of_owners_are_apart(opens: Opens) -> None:
-    engine, prompt = opens(), prompt_of("My secret is 1234", owner="one")
-    await run(engine, prompt, GREEDY)
-    assert new_tokens(await run(engine, replace(prompt, owner="two"), GREEDY)) == len(prompt)
-
-
-async def test_leaving_cancels_and_stop_still_ends(opens: Opens) -> None:
-    engine, prompt = opens(), prompt_of("Go on and on")
-    endless = replace(GREEDY, max_tokens=None)
-    out = await run(engine, prompt, endless, stop_after=3)
-    assert len(out.ids) == 3
-    async with engine.generate(prompt, endless) as generation:
-        stopped = Run()
-        async for output in generation:
-            stopped.add(output)
-            if len(stopped.ids) == 4:
-                generation.stop()
-    assert stopped.ended is not None
-    assert stopped.ended.finish is Finish.STOPPED
-    while engine.statistics.running:
-        await asyncio.sleep(0.01)
-
-
-async def test_bad_prompts_fail_alone(opens: Opens) -> None:
-    engine = opens(context=256)
-    results = await asyncio.gather(
-        run(engine, Prompt((4096,)), GREEDY),
-        run(engine, Prompt(()), GREEDY),
-        run(engine, Prompt((5,) * 300), GREEDY),
-        run(engine, prompt_of("A good one"), GREEDY),
-        return_exceptions=True,
-    )
-    assert [isinstance(result, PalaverError) for result in results] == [True, True, True, False]
-    full = await run(engine, Prompt((5,) * 250), replace(GREEDY, max_tokens=None))
-    assert full.ended is not None
-    assert full.ended.finish is Finish.LENGTH
-    assert len(full.ids) == 6
-
-
-async def test_closing_ends_what_runs(sprout: Path, vocabulary: tuple[bytes, ...]) -> None:
-    engine = load(sprout, vocabulary=vocabulary, options=EngineOptions(threads=1))
-    running = asyncio.create_task(run(engine, prompt_of("x" * 4000), replace(GREEDY, max_tokens=None)))
-    await asyncio.sleep(0.2)
-    await engine.close()
-    await engine.close()
-    with pytest.raises(EngineClosed):
-        await running
-    with pytest.raises(EngineClosed):
-        await run(engine, prompt_of("late"), GREEDY)
-
-
-async def test_stop_and_continue_cycles_beside_others(opens: Opens) -> None:
-    engine, rng = opens(), random.Random(3)
-
-    async def cycles(number: int) -> None:
-        prompt, sampling = prompt_of(f"Stream {number}"), replace(SAMPLED, seed=number, max_tokens=20)
-        reply: list[int] = []
-        while len(reply) < 20:
-            out = await run(engine, continued(prompt, reply), sampling, stop_after=rng.randint(1, 7))
-            reply += out.ids
-        replies[number] = reply
-
-    replies: dict[int, list[int]] = {}
-    await asyncio.gather(*(cycles(number) for number in range(4)))
-    assert all(len(reply) == 20 for reply in replies.values())
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -344,14 +344,6 @@ async def test_exactly_computed_tokens_come_in_passes_of_their_own(
     assert seen == [[4], [1], [1]]
 
 
-async def test_choices_of_one_prompt_share_its_computation(engine: TorchEngine) -> None:
-    prompt = Prompt(tuple(b"A prompt that several choices of a reply begin with, all at the same time."))
-    sampling = Sampling(temperature=1.0, seed=3, max_tokens=4)
-    outs = await asyncio.gather(*(run(engine, prompt, sampling, choice) for choice in range(4)))
-    cached = sorted(out.prefilled.cached_tokens for out in outs if out.prefilled)
-    assert cached == [0, *[len(prompt)] * 3]
-
-
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_next", "mamba"])
 @pytest.mark.parametrize("length", [1, 7, 32, 33, 64])
 async def test_a_retry_begins_without_a_pass(
@@ -397,14 +389,6 @@ async def test_what_is_kept_of_prompts_is_within_the_bound_and_goes_with_its_pag
     assert oldest.prefilled.cached_tokens < len(prompts[0])
     assert engine.statistics.cache.evictions > 0
     await engine.close()
-
-
-async def test_owners_and_adapters_share_nothing(engine: TorchEngine) -> None:
-    prompt = Prompt(tuple(b"The same words from two people"))
-    await run(engine, prompt, replace(ENDLESS, max_tokens=1))
-    for other in (replace(prompt, owner="someone"), replace(prompt, adapter="tuned")):
-        out = await run(engine, other, replace(ENDLESS, max_tokens=1))
-        assert out.prefilled == Prefilled(len(prompt), 0)
 
 
 async def test_more_than_the_cache_holds_fails_alone(folder_of: Callable[[str], Path]) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from palaver.engines.torch import TorchEngine, load
-from palaver.errors import BadParameter, ContextOverflow, EngineClosed
 from palaver.generation import Ended, Finish, Prefilled, Prompt, Step
 from palaver.phases import Phase, Phases, State, Trigger
 from palaver.sampling import Sampling
@@ -59,25 +58,6 @@ async def test_cut_anywhere_and_continued_is_the_uncut_reply(
         assert rest.ended == uncut.ended
 
 
-async def test_a_stop_string_across_the_cut_is_met(engine: TorchEngine) -> None:
-    ascii_only = replace(SAMPLINGS["greedy"], banned_ids=(*range(128, 256), THINK, THINK_END))
-    ids = (await run(engine, PROMPT, ascii_only)).ids
-    stop = bytes(ids[4:7]).decode()
-    sampling = replace(ascii_only, stop=(stop,))
-    uncut = await run(engine, PROMPT, sampling)
-    assert uncut.ended == Ended(Finish.STOP_STRING, stop)
-    for cut in range(len(uncut.ids) + 1):
-        rest = await run(engine, continued(PROMPT, uncut.ids[:cut]), sampling)
-        assert uncut.ids[:cut] + rest.ids == uncut.ids
-        assert rest.ended == uncut.ended
-
-
-async def test_choices_differ_and_repeat(engine: TorchEngine) -> None:
-    sampling = Sampling(temperature=1.5, seed=1, max_tokens=12)
-    first, second, again = [await run(engine, PROMPT, sampling, choice) for choice in (0, 1, 0)]
-    assert first.ids == again.ids != second.ids
-
-
 async def test_outputs_come_in_order_with_logprobs(engine: TorchEngine, qwen3: Any) -> None:
     sampling = Sampling(temperature=0, max_tokens=6, logprobs=2)
     async with engine.generate(PROMPT, sampling) as outputs:
@@ -93,73 +73,6 @@ async def test_the_end_token_is_said_before_the_end(engine: TorchEngine) -> None
     assert len(out.ids) == 4
     assert out.ids[-1] == END
     assert out.ended == Ended(Finish.END)
-
-
-async def test_a_reply_that_has_ended_only_ends(engine: TorchEngine) -> None:
-    for reply, sampling, finish in (
-        ((65, END), Sampling(), Finish.END),
-        ((65, 66), Sampling(stop_ids=(66,)), Finish.END),
-        ((65, 66), Sampling(max_tokens=2), Finish.LENGTH),
-    ):
-        out = await run(engine, replace(PROMPT, reply_ids=reply), sampling)
-        assert (out.ids, out.prefilled) == ([], None)
-        assert out.ended is not None
-        assert out.ended.finish is finish
-
-
-async def test_a_full_context_is_a_length_and_a_longer_prompt_an_error(engine: TorchEngine) -> None:
-    limit = engine.info.context_length
-    out = await run(engine, Prompt((65,) * (limit - 3)), Sampling(temperature=0, banned_ids=(END,)))
-    assert len(out.ids) == 3
-    assert out.ended == Ended(Finish.LENGTH)
-    with pytest.raises(ContextOverflow, match=f"{limit + 1} tokens long"):
-        await run(engine, Prompt((65,) * (limit + 1)), Sampling())
-
-
-async def test_bad_prompts_fail_alone(engine: TorchEngine) -> None:
-    for prompt in (Prompt(()), Prompt((1, 99999)), Prompt((-1,)), Prompt((1,), (99999,))):
-        with pytest.raises(BadParameter):
-            await run(engine, prompt, Sampling())
-    assert (await run(engine, PROMPT, Sampling(max_tokens=1))).ids
-
-
-async def test_leaving_cancels_and_stop_still_ends(engine: TorchEngine) -> None:
-    endless = Sampling(temperature=0, banned_ids=(END,))
-    out = await run(engine, PROMPT, endless, stop_after=3)
-    assert len(out.ids) == 3
-    async with engine.generate(PROMPT, endless) as outputs:
-        await anext(outputs)
-        outputs.stop()
-        rest = [output async for output in outputs]
-    assert rest[-1] == Ended(Finish.STOPPED)
-
-
-async def test_answer_now_closes_the_thought(engine: TorchEngine) -> None:
-    prompt = replace(PROMPT, phases=THINKING)
-    sampling = Sampling(temperature=0, banned_ids=(END, THINK_END, 0x80), max_tokens=200)
-    ids = []
-    async with engine.generate(prompt, sampling) as outputs:
-        async for output in outputs:
-            if isinstance(output, Step):
-                ids.append(output.token_id)
-            if len(ids) == 3:
-                outputs.answer_now()
-            if THINK_END in ids:
-                break
-    assert ids[-2:] == [10, THINK_END]
-
-
-async def test_closing_ends_what_runs_and_refuses_what_comes(folder_of: Callable[[str], Path]) -> None:
-    engine = load(folder_of("qwen3"), vocabulary=VOCABULARY)
-    async with engine.generate(PROMPT, Sampling(temperature=0, banned_ids=(END,))) as outputs:
-        await anext(outputs)
-        await engine.close()
-        with pytest.raises(EngineClosed):
-            async for _ in outputs:
-                pass
-    await engine.close()
-    with pytest.raises(EngineClosed):
-        await run(engine, PROMPT, Sampling())
 
 
 async def test_many_at_once_say_what_each_says_alone(engine: TorchEngine, qwen3: Any) -> None:

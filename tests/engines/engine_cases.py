@@ -1,0 +1,113 @@
+"""The engines that the conformance suite and `benchmarks/engine_cycles.py` run: all over the embedded model."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from palaver.engines.base import Engine
+from palaver.engines.core.options import EngineOptions
+from palaver.engines.host.frames import EngineSpec
+from palaver.engines.mlx.loader import is_installed as has_mlx
+from palaver.formats.base import Format, RenderOptions
+from palaver.formats.loader import load_format
+from palaver.formats.tokenizer import load_tokenizer
+from palaver.generation import Prompt
+from palaver.messages import user
+from palaver.models.resolver import resolve_folder
+from tests.gguf_files import convert_qwen3
+from tests.mlx_files import convert_sprout
+from tests.scripted_engine import ScriptedEngine
+
+NAMES = ("torch", "compiled", "llamacpp", "mlx", "scripted")
+EXACT_MODES = ("torch", "llamacpp")
+"""Engines whose exact mode is tested with the embedded model. Compiled steps are always exact. In MLX's exact mode a
+token of this model takes a tenth of a second on a CPU: `test_mlx.py` shows it with a smaller one."""
+CONTEXT = 512
+RUNNING = 8
+SCRIPT = "I think that a plant needs light, water and some time, and so it grows a bit each day."
+
+
+def missing(name: str) -> str:
+    """What this machine lacks to run the engine; empty if nothing."""
+    if name == "compiled" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        return "NOTHING IS SHOWN HERE: there is no C compiler"
+    if name == "llamacpp" and find_spec("xllamacpp") is None:
+        return "NOTHING IS SHOWN HERE: xllamacpp is not installed"
+    if name == "mlx" and not has_mlx():
+        return "NOTHING IS SHOWN HERE: mlx and mlx-lm are not installed"
+    return ""
+
+
+@dataclass
+class EngineCases:
+    """Loads the engines. The embedded model is converted once, into `folder`."""
+
+    folder: Path
+    device: str = "cpu"
+    sprout: Path = field(default_factory=lambda: resolve_folder("sprout"))
+
+    @cached_property
+    def format(self) -> Format:
+        return load_format(self.sprout, load_tokenizer(self.sprout))
+
+    @cached_property
+    def vocabulary(self) -> tuple[bytes, ...]:
+        return tuple(self.format.tokenizer.vocabulary)
+
+    @cached_property
+    def gguf(self) -> Path:
+        return convert_qwen3(self.sprout, self.folder / "sprout.gguf")
+
+    @cached_property
+    def mlx(self) -> Path:
+        return convert_sprout(self.folder / "mlx")
+
+    def prompt(self, text: str, thinking: bool | None = None) -> Prompt:
+        return self.format.render([user(text)], options=RenderOptions(thinking=thinking))
+
+    def load(self, name: str, exact: bool = False) -> Engine:
+        """In this process, with one thread."""
+        options = EngineOptions(exact=exact, threads=1, context=CONTEXT, max_running=RUNNING)
+        match name:
+            case "torch":
+                from palaver.engines.torch import load as load_torch
+
+                options = replace(options, compiled=False)
+                return load_torch(self.sprout, vocabulary=self.vocabulary, device=self.device, options=options)
+            case "compiled":
+                from palaver.engines.compiled.engine import load as load_compiled
+
+                return load_compiled(self.sprout, vocabulary=self.vocabulary, options=options)
+            case "llamacpp":
+                from palaver.engines.llamacpp.engine import load as load_llamacpp
+
+                return load_llamacpp(self.gguf, vocabulary=self.vocabulary, options=options)
+            case "mlx":
+                from palaver.engines.mlx.engine import load as load_mlx
+
+                return load_mlx(self.mlx, vocabulary=self.vocabulary, device=self.device, options=options)
+            case _:
+                return self._scripted()
+
+    def spec(self, name: str) -> EngineSpec:
+        """The same engine in a process of its own."""
+        common: dict[str, Any] = {"device": self.device, "context": CONTEXT, "max_running": RUNNING}
+        match name:
+            case "llamacpp":
+                return EngineSpec("llamacpp", self.gguf, self.vocabulary, **common)
+            case "mlx":
+                return EngineSpec("mlx", self.mlx, self.vocabulary, **common)
+            case _:
+                return EngineSpec("torch", self.sprout, self.vocabulary, compiled=name == "compiled", **common)
+
+    def _scripted(self) -> ScriptedEngine:
+        tokenizer = self.format.tokenizer
+        think, close, end = (tokenizer.control[name] for name in ("<think>", "</think>", "<|im_end|>"))
+        script = tokenizer.encode((think, SCRIPT, close, SCRIPT, end))
+        ends = frozenset({end})
+        return ScriptedEngine([script], self.vocabulary, context_length=CONTEXT, end_ids=ends, strict=True)
