@@ -13,7 +13,7 @@ pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not
 from palaver.chat.engine_spec import LoadOptions, make_spec, pick_engine
 from palaver.engines.host.frames import EngineSpec
 from palaver.engines.host.supervisor import HostedEngine
-from palaver.errors import BadParameter, BrokenModel, ModelError, PalaverError
+from palaver.errors import BadParameter, BrokenModel, EngineError, ModelError, PalaverError
 from palaver.formats.gguf_tokenizer import load_gguf_tokenizer
 from palaver.generation import Prompt
 from palaver.gguf import read_gguf
@@ -50,6 +50,13 @@ async def test_files_that_llama_cpp_refuses_end_in_one_sentence(tmp_path: Path, 
     tensors["blk.0.attn_q.weight"] = ("f32", tensors["blk.0.attn_q.weight"][1][:64])
     wrong = write_gguf(tmp_path / "wrong.gguf", metadata, tensors)
     assert "llama.cpp can't load wrong.gguf" in await start_error(wrong)
+
+
+async def test_where_llama_cpp_aborts_the_error_is_what_it_printed(tmp_path: Path) -> None:
+    metadata, tensors = qwen3_metadata(resolve_folder("sprout")), qwen3_tensors(resolve_folder("sprout"))
+    path = write_gguf(tmp_path / "wrong.gguf", metadata | {"qwen3.rope.dimension_count": 64}, tensors)
+    with pytest.raises(EngineError, match=r"SIGABRT while it loaded the model: [\w.]+:\d+: GGML_ASSERT\(.+\) failed$"):
+        await HostedEngine(EngineSpec("llamacpp", path, (), context=64, max_running=1)).start()
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -307,6 +308,8 @@ class HostedEngine:
 
     def _handle_death(self, process: EngineProcess, cause: str) -> float:
         """Fails the requests that can't be sent again. Returns the delay in seconds before the next start."""
+        if signal.SIGABRT.name in cause and process.last_words:
+            cause = f"{cause} ({process.last_words})"
         _log.error("the engine's process %s%s", cause, "".join(f"\n    {line}" for line in process.last_lines))
         self._deaths += 1
         self._assign_blame(cause)
@@ -400,10 +403,13 @@ class HostedEngine:
 
 
 def _describe_load_failure(process: EngineProcess, cause: str) -> str:
-    last = f": {process.last_lines[-1]}" if process.last_lines else "."
+    last = f": {process.last_words}" if process.last_words else "."
     return f"The engine's process {cause} while it loaded the model{last}"
 
 
+_CRASH = "Fatal Python error: "
+_SOURCE_FOLDER = re.compile(r"^/\S*/(?=\S+:\d+: )")
+"""The folder in which a library was compiled, in a message such as "/src/ggml.c:12: GGML_ASSERT(n > 0) failed"."""
 OnFrame = Callable[[Frame, asyncio.StreamWriter], None]
 _MAX_LINES = 40
 _EXIT_S = 2.0
@@ -474,6 +480,16 @@ class EngineProcess:
         finally:
             self._add_lines([rest])
             transport.close()
+
+    @property
+    def last_words(self) -> str:
+        """The line of its stderr that says why it ended: the last one, or what a library printed before it aborted.
+        The stack that Python prints after an abort doesn't say why."""
+        lines = list(self.last_lines)
+        crash = next((place for place, line in enumerate(lines) if line.startswith(_CRASH)), None)
+        if crash is not None:
+            lines = lines[: max(1, crash)]
+        return _SOURCE_FOLDER.sub("", lines[-1]).strip() if lines else ""
 
     def _add_lines(self, lines: list[bytes]) -> None:
         self.last_lines.extend(line.decode(errors="replace")[:500] for line in lines if line.strip())
