@@ -4,10 +4,12 @@ survives."""
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from palaver.repl import strings
-from palaver.store import Blob
+
+if TYPE_CHECKING:
+    from palaver.store import Blob
 
 
 def format_count(count: int, noun: tuple[str, str]) -> str:
