@@ -4,6 +4,7 @@ counts how many came out equal to the uncut ones.
     python -m benchmarks.hammer --url http://127.0.0.1:8080/v1 --rounds 1000
     python -m benchmarks.hammer --url http://127.0.0.1:8081/v1 --way text     # a server that takes no token ids
     python -m benchmarks.hammer --peer llama.cpp --way text                   # one that benchmarks/peers.py can start
+    python -m benchmarks.hammer --peer gguf --gguf q8_0                       # Palaver with a GGUF file
 
 `ids`: chunks have token ids (`return_token_ids`), and a partial reply is sent back with them.
 `text`: a partial reply is sent back as text, with `continue_final_message`.
@@ -182,10 +183,10 @@ async def run(options: argparse.Namespace) -> int:
 
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             prepare(folder, endless=False)
-            peer = await STARTS[options.peer](stack, folder, "f32")
+            peer = await STARTS[options.peer](stack, folder, options.gguf)
             assert isinstance(peer, HttpPeer), "an engine in this process is no server"
             options.url = f"{peer.url}/v1"
-            options.model = options.model if options.peer == "llama.cpp" else str(folder)
+            options.model = str(folder) if options.peer in ("palaver", "transformers") else options.model
         return await hammer_url(options)
 
 
@@ -215,7 +216,8 @@ async def hammer_url(options: argparse.Namespace) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8080/v1", help="up to and with /v1")
-    parser.add_argument("--peer", choices=("palaver", "llama.cpp", "transformers"), help="start this one and take it")
+    parser.add_argument("--peer", choices=("palaver", "gguf", "llama.cpp", "transformers"), help="start this one")
+    parser.add_argument("--gguf", choices=("f32", "f16", "q8_0", "q4_0"), default="f32", help="for llama.cpp and gguf")
     parser.add_argument("--model", default="sprout")
     parser.add_argument("--key", default="none")
     parser.add_argument("--way", choices=("ids", "text", "bare"), default="ids")

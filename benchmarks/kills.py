@@ -3,6 +3,7 @@
 python -m benchmarks.kills --program 1000              # on the scripted engine
 python -m benchmarks.kills --program 50 --model sprout
 python -m benchmarks.kills --host 50                   # the engine host, eight streams, sprout
+python -m benchmarks.kills --host 50 --model sprout.gguf
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ def _tell(count: Count, begun: float) -> None:
         print(f"{passed}: {count.messages} messages, {count.continued} continued, {len(count.wrong)} wrong", flush=True)
 
 
-async def host(kills: int) -> None:
+async def host(kills: int, model: str) -> None:
     """Eight replies at a time, half of them greedy; the host is killed at random moments until all kills are done."""
     moments, done, replies, wrong = random.Random(0), 0, 0, 0
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(Path(folder))
-        async with served(store, "sprout") as service:
+        async with served(store, model) as service:
             chat = service.chat(store.users.ensure().id)
             while done < kills:
                 ids = [await _begun(chat, number) for number in range(STREAMS)]
@@ -67,7 +68,7 @@ async def host(kills: int) -> None:
                     replies += 1
                     wrong += not await _right(service, id, await reader)
         store.close()
-    print(f"{done} kills of the engine host in {time.monotonic() - begun:.0f} s, {STREAMS} streams at a time")
+    print(f"{done} kills of the engine host in {time.monotonic() - begun:.0f} s, {STREAMS} streams at a time ({model})")
     print(f"  replies that completed by themselves: {replies}; not the uncut one, or not to their end: {wrong}")
 
 
@@ -103,14 +104,14 @@ async def _right(service: Service, id: str, told: list[LogEntry]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--program", type=int, default=0)
-    parser.add_argument("--model", default="scripted")
+    parser.add_argument("--model", help="a name or a path; by default a scripted engine, or sprout for --host")
     parser.add_argument("--seconds", type=float, default=0.6)
     parser.add_argument("--host", type=int, default=0)
     given = parser.parse_args()
     if given.program:
-        program(given.program, given.model, given.seconds)
+        program(given.program, given.model or "scripted", given.seconds)
     if given.host:
-        asyncio.run(host(given.host))
+        asyncio.run(host(given.host, given.model or "sprout"))
 
 
 if __name__ == "__main__":

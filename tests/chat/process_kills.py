@@ -46,7 +46,7 @@ async def served(store: Store, kind: str, resume: bool = False) -> AsyncIterator
             yield stage.service
         return
     models = ModelSlot(hosted_loader(LoadOptions()))
-    models.load("sprout")
+    models.load(kind)
     async with Service(store, models, resume=resume) as service:
         await models.ready()
         yield service
