@@ -179,14 +179,15 @@ class Hammer:
 async def run(options: argparse.Namespace) -> int:
     async with AsyncExitStack() as stack:
         if options.peer:
-            from benchmarks.peers import STARTS, HttpPeer, prepare
+            from benchmarks.peers import STARTS, HttpPeer, gguf_file, prepare
 
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             prepare(folder, endless=False)
             peer = await STARTS[options.peer](stack, folder, options.gguf)
             assert isinstance(peer, HttpPeer), "an engine in this process is no server"
             options.url = f"{peer.url}/v1"
-            options.model = str(folder) if options.peer in ("palaver", "transformers") else options.model
+            names = {"llama.cpp": options.model, "gguf": str(gguf_file(folder, options.gguf))}
+            options.model = names.get(options.peer, str(folder))
         return await hammer_url(options)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +17,11 @@ from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT, Fingerprint
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.llamacpp import engine as engine_module
 from palaver.engines.llamacpp import metadata
+from palaver.engines.llamacpp.context import Aborted, Context
 from palaver.engines.llamacpp.engine import CachePlan, LlamaEngine, load
 from palaver.errors import BadParameter, BrokenModel, CacheFull, ContextOverflow
 from palaver.formats.gguf_tokenizer import load_gguf_tokenizer
-from palaver.generation import Prompt
+from palaver.generation import Ended, Finish, Prompt
 from palaver.gguf import read_gguf
 from palaver.models.resolver import resolve_folder
 from palaver.sampling import Sampling
@@ -144,6 +147,41 @@ async def test_a_recurrent_state_is_reused_whole(exact: bool, tmp_path: Path) ->
     assert new_tokens(await run(engine, turn, sampling)) == len("More") + 1
     assert new_tokens(await run(engine, Prompt(tuple(b"A recurrent thing")), sampling)) == 17
     await engine.close()
+
+
+@pytest.mark.parametrize("company", [False, True])
+async def test_a_stop_ends_the_pass_of_a_long_prompt(
+    company: bool, opens: Opens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pass ends if it is for this request alone: others must not lose what it computed for them."""
+    engine, prompt = opens(), prompt_of("x" * 500)
+    expected = await run(engine, prompt, GREEDY)
+    interrupted, decode = 0, Context.decode
+
+    def decode_and_stop(self: Context, *arguments: Any, **options: Any) -> Any:
+        nonlocal interrupted
+        if len(arguments[0][0][2]) > 100 and bound.wait(60):
+            generation.stop()
+        try:
+            return decode(self, *arguments, **options)
+        except Aborted:
+            interrupted += 1
+            raise
+
+    bound = threading.Event()
+    monkeypatch.setattr(Context, "decode", decode_and_stop)
+    async with engine.generate(replace(prompt, owner="another"), GREEDY) as generation:
+        bound.set()
+        others = [run(engine, prompt_of("y" * 400, owner="a third"), GREEDY)] if company else []
+        finished = await asyncio.gather(*others)
+        outputs = [output async for output in generation]
+    monkeypatch.setattr(Context, "decode", decode)
+    assert isinstance(outputs[-1], Ended)
+    assert outputs[-1].finish is Finish.STOPPED
+    assert [len(out.ids) for out in finished] == [12] * len(others)
+    assert company or interrupted == 1
+    again = await run(engine, replace(prompt, owner="another"), GREEDY)
+    assert again.ids == expected.ids
 
 
 def test_the_file_says_how_it_is_run(sprout: Path) -> None:

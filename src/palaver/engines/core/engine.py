@@ -216,7 +216,11 @@ class LocalEngine:
         strings = (*sampling.banned_strings, *(sampling.dry_sequence_breakers if sampling.dry_multiplier else ()))
         needed = constrained or strings or (sampling.spoken and self._unspeakable is None)
         ready = prepare if needed else None
-        return LocalGeneration(prompt, check_sampling(sampling), choice, self._worker.post, ready, grammars)
+        return LocalGeneration(prompt, check_sampling(sampling), choice, self._post, ready, grammars)
+
+    def _post(self, command: Command) -> None:
+        """Sends a generation's command to the worker. From any thread."""
+        self._worker.post(command)
 
     async def forget(self, conversation: str) -> None:
         forgotten = threading.Event()

@@ -45,6 +45,10 @@ class UnsupportedModel(Exception):
     """A runner can't run this model."""
 
 
+class PassInterrupted(Exception):
+    """A pass was ended early, because its request was cancelled meanwhile. Nothing of it counts as computed."""
+
+
 RunAhead: TypeAlias = Callable[[Sequence[SequenceState], object], Logits | None]
 """Starts the pass of one token for each sequence: the device computes while the host works on the last tokens.
 

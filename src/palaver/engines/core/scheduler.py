@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from palaver.engines.core.generation import LocalGeneration, Outbox
 from palaver.engines.core.request import RequestQueue, SequenceState, split_prefill_budget
-from palaver.engines.core.runner import RunAhead, Runner
+from palaver.engines.core.runner import PassInterrupted, RunAhead, Runner
 from palaver.engines.core.sampler import Logits, SampledStep
 from palaver.errors import CacheFull, EngineError, PalaverError
 from palaver.generation import AnswerRequested, Ended, Finish, Prefilled
@@ -272,6 +272,8 @@ class Scheduler:
                 return [(sequences, self._runner.run(sequences, counts, need_logits))]
             except CacheFull as error:
                 return self._forward_after_preemption(sequences, counts, need_logits, error)
+            except PassInterrupted:  # the command that cancels its request is next
+                return []
             except Exception as error:
                 if len(sequences) == 1:
                     self._finish(sequences[0], _as_engine_error(error))

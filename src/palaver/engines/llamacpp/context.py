@@ -43,7 +43,7 @@ class NoRoom(Exception):
 
 
 class Aborted(Exception):
-    """`Context.abort` ended a pass. Some of its tokens may be in the cache."""
+    """`Context.abort` or `interrupt` ended a pass. Some of its tokens may be in the cache."""
 
 
 class LoadedModel:
@@ -102,7 +102,7 @@ class ContextSettings:
 
 
 class Context:
-    """Sequences of tokens in llama.cpp's memory. Used by one thread, except for `abort`."""
+    """Sequences of tokens in llama.cpp's memory. Used by one thread, except for `abort` and `interrupt`."""
 
     def __init__(self, model: LoadedModel, settings: ContextSettings, adapter: Path | None = None) -> None:
         """`adapter`: a LoRA adapter in a GGUF file. Raises ModelError where llama.cpp can't make the context."""
@@ -111,6 +111,7 @@ class Context:
         self._library = model.library
         self.vocabulary_size = model.vocabulary_size
         self._abort_flag = c.create_string_buffer(2)
+        self.closing = False
         self._pointer = self._open(model, settings)
         self._memory = self._library.llama_get_memory(self._pointer)
         self._arrays = _BatchArrays(settings.sequences)
@@ -148,11 +149,20 @@ class Context:
             raise BrokenModel(f"llama.cpp can't apply the adapter {adapter.name} ({self._library.last_error}).")
 
     def abort(self) -> None:
-        """Ends the pass that runs now, and every later one. For a context that is to be closed; from any thread.
+        """Ends the pass that runs now, and every later one. For a context that is to be closed; from any thread."""
+        self.closing = True
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """Ends the pass that runs now, and later ones until `allow_passes`. From any thread.
 
         llama.cpp calls strlen with this text between operations: a text that is not empty aborts the pass.
         """
         self._abort_flag.raw = b"\1\0"
+
+    def allow_passes(self) -> None:
+        if not self.closing:
+            self._abort_flag.raw = b"\0\0"
 
     def decode(
         self,

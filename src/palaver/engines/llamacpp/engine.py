@@ -9,6 +9,7 @@ from pathlib import Path
 
 from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT, EXACTNESS_LABELS, LLAMACPP_RUNNER, EngineInfo, Fingerprint
 from palaver.engines.core.engine import LocalEngine
+from palaver.engines.core.generation import CancelCommand, Command
 from palaver.engines.core.options import EngineOptions, Fit, host_cache_bytes
 from palaver.engines.core.runner import SMALL_MODEL, ThreadCounts
 from palaver.engines.core.sampler import SAMPLER_VERSION
@@ -106,6 +107,13 @@ class LlamaEngine(LocalEngine):
         super().__init__(info, vocabulary, runner, limits, on_failure=on_failure)
         self._model = model
         self._context = context
+        self._interrupt = runner.interrupt
+
+    def _post(self, command: Command) -> None:
+        """A cancelled generation doesn't wait for the end of a long pass."""
+        super()._post(command)
+        if isinstance(command, CancelCommand):
+            self._interrupt(command.generation)
 
     async def close(self) -> None:
         self._context.abort()

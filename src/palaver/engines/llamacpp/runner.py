@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from palaver.engines.core.generation import LocalGeneration
 from palaver.engines.core.prefix_cache import CacheStatistics
 from palaver.engines.core.request import SequenceState
+from palaver.engines.core.runner import PassInterrupted
 from palaver.engines.core.sampler import HostLogits, Logits
 from palaver.engines.llamacpp.context import Aborted, Context, Floats, NoRoom
 from palaver.engines.llamacpp.passes import Chunk, Passes
@@ -37,6 +40,9 @@ class LlamaRunner:
         self._token_bytes = token_bytes
         self._cache = SequenceCache(context, context.settings.sequences, truncates, host_bytes)
         self._slots: dict[SequenceState, CachedSequence] = {}
+        self._in_pass: list[LocalGeneration] = []
+        """The generations whose tokens are being computed."""
+        self._lock = threading.Lock()
         self._prompt_tokens = 0
         self._hit_tokens = 0
 
@@ -78,7 +84,11 @@ class LlamaRunner:
         self._check_room(sequences, counts)
         chunks = [self._chunk(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
         began = time.thread_time()
-        logits = self._compute(chunks, need_logits)
+        self._start_pass([sequence.generation for sequence in sequences])
+        try:
+            logits = self._compute(chunks, need_logits)
+        finally:
+            self._start_pass([])
         self.forward_seconds += time.thread_time() - began
         for sequence, chunk in zip(sequences, chunks, strict=True):
             self._cache.advance(self._slots[sequence], chunk.ids)
@@ -106,9 +116,17 @@ class LlamaRunner:
     def forget(self, conversation: str) -> None:
         self._cache.forget(conversation)
 
-    def abort(self) -> None:
-        """Ends the pass that runs now, from any thread: the engine is being closed."""
-        self._context.abort()
+    def interrupt(self, generation: LocalGeneration) -> None:
+        """Ends the pass that runs now if it is for this generation alone, which was cancelled. From any thread."""
+        with self._lock:
+            if self._in_pass == [generation]:
+                self._context.interrupt()
+
+    def _start_pass(self, generations: list[LocalGeneration]) -> None:
+        """Says for which generations passes are computed from now on."""
+        with self._lock:
+            self._in_pass = generations
+            self._context.allow_passes()
 
     def _check_room(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> None:
         for sequence, count in zip(sequences, counts, strict=True):
@@ -122,7 +140,10 @@ class LlamaRunner:
             try:
                 return self._passes.run(chunks, need_logits)
             except Aborted:
-                raise EngineClosed from None
+                if self._context.closing:
+                    raise EngineClosed from None
+                self._restore_lengths(chunks)
+                raise PassInterrupted from None
             except NoRoom:
                 self._restore_lengths(chunks)
                 if not self._cache.evict_idle():
