@@ -90,8 +90,8 @@ class LogitsRecorder:
         self.rows: dict[tuple[int, ...], Row] = {}
         self.rounding = 0.0
         """The largest difference between two rows after the same tokens."""
-        self.last: dict[str, Row] = {}
-        """The latest scores of each owner."""
+        self.scores: dict[tuple[str, int], Row] = {}
+        """The latest scores by owner and number of tokens before them."""
 
     def add(self, sequence: Any, row: Row) -> None:
         scores, forced = row.copy(), sequence.processor.reply.forced_id
@@ -99,7 +99,7 @@ class LogitsRecorder:
             sequence.processor.changes().apply(scores)
         if forced is not None:
             scores[np.arange(len(scores)) != forced] = -np.inf
-        self.last[sequence.owner] = scores
+        self.scores[sequence.owner, len(sequence.token_ids)] = scores
         first = self.rows.setdefault(tuple(sequence.token_ids), row.copy())
         self.rounding = max(self.rounding, float(np.abs(first - row).max()))
 
@@ -136,8 +136,14 @@ async def measure_rounding(engine: Engine, cases: EngineCases) -> float:
     with recorded(engine) as recorder:
         alone = [await run(engine, replace(prompt, owner="alone"), sampling) for prompt in prompts]
         await asyncio.gather(*(run(engine, replace(prompt, owner="together"), sampling) for prompt in prompts))
-        pieces = [continued(prompt, out.ids[:6]) for prompt, out in zip(prompts, alone, strict=True)]
-        await asyncio.gather(*(run(engine, replace(prompt, owner="pieces"), sampling) for prompt in pieces))
+        replies = list(zip(prompts, alone, strict=True))
+        pieces = [continued(prompt, out.ids[:cut]) for prompt, out in replies for cut in (2, 5, 8, 11)]
+        await asyncio.gather(
+            *(
+                run(engine, replace(prompt, owner=f"piece {i}"), sampling, stop_after=3)
+                for i, prompt in enumerate(pieces)
+            )
+        )
     return recorder.rounding
 
 
@@ -148,7 +154,7 @@ async def measure_margin(engine: LocalEngine, prompt: Prompt, sampling: Sampling
         await run(engine, replace(prompt, owner=owner, conversation=owner), sampling, choice, stop_after=1)
     await engine.forget(owner)
     random_number = uniform(sampling.seed, choice, len(prompt.reply_ids))
-    return choose([float(x) for x in recorder.last[owner]], sampling, random_number)[1]
+    return choose([float(x) for x in recorder.scores[owner, len(prompt)]], sampling, random_number)[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,10 +211,10 @@ async def run_and_kill(engine: HostedEngine, process: int, prompt: Prompt, sampl
 # the measure of the cycles
 
 
+@pytest.mark.parametrize("subject", ["torch"], indirect=True)
 async def test_an_engine_that_computes_otherwise_beside_others_is_found(
-    loaded: Callable[[str, bool], Subject], monkeypatch: pytest.MonkeyPatch
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject = loaded("torch", False)
     runner: Any = cast(LocalEngine, subject.engine)._runner
     compute, rng = runner.run, np.random.default_rng(1)
 
