@@ -212,7 +212,7 @@ async def run_and_kill(engine: HostedEngine, process: int, prompt: Prompt, sampl
 
 
 @pytest.mark.parametrize("subject", ["torch"], indirect=True)
-async def test_an_engine_that_computes_otherwise_beside_others_is_found(
+async def test_an_engine_that_computes_continued_replies_otherwise_is_found(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner: Any = cast(LocalEngine, subject.engine)._runner
@@ -220,7 +220,8 @@ async def test_an_engine_that_computes_otherwise_beside_others_is_found(
 
     def disturbed(sequences: Any, counts: Any, need_logits: bool = True) -> Any:
         logits = compute(sequences, counts, need_logits)
-        return HostLogits(logits.array + rng.normal(0, 1, logits.array.shape).astype(np.float32) * (len(sequences) > 1))
+        noise = [(sequence.owner != "uncut") * rng.normal(0, 10, logits.array.shape[1]) for sequence in sequences]
+        return HostLogits(logits.array + np.array(noise, np.float32)) if need_logits else logits
 
     monkeypatch.setattr(runner, "run", disturbed)
     tally = await Cycles(subject.engine, subject.cases, Tally(subject.rounding)).run(4, together=4)
