@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
+import tempfile
 from functools import cache
 
 import numpy as np
@@ -30,7 +32,8 @@ class Voice:
 
     def __init__(self) -> None:
         library, data = assets.espeak()
-        self._library = ctypes.CDLL(str(library))
+        with tempfile.TemporaryDirectory() as folder:  # an instance of its own: the library has one state a process
+            self._library = ctypes.CDLL(shutil.copy(library, folder))
         self.rate = self._library.espeak_Initialize(_SYNCHRONOUS, 0, str(data.parent).encode(), _DONT_EXIT)
         if self.rate <= 0:
             raise RuntimeError(f"espeak-ng does not start with the data in {data}")
