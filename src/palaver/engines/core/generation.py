@@ -218,10 +218,15 @@ class LocalGeneration:
         self.token_count = 0
         """Tokens generated so far."""
 
+    async def prepare(self) -> None:
+        """Does what precedes the submission, such as compiling grammars. Entering the context does what is left."""
+        prepare, self._prepare = self._prepare, None
+        if prepare is not None:
+            await prepare()
+
     async def __aenter__(self) -> LocalGeneration:
         self.loop = asyncio.get_running_loop()
-        if self._prepare is not None:
-            await self._prepare()
+        await self.prepare()
         self._post(SubmitCommand(self))
         return self
 

@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable
 
-from palaver.engines.base import Engine, EngineGeneration
+from palaver.engines.base import EngineGeneration
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.host.frames import (
@@ -31,7 +31,7 @@ _WARM_DELAY_S = 1.0
 """How long the warm-up of grammars waits, so that a first request does not share the processor with it."""
 
 
-def make_engine(spec: EngineSpec, progress: LoadProgress) -> Engine:
+def make_engine(spec: EngineSpec, progress: LoadProgress) -> LocalEngine:
     """Loads the engine that a spec describes."""
     loaders = {"torch": _load_folder, "llamacpp": _load_llamacpp, "mlx": _load_mlx}
     engine = loaders[spec.engine](spec, progress)
@@ -123,7 +123,7 @@ class EngineHost:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._engine: Engine | None = None
+        self._engine: LocalEngine | None = None
         self._generations: dict[int, EngineGeneration] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._outputs: list[tuple[int, OutputFrame]] = []
@@ -197,8 +197,10 @@ class EngineHost:
         assert self._engine is not None
         self._send({"request": number, "progress": "PREPARING"})
         try:
-            async with self._engine.generate(frame["prompt"], frame["sampling"], frame["choice"]) as outputs:
-                self._send({"request": number, "progress": "RUNNING"})
+            generation = self._engine.generate(frame["prompt"], frame["sampling"], frame["choice"])
+            await generation.prepare()
+            self._send({"request": number, "progress": "RUNNING"})  # before a step with it can end this process
+            async with generation as outputs:
                 self._generations[number] = outputs
                 async for output in outputs:
                     self._put((number, output))
