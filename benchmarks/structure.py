@@ -29,6 +29,8 @@ import httpx
 import psutil
 
 SRC = Path(__file__).resolve().parent.parent / "src"
+WARM_UP_S = 4.0
+"""How long the engine's process warms up its grammars after loading, which is not part of a request."""
 SAME_NAMES_ON_PURPOSE = ("formats.tool_calls.",)
 
 TRACER = """
@@ -157,6 +159,7 @@ def _trace(pid: int, url: str, traces: Path, root: Path) -> dict[str, object]:
             time.sleep(0.1)
         _stream(client, body)  # what happens only once is not counted
         pids = [pid, *_descendants(pid)]
+        time.sleep(WARM_UP_S)
         for each in pids:
             os.kill(each, signal.SIGUSR1)
         time.sleep(0.3)
