@@ -358,10 +358,23 @@ async def send_with_key(method: str, path: str, headers: dict[str, str], client:
     return (await client.request(method, path, content=body, headers={**JSON, **headers})).status_code
 
 
-async def fetch_script(client: httpx.AsyncClient) -> int:
-    """A stored file with a script: a browser must not run it."""
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+"""A PNG file of one pixel."""
+
+
+async def store_script(client: httpx.AsyncClient) -> int:
+    """A file with a script is no picture."""
     svg = b"<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>"
-    stored = await client.post("/api/blobs", content=svg, headers={"content-type": "application/octet-stream"})
+    headers = {"content-type": "application/octet-stream"}
+    return (await client.post("/api/blobs", content=svg, headers=headers)).status_code
+
+
+async def fetch_picture(client: httpx.AsyncClient) -> int:
+    """A stored file: a browser must show it as what it is, and run nothing."""
+    picture = base64.b64decode(PIXEL)
+    stored = await client.post("/api/blobs", content=picture, headers={"content-type": "application/octet-stream"})
+    if stored.status_code >= 400:
+        return stored.status_code
     answer = await client.get(f"/api/blobs/{stored.json()['digest']}")
     policy = answer.headers.get("content-security-policy", "")
     safe = "sandbox" in policy and answer.headers.get("x-content-type-options") == "nosniff"
@@ -378,7 +391,8 @@ async def read_far(message_id: str, after: int, client: httpx.AsyncClient) -> in
 
 
 def stored_cases(message_id: str) -> Iterator[Case]:
-    yield Case("28 a script in a file", fetch_script, frozenset({200}))
+    yield Case("28 a script in a file", store_script, frozenset({400}))
+    yield Case("28 a stored file", fetch_picture, frozenset({200}))
     as_page = "/api/blobs/" + "0" * 64
     yield Case("28 a file as a page", lambda client: get_status(f"{as_page}?type=text/html", client), frozenset({400}))
     if message_id:
