@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from training.shards import LEARNED, STARTS, TOKEN
+
 Mask: TypeAlias = BlockMask | Tensor | None
 BLOCK = 128
 
@@ -171,6 +173,16 @@ def _blocks(documents: Tensor) -> tuple[Tensor, Tensor]:
     order = torch.ones(first.shape[1], first.shape[1], dtype=torch.bool, device=documents.device).tril()
     shared = ((last[:, None, :] >= first[:, :, None]) & order)[:, None].to(torch.int32)
     return shared.sum(-1, dtype=torch.int32), shared.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+
+
+def unpack_rows(packed: Tensor, attention: str) -> tuple[Tensor, Tensor, Mask]:
+    """Token ids, labels (-100 where nothing is learned) and the mask of the rows of a shard."""
+    ids = (packed & int(TOKEN)).long()
+    learned = (packed & int(LEARNED)) != 0
+    labels = torch.full_like(ids, -100)
+    labels[:, :-1] = torch.where(learned[:, 1:], ids[:, 1:], -100)
+    documents = ((packed & int(STARTS)) != 0).to(torch.int32).cumsum(1, dtype=torch.int32)
+    return ids, labels, documents_mask(documents, attention)
 
 
 def documents_mask(documents: Tensor, kind: str) -> Mask:

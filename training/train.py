@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from training import checkpoints, export
-from training.network import Mask, Network, Shape, documents_mask, rotations
-from training.shards import LEARNED, ROWS_PER_SHARD, STARTS, TOKEN, Plan
+from training.network import Mask, Network, Shape, rotations, unpack_rows
+from training.shards import ROWS_PER_SHARD, STARTS, Plan
 from training.tokenizer import SPROUT, made
 
 ROOT = Path(__file__).parent.parent
@@ -135,12 +135,7 @@ class Trainer:
             return self.network.loss(hidden, labels)
 
     def inputs(self, packed: Tensor) -> tuple[Tensor, Tensor, Mask]:
-        tokens = (packed & int(TOKEN)).long()
-        learned = (packed & int(LEARNED)) != 0
-        labels = torch.full_like(tokens, -100)
-        labels[:, :-1] = torch.where(learned[:, 1:], tokens[:, 1:], -100)
-        documents = ((packed & int(STARTS)) != 0).to(torch.int32).cumsum(1, dtype=torch.int32)
-        return tokens, labels, documents_mask(documents, self.attention)
+        return unpack_rows(packed, self.attention)
 
     def step(self, packed: Tensor, rate: float) -> Tensor:
         for group in self.optimizer.param_groups:

@@ -29,12 +29,12 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from training.mixture import samples
-from training.network import Mask, documents_mask
+from training.network import Mask, unpack_rows
 from training.omni import evaluate, shards, tokens, weights
 from training.omni.network import TINY, Media, OmniNetwork, OmniShape, parameters_of
 from training.omni.pool import Batch, Pool, media_batches, text_batches
 from training.phrasings import Split
-from training.shards import LEARNED, STARTS, TOKEN, encoded
+from training.shards import TOKEN, encoded
 from training.tokenizer import SPROUT, load, pieces
 
 ROOT = Path(__file__).parent.parent.parent
@@ -103,12 +103,7 @@ class Trainer:
             return self.network.loss(hidden, labels)
 
     def inputs(self, packed: Tensor) -> tuple[Tensor, Tensor, Mask]:
-        ids = (packed & int(TOKEN)).long()
-        learned = (packed & int(LEARNED)) != 0
-        labels = torch.full_like(ids, -100)
-        labels[:, :-1] = torch.where(learned[:, 1:], ids[:, 1:], -100)
-        documents = ((packed & int(STARTS)) != 0).to(torch.int32).cumsum(1, dtype=torch.int32)
-        return ids, labels, documents_mask(documents, self.attention)
+        return unpack_rows(packed, self.attention)
 
     def step(self, text: Batch | None, media: Batch, rate: float) -> Tensor:
         for group in self.optimizer.param_groups:
