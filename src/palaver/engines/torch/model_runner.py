@@ -161,7 +161,7 @@ class TorchRunner(SlotRunner[Tensor]):
         original_length: int | None = None,
         run_ahead: bool | None = None,
     ) -> None:
-        """`original_length`: longer sequences use other rotary frequencies (`rope.LongRope`). `run_ahead`: by
+        """`original_length`: longer sequences use other rotary frequencies (`LongRope`). `run_ahead`: by
         default on CUDA; never in the exact mode."""
         super().__init__(layout, cache_bytes, context_length)
         self.prefills_last_token = layout.device.type == "cpu" and exact is None
