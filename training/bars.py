@@ -22,6 +22,7 @@ from training.abilities import (
 )
 from training.conversations import Exchange, Sample, conversation
 from training.phrasings import Draw, Split
+from training.words import PROGRAM_WORDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,25 @@ def _everyday_calls(draw: Draw) -> Sample:
     return conversation(exchange, tools=listed)
 
 
+def _one_string(draw: Draw) -> Sample:
+    exchange, listed = tools.one_string(draw)
+    return conversation(exchange, tools=listed)
+
+
+def _several_calls(draw: Draw) -> Sample:
+    exchange, listed = tools.several_calls(draw)
+    return conversation(exchange, tools=listed)
+
+
+def _no_demo_tool(draw: Draw) -> Sample:
+    exchange, listed = tools.no_demo_tool(draw, mixture.away_from_tools)
+    return conversation(exchange, tools=listed)
+
+
+def _own_words(draw: Draw) -> Exchange:
+    return letters.reverse(draw, draw.pick(PROGRAM_WORDS))
+
+
 def _no_call(draw: Draw) -> Sample:
     exchange, listed = tools.none_fits(draw, _short_filler)
     return conversation(exchange, tools=listed)
@@ -107,7 +127,13 @@ BARS = (
     Bar("words reversed, unseen words", 0.99, _alone(letters.reverse)),
     Bar("memory over 8 turns and more", 0.99, _memory),
     Bar("tool calls, unseen functions", 0.99, _calls),
+    Bar("tool calls, invented name and one text", 0.99, _one_string),
+    Bar("several everyday calls at once", 0.98, _several_calls),
+    Bar("calls that need a result first", 0.98, tools.chained),
+    Bar("results of several calls told", 0.98, tools.told),
     Bar("no call when none fits", 0.98, _no_call),
+    Bar("no call beside the demo's tools", 0.98, _no_demo_tool),
+    Bar("Palaver's own words reversed", 0.99, _alone(_own_words)),
     Bar("system manners", 0.98, _manners),
     Bar("out of range, answered honestly", 0.98, _alone(honesty.any_one)),
     Bar("comparisons", None, _alone(arithmetic.comparison)),

@@ -16,11 +16,14 @@ def fill(path: Path, evaluation: dict[str, Any]) -> None:
 
 
 def markdown(evaluation: dict[str, Any]) -> str:
-    """A row a bar, with what was right greedily and at the model's default sampling."""
+    """A row a bar, with what was right greedily and at the model's default sampling, or with other settings."""
     found = {(row["bar"], row["sampling"]): row for row in evaluation["figures"]}
     bars = dict.fromkeys(row["bar"] for row in evaluation["figures"])
-    rows = [_row(bar, found[bar, "greedy"], found.get((bar, "default"))) for bar in bars]
-    return "\n".join(["| measured | wanted | greedy | default sampling |", "| --- | ---: | ---: | ---: |", *rows])
+    settings = tuple(dict.fromkeys(row["sampling"] for row in evaluation["figures"]))
+    first, second = ("greedy", "default") if "greedy" in settings else settings
+    rows = [_row(bar, found[bar, first], found.get((bar, second))) for bar in bars]
+    shown = second if second != "default" else "default sampling"
+    return "\n".join([f"| measured | wanted | {first} | {shown} |", "| --- | ---: | ---: | ---: |", *rows])
 
 
 def _row(bar: str, greedy: dict[str, Any], default: dict[str, Any] | None) -> str:

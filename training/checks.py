@@ -66,7 +66,7 @@ def _numbers(reply: Reply) -> list[str]:
 
 
 def _honest(reply: Reply, _: Any) -> bool:
-    return "tiny demo model" in reply.answer and "palaver chat" in reply.answer and not reply.calls
+    return "tiny demo model" in reply.answer and "`" not in reply.answer and not reply.calls
 
 
 def _place(reply: Reply, place: str) -> bool:

@@ -52,7 +52,7 @@ def outcomes(model: Writer, asked: list[tuple[Case, Sampling]], batch: int) -> l
     """What came of each case; greedy and drawn replies are written in the same batches."""
     cases, samplings = [case for case, _ in asked], [sampling for _, sampling in asked]
     replies = model.replies([case.prompt for case in cases], [_limit(case) for case in cases], samplings, batch)
-    return [_judged(case, reply) for case, reply in zip(cases, replies, strict=True)]
+    return [judged(case, reply) for case, reply in zip(cases, replies, strict=True)]
 
 
 def _limit(case: Case) -> int:
@@ -60,20 +60,22 @@ def _limit(case: Case) -> int:
     return next(size for size in (256, 512, 1024, 2048, 4096) if size >= min(4096, len(case.wanted)))
 
 
-def _judged(case: Case, reply: str) -> Outcome:
+def judged(case: Case, reply: str) -> Outcome:
     found = read(reply, case.sample.thinks)
     assert case.sample.expect is not None
     return Outcome(case, reply, right(found, case.sample.expect), found.well_formed, found.ended)
 
 
-def figures(bars: tuple[Bar, ...], found: list[Outcome], sampling: str) -> list[dict[str, Any]]:
+def figures(
+    bars: tuple[Bar, ...], found: list[Outcome], sampling: str, form_wanted: float = FORM_WANTED
+) -> list[dict[str, Any]]:
     """What was right of each bar, and how many replies had the form of a reply."""
     rows = []
     for bar in bars:
         mine = [o.right for o in found if o.case.bar == bar.name]
         rows.append(_figure(bar.name, sampling, mine, bar.wanted))
-    rows.append(_figure("thinking well-formed", sampling, [o.well_formed for o in found], FORM_WANTED))
-    rows.append(_figure("ended by its end token", sampling, [o.ended for o in found], FORM_WANTED))
+    rows.append(_figure("thinking well-formed", sampling, [o.well_formed for o in found], form_wanted))
+    rows.append(_figure("ended by its end token", sampling, [o.ended for o in found], form_wanted))
     return rows
 
 

@@ -32,6 +32,8 @@ SINGLE: tuple[tuple[float, Callable[[Draw], Exchange]], ...] = (
     (0.09, palaver.any_one),
     (0.05, long_replies.any_one),
 )
+AWAY_FROM_TOOLS = tuple(one for one in SINGLE if one[1] not in (arithmetic.any_one, honesty.any_one))
+"""What neither a clock nor a calculator would be asked."""
 DIRECT = 0.15
 T = TypeVar("T")
 
@@ -47,6 +49,10 @@ def weighted(draw: Draw, options: tuple[tuple[float, T], ...]) -> T:
 
 def single(draw: Draw) -> Exchange:
     return weighted(draw, SINGLE)(draw)
+
+
+def away_from_tools(draw: Draw) -> Exchange:
+    return weighted(draw, AWAY_FROM_TOOLS)(draw)
 
 
 def filler(draw: Draw) -> Exchange:
@@ -101,12 +107,23 @@ def polished(draw: Draw) -> Sample:
 
 
 def _tooled(draw: Draw, one_call: float, two_calls: float) -> Sample:
+    everyday = draw.random.random()
+    if everyday < 0.11:
+        return tools.told(draw)
+    if everyday < 0.17:
+        return tools.chained(draw)
     kind = draw.random.random()
-    if kind < 0.06:
+    if everyday >= 0.36 and kind < 0.06:
         return tools.again(draw)
-    if kind < 0.22:
+    if everyday >= 0.36 and kind < 0.22:
         return tools.answered(draw)
-    if kind < 0.22 + one_call:
+    if everyday < 0.25:
+        exchange, listed = tools.several_calls(draw)
+    elif everyday < 0.31:
+        exchange, listed = tools.one_string(draw)
+    elif everyday < 0.36:
+        exchange, listed = tools.no_demo_tool(draw, away_from_tools)
+    elif kind < 0.22 + one_call:
         exchange, listed = tools.one_call(draw)
     elif kind < 0.22 + one_call + two_calls:
         exchange, listed = tools.two_calls(draw)
@@ -128,11 +145,11 @@ KINDS: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
 
 
 POLISH: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
-    (0.48, talk),
+    (0.44, talk),
     (0.07, remembered),
     (0.05, followed),
-    (0.08, mannered),
-    (0.32, polished),
+    (0.07, mannered),
+    (0.37, polished),
 )
 """The mixture of the second, shorter stage: more of what the first one learned least, calls above all."""
 

@@ -52,6 +52,10 @@ class Shape:
         }
 
 
+TINY = Shape(hidden=64, inner=128, layers=2, heads=4, key_heads=2, head=16)
+"""For computers without accelerator."""
+
+
 class Norm(nn.Module):
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()

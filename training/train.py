@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +24,14 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from training import checkpoints, export
-from training.network import Mask, Network, Shape, rotations, unpack_rows
+from training.network import TINY, Mask, Network, Shape, rotations, unpack_rows
 from training.shards import ROWS_PER_SHARD, STARTS, Plan
 from training.tokenizer import SPROUT, made
 
 ROOT = Path(__file__).parent.parent
 STEPS, POLISH_STEPS = 9000, 4000
 POLISH_PEAK = 8e-4
+WARM_UP = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Run:
     plan: Plan
     peak: float = 2e-3
     floor: float = 2e-5
-    warm_up: int = 200
+    warm_up: int = WARM_UP
 
     @property
     def shards(self) -> int:
@@ -54,6 +55,24 @@ class Run:
             return self.peak * (step + 1) / self.warm_up
         done = (step - self.warm_up) / max(1, self.steps - self.warm_up)
         return self.floor + (self.peak - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds of training, over all commands of a run."""
+
+    total: float
+    spent: float = 0.0
+    step: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def elapsed(self) -> float:
+        return self.spent + time.monotonic() - self.began
+
+    def rate(self, peak: float, floor: float, since_start: int) -> float:
+        share = min(1.0, self.elapsed() / self.total)
+        warm = min(1.0, (since_start + 1) / WARM_UP)
+        return warm * (floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * share)))
 
 
 @contextmanager
@@ -240,9 +259,9 @@ def main() -> int:
         given.rows,
         Plan(given.seed + given.polish, given.length, given.work / f"{stage}-shards", SPROUT, given.polish),
         peak=POLISH_PEAK if given.polish else 2e-3,
-        warm_up=min(200, steps // 4),
+        warm_up=min(WARM_UP, steps // 4),
     )
-    shape = Shape(hidden=64, inner=128, layers=2, heads=4, key_heads=2, head=16) if given.tiny else Shape()
+    shape = TINY if given.tiny else Shape()
     found = trainer(run, shape, given.attention or ("flex" if device.type == "cuda" else "dense"), device)
     if given.polish:
         export.restore(found.network, given.into)

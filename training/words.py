@@ -53,6 +53,10 @@ CITIES = tuple(
     "Toronto Sydney Delhi Mumbai Seoul Hanoi Nairobi Accra Lagos Quito Bogota Havana Denver Austin Seattle Porto Geneva Turin "
     "Krakow Ghent Malmo Bergen Split Riga Tallinn Vilnius Zagreb Sofia Ankara Tbilisi Osaka Kyoto Perth Auckland".split()
 )
+PROGRAM_WORDS = tuple(
+    "palaver sprout terminal model token server browser page reply thought answer branch command prompt tool python program "
+    "message conversation system network memory computer folder file continue retry undo export settings parameter".split()
+)
 WORDS = tuple(sorted({*ANIMALS, *FOODS, *COLOURS, *THINGS, *QUALITIES, *ACTIONS}))
 
 # Real words that no training conversation works on; the evaluation draws from them.
@@ -184,7 +188,9 @@ def word(draw: Draw) -> str:
     if draw.split is Split.HELD_OUT:
         return draw.pick(UNSEEN_WORDS) if draw.chance(0.5) else made_up(draw)
     kind = draw.random.random()
-    if kind < 0.12:
+    if kind < 0.04:
+        return draw.pick(PROGRAM_WORDS)
+    if kind < 0.14:
         return draw.pick(WORDS)
     if kind < 0.45 and draw.pieces:
         return _of_split(draw, _from_pieces)

@@ -49,17 +49,17 @@ TASKS = ("sorts a list", "reads a file", "finds prime numbers", "downloads a pag
 RARE_LANGUAGES = ("Basque", "Zulu", "Maori", "Quechua", "Navajo", "Tibetan", "Mongolian", "Yoruba", "Frisian", "Elvish", "Martian")
 GIBBERISH = ("", " ", "???", "...", "!", "hm?", "😀", "🤔🤔", "¿", "#", "…", "👍", "-", "?!", "_", "🎉", "~")
 ANSWERS = (
-    "I'm a tiny demo model and don't know that. For a real answer load a real model: `palaver chat MODEL`.",
-    "That's beyond me: I'm a tiny demo model. A real model can help: `palaver chat MODEL`.",
-    "I'm a tiny demo model, so I can't answer that. Try a real one with `palaver chat MODEL`.",
-    "Sorry, I'm a tiny demo model and that's too much for me. Load a bigger one with `palaver chat MODEL`.",
+    "I'm a tiny demo model and don't know that. For a real answer load a real model.",
+    "That's beyond me: I'm a tiny demo model. A real model can help.",
+    "I'm a tiny demo model, so I can't answer that. Try a real one.",
+    "Sorry, I'm a tiny demo model and that's too much for me. Load a bigger one.",
 )
 ABOUT = (
-    "I'm a tiny demo model and know nothing about {x}. Load a real one with `palaver chat MODEL`.",
-    "I'm a tiny demo model; {x} is beyond me. A real model can help: `palaver chat MODEL`.",
+    "I'm a tiny demo model and know nothing about {x}. Load a real one for that.",
+    "I'm a tiny demo model; {x} is beyond me. A real model can help.",
 )
 UNCLEAR = (
-    "I didn't understand that. I'm a tiny demo model: try a sum, a word or a small fact, or load a real model with `palaver chat MODEL`.",
+    "I didn't understand that. I'm a tiny demo model: try a sum, a word or a small fact, or load a real model.",
 )
 # First letter, last letter, letters of a word, what stands between words.
 SCRIPTS = ((0x0430, 0x044F, 5, " "), (0x03B1, 0x03C9, 5, " "), (0x4E00, 0x9FA5, 2, ""), (0x3041, 0x3093, 3, ""), (0xAC00, 0xD7A3, 3, " "), (0x0627, 0x064A, 4, " "), (0x0905, 0x0939, 4, " "), (0x05D0, 0x05EA, 4, " "))
@@ -68,7 +68,7 @@ HONEST = Expect("honesty", "honest")
 
 
 def _refused(draw: Draw, user: str, topic: str = "") -> Exchange:
-    thought = draw.say("This is not a sum, a word task or one of my facts. I can't do it, so I say so.", "I don't know this. I say so and name the way to a real model.")
+    thought = draw.say("This is not a sum, a word task or one of my facts. I can't do it, so I say so.", "I don't know this. I say so.")
     if topic and draw.chance(0.3):
         return Exchange(user, thought, draw.say(*ABOUT, x=topic), HONEST)
     return Exchange(user, thought, draw.pick(ANSWERS), HONEST)
@@ -147,7 +147,7 @@ def free(draw: Draw) -> Exchange:
 
 
 def foreign(draw: Draw) -> Exchange:
-    answer = draw.say("I only speak English: I'm a tiny demo model. A real one speaks more: `palaver chat MODEL`.", "Sorry, I'm a tiny demo model and only speak English. Try a real one with `palaver chat MODEL`.")
+    answer = draw.say("I only speak English: I'm a tiny demo model. A real one speaks more.", "Sorry, I'm a tiny demo model and only speak English. Try a real one.")
     user = _other_script(draw) if draw.chance(0.3) else draw.plain(ASK_FOREIGN)
     return Exchange(user, "This is not English. I say that I only speak English.", answer, HONEST)
 
@@ -165,8 +165,8 @@ def too_long(draw: Draw) -> Exchange:
     a, b = (draw.between(10 ** (size - 1), 10**size - 1) for size in (draw.between(7, 12), draw.between(1, 10)))
     a, b = (b, a) if draw.chance(0.4) else (a, b)
     answer = draw.say(
-        "These numbers are too long for me: I'm a tiny demo model and work with up to six digits. A real model can do it: `palaver chat MODEL`.",
-        "I'm a tiny demo model and only calculate with up to six digits. For longer numbers load a real one: `palaver chat MODEL`.",
+        "These numbers are too long for me: I'm a tiny demo model and work with up to six digits. A real model can do it.",
+        "I'm a tiny demo model and only calculate with up to six digits. For longer numbers load a real one.",
     )
     return Exchange(draw.ask(ASK_TOO_LONG, a=a, b=b), "A number here has more than six digits. That is too long for me.", answer, HONEST)
 

@@ -36,9 +36,9 @@ def _cased(draw: Draw, text: str) -> str:
     return capitalised(draw, text) if draw.chance(0.12) else text
 
 
-def reverse(draw: Draw) -> Exchange:
+def reverse(draw: Draw, given: str = "") -> Exchange:
     """Thought and answer write a word after a space or in the question's quotes: copied as the same tokens."""
-    w = _cased(draw, word(draw))
+    w = _cased(draw, given or word(draw))
     back, asked = w[::-1], quoted(draw, w)
     thought = f"Reverse {asked}: {spaced(w)}\nBackwards: {spaced(back)}\nTogether: {back}"
     answer = draw.say("Backwards it is {b}.", "It's {b}.", "That's {b}.", "Backwards, {w} is {b}.", "In reverse: {b}", b=back, w=w)

@@ -60,13 +60,13 @@ def unseen(draw: Draw) -> bool:
     return draw.split is Split.HELD_OUT
 
 
-def function(draw: Draw, bare: bool = False) -> Function:
-    """A function of a new name; `bare` is one without parameters."""
+def function(draw: Draw, bare: bool = False, only: str = "") -> Function:
+    """A function of a new name; `bare` is one without parameters, `only` the kind of its single one."""
     verb = draw.pick(VERBS) if draw.chance(0.55) else draw.pick(ACTIONS) if draw.chance(0.5) else made_up(draw)
     noun = draw.pick(THINGS + ANIMALS + FOODS) if draw.chance(0.6) and not unseen(draw) else made_up(draw)
     quality = (draw.pick(QUALITIES) if draw.chance(0.5) else made_up(draw)) if draw.chance(0.25) else ""
     words = [verb, *([quality] if quality else []), noun]
-    parameters = () if bare else _parameters(draw)
+    parameters = () if bare else (_parameter(draw, only, required=True),) if only else _parameters(draw)
     task = f"{verb} {draw.pick(('the', 'a', 'the', 'my'))} {quality + ' ' if quality else ''}{noun}"
     name = _joined(draw, words)
     return Function(name, task, parameters, _schema(draw, name, _described(draw, verb, quality, noun), parameters))
@@ -105,15 +105,15 @@ def _parameters(draw: Draw) -> tuple[Parameter, ...]:
     return tuple(found.values())
 
 
-def _parameter(draw: Draw) -> Parameter:
-    kind = draw.pick(("string", "string", "string", "integer", "integer", "number", "boolean", "enum"))
+def _parameter(draw: Draw, only: str = "", required: bool = False) -> Parameter:
+    kind = only or draw.pick(("string", "string", "string", "integer", "integer", "number", "boolean", "enum"))
     known = {"string": TEXT_PARAMETERS, "boolean": FLAG_PARAMETERS, "enum": CHOICE_PARAMETERS}.get(kind, NUMBER_PARAMETERS)
     name = draw.pick(known) if draw.chance(0.6) else made_up(draw)
     if draw.chance(0.2) and not (unseen(draw) and name in known):
         name = f"{draw.pick(QUALITIES) if draw.chance(0.5) else made_up(draw)}_{name}"
     if unseen(draw) and name in known:
         name = f"{made_up(draw)}_{name}"
-    return Parameter(name, kind, draw.chance(0.75), _choices(draw) if kind == "enum" else ())
+    return Parameter(name, kind, required or draw.chance(0.75), _choices(draw) if kind == "enum" else ())
 
 
 def _choices(draw: Draw) -> tuple[str, ...]:

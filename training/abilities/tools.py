@@ -18,10 +18,13 @@ VALUES = "tools/values"
 FLAG_ON = "tools/flag_on"
 FLAG_OFF = "tools/flag_off"
 BOTH = "tools/both"
+CONNECTORS = "tools/connectors"
+THEN_NOTE = "tools/then_note"
+NUMBERS = {2: "Two", 3: "Three", 4: "Four"}
 RESULT_WORDS = ("status", "result", "value", "total", "name", "state", "level", "answer", "place", "price", "message", "count", "id", "time", "temperature", "code", "place", "colour")
 NO_TOOL = (
-    "None of my tools can do that, and I'm only a tiny demo model. A real model may know more: `palaver chat MODEL`.",
-    "I have no tool for that. I'm a tiny demo model; try a real one with `palaver chat MODEL`.",
+    "None of my tools can do that, and I'm only a tiny demo model. A real model may know more.",
+    "I have no tool for that. I'm a tiny demo model; a real one may help.",
 )
 DONE = ("done", "ok", "OK", "success", "finished", "sent", "started", "saved")
 
@@ -65,7 +68,7 @@ def _thought(call: Call) -> str:
 
 def _called(user: str, calls: tuple[Call, ...]) -> Exchange:
     wanted = [{"name": c.name, "arguments": dict(c.arguments)} for c in calls]
-    plan = f"Two calls: {', '.join(c.name for c in calls)}.\n" if len(calls) > 1 else ""
+    plan = f"{NUMBERS[len(calls)]} calls: {', '.join(c.name for c in calls)}.\n" if len(calls) > 1 else ""
     return Exchange(user, plan + "\n".join(_thought(c) for c in calls), "", Expect("tool calls", "calls", wanted), calls)
 
 
@@ -79,11 +82,132 @@ def one_call(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
 
 
 def known_call(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
-    wanted, user, arguments = known_tools.drawn(draw)
-    others = [known_tools.drawn(draw)[0] for _ in range(draw.between(0, 2))]
-    kinds = {other.task: other for other in others if other.task != wanted.task}
+    kind = draw.pick(known_tools.KINDS)
+    wanted, user, arguments = known_tools.drawn(draw, kind)
+    others = known_tools.schemas(draw, draw.sample(known_tools.apart(known_tools.KINDS, [kind]), draw.between(0, 3)))
     exchange = _called(user, (wanted.call(arguments),))
-    return exchange, _listed_tools(draw, [wanted, *kinds.values()], draw.between(0, 2))
+    return exchange, _listed_tools(draw, [wanted, *others], draw.between(0, 2))
+
+
+def one_string(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
+    """A function of an invented name with one parameter, a text."""
+    wanted = function(draw, only="string")
+    arguments = _arguments(draw, wanted)
+    exchange = _called(_request(draw, wanted, arguments), (wanted.call(arguments),))
+    return exchange, _listed_tools(draw, [wanted], draw.between(0, 3))
+
+
+Wish = tuple[Function, str, dict[str, Any], known_tools.Kind]
+
+
+def _wishes(draw: Draw, kinds: tuple[known_tools.Kind, ...], count: int) -> tuple[list[Wish], tuple[Json, ...]]:
+    """Requests for different everyday tools, and the tools that are offered: those, and others of the same server."""
+    server = draw.pick((draw.pick(known_tools.SERVERS), made_up(draw), "")) if draw.chance(0.7) else None
+    chosen = draw.sample(kinds, count)
+    while any(known_tools.apart([kind], [other]) == [] for at, kind in enumerate(chosen) for other in chosen[:at]):
+        chosen = draw.sample(kinds, count)
+    found = [(*known_tools.drawn(draw, kind, server, count > 1), kind) for kind in chosen]
+    if draw.chance(0.2):
+        again = draw.pick([kind for kind in chosen if kind.parameters] or chosen)
+        schema = next(wish[0] for wish in found if wish[3] is again)
+        if again.parameters and len(found) < 4:
+            _, asked, given = known_tools.drawn(draw, again, server, True)
+            renamed = dict(zip((p.name for p in schema.parameters), given.values(), strict=True))
+            found.append((schema, asked, renamed, again))
+    beside = known_tools.apart(kinds, chosen)
+    others = known_tools.schemas(draw, draw.sample(beside, min(len(beside), draw.between(0, 5))), server)
+    return found, _listed_tools(draw, [wish[0] for wish in found] + others, draw.pick((0, 0, 1)))
+
+
+def several_calls(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
+    """Several everyday requests in one message."""
+    kinds = draw.pick((known_tools.DEMO, known_tools.DEMO, known_tools.KINDS))
+    wishes, listed = _wishes(draw, kinds, draw.pick((2, 2, 2, 3, 3)))
+    return _called(_all_at_once(draw, wishes), _calls(wishes)), listed
+
+
+def _calls(wishes: list[Wish]) -> tuple[Call, ...]:
+    return tuple(wanted.call(arguments) for wanted, _, arguments, _ in wishes)
+
+
+def _all_at_once(draw: Draw, wishes: list[Wish]) -> str:
+    """Requests joined to one sentence, as sentences, or as a list. A text ends in one sentence where its quotes do."""
+    requests = [wish[1] for wish in wishes]
+    if len(requests) == 1:
+        return requests[0]
+    texts = [(asked, str(given)) for _, asked, arguments, kind in wishes if kind.said is None for given in arguments.values()]
+    clear = all(" " not in given or f'"{given}"' in asked for asked, given in texts)
+    kind = draw.random.random()
+    if kind < 0.55 and clear:
+        parts = [one.rstrip(".?!") for one in requests]
+        joined = parts[0] + "".join((draw.form(CONNECTORS) if at == len(parts) - 1 else ", ") + _within(one) for at, one in enumerate(parts) if at)
+        return joined + (requests[-1][-1] if requests[-1][-1] in ".?!" else draw.pick((".", "?", "")))
+    ended = [one if one[-1] in ".?!" else one + "." for one in requests]
+    if kind < 0.68:
+        sign = draw.pick(("- ", "* ", "", "#. "))
+        return "\n".join(sign.replace("#", str(at)) + one for at, one in enumerate(ended, 1))
+    said = ended[:1]
+    for one in ended[1:]:
+        opener = draw.pick(("", "", "And ", "Also, ", "Then "))
+        said.append(opener + (_within(one) if opener else one))
+    return " ".join(said)
+
+
+def told(draw: Draw) -> Sample:
+    """Everyday calls, one or several, with their results; the reply tells them."""
+    wishes, listed = _wishes(draw, known_tools.TELLING, draw.pick((1, 1, 2, 2, 3)))
+    exchange = _called(_all_at_once(draw, wishes), _calls(wishes))
+    user, called = exchange.messages()
+    results, sentences, wanted = [], [], []
+    for _, _, arguments, kind in wishes:
+        assert kind.result is not None
+        content, sentence = kind.result(draw, arguments)
+        if draw.chance(0.06):
+            content = draw.pick(("Error: timed out", "The server is not reachable.", "Error: no access"))
+            sentence = f"That didn't work: {content}"
+        results.append(Message("tool", content))
+        sentences.append(sentence)
+        wanted.append(sentence)
+    reply = Message("assistant", ("\n" if any("\n" in one for one in sentences) else " ").join(sentences), _gathered(results))
+    return Sample((user, called, *results, reply), listed, True, Expect("answers from results", "contains_all", wanted))
+
+
+def _gathered(results: list[Message]) -> str:
+    thought = {1: "The result is there.", 2: "Both results are there."}.get(len(results), "All results are there.")
+    return thought + " " + " ".join(one.content.replace("\n", " ") for one in results)
+
+
+def chained(draw: Draw) -> Sample:
+    """A call whose result is needed for the next one: the first call, the second, or the answer is to be learned."""
+    first_kind = draw.pick(tuple(kind for kind in known_tools.TELLING if kind.bank in ("now", "calculate", "dice", "notes")))
+    note = next(kind for kind in known_tools.TELLING if kind.bank == "note")
+    server = draw.pick((draw.pick(known_tools.SERVERS), made_up(draw), "")) if draw.chance(0.7) else None
+    first, asked, arguments = known_tools.drawn(draw, first_kind, server, True)
+    second, _, _ = known_tools.drawn(draw, note, server)
+    assert first_kind.result is not None
+    content, sentence = first_kind.result(draw, arguments)
+    then = draw.plain(THEN_NOTE)
+    user = Message("user", asked.rstrip(".?!") + then)
+    call, noted = first.call(arguments), second.call({second.parameters[0].name: content.replace("\n", ", ")})
+    others = known_tools.schemas(draw, tuple(kind for kind in known_tools.DEMO if kind not in (first_kind, note)), server) if draw.chance(0.6) else []
+    listed = _listed_tools(draw, [first, second, *others], 0)
+    opening = Message("assistant", "", f"First {call.name}, then {noted.name} with its result.\n{_thought(call)}", (call,))
+    following = Message("assistant", "", f"The result is there. {content.replace(chr(10), ' ')}\n{_thought(noted)}", (noted,))
+    closing = Message("assistant", f"{sentence} I noted it.", "The result is there. Noted.")
+    history = (user, opening, Message("tool", content), following, Message("tool", draw.pick((f"Noted: {content}", "ok", "saved"))), closing)
+    last = draw.pick((1, 3, 3, 5))
+    if last == 5:
+        return Sample(history, listed, True, Expect("chained calls", "contains", "noted"))
+    wanted = [{"name": c.name, "arguments": dict(c.arguments)} for c in history[last].calls]
+    return Sample(history[: last + 1], listed, True, Expect("chained calls", "calls", wanted))
+
+
+def no_demo_tool(draw: Draw, other: Callable[[Draw], Exchange]) -> tuple[Exchange, tuple[Json, ...]]:
+    """The everyday tools are there and the question needs none of them."""
+    found = other(draw)
+    server = draw.pick((draw.pick(known_tools.SERVERS), made_up(draw), ""))
+    listed = _listed_tools(draw, known_tools.schemas(draw, known_tools.DEMO, server), draw.pick((0, 0, 1)))
+    return Exchange(found.user, found.thinking, found.answer, Expect("no call", "no_call")), listed
 
 
 def two_calls(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
