@@ -82,6 +82,7 @@ CONVERSATIONS = (
     Conversation("stopping", ("How do I stop a reply?",), "Ctrl+C"),
     Conversation("going on", ("How do I continue a stopped reply?",), "/continue"),
     Conversation("honesty", ("Explain quantum physics.",), "tiny demo model"),
+    Conversation("its own name", ("Reverse the word palaver.",), "revalap"),
     Conversation("thinking off", ("What is the opposite of big?",), "mall", thinking=False),
 )
 
