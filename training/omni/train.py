@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -36,28 +36,10 @@ from training.omni.pool import Batch, Pool, media_batches, text_batches
 from training.phrasings import Split
 from training.shards import TOKEN, encoded
 from training.tokenizer import SPROUT, load, pieces
+from training.train import Clock
 
 ROOT = Path(__file__).parent.parent.parent
-WARM_UP = 200
 SAVE_EVERY = 120
-
-
-@dataclass(slots=True)
-class Clock:
-    """Seconds of training, over all commands of a run."""
-
-    total: float
-    spent: float = 0.0
-    step: int = 0
-    began: float = field(default_factory=time.monotonic)
-
-    def elapsed(self) -> float:
-        return self.spent + time.monotonic() - self.began
-
-    def rate(self, peak: float, floor: float, since_start: int) -> float:
-        share = min(1.0, self.elapsed() / self.total)
-        warm = min(1.0, (since_start + 1) / WARM_UP)
-        return warm * (floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * share)))
 
 
 @contextmanager
