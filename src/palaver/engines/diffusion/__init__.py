@@ -1,0 +1,1 @@
+"""Models that write by denoising: a block of masked tokens comes into focus, step by step."""
