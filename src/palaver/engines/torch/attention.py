@@ -25,6 +25,26 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query position, key position) -> whether the query may see the key; broadcasts."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenBlocks:
+    """Tokens that see each other, later ones too, as those of a picture do in some models."""
+
+    numbers: Tensor
+    """The block of each token; -1 for tokens that see earlier ones only."""
+    in_all_layers: bool
+    """True (Gemma 3): a token sees its whole block in every layer. False (Gemma 4): it sees later tokens of its block,
+    and only in layers with a sliding window."""
+
+    def hold(self, mask: MaskRule) -> bool:
+        return self.in_all_layers or not mask.causal
+
+    def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """What a query sees of its block beyond the model's own rule."""
+        blocks = self.numbers[queries]
+        same = (blocks == self.numbers[keys]) & (blocks >= 0)
+        return same if self.in_all_layers else same & (keys > queries)
+
+
 class MaskRule:
     """Which keys of its own sequence a query sees. Masks are built once for each span of a pass."""
 
@@ -61,11 +81,26 @@ class MaskRule:
             return None
         queries = span.query_positions
         keys = torch.arange(span.length, device=queries.device)[None, None, None]
+        visible = self._sees(queries, keys)
+        if span.blocks is not None and span.blocks.hold(self):
+            visible = visible | span.blocks.sees(queries, keys)
+        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+
+    def _sees(self, queries: Tensor, keys: Tensor) -> Tensor:
         visible = keys <= queries
         if self._mask_function is not None:
             zero = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=queries.device)
             visible = visible & self._mask_function(zero, zero, queries, keys)
-        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+        return visible
+
+    def visible(self, length: int, device: torch.device) -> Tensor:
+        """Which of so many tokens see which others by the model's own rule, later ones too: [tokens, tokens]."""
+        places = torch.arange(length, device=device)
+        queries, keys = places[None, None, :, None], places[None, None, None]
+        if self._mask_function is None:
+            return (keys <= queries)[0, 0]
+        zero = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device)
+        return self._mask_function(zero, zero, queries, keys).expand(1, 1, length, length)[0, 0]
 
 
 @dataclass(eq=False, slots=True)
@@ -79,6 +114,11 @@ class AttentionSpan:
     """Whether causal attention lets each query see all of these keys."""
     query_positions: Tensor
     """[sequences, 1, queries, 1]."""
+
+    @property
+    def blocks(self) -> TokenBlocks | None:
+        """The tokens of the sequence that see each other; None if there are none."""
+        return None
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Stores the rows' own keys and values, [rows, heads, size]."""
@@ -109,6 +149,11 @@ class PrefillSpan(AttentionSpan):
 
     slot: Slot[Tensor]
     start: int
+    media_blocks: TokenBlocks | None = None
+
+    @property
+    def blocks(self) -> TokenBlocks | None:
+        return self.media_blocks
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         pool, index = self.slot.pool, self.slot.index
@@ -124,9 +169,10 @@ class PrefillSpan(AttentionSpan):
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: MaskRule, params: AttentionParams) -> Tensor:
         """[heads, queries, size]."""
         repeats = queries.shape[0] // keys.shape[1]
-        if mask.causal and can_use_flash(queries, values, params):
+        causal = mask.causal and (self.media_blocks is None or not self.media_blocks.hold(mask))
+        if causal and can_use_flash(queries, values, params):
             return attend_flash(queries, keys, values, params)
-        if mask.causal and can_use_workspace(queries, keys, params):
+        if causal and can_use_workspace(queries, keys, params):
             triangle = mask.causal_triangle(self, queries.dtype, repeats)
             out = attend_in_workspace(queries, keys, values, triangle, params)
             if out is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,16 +18,24 @@ from palaver.engines.torch.attention import (
     PaddingSpan,
     PrefillSpan,
     SingleDecodeSpan,
+    TokenBlocks,
 )
 from palaver.engines.torch.attention_kernels import AttentionParams
 
 
 class BatchInputs:
-    """The token and the position of each row, in tensors that stay the same from one decode pass to the next."""
+    """The token, the position and the rotary position of each row, in tensors that stay the same from one decode pass
+    to the next. Rotary positions differ after media whose tokens take up more or fewer of them."""
 
-    def __init__(self, ids: Sequence[int], positions: Sequence[int], device: torch.device) -> None:
-        self._tensor = torch.tensor([ids, positions], device=device)
-        self.ids, self.positions = self._tensor
+    def __init__(
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        device: torch.device,
+        rotary_positions: Sequence[int] | None = None,
+    ) -> None:
+        self._tensor = torch.tensor([ids, positions, rotary_positions or positions], device=device)
+        self.ids, self.positions, self.rotary_positions = self._tensor
         self._array = self._tensor.numpy() if device.type == "cpu" else None
         """The same memory as an array: changing a few numbers in it takes a tenth of the time."""
 
@@ -38,10 +47,10 @@ class BatchInputs:
         """Replaces each row's token by the next one, at the next position. `ids` on the device are not waited for."""
         if self._array is not None:
             self._array[0] = ids
-            self._array[1] += 1
+            self._array[1:] += 1
         else:
             self.ids.copy_(ids if isinstance(ids, Tensor) else torch.tensor(ids))
-            self.positions += 1
+            self._tensor[1:] += 1
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -68,6 +77,13 @@ class ForwardBatch:
     """In a prefill that needs logits: the last token of each sequence as a decode batch, for the last layer."""
     long_rope: bool
     """Whether the sequences use the frequencies for long texts (`LongRope`)."""
+    first_row: int = 0
+    """The row of the first chunk's first token: rows of padding may be in front."""
+
+    @property
+    def has_media(self) -> bool:
+        """Whether a row may stand for media."""
+        return any(chunk.media is not None for chunk in self.chunks)
 
     @property
     def ids(self) -> Tensor:
@@ -128,6 +144,19 @@ class ForwardBatch:
         return torch.cat([span.attend(layer, queries[span.rows], mask, params) for span in self.spans])
 
 
+class ChunkMedia(Protocol):
+    """The media of a sequence (`media.SequenceMedia`)."""
+
+    @property
+    def unsplit(self) -> Sequence[tuple[int, int]]: ...
+
+    def rows(self, start: int, stop: int) -> Iterator[tuple[int, Any, slice]]: ...
+
+    def write_positions(self, start: int, positions: Tensor) -> None: ...
+
+    def blocks(self, start: int, stop: int) -> TokenBlocks | None: ...
+
+
 @dataclass(slots=True)
 class SequenceChunk:
     """The next tokens of one sequence."""
@@ -140,6 +169,10 @@ class SequenceChunk:
     ids: Sequence[int]
     long_rope: bool = False
     """Whether the sequence uses the frequencies for long texts (`LongRope`)."""
+    media: ChunkMedia | None = None
+    """The media of the sequence, unless these tokens come after all of them."""
+    rotary_shift: int = 0
+    """The rotary position of tokens after all media, less their position."""
 
     @property
     def last_token(self) -> SequenceChunk:
@@ -148,11 +181,20 @@ class SequenceChunk:
     def precedes(self, other: SequenceChunk) -> bool:
         """Whether both are single tokens and `other` is the next one in the same slot."""
         same_slot = self.pool is other.pool and self.index == other.index
-        return same_slot and len(self.ids) == 1 == len(other.ids) and self.start + 1 == other.start
+        same_media = self.media is other.media and self.rotary_shift == other.rotary_shift
+        single = len(self.ids) == 1 == len(other.ids)
+        return same_slot and same_media and single and self.start + 1 == other.start
 
 
-def sequence_chunk(slot: Slot[Tensor], start: int, ids: Sequence[int], long_rope: bool = False) -> SequenceChunk:
-    return SequenceChunk(slot, slot.pool, slot.index, start, ids, long_rope)
+def sequence_chunk(
+    slot: Slot[Tensor],
+    start: int,
+    ids: Sequence[int],
+    long_rope: bool = False,
+    media: ChunkMedia | None = None,
+    rotary_shift: int = 0,
+) -> SequenceChunk:
+    return SequenceChunk(slot, slot.pool, slot.index, start, ids, long_rope, media, rotary_shift)
 
 
 def build_batch(chunks: Sequence[SequenceChunk], device: torch.device, need_logits: bool = True) -> ForwardBatch:
@@ -163,6 +205,7 @@ def build_batch(chunks: Sequence[SequenceChunk], device: torch.device, need_logi
         [token_id for chunk in ordered for token_id in chunk.ids],
         [chunk.start + i for chunk in ordered for i in range(len(chunk.ids))],
         device,
+        [chunk.start + chunk.rotary_shift + i for chunk in ordered for i in range(len(chunk.ids))],
     )
     spans, row, last_rows = [], 0, [0] * len(chunks)
     for group in _group_by_pool(ordered):
@@ -177,7 +220,7 @@ def build_batch(chunks: Sequence[SequenceChunk], device: torch.device, need_logi
         spans=tuple(spans),
         last_rows=torch.tensor(last_rows, device=device),
         needs_gather=last_rows != list(range(end)),
-        max_position=max(chunk.start + len(chunk.ids) for chunk in chunks) - 1,
+        max_position=max(chunk.start + len(chunk.ids) + max(0, chunk.rotary_shift) for chunk in chunks) - 1,
         chunks=ordered,
         order=tuple(order),
         needs_logits=need_logits,
@@ -258,6 +301,7 @@ def _prefill_span(chunk: SequenceChunk, row: int, positions: Tensor) -> PrefillS
         query_positions=positions[rows][None, None, :, None],
         slot=chunk.slot,
         start=chunk.start,
+        media_blocks=None if chunk.media is None else chunk.media.blocks(chunk.start, chunk.start + len(chunk.ids)),
     )
 
 
@@ -268,10 +312,15 @@ def build_block_batch(
 
     `padding_before`: rows of padding in front; the remaining padding is behind. Padding repeats the token next to it.
     """
-    tokens = [(token_id, chunk.start + i) for chunk in chunks for i, token_id in enumerate(chunk.ids)]
+    tokens = [(token_id, chunk.start + i, chunk) for chunk in chunks for i, token_id in enumerate(chunk.ids)]
     padding_after = rows - padding_before - len(tokens)
     tokens = [*tokens[:1] * padding_before, *tokens, *tokens[-1:] * padding_after]
-    inputs = BatchInputs([token_id for token_id, _ in tokens], [position for _, position in tokens], device)
+    inputs = BatchInputs(
+        [token_id for token_id, _, _ in tokens],
+        [position for _, position, _ in tokens],
+        device,
+        [position + chunk.rotary_shift for _, position, chunk in tokens],
+    )
     spans: list[AttentionSpan] = []
     if padding_before:
         spans.append(_padding_span(slice(0, padding_before), chunks[0], inputs.positions))
@@ -286,12 +335,13 @@ def build_block_batch(
         spans=tuple(spans),
         last_rows=torch.arange(rows, device=device),
         needs_gather=False,
-        max_position=max(chunk.start + len(chunk.ids) for chunk in chunks) - 1,
+        max_position=max(chunk.start + len(chunk.ids) + max(0, chunk.rotary_shift) for chunk in chunks) - 1,
         chunks=list(chunks),
         order=tuple(range(len(chunks))),
         needs_logits=need_logits,
         last_tokens=None,
         long_rope=chunks[0].long_rope,
+        first_row=padding_before,
     )
 
 

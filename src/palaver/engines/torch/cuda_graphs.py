@@ -74,7 +74,7 @@ class GraphDecoder:
 
         The first pass of a batch is computed, the second captured: many batches change after a token.
         """
-        if not batch.is_decode:
+        if not batch.is_decode or batch.has_media:
             return self._decoder(batch)
         if self._batch() is not batch or batch.max_position >= self._length:
             self._batch = weakref.ref(batch)

@@ -26,6 +26,7 @@ from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint
 from palaver.engines.core.decoder_config import QKV, DecoderConfig, decoder_info, layer_prefix, read_decoder_config
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.kv_cache import SlotAllocator
+from palaver.engines.core.media import MediaCache
 from palaver.engines.core.options import EngineOptions, check_cache_bytes
 from palaver.engines.core.runner import SMALL_MODEL, Runner, UnsupportedModel
 from palaver.engines.core.scheduler import SchedulerLimits
@@ -89,6 +90,7 @@ class TorchEngine(LocalEngine):
         small: bool,
         library: Future[Library] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
+        media: MediaCache | None = None,
     ) -> None:
         """`info` lacks what follows from the runner. `small`: whether the model is a small one. `library`: the code of
         compiled steps; None where they are off."""
@@ -99,7 +101,7 @@ class TorchEngine(LocalEngine):
         info = replace(info, fingerprint=str(fingerprint))
         limits = _limits(options, torch.device(info.device), small)
         on_host = torch.device(info.device).type == "cpu"
-        super().__init__(info, vocabulary, runner, limits, _thread_context(threads, on_host), on_failure)
+        super().__init__(info, vocabulary, runner, limits, _thread_context(threads, on_host), on_failure, media)
 
 
 def _thread_context(threads: TorchThreads, on_host: bool) -> Callable[[], AbstractContextManager[None]]:
@@ -243,7 +245,12 @@ class _RunnerPicker:
         if library is not None:
             try:
                 compiled = compile_decoder(self._parts, library.result(), self._threads.large_pass)
-                return CompiledRunner(compiled, cache_limit, context_length, self._threads), COMPILED, BY_TEXT
+                speculate = self._options.speculate
+                return (
+                    CompiledRunner(compiled, cache_limit, context_length, self._threads, speculate),
+                    COMPILED,
+                    BY_TEXT,
+                )
             except Exception as error:
                 steps = explain_not_compiled(library, steps, error)
         check_required(self._options, steps)

@@ -3,7 +3,9 @@ so is the choice between the two sets of frequencies of longrope."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,20 +20,28 @@ from palaver.engines.torch.attention_kernels import AttentionParams, pair_bytes
 from palaver.engines.torch.batch import ForwardBatch
 from palaver.engines.torch.devices import TensorLayout, TensorMemory
 from palaver.engines.torch.loader import quiet
+from palaver.engines.torch.media import MediaEncoder, find_decoder, media_rows
+from palaver.engines.torch.plain_decoder import FusedDecoder, interleave_halves
 
 
 class LibraryDecoder:
     """Runs a batch through the library's model. Registers an attention implementation under a name of its own."""
 
-    def __init__(self, model: PreTrainedModel, rope: LongRope | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, rope: LongRope | None = None, media: MediaEncoder | None = None) -> None:
         self._model = model
+        self.interleaves = False
+        """Whether queries and keys have the two halves of each head interleaved, as in `FusedDecoder`."""
+        self._decoder: Any = model if media is None else find_decoder(model)
+        """What attention is replaced in: encoders of media keep their own."""
+        self._media = media
+        self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._rope = rope
         self._batch: ForwardBatch
-        self._cache = _SlotCache(self._write, self._row_offsets)
+        self._cache = SlotCache(self._write, self._row_offsets)
         self._layer = 0
         self.pair_bytes = 0
         """The most memory that attention took for a pair of a query and a key so far."""
-        self._original_attention = model.config._attn_implementation
+        self._original_attention = self._decoder.config._attn_implementation
         self._name = f"palaver_{id(self):x}"
 
     def attach(self) -> None:
@@ -40,17 +50,21 @@ class LibraryDecoder:
         AttentionInterface.register(self._name, self._attend)
         AttentionMaskInterface.register(self._name, _mask)
         with quiet():
-            self._model.set_attn_implementation(self._name)
-        if self._model.config._attn_implementation != self._name:
+            self._set_attention(self._name)
+        if self._decoder.config._attn_implementation != self._name:
             raise UnsupportedModel("its attention can't be replaced")
 
     def detach(self) -> None:
         if self._rope is not None:
             self._rope.detach()
         with quiet():
-            self._model.set_attn_implementation(self._original_attention)
+            self._set_attention(self._original_attention)
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(self._name, None)
+
+    def _set_attention(self, name: str) -> None:
+        """Not in encoders of media that are parts of the decoder, as in Phi-4 multimodal."""
+        self._decoder.set_attn_implementation(name if self._media is None else {"": name})
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """The logits after each sequence's last token."""
@@ -58,17 +72,29 @@ class LibraryDecoder:
         if self._rope is not None:
             self._rope.use(batch.long_rope)
         try:
-            out = self._model(
-                input_ids=batch.ids[None],
-                position_ids=batch.positions[None],
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=batch.last_rows,
-            )
+            if self._media is None or not batch.has_media:
+                out = self._forward(batch, batch.inputs.rotary_positions[None])
+            else:
+                rows = media_rows(batch, self._media.dimensions)
+                one_each = batch.inputs.rotary_positions[None]
+                positions = one_each if rows.positions is None else rows.positions[:, None]
+                with self._media.injected(rows.items):
+                    out = self._forward(batch, positions)
         finally:
             del self._batch  # it holds references to pools
         logits: Tensor = out.logits[0]
-        return logits if logits.shape[0] == batch.last_rows.shape[0] else logits[batch.last_rows]
+        if self._selects_rows and logits.shape[0] == batch.last_rows.shape[0]:
+            return logits
+        return logits[batch.last_rows]
+
+    def _forward(self, batch: ForwardBatch, positions: Tensor) -> Any:
+        return self._model(
+            input_ids=batch.ids[None],
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=batch.last_rows,
+        )
 
     def prepare(self, length: int) -> tuple[Tensor, ...]:
         """The library's model has no tables that are replaced."""
@@ -81,7 +107,10 @@ class LibraryDecoder:
 
     def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self._layer = layer
-        self._batch.write(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1))
+        self._batch.write(layer, self._ordered(keys[0].transpose(0, 1)), values[0].transpose(0, 1))
+
+    def _ordered(self, heads: Tensor) -> Tensor:
+        return interleave_halves(heads).flatten(-2) if self.interleaves else heads
 
     def _attend(
         self,
@@ -102,7 +131,32 @@ class LibraryDecoder:
         params = AttentionParams(scale, softcap, s_aux)
         needed = pair_bytes(query.shape[1], key.shape[1], query.dtype, query.device, params)
         self.pair_bytes = max(self.pair_bytes, needed)
-        return self._batch.attend(self._layer, query[0].transpose(0, 1), rule, params)[None], None
+        return self._batch.attend(self._layer, self._ordered(query[0].transpose(0, 1)), rule, params)[None], None
+
+
+class TextAndMediaDecoder:
+    """For models that take media and whose text decoder is a plain one: passes over text take few operations, and the
+    library's code computes those with media. Both use the same slots."""
+
+    def __init__(self, plain: FusedDecoder, library: LibraryDecoder) -> None:
+        self._plain = plain
+        self._library = library
+        library.interleaves = plain.interleaves
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        return self._library(batch) if batch.has_media else self._plain(batch)
+
+    def alternating(self) -> Callable[[ForwardBatch], Tensor]:
+        """Passes by the library's code and by few operations in turn, to compare their slots."""
+        decoders: Iterator[Callable[[ForwardBatch], Tensor]] = itertools.cycle((self._library, self._plain))
+        return lambda batch: next(decoders)(batch)
+
+    def prepare(self, length: int) -> tuple[Tensor, ...]:
+        return self._plain.prepare(length)
+
+    @property
+    def pair_bytes(self) -> int:
+        return max(self._plain.pair_bytes, self._library.pair_bytes)
 
 
 def _mask(mask_function: Callable[..., Tensor], **_: Any) -> MaskRule:
@@ -127,7 +181,7 @@ class OffsetCache(DynamicCache):
         return super().get_seq_length(layer_idx) + length, self._length
 
 
-class _SlotCache(Cache):
+class SlotCache(Cache):
     """Looks empty to the library: position ids say where tokens stand, and our masks what they see."""
 
     def __init__(self, write: Callable[[int, Tensor, Tensor], None], row_offsets: Callable[[], Tensor]) -> None:

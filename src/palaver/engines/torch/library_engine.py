@@ -43,16 +43,24 @@ from palaver.engines.torch.forward_probe import (
     max_difference,
     probe_ids,
 )
-from palaver.engines.torch.library_decoder import LibraryDecoder, OffsetCache, find_longrope, kv_layout
+from palaver.engines.torch.library_decoder import (
+    LibraryDecoder,
+    OffsetCache,
+    TextAndMediaDecoder,
+    find_longrope,
+    kv_layout,
+)
 from palaver.engines.torch.loader import (
     context_length,
     end_ids,
+    has_processor,
     load_model,
     merge_adapter,
     open_checkpoint,
     quiet,
     sampling_defaults,
 )
+from palaver.engines.torch.media import MediaEncoder, find_decoder
 from palaver.engines.torch.model_runner import ExactPasses, Forward, TorchRunner, probe_exactness
 from palaver.engines.torch.plain_decoder import FusedDecoder, PlainDecoder, compile_decoder
 from palaver.engines.torch.snapshot_runner import CacheAbilities, RecurrentState, SnapshotRunner, StatelessModel
@@ -79,11 +87,21 @@ def load_library_model(
         loaded = merge_adapter(loaded, adapter)
     check_cache_bytes(options, free_bytes(device), str(device))
     big = not _is_small(loaded)
-    engine = model_engine(checkpoint.name, loaded, vocabulary, options, library, on_failure)
+    media = _load_media(loaded, checkpoint.folder)
+    engine = model_engine(checkpoint.name, loaded, vocabulary, options, library, on_failure, media)
     del loaded  # compiled steps hold a copy of the weights: then these can be freed
     if big:
         give_back_unused()
     return engine
+
+
+def _load_media(model: PreTrainedModel, folder: Path) -> MediaEncoder | None:
+    if not has_processor(folder):
+        return None
+    from palaver.engines.torch.processors import load_processor  # takes time that other models don't need
+
+    processor = load_processor(folder)
+    return None if processor is None else MediaEncoder(model, processor)
 
 
 def model_engine(
@@ -93,8 +111,10 @@ def model_engine(
     options: EngineOptions | None = None,
     library: Future[Library] | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
+    media: MediaEncoder | None = None,
 ) -> TorchEngine:
-    """An engine for a loaded model. `library`: the code of compiled steps; None where they are off."""
+    """An engine for a loaded model. `library`: the code of compiled steps; None where they are off. `media`: None for
+    models that take text only."""
     options = options or EngineOptions()
     info = _info(name, model)
     if options.context is not None:
@@ -103,10 +123,11 @@ def model_engine(
     small = _is_small(model)
     threads = TorchThreads.choose(options.threads, small)
     runner, steps, exactness = pick_runner(
-        model, info.vocabulary_size, cache_limit, info.context_length, options, threads, library
+        model, info.vocabulary_size, cache_limit, info.context_length, options, threads, library, media
     )
     info = replace(info, steps=steps, exactness=exactness)
-    return TorchEngine(info, vocabulary, runner, options, threads, small, library, on_failure)
+    cache = None if media is None else media.cache
+    return TorchEngine(info, vocabulary, runner, options, threads, small, library, on_failure, cache)
 
 
 def _info(name: str, model: PreTrainedModel) -> EngineInfo:
@@ -138,6 +159,7 @@ def pick_runner(
     options: EngineOptions,
     threads: TorchThreads,
     library: Future[Library] | None = None,
+    media: MediaEncoder | None = None,
 ) -> tuple[Runner, str, str]:
     """The runner, whose code computes its steps (`EngineInfo.steps`), and what the bits of a reply depend on
     (`EngineInfo.exactness`).
@@ -149,18 +171,19 @@ def pick_runner(
         # cuDNN builds a plan for every new pair of lengths: 20 ms each, and memory that is never freed
         torch.backends.cuda.enable_cudnn_sdp(False)
     with quiet():
-        probe = ModelProbe(model, vocabulary_size, context_length)
+        probe = ModelProbe(model, vocabulary_size, context_length, media)
         try:
             layout = probe.layout()
             forward, steps = probe.pick_forward(layout, context_length, options, library, threads)
             check_required(options, steps)
             if isinstance(forward, CompiledDecoder):
-                return CompiledRunner(forward, cache_bytes, context_length, threads), COMPILED, BY_TEXT
+                compiled = CompiledRunner(forward, cache_bytes, context_length, threads, options.speculate)
+                return compiled, COMPILED, BY_TEXT
             passes, exactness = probe.pick_exact_passes(forward, layout, options.exact, threads)
             length = None if probe.rope is None else probe.rope.original_length
             ahead = options.run_ahead
             torch_runner = TorchRunner(
-                forward, layout, cache_bytes, context_length, threads, passes, length, run_ahead=ahead
+                forward, layout, cache_bytes, context_length, threads, passes, length, run_ahead=ahead, media=media
             )
             return torch_runner, steps, exactness
         except CantCompile:
@@ -175,9 +198,16 @@ def pick_runner(
 class ModelProbe(ForwardProbe):
     """An arbitrary short text, and the model's own logits for it at both ends of the context."""
 
-    def __init__(self, model: PreTrainedModel, vocabulary_size: int, context_length: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocabulary_size: int,
+        context_length: int = 0,
+        media: MediaEncoder | None = None,
+    ) -> None:
         """`context_length`: 0 where late positions are not probed."""
         self._model = model
+        self._media = media
         self.rope = find_longrope(model)
         ids = probe_ids(vocabulary_size)
         self._batch = torch.tensor([ids], device=model.device)
@@ -202,6 +232,8 @@ class ModelProbe(ForwardProbe):
         threads: TorchThreads,
     ) -> tuple[Forward | CompiledDecoder, str]:
         """What runs a batch, and whose code that is (`EngineInfo.steps`)."""
+        if self._media is not None:
+            return self._pick_media_forward(layout, context_length, options, library)
         try:
             if not options.fused:
                 raise UnsupportedModel("it is not wanted")
@@ -224,6 +256,27 @@ class ModelProbe(ForwardProbe):
             return best, explain_not_compiled(library, steps, error)
         return compiled, COMPILED
 
+    def _pick_media_forward(
+        self, layout: TensorLayout, context_length: int, options: EngineOptions, library: Future[Library] | None
+    ) -> tuple[Forward, str]:
+        """In the exact mode the library's code computes text, too: bits must not depend on media in the same pass."""
+        own = self._library_decoder(layout)
+        forward: LibraryDecoder | TextAndMediaDecoder = own
+        steps = _LIBRARY_CODE
+        try:
+            if not options.fused or options.exact or self.rope is not None:
+                raise UnsupportedModel("it is not wanted")
+            parts = PlainDecoder.from_model(self._model, context_length, find_decoder(self._model))
+            both = TextAndMediaDecoder(FusedDecoder(parts), own)
+            for computes in (both, both.alternating()):
+                self.check(computes, layout)
+            self.check_late(FusedDecoder(parts.without_tables()), layout)
+            forward, steps = both, FEW_OPERATIONS
+        except Exception:  # then the library's code computes text, too
+            own.interleaves = False
+        best, steps = self.with_cuda_graphs(forward, layout, steps, options)
+        return best, explain_not_compiled(library, steps, UnsupportedModel("it takes media"))
+
     def pick_exact_passes(
         self, forward: Forward, layout: TensorLayout, exact: bool, threads: TorchThreads
     ) -> tuple[ExactPasses | None, str]:
@@ -237,7 +290,7 @@ class ModelProbe(ForwardProbe):
 
     def _library_decoder(self, layout: TensorLayout) -> LibraryDecoder:
         self._expected_late()  # before its attention is replaced
-        forward = LibraryDecoder(self._model, self.rope)
+        forward = LibraryDecoder(self._model, self.rope, self._media)
         try:
             forward.attach()
             self.check(forward, layout)
@@ -303,11 +356,15 @@ class ModelProbe(ForwardProbe):
         """A runner on the model's own cache, as far as that is correct; at worst without a cache."""
         if self._depends_on_pass_length() or not self._is_cache_correct([FIRST, 1, 1, 1]):
             abilities = CacheAbilities(copies=False, reason=reason)
-            return SnapshotRunner(lambda: StatelessModel(self._model), cache_bytes, abilities, exact)
+            return SnapshotRunner(
+                lambda: StatelessModel(self._model, self._media), cache_bytes, abilities, exact, self._media
+            )
         copies = self._is_cache_correct([FIRST, 1, 1], copying=True)
         chunks = self._is_cache_correct([FIRST, 5, 1, SECOND - FIRST])
         abilities = CacheAbilities(chunks=chunks, copies=copies, reason=reason)
-        return SnapshotRunner(lambda: RecurrentState(self._model), cache_bytes, abilities, exact)
+        return SnapshotRunner(
+            lambda: RecurrentState(self._model, self._media), cache_bytes, abilities, exact, self._media
+        )
 
     def _measure_rounding(self) -> float:
         """The largest difference of the model's own logits where only rounding differs: in chunks, and with eager

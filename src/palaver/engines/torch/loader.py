@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 from transformers.utils import logging as library_logging
 
 import palaver.engines.core.checkpoint as core_checkpoint
@@ -57,7 +59,7 @@ def _from_pretrained(
         options["quantization_config"] = _bitsandbytes_config(quantize_bits == 4, dtype)
     if not movable and device.type != "cpu":
         options["device_map"] = {"": str(device)}  # most quantised models can't be moved afterwards
-    model, report = AutoModelForCausalLM.from_pretrained(
+    model, report = _model_class(checkpoint.folder).from_pretrained(
         checkpoint.folder,
         dtype=dtype,
         trust_remote_code=False,
@@ -70,6 +72,26 @@ def _from_pretrained(
         for parameter in model.parameters():  # some have a dtype of their own
             parameter.data = parameter.data.to(dtype)
     return model.to(device) if movable else model, report
+
+
+def _model_class(folder: Path) -> Any:
+    """The class that also takes media where the model has a processor for them."""
+    if not has_processor(folder):
+        return AutoModelForCausalLM
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    names = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    thinker = getattr(config, "thinker_config", None)  # of a model that also speaks: the part that writes text
+    kind = config.model_type if thinker is None else thinker.model_type
+    found = getattr(transformers, names[kind], None) if kind in names else None
+    return AutoModelForCausalLM if found is None else found
+
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+def has_processor(folder: Path) -> bool:
+    """Whether the model's files describe a processor for media."""
+    return any((folder / name).is_file() for name in PROCESSOR_FILES)
 
 
 def _bitsandbytes_config(four_bits: bool, dtype: torch.dtype) -> BitsAndBytesConfig:

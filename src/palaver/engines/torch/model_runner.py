@@ -8,20 +8,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT
 from palaver.engines.core.kv_cache import Slot, SlotAllocator
-from palaver.engines.core.request import SequenceState
+from palaver.engines.core.request import SequenceState, align_chunk
 from palaver.engines.core.runner import SlotRunner
 from palaver.engines.core.sampler import Logits
 from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch, build_block_batch, sequence_chunk
 from palaver.engines.torch.device_sampler import DeviceSampler
 from palaver.engines.torch.devices import TensorLayout, TorchThreads, is_out_of_memory
+from palaver.errors import UnsupportedContent
 from palaver.memory import give_back_unused
+
+if TYPE_CHECKING:  # it imports transformers, which plain decoders do without
+    from palaver.engines.torch.media import MediaEncoder, SequenceMedia
 
 EXACT_CHUNK = 128
 """Prompt tokens of a sequence that a scheduler step computes in the exact mode."""
@@ -160,6 +164,7 @@ class TorchRunner(SlotRunner[Tensor]):
         exact: ExactPasses | None = None,
         original_length: int | None = None,
         run_ahead: bool | None = None,
+        media: MediaEncoder | None = None,
     ) -> None:
         """`original_length`: longer sequences use other rotary frequencies (`LongRope`). `run_ahead`: by
         default on CUDA; never in the exact mode."""
@@ -176,6 +181,9 @@ class TorchRunner(SlotRunner[Tensor]):
         self._original_length = original_length
         self._long_rope: set[SequenceState] = set()
         """The sequences that started with the frequencies for long texts."""
+        self._encoder = media
+        self._media: dict[SequenceState, SequenceMedia] = {}
+        """The sequences with pictures or sounds."""
         self._decode_batch: ForwardBatch | None = None
         """The last decode batch, which the next pass of the same sequences reuses."""
         self._max_pairs = SCORE_BYTES.get(layout.device.type, DEFAULT_SCORE_BYTES) // max(1, forward.pair_bytes)
@@ -189,6 +197,18 @@ class TorchRunner(SlotRunner[Tensor]):
         super().allocate(sequence)
         if self._is_long(sequence):
             self._long_rope.add(sequence)
+        if sequence.generation.prompt.media:
+            try:
+                self._attach_media(sequence)
+            except BaseException:
+                self.release(sequence)
+                raise
+
+    def _attach_media(self, sequence: SequenceState) -> None:
+        assert self._encoder is not None, "media are refused by models that don't take them"
+        self._media[sequence] = self._encoder.attach(sequence)
+        if self._exact is not None and sequence.unsplit:
+            raise UnsupportedContent("In the exact mode this model takes text only: pictures are computed whole.")
 
     def needs_recompute(self, sequence: SequenceState) -> bool:
         """As the library's `generate`, which computes all keys again at the first token beyond the original length."""
@@ -199,6 +219,7 @@ class TorchRunner(SlotRunner[Tensor]):
             super().release(sequence)
         finally:
             self._long_rope.discard(sequence)
+            self._media.pop(sequence, None)
 
     def _compute(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool) -> Logits:
         chunks = [self._next_chunk(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
@@ -221,11 +242,18 @@ class TorchRunner(SlotRunner[Tensor]):
     def _next_chunk(self, sequence: SequenceState, count: int) -> SequenceChunk:
         start = sequence.computed_tokens
         ids = sequence.token_ids[start : start + count]
-        return sequence_chunk(self._slots[sequence], start, ids, sequence in self._long_rope)
+        return self._chunk(sequence, ids)
 
     def _chunk_ahead(self, sequence: SequenceState) -> SequenceChunk:
         """The chunk of a token that the host doesn't know yet."""
-        return sequence_chunk(self._slots[sequence], sequence.computed_tokens, (0,), sequence in self._long_rope)
+        return self._chunk(sequence, (0,))
+
+    def _chunk(self, sequence: SequenceState, ids: Sequence[int]) -> SequenceChunk:
+        slot, start, long_rope = self._slots[sequence], sequence.computed_tokens, sequence in self._long_rope
+        media = self._media.get(sequence)
+        if media is None or start < media.end:
+            return sequence_chunk(slot, start, ids, long_rope, media)
+        return sequence_chunk(slot, start, ids, long_rope, rotary_shift=media.shift)
 
     def _is_long(self, sequence: SequenceState) -> bool:
         return self._original_length is not None and len(sequence.token_ids) > self._original_length
@@ -253,7 +281,7 @@ class TorchRunner(SlotRunner[Tensor]):
             logits = self._exact.run(chunks, need_logits)
             self.forward_seconds += time.thread_time() - began
             return logits
-        prefills = any(len(chunk.ids) > 1 for chunk in chunks)
+        prefills = any(_half(chunk) for chunk in chunks)
         if prefills and _count_pairs(chunks) > self._max_pairs:
             return self._run_halves(chunks, need_logits)
         try:
@@ -271,7 +299,7 @@ class TorchRunner(SlotRunner[Tensor]):
 
     def _run_halves(self, chunks: Sequence[SequenceChunk], need_logits: bool) -> Tensor:
         """Runs the first half of each chunk, then the second halves with the single tokens."""
-        halves = [len(chunk.ids) // 2 for chunk in chunks]
+        halves = [_half(chunk) for chunk in chunks]
         pairs = list(zip(chunks, halves, strict=True))
         self._run_chunks([replace(chunk, ids=chunk.ids[:half]) for chunk, half in pairs if half], False)
         rest = [replace(chunk, start=chunk.start + half, ids=chunk.ids[half:]) for chunk, half in pairs]
@@ -296,6 +324,17 @@ class TorchRunner(SlotRunner[Tensor]):
         logits = self._forward(batch)
         self.forward_seconds += time.thread_time() - began
         return logits
+
+
+def _half(chunk: SequenceChunk) -> int:
+    """Where a chunk may be split; 0 if it may not."""
+    half = len(chunk.ids) // 2
+    if chunk.media is None:
+        return half
+    stop = chunk.start + len(chunk.ids)
+    unsplit = [(first, end) for first, end in chunk.media.unsplit if first < stop and end > chunk.start]
+    aligned = align_chunk(chunk.start, half, unsplit)
+    return aligned if aligned < len(chunk.ids) else 0
 
 
 def _count_pairs(chunks: Sequence[SequenceChunk]) -> int:

@@ -192,17 +192,23 @@ class PlainDecoder:
     lm_head: Linear
 
     @classmethod
-    def from_model(cls, model: PreTrainedModel, max_position: int) -> PlainDecoder:
-        """The parts of a model that the library loaded, which shares their memory. Raises UnsupportedModel for another
-        kind of model."""
-        _check_shape(model)
-        base = model.model
+    def from_model(cls, model: PreTrainedModel, max_position: int, decoder: Any = None) -> PlainDecoder:
+        """The parts of a model that the library loaded, which shares their memory. `decoder`: the text decoder inside
+        of a model that takes media. Raises UnsupportedModel for another kind of model."""
+        _require(decoder is not None or _children(model) == {"model", "lm_head"}, "other parts")
+        base: Any = model.model if decoder is None else decoder
+        _check_shape(base)
         attention = base.layers[0].self_attn
         head_dim: int = attention.head_dim
         num_heads: int = attention.q_proj.out_features // head_dim
         num_kv_heads: int = attention.k_proj.out_features // head_dim
         embedding: Tensor = base.embed_tokens.weight
-        rotary = RotaryEmbedding(base.rotary_emb, embedding.new_empty(1), head_dim, max_position)
+        angles: Any = base.rotary_emb
+        if decoder is not None:  # positions may have several dimensions, which are the same for text
+            frequencies = Frequencies(angles.inv_freq.float().cpu().numpy(), float(angles.attention_scaling))
+            angles = StaticRotary(frequencies, embedding.device)
+        rotary = RotaryEmbedding(angles, embedding.new_empty(1), head_dim, max_position)
+        lm_head: Any = model.get_output_embeddings()
 
         def qk_norm(attention: Any) -> RMSNorm | None:
             if not hasattr(attention, "q_norm"):
@@ -236,7 +242,7 @@ class PlainDecoder:
             rotary=rotary,
             layers=[decoder_layer(layer) for layer in base.layers],
             norm=_norm(base.norm),
-            lm_head=_concatenate(model.lm_head, share=model.lm_head.weight is not embedding),
+            lm_head=_concatenate(lm_head, share=lm_head.weight is not embedding),
         )
 
     def without_tables(self) -> PlainDecoder:
@@ -260,7 +266,7 @@ def norm_heads(query: Tensor, key: Tensor, num_heads: int, num_kv_heads: int, ep
 
 def interleave_halves(x: Tensor) -> Tensor:
     """[..., size] to [..., size / 2, 2]: each number of the first half next to its partner in the second."""
-    return x.view(*x.shape[:-1], 2, -1).transpose(-1, -2)
+    return x.unflatten(-1, (2, -1)).transpose(-1, -2)
 
 
 def _norm(module: Any) -> RMSNorm:
@@ -280,21 +286,20 @@ def _concatenate(*modules: nn.Linear, share: bool = True) -> Linear:
     return Linear(weight, None if biases[0] is None else torch.cat([b for b in biases if b is not None]))
 
 
-def _check_shape(model: PreTrainedModel) -> None:
-    """Raises unless the model is made of exactly the modules that FusedDecoder runs."""
-    config = model.config
+def _check_shape(base: Any) -> None:
+    """Raises unless the decoder is made of exactly the modules that FusedDecoder runs."""
+    config = base.config
     windows = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
     _require(not windows and getattr(config, "sliding_window", None) in (None, 0), "a window of attention")
     _require(getattr(config, "hidden_act", "") == "silu", "another activation")
     rope = getattr(config, "rope_parameters", None) or {}
     _require(rope.get("rope_type", "default") in STATIC_ROPE, "angles that depend on the length")
     _require("llama_4_scaling_beta" not in rope, "queries that are scaled by their position")
-    base = model.model
-    _require(_children(model) == {"model", "lm_head"}, "other parts")
     _require(_children(base) == {"embed_tokens", "layers", "norm", "rotary_emb"}, "other parts")
     for layer in base.layers:
         _require(_children(layer) == LAYER_MODULES, "other parts in its layers")
-        _require(_children(layer.self_attn) - {"q_norm", "k_norm"} == ATTENTION_MODULES, "another attention")
+        others = {"q_norm", "k_norm", "rotary_emb"}
+        _require(_children(layer.self_attn) - others == ATTENTION_MODULES, "another attention")
         _require(_children(layer.mlp) - {"act_fn"} == MLP_MODULES, "another feed-forward part")
         for linear in [*layer.self_attn.children(), *layer.mlp.children()]:
             plain = not isinstance(linear, nn.Linear) or type(linear) is nn.Linear
@@ -323,7 +328,7 @@ class FusedDecoder:
         """The logits after each sequence's last token; none where the batch needs none."""
         parts = self._parts
         x = F.embedding(batch.ids, parts.embedding)
-        rotations = parts.rotary.at(batch.positions, batch.max_position)
+        rotations = parts.rotary.at(batch.inputs.rotary_positions, batch.max_position)
         rule = MaskRule()
         for index, layer in enumerate(parts.layers):
             queries, keys, values = self._project(layer, x, rotations)
@@ -341,6 +346,11 @@ class FusedDecoder:
         if batch.needs_gather:
             x = x[batch.last_rows]
         return parts.lm_head(parts.norm(x))
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether the two halves of each head of queries and keys are interleaved."""
+        return self._parts.rotary.uses_pairs
 
     def prepare(self, length: int) -> tuple[Tensor, ...]:
         """Builds the tables for passes over so many tokens; returns those that a longer text may replace."""

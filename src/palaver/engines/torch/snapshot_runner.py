@@ -20,6 +20,7 @@ from palaver.engines.core.prefix_cache import CacheStatistics, ConversationRefs
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.sampler import Logits
 from palaver.engines.torch.device_sampler import DeviceSampler
+from palaver.engines.torch.media import MediaEncoder, SequenceMedia, inject_media
 from palaver.engines.torch.model_runner import EXACT_CHUNK
 from palaver.errors import CacheFull
 
@@ -27,15 +28,20 @@ from palaver.errors import CacheFull
 class RecurrentState:
     """The model's own cache for one sequence."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, media: MediaEncoder | None = None) -> None:
         self._model = model
+        self._media = media
+        self._tokens = 0
         self._cache = DynamicCache(config=model.config)
         self._cache_parameter = "past_key_values" if "past_key_values" in _parameters(model) else "cache_params"
 
-    def feed(self, ids: Sequence[int]) -> Tensor:
-        """Computes these tokens; returns the logits after the last."""
+    def feed(self, ids: Sequence[int], media: SequenceMedia | None = None) -> Tensor:
+        """Computes these tokens; returns the logits after the last. `media`: those of the whole sequence."""
         batch = torch.tensor([list(ids)], device=self._model.device)
-        out = self._model(input_ids=batch, use_cache=True, logits_to_keep=1, **{self._cache_parameter: self._cache})
+        options = {"use_cache": True, "logits_to_keep": 1, self._cache_parameter: self._cache}
+        with inject_media(self._media, media, self._tokens, len(ids)) as positions:
+            out = self._model(input_ids=batch, **positions, **options)
+        self._tokens += len(ids)
         return last_logits(out)
 
     def copy(self) -> RecurrentState:
@@ -53,16 +59,18 @@ class StatelessModel:
 
     nbytes = 0
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, media: MediaEncoder | None = None) -> None:
         self._model = model
+        self._media = media
         self._ids: list[int] = []
 
-    def feed(self, ids: Sequence[int]) -> Tensor:
+    def feed(self, ids: Sequence[int], media: SequenceMedia | None = None) -> Tensor:
         self._ids.extend(ids)
-        return last_logits(self._model(input_ids=torch.tensor([self._ids], device=self._model.device)))
+        with inject_media(self._media, media, 0, len(self._ids)) as positions:
+            return last_logits(self._model(input_ids=torch.tensor([self._ids], device=self._model.device), **positions))
 
     def copy(self) -> StatelessModel:
-        twin = StatelessModel(self._model)
+        twin = StatelessModel(self._model, self._media)
         twin._ids = list(self._ids)
         return twin
 
@@ -190,17 +198,23 @@ class SnapshotRunner:
         limit_bytes: int,
         abilities: CacheAbilities,
         exact: bool = False,
+        media: MediaEncoder | None = None,
     ) -> None:
         self.reuse = "snapshots" if abilities.copies else f"none: {abilities.reason}"
         self.run_ahead = None
+        self.verify_drafts = None
         self.supports_batching = False
         self.prefills_last_token = False
+        self.max_replayed = 0
         self._new_state = new_state
         self._limit_bytes = limit_bytes
         self._abilities = abilities
         self._exact = exact
         self._snapshots = SnapshotCache()
         self._states: dict[SequenceState, Snapshot] = {}
+        self._encoder = media
+        self._media: dict[SequenceState, SequenceMedia] = {}
+        """The sequences with pictures or sounds."""
         self._sampler: DeviceSampler | None = None
         """Made with the first logits, for their device."""
         self.forward_seconds = 0.0
@@ -222,7 +236,7 @@ class SnapshotRunner:
         """The size of a state is unknown before it is computed."""
 
     def count_cached(self, sequence: SequenceState) -> int:
-        return self._snapshots.match(sequence.space, sequence.token_ids[:-1])[1]
+        return self._snapshots.match(sequence.space, sequence.prefix_keys[:-1])[1]
 
     def max_chunk(self, sequence: SequenceState) -> int | None:
         """How many tokens may be computed at once."""
@@ -240,11 +254,18 @@ class SnapshotRunner:
         self._make_room()
         if self._states and self._running_bytes() > self._limit_bytes:
             raise CacheFull(len(sequence.token_ids), 0)
-        sequence.cached_logits = self._snapshots.logits(sequence.space, sequence.token_ids)
-        keys = sequence.token_ids[:-1] if sequence.cached_logits is None else sequence.token_ids
+        sequence.cached_logits = self._snapshots.logits(sequence.space, sequence.prefix_keys)
+        keys = sequence.prefix_keys[:-1] if sequence.cached_logits is None else sequence.prefix_keys
         state, tokens = self._snapshots.match(sequence.space, keys, sequence.conversation)
         self._states[sequence] = self._new_state() if state is None else state.copy()
         sequence.computed_tokens = sequence.cached_tokens = tokens
+        if sequence.generation.prompt.media:
+            assert self._encoder is not None, "media are refused by models that don't take them"
+            try:
+                self._media[sequence] = self._encoder.attach(sequence)
+            except BaseException:
+                del self._states[sequence]
+                raise
         self._prompt_tokens += len(sequence.token_ids)
         self._hit_tokens += tokens
 
@@ -253,7 +274,8 @@ class SnapshotRunner:
         for sequence, count in zip(sequences, counts, strict=True):
             start = sequence.computed_tokens
             began = time.thread_time()
-            rows.append(self._states[sequence].feed(sequence.token_ids[start : start + count]))
+            ids = sequence.token_ids[start : start + count]
+            rows.append(self._states[sequence].feed(ids, self._media.get(sequence)))
             self.forward_seconds += time.thread_time() - began
             sequence.computed_tokens += count
         logits = torch.stack(rows)
@@ -265,7 +287,7 @@ class SnapshotRunner:
         return False
 
     def cache_prefix(self, sequence: SequenceState, logits: Logits) -> None:
-        keys = sequence.token_ids[: sequence.computed_tokens]
+        keys = sequence.prefix_keys[: sequence.computed_tokens]
         if self._abilities.copies and self._snapshots.logits(sequence.space, keys) is None:
             state = self._states[sequence].copy()
             self._snapshots.insert(sequence.space, keys, state, sequence.conversation, logits.copy())
@@ -273,8 +295,9 @@ class SnapshotRunner:
 
     def release(self, sequence: SequenceState) -> None:
         state = self._states.pop(sequence, None)
+        self._media.pop(sequence, None)
         if state is not None and self._abilities.copies and sequence.computed_tokens:
-            keys = sequence.token_ids[: sequence.computed_tokens]
+            keys = sequence.prefix_keys[: sequence.computed_tokens]
             self._snapshots.insert(sequence.space, keys, state, sequence.conversation)
             self._make_room()
 
