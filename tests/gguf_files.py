@@ -13,14 +13,14 @@ import numpy as np
 ALIGNMENT = 32
 Array = np.ndarray[Any, np.dtype[Any]]
 CONTROL, USER_DEFINED, NORMAL, UNUSED, BYTE = 3, 4, 1, 5, 6
-FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7}
-_TENSOR_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
+FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q4_0": 2, "q8_0": 7}
+_TENSOR_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q4_0": 2, "q8_0": 8}
 
 
 def write_gguf(
     path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, Array]] | None = None, version: int = 3
 ) -> Path:
-    """`tensors`: the type ("f32", "f16", "q8_0", "q4_0") and the float values of each."""
+    """`tensors`: the type ("f32", "f16", "bf16", "q8_0", "q4_0") and the float values of each."""
     tensors = tensors or {}
     encoded = {name: _encode_tensor(kind, values) for name, (kind, values) in tensors.items()}
     head = [b"GGUF", struct.pack("<IQQ", version, len(tensors), len(metadata))]
@@ -85,6 +85,8 @@ def _encode_tensor(kind: str, values: Array) -> bytes:
         nibbles = np.clip(np.floor(blocks * inverse + 8.5), 0, 15).astype(np.uint8)
         packed = nibbles[:, :16] | nibbles[:, 16:] << 4
         return np.concatenate((scales.astype(np.float16).view(np.uint8), packed), axis=1).tobytes()
+    if kind == "bf16":
+        return (np.ascontiguousarray(values, np.float32).view(np.uint32) + 0x8000 >> 16).astype(np.uint16).tobytes()
     return np.ascontiguousarray(values, np.float16 if kind == "f16" else np.float32).tobytes()
 
 

@@ -14,7 +14,7 @@ import pytest
 from palaver.errors import UnknownModel
 from palaver.gguf import MAGIC
 from palaver.models import gguf
-from palaver.models.gguf import GGUFChoice, choose, list_choices, parts_of
+from palaver.models.gguf import GGUFChoice, choose, choose_projector, list_choices, parts_of
 from palaver.models.resolver import ResolvedModel, resolve_model
 
 GB = 10**9
@@ -46,6 +46,28 @@ def test_a_file_and_a_folder(tmp_path: Path) -> None:
     assert resolve_model(f"{tmp_path / 'm'}:q8_0").gguf == file
     with pytest.raises(UnknownModel, match="there is no Q2_K; there are Q4_K_M, Q8_0"):
         resolve_model(f"{tmp_path / 'm'}:Q2_K")
+
+
+@pytest.mark.parametrize(
+    ("model", "beside", "chosen"),
+    [
+        ("a-Q4_K_M.gguf", ["mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf"], "mmproj-F16.gguf"),
+        ("a-Q4_K_M.gguf", ["a-Q8_0.gguf", "mmproj-model-f16.gguf"], "mmproj-model-f16.gguf"),
+        ("a-Q4_K_M.gguf", ["b-Q8_0.gguf", "mmproj-model-f16.gguf"], None),
+        ("Qwen2-VL-2B-Q8_0.gguf", ["b-Q8_0.gguf", "mmproj-Qwen2-VL-2B-f32.gguf"], "mmproj-Qwen2-VL-2B-f32.gguf"),
+        ("Qwen2-VL-2B-Q8_0.gguf", ["mmproj-Qwen2-VL-7B-f16.gguf"], None),
+        ("gemma-3-4b-it-Q8_0-00001-of-00002.gguf", ["gemma-3-4b-it-mmproj.gguf"], "gemma-3-4b-it-mmproj.gguf"),
+        ("a.gguf", ["b.gguf"], None),
+    ],
+)
+def test_a_projector_is_found_by_its_name(model: str, beside: list[str], chosen: str | None) -> None:
+    assert choose_projector(model, [model, *beside]) == chosen
+
+
+def test_a_projector_beside_a_file(tmp_path: Path) -> None:
+    file, projector = make_file(tmp_path / "a-Q8_0.gguf"), make_file(tmp_path / "mmproj-a.gguf")
+    assert resolve_model(str(file)).mmproj == resolve_model(str(tmp_path)).mmproj == projector
+    assert resolve_model(str(projector)).mmproj is None
 
 
 def test_a_folder_with_a_configuration_is_no_gguf_model(tmp_path: Path) -> None:
@@ -114,7 +136,9 @@ def test_only_the_chosen_file_is_downloaded(tmp_path: Path, monkeypatch: pytest.
     hub = Hub(monkeypatch, tmp_path / "snapshot", REPOSITORY)
     file = resolve_model("someone/repo:Q8_0").gguf
     assert file == tmp_path / "snapshot" / "model-Q8_0-00001-of-00002.gguf"
-    assert hub.downloads == ["model-Q8_0-00001-of-00002.gguf", "model-Q8_0-00002-of-00002.gguf"]
+    parts = ["model-Q8_0-00001-of-00002.gguf", "model-Q8_0-00002-of-00002.gguf"]
+    assert hub.downloads == [*parts, "mmproj-model-F16.gguf"]
+    assert resolve_model("someone/repo:Q8_0").mmproj == tmp_path / "snapshot" / "mmproj-model-F16.gguf"
     hub.downloads.clear()
     assert resolve_model("someone/repo:Q8_0").gguf == resolve_model("someone/repo").gguf == file
     assert hub.downloads == []
@@ -125,7 +149,7 @@ def test_only_the_chosen_file_is_downloaded(tmp_path: Path, monkeypatch: pytest.
 def test_a_repository_of_gguf_files_needs_no_quantisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub(monkeypatch, tmp_path / "snapshot", REPOSITORY)
     assert resolve_model("someone/repo").gguf == tmp_path / "snapshot" / "model-Q4_K_M.gguf"
-    assert hub.downloads == ["model-Q4_K_M.gguf"]
+    assert hub.downloads == ["model-Q4_K_M.gguf", "mmproj-model-F16.gguf"]
 
 
 def test_an_unknown_quantisation_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +164,11 @@ def ollama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def add_manifest(root: Path, path: str, digest: str, kind: str = "model") -> Path:
-    layers = [{"mediaType": f"application/vnd.ollama.image.{kind}", "digest": digest}]
+def add_manifest(root: Path, path: str, digest: str, projector: str = "") -> Path:
+    digests = {"model": digest, **({"projector": projector} if projector else {})}
+    layers = [
+        {"mediaType": f"application/vnd.ollama.image.{kind}", "digest": digest} for kind, digest in digests.items()
+    ]
     manifest = root / "manifests" / path
     manifest.parent.mkdir(parents=True, exist_ok=True)
     manifest.write_text(json.dumps({"schemaVersion": 2, "layers": layers}))
@@ -160,6 +187,13 @@ def add_manifest(root: Path, path: str, digest: str, kind: str = "model") -> Pat
 def test_ollama_names(name: str, path: str, ollama: Path) -> None:
     blob = add_manifest(ollama, path, "sha256:" + "ab" * 32)
     assert resolve_model(f"ollama:{name}").gguf == blob
+
+
+def test_a_projector_of_ollama(ollama: Path) -> None:
+    add_manifest(ollama, "registry.ollama.ai/library/sees/latest", "sha256:" + "ab" * 32, "sha256:" + "cd" * 32)
+    assert resolve_model("ollama:sees").mmproj == ollama / "blobs" / f"sha256-{'cd' * 32}"
+    add_manifest(ollama, "registry.ollama.ai/library/lies/latest", "sha256:" + "ab" * 32, "sha256:../../x")
+    assert resolve_model("ollama:lies").mmproj is None
 
 
 @pytest.mark.parametrize("name", ["../../etc", "a/../b", "a:../../x", "/etc/passwd", "a/b/c/d", "", "a:b:c"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not installed")
@@ -19,9 +21,10 @@ from palaver.engines.llamacpp import engine as engine_module
 from palaver.engines.llamacpp import metadata
 from palaver.engines.llamacpp.context import Aborted, Context
 from palaver.engines.llamacpp.engine import CachePlan, LlamaEngine, load
+from palaver.engines.llamacpp.state_files import StateFiles, remove_states
 from palaver.errors import BadParameter, BrokenModel, CacheFull, ContextOverflow
 from palaver.formats.gguf_tokenizer import load_gguf_tokenizer
-from palaver.generation import Ended, Finish, Prompt
+from palaver.generation import Ended, Finish, Prefilled, Prompt
 from palaver.gguf import read_gguf
 from palaver.models.resolver import resolve_folder
 from palaver.sampling import Sampling
@@ -69,6 +72,11 @@ def prompt_of(text: str, **fields: str) -> Prompt:
     return Prompt(tuple(300 + ord(character) for character in text), **fields)  # type: ignore[arg-type]
 
 
+def rename(prompts: list[Prompt], owner: str) -> list[Prompt]:
+    """The same prompts of another owner, who has no part in the cache."""
+    return [replace(prompt, owner=owner) for prompt in prompts]
+
+
 def new_tokens(out: Run) -> int:
     assert out.prefilled is not None
     return out.prefilled.prompt_tokens - out.prefilled.cached_tokens
@@ -84,22 +92,77 @@ async def test_an_exact_reply_in_fixed_passes(opens: Opens, monkeypatch: pytest.
         assert uncut.ids[:cut] + (await run(engine, continued(prompt, uncut.ids[:cut]), SAMPLED)).ids == uncut.ids
 
 
-async def test_a_quantised_reply_is_the_same_beside_others(tmp_path: Path, vocabulary: tuple[bytes, ...]) -> None:
+@pytest.mark.parametrize("kind", ["q8_0", "f32", "f16", "bf16"])
+async def test_a_reply_is_the_same_beside_others(kind: str, tmp_path: Path, vocabulary: tuple[bytes, ...]) -> None:
     """Its prompt is split into other chunks, and its tokens share their passes: the bits are those of a reply alone."""
-    path = convert_qwen3(resolve_folder("sprout"), tmp_path / "sprout.gguf", "q8_0")
+    path = convert_qwen3(resolve_folder("sprout"), tmp_path / "sprout.gguf", kind)
     engine = load(path, vocabulary=vocabulary, options=EngineOptions(threads=1, context=512, max_running=4))
     if engine.info.exactness != BY_CACHE:
         pytest.skip(f"NOTHING IS SHOWN HERE: on this processor, bits {engine.info.exactness}")
     prompts = [prompt_of(f"{number} is the first of {number * 30} others " * 4, owner="a") for number in range(4)]
     alone = [await run(engine, prompt, SAMPLED) for prompt in prompts]
-    fresh = [replace(prompt, owner="b") for prompt in prompts]
+    fresh = rename(prompts, "b")
     together = await asyncio.gather(*(run(engine, prompt, SAMPLED) for prompt in fresh))
     cut = await asyncio.gather(
         *(run(engine, continued(p, out.ids[:5]), SAMPLED) for p, out in zip(fresh, alone, strict=True))
     )
-    for one, other, rest in zip(alone, together, cut, strict=True):
+    lost = await asyncio.gather(
+        *(run(engine, continued(p, out.ids[:7]), SAMPLED) for p, out in zip(rename(prompts, "c"), alone, strict=True))
+    )
+    for one, other, rest, again in zip(alone, together, cut, lost, strict=True):
         assert [step.logprob for step in other.steps] == [step.logprob for step in one.steps]
         assert [step.logprob for step in rest.steps] == [step.logprob for step in one.steps[5:]]
+        assert [step.logprob for step in again.steps] == [step.logprob for step in one.steps[7:]]
+        assert again.prefilled is not None
+        assert again.prefilled.cached_tokens == 0
+    first, second = await asyncio.gather(*(run(engine, rename(prompts, "d")[0], SAMPLED, choice) for choice in (0, 1)))
+    assert [step.logprob for step in first.steps] == [step.logprob for step in alone[0].steps]
+    assert second.prefilled is not None
+    assert second.prefilled.cached_tokens == len(prompts[0]), "it starts from a copy of the other's cache"
+    assert second.ids != first.ids
+    await engine.close()
+
+
+async def test_a_lost_reply_is_computed_as_it_was_generated(opens: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token a pass, together with the next tokens of others; a very long one in chunks, like a prompt."""
+    engine, prompt, sizes = opens(), prompt_of("Tell me a story."), list[list[int]]()
+    uncut, decode = await run(engine, prompt, SAMPLED), Context.decode
+
+    def record(self: Context, chunks: Any, *arguments: Any, **options: Any) -> Any:
+        sizes.append([len(ids) for _, _, ids in chunks])
+        return decode(self, chunks, *arguments, **options)
+
+    monkeypatch.setattr(Context, "decode", record)
+    out = await run(engine, replace(continued(prompt, uncut.ids[:6]), owner="another"), SAMPLED)
+    assert uncut.ids[:6] + out.ids == uncut.ids
+    assert sizes == [[16], *[[1, 1]] * 11]  # with F32 weights a single token has a pair
+    sizes.clear()
+    monkeypatch.setattr(engine._runner, "max_replayed", 5)
+    await run(engine, replace(continued(prompt, uncut.ids[:6]), owner="a third"), SAMPLED)
+    assert sizes == [[21, 3], *[[1, 1]] * 6]
+
+
+async def test_small_models_of_half_floats_have_a_pass_for_each_sequence(
+    tmp_path: Path, vocabulary: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lost reply is divided into passes as before: the last token of its prompt has one of its own."""
+    path, prompt = convert_qwen3(resolve_folder("sprout"), tmp_path / "sprout.gguf", "f16"), prompt_of("Hi! " * 40)
+    engine = load(path, vocabulary=vocabulary, options=EngineOptions(threads=1, context=512, max_running=2))
+    passes, decode = list[tuple[int, int]](), Context.decode
+
+    def record(self: Context, chunks: Any, *arguments: Any, **options: Any) -> Any:
+        passes.extend((start, len(ids)) for _, start, ids in chunks)
+        return decode(self, chunks, *arguments, **options)
+
+    monkeypatch.setattr(Context, "decode", record)
+    uncut = await run(engine, prompt, SAMPLED)
+    expected = [(0, 128), (128, 31), *((position, 1) for position in range(159, 171))]
+    assert passes == expected
+    for kept in (1, 6):
+        passes.clear()
+        out = await run(engine, replace(continued(prompt, uncut.ids[:kept]), owner=f"lost {kept}"), SAMPLED)
+        assert uncut.ids[:kept] + out.ids == uncut.ids
+        assert passes == expected
     await engine.close()
 
 
@@ -184,6 +247,88 @@ async def test_a_stop_ends_the_pass_of_a_long_prompt(
     assert again.ids == expected.ids
 
 
+async def restart(engine: LlamaEngine, opens: Opens, states: Path) -> LlamaEngine:
+    await engine.close()
+    return opens(states=states)
+
+
+async def test_a_conversation_goes_on_after_a_restart_from_its_state(opens: Opens, tmp_path: Path) -> None:
+    states = tmp_path / "states"
+    engine, prompt = opens(states=states), prompt_of("once upon a time " * 6, owner="ann", conversation="tale")
+    uncut = await run(engine, prompt, SAMPLED)
+    turn = replace(prompt, context_ids=(*prompt.context_ids, *uncut.ids, *range(700, 720)))
+    expected = await run(engine, turn, SAMPLED)
+    await run(engine, replace(prompt, conversation=""), SAMPLED)
+    engine = await restart(engine, opens, states)
+    (file,) = states.iterdir()  # unnamed requests leave none
+    assert file.stat().st_mode & 0o077 == states.stat().st_mode & 0o077 == 0
+    assert (await run(engine, replace(turn, owner="bob"), SAMPLED, stop_after=1)).prefilled == Prefilled(len(turn), 0)
+    again = await run(engine, turn, SAMPLED)
+    assert new_tokens(again) == 1
+    assert again.steps == expected.steps
+    assert new_tokens(await run(engine, continued(turn, again.ids[:4]), SAMPLED)) <= 1
+    await engine.forget("tale")
+    assert not list(states.iterdir())
+    engine = await restart(engine, opens, states)
+    assert not list(states.iterdir())
+    assert new_tokens(await run(engine, turn, SAMPLED)) == len(turn)
+
+
+async def test_a_state_is_stored_before_the_engine_is_closed(opens: Opens, tmp_path: Path) -> None:
+    """So that a process that is killed leaves it."""
+    engine, prompt = opens(states=tmp_path / "states"), prompt_of("x" * 80, conversation="a")
+    await run(engine, prompt, GREEDY)
+    async with asyncio.timeout(60):
+        while not list(tmp_path.glob("states/*.state")):
+            await asyncio.sleep(0.01)
+    other = opens(states=tmp_path / "states")
+    assert new_tokens(await run(other, prompt, GREEDY)) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "tokens", "emptied", "foreign"])
+async def test_a_damaged_state_is_ignored(damage: str, opens: Opens, tmp_path: Path) -> None:
+    states = tmp_path / "states"
+    engine, prompt = opens(states=states), prompt_of("y" * 80, conversation="a")
+    expected = await run(engine, prompt, GREEDY)
+    await engine.close()
+    (file,) = states.iterdir()
+    data = bytearray(file.read_bytes())
+    match damage:
+        case "cut":
+            del data[-100:]
+        case "changed":
+            data[len(data) // 2] ^= 1
+        case "tokens":
+            data = data.replace(b'"tokens": 91', b'"tokens": 85')
+        case "emptied":
+            data.clear()
+        case _:
+            data[:] = b"GGUF" * 1000
+    file.write_bytes(data)
+    engine = opens(states=states)
+    out = await run(engine, prompt, GREEDY)
+    assert new_tokens(out) == len(prompt)
+    assert out.ids == expected.ids
+
+
+def test_states_that_were_not_used_for_long_make_room(tmp_path: Path) -> None:
+    files, state = StateFiles(tmp_path, "model", limit_bytes=12_000), np.ones(2_000, np.uint8)
+    for number in range(9):
+        assert files.write(("ann", ""), f"talk {number}", range(100), state)
+        while f"talk {number}" not in {entry.conversation for entry in files.entries()}:
+            time.sleep(0.001)
+        first = next(entry for entry in files.entries() if entry.conversation == "talk 0")
+        assert files.read(first) is not None
+    assert not files.write(("ann", ""), "big", range(100), np.ones(11_000, np.uint8))
+    files.close()
+    kept = [entry.conversation for entry in StateFiles(tmp_path, "model").entries()]
+    assert sorted(kept) == ["talk 0", "talk 6", "talk 7", "talk 8"]
+    assert not StateFiles(tmp_path, "another model").entries()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 12_000
+    remove_states(tmp_path, "talk 7")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_the_file_says_how_it_is_run(sprout: Path) -> None:
     header = read_gguf(sprout)
     assert metadata.context_length(header) == 8192
@@ -223,6 +368,26 @@ async def test_the_engine_describes_itself(opens: Opens) -> None:
     assert fingerprint.build.startswith("b10566")
     assert fingerprint.build.endswith("kv-f16-flash-off")
     assert engine.info.fingerprint != exact.info.fingerprint
+
+
+def test_flash_attention_follows_from_the_types_of_the_weights(sprout: Path, tmp_path: Path) -> None:
+    """Off only where that makes replies independent of others. A type that rows are only looked up in doesn't count."""
+    options = EngineOptions(context=512, max_running=4)
+
+    def flash(path: Path) -> bool | None:
+        header = read_gguf(path)
+        return CachePlan.make(header, options).settings(header, options).flash_attention
+
+    folder = resolve_folder("sprout")
+    tensors = qwen3_tensors(folder, "q8_0")
+    assert flash(sprout) is False
+    assert flash(convert_qwen3(folder, tmp_path / "half.gguf", "f16")) is None
+    assert flash(write_gguf(tmp_path / "q8.gguf", qwen3_metadata(folder), tensors)) is False
+    embedding = {"token_embd.weight": ("f16", tensors["token_embd.weight"][1])}
+    tied = write_gguf(tmp_path / "tied.gguf", qwen3_metadata(folder), tensors | embedding)
+    assert flash(tied) is None
+    head = {"output.weight": tensors["token_embd.weight"]}
+    assert flash(write_gguf(tmp_path / "head.gguf", qwen3_metadata(folder), tensors | embedding | head)) is False
 
 
 def test_the_cache_is_divided_by_its_size(sprout: Path) -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not
 
 from palaver.chat.engine_spec import LoadOptions, make_spec, pick_engine
 from palaver.engines.host.frames import EngineSpec
+from palaver.engines.host.process import ChildProcess
 from palaver.engines.host.supervisor import HostedEngine
 from palaver.errors import BadParameter, BrokenModel, EngineError, ModelError, PalaverError
 from palaver.formats.gguf_tokenizer import load_gguf_tokenizer
@@ -35,9 +36,9 @@ def vocabulary(sprout: Path) -> tuple[bytes, ...]:
     return tuple(load_gguf_tokenizer(read_gguf(sprout)).vocabulary)
 
 
-async def start_error(path: Path) -> str:
+async def start_error(path: Path, child: ChildProcess | None = None) -> str:
     with pytest.raises(ModelError) as error:
-        await HostedEngine(EngineSpec("llamacpp", path, (), context=64, max_running=1)).start()
+        await HostedEngine(EngineSpec("llamacpp", path, (), context=64, max_running=1), child=child).start()
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -50,6 +51,20 @@ async def test_files_that_llama_cpp_refuses_end_in_one_sentence(tmp_path: Path, 
     tensors["blk.0.attn_q.weight"] = ("f32", tensors["blk.0.attn_q.weight"][1][:64])
     wrong = write_gguf(tmp_path / "wrong.gguf", metadata, tensors)
     assert "llama.cpp can't load wrong.gguf" in await start_error(wrong)
+
+
+async def test_a_process_loads_the_weights_ahead(tmp_path: Path, sprout: Path, vocabulary: tuple[bytes, ...]) -> None:
+    """The replies are the same, and so is the error of a damaged file."""
+    spec = EngineSpec("llamacpp", sprout, vocabulary, context=64, max_running=1)
+    async with HostedEngine(spec) as engine:
+        expected = await run(engine, PROMPT, Sampling(temperature=0, max_tokens=4))
+    with ChildProcess(sprout) as child:
+        async with HostedEngine(spec, child=child) as engine:
+            assert (await run(engine, PROMPT, Sampling(temperature=0, max_tokens=4))).ids == expected.ids
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(sprout.read_bytes()[:-100_000])
+    with ChildProcess(cut) as child:
+        assert "cut.gguf is damaged" in await start_error(cut, child)
 
 
 async def test_where_llama_cpp_aborts_the_error_is_what_it_printed(tmp_path: Path) -> None:

@@ -28,6 +28,12 @@ _SIZE_ORDER = ("f32", "bf16", "f16")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _OLLAMA_PART = re.compile(r"[A-Za-z0-9][\w.-]*")
 _OLLAMA_LAYER = "application/vnd.ollama.image."
+_PROJECTOR = "mmproj"
+"""What the names of projectors contain."""
+_PROJECTOR_TYPES = ("F16", "BF16", "Q8_0", "F32")
+"""The types of projectors, the preferred ones first: quantised ones see worse, and F32 is only larger."""
+_FILLERS = frozenset({"", "model", "mmproj", "projector", "vision", "audio"})
+"""Words in the names of projectors that name no model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +52,44 @@ class GGUFChoice:
 
 
 def list_choices(sizes: Mapping[str, int]) -> list[GGUFChoice]:
-    """The models among files, by path and size. Parts count together; projectors of images are left out."""
+    """The models among files, by path and size. Parts count together; projectors are left out."""
     firsts = [name for name in sizes if name.endswith(".gguf") and not is_later_part(Path(name).name)]
-    chats = [name for name in firsts if "mmproj" not in Path(name).name.lower()]
+    chats = [name for name in firsts if not is_projector(name)]
     return [GGUFChoice(name, sum(sizes[part] for part in parts_of(name, sizes))) for name in sorted(chats)]
+
+
+def is_projector(name: str) -> bool:
+    return name.endswith(".gguf") and _PROJECTOR in Path(name).name.lower()
+
+
+def choose_projector(model: str, names: Iterable[str]) -> str | None:
+    """The projector of a model among the files beside it, by their names; None if there is none.
+
+    All words of its name must be in the model's. One whose name names no model is taken where there is one model."""
+    names = [name for name in names if name.endswith(".gguf")]
+    models = {tuple(_words(name)) for name in names if not is_projector(name)}
+    words = {name: set(_words(name)) - _FILLERS for name in names if is_projector(name)}
+    fitting = [name for name, used in words.items() if (used or len(models) == 1) and used <= set(_words(model))]
+    ranks = {kind: rank for rank, kind in enumerate(_PROJECTOR_TYPES)}
+    kinds = {name: GGUFChoice(name, 0).quantisation for name in fitting}
+    return min(fitting, key=lambda name: (ranks.get(kinds[name], len(ranks)), name), default=None)
+
+
+def _words(name: str) -> list[str]:
+    """The words of a file's name without its quantisation."""
+    stem = _COUNT.sub("", _PART.sub("", Path(name).name)).removesuffix(".gguf")
+    return re.split(r"[-._ ]+", _QUANTISATION.sub("", stem).lower())
+
+
+def find_projector(model: str, file: Path) -> Path | None:
+    """The projector beside the file of a model. `model`: the name that was given."""
+    if model.startswith(OLLAMA_PREFIX):
+        digest = _read_manifest(model)[1].get("projector", "")
+        return file.with_name(digest.replace(":", "-")) if _DIGEST.fullmatch(digest) else None
+    if is_projector(file.name):
+        return None
+    found = choose_projector(file.name, sorted(path.name for path in file.parent.glob("*.gguf")))
+    return None if found is None else file.with_name(found)
 
 
 def parts_of(first: str, names: Iterable[str]) -> list[str]:
@@ -99,32 +139,32 @@ def is_gguf_file(path: Path) -> bool:
 
 
 def find_ollama(name: str) -> Path:
-    """The weights of a model that Ollama downloaded, by Ollama's own name: llama3.2, llama3.2:1b, someone/model:tag."""
-    model, _, tag = name.partition(":")
+    """The weights of a model that Ollama downloaded: ollama:llama3.2, ollama:llama3.2:1b, ollama:someone/model:tag."""
+    root, layers = _read_manifest(name)
+    if "adapter" in layers:
+        raise UnknownModel(name, "it has an adapter, which is not supported.")
+    return root / "blobs" / layers["model"].replace(":", "-")
+
+
+def _read_manifest(name: str) -> tuple[Path, dict[str, str]]:
+    """Ollama's folder, and the digest of each layer of a model by its kind. There is one of the kind "model"."""
+    model, _, tag = name.removeprefix(OLLAMA_PREFIX).partition(":")
     parts = model.split("/")
     if not all(map(_OLLAMA_PART.fullmatch, (*parts, tag or "latest"))) or len(parts) > 3:
-        raise UnknownModel(OLLAMA_PREFIX + name, "names of Ollama look like llama3.2:1b.")
+        raise UnknownModel(name, "names of Ollama look like llama3.2:1b.")
     registry = [["registry.ollama.ai", "library", *parts], ["registry.ollama.ai", *parts], parts][len(parts) - 1]
     root = Path(os.environ.get("OLLAMA_MODELS") or Path.home() / ".ollama" / "models").expanduser()
     manifest = root.joinpath("manifests", *registry, tag or "latest")
     if not manifest.is_file():
-        raise UnknownModel(OLLAMA_PREFIX + name, f"Ollama has not downloaded it (there is no {manifest}).")
-    return root / "blobs" / _weights_blob(manifest, OLLAMA_PREFIX + name)
-
-
-def _weights_blob(manifest: Path, name: str) -> str:
+        raise UnknownModel(name, f"Ollama has not downloaded it (there is no {manifest}).")
     try:
-        layers = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
-        kinds = {layer["mediaType"].removeprefix(_OLLAMA_LAYER): layer["digest"] for layer in layers}
-        match = _DIGEST.fullmatch(kinds["model"])
+        found = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
+        layers = {layer["mediaType"].removeprefix(_OLLAMA_LAYER): str(layer["digest"]) for layer in found}
     except (ValueError, KeyError, TypeError, AttributeError):
-        match = None
-        kinds = {}
-    if match is None:
+        layers = {}
+    if not _DIGEST.fullmatch(layers.get("model", "")):
         raise UnknownModel(name, f"Ollama's manifest {manifest} names no weights.")
-    if "adapter" in kinds:
-        raise UnknownModel(name, "it has an adapter, which is not supported.")
-    return f"sha256-{match[1]}"
+    return root, layers
 
 
 def find_on_disk(name: str, wanted: str) -> Path | None:
@@ -137,21 +177,38 @@ def find_on_disk(name: str, wanted: str) -> Path | None:
         chosen = choose(name, list_choices(sizes), wanted, None)
     except Exception:  # nothing usable is on disk: the download reports the reason
         return None
-    match = _COUNT.search(chosen.name)
-    complete = len(parts_of(chosen.name, sizes)) == (int(match[1]) if match else 1)
-    return folder / chosen.name if complete else None
+    return folder / chosen.name if _is_complete(chosen, sizes) else None
+
+
+def complete_choices(folder: Path) -> list[GGUFChoice]:
+    """The models in a snapshot of the hub all of whose parts are there."""
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*.gguf") if path.exists()}
+    return [choice for choice in list_choices(sizes) if _is_complete(choice, sizes)]
+
+
+def _is_complete(choice: GGUFChoice, sizes: Mapping[str, int]) -> bool:
+    match = _COUNT.search(choice.name)
+    return len(parts_of(choice.name, sizes)) == (int(match[1]) if match else 1)
 
 
 def download(name: str, wanted: str, sizes: Mapping[str, int], bar: Any = None) -> Path:
-    """Downloads one model of a repository, with all of its parts and nothing else.
+    """Downloads one model of a repository, with all of its parts and its projector, and nothing else.
 
     `sizes`: all of the repository's files. `bar`: a class of progress bars.
     """
     from huggingface_hub import snapshot_download
 
+    files = files_to_download(name, wanted, sizes)
+    patterns = [glob.escape(file) for file in files]
+    return Path(snapshot_download(name, allow_patterns=patterns, tqdm_class=bar)) / files[0]
+
+
+def files_to_download(name: str, wanted: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The files of one model of a repository: its parts, of which the first comes first, and its projector."""
     chosen = choose(name, list_choices(sizes), wanted, total_memory())
-    patterns = [glob.escape(part) for part in parts_of(chosen.name, sizes)]
-    return Path(snapshot_download(name, allow_patterns=patterns, tqdm_class=bar)) / chosen.name
+    beside = [other for other in sizes if Path(other).parent == Path(chosen.name).parent]
+    projector = choose_projector(chosen.name, beside)
+    return (*parts_of(chosen.name, sizes), *(() if projector is None else (projector,)))
 
 
 def total_memory() -> int | None:

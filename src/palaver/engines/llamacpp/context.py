@@ -30,8 +30,11 @@ from palaver.errors import BrokenModel, EngineError, ModelError
 
 MAX_BATCH = 512
 """Tokens of one pass."""
+LONE_BATCH = 128
+"""Tokens of one pass where each sequence has a context of its own, and so memory for its passes."""
 ROW_GROUP = 4
 """Rows that the kernels for quantised weights compute together. The rows that are left over are computed one by one."""
+_SHIFT_BYTES = 8
 CELLS_MULTIPLE = 256
 """llama.cpp rounds the length of a context up to this."""
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -44,6 +47,16 @@ class NoRoom(Exception):
 
 class Aborted(Exception):
     """`Context.abort` or `interrupt` ended a pass. Some of its tokens may be in the cache."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedPiece:
+    """A part of an item, as mtmd divides it: one picture of several slices, or some seconds of sound."""
+
+    chunk: int
+    """The library's object, which says the positions of the tokens."""
+    tokens: int
+    embeddings: Floats
 
 
 class LoadedModel:
@@ -94,6 +107,11 @@ class ContextSettings:
     sequences: int
     unified: bool = False
     """Whether all sequences share the cells. Otherwise each has its part of them."""
+    separate: bool = False
+    """Whether each sequence has a llama.cpp context of its own. Each pass is then of one sequence, and llama.cpp need
+    not build its graph anew because the pass before was of another one."""
+    max_batch: int = MAX_BATCH
+    """Tokens of one pass."""
     float32: bool = False
     """Whether keys and values are stored in f32 rather than f16."""
     flash_attention: bool | None = None
@@ -112,20 +130,25 @@ class Context:
         self.vocabulary_size = model.vocabulary_size
         self._abort_flag = c.create_string_buffer(2)
         self.closing = False
-        self._pointer = self._open(model, settings)
-        self._memory = self._library.llama_get_memory(self._pointer)
+        self._pointers = [self._open(model, settings) for _ in range(settings.sequences if settings.separate else 1)]
+        self._memories = [self._library.llama_get_memory(pointer) for pointer in self._pointers]
         self._arrays = _BatchArrays(settings.sequences)
-        self.max_tokens: int = self._library.llama_n_ctx_seq(self._pointer)
+        self._shifts: dict[int, list[tuple[int, int]]] = {}
+        """For sequences with media whose positions differ from the places of their tokens: the place behind each item,
+        and what is added to a place from there on."""
+        self.max_tokens: int = self._library.llama_n_ctx_seq(self._pointers[0])
         """Tokens that one sequence has room for."""
         if adapter is not None:
             self._apply_adapter(model, adapter)
 
     def _open(self, model: LoadedModel, settings: ContextSettings) -> Any:
+        sequences = 1 if settings.separate else settings.sequences
+        cells = settings.cells * sequences // settings.sequences
         params = self._library.llama_context_default_params()
-        params.n_ctx = -(-settings.cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
-        params.n_batch = params.n_ubatch = MAX_BATCH
-        params.n_seq_max = settings.sequences
-        params.n_outputs_max = settings.sequences * ROW_GROUP
+        params.n_ctx = -(-cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
+        params.n_batch = params.n_ubatch = settings.max_batch
+        params.n_seq_max = sequences
+        params.n_outputs_max = sequences * ROW_GROUP
         params.n_threads = params.n_threads_batch = settings.threads
         params.flash_attn_type = FLASH_ATTENTION[settings.flash_attention]
         params.type_k = params.type_v = F32 if settings.float32 else F16
@@ -136,17 +159,18 @@ class Context:
         pointer = self._library.llama_init_from_model(model.pointer, params)
         if not pointer:
             why = self._library.last_error or "no reason was given"
-            raise ModelError(f"llama.cpp can't run the model with a cache of {settings.cells:,} tokens ({why}).")
+            raise ModelError(f"llama.cpp can't run the model with a cache of {cells:,} tokens ({why}).")
         return pointer
 
     def _apply_adapter(self, model: LoadedModel, adapter: Path) -> None:
         self._library.last_error = ""
-        pointer = self._library.llama_adapter_lora_init(model.pointer, os.fsencode(adapter))
-        if not pointer:
+        loaded = self._library.llama_adapter_lora_init(model.pointer, os.fsencode(adapter))
+        if not loaded:
             raise BrokenModel(f"llama.cpp can't load the adapter {adapter.name} ({self._library.last_error}).")
-        pointers, scales = (c.c_void_p * 1)(pointer), (c.c_float * 1)(1.0)
-        if self._library.llama_set_adapters_lora(self._pointer, pointers, 1, scales):
-            raise BrokenModel(f"llama.cpp can't apply the adapter {adapter.name} ({self._library.last_error}).")
+        adapters, scales = (c.c_void_p * 1)(loaded), (c.c_float * 1)(1.0)
+        for pointer in self._pointers:
+            if self._library.llama_set_adapters_lora(pointer, adapters, 1, scales):
+                raise BrokenModel(f"llama.cpp can't apply the adapter {adapter.name} ({self._library.last_error}).")
 
     def abort(self) -> None:
         """Ends the pass that runs now, and every later one. For a context that is to be closed; from any thread."""
@@ -178,53 +202,108 @@ class Context:
         this pass; the others are not returned. Raises NoRoom, Aborted or EngineError.
         """
         wanted = 0 if not need_logits else len(chunks) if outputs is None else outputs
+        pointer, _, _ = self._locate(chunks[0][0])
+        if self._shifts:
+            chunks = [(sequence, self._position(sequence, start), ids) for sequence, start, ids in chunks]
+        if self.settings.separate:
+            assert all(sequence == chunks[0][0] for sequence, _, _ in chunks)
+            chunks = [(0, start, ids) for _, start, ids in chunks]
         ends = self._arrays.fill(chunks, wanted, output_group)
-        code = self._library.llama_decode(self._pointer, self._arrays.batch)
+        assert self._arrays.batch.n_tokens <= self.settings.max_batch
+        code = self._library.llama_decode(pointer, self._arrays.batch)
         if code:
             raise _decode_error(code)
         logits = np.empty((wanted, self.vocabulary_size), np.float32)
         address, size = logits.ctypes.data, logits.itemsize * self.vocabulary_size
         for row, index in enumerate(ends[:wanted]):
-            source = self._library.llama_get_logits_ith(self._pointer, index)
+            source = self._library.llama_get_logits_ith(pointer, index)
             if not source:
                 raise EngineError("llama.cpp returned no logits.")
             c.memmove(address + row * size, source, size)
         return logits
 
+    def decode_media(self, sequence: int, start: int, projector: int, piece: EncodedPiece) -> None:
+        """Computes the tokens of an encoded item, whose first is at the place `start`. `projector`: the mtmd context.
+        Raises NoRoom, Aborted or EngineError; some of the tokens may be in the cache then."""
+        pointer, _, number = self._locate(sequence)
+        position, end, batch = self._position(sequence, start), c.c_int32(), self.settings.max_batch
+        embeddings = c.c_void_p(piece.embeddings.ctypes.data)
+        code = self._library.mtmd_helper_decode_image_chunk(
+            projector, pointer, piece.chunk, embeddings, position, number, batch, c.byref(end), None, None
+        )
+        if code:
+            raise _decode_error(code)
+        place = start + piece.tokens
+        if end.value - place != position - start:
+            self._shifts.setdefault(sequence, []).append((place, end.value - place))
+
+    def _position(self, sequence: int, place: int) -> int:
+        """The position of the token at this place. They differ behind media with positions in several dimensions."""
+        shifts = self._shifts.get(sequence, ())
+        return place + next((shift for end, shift in reversed(shifts) if end <= place), 0)
+
     def truncate(self, sequence: int, tokens: int) -> bool:
         """Removes all tokens after the first `tokens`. Returns False where the model's state can't be cut."""
-        self._check(sequence)
-        return bool(self._library.llama_memory_seq_rm(self._memory, sequence, tokens if tokens else -1, -1))
+        _, memory, number = self._locate(sequence)
+        position = self._position(sequence, tokens)
+        cut = bool(self._library.llama_memory_seq_rm(memory, number, position if tokens else -1, -1))
+        if cut and sequence in self._shifts:
+            self._set_shifts(sequence, [pair for pair in self._shifts[sequence] if pair[0] <= tokens])
+        return cut
 
     def copy(self, source: int, target: int) -> None:
         """Copies a whole sequence to an empty one: parts of a sequence can't be copied everywhere."""
-        self._check(source)
-        self._check(target)
-        self._library.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+        if self.settings.separate:
+            self.restore(target, self.save(source))
+            return
+        _, memory, number = self._locate(source)
+        self._library.llama_memory_seq_cp(memory, number, self._locate(target)[2], -1, -1)
+        self._set_shifts(target, self._shifts.get(source, []))
 
     def length(self, sequence: int) -> int:
-        self._check(sequence)
-        return int(self._library.llama_memory_seq_pos_max(self._memory, sequence)) + 1
+        """How many tokens a sequence has. While it ends inside of media, any number between their start and end."""
+        _, memory, number = self._locate(sequence)
+        positions = int(self._library.llama_memory_seq_pos_max(memory, number)) + 1
+        shifts = reversed(self._shifts.get(sequence, ()))
+        return positions - next((shift for end, shift in shifts if end + shift <= positions), 0)
 
     def save(self, sequence: int) -> Bytes:
-        """The state of a sequence, as bytes for `restore`."""
-        self._check(sequence)
-        state = np.empty(self._library.llama_state_seq_get_size(self._pointer, sequence), np.uint8)
-        written = self._library.llama_state_seq_get_data(self._pointer, _pointer(state), state.nbytes, sequence)
-        return state[:written]
+        """The state of a sequence, as bytes for `restore`: the library's, the shifts, and how many these are."""
+        pointer, _, number = self._locate(sequence)
+        shifts = self._shifts.get(sequence, [])
+        trailer = np.array([*sum(shifts, ()), len(shifts)], np.int64).view(np.uint8)
+        size = self._library.llama_state_seq_get_size(pointer, number)
+        state = np.empty(size + trailer.nbytes, np.uint8)
+        written = self._library.llama_state_seq_get_data(pointer, _pointer(state), size, number)
+        state[written : written + trailer.nbytes] = trailer
+        return state[: written + trailer.nbytes]
 
     def restore(self, sequence: int, state: Bytes) -> bool:
         """Replaces a sequence by a saved state. Returns False if there is no room for it."""
-        self._check(sequence)
-        return bool(self._library.llama_state_seq_set_data(self._pointer, _pointer(state), state.nbytes, sequence))
+        pointer, _, number = self._locate(sequence)
+        count = int.from_bytes(state[-_SHIFT_BYTES:].tobytes(), "little")
+        size = state.nbytes - (2 * count + 1) * _SHIFT_BYTES
+        if not self._library.llama_state_seq_set_data(pointer, _pointer(state), size, number):
+            return False
+        pairs = np.frombuffer(state[size:-_SHIFT_BYTES].tobytes(), np.int64).reshape(count, 2).tolist()
+        self._set_shifts(sequence, [(end, shift) for end, shift in pairs])
+        return True
 
-    def _check(self, sequence: int) -> None:
+    def _set_shifts(self, sequence: int, shifts: list[tuple[int, int]]) -> None:
+        self._shifts.pop(sequence, None)
+        if shifts:
+            self._shifts[sequence] = list(shifts)
+
+    def _locate(self, sequence: int) -> tuple[Any, Any, int]:
+        """The llama.cpp context of a sequence, its memory, and the number of the sequence there."""
         assert 0 <= sequence < self.settings.sequences
+        place, number = (sequence, 0) if self.settings.separate else (0, sequence)
+        return self._pointers[place], self._memories[place], number
 
     def close(self) -> None:
-        if self._pointer:
-            self._library.llama_free(self._pointer)
-            self._pointer = None
+        for pointer in self._pointers:
+            self._library.llama_free(pointer)
+        self._pointers = []
 
 
 class _BatchArrays:

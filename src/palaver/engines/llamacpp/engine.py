@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT, EXACTNESS_LABELS, LLAMACPP_RUNNER, EngineInfo, Fingerprint
+from palaver.engines.base import (
+    BY_BATCH,
+    BY_CACHE,
+    BY_TEXT,
+    EXACT_CACHE,
+    EXACTNESS_LABELS,
+    LLAMACPP_RUNNER,
+    EngineInfo,
+    Fingerprint,
+)
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.generation import CancelCommand, Command
+from palaver.engines.core.media import ProcessedMedia
 from palaver.engines.core.options import EngineOptions, Fit, host_cache_bytes
 from palaver.engines.core.runner import SMALL_MODEL, ThreadCounts
 from palaver.engines.core.sampler import SAMPLER_VERSION
 from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.llamacpp import metadata
-from palaver.engines.llamacpp.context import ROW_GROUP, Context, ContextSettings, LoadedModel
+from palaver.engines.llamacpp.context import (
+    LONE_BATCH,
+    MAX_BATCH,
+    ROW_GROUP,
+    Context,
+    ContextSettings,
+    LoadedModel,
+)
 from palaver.engines.llamacpp.exact import ROWS, LlamaExactPasses, probe_exactness
 from palaver.engines.llamacpp.library import LlamaLibrary, load_library
+from palaver.engines.llamacpp.media import LlamaMedia, Projector, read_projector
 from palaver.engines.llamacpp.passes import (
+    MAX_REPLAYED,
     GroupedPasses,
+    LonePasses,
     Passes,
     SharedPasses,
     SteadyPasses,
@@ -27,7 +47,9 @@ from palaver.engines.llamacpp.passes import (
     probe_groups,
 )
 from palaver.engines.llamacpp.runner import LlamaRunner
-from palaver.errors import BadParameter
+from palaver.engines.llamacpp.state_files import StateFiles, file_identity
+from palaver.errors import BadParameter, PalaverError
+from palaver.generation import MediaItem
 from palaver.gguf import GGUFHeader, read_gguf
 from palaver.memory import available_bytes
 from palaver.phases import Vocabulary
@@ -42,8 +64,9 @@ _GPU = 1
 """ggml's number for devices with memory of their own."""
 
 
-def fit(header: GGUFHeader) -> Fit:
-    return Fit.of(header.weights_bytes, available_bytes(), "cpu")
+def fit(header: GGUFHeader, projector: GGUFHeader | None = None) -> Fit:
+    size = header.weights_bytes + (0 if projector is None else projector.weights_bytes)
+    return Fit.of(size, available_bytes(), "cpu")
 
 
 def load(
@@ -53,13 +76,16 @@ def load(
     options: EngineOptions | None = None,
     device: str | None = None,
     adapter: Path | None = None,
+    mmproj: Path | None = None,
     report: Callable[[float], None] | None = None,
+    weights: LoadedModel | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> LlamaEngine:
     """Loads a GGUF file and starts its thread. Raises a ModelError where that fails.
 
     llama.cpp ends the process where its assumptions fail, so call this in a process of its own. `adapter` is a LoRA
-    adapter in a GGUF file; `report` is called with the part of the weights that is loaded.
+    adapter in a GGUF file; `mmproj` the file of the projector of a model that sees or hears; `report` is called with
+    the part of the weights that is loaded. `weights`: what `load_weights` returned for this file.
     """
     options = options or EngineOptions()
     library = load_library()
@@ -67,14 +93,13 @@ def load(
     gpu_layers = _gpu_layers(device, options, library)
     on_cpu = gpu_layers == 0 or _gpu_name(library) is None
     if on_cpu:  # the memory of a GPU is llama.cpp's concern
-        fit(header).check(header.name)
-    model = LoadedModel(header.files, gpu_layers, report, library)
+        fit(header, None if mmproj is None else read_projector(mmproj)).check(header.name)
+    model = LoadedModel(header.files, gpu_layers, report, library) if weights is None else weights
     plan = CachePlan.make(header, options)
-    settings = plan.settings(header, options, on_cpu)
+    settings = plan.settings(header, options, on_cpu, mmproj is not None)
     context = Context(model, settings, adapter)
     truncates = probe_truncation(context)
     passes, exactness = _choose_passes(context, header, options.exact, on_cpu, truncates)
-    runner = LlamaRunner(context, passes, plan.limit_bytes, plan.host_bytes, plan.token_bytes, truncates)
     info = EngineInfo(
         model=header.name,
         context_length=plan.context_length,
@@ -83,12 +108,34 @@ def load(
         defaults=metadata.sampling_defaults(header),
         device="cpu" if gpu_layers == 0 else _gpu_name(library) or "cpu",
         dtype=metadata.weights_type(header),
-        reuse=runner.reuse,
-        steps=f"{LLAMACPP_RUNNER} b{library.build}",
+        reuse="to the token" if truncates else "snapshots",
+        steps=f"{LLAMACPP_RUNNER} b{library.build}, flash attention {_FLASH_LABELS[settings.flash_attention]}",
         exactness=exactness,
     )
     info = replace(info, fingerprint=str(_fingerprint(info, library, settings)))
-    return LlamaEngine(info, vocabulary, runner, _limits(header, plan, options), model, context, on_failure)
+    projector = None
+    if mmproj is not None:
+        threads = ThreadCounts.choose(options.threads, small_model=False).large_pass
+        projector = Projector(mmproj, model, header, threads, not on_cpu, options.exact)
+    used = [*header.files, *(file for file in (adapter, mmproj) if file is not None)]
+    files = None if options.states is None else _state_files(options.states, info, settings, used)
+    runner = LlamaRunner(
+        context, passes, plan.limit_bytes, plan.host_bytes, plan.token_bytes, truncates, files, projector
+    )
+    return LlamaEngine(info, vocabulary, runner, _limits(header, plan, options), model, context, projector, on_failure)
+
+
+def load_weights(file: Path) -> LoadedModel | None:
+    """Loads the weights ahead of `load`. None where options decide how, and for a file that `load` will refuse."""
+    try:
+        library = load_library()
+        if _gpu_name(library) is not None:
+            return None
+        header = read_gguf(file)
+        fit(header).check(header.name)
+        return LoadedModel(header.files, 0, library=library)
+    except PalaverError:
+        return None
 
 
 class LlamaEngine(LocalEngine):
@@ -102,9 +149,15 @@ class LlamaEngine(LocalEngine):
         limits: SchedulerLimits,
         model: LoadedModel,
         context: Context,
+        projector: Projector | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
-        super().__init__(info, vocabulary, runner, limits, on_failure=on_failure)
+        media = None if projector is None else projector.cache
+        super().__init__(
+            info, vocabulary, runner, limits, on_failure=on_failure, on_idle=runner.store_idle, media=media
+        )
+        self._projector = projector
+        self._close_runner = runner.close
         self._model = model
         self._context = context
         self._interrupt = runner.interrupt
@@ -115,9 +168,20 @@ class LlamaEngine(LocalEngine):
         if isinstance(command, CancelCommand):
             self._interrupt(command.generation)
 
+    def _load_media(self, item: MediaItem) -> ProcessedMedia:
+        """Encodes the item, too: other requests are computed meanwhile."""
+        processed = super()._load_media(item)
+        assert self._projector is not None
+        assert isinstance(processed, LlamaMedia)
+        self._projector.encode(processed)
+        return processed
+
     async def close(self) -> None:
         self._context.abort()
         await super().close()
+        await asyncio.to_thread(self._close_runner)
+        if self._projector is not None:
+            await asyncio.to_thread(self._projector.close)
         await asyncio.to_thread(self._context.close)
         await asyncio.to_thread(self._model.close)
 
@@ -157,16 +221,24 @@ class CachePlan:
     def host_bytes(self) -> int:
         return max(0, self.limit_bytes - self.cells * self.token_bytes)
 
-    def settings(self, header: GGUFHeader, options: EngineOptions, on_cpu: bool = True) -> ContextSettings:
-        """On the CPU flash attention is off: it rounds by the length of a chunk, and is slower for few queries over a
-        long text. Over shared cells it is quicker, because it skips those of other sequences."""
+    def settings(
+        self, header: GGUFHeader, options: EngineOptions, on_cpu: bool = True, media: bool = False
+    ) -> ContextSettings:
+        """Flash attention rounds by the length of a chunk and by threads, so it is off where the bits of a reply would
+        not depend on others otherwise. Over shared cells it is quicker, because it skips those of other sequences.
+        `media`: whether tokens of media may have to be computed in one pass."""
+        own_cells, rounded = on_cpu and not self.unified, metadata.is_rounded_by_batch(header)
+        small_half = header.weights_bytes <= SMALL_MODEL and metadata.weights_type(header) in metadata.HALF_FLOATS
+        separate = own_cells and small_half and not options.exact
         threads = ThreadCounts.choose(options.threads, header.weights_bytes <= SMALL_MODEL)
         return ContextSettings(
             self.cells,
             self.slots,
             self.unified,
+            separate=separate,
+            max_batch=LONE_BATCH if separate and not media else MAX_BATCH,
             float32=options.exact,
-            flash_attention=False if options.exact or (on_cpu and not self.unified) else None,
+            flash_attention=False if options.exact or (own_cells and not rounded) else None,
             threads=threads.small_pass,
         )
 
@@ -182,10 +254,8 @@ def probe_truncation(context: Context) -> bool:
 def _choose_passes(
     context: Context, header: GGUFHeader, exact: bool, on_cpu: bool, truncates: bool
 ) -> tuple[Passes, str]:
-    """How steps are divided into passes, and what the bits of a reply depend on then.
-
-    The rows of an expert depend on what the other rows choose: mixtures are never exact by text alone.
-    """
+    """How steps are divided into passes, and what the bits of a reply depend on then. Mixtures are never exact by text
+    alone."""
     mixture, shared = metadata.is_mixture(header), context.settings.unified
     if exact and truncates and not mixture:
         group = next((group for group in (2, ROW_GROUP) if probe_groups(context, group)), None)
@@ -196,9 +266,14 @@ def _choose_passes(
         exactness = probe_exactness(context, passes)
         weaker = exactness == BY_TEXT and (mixture or not truncates)
         return passes, BY_CACHE if weaker else exactness
-    if not on_cpu or not truncates or shared:
-        return SharedPasses(context), BY_BATCH
-    return SteadyPasses(context), BY_BATCH if mixture else probe_company(context)
+    if context.settings.separate:
+        lone = LonePasses(context, pads=truncates)
+        return lone, probe_company(context, lone) if truncates else BY_CACHE
+    if not on_cpu or not truncates or shared or metadata.is_rounded_by_batch(header):
+        pads = on_cpu and truncates and not shared
+        return SharedPasses(context, MAX_REPLAYED if on_cpu else 0, pads), BY_BATCH
+    steady = SteadyPasses(context, pairs=metadata.weights_type(header) == "F32")
+    return steady, probe_company(context, steady)
 
 
 def _gpu_layers(device: str | None, options: EngineOptions, library: LlamaLibrary) -> int | None:
@@ -227,10 +302,17 @@ def _gpu_name(library: LlamaLibrary) -> str | None:
 def _fingerprint(info: EngineInfo, library: LlamaLibrary, settings: ContextSettings) -> Fingerprint:
     """Its build includes the type of the KV cache and flash attention, which change the bits too."""
     used = [name for name in _ISA if f"{name} = 1" in library.system_info]
-    cache, flash = "f32" if settings.float32 else "f16", _FLASH_LABELS[settings.flash_attention]
-    build = "-".join((f"b{library.build}", *used[-1:], f"kv-{cache}", f"flash-{flash}"))
+    cache, flash = EXACT_CACHE if settings.float32 else "kv-f16", _FLASH_LABELS[settings.flash_attention]
+    build = "-".join((f"b{library.build}", *used[-1:], cache, f"flash-{flash}"))
     exactness, sampler = EXACTNESS_LABELS[info.exactness], f"sampler-{SAMPLER_VERSION}"
     return Fingerprint(LLAMACPP_RUNNER, build, info.device, info.dtype, exactness, sampler)
+
+
+def _state_files(folder: Path, info: EngineInfo, settings: ContextSettings, used: Sequence[Path]) -> StateFiles:
+    """Files whose states this model can restore: those of the same files, build and kind of cache."""
+    kind = (settings.unified, settings.separate)
+    key = "\n".join((info.fingerprint, str(kind), *map(file_identity, used)))
+    return StateFiles(folder, key)
 
 
 def _limits(header: GGUFHeader, plan: CachePlan, options: EngineOptions) -> SchedulerLimits:

@@ -26,6 +26,7 @@ class LlamaExactPasses:
     max_chunk = EXACT_CHUNK
     """The chunk size must not depend on other sequences."""
     prefills_last_token = False
+    max_replayed = 0
 
     def __init__(self, context: Context, pads: bool = True) -> None:
         """`pads`: False for states that can't be cut: their passes have as many rows as tokens."""

@@ -1,4 +1,4 @@
-"""llama.cpp's C API by ctypes, from the library in the xllamacpp wheel.
+"""llama.cpp's C API, and that of its multimodal library mtmd, by ctypes, from the library in the xllamacpp wheel.
 
 llama.cpp changes the layout of its parameter structs without a version of its own. So the layouts are a table by build
 number, and each is compared with the defaults that the library returns before anything else is called. A build that is
@@ -112,20 +112,49 @@ class ContextParams10566(c.Structure):
     )
 
 
+class MediaParams10566(c.Structure):
+    _fields_ = (
+        ("use_gpu", c.c_bool),
+        ("device", c.c_void_p),
+        ("print_timings", c.c_bool),
+        ("n_threads", c.c_int),
+        ("image_marker", c.c_char_p),
+        ("media_marker", c.c_char_p),
+        ("flash_attn_type", c.c_int),
+        ("warmup", c.c_bool),
+        ("image_min_tokens", c.c_int),
+        ("image_max_tokens", c.c_int),
+        ("cb_eval", c.c_void_p),
+        ("cb_eval_user_data", c.c_void_p),
+        ("batch_max_tokens", c.c_int32),
+        ("progress_callback", c.c_void_p),
+        ("progress_callback_user_data", c.c_void_p),
+    )
+
+
+class MediaText(c.Structure):
+    """`mtmd_input_text`: a text with a marker for each item."""
+
+    _fields_ = (("text", c.c_char_p), ("text_len", c.c_size_t), ("add_special", c.c_bool), ("parse_special", c.c_bool))
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The parameter structs of a build, and their defaults other than zero."""
+    """The parameter structs of a build, and their defaults other than zero; 1 for a pointer that is set."""
 
     model_params: type[c.Structure]
     context_params: type[c.Structure]
+    media_params: type[c.Structure]
     model_defaults: Mapping[str, float]
     context_defaults: Mapping[str, float]
+    media_defaults: Mapping[str, float]
 
 
 LAYOUTS: Mapping[int, Layout] = {
     10566: Layout(
         ModelParams10566,
         ContextParams10566,
+        MediaParams10566,
         {"n_gpu_layers": -1, "split_mode": 1, "load_mode": -1, "use_extra_bufts": True},
         {
             "n_ctx": 512,
@@ -150,6 +179,17 @@ LAYOUTS: Mapping[int, Layout] = {
             "no_perf": True,
             "op_offload": True,
             "swa_full": True,
+        },
+        {
+            "use_gpu": True,
+            "print_timings": True,
+            "n_threads": 4,
+            "media_marker": 1,
+            "flash_attn_type": -1,
+            "warmup": True,
+            "image_min_tokens": -1,
+            "image_max_tokens": -1,
+            "batch_max_tokens": 1024,
         },
     ),
 }
@@ -187,6 +227,33 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_state_seq_set_data": (c.c_size_t, (_POINTER, _BYTES, c.c_size_t, _INT)),
     "llama_adapter_lora_init": (_POINTER, (_POINTER, c.c_char_p)),
     "llama_set_adapters_lora": (_INT, (_POINTER, c.POINTER(_POINTER), c.c_size_t, c.POINTER(c.c_float))),
+    "llama_model_n_embd_inp": (_INT, (_POINTER,)),
+    "mtmd_log_set": (None, (LOG_CALLBACK, _POINTER)),
+    "mtmd_helper_log_set": (None, (LOG_CALLBACK, _POINTER)),
+    "mtmd_default_marker": (c.c_char_p, ()),
+    "mtmd_free": (None, (_POINTER,)),
+    "mtmd_support_vision": (c.c_bool, (_POINTER,)),
+    "mtmd_support_audio": (c.c_bool, (_POINTER,)),
+    "mtmd_get_audio_sample_rate": (c.c_int, (_POINTER,)),
+    "mtmd_decode_use_non_causal": (c.c_bool, (_POINTER, _POINTER)),
+    "mtmd_bitmap_init": (_POINTER, (c.c_uint32, c.c_uint32, c.c_char_p)),
+    "mtmd_bitmap_init_from_audio": (_POINTER, (c.c_size_t, c.c_char_p)),
+    "mtmd_bitmap_free": (None, (_POINTER,)),
+    "mtmd_input_chunks_init": (_POINTER, ()),
+    "mtmd_input_chunks_size": (c.c_size_t, (_POINTER,)),
+    "mtmd_input_chunks_get": (_POINTER, (_POINTER, c.c_size_t)),
+    "mtmd_input_chunks_free": (None, (_POINTER,)),
+    "mtmd_input_chunk_get_type": (c.c_int, (_POINTER,)),
+    "mtmd_input_chunk_get_tokens_text": (c.POINTER(_INT), (_POINTER, c.POINTER(c.c_size_t))),
+    "mtmd_input_chunk_get_n_tokens": (c.c_size_t, (_POINTER,)),
+    "mtmd_input_chunk_get_n_pos": (_INT, (_POINTER,)),
+    "mtmd_tokenize": (_INT, (_POINTER, _POINTER, c.POINTER(MediaText), c.POINTER(_POINTER), c.c_size_t)),
+    "mtmd_encode_chunk": (_INT, (_POINTER, _POINTER)),
+    "mtmd_get_output_embd": (c.POINTER(c.c_float), (_POINTER,)),
+    "mtmd_helper_decode_image_chunk": (
+        _INT,
+        (_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, c.POINTER(_INT), _POINTER, _POINTER),
+    ),
     "ggml_backend_dev_count": (c.c_size_t, ()),
     "ggml_backend_dev_get": (_POINTER, (c.c_size_t,)),
     "ggml_backend_dev_type": (c.c_int, (_POINTER,)),
@@ -211,16 +278,20 @@ class LlamaLibrary:
             self._declare(name, result, arguments)
         self._check_defaults("llama_model_default_params", self.layout.model_params, self.layout.model_defaults)
         self._check_defaults("llama_context_default_params", self.layout.context_params, self.layout.context_defaults)
+        self._check_defaults("mtmd_context_params_default", self.layout.media_params, self.layout.media_defaults)
         model, context = self.layout.model_params, self.layout.context_params
         self._declare("llama_model_default_params", model, ())
         self._declare("llama_context_default_params", context, ())
+        self._declare("mtmd_context_params_default", self.layout.media_params, ())
         splits = (c.POINTER(c.c_char_p), c.c_size_t, model)
         self._declare("llama_model_load_from_splits", _POINTER, splits)
         self._declare("llama_init_from_model", _POINTER, (_POINTER, context))
+        self._declare("mtmd_init_from_file", _POINTER, (c.c_char_p, _POINTER, self.layout.media_params))
         self._log = LOG_CALLBACK(self._keep_error)
         self.last_error = ""
         """What llama.cpp logged as an error since this was cleared."""
-        self.llama_log_set(self._log, None)
+        for set_log in (self.llama_log_set, self.mtmd_log_set, self.mtmd_helper_log_set):
+            set_log(self._log, None)
         self.llama_backend_init()
 
     def __getattr__(self, name: str) -> Any:

@@ -31,6 +31,9 @@ _SAMPLING_KEYS = {
     "repetition_penalty": "penalty_repeat",
 }
 DEFAULT_CONTEXT = 4096
+HALF_FLOATS = frozenset({"F16", "BF16"})
+ROUNDED_BY_BATCH = HALF_FLOATS | {"Q4_K"}
+"""Types of weights whose kernels for one row round differently from those for several, and for some row counts only."""
 _VALUE_BYTES = {True: 4, False: 2}
 """By whether keys and values are stored in f32."""
 
@@ -94,6 +97,18 @@ def _is_array(header: GGUFHeader, key: str) -> bool:
 def is_mixture(header: GGUFHeader) -> bool:
     """Whether the model is a mixture of experts."""
     return bool(header.model_integer("expert_count"))
+
+
+def is_rounded_by_batch(header: GGUFHeader) -> bool:
+    """Whether the bits of a reply depend on the requests beside it, whatever passes are made of them.
+
+    Decided by the types of the tensors that rows are multiplied with. In a mixture, the rows of an expert depend on
+    what the other rows choose.
+    """
+    names = {tensor.name for tensor in header.tensors}
+    looked_up = {"token_embd.weight"} if "output.weight" in names else set()
+    used = {tensor.type.name for tensor in header.tensors if len(tensor.shape) > 1 and tensor.name not in looked_up}
+    return is_mixture(header) or bool(used & ROUNDED_BY_BATCH)
 
 
 def weights_type(header: GGUFHeader) -> str:

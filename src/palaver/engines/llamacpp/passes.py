@@ -13,8 +13,15 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from palaver.engines.base import BY_BATCH, BY_CACHE
-from palaver.engines.llamacpp.context import MAX_BATCH, ROW_GROUP, Context, Floats
+from palaver.engines.llamacpp.context import LONE_BATCH, MAX_BATCH, ROW_GROUP, Context, Floats
 
+MAX_REPLAYED = 1024
+"""Reply tokens that are computed again as they were generated. That takes as long as it took then, longer than in
+chunks."""
+FLASH_TILE = 64
+"""Rows of a sequence from which on flash attention computes them together, several times as fast."""
+TILED_FROM, TILED_FROM_ROWS = 512, 40
+"""The position and the number of rows from which on rows that fill up a tile cost less than they gain."""
 _NO_ROWS = np.empty((0, 0), np.float32)
 
 
@@ -26,7 +33,8 @@ class Chunk(NamedTuple):
     """The position of the first token."""
     ids: Sequence[int]
     generated: bool = False
-    """Whether the last token is the latest of a reply."""
+    """Whether the last token is the latest of a reply, or computed again as if it were. Also the last one of a prompt,
+    if passes for prompts don't include it (`prefills_last_token`)."""
 
 
 class Passes(Protocol):
@@ -43,6 +51,11 @@ class Passes(Protocol):
     @property
     def prefills_last_token(self) -> bool: ...
 
+    @property
+    def max_replayed(self) -> int:
+        """As in `Runner`."""
+        ...
+
     def run(self, chunks: Sequence[Chunk], need_logits: bool) -> Floats:
         """A row of logits for each chunk, after its last token; no rows without `need_logits`."""
         ...
@@ -55,32 +68,70 @@ class SharedPasses:
     max_chunk = None
     prefills_last_token = True
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, max_replayed: int = 0, pads: bool = False) -> None:
+        """`pads`: fill up chunks over a long text to FLASH_TILE rows. The context must be able to truncate its
+        sequences, and must not share cells between them."""
         self._context = context
+        self._pads = pads
+        self.max_replayed = max_replayed
 
     def run(self, chunks: Sequence[Chunk], need_logits: bool) -> Floats:
         ordered = sorted(range(len(chunks)), key=lambda index: chunks[index].sequence)  # neighbours share attention
         rows: list[Floats] = []
         for batch, finished in _split_batches([chunks[index] for index in ordered]):
-            logits = self._context.decode(batch, need_logits and bool(finished))
+            alone = self._pads and len(batch) == 1
+            decode = _decode_tile if alone else Context.decode
+            logits = decode(self._context, batch, need_logits and bool(finished))
             rows.extend(logits[index : index + 1] for index in finished if need_logits)
         return np.concatenate(rows)[np.argsort(ordered)] if rows else _NO_ROWS
+
+
+class LonePasses:
+    """A pass for each chunk. A prompt is divided by its length alone.
+
+    So a token's bits depend on the text and on what was cached of it, whichever kernels compute one row, few rows and
+    many. Takes longer than a shared pass where that reads large weights once for all replies.
+    """
+
+    padding = 0
+    max_chunk = LONE_BATCH
+    prefills_last_token = False
+    max_replayed = MAX_REPLAYED
+
+    def __init__(self, context: Context, pads: bool = True) -> None:
+        """`pads`: as for `SharedPasses`."""
+        assert not context.settings.unified
+        self._context = context
+        self._decode = _decode_tile if pads else Context.decode
+
+    def run(self, chunks: Sequence[Chunk], need_logits: bool) -> Floats:
+        rows = [self._run_chunk(chunk, need_logits) for chunk in chunks]
+        return np.concatenate(rows) if need_logits else _NO_ROWS
+
+    def _run_chunk(self, chunk: Chunk, need_logits: bool) -> Floats:
+        if chunk.generated and len(chunk.ids) > 1:
+            self._decode(self._context, [_without_last(chunk)[:3]], need_logits=False)
+            chunk = _last(chunk)
+        return self._decode(self._context, [chunk[:3]], need_logits)
 
 
 class SteadyPasses:
     """Passes in which no token's bits depend on other sequences, as far as the kernels allow (`probe_company`).
 
     Prompts are computed one after the other, in whole groups of rows. The latest tokens of all replies are computed
-    together, one row each.
+    together, one row each; beside a single one, a token that is removed again, if `pairs`.
     """
 
     padding = 0
     max_chunk = None
     prefills_last_token = True
+    max_replayed = MAX_REPLAYED
 
-    def __init__(self, context: Context) -> None:
-        """The context must be able to truncate its sequences, and must not share cells between them."""
+    def __init__(self, context: Context, pairs: bool = False) -> None:
+        """The context must be able to truncate its sequences, and must not share cells between them. `pairs`: for
+        weights whose kernels round one row differently from any larger number."""
         self._context = context
+        self._pairs = pairs and context.settings.sequences > 1
         self._prompts = GroupedPasses(context, ROW_GROUP, together=False)
 
     def run(self, chunks: Sequence[Chunk], need_logits: bool) -> Floats:
@@ -89,8 +140,27 @@ class SteadyPasses:
         self._prompts.add_rows([chunk for chunk in prompts if chunk.ids], need_logits, rows)
         generated = sorted(_last(chunk) for chunk in chunks if chunk.generated)  # neighbours share attention
         if generated:
-            _collect(rows, generated, self._context.decode([chunk[:3] for chunk in generated], need_logits))
+            _collect(rows, generated, self._run_generated(generated, need_logits))
         return np.stack([rows[chunk.sequence] for chunk in chunks]) if need_logits else _NO_ROWS
+
+    def _run_generated(self, chunks: Sequence[Chunk], need_logits: bool) -> Floats:
+        pads = self._pairs_of({chunk.sequence for chunk in chunks}) if self._pairs else []
+        batch = sorted([*chunks, *pads])  # llama.cpp computes neighbours together, and others in passes of their own
+        logits = self._context.decode([chunk[:3] for chunk in batch], need_logits)  # of pads too: they are rows there
+        for sequence, end, _, _ in pads:
+            self._context.truncate(sequence, end)
+        return logits[[row for row, chunk in enumerate(batch) if chunk not in pads]] if pads and need_logits else logits
+
+    def _pairs_of(self, sequences: set[int]) -> list[Chunk]:
+        """A token in a neighbour of each sequence that has none in the pass. Without room for it, the bits are what
+        they are."""
+        pads: dict[int, Chunk] = {}
+        for sequence in sorted(sequences):
+            near = [n for n in (sequence + 1, sequence - 1) if 0 <= n < self._context.settings.sequences]
+            if not any(n in sequences or n in pads for n in near):
+                ends = [(n, self._context.length(n)) for n in near]
+                pads |= {n: Chunk(n, end, [0]) for n, end in ends[:1] if end < self._context.max_tokens}
+        return list(pads.values())
 
 
 class GroupedPasses:
@@ -102,6 +172,7 @@ class GroupedPasses:
 
     max_chunk = None
     prefills_last_token = True
+    max_replayed = 0
 
     def __init__(self, context: Context, group: int, together: bool = True) -> None:
         """As for `SteadyPasses`. `group`: 2 or ROW_GROUP. `together`: single tokens of several sequences share a pass,
@@ -148,6 +219,18 @@ class GroupedPasses:
         for sequence, end, _ in pads:
             self._context.truncate(sequence, end)
         return logits
+
+
+def _decode_tile(context: Context, batch: Sequence[tuple[int, int, Sequence[int]]], need_logits: bool) -> Floats:
+    """Computes one chunk. Over a long text it is filled up to FLASH_TILE rows, if it has nearly as many."""
+    sequence, start, ids = batch[0]
+    end, full = start + len(ids), start + FLASH_TILE
+    long = start >= TILED_FROM and TILED_FROM_ROWS <= len(ids) < FLASH_TILE
+    if not long or full > context.max_tokens:
+        return context.decode(batch, need_logits)
+    logits = context.decode([*batch, (sequence, end, [0] * (full - end))], need_logits, outputs=1)
+    context.truncate(sequence, end)
+    return logits
 
 
 def _collect(rows: dict[int, Floats], chunks: Sequence[Chunk], logits: Floats) -> None:
@@ -206,7 +289,7 @@ def probe_groups(context: Context, group: int) -> bool:
         _clear(context)
 
 
-def probe_company(context: Context) -> str:
+def probe_company(context: Context, passes: SteadyPasses | LonePasses) -> str:
     """Whether a generated token has the same bits alone and beside others: BY_CACHE or BY_BATCH.
 
     Few tokens, because every start of a model waits for it. Uses all sequences, which must be empty, and empties them.
@@ -217,11 +300,11 @@ def probe_company(context: Context) -> str:
     try:
         context.decode([(0, 0, ids[:8])], need_logits=False)
         for count in sorted({0, min(1, len(others)), len(others)}):
-            company = [(number, 0, [ids[number % 40]]) for number in others[:count]]
-            rows.append(context.decode([(0, 8, ids[8:9]), *company]))
+            company = [Chunk(number, 0, [ids[number % 40]], generated=True) for number in others[:count]]
+            rows.append(passes.run([Chunk(0, 8, ids[8:9], generated=True), *company], need_logits=True))
             for number in range(count + 1):
                 context.truncate(number, 0 if number else 8)
-        alone = [context.decode([(number, 0, [ids[number % 40]])]) for number in others[-1:]]
+        alone = [passes.run([Chunk(n, 0, [ids[n % 40]], generated=True)], need_logits=True) for n in others[-1:]]
         return BY_CACHE if _is_same(rows, alone) else BY_BATCH
     finally:
         _clear(context)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
 
 from palaver.engines.core.generation import LocalGeneration
 from palaver.engines.core.prefix_cache import CacheStatistics
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import PassInterrupted
 from palaver.engines.core.sampler import HostLogits, Logits
-from palaver.engines.llamacpp.context import Aborted, Context, Floats, NoRoom
+from palaver.engines.llamacpp.context import Aborted, Context, EncodedPiece, Floats, NoRoom
+from palaver.engines.llamacpp.media import Projector, integer_keys
 from palaver.engines.llamacpp.passes import Chunk, Passes
 from palaver.engines.llamacpp.sequence_cache import CachedSequence, NoSlot, SequenceCache
+from palaver.engines.llamacpp.state_files import StateFiles
 from palaver.errors import CacheFull, EngineClosed
+
+T = TypeVar("T")
 
 
 class LlamaRunner:
@@ -27,18 +34,27 @@ class LlamaRunner:
         host_bytes: int,
         token_bytes: int,
         truncates: bool = True,
+        files: StateFiles | None = None,
+        projector: Projector | None = None,
     ) -> None:
-        """`host_bytes`: the part of the limit for saved states. `token_bytes`: the cache of one token."""
+        """`host_bytes`: the part of the limit for saved states. `token_bytes`: the cache of one token. `files`: where
+        the states of conversations are stored; None: nowhere. `projector`: None if the model takes text only."""
         self.reuse = "to the token" if truncates else "snapshots"
         self.run_ahead = None
+        self.verify_drafts = None
         self.supports_batching = True
         self.prefills_last_token = passes.prefills_last_token
+        self.max_replayed = passes.max_replayed
         self.forward_seconds = 0.0
         self._context = context
         self._passes = passes
         self._limit_bytes = limit_bytes
         self._token_bytes = token_bytes
-        self._cache = SequenceCache(context, context.settings.sequences, truncates, host_bytes)
+        self._cache = SequenceCache(context, context.settings.sequences, truncates, host_bytes, files)
+        self._files = files
+        self._projector = projector
+        self._pieces: dict[SequenceState, dict[int, EncodedPiece]] = {}
+        """The media of each sequence that are not computed yet, by their places."""
         self._slots: dict[SequenceState, CachedSequence] = {}
         self._in_pass: list[LocalGeneration] = []
         """The generations whose tokens are being computed."""
@@ -60,13 +76,13 @@ class LlamaRunner:
         return self._context.max_tokens - self._passes.padding
 
     def count_cached(self, sequence: SequenceState) -> int:
-        return self._cache.count_cached(sequence.space, sequence.token_ids[:-1])
+        return self._cache.count_cached(sequence.space, _keys(sequence)[:-1])
 
     def max_chunk(self, sequence: SequenceState) -> int | None:
         return self._passes.max_chunk
 
     def allocate(self, sequence: SequenceState) -> None:
-        space, tokens = sequence.space, sequence.token_ids
+        space, tokens = sequence.space, _keys(sequence)
         sequence.cached_logits = self._cache.find_logits(space, tokens)
         keys = tokens if sequence.cached_logits is not None else tokens[:-1]
         try:
@@ -77,44 +93,92 @@ class LlamaRunner:
             sequence.cached_logits = None
         self._slots[sequence] = slot
         sequence.computed_tokens = sequence.cached_tokens = cached
+        if sequence.generation.prompt.media:
+            self._attach_media(sequence)
         self._prompt_tokens += len(tokens)
         self._hit_tokens += cached
 
+    def _attach_media(self, sequence: SequenceState) -> None:
+        assert self._projector is not None, "media are refused by models that don't take them"
+        try:
+            self._pieces[sequence] = self._projector.attach(sequence)
+        except BaseException:
+            self.release(sequence)
+            raise
+
     def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Logits:
         self._check_room(sequences, counts)
-        chunks = [self._chunk(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
+        ends = [sequence.computed_tokens + count for sequence, count in zip(sequences, counts, strict=True)]
         began = time.thread_time()
         self._start_pass([sequence.generation for sequence in sequences])
         try:
+            starts = self._run_media(sequences, ends)
+            chunks = [self._chunk(*place) for place in zip(sequences, starts, ends, strict=True)]
             logits = self._compute(chunks, need_logits)
+        except BaseException:
+            self._restore_lengths([self._chunk(sequence, sequence.computed_tokens, 0) for sequence in sequences])
+            raise
         finally:
             self._start_pass([])
         self.forward_seconds += time.thread_time() - began
-        for sequence, chunk in zip(sequences, chunks, strict=True):
-            self._cache.advance(self._slots[sequence], chunk.ids)
-            sequence.computed_tokens += len(chunk.ids)
+        for sequence, end in zip(sequences, ends, strict=True):
+            keys = integer_keys(sequence.prefix_keys[sequence.computed_tokens : end])
+            self._cache.advance(self._slots[sequence], keys)
+            sequence.computed_tokens = end
         return HostLogits(logits)
 
-    def _chunk(self, sequence: SequenceState, count: int) -> Chunk:
-        start, end = sequence.computed_tokens, sequence.computed_tokens + count
-        generated = end == len(sequence.token_ids) > len(sequence.generation.prompt.context_ids)
+    def _run_media(self, sequences: Sequence[SequenceState], ends: Sequence[int]) -> list[int]:
+        """Computes the media of each sequence before its end, one piece after the other, and the text before them.
+        Returns where the text begins that is left."""
+        starts = []
+        for sequence, end in zip(sequences, ends, strict=True):
+            start = sequence.computed_tokens
+            for place, piece in sorted(self._pieces.get(sequence, {}).items()):
+                if start <= place < end:
+                    self._compute([self._chunk(sequence, start, place)], need_logits=False)
+                    self._compute_piece(self._slots[sequence].id, place, piece)
+                    start = place + piece.tokens
+            starts.append(start)
+        return starts
+
+    def _compute_piece(self, sequence: int, start: int, piece: EncodedPiece) -> None:
+        assert self._projector is not None
+        projector = self._projector.pointer
+        chunk = Chunk(sequence, start, range(piece.tokens))
+        self._attempt(lambda: self._context.decode_media(sequence, start, projector, piece), [chunk])
+
+    def _chunk(self, sequence: SequenceState, start: int, end: int) -> Chunk:
+        prompt_end = len(sequence.generation.prompt.context_ids)
+        is_last = sequence.replays or end in (prompt_end, len(sequence.token_ids))
+        generated = is_last and end > prompt_end - (not self.prefills_last_token)
         return Chunk(self._slots[sequence].id, start, sequence.token_ids[start:end], generated)
 
     def needs_recompute(self, sequence: SequenceState) -> bool:
         return False
 
     def cache_prefix(self, sequence: SequenceState, logits: Logits) -> None:
-        tokens = sequence.token_ids[: sequence.computed_tokens]
+        tokens = _keys(sequence)[: sequence.computed_tokens]
         self._cache.save_running(self._slots[sequence], sequence.conversation)
         self._cache.insert_logits(sequence.space, tokens, logits, sequence.conversation)
 
     def release(self, sequence: SequenceState) -> None:
+        self._pieces.pop(sequence, None)
         slot = self._slots.pop(sequence, None)
         if slot is not None:
             self._cache.release(slot, sequence.conversation)
 
     def forget(self, conversation: str) -> None:
         self._cache.forget(conversation)
+
+    def store_idle(self) -> bool:
+        """Stores a state while there is nothing else to do. Returns False if there is none left."""
+        return self._cache.store_idle()
+
+    def close(self) -> None:
+        """Stores what is not stored yet. Call after the last pass, before the context is closed."""
+        if self._files is not None:
+            self._cache.store_all()
+            self._files.close()
 
     def interrupt(self, generation: LocalGeneration) -> None:
         """Ends the pass that runs now if it is for this generation alone, which was cancelled. From any thread."""
@@ -135,10 +199,21 @@ class LlamaRunner:
                 raise CacheFull(needed, self._max_tokens)
 
     def _compute(self, chunks: Sequence[Chunk], need_logits: bool) -> Floats:
+        """A row of logits for each chunk; zeros for one without tokens, whose sequence computed media only."""
+        with_text = [row for row, chunk in enumerate(chunks) if chunk.ids]
+        if len(with_text) == len(chunks):
+            return self._attempt(lambda: self._passes.run(chunks, need_logits), chunks)
+        logits = np.zeros((len(chunks), self._context.vocabulary_size), np.float32)
+        if with_text:
+            rows = self._compute([chunks[row] for row in with_text], need_logits)
+            logits[with_text] = rows if need_logits else 0
+        return logits
+
+    def _attempt(self, decode: Callable[[], T], chunks: Sequence[Chunk]) -> T:
         """Computes the chunks. Where the cells that all sequences share are full, idle sequences are evicted."""
         while True:
             try:
-                return self._passes.run(chunks, need_logits)
+                return decode()
             except Aborted:
                 if self._context.closing:
                     raise EngineClosed from None
@@ -158,3 +233,10 @@ class LlamaRunner:
             if self._context.length(number) > start and not self._context.truncate(number, start):
                 slot = next(slot for slot in self._slots.values() if slot.id == number)
                 self._cache.drop(slot)
+
+
+def _keys(sequence: SequenceState) -> list[int]:
+    """What stands at each position, for the cache."""
+    if sequence.prefix_keys is sequence.token_ids:
+        return sequence.token_ids
+    return integer_keys(sequence.prefix_keys)

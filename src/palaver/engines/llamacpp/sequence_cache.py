@@ -2,7 +2,8 @@
 
 A sequence runs in a slot. When it ends, its tokens stay in the slot until another sequence needs it; then the state is
 saved to the host's memory, least recently used states first out. A new sequence starts from the slot or state that has
-the most of its first tokens.
+the most of its first tokens. The states of conversations are stored in files too (`StateFiles`), for the time after a
+restart.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Protocol
 from palaver.engines.core.prefix_cache import CacheStatistics
 from palaver.engines.core.sampler import Logits
 from palaver.engines.llamacpp.context import Bytes
+from palaver.engines.llamacpp.state_files import KEY_TYPE, StateFiles, StoredState
 
 MAX_CONVERSATIONS = 16
 """An entry that more conversations use is shared by all, so that the set of names stays bounded."""
@@ -24,6 +26,8 @@ LOGITS_SHARE = 8
 """The part of the host's memory that logits after prompts may take."""
 MIN_TAIL = 32
 """Tokens that another branch would lose from which on a state is saved before it is cut."""
+MIN_STORED = 64
+"""Tokens from which on a state in a file is worth writing and reading."""
 _COMPARED = 256
 
 
@@ -44,7 +48,7 @@ class _Entry:
     """Tokens whose state is in the cache."""
 
     space: Hashable = None
-    tokens: array[int] = field(default_factory=lambda: array("i"))
+    tokens: array[int] = field(default_factory=lambda: array(KEY_TYPE))
     uses: dict[str, int] = field(default_factory=dict)
     """How many of the tokens each conversation uses. "" are unnamed requests, which `forget` does not end."""
     last_use: int = 0
@@ -70,6 +74,10 @@ class CachedSequence(_Entry):
 
     id: int = 0
     running: bool = False
+    conversation: str = ""
+    """Of the latest request."""
+    stored: bool = True
+    """Whether its tokens are in a file, or need not be."""
 
 
 @dataclass(eq=False, slots=True)
@@ -82,14 +90,26 @@ class _SavedState(_Entry):
         return self.state.nbytes + self.tokens.itemsize * len(self.tokens)
 
 
+@dataclass(eq=False, slots=True)
+class _FileEntry(_Entry):
+    """A state in a file."""
+
+    stored: StoredState | None = None
+    state: Bytes | None = None
+    """Once it is read."""
+
+
 class NoSlot(Exception):
     """All slots are running."""
 
 
 class SequenceCache:
-    def __init__(self, memory: SequenceMemory, slots: int, truncates: bool, host_bytes: int) -> None:
+    def __init__(
+        self, memory: SequenceMemory, slots: int, truncates: bool, host_bytes: int, files: StateFiles | None = None
+    ) -> None:
         """`truncates`: whether a state can be cut to its first tokens; recurrent ones can't."""
         self._memory = memory
+        self._files = files
         self._slots = [CachedSequence(id=number) for number in range(slots)]
         self._saved: list[_SavedState] = []
         self._logits: OrderedDict[tuple[Hashable, bytes], tuple[Logits, str]] = OrderedDict()
@@ -109,18 +129,21 @@ class SequenceCache:
 
     def count_cached(self, space: Hashable, keys: Sequence[int]) -> int:
         """How many of the first tokens are in the cache. Changes nothing."""
-        return self._best(space, array("i", keys))[1]
+        return self._best(space, array(KEY_TYPE, keys))[1]
 
     def allocate(self, space: Hashable, keys: Sequence[int], conversation: str = "") -> tuple[CachedSequence, int]:
         """A slot, and how many of the first tokens it holds. Raises NoSlot."""
-        wanted = array("i", keys)
+        wanted = array(KEY_TYPE, keys)
         best, tokens = self._best(space, wanted)
+        while isinstance(best, _FileEntry) and not self._read(best):
+            best, tokens = self._best(space, wanted)
         slot = self._start_from(best, tokens)
         if tokens and len(slot.tokens) < tokens:  # a saved state that could not be restored
             tokens = 0
         if self._truncates or not tokens:
             self._truncate(slot, tokens)
         slot.space, slot.running, slot.tokens = space, True, wanted[:tokens]
+        slot.conversation, slot.stored = conversation, False
         slot.add_use(conversation, tokens)
         slot.last_use = next(self._clock)
         return slot, tokens
@@ -141,6 +164,24 @@ class SequenceCache:
         slot.add_use(conversation, len(slot.tokens))
         slot.last_use = next(self._clock)
 
+    def store_idle(self) -> bool:
+        """Writes the state of one slot to a file. Returns False if there is none left to write."""
+        return any(self._store(slot) for slot in self._slots if not slot.running)
+
+    def store_all(self) -> None:
+        """Writes the states of all slots to files, also of sequences that were running when the engine was closed."""
+        for slot in self._slots:
+            if not slot.running or (slot.tokens and self._memory.truncate(slot.id, len(slot.tokens))):
+                self._store(slot)
+
+    def _store(self, slot: CachedSequence, state: Bytes | None = None) -> bool:
+        done, slot.stored = slot.stored, True
+        if self._files is None or done or not slot.conversation or len(slot.tokens) < MIN_STORED:
+            return False
+        assert isinstance(slot.space, tuple)
+        state = self._memory.save(slot.id) if state is None else state
+        return self._files.write(slot.space, slot.conversation, slot.tokens, state)
+
     def drop(self, slot: CachedSequence) -> None:
         """Empties a slot whose state is not known. Its sequence can't go on, but has the slot until it is released."""
         self._clear(slot)
@@ -157,13 +198,13 @@ class SequenceCache:
         """Caches the logits after all of these tokens."""
         if logits.nbytes * LOGITS_SHARE > self._host_bytes:
             return
-        self._logits[space, array("i", keys).tobytes()] = (logits.copy(), conversation)
+        self._logits[space, array(KEY_TYPE, keys).tobytes()] = (logits.copy(), conversation)
         while sum(row.nbytes for row, _ in self._logits.values()) * LOGITS_SHARE > self._host_bytes:
             self._logits.popitem(last=False)
 
     def find_logits(self, space: Hashable, keys: Sequence[int]) -> Logits | None:
         """The logits after all of these tokens, if their state is cached too."""
-        key = (space, array("i", keys).tobytes())
+        key = (space, array(KEY_TYPE, keys).tobytes())
         if key not in self._logits or self.count_cached(space, keys) < len(keys):
             return None
         self._logits.move_to_end(key)
@@ -175,7 +216,10 @@ class SequenceCache:
             return
         for key in [key for key, (_, user) in self._logits.items() if user == conversation]:
             del self._logits[key]
+        if self._files is not None:
+            self._files.forget(conversation)
         for slot in self._slots:
+            slot.stored = slot.stored or slot.conversation == conversation
             if not slot.running and slot.tokens and conversation in slot.uses:
                 self._truncate(slot, self._usable(slot, slot.forget(conversation)))
         for entry in [entry for entry in self._saved if conversation in entry.uses]:
@@ -196,11 +240,13 @@ class SequenceCache:
         return tokens if self._truncates or tokens == len(entry.tokens) else 0
 
     def _entries(self) -> Iterator[_Entry]:
-        """In the order in which they are preferred: idle slots, saved states, running slots."""
+        """In the order in which they are preferred: idle slots, saved states, running slots, files."""
         yield from (slot for slot in self._slots if not slot.running)
         yield from self._saved
         if self._truncates:
             yield from (slot for slot in self._slots if slot.running)
+        for stored in self._files.entries() if self._files is not None else ():
+            yield _FileEntry(stored.space, stored.tokens, {stored.conversation: len(stored.tokens)}, stored=stored)
 
     def _best(self, space: Hashable, keys: array[int]) -> tuple[_Entry | None, int]:
         """The entry with the longest prefix of these tokens, and its length."""
@@ -208,7 +254,7 @@ class SequenceCache:
         for entry in self._entries():
             if entry.space == space and len(entry.tokens):
                 tokens = self._usable(entry, common_prefix(entry.tokens, keys))
-                if tokens > most:
+                if tokens > most + (MIN_STORED if isinstance(entry, _FileEntry) else 0):
                     best, most = entry, tokens
         return best, most
 
@@ -223,12 +269,19 @@ class SequenceCache:
             self._memory.copy(best.id, slot.id)
             slot.tokens, slot.uses = best.tokens[:], dict(best.uses)
             slot.cut_uses(tokens)
-        elif isinstance(best, _SavedState):
+        elif isinstance(best, _SavedState | _FileEntry):
             assert best.state is not None
             best.last_use = next(self._clock)
             if self._memory.restore(slot.id, best.state):
                 slot.tokens, slot.uses = best.tokens[:], dict(best.uses)
         return slot
+
+    def _read(self, entry: _FileEntry) -> bool:
+        """Reads the state of a file. Returns False if there is none that can be used."""
+        assert self._files is not None
+        assert entry.stored is not None
+        entry.state = self._files.read(entry.stored)
+        return entry.state is not None
 
     def _take_slot(self) -> CachedSequence:
         """An empty slot. The first ones are preferred: llama.cpp computes neighbours together."""
@@ -246,7 +299,7 @@ class SequenceCache:
 
     def _clear(self, slot: CachedSequence) -> None:
         self._memory.truncate(slot.id, 0)
-        slot.tokens, slot.uses = array("i"), {}
+        slot.tokens, slot.uses, slot.stored = array(KEY_TYPE), {}, True
 
     def _truncate(self, slot: CachedSequence, tokens: int) -> None:
         """Cuts a slot to its first tokens; also in the context, where a restored state may hold more."""
@@ -267,6 +320,7 @@ class SequenceCache:
                     entry.add_use(name, used)
                 return
         state = self._memory.save(slot.id)
+        self._store(slot, state)
         if state.nbytes > self._host_bytes:
             return
         self._drop_contained(slot)
