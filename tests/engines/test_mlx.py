@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from palaver.engines.mlx.loader import is_installed, is_mlx_folder
 
@@ -109,11 +111,13 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path
     return folder
 
 
-def all_logits(folder: Path, ids: Sequence[int], dtype: str | None) -> np.ndarray[Any, np.dtype[np.float32]]:
+def all_logits(
+    folder: Path, ids: Sequence[int], dtype: str | None, adapter: Path | None = None
+) -> np.ndarray[Any, np.dtype[np.float32]]:
     import_mlx()
     from palaver.engines.mlx.model import MLXModel
 
-    model = MLXModel(loader.load_module(open_checkpoint(folder), dtype))
+    model = MLXModel(loader.load_module(open_checkpoint(folder), dtype, adapter))
     return model.logits(model.new_state(), ids)
 
 
@@ -125,6 +129,110 @@ def test_the_logits_of_sprout_are_those_of_torch(converted: Callable[[bool], Pat
     assert np.abs(all_logits(converted(False), ids, "float32") - expected).max() <= 1e-4
     quantized = all_logits(converted(True), ids, "float32")
     assert 1e-4 < np.abs(quantized - expected).max() < 0.1 * np.abs(expected).max()
+
+
+# adapters
+
+
+@pytest.fixture
+def write_adapter(tmp_path: Path) -> Callable[..., Path]:
+    """A LoRA adapter of two of the embedded model's layers, as peft or mlx-lm writes it."""
+    numbers = torch.Generator().manual_seed(3)
+    shapes = {"model.layers.1.self_attn.q_proj": (256, 256), "model.layers.6.mlp.down_proj": (256, 832)}
+    matrices = {
+        path: (torch.randn(4, fan_in, generator=numbers) / 10, torch.randn(fan_out, 4, generator=numbers) / 10)
+        for path, (fan_out, fan_in) in shapes.items()
+    }
+
+    def write(kind: str, **changes: Any) -> Path:
+        if kind == "peft":
+            config = {
+                "peft_type": "LORA",
+                "r": 4,
+                "lora_alpha": 8,
+                "target_modules": ["q_proj", "down_proj"],
+                **changes,
+            }
+            named = {
+                f"base_model.model.{path}.lora_{part}.weight": m
+                for path, two in matrices.items()
+                for part, m in zip("AB", two, strict=True)
+            }
+            save_file(named, tmp_path / "adapter_model.safetensors")
+        else:
+            keys = [path.split(".", 3)[3] for path in matrices]
+            config = {"num_layers": 8, "lora_parameters": {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": keys}}
+            named = {
+                f"{path}.lora_{part}": m.T.contiguous()
+                for path, two in matrices.items()
+                for part, m in zip("ab", two, strict=True)
+            }
+            save_file(named, tmp_path / "adapters.safetensors")
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize("kind", ["peft", "mlx-lm"])
+def test_an_adapter_is_added_to_the_weights(
+    kind: str, converted: Callable[[bool], Path], write_adapter: Callable[..., Path], tmp_path: Path
+) -> None:
+    ids = [7 + place * 13 % 4000 for place in range(60)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(resolve_folder("sprout"), dtype=torch.float32)
+    adapter = write_adapter("peft")
+    for name, a in load_file(adapter / "adapter_model.safetensors").items():
+        if ".lora_A." in name:
+            b = load_file(adapter / "adapter_model.safetensors")[name.replace("lora_A", "lora_B")]
+            model.get_submodule(name.removeprefix("base_model.model.").split(".lora_")[0]).weight.data += 2 * b @ a
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0].numpy()
+    if kind == "mlx-lm":
+        (adapter / "adapter_model.safetensors").unlink()
+        write_adapter("mlx-lm")
+    plain = all_logits(converted(False), ids, "float32")
+    assert np.abs(plain - expected).max() > 1, "the adapter changes much"
+    assert np.abs(all_logits(converted(False), ids, "float32", adapter) - expected).max() <= 2e-4
+    quantized = all_logits(converted(True), ids, "float32", adapter)
+    assert 1e-4 < np.abs(quantized - expected).max() < 0.1 * np.abs(expected).max()
+
+
+async def test_a_reply_with_an_adapter_continues(converted: Callable[[bool], Path], write_adapter: Any) -> None:
+    vocabulary = [bytes([number % 256]) for number in range(4096)]
+    engine = load(converted(True), vocabulary=vocabulary, adapter=write_adapter("peft"))
+    prompt, sampling = Prompt(tuple(range(300, 330))), replace(SAMPLED, banned_ids=(0, 2), max_tokens=8)
+    uncut = await run(engine, prompt, sampling)
+    rest = await run(engine, continued(prompt, uncut.ids[:3]), sampling)
+    assert uncut.ids[:3] + rest.ids == uncut.ids
+    await engine.close()
+
+
+def test_an_adapter_that_does_not_fit_is_a_sentence(
+    converted: Callable[[bool], Path], write_adapter: Callable[..., Path], tmp_path: Path
+) -> None:
+    def refusal() -> str:
+        with pytest.raises(PalaverError) as caught:
+            loader.load_module(open_checkpoint(converted(False)), None, tmp_path)
+        return str(caught.value)
+
+    import_mlx()
+    assert "contains no adapter (adapter_model.safetensors or adapters.safetensors)" in refusal()
+    (tmp_path / "adapter_model.bin").write_bytes(b"x")
+    assert "adapter_model.bin" in refusal()
+    write_adapter("peft", use_dora=True)
+    assert "MLX doesn't compute 'use_dora' of an adapter. --engine torch may." in refusal()
+    write_adapter("peft")
+    file = tmp_path / "adapter_model.safetensors"
+    fitting = load_file(file)
+    name = next(iter(fitting))
+    save_file({**fitting, name.replace("lora_A", "lora_magnitude_vector"): fitting[name].clone()}, file)
+    assert "MLX doesn't compute 'base_model.model." in refusal()
+    save_file({key.replace("layers.1.", "layers.99."): value for key, value in fitting.items()}, file)
+    assert "does not fit the model: there is no layer 'model.layers.99.self_attn.q_proj'." in refusal()
+    save_file({key: value[:, :3].clone() if "_A" in key else value for key, value in fitting.items()}, file)
+    assert "has another size." in refusal()
+    file.write_bytes(b"no safetensors")
+    assert refusal().startswith(f"The adapter in {str(tmp_path)!r} does not fit the model: ")
 
 
 # continued replies
@@ -342,7 +450,14 @@ async def test_the_others_go_on_if_an_ended_state_cannot_be_taken_out(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_next"])
-async def test_what_exactness_promises_holds(family: str, start: Callable[..., LocalEngine]) -> None:
+async def test_what_exactness_promises_holds(
+    family: str, start: Callable[..., LocalEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In passes as on a GPU; `test_conformance.py` has those of the CPU."""
+    import_mlx()
+    from palaver.engines.mlx import runner
+
+    monkeypatch.setitem(runner.EXACT_ROWS, "cpu", runner.EXACT_ROWS["gpu"])
     assert start(family).info.exactness == BY_BATCH
     engine, alone = start(family, exact=True), start(family, exact=True)
     promised = engine.info.exactness

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from palaver.engines.base import EXACTNESS_LABELS, MLX_RUNNER, EngineInfo, Fingerprint
-from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint, read_json
-from palaver.engines.core.decoder_config import sampling_defaults
+from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint
+from palaver.engines.core.decoder_config import generation_settings
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.options import EngineOptions, Fit, check_cache_bytes, default_cache_bytes
 from palaver.engines.core.sampler import SAMPLER_VERSION
@@ -35,11 +35,13 @@ def load(
     device: str | None = None,
     dtype: str | None = None,
     options: EngineOptions | None = None,
+    adapter: Path | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> LocalEngine:
     """Loads a model from a folder and starts its thread. Raises a ModelError where that fails.
 
-    By default weights stay as they are stored; on the CPU they become float32, unless they are quantised.
+    By default weights stay as they are stored; on the CPU they become float32, unless they are quantised. `adapter`:
+    the folder of a LoRA adapter, of mlx-lm or of peft.
     """
     options = options or EngineOptions()
     import_mlx()
@@ -49,20 +51,21 @@ def load(
     fit(checkpoint, name, dtype).check(checkpoint.name)
     on_device = _device_context(name)
     with on_device():
-        from palaver.engines.mlx.runner import MlxProbe
+        from palaver.engines.mlx.runner import EXACT_ROWS, MlxProbe
 
-        module = load_module(checkpoint, dtype)
+        module = load_module(checkpoint, dtype, adapter)
         try:
             probe = MlxProbe(module)
         except Exception as error:
             raise BrokenModel(f"The model {checkpoint.name!r} can't be run by mlx-lm: {error}") from error
-        runner, exactness = probe.make_runner(_cache_bytes(options, name), options)
+        runner, exactness = probe.make_runner(_cache_bytes(options, name), EXACT_ROWS[name] if options.exact else None)
+    defaults, end_ids = generation_settings(checkpoint.folder, checkpoint.config)
     info = EngineInfo(
         model=checkpoint.name,
         context_length=_context_length(checkpoint.config, options),
         vocabulary_size=probe.vocabulary_size,
-        end_ids=_end_ids(checkpoint),
-        defaults=sampling_defaults(_generation_config(checkpoint)),
+        end_ids=end_ids,
+        defaults=defaults,
         device=name,
         dtype=_describe_dtype(module, checkpoint.config),
         reuse=runner.reuse,
@@ -157,17 +160,3 @@ def _context_length(config: Mapping[str, Any], options: EngineOptions) -> int:
     configs = (config, config.get("text_config") or {})
     found = [one[name] for one in configs for name in CONTEXT_NAMES if isinstance(one.get(name), int)]
     return min((found or [UNBOUNDED_CONTEXT])[0], options.context or UNBOUNDED_CONTEXT)
-
-
-def _end_ids(checkpoint: Checkpoint) -> frozenset[int]:
-    """The end-of-sequence ids of all of the model's configurations."""
-    configs = (checkpoint.config, checkpoint.config.get("text_config") or {}, _generation_config(checkpoint))
-    found = [config.get("eos_token_id") for config in configs]
-    ids = [token_id for one in found for token_id in (one if isinstance(one, list) else [one])]
-    return frozenset(token_id for token_id in ids if isinstance(token_id, int))
-
-
-def _generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    path = checkpoint.folder / "generation_config.json"
-    found = read_json(path) if path.is_file() else {}
-    return found if isinstance(found, dict) else {}

@@ -1,5 +1,5 @@
-"""Loads a folder with mlx-lm: unquantised safetensors, or weights that mlx-lm converted and quantised. Imports MLX only
-when a model is loaded."""
+"""Loads a folder with mlx-lm: unquantised safetensors, or weights that mlx-lm converted and quantised, with a LoRA
+adapter if there is one. Imports MLX only when a model is loaded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from palaver.engines.core.checkpoint import Checkpoint
-from palaver.errors import BadParameter, BrokenModel
+from palaver.engines.core.checkpoint import Checkpoint, read_json
+from palaver.errors import BadParameter, BrokenModel, UnsafeWeights
 
 INSTALL = "pip install 'palaver[mlx]'"
 MAX_HEADER = 100_000_000
@@ -76,7 +76,7 @@ def import_mlx() -> None:
         import mlx_lm  # noqa: F401
 
 
-def load_module(checkpoint: Checkpoint, dtype: str | None) -> Any:
+def load_module(checkpoint: Checkpoint, dtype: str | None, adapter: Path | None = None) -> Any:
     """The model with all of its parameters evaluated, so that any thread can use it. None: the stored dtype."""
     import mlx.core as mx
     from mlx_lm.utils import load_model
@@ -89,9 +89,11 @@ def load_module(checkpoint: Checkpoint, dtype: str | None) -> Any:
             module.set_dtype(getattr(mx, dtype))
         mx.eval(module.parameters())
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:300].rstrip(" .:") + "."
+        reason = _first_line(error)
         advice = "" if is_mlx_folder(checkpoint.folder) else " --engine torch may run it."
         raise BrokenModel(f"The model {checkpoint.name!r} couldn't be loaded by mlx-lm: {reason}{advice}") from error
+    if adapter is not None:
+        apply_adapter(module, adapter)
     return module.eval()
 
 
@@ -116,3 +118,80 @@ def _rotary_settings(parameters: object) -> dict[str, Any]:
     if "sliding_attention" in by_layer:
         settings["rope_local_base_freq"] = by_layer["sliding_attention"].get("rope_theta")
     return settings
+
+
+OWN_ADAPTER, PEFT_ADAPTER, PICKLED_ADAPTER = "adapters.safetensors", "adapter_model.safetensors", "adapter_model.bin"
+"""The files of adapters: as mlx-lm writes them, and as peft does."""
+PEFT_PREFIX = "base_model.model."
+PEFT_PARTS = (".lora_A.weight", ".lora_B.weight")
+
+
+def apply_adapter(module: Any, folder: Path) -> None:
+    """Adds a LoRA adapter to the layers of a model: one that mlx-lm wrote, or one of peft. It is merged into weights
+    that aren't quantised. Raises BrokenModel or UnsafeWeights where there is none or it doesn't fit."""
+    import mlx.core as mx
+    from mlx_lm.tuner.utils import load_adapters
+
+    try:
+        if (folder / OWN_ADAPTER).is_file():
+            load_adapters(module, str(folder))
+        elif (folder / PEFT_ADAPTER).is_file():
+            _load_peft(module, folder)
+        elif (folder / PICKLED_ADAPTER).is_file():
+            raise UnsafeWeights(str(folder), PICKLED_ADAPTER)
+        else:
+            raise BrokenModel(f"The folder {str(folder)!r} contains no adapter ({PEFT_ADAPTER} or {OWN_ADAPTER}).")
+        _merge_adapter(module)
+        mx.eval(module.parameters())
+    except (BrokenModel, UnsafeWeights):
+        raise
+    except Exception as error:
+        raise BrokenModel(f"The adapter in {str(folder)!r} does not fit the model: {_first_line(error)}") from error
+
+
+def _load_peft(module: Any, folder: Path) -> None:
+    """peft's matrices as layers of mlx-lm. Raises ValueError for what these can't compute."""
+    import mlx.core as mx
+    from mlx.utils import tree_unflatten
+    from mlx_lm.tuner.lora import LoRALinear
+
+    config = read_json(folder / "adapter_config.json")
+    tensors: dict[str, Any] = cast(Any, mx.load(str(folder / PEFT_ADAPTER)))
+    other = [name for name in ("use_dora", "alpha_pattern", "fan_in_fan_out") if config.get(name)]
+    other += [name for name in tensors if not name.startswith(PEFT_PREFIX) or not name.endswith(PEFT_PARTS)]
+    if other:
+        raise ValueError(f"MLX doesn't compute {other[0]!r} of an adapter. --engine torch may.")
+    layers = dict(module.named_modules())
+    for name in sorted(tensors):
+        path, part = name.removeprefix(PEFT_PREFIX).split(".lora_")
+        if part.startswith("B"):
+            continue
+        a, b = tensors[name], tensors[name.replace(*PEFT_PARTS)]
+        rank = a.shape[0]
+        scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
+        layer = layers.get(path)
+        if layer is None:
+            raise ValueError(f"there is no layer {path!r}.")
+        adapted = LoRALinear.from_base(layer, rank, scale=scale)
+        if (adapted.lora_a.shape, adapted.lora_b.shape) != (a.T.shape, b.T.shape):
+            raise ValueError(f"the layer {path!r} has another size.")
+        adapted.lora_a, adapted.lora_b = a.T, b.T
+        module.update_modules(tree_unflatten([(path, adapted)]))
+
+
+def _merge_adapter(module: Any) -> None:
+    """A layer that isn't quantised becomes an ordinary one, which takes less time."""
+    import mlx.nn as nn
+    from mlx.utils import tree_unflatten
+    from mlx_lm.tuner.lora import LoRALinear
+
+    plain = [
+        (path, layer)
+        for path, layer in module.named_modules()
+        if isinstance(layer, LoRALinear) and isinstance(layer.linear, nn.Linear)
+    ]
+    module.update_modules(tree_unflatten([(path, layer.fuse()) for path, layer in plain]))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300].rstrip(" .:") + "."

@@ -12,7 +12,6 @@ import mlx.core as mx
 import numpy as np
 
 from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT
-from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.prefix_cache import CacheStatistics
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.sampler import HostLogits, Logits
@@ -22,8 +21,9 @@ from palaver.errors import CacheFull
 
 EXACT_CHUNK = 128
 """Prompt tokens of a sequence that a scheduler step computes in the exact mode."""
-ROWS = 16
-"""Tokens of every pass."""
+EXACT_ROWS = {"gpu": 16, "cpu": 2}
+"""Tokens of every pass in the exact mode, by device. A GPU computes 16 rows in the time of one; on the CPU each row
+takes as long."""
 PROBE_TOKENS = 40
 
 
@@ -34,8 +34,9 @@ class MlxExactPasses:
     whole: the tokens before it again, and padding after it. Then the shape of a token's pass depends only on its
     position, however the sequence was cut into prompt and reply."""
 
-    def __init__(self, model: MLXModel) -> None:
+    def __init__(self, model: MLXModel, rows: int) -> None:
         self._model = model
+        self._rows = rows
 
     def run(self, state: SequenceStates, tokens: Sequence[int], need_logits: bool) -> Floats | None:
         """Computes the tokens that the state lacks; the logits after the last. `tokens` are all of the sequence's."""
@@ -43,10 +44,10 @@ class MlxExactPasses:
             return self._run_plain(state, tokens, need_logits)
         logits: Floats | None = None
         while state.length < len(tokens):
-            start = state.length - state.length % ROWS
-            end = min(start + ROWS, len(tokens))
+            start = state.length - state.length % self._rows
+            end = min(start + self._rows, len(tokens))
             state.truncate(start)
-            block = [*tokens[start:end], *[0] * (start + ROWS - end)]
+            block = [*tokens[start:end], *[0] * (start + self._rows - end)]
             if need_logits and end == len(tokens):
                 logits = self._model.logits(state, block)[end - start - 1 : end - start]
             else:
@@ -90,6 +91,7 @@ MIN_TAIL = 32
 
 class MLXRunner:
     prefills_last_token = False
+    max_replayed = 0
     """mlx-lm computes the logits of every token of a pass, so the last token has a pass of its own."""
 
     def __init__(
@@ -103,6 +105,7 @@ class MLXRunner:
         """`token_bytes`: the cache of one token. `merges`: whether states of this model can be merged."""
         self.reuse = "to the token" if model.always_truncates else "snapshots"
         self.run_ahead = None
+        self.verify_drafts = None
         self.supports_batching = True
         self.forward_seconds = 0.0
         self._model = model
@@ -368,11 +371,11 @@ class MlxProbe:
         self._ids = [(7 * place + 3) % self.vocabulary_size for place in range(LENGTH + 1)]
         self._expected = self._model.logits(self._fed(LENGTH), self._ids[LENGTH:])
 
-    def make_runner(self, limit_bytes: int, options: EngineOptions) -> tuple[MLXRunner, str]:
-        """The runner, and what the bits of a reply depend on."""
+    def make_runner(self, limit_bytes: int, exact_rows: int | None = None) -> tuple[MLXRunner, str]:
+        """The runner, and what the bits of a reply depend on. `exact_rows`: of a pass; None: not in the exact mode."""
         if self._model.always_truncates:
             self._model.always_truncates = _succeeds(self._truncates)
-        passes = MlxExactPasses(self._model) if options.exact else None
+        passes = None if exact_rows is None else MlxExactPasses(self._model, exact_rows)
         exactness = BY_BATCH if passes is None else probe_exactness(self._model, passes, self.vocabulary_size)
         merges = passes is None and _succeeds(self._merges)
         return MLXRunner(self._model, limit_bytes, self._token_bytes, merges, passes), exactness
