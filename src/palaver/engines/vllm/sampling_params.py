@@ -1,0 +1,70 @@
+"""What vLLM's own sampler can do of a request: its parameters, by name, and which ones it can't have.
+
+Used by the native mode and by servers elsewhere, which have no sampler but vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from palaver.engines.base import Capability
+from palaver.engines.core.token_stream import TokenRequest
+from palaver.errors import BadParameter
+from palaver.generation import Prompt
+from palaver.sampling import Sampling
+
+BAN = -100.0
+"""The lowest bias that vLLM takes."""
+SEED_STEP = 0x9E3779B9
+"""Between the seeds of two choices."""
+SUPPORTED = frozenset(
+    "temperature top_k top_p min_p repetition_penalty logit_bias banned_ids min_tokens max_tokens stop stop_ids seed"
+    " logprobs thinking_budget".split()
+)
+ONLY_WITH_ANOTHER = frozenset(
+    "dynatemp_exponent xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers".split()
+)
+"""Parameters without effect unless another one is set."""
+OWN_SAMPLER = "vLLM's own sampler chooses the tokens here, and it has no such rule over a continued reply"
+NATIVE_LACKS = {
+    Capability.CONSTRAINTS: "vLLM's own sampler starts a grammar at the first token, not with the answer",
+    Capability.TOKEN_HEALING: OWN_SAMPLER,
+    Capability.FILTERS: OWN_SAMPLER,
+    Capability.EXACT_CONTINUATION: "vLLM's own sampler draws anew after a stop; greedy replies continue exactly",
+}
+
+
+def check_native(prompt: Prompt, sampling: Sampling) -> None:
+    """Raises BadParameter for a parameter that vLLM's sampler would ignore."""
+    neutral = Sampling()
+    for name in Sampling.__dataclass_fields__:
+        value = getattr(sampling, name)
+        if name not in SUPPORTED | ONLY_WITH_ANOTHER and value != getattr(neutral, name):
+            raise BadParameter(name, value, f"the engine of this model can't do this: {OWN_SAMPLER}.")
+
+
+def native_parameters(request: TokenRequest) -> dict[str, Any]:
+    """vLLM's `SamplingParams` of a request. `min_tokens` and `max_tokens` count the tokens that are added."""
+    sampling = request.sampling
+    bias = dict(sampling.logit_bias) | dict.fromkeys(sampling.banned_ids, BAN)
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logit_bias": {token_id: max(BAN, min(-BAN, value)) for token_id, value in bias.items()} or None,
+        "min_tokens": min(request.max_tokens, max(0, sampling.min_tokens - len(request.prompt.reply_ids))),
+        "seed": (sampling.seed + request.choice * SEED_STEP) % 2**63,
+        **common_parameters(request),
+    }
+
+
+def common_parameters(request: TokenRequest) -> dict[str, Any]:
+    """Those that are the same whoever chooses the tokens."""
+    return {
+        "max_tokens": request.max_tokens,
+        "stop_token_ids": sorted(request.stop_ids),
+        "ignore_eos": True,
+        "logprobs": request.sampling.logprobs,
+        "detokenize": False,
+    }

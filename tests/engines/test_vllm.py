@@ -1,0 +1,88 @@
+"""The parts of the vLLM engine that need no vLLM. `test_conformance.py` runs the whole where it is installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from palaver.engines.core.token_stream import TokenRequest
+from palaver.engines.vllm.engine import needs_processor
+from palaver.engines.vllm.sampling_params import BAN, check_native, native_parameters
+from palaver.errors import BadParameter
+from palaver.generation import Prompt
+from palaver.processes import HOST_VARIABLE
+from palaver.sampling import Sampling
+
+PROMPT = Prompt((1, 2, 3), (4, 5))
+GREEDY = Sampling(temperature=0)
+
+
+def request(sampling: Sampling, choice: int = 0) -> TokenRequest:
+    return TokenRequest(7, PROMPT, sampling, choice, max_tokens=20, stop_ids=frozenset({2, 0}), salt="Ann")
+
+
+def test_limits_count_the_tokens_that_are_added() -> None:
+    parameters = native_parameters(request(Sampling(min_tokens=10, max_tokens=22, logprobs=3)))
+    assert parameters["max_tokens"] == 20
+    assert parameters["min_tokens"] == 8
+    assert parameters["stop_token_ids"] == [0, 2]
+    assert parameters["ignore_eos"], "the engine knows the ends of a turn"
+    assert parameters["logprobs"] == 3
+    assert request(GREEDY).token_ids == [1, 2, 3, 4, 5]
+
+
+def test_bans_are_the_lowest_bias() -> None:
+    sampling = Sampling(logit_bias=((5, 2.5), (6, 500.0)), banned_ids=(7,))
+    assert native_parameters(request(sampling))["logit_bias"] == {5: 2.5, 6: -BAN, 7: BAN}
+    assert native_parameters(request(GREEDY))["logit_bias"] is None
+
+
+def test_a_continued_reply_has_the_seed_of_the_uncut_one_and_choices_differ() -> None:
+    seeds = [native_parameters(request(Sampling(seed=5), choice))["seed"] for choice in range(3)]
+    assert seeds[0] == 5
+    assert len(set(seeds)) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("dry_multiplier", 1.0),
+        ("xtc_probability", 0.5),
+        ("typical_p", 0.5),
+        ("banned_strings", ("a",)),
+        ("spoken", True),
+        ("end_penalty", 2.0),
+    ],
+)
+def test_what_vllm_would_ignore_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(BadParameter, match=f"^{name} "):
+        check_native(PROMPT, replace(GREEDY, **{name: value}))
+
+
+def test_greedy_tokens_need_no_processor_and_others_do() -> None:
+    assert not needs_processor(PROMPT, replace(GREEDY, max_tokens=5, stop=("a",), logprobs=2, top_p=0.5, seed=3))
+    assert needs_processor(PROMPT, Sampling())
+    assert needs_processor(PROMPT, replace(GREEDY, thinking_budget=3))
+    assert needs_processor(PROMPT, replace(GREEDY, min_tokens=3))
+    assert needs_processor(PROMPT, replace(GREEDY, repetition_penalty=1.1))
+    assert needs_processor(replace(PROMPT, healing=b"a"), GREEDY)
+    assert needs_processor(replace(PROMPT, answer_at=3), GREEDY)
+
+
+def test_a_process_ends_with_the_engine_process_that_it_watches() -> None:
+    host = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    watch = "import time; from palaver.processes import exit_with_host; exit_with_host(); time.sleep(60)"
+    environment = os.environ | {HOST_VARIABLE: str(host.pid)}
+    watching = subprocess.Popen([sys.executable, "-c", watch], env=environment)
+    with pytest.raises(subprocess.TimeoutExpired):
+        watching.wait(2)
+    host.kill()
+    host.communicate()
+    assert watching.wait(20) == 0
