@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from functools import partial
 
-from palaver.engines.core.generation import Command, LocalGeneration, Outbox, PendingStep
-from palaver.generation import Alternative, Ended, Finish, Prompt, Step
+import pytest
+
+from palaver.engines.core.generation import (
+    AnswerNowCommand,
+    CancelCommand,
+    Command,
+    LocalGeneration,
+    Outbox,
+    OutputOrError,
+    PendingStep,
+    SubmitCommand,
+)
+from palaver.engines.core.media import MissingMedia
+from palaver.errors import UnsupportedContent
+from palaver.generation import (
+    Alternative,
+    Ended,
+    Finish,
+    MediaExpansion,
+    MediaItem,
+    MediaSpan,
+    Prefilled,
+    Prompt,
+    Step,
+)
 from palaver.sampling import Sampling
 
 
@@ -40,3 +64,67 @@ async def test_a_pending_step_wakes_a_reader_that_waits() -> None:
         outbox.put(generation, PendingStep(3, lambda: Step(3, -1.0)))
         outbox.flush_if_due()
         assert await waiting == Step(3, -1.0)
+
+
+@dataclass
+class Loaded:
+    expansion: MediaExpansion = field(default_factory=lambda: MediaExpansion((1,)))
+    nbytes: int = 0
+
+
+ITEM = MediaItem("image", "digest", "<image>")
+SEEN = Prompt((1, 2), (3,), healing=b"x", media=(MediaSpan(ITEM, 0, 1),))
+
+
+async def test_a_missing_item_is_loaded_and_the_request_goes_on_from_its_tokens() -> None:
+    posted: list[Command] = []
+    loaded = Loaded()
+    generation = LocalGeneration(SEEN, Sampling(), 0, posted.append, load_media=lambda item: loaded)
+    async with generation as outputs:
+        pushed: list[OutputOrError] = [Prefilled(3, 0), Step(7, -0.5), MissingMedia([ITEM.key])]
+        for output in (*pushed, Prefilled(4, 4), Step(8, -0.5), Ended(Finish.END)):
+            generation.push(output)
+        seen = [output async for output in outputs]
+    assert seen == [Prefilled(3, 0), Step(7, -0.5), Step(8, -0.5), Ended(Finish.END)]
+    assert [type(command) for command in posted] == [SubmitCommand, SubmitCommand]
+    assert generation.media == {ITEM.key: loaded}
+    assert (generation.prompt.reply_ids, generation.prompt.healing) == ((3, 7), b"")
+
+
+async def test_commands_that_come_while_an_item_is_loaded_are_not_lost() -> None:
+    posted: list[Command] = []
+
+    def stop(item: MediaItem) -> Loaded:
+        generation.stop()
+        return Loaded()
+
+    def answer(item: MediaItem) -> Loaded:
+        generation.answer_now()
+        return Loaded()
+
+    generation = LocalGeneration(SEEN, Sampling(), 0, posted.append, load_media=stop)
+    async with generation as outputs:
+        generation.push(MissingMedia([ITEM.key]))
+        assert [output async for output in outputs] == [Ended(Finish.STOPPED)]
+    assert [type(command) for command in posted] == [SubmitCommand, CancelCommand]
+    posted.clear()
+    generation = LocalGeneration(SEEN, Sampling(), 0, posted.append, load_media=answer)
+    async with generation as outputs:
+        generation.push(MissingMedia([ITEM.key]))
+        generation.push(Ended(Finish.END))
+        assert [output async for output in outputs] == [Ended(Finish.END)]
+    kinds = [type(command) for command in posted]
+    assert kinds == [SubmitCommand, AnswerNowCommand, SubmitCommand, AnswerNowCommand]
+
+
+async def test_an_item_that_cannot_be_loaded_fails_its_request() -> None:
+    def fail(item: MediaItem) -> Loaded:
+        raise UnsupportedContent("The file is damaged.")
+
+    posted: list[Command] = []
+    generation = LocalGeneration(SEEN, Sampling(), 0, posted.append, load_media=fail)
+    async with generation as outputs:
+        generation.push(MissingMedia([ITEM.key]))
+        with pytest.raises(UnsupportedContent, match="damaged"):
+            await anext(outputs)
+    assert isinstance(posted[-1], CancelCommand)

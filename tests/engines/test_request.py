@@ -26,24 +26,24 @@ def sequence(owner: str = "", tokens: tuple[int, ...] = (1,)) -> SequenceState:
     )
 
 
-def add(queue: RequestQueue, owner: str) -> SequenceState:
+def add(queue: RequestQueue[SequenceState], owner: str) -> SequenceState:
     added = sequence(owner)
     queue.add(added)
     return added
 
 
-def admit(queue: RequestQueue) -> SequenceState:
+def admit(queue: RequestQueue[SequenceState]) -> SequenceState:
     first = queue.sequences[0]
     queue.admit(first.generation)
     return first
 
 
-def positions(queue: RequestQueue) -> dict[SequenceState, int]:
+def positions(queue: RequestQueue[SequenceState]) -> dict[SequenceState, int]:
     return {queued: position for position, queued in enumerate(queue.sequences, 1)}
 
 
 def test_owners_are_served_in_turn() -> None:
-    queue = RequestQueue(100)
+    queue = RequestQueue[SequenceState](100)
     greedy = [add(queue, "greedy") for _ in range(5)]
     modest = [add(queue, "modest") for _ in range(2)]
     late = add(queue, "late")
@@ -55,7 +55,7 @@ def test_owners_are_served_in_turn() -> None:
 
 
 def test_one_owner_leaves_places_for_others() -> None:
-    queue = RequestQueue(16)
+    queue = RequestQueue[SequenceState](16)
     push(queue, repeat("greedy"))
     assert len(queue) == 8
     push(queue, repeat("as greedy"))
@@ -81,7 +81,7 @@ actions = st.lists(
 @given(actions)
 def test_order_and_positions(steps: list[Action]) -> None:
     """Per owner first come, first served; a position only grows when another request joins, and then by one."""
-    queue = RequestQueue(1000)
+    queue = RequestQueue[SequenceState](1000)
     running: list[SequenceState] = []
     preempted: set[SequenceState] = set()
     arrivals: dict[SequenceState, int] = {}
@@ -120,7 +120,7 @@ def test_order_and_positions(steps: list[Action]) -> None:
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.integers(1, 5), st.integers(8, 40))
 def test_no_request_starves(before: list[int], nth: int, places: int) -> None:
     """However many new owners push in, the nth request of an owner is let in within n rounds of the whole queue."""
-    queue = RequestQueue(2 * places)
+    queue = RequestQueue[SequenceState](2 * places)
     names = (f"pushing {number}" for number in count())
     for owner in before[: places - nth]:
         add(queue, f"owner {owner}")
@@ -133,7 +133,7 @@ def test_no_request_starves(before: list[int], nth: int, places: int) -> None:
     pytest.fail("it still waits")
 
 
-def push(queue: RequestQueue, names: Iterator[str]) -> None:
+def push(queue: RequestQueue[SequenceState], names: Iterator[str]) -> None:
     """Requests of these owners take every place they can."""
     while True:
         try:
@@ -145,7 +145,7 @@ def push(queue: RequestQueue, names: Iterator[str]) -> None:
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=6))
 def test_owners_who_always_wait_are_let_in_equally_often(depths: list[int]) -> None:
-    queue = RequestQueue(1000)
+    queue = RequestQueue[SequenceState](1000)
     owners = [f"owner {number}" for number in range(len(depths))]
     for owner, depth in zip(owners, depths, strict=True):
         for _ in range(depth):
@@ -159,7 +159,7 @@ def test_owners_who_always_wait_are_let_in_equally_often(depths: list[int]) -> N
 
 
 def test_positions_are_reported_when_they_change_and_few_at_a_time() -> None:
-    queue = RequestQueue(1000)
+    queue = RequestQueue[SequenceState](1000)
     queued = [add(queue, f"owner {number}") for number in range(3 * MAX_POSITION_UPDATES)]
     reported: dict[LocalGeneration, Queued] = {}
     for _ in range(3):
@@ -175,7 +175,7 @@ def test_positions_are_reported_when_they_change_and_few_at_a_time() -> None:
 
 def test_estimates_are_of_the_queue_as_it_moves_now() -> None:
     now = 0.0
-    queue = RequestQueue(100, clock=lambda: now)
+    queue = RequestQueue[SequenceState](100, clock=lambda: now)
 
     def end_one_each(seconds: float) -> None:
         nonlocal now

@@ -114,8 +114,11 @@ class Rows:
     """The new tokens of several sequences, as step.c reads them: slot, member stride, head stride, token, position,
     needs_logits. Holds references to the pools of the slots, which keep their memory allocated."""
 
-    def __init__(self, chunks: Sequence[tuple[Slot[HostArray], int, Sequence[int]]], need_logits: bool) -> None:
-        """`chunks`: the slot of each sequence, the position of its first new token, and its new tokens."""
+    def __init__(
+        self, chunks: Sequence[tuple[Slot[HostArray], int, Sequence[int]]], need_logits: bool, every_row: bool = False
+    ) -> None:
+        """`chunks`: the slot of each sequence, the position of its first new token, and its new tokens. `every_row`:
+        logits are needed after each of them, not only after the last."""
         self._places: list[tuple[SlotPool[HostArray], int]] = [(slot.pool, slot.index) for slot, _, _ in chunks]
         self.is_decode = need_logits and all(len(ids) == 1 for _, _, ids in chunks)
         self.num_logits = len(chunks) if need_logits else 0
@@ -131,6 +134,8 @@ class Rows:
             self.array[start:end, 3] = ids
             self.array[start:end, 4] = range(position, position + len(ids))
             self.array[end - 1, 5] = need_logits
+        if every_row:
+            self.array[:, 5], self.num_logits = True, len(self.array)
 
     def advance(self, chunks: Sequence[tuple[Slot[HostArray], int, Sequence[int]]]) -> bool:
         """Becomes the rows of these chunks where they are the next single tokens of the same slots; cheaper than new
@@ -289,8 +294,11 @@ class CompiledRunner(SlotRunner[HostArray]):
         cache_bytes: int,
         context_length: int,
         threads: ThreadCounts,
+        speculate: bool = True,
     ) -> None:
         super().__init__(decoder.layout, cache_bytes, context_length)
+        if speculate:
+            self.verify_drafts = self._verify_drafts
         self._decoder = decoder
         self._threads = threads
         self._decode_rows: Rows | None = None
@@ -309,6 +317,20 @@ class CompiledRunner(SlotRunner[HostArray]):
             rows = Rows(chunks, need_logits)
             if rows.is_decode:  # a prefill in between leaves the rows of the replies
                 self._decode_rows = rows
+        return self._run_rows(rows)
+
+    def _verify_drafts(self, sequences: Sequence[SequenceState], drafts: Sequence[Sequence[int]]) -> HostLogits:
+        self._grow_slots(sequences, [1 + len(draft) for draft in drafts])
+        chunks = [
+            (self._slots[sequence], sequence.computed_tokens, [sequence.token_ids[-1], *draft])
+            for sequence, draft in zip(sequences, drafts, strict=True)
+        ]
+        logits = self._run_rows(Rows(chunks, need_logits=True, every_row=True))
+        for sequence in sequences:
+            sequence.computed_tokens += 1
+        return logits
+
+    def _run_rows(self, rows: Rows) -> HostLogits:
         began = time.thread_time()
         logits = self._decoder.run(rows, self._threads.for_pairs(len(rows.array) * rows.max_position))
         self.forward_seconds += time.thread_time() - began

@@ -48,7 +48,7 @@ def load(
     decoder = load_decoder(checkpoint, config, library, threads.large_pass)
     if not small:
         give_back_unused()
-    runner = CompiledRunner(decoder, host_cache_bytes(options), info.context_length, threads)
+    runner = CompiledRunner(decoder, host_cache_bytes(options), info.context_length, threads, options.speculate)
     info = replace(info, reuse=runner.reuse, fingerprint=str(compiled_fingerprint(library)))
     return LocalEngine(info, vocabulary, runner, _limits(options, small), on_failure=on_failure)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -317,6 +318,17 @@ def read_generation_config(checkpoint: Checkpoint) -> tuple[Sampling, frozenset[
         raise UnsupportedModel("it names no end of a reply")
     ends = _token_ids(checkpoint.config) | _token_ids(generation or {})
     return sampling_defaults(generation or {}), ends
+
+
+def generation_settings(folder: Path, config: Mapping[str, Any]) -> tuple[Sampling, frozenset[int]]:
+    """As `read_generation_config`, of any model: what isn't plain is ignored."""
+    path = folder / "generation_config.json"
+    found = read_json(path) if path.is_file() else {}
+    generation = found if isinstance(found, dict) else {}
+    configs = (config, config.get("text_config") or {}, generation)
+    ends = [config.get("eos_token_id") for config in configs]
+    ids = [token_id for one in ends for token_id in (one if isinstance(one, list) else [one])]
+    return sampling_defaults(generation), frozenset(token_id for token_id in ids if isinstance(token_id, int))
 
 
 def decoder_info(

@@ -9,12 +9,13 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from typing import Protocol
 
 from palaver.constraints import Constraint
-from palaver.engines.base import Capability, EngineInfo, EngineState, EngineStatus, check_capabilities, check_prompt
+from palaver.engines.base import EngineInfo, EngineState, EngineStatus, check_capabilities
 from palaver.engines.core.generation import (
     AnswerNowCommand,
     CancelCommand,
@@ -23,43 +24,60 @@ from palaver.engines.core.generation import (
     ForgetCommand,
     LocalGeneration,
     Outbox,
-    ReplyState,
     SubmitCommand,
 )
-from palaver.engines.core.grammar import AnswerGrammar, ReplyGrammar, control_ids, reply_constraints
-from palaver.engines.core.logits_processors import (
-    BannedStrings,
-    SpokenText,
-    TokenHealing,
-    UnspeakableTokens,
-    VocabularyIndex,
-)
+from palaver.engines.core.media import MediaCache, ProcessedMedia
 from palaver.engines.core.prefix_cache import CacheStatistics
-from palaver.engines.core.processor import LogitsProcessor, RepetitionPenalty
+from palaver.engines.core.processor_factory import ProcessorFactory, with_grammars
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import Runner
 from palaver.engines.core.scheduler import Scheduler, SchedulerLimits
-from palaver.engines.grammars import CompiledGrammar, GrammarCache, missing_package
-from palaver.errors import EngineClosed, EngineError, PalaverError
-from palaver.generation import Prompt
+from palaver.engines.grammars import CompiledGrammar
+from palaver.errors import EngineClosed, EngineError, PalaverError, UnsupportedContent
+from palaver.generation import MediaExpansion, MediaItem, Prompt
 from palaver.phases import Vocabulary
 from palaver.sampling import Sampling, check_sampling
+
+IDLE_S = 0.2
+"""How long a worker waits for requests before it does what can wait."""
+
+
+class StepScheduler(Protocol):
+    """What a worker runs. It is used in the worker's thread alone."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    def submit(self, generation: LocalGeneration) -> None: ...
+
+    def cancel(self, generation: LocalGeneration) -> None: ...
+
+    def answer_now(self, generation: LocalGeneration) -> None: ...
+
+    def forget(self, conversation: str) -> None: ...
+
+    def drain(self) -> list[LocalGeneration]: ...
+
+    def step(self) -> None: ...
 
 
 class Worker:
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: StepScheduler,
         outbox: Outbox,
         thread_context: Callable[[], AbstractContextManager[object]],
         on_failure: Callable[[BaseException], None] | None = None,
+        on_idle: Callable[[], bool] | None = None,
     ) -> None:
-        """Both callbacks run in the worker's thread: all of its work happens inside of `thread_context`; `on_failure`
-        is called when an error ends it, before its requests fail."""
+        """All callbacks run in the worker's thread: all of its work happens inside of `thread_context`; `on_failure`
+        is called when an error ends it, before its requests fail; `on_idle` after IDLE_S without requests, until it
+        returns False."""
         self._scheduler = scheduler
         self._outbox = outbox
         self._thread_context = thread_context
         self._on_failure = on_failure
+        self._on_idle = on_idle
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._exit_reason: PalaverError | None = None
         """Why the thread has ended; None while it runs."""
@@ -107,13 +125,23 @@ class Worker:
         """Waits for work if there is none. Returns False when the engine is closed."""
         while True:
             try:
-                command = self._inbox.get(block=not self._scheduler.busy)
+                command = self._inbox.get_nowait() if self._scheduler.busy else self._wait()
             except queue.Empty:
                 return True
             if isinstance(command, CloseCommand):
                 return False
             self._handle(command)
             self._outbox.flush()
+
+    def _wait(self) -> Command:
+        """The next command."""
+        while self._on_idle is not None:
+            try:
+                return self._inbox.get(timeout=IDLE_S)
+            except queue.Empty:
+                if not self._on_idle():
+                    break
+        return self._inbox.get()
 
     def _handle(self, command: SubmitCommand | ForgetCommand) -> None:
         match command:
@@ -153,6 +181,9 @@ class EngineStatistics:
     """CPU time of the engine's thread since the start."""
     forward_seconds: float
     """The part of it in the model's forward passes."""
+    draft_tokens: int
+    accepted_tokens: int
+    """Tokens that were drafted since the start, and those that were accepted."""
 
 
 class LocalEngine:
@@ -166,19 +197,29 @@ class LocalEngine:
         limits: SchedulerLimits | None = None,
         thread_context: Callable[[], AbstractContextManager[object]] = nullcontext,
         on_failure: Callable[[BaseException], None] | None = None,
+        media: MediaCache | None = None,
+        on_idle: Callable[[], bool] | None = None,
     ) -> None:
-        """`vocabulary` holds the bytes of each token id. `thread_context` is entered in the engine's thread before any
-        of its work; `on_failure` is called there when an error ends it."""
-        no_grammars = missing_package()
-        self._info = replace(info, lacks={**info.lacks, Capability.CONSTRAINTS: no_grammars}) if no_grammars else info
-        self._vocabulary = vocabulary
-        self._vocabulary_index = VocabularyIndex(vocabulary)
-        self._unspeakable: UnspeakableTokens | None = None
-        self._grammars = GrammarCache(vocabulary)
+        """`vocabulary` holds the bytes of each token id. `media`: None if the model takes text only.
+        `thread_context` is entered in the engine's thread before any of its work; `on_failure` and `on_idle`: as in
+        `Worker`."""
+        if media is not None:
+            info = replace(
+                info,
+                media=media.kinds,
+                placeholders=media.placeholders,
+                numbers=media.numbers,
+                sample_rate=media.sample_rate,
+                max_sound_samples=media.max_sound_samples,
+                media_options=media.options,
+            )
+        self._media = media
+        self._info = with_grammars(info)
+        self._processors = ProcessorFactory(self._info, vocabulary)
         self._runner = runner
         outbox = Outbox()
         self._scheduler = Scheduler(runner, outbox, self._sequence, limits)
-        self._worker = Worker(self._scheduler, outbox, thread_context, on_failure)
+        self._worker = Worker(self._scheduler, outbox, thread_context, on_failure, on_idle)
 
     @property
     def info(self) -> EngineInfo:
@@ -193,30 +234,39 @@ class LocalEngine:
     def statistics(self) -> EngineStatistics:
         running, waiting = self._scheduler.counts
         return EngineStatistics(
-            running, waiting, self._runner.statistics, self._worker.seconds, self._runner.forward_seconds
+            running,
+            waiting,
+            self._runner.statistics,
+            self._worker.seconds,
+            self._runner.forward_seconds,
+            self._scheduler.draft_tokens,
+            self._scheduler.accepted_tokens,
         )
 
     async def metrics(self) -> dict[str, float]:
         now = self.statistics
-        return {"running": now.running, "waiting": now.waiting, **asdict(now.cache)}
+        drafts = {"draft_tokens": now.draft_tokens, "accepted_tokens": now.accepted_tokens}
+        return {"running": now.running, "waiting": now.waiting, **asdict(now.cache), **drafts}
 
     def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> LocalGeneration:
         check_capabilities(self._info, prompt, sampling, choice)
-        constrained = reply_constraints(prompt.phases, sampling)
         grammars: dict[Constraint, CompiledGrammar] = {}
 
         async def prepare() -> None:
-            for constraint in constrained:
-                grammars[constraint] = await self._grammars.compile(constraint)
-            if sampling.spoken and self._unspeakable is None:
-                await asyncio.to_thread(self._unspeakable_tokens)
-            if strings:
-                await asyncio.to_thread(self._index_strings, strings)
+            grammars.update(await self._processors.prepare(prompt, sampling))
 
-        strings = (*sampling.banned_strings, *(sampling.dry_sequence_breakers if sampling.dry_multiplier else ()))
-        needed = constrained or strings or (sampling.spoken and self._unspeakable is None)
-        ready = prepare if needed else None
-        return LocalGeneration(prompt, check_sampling(sampling), choice, self._post, ready, grammars)
+        ready = prepare if self._processors.needs_preparation(prompt, sampling) else None
+        load = self._load_media if prompt.media else None
+        return LocalGeneration(prompt, check_sampling(sampling), choice, self._post, ready, grammars, load)
+
+    def expand_media(self, item: MediaItem) -> MediaExpansion:
+        if self._media is None:
+            raise UnsupportedContent(f"The model {self._info.model!r} takes text only.")
+        return self._media.expand(item)
+
+    def _load_media(self, item: MediaItem) -> ProcessedMedia:
+        assert self._media is not None, "media are refused by models that don't take them"
+        return self._media.load(item)
 
     def _post(self, command: Command) -> None:
         """Sends a generation's command to the worker. From any thread."""
@@ -230,57 +280,14 @@ class LocalEngine:
     async def close(self) -> None:
         self._worker.post(CloseCommand())
         await asyncio.to_thread(self._worker.join)
-        await asyncio.to_thread(self._grammars.close)
+        await asyncio.to_thread(self._processors.close)
 
     def warm_grammars(self) -> None:
         """Prepares the grammar compiler. Takes up to a second: don't call it in the event loop."""
-        if Capability.CONSTRAINTS not in self._info.lacks:
-            self._grammars.warm()
+        self._processors.warm()
 
     def _sequence(self, generation: LocalGeneration) -> SequenceState:
         """The state of a generation, before its partial reply is replayed."""
         prompt, sampling = generation.prompt, generation.sampling
-        check_prompt(self._info, prompt)
-        reply = ReplyState(
-            replace(prompt, reply_ids=()), sampling, self._vocabulary, self._info.end_ids, self._info.context_length
-        )
-        banned, grammar = self._banned(prompt, sampling), self._grammar(generation)
-        size = self._info.vocabulary_size
-        spoken_text = self._spoken_text(prompt, sampling)
-        dry = RepetitionPenalty(sampling, self._vocabulary_index, size) if sampling.dry_multiplier else None
-        processor = LogitsProcessor(prompt, sampling, generation.choice, reply, size, banned, grammar, spoken_text, dry)
-        return SequenceState(generation, processor, self._token_healing(prompt))
-
-    def _index_strings(self, strings: Iterable[str]) -> None:
-        """Computes the tokens that complete banned strings, off the engine's thread; the index caches them."""
-        for string in strings:
-            self._vocabulary_index.completions(string.encode())
-
-    def _banned(self, prompt: Prompt, sampling: Sampling) -> BannedStrings | None:
-        if not sampling.banned_strings:
-            return None
-        control = control_ids(prompt.phases) | self._info.end_ids
-        return BannedStrings(sampling.banned_strings, self._vocabulary_index, control)
-
-    def _token_healing(self, prompt: Prompt) -> TokenHealing | None:
-        if not prompt.healing:
-            return None
-        return TokenHealing(prompt.healing, self._vocabulary_index, control_ids(prompt.phases) | self._info.end_ids)
-
-    def _grammar(self, generation: LocalGeneration) -> AnswerGrammar | ReplyGrammar | None:
-        phases, constraint = generation.prompt.phases, generation.sampling.constraint
-        if phases.held is not None:
-            return ReplyGrammar(phases, generation.grammars, self._vocabulary_index)
-        if constraint is None:
-            return None
-        return AnswerGrammar(phases, generation.grammars[constraint], self._vocabulary_index)
-
-    def _spoken_text(self, prompt: Prompt, sampling: Sampling) -> SpokenText | None:
-        if not sampling.spoken:
-            return None
-        return SpokenText(prompt.phases, control_ids(prompt.phases) | self._info.end_ids, self._unspeakable_tokens())
-
-    def _unspeakable_tokens(self) -> UnspeakableTokens:
-        if self._unspeakable is None:
-            self._unspeakable = UnspeakableTokens(self._vocabulary_index)
-        return self._unspeakable
+        processor = self._processors.build(prompt, sampling, generation.choice, generation.grammars)
+        return SequenceState(generation, processor, self._processors.token_healing(prompt))

@@ -11,12 +11,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from types import TracebackType
 
 from palaver.constraints import Constraint
+from palaver.engines.core.media import MissingMedia, ProcessedMedia
 from palaver.engines.grammars import CompiledGrammar
 from palaver.errors import PalaverError
-from palaver.generation import Ended, Finish, Output, Prompt, Step
+from palaver.generation import AnswerRequested, Ended, Finish, MediaItem, Output, Prefilled, Prompt, Step
 from palaver.phases import Phase, Phases, StateEntered, StateText, StopMatched, Tracker, TrackerEvent, Vocabulary
 from palaver.sampling import Sampling
 
@@ -65,14 +67,24 @@ class ReplyState:
         return self._tracker.buffered
 
     @property
+    def tokens_left(self) -> int | None:
+        """How many more tokens the limits allow."""
+        return None if self._max_tokens is None else self._max_tokens - len(self.token_ids)
+
+    @property
     def at_limit(self) -> bool:
         """Whether the next token is the last one, whatever it is."""
-        return self._max_tokens is not None and len(self.token_ids) + 1 >= self._max_tokens
+        return self.tokens_left is not None and self.tokens_left <= 1
 
     @property
     def forced_id(self) -> int | None:
         """The token that must come next, whatever the logits are; None if the model is free."""
         return self._forced_ids[0] if self._forced_ids else None
+
+    @property
+    def forced_ids(self) -> tuple[int, ...]:
+        """All tokens that must come next."""
+        return self._forced_ids
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
@@ -81,6 +93,12 @@ class ReplyState:
         if state not in self._stop_ids_cache:
             self._stop_ids_cache[state] = self._stop_ids | _ending_ids(self._phases, state, self._end_ids)
         return self._stop_ids_cache[state]
+
+    @property
+    def always_stop_ids(self) -> frozenset[int]:
+        """Token ids that end the reply in every state."""
+        markers = {trigger.marker for state in self._phases.states for trigger in state.triggers}
+        return self._stop_ids | (self._end_ids - markers)
 
     def answer_now(self, position: int | None = None) -> int:
         """Closes an open thought from the next token on, or from `position` on. Returns the position that holds: the
@@ -202,8 +220,10 @@ class LocalGeneration:
         post: Callable[[Command], None],
         prepare: Callable[[], Awaitable[None]] | None = None,
         grammars: Mapping[Constraint, CompiledGrammar] | None = None,
+        load_media: Callable[[MediaItem], ProcessedMedia] | None = None,
     ) -> None:
-        """`prepare` is awaited before the request is submitted; it fills `grammars`."""
+        """`prepare` is awaited before the request is submitted; it fills `grammars`. `load_media` loads an item of the
+        prompt; it blocks."""
         self.prompt = prompt
         self.sampling = sampling
         self.choice = choice
@@ -215,6 +235,13 @@ class LocalGeneration:
         self._waiter: asyncio.Future[None] | None = None
         """Set while the reader waits for an output."""
         self._finished = False
+        self._stopped = self._answers_now = False
+        self._load_media = load_media
+        self.media: dict[str, ProcessedMedia] = {}
+        """Items that had to be loaded, by key."""
+        self._reported_prefill = False
+        self._generated_ids: list[int] = []
+        """With media only: the tokens to submit the request with if an item has to be loaded again."""
         self.token_count = 0
         """Tokens generated so far."""
 
@@ -243,11 +270,11 @@ class LocalGeneration:
     async def __anext__(self) -> Output:
         if self._finished:
             raise StopAsyncIteration
-        while not self._outputs:
-            self._waiter = waiter = self.loop.create_future()
-            if not self._outputs:  # an output that was pushed before the waiter was set wakes no reader
-                await waiter
-        output = self._outputs.popleft()
+        output = await self._next_output()
+        while self._load_media is not None and not self._follow(output):
+            if isinstance(output, MissingMedia):
+                await self._load_missing(output)
+            output = await self._next_output()
         if isinstance(output, PendingStep):
             return output.build()
         if isinstance(output, PalaverError):
@@ -256,12 +283,51 @@ class LocalGeneration:
         self._finished = isinstance(output, Ended)
         return output
 
+    async def _next_output(self) -> OutputOrError:
+        while not self._outputs:
+            self._waiter = waiter = self.loop.create_future()
+            if not self._outputs:  # an output that was pushed before the waiter was set wakes no reader
+                await waiter
+        return self._outputs.popleft()
+
+    def _follow(self, output: OutputOrError) -> bool:
+        """Records what a second submission needs. Returns whether the output is for the reader."""
+        if isinstance(output, MissingMedia):
+            return False
+        if isinstance(output, Prefilled):
+            reported, self._reported_prefill = self._reported_prefill, True
+            return not reported
+        if isinstance(output, Step | PendingStep):
+            self._generated_ids.append(output.token_id)
+        elif isinstance(output, AnswerRequested):
+            self.prompt = replace(self.prompt, answer_at=output.position)
+        return True
+
+    async def _load_missing(self, missing: MissingMedia) -> None:
+        """Loads items and submits the request again, from the tokens it has."""
+        assert self._load_media is not None
+        items = {span.item.key: span.item for span in self.prompt.media}
+        for key in missing.keys:
+            self.media[key] = await asyncio.to_thread(self._load_media, items[key])
+        reply_ids = (*self.prompt.reply_ids, *self._generated_ids)
+        healing = b"" if self._generated_ids else self.prompt.healing
+        self.prompt = replace(self.prompt, reply_ids=reply_ids, healing=healing)
+        self._generated_ids = []
+        if self._stopped:
+            self._outputs.append(Ended(Finish.STOPPED))
+            return
+        self._post(SubmitCommand(self))
+        if self._answers_now and self.prompt.answer_at is None:  # it was ignored meanwhile
+            self._post(AnswerNowCommand(self))
+
     def stop(self) -> None:
         """Ends the generation within one step. Earlier outputs and `Ended` still arrive."""
+        self._stopped = True
         self._post(CancelCommand(self))
 
     def answer_now(self) -> None:
         """Closes an open thought with the next token."""
+        self._answers_now = True
         self._post(AnswerNowCommand(self))
 
     def push(self, output: OutputOrError) -> asyncio.Future[None] | None:

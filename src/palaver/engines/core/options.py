@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.errors import BadParameter, DoesNotFit
@@ -32,8 +33,15 @@ class EngineOptions:
     """A context length shorter than the model's own."""
     run_ahead: bool | None = None
     """Whether the next pass starts before the host has read the tokens of the last one. None: on CUDA."""
+    speculate: bool = True
+    """Whether drafts from the text so far are verified, where that gives the same bits."""
     gpu_layers: int | None = None
     """Layers of a GGUF model that a GPU computes. None: llama.cpp decides."""
+    states: Path | None = None
+    """The folder in which the states of conversations with a GGUF model outlive a restart. None: they don't."""
+    approximate_cache: bool = False
+    """Whether a bidirectional diffusion model computes the text before a block once a block instead of at every step,
+    which is faster and changes replies."""
 
 
 GIB = 1 << 30

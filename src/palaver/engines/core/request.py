@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
+from typing import Any, Generic, Protocol, TypeVar
 
 from palaver.engines.core.generation import LocalGeneration
 from palaver.engines.core.logits_processors import TokenHealing
+from palaver.engines.core.media import ProcessedMedia, prefix_keys
 from palaver.engines.core.processor import LogitsProcessor
 from palaver.engines.core.sampler import Logits
+from palaver.engines.core.speculation import DraftLookup
 from palaver.errors import QueueFull
 from palaver.generation import Queued
 
@@ -36,6 +39,13 @@ class SequenceState:
         """Whether the processor has seen all tokens of a continued reply."""
         self.prompt_tokens = len(generation.prompt)
         self.token_ids = [*generation.prompt.context_ids, *generation.prompt.reply_ids]
+        media = generation.prompt.media
+        self.prefix_keys: list[Any] = prefix_keys(self.token_ids, media) if media else self.token_ids
+        """What stands at each position, for the prefix cache: the token ids, or keys of media."""
+        self.media: dict[str, ProcessedMedia] = {}
+        """The media that are not computed yet, by key. The runner sets them."""
+        self.unsplit: tuple[tuple[int, int], ...] = ()
+        """Starts and ends of tokens that must be computed in one pass, because they see each other."""
         self.computed_tokens = 0
         self.cached_tokens = 0
         """Prompt tokens that came from the prefix cache."""
@@ -43,18 +53,34 @@ class SequenceState:
         self.space = (generation.prompt.owner, generation.prompt.adapter)
         """Cached prefixes are shared only between sequences of the same space."""
         self.conversation = generation.prompt.conversation
+        self.replays = False
+        """Whether tokens of the reply that are not in the cache are computed one at a time, as they were generated."""
         self.prefilled = False
         """Whether the prompt, except for its last token, has been computed once."""
         self.prompt_cached = False
         """Whether the prompt is in the prefix cache."""
         self.cached_logits: Logits | None = None
         """The logits after all tokens, a batch of one row, if the prefix cache had them."""
+        self.drafts: DraftLookup | None = None
+        """Where drafts are verified: what it has to offer as one."""
         self.waits_for: SequenceState | None = None
         """While waiting: the running sequence that computes most of the tokens this one lacks."""
 
     @property
     def pending_tokens(self) -> int:
         return len(self.token_ids) - self.computed_tokens
+
+    @property
+    def prefill_tokens(self) -> int:
+        """How many of the pending tokens are computed in chunks, before the others are decoded one by one."""
+        if self.replays:
+            return max(0, len(self.generation.prompt.context_ids) - self.computed_tokens)
+        return max(0, self.pending_tokens - 1)
+
+    def start(self, max_replayed: int) -> None:
+        """Call once its memory is allocated. `max_replayed`: as in `Runner`."""
+        replayed = len(self.token_ids) - max(self.computed_tokens, len(self.generation.prompt.context_ids))
+        self.replays = 1 < replayed <= max_replayed
 
     def restore(self, max_tokens: int) -> None:
         """Replays up to `max_tokens` more tokens of a continued reply."""
@@ -71,8 +97,8 @@ class SequenceState:
         ours, theirs = self._prefix_hashes, other._prefix_hashes
         blocks = bisect_left(range(min(len(ours), len(theirs))), True, key=lambda block: ours[block] != theirs[block])
         start = blocks * BLOCK_SIZE
-        one = self.token_ids[start : min(start + BLOCK_SIZE, self.prompt_tokens)]
-        two = other.token_ids[start : min(start + BLOCK_SIZE, other.prompt_tokens)]
+        one = self.prefix_keys[start : min(start + BLOCK_SIZE, self.prompt_tokens)]
+        two = other.prefix_keys[start : min(start + BLOCK_SIZE, other.prompt_tokens)]
         pairs = zip(one, two, strict=False)
         return start + next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(two)))
 
@@ -82,11 +108,13 @@ class SequenceState:
         hashes: list[int] = []
         for end in range(BLOCK_SIZE, self.prompt_tokens + 1, BLOCK_SIZE):
             before = hashes[-1] if hashes else 0
-            hashes.append(hash((before, *self.token_ids[end - BLOCK_SIZE : end])))
+            hashes.append(hash((before, *self.prefix_keys[end - BLOCK_SIZE : end])))
         return hashes
 
     def append_token(self, token_id: int) -> None:
         self.token_ids.append(token_id)
+        if self.prefix_keys is not self.token_ids:
+            self.prefix_keys.append(token_id)
         self.processor.append_token(token_id)
 
 
@@ -96,16 +124,29 @@ MAX_POSITION_UPDATES = 64
 """Queue entries that are checked for a changed position in a step."""
 
 
+class QueuedSequence(Protocol):
+    """What the queue needs to know about a request."""
+
+    @property
+    def generation(self) -> LocalGeneration: ...
+
+    @property
+    def owner(self) -> str: ...
+
+
+S = TypeVar("S", bound=QueuedSequence)
+
+
 @dataclass(slots=True)
-class QueueEntry:
-    sequence: SequenceState
+class QueueEntry(Generic[S]):
+    sequence: S
     round: int
     """In each round every owner is served once."""
     number: int
     """Arrival number: decides the order within a round."""
 
 
-class RequestQueue:
+class RequestQueue(Generic[S]):
     """Round robin between owners, first come, first served within each owner.
 
     A request gets the round after its owner's last request, or after the current round. Once it waits, only owners who
@@ -121,11 +162,11 @@ class RequestQueue:
         self._numbers = count()
         self._round = 0
         """The latest round from which a request was admitted."""
-        self._by_owner: dict[str, dict[LocalGeneration, QueueEntry]] = {}
+        self._by_owner: dict[str, dict[LocalGeneration, QueueEntry[S]]] = {}
         """Each owner's entries are in the order of their rounds."""
-        self._preempted: dict[LocalGeneration, SequenceState] = {}
+        self._preempted: dict[LocalGeneration, S] = {}
         """Requests that ran before: they are admitted first."""
-        self._order: list[SequenceState] | None = []
+        self._order: list[S] | None = []
         self._reported: dict[LocalGeneration, int] = {}
         """The last reported position of each request."""
         self._cursor = 0
@@ -139,7 +180,7 @@ class RequestQueue:
         return len(self._preempted) + sum(map(len, self._by_owner.values()))
 
     @property
-    def sequences(self) -> list[SequenceState]:
+    def sequences(self) -> list[S]:
         """In the order of admission, if no other request joins."""
         if self._order is None:
             entries = [entry for line in self._by_owner.values() for entry in line.values()]
@@ -152,7 +193,7 @@ class RequestQueue:
     def generations(self) -> list[LocalGeneration]:
         return [sequence.generation for sequence in self.sequences]
 
-    def add(self, sequence: SequenceState) -> None:
+    def add(self, sequence: S) -> None:
         """Raises QueueFull if the owner holds as many places as are free."""
         waiting = len(self)
         line = self._by_owner.get(sequence.owner, {})
@@ -165,12 +206,12 @@ class RequestQueue:
         line[sequence.generation] = QueueEntry(sequence, max(last, self._round) + 1, next(self._numbers))
         self._invalidate()
 
-    def requeue(self, sequence: SequenceState) -> None:
+    def requeue(self, sequence: S) -> None:
         """Puts a preempted request at the head of the queue."""
         self._preempted = {sequence.generation: sequence, **self._preempted}
         self._invalidate()
 
-    def find(self, generation: LocalGeneration) -> SequenceState | None:
+    def find(self, generation: LocalGeneration) -> S | None:
         entry = self._by_owner.get(generation.prompt.owner, {}).get(generation)
         return self._preempted.get(generation) if entry is None else entry.sequence
 
@@ -215,7 +256,7 @@ class RequestQueue:
                 self._reported[generation] = position
                 yield generation, Queued(position, self._estimate(position))
 
-    def _pop(self, generation: LocalGeneration) -> QueueEntry | None:
+    def _pop(self, generation: LocalGeneration) -> QueueEntry[S] | None:
         """None for a preempted request."""
         self._invalidate()
         self._reported.pop(generation, None)
@@ -244,18 +285,18 @@ MaxChunk = Callable[[SequenceState], int | None]
 def split_prefill_budget(
     prefilling: Sequence[SequenceState], budget: int, max_chunk: MaxChunk
 ) -> list[tuple[SequenceState, int]]:
-    """How many prompt tokens of each sequence a step computes. A prompt's last token is not part of its prefill.
+    """How many prompt tokens of each sequence a step computes.
 
     The oldest sequence gets at least half of the budget, so that it completes; the shortest ones get the rest first.
     """
     if not prefilling:
         return []
     oldest = prefilling[0]
-    shares = {oldest: min(oldest.pending_tokens - 1, max(1, budget // 2))}
+    shares = {oldest: min(oldest.prefill_tokens, max(1, budget // 2))}
     left = budget - shares[oldest]
-    for sequence in [*sorted(prefilling[1:], key=lambda s: s.pending_tokens), oldest]:
+    for sequence in [*sorted(prefilling[1:], key=lambda s: s.prefill_tokens), oldest]:
         if left > 0:
-            more = min(sequence.pending_tokens - 1 - shares.get(sequence, 0), left)
+            more = min(sequence.prefill_tokens - shares.get(sequence, 0), left)
             shares[sequence] = shares.get(sequence, 0) + more
             left -= more
     return [(sequence, _chunk_size(count, sequence, max_chunk)) for sequence, count in shares.items() if count > 0]
@@ -264,4 +305,14 @@ def split_prefill_budget(
 def _chunk_size(count: int, sequence: SequenceState, max_chunk: MaxChunk) -> int:
     """A runner's limit replaces the budget: a model may need its prompt in one piece, or one token at a time."""
     limit = max_chunk(sequence)
-    return count if limit is None else min(limit, sequence.pending_tokens - 1)
+    count = count if limit is None else min(limit, sequence.prefill_tokens)
+    return align_chunk(sequence.computed_tokens, count, sequence.unsplit)
+
+
+def align_chunk(start: int, count: int, unsplit: Sequence[tuple[int, int]]) -> int:
+    """The size of a chunk that ends inside of no unsplit tokens: it ends before them or, if it starts with them, after
+    them."""
+    for first, end in unsplit:
+        if first < start + count < end:
+            return first - start if first > start else end - start
+    return count

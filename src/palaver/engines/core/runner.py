@@ -57,6 +57,14 @@ where these sequences can't share a pass. Raises CacheFull before anything is co
 """
 
 
+VerifyDrafts: TypeAlias = Callable[[Sequence[SequenceState], Sequence[Sequence[int]]], Logits]
+"""Computes the one pending token of each sequence and its draft behind it. Returns a row of logits after each of them.
+
+Only the pending token counts as computed: the caller adds the tokens of the draft that it accepts. Each row has the
+bits that it has in a pass of its own. Raises CacheFull before anything is computed if there is no room.
+"""
+
+
 class Runner(Protocol):
     @property
     def reuse(self) -> str:
@@ -71,6 +79,12 @@ class Runner(Protocol):
     @property
     def prefills_last_token(self) -> bool:
         """Whether a prefill pass may include the last prompt token, if no other sequence is decoding."""
+        ...
+
+    @property
+    def max_replayed(self) -> int:
+        """The most tokens of a reply that are computed one at a time, as they were generated, if they are not in the
+        cache. More are computed in chunks like a prompt, and so are all where that gives the same bits (0)."""
         ...
 
     @property
@@ -113,6 +127,11 @@ class Runner(Protocol):
         """None where a pass can't start before the host knows its tokens."""
         ...
 
+    @property
+    def verify_drafts(self) -> VerifyDrafts | None:
+        """None where a token's bits depend on the tokens that are computed in the same pass."""
+        ...
+
     def needs_recompute(self, sequence: SequenceState) -> bool:
         """Whether the whole sequence must be computed again, because it outgrew the frequencies it started with."""
         ...
@@ -143,7 +162,9 @@ class SlotRunner(ABC, Generic[A]):
 
     reuse = "to the token"
     supports_batching = True
+    max_replayed = 0
     run_ahead: RunAhead | None = None
+    verify_drafts: VerifyDrafts | None = None
 
     def __init__(self, layout: KVLayout[A], cache_bytes: int, context_length: int) -> None:
         self._cache = PrefixCache(layout, cache_bytes)
@@ -168,7 +189,7 @@ class SlotRunner(ABC, Generic[A]):
         self._cache.check_capacity(len(sequence.token_ids))
 
     def count_cached(self, sequence: SequenceState) -> int:
-        return self._cache.count_cached(self._new_namespace(sequence), sequence.token_ids[:-1])
+        return self._cache.count_cached(self._new_namespace(sequence), sequence.prefix_keys[:-1])
 
     def max_chunk(self, sequence: SequenceState) -> int | None:
         return None
@@ -177,11 +198,11 @@ class SlotRunner(ABC, Generic[A]):
         return False
 
     def allocate(self, sequence: SequenceState) -> None:
-        namespace, keys = self._new_namespace(sequence), sequence.token_ids[:-1]
+        namespace, keys = self._new_namespace(sequence), sequence.prefix_keys[:-1]
         slot, cached = self._cache.allocate(namespace, keys, self._initial_tokens(sequence))
         self._slots[sequence] = slot
         sequence.cached_logits = (
-            self._cache.restore_logits(slot, namespace, sequence.token_ids) if cached == len(keys) else None
+            self._cache.restore_logits(slot, namespace, sequence.prefix_keys) if cached == len(keys) else None
         )
         sequence.cached_tokens = cached if sequence.cached_logits is None else len(sequence.token_ids)
         sequence.computed_tokens = sequence.cached_tokens
@@ -198,7 +219,7 @@ class SlotRunner(ABC, Generic[A]):
             self._cache.grow(self._slots[sequence], sequence.computed_tokens + count, sequence.computed_tokens)
 
     def cache_prefix(self, sequence: SequenceState, logits: Logits) -> None:
-        keys, namespace = sequence.token_ids[: sequence.computed_tokens], self._namespace(sequence)
+        keys, namespace = sequence.prefix_keys[: sequence.computed_tokens], self._namespace(sequence)
         self._cache.insert(self._slots[sequence], namespace, keys, sequence.conversation)
         self._cache.insert_logits(namespace, keys, logits)
 
@@ -206,7 +227,7 @@ class SlotRunner(ABC, Generic[A]):
         slot = self._slots.pop(sequence, None)
         if slot is None:
             return
-        keys, namespace = sequence.token_ids[: sequence.computed_tokens], self._namespace(sequence)
+        keys, namespace = sequence.prefix_keys[: sequence.computed_tokens], self._namespace(sequence)
         try:
             self._cache.insert(slot, namespace, keys, sequence.conversation)
         finally:

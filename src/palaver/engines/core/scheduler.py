@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from palaver.engines.core.generation import LocalGeneration, Outbox
 from palaver.engines.core.request import RequestQueue, SequenceState, split_prefill_budget
-from palaver.engines.core.runner import PassInterrupted, RunAhead, Runner
+from palaver.engines.core.runner import PassInterrupted, RunAhead, Runner, VerifyDrafts
 from palaver.engines.core.sampler import Logits, SampledStep
+from palaver.engines.core.speculation import MAX_ROWS, DraftLookup
 from palaver.errors import CacheFull, EngineError, PalaverError
 from palaver.generation import AnswerRequested, Ended, Finish, Prefilled
 
@@ -47,11 +49,13 @@ class Scheduler:
         self._prepare = prepare
         self._limits = limits or SchedulerLimits()
         self._running: dict[LocalGeneration, SequenceState] = {}
-        self._waiting = RequestQueue(self._limits.max_waiting)
+        self._waiting: RequestQueue[SequenceState] = RequestQueue(self._limits.max_waiting)
         self._restoring: list[SequenceState] = []
         """Waiting sequences whose reply state is still being replayed."""
         self._ahead: _AheadPass | None = None
         """The pass that runs already, where the runner runs ahead."""
+        self.draft_tokens = self.accepted_tokens = 0
+        """Tokens that were drafted so far, and those of them that were sampled, too."""
         self._full_version = -1
         """The queue's version at which the cache was full. Admission is tried again once the version changes."""
 
@@ -75,7 +79,7 @@ class Scheduler:
             self._runner.check_capacity(sequence)
             self._waiting.add(sequence)
         except Exception as error:
-            self._outbox.put(generation, _as_engine_error(error))
+            self._outbox.put(generation, as_engine_error(error))
             return
         if not sequence.restored:
             self._restoring.append(sequence)
@@ -113,14 +117,15 @@ class Scheduler:
         for sequence in list(self._running.values()):
             if sequence.cached_logits is not None:
                 self._decode_cached(sequence, sequence.cached_logits)
-        prefilling = [sequence for sequence in self._running.values() if sequence.pending_tokens > 1]
+        prefilling = [sequence for sequence in self._running.values() if sequence.prefill_tokens]
         if prefilling and self._prefill(prefilling):
             return
-        decoding = [sequence for sequence in self._running.values() if sequence.pending_tokens == 1]
+        decoding = [s for s in self._running.values() if s.pending_tokens and not s.prefill_tokens]
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             self._decode_ahead(ahead)
-        self._decode(decoding, [1] * len(decoding))
+        if self._runner.verify_drafts is None or not self._decode_drafts(decoding, self._runner.verify_drafts):
+            self._decode(decoding, [1] * len(decoding))
 
     def _restore(self) -> None:
         """Replays a bounded number of tokens of continued replies."""
@@ -129,7 +134,7 @@ class Scheduler:
             try:
                 sequence.restore(max(1, RESTORE_TOKENS // len(self._restoring)))
             except Exception as error:
-                self._reject(sequence, _as_engine_error(error))
+                self._reject(sequence, as_engine_error(error))
                 continue
             ended = sequence.processor.reply.ended
             if ended is not None:
@@ -162,11 +167,12 @@ class Scheduler:
         try:
             self._runner.allocate(sequence)
         except Exception as error:
-            failure = _as_engine_error(error)
+            failure = as_engine_error(error)
             if isinstance(failure, CacheFull) and self._running:
                 return False
             self._reject(sequence, failure)
             return True
+        sequence.start(self._runner.max_replayed)
         self._waiting.admit(sequence.generation)
         self._running[sequence.generation] = sequence
         self._report_prefilled(sequence)
@@ -195,8 +201,9 @@ class Scheduler:
         budget = self._limits.chunk_tokens if delays_others else self._limits.chunk_tokens * IDLE_CHUNKS
         shares = split_prefill_budget(prefilling, budget, self._runner.max_chunk)
         sequences, counts = [sequence for sequence, _ in shares], [count for _, count in shares]
-        completes = sum(counts) == sum(sequence.pending_tokens - 1 for sequence in prefilling)
-        if completes and not delays_others and self._runner.prefills_last_token:
+        completes = sum(counts) == sum(sequence.prefill_tokens for sequence in prefilling)
+        last_too = self._runner.prefills_last_token and not any(sequence.replays for sequence in prefilling)
+        if completes and not delays_others and last_too:
             self._decode(sequences, [count + 1 for count in counts])
             return True
         self._forward(sequences, counts, need_logits=False)
@@ -211,9 +218,60 @@ class Scheduler:
             self._outbox.put(sequence.generation, Prefilled(sequence.prompt_tokens, sequence.cached_tokens))
 
     def _decode(self, sequences: list[SequenceState], counts: list[int]) -> None:
-        """Computes all pending tokens of each sequence (`counts`), then samples its next token."""
-        for computed, logits in self._forward(sequences, counts):
-            self._emit_all(computed, logits)
+        """Computes the next tokens of each sequence (`counts`), then samples the one after its last."""
+        last = [sequence.pending_tokens == count for sequence, count in zip(sequences, counts, strict=True)]
+        for computed, logits in self._forward(sequences, counts, need_logits=any(last)):
+            for sequence in computed:
+                self._report_prefilled(sequence)
+            rows = [row for row, sequence in enumerate(computed) if not sequence.pending_tokens]
+            if rows:
+                logits = logits if len(rows) == len(computed) else logits.select(rows)
+                self._emit_all([computed[row] for row in rows], logits)
+
+    def _decode_drafts(self, sequences: list[SequenceState], verify: VerifyDrafts) -> bool:
+        """Computes the next token of each sequence and drafts behind them, then samples as many tokens as the drafts
+        hold. Returns False, with nothing done, if there are no drafts."""
+        most = MAX_ROWS // len(sequences) - 1 if sequences else 0
+        if most < 1 or not all(sequence.pending_tokens == 1 and sequence.prompt_cached for sequence in sequences):
+            return False
+        drafts = [self._draft(sequence, most) for sequence in sequences]
+        if not any(drafts):
+            return False
+        try:
+            logits = verify(sequences, drafts)
+        except Exception as error:
+            as_engine_error(error)  # raises where the device is lost; else it is tried without drafts
+            return False
+        first_rows = accumulate((1 + len(draft) for draft in drafts), initial=0)
+        verified = list(zip(sequences, drafts, first_rows, strict=False))
+        accepted = 0
+        while verified:
+            rows = [first + accepted for _, _, first in verified]
+            steps = _sample(logits.select(rows), [sequence for sequence, _, _ in verified])
+            held = [self._accept(*one, accepted) for one in zip(verified, steps, strict=True)]
+            verified = [one for one, holds in zip(verified, held, strict=True) if holds]
+            accepted += 1
+        return True
+
+    def _draft(self, sequence: SequenceState, most: int) -> Sequence[int]:
+        if sequence.drafts is None:
+            sequence.drafts = DraftLookup(sequence.token_ids)
+        left = sequence.processor.reply.tokens_left
+        return sequence.drafts.propose(most if left is None else min(most, left - 1))
+
+    def _accept(self, verified: tuple[SequenceState, Sequence[int], int], step: SampledStep, accepted: int) -> bool:
+        """Emits the token after so many accepted ones. Returns whether the draft holds it, too."""
+        sequence, draft, _ = verified
+        self._emit(sequence, step)
+        runs = self._running.get(sequence.generation) is sequence
+        holds = runs and accepted < len(draft) and sequence.token_ids[-1] == draft[accepted]
+        if holds:
+            sequence.computed_tokens += 1
+        elif draft and sequence.drafts is not None:
+            sequence.drafts.record(len(draft), accepted)
+            self.draft_tokens += len(draft)
+            self.accepted_tokens += accepted
+        return holds
 
     def _decode_ahead(self, ahead: _AheadPass) -> None:
         """Samples the next tokens of those sequences of a pass that are still running."""
@@ -228,7 +286,6 @@ class Scheduler:
     def _emit_all(self, sequences: list[SequenceState], logits: Logits) -> None:
         """Samples and emits a token of each sequence. Where the runner runs ahead, the next pass starts before that."""
         for row, sequence in enumerate(sequences):
-            self._report_prefilled(sequence)
             self._cache_prompt(sequence, logits, row)
         ahead = None
         all_run = len(sequences) == len(self._running)
@@ -276,7 +333,7 @@ class Scheduler:
                 return []
             except Exception as error:
                 if len(sequences) == 1:
-                    self._finish(sequences[0], _as_engine_error(error))
+                    self._finish(sequences[0], as_engine_error(error))
                     return []
         pairs = zip(sequences, counts, strict=True)
         return [part for sequence, count in pairs for part in self._forward([sequence], [count], need_logits)]
@@ -314,7 +371,7 @@ def _try_to_cache(cache: Callable[[], None]) -> None:
     try:
         cache()
     except Exception as error:
-        _log.warning("Could not keep what was computed: %s", _as_engine_error(error))
+        _log.warning("Could not keep what was computed: %s", as_engine_error(error))
 
 
 class _AheadPass:
@@ -333,7 +390,7 @@ class _AheadPass:
         try:
             self.logits = self._run_ahead(self.sequences, tokens)
         except Exception as error:
-            _as_engine_error(error)
+            as_engine_error(error)
 
     def drop(self, row: int) -> None:
         if self.logits is not None and row not in self.dropped:
@@ -354,11 +411,11 @@ def _sample(logits: Logits, sequences: list[SequenceState], ahead: _AheadPass | 
         if ahead is not None:
             ahead.drop_all()
         if len(sequences) == 1:
-            return [_as_engine_error(error)]
+            return [as_engine_error(error)]
         return [step for row, sequence in enumerate(sequences) for step in _sample(logits.row(row), [sequence])]
 
 
-def _as_engine_error(error: Exception) -> PalaverError:
+def as_engine_error(error: Exception) -> PalaverError:
     if isinstance(error, PalaverError):
         return error
     if type(error).__name__ in FATAL_ERRORS:
