@@ -1,6 +1,6 @@
 """Long runs: stop and continue under load with every engine, and many requests in bounded memory.
 
-    python benchmarks/engine_cycles.py [--engine NAME ...] [--exact] [--device cpu]
+    python benchmarks/engine_cycles.py [--engine NAME ...] [--exact] [--device cpu] [--gguf q8_0]
                                        [--cycles 1000] [--requests 10000]
 
 Each reply of the embedded model is generated uncut first, alone; then again beside seven others, stopped at random
@@ -31,6 +31,7 @@ from tests.engines import tiny
 from tests.engines.cycles import Cycles, Tally, measure_rounding
 from tests.engines.engine_cases import NAMES, EngineCases
 from tests.engines.generate import run
+from tests.gguf_files import FILE_TYPES
 
 
 async def cycles(name: str, exact: bool, count: int, cases: EngineCases) -> list[str]:
@@ -88,6 +89,7 @@ async def main() -> int:
     parser.add_argument("--engine", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--exact", action="store_true", help="in the exact mode")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--gguf", default="f32", choices=FILE_TYPES, help="the weights of the GGUF file")
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=10_000, help="0 leaves them out")
     arguments = parser.parse_args()
@@ -95,7 +97,7 @@ async def main() -> int:
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        cases = EngineCases(folder, arguments.device)
+        cases = EngineCases(folder, arguments.device, arguments.gguf)
         for engine in arguments.engine:
             failures += [
                 f"{engine}: {failure}" for failure in await cycles(engine, arguments.exact, arguments.cycles, cases)

@@ -70,6 +70,16 @@ class CacheFull(RequestError):
         self.limit = limit
 
 
+class ModelNotOffered(RequestError):
+    """A request names a model that can't be asked for here."""
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        shown, more = ", ".join(known[:20]) or "none", len(known) - 20
+        rest = f" and {more} more" if more > 0 else ""
+        super().__init__(f"There is no model {name[:200]!r} on this server. There are: {shown}{rest}.")
+        self.name = name[:200]
+
+
 class ModelError(PalaverError):
     """The model, its files or its template do not support this; another model may."""
 
@@ -127,6 +137,17 @@ class DoesNotFit(ModelError):
         )
         self.needed = needed
         self.free = free
+
+
+class ExceedsMemoryLimit(DoesNotFit):
+    """A model that takes more memory than all models together may."""
+
+    def __init__(self, name: str, needed: int, limit: int) -> None:
+        super().__init__(name, needed, limit, "--memory")
+        self.args = (
+            f"The model {name!r} needs about {needed / 1e9:.1f} GB of memory with its cache, but --memory allows "
+            f"{limit / 1e9:.1f} GB for all models: use a smaller or a quantised model, or allow more.",
+        )
 
 
 class CantCompile(ModelError):

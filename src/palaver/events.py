@@ -14,12 +14,17 @@ from palaver.phases import Phase
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The turn is in the queue; position 1 is the next to be admitted."""
+    """The turn is in the queue, where position 1 is the next to be admitted, or waits for its model to be loaded."""
 
     type: Literal["waiting"] = field(default="waiting", kw_only=True, repr=False)
     position: int
+    """0 while the model is being loaded."""
     seconds: float | None = None
     """The estimated wait; None if it is not known."""
+    loading: str = ""
+    """The name of the model that is being loaded."""
+    progress: float | None = None
+    """How much of it is loaded, from 0 to 1; None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,20 @@ class Started:
     engine, not on the tokens."""
     thinking_seconds: float | None = 0.0
     """How long the reply has been thinking when this is sent: the sum of all its runs. None if that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBlock:
+    """The unfinished block of a reply that is written by denoising. It replaces the draft before it, and the text of
+    the finished block replaces it. It has no number, and readers that are late get only the newest."""
+
+    type: Literal["draft_block"] = field(default="draft_block", kw_only=True, repr=False)
+    position: int
+    """The number of tokens of the reply before the block."""
+    texts: tuple[str | None, ...]
+    """The text of each token; None while it is masked, empty for control tokens."""
+    confidence: tuple[float, ...]
+    """How sure the model is of each token, from 0 to 1; of a masked one, of the token that it would write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +144,7 @@ class Snapshot:
     message: Message
 
 
-Event = Waiting | Started | Snapshot | ReadEvent | Finished | Failed
+Event = Waiting | Started | DraftBlock | Snapshot | ReadEvent | Finished | Failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +178,7 @@ def fold(events: Iterable[Event]) -> Folded:
         match event:
             case Finished() | Failed():
                 ending = event
-            case Waiting():
+            case Waiting() | DraftBlock():
                 pass
             case Started(notice=notice):
                 reply.notices += [notice] if notice else []

@@ -9,19 +9,23 @@ import ctypes
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 EXIT_SECONDS = 5.0
 """How long a process may take to end after its connection is closed."""
+HOST_VARIABLE = "PALAVER_ENGINE_PROCESS"
+"""The environment variable with the id of the engine process, for processes that a library starts in it."""
 _PDEATHSIG = 1
 _LENGTH = struct.Struct("!I")
 _NICE = 5
@@ -31,6 +35,27 @@ def die_with_parent() -> None:
     """Asks the Linux kernel to kill this process when its parent dies. Elsewhere the closed connection ends it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+
+
+def exit_with_host() -> None:
+    """Ends this process when the engine process that HOST_VARIABLE names has ended. Called in each process of vLLM."""
+    host = int(os.environ.get(HOST_VARIABLE, "0"))
+    if not host or host == os.getpid():
+        return
+
+    def wait() -> None:
+        with suppress(OSError):
+            if sys.platform == "linux":
+                poll = select.poll()
+                poll.register(os.pidfd_open(host), select.POLLIN)
+                poll.poll()
+            else:
+                while True:
+                    os.kill(host, 0)
+                    time.sleep(1)
+        os._exit(0)
+
+    threading.Thread(target=wait, name="palaver-host", daemon=True).start()
 
 
 def send(connection: socket.socket, message: Any) -> None:

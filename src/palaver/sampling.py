@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from palaver.constraints import Constraint
 from palaver.errors import BadParameter, UnknownParameter
@@ -18,6 +18,10 @@ MAX_BIASES = 1024
 MAX_TOKENS = 1_000_000
 MAX_SEED = 2**63 - 1
 OFF_WORDS = ("none", "null", "off", "false")
+
+
+Remasking = Literal["confidence", "entropy"]
+"""The tokens that are likeliest, or those whose distributions are the narrowest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,13 @@ class Sampling:
     """A grammar for the answer. It does not apply to thinking."""
     spoken: bool = False
     """The answer is for speech: characters that can't be spoken are banned, except in thinking and tool calls."""
+    steps: int | None = None
+    """Diffusion models: the steps in which a block is denoised, at most one for each of its tokens. None: the model's
+    own."""
+    block_length: int | None = None
+    """Diffusion models: the tokens of a block; the last one of a reply may be shorter. None: the model's own."""
+    remasking: Remasking = "confidence"
+    """Diffusion models: which tokens a step shows."""
 
     @property
     def filter_temperature(self) -> float:
@@ -124,9 +135,10 @@ class SamplingParameter:
 
 
 def _parameter(name: str, read: type[int] | type[float], low: float, high: float, meaning: str) -> SamplingParameter:
-    return SamplingParameter(name, read, (low, high), meaning, name in ("max_tokens", "thinking_budget"))
+    return SamplingParameter(name, read, (low, high), meaning, name in NULLABLE)
 
 
+NULLABLE = ("max_tokens", "thinking_budget", "steps", "block_length")
 NUMBERS = {
     p.name: p
     for p in (
@@ -151,10 +163,14 @@ NUMBERS = {
         _parameter("min_tokens", int, 0, MAX_TOKENS, "the reply doesn't end before so many tokens"),
         _parameter("max_tokens", int, 1, MAX_TOKENS, "the reply is cut after so many tokens"),
         _parameter("thinking_budget", int, 0, MAX_TOKENS, "a thought is closed after so many tokens"),
+        _parameter("steps", int, 1, 10_000, "diffusion models denoise a block in so many steps"),
+        _parameter("block_length", int, 1, 100_000, "diffusion models denoise so many tokens at once"),
         _parameter("seed", int, 0, MAX_SEED, "the same seed gives the same reply"),
         _parameter("logprobs", int, 0, 20, "how many alternatives are reported for each token"),
     )
 }
+CHOICES: dict[str, tuple[str, ...]] = {"remasking": get_args(Remasking)}
+"""Parameters that are one of a few words."""
 STRINGS = {
     "stop": "text that ends the answer",
     "banned_strings": "text that is never said",
@@ -168,7 +184,15 @@ def parse_setting(name: str, text: str) -> tuple[str, Any]:
         return name, NUMBERS[name].parse(text)
     if name in STRINGS:
         return name, check_strings(name, (text,))
-    raise UnknownParameter(name, text, (*NUMBERS, *STRINGS))
+    if name in CHOICES:
+        return name, check_choice(name, text.strip().lower())
+    raise UnknownParameter(name, text, (*NUMBERS, *STRINGS, *CHOICES))
+
+
+def check_choice(name: str, value: Any) -> Any:
+    if value not in CHOICES[name]:
+        raise BadParameter(name, value, f"must be {' or '.join(CHOICES[name])}")
+    return value
 
 
 def check_strings(name: str, values: tuple[str, ...]) -> tuple[str, ...]:
@@ -187,6 +211,8 @@ def check_sampling(sampling: Sampling) -> Sampling:
         parameter.check(getattr(sampling, name))
     for name in STRINGS:
         check_strings(name, getattr(sampling, name))
+    for name in CHOICES:
+        check_choice(name, getattr(sampling, name))
     for name in ("logit_bias", "banned_ids", "stop_ids"):
         if (count := len(getattr(sampling, name))) > MAX_BIASES:
             raise BadParameter(name, f"{count} entries", f"at most {MAX_BIASES} are taken")

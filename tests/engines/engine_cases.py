@@ -1,7 +1,8 @@
-"""The engines that the conformance suite and `benchmarks/engine_cycles.py` run: all over the embedded model."""
+"""The engines that the conformance suite and `benchmarks/engine_cycles.py` run: all over the embedded models."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,6 +12,7 @@ from typing import Any
 
 from palaver.engines.base import Engine
 from palaver.engines.core.options import EngineOptions
+from palaver.engines.diffusion.config import find_diffusion
 from palaver.engines.host.frames import EngineSpec
 from palaver.engines.mlx.loader import is_installed as has_mlx
 from palaver.formats.base import Format, RenderOptions
@@ -19,16 +21,20 @@ from palaver.formats.tokenizer import load_tokenizer
 from palaver.generation import Prompt
 from palaver.messages import user
 from palaver.models.resolver import resolve_folder
+from tests.engines.threaded import ThreadedEngine
 from tests.gguf_files import convert_qwen3
 from tests.mlx_files import convert_sprout
 from tests.scripted_engine import ScriptedEngine
 
-NAMES = ("torch", "compiled", "llamacpp", "mlx", "scripted")
-EXACT_MODES = ("torch", "llamacpp")
-"""Engines whose exact mode is tested with the embedded model. Compiled steps are always exact. In MLX's exact mode a
-token of this model takes a tenth of a second on a CPU: `test_mlx.py` shows it with a smaller one."""
+NAMES = ("torch", "compiled", "llamacpp", "mlx", "diffusion", "vllm", "scripted")
+EXACT_MODES = ("torch", "llamacpp", "mlx")
+"""Compiled steps are always exact."""
+DIFFUSION = {"block_length": 4, "steps": 2}
+"""Short blocks: a continued reply denoises its last block again."""
 CONTEXT = 512
 RUNNING = 8
+VLLM_VARIABLE = "PALAVER_VLLM_PYTHON"
+"""The environment variable that names the Python of an environment with vLLM."""
 SCRIPT = "I think that a plant needs light, water and some time, and so it grows a bit each day."
 
 
@@ -40,6 +46,8 @@ def missing(name: str) -> str:
         return "NOTHING IS SHOWN HERE: xllamacpp is not installed"
     if name == "mlx" and not has_mlx():
         return "NOTHING IS SHOWN HERE: mlx and mlx-lm are not installed"
+    if name == "vllm" and VLLM_VARIABLE not in os.environ:
+        return f"NOTHING IS SHOWN HERE: {VLLM_VARIABLE} names no Python that has vLLM"
     return ""
 
 
@@ -49,6 +57,8 @@ class EngineCases:
 
     folder: Path
     device: str = "cpu"
+    gguf_type: str = "f32"
+    """The type of the weights in the GGUF file."""
     sprout: Path = field(default_factory=lambda: resolve_folder("sprout"))
 
     @cached_property
@@ -61,17 +71,25 @@ class EngineCases:
 
     @cached_property
     def gguf(self) -> Path:
-        return convert_qwen3(self.sprout, self.folder / "sprout.gguf")
+        return convert_qwen3(self.sprout, self.folder / "sprout.gguf", self.gguf_type)
 
     @cached_property
     def mlx(self) -> Path:
         return convert_sprout(self.folder / "mlx")
 
+    @cached_property
+    def sprout_diffusion(self) -> tuple[Path, tuple[bytes, ...], dict[str, Any]]:
+        """The folder of the model, the vocabulary with its mask token, and its settings."""
+        folder = resolve_folder("sprout-diffusion")
+        settings = find_diffusion(folder)
+        assert settings is not None
+        return folder, tuple(load_tokenizer(folder).vocabulary), {**settings, **DIFFUSION}
+
     def prompt(self, text: str, thinking: bool | None = None) -> Prompt:
         return self.format.render([user(text)], options=RenderOptions(thinking=thinking))
 
     def load(self, name: str, exact: bool = False) -> Engine:
-        """In this process, with one thread."""
+        """In this process, with one thread; vLLM in a process of its own."""
         options = EngineOptions(exact=exact, threads=1, context=CONTEXT, max_running=RUNNING)
         match name:
             case "torch":
@@ -91,6 +109,15 @@ class EngineCases:
                 from palaver.engines.mlx.engine import load as load_mlx
 
                 return load_mlx(self.mlx, vocabulary=self.vocabulary, device=self.device, options=options)
+            case "diffusion":
+                from palaver.engines.diffusion.engine import load as load_diffusion
+
+                folder, vocabulary, settings = self.sprout_diffusion
+                return load_diffusion(
+                    folder, vocabulary=vocabulary, trained=settings, device=self.device, options=options
+                )
+            case "vllm":
+                return ThreadedEngine(self.spec("vllm"))
             case _:
                 return self._scripted()
 
@@ -102,6 +129,13 @@ class EngineCases:
                 return EngineSpec("llamacpp", self.gguf, self.vocabulary, **common)
             case "mlx":
                 return EngineSpec("mlx", self.mlx, self.vocabulary, **common)
+            case "diffusion":
+                folder, vocabulary, settings = self.sprout_diffusion
+                return EngineSpec("diffusion", folder, vocabulary, diffusion=settings, **common)
+            case "vllm":
+                python = Path(os.environ[VLLM_VARIABLE])
+                common |= {"dtype": "float32", "compiled": False, "python": python}
+                return EngineSpec("vllm", self.sprout, self.vocabulary, **common)
             case _:
                 return EngineSpec("torch", self.sprout, self.vocabulary, compiled=name == "compiled", **common)
 

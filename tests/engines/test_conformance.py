@@ -1,5 +1,5 @@
-"""What every engine must do, with the embedded model: torch, compiled steps, llama.cpp, MLX and the scripted engine of
-the tests. What an engine can't do it declares (`EngineInfo.lacks`) and refuses."""
+"""What every engine must do, with the embedded model: torch, compiled steps, llama.cpp, MLX, diffusion, vLLM and the
+scripted engine of the tests. What an engine can't do it declares (`EngineInfo.lacks`) and refuses."""
 
 from __future__ import annotations
 
@@ -22,9 +22,18 @@ from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.sampler import HostLogits
 from palaver.engines.host.supervisor import HostedEngine
 from palaver.errors import BadParameter, ContextOverflow, EngineClosed
-from palaver.generation import Ended, Finish, Prefilled, Prompt, Step
+from palaver.generation import Draft, Ended, Finish, Prefilled, Prompt, Step
 from palaver.sampling import Sampling
-from tests.engines.cycles import SETTINGS, Cycles, Difference, Tally, find_difference, measure_rounding, prompt_for
+from tests.engines.cycles import (
+    SETTINGS,
+    Cycles,
+    Difference,
+    Tally,
+    find_difference,
+    measure_rounding,
+    prompt_for,
+    setting_for,
+)
 from tests.engines.engine_cases import CONTEXT, EXACT_MODES, NAMES, EngineCases, missing
 from tests.engines.generate import Run, continued, run
 from tests.engines.reference import choose
@@ -55,7 +64,7 @@ class Subject:
     @property
     def reuses(self) -> bool:
         """Whether prefixes are reused to the token. An engine that doesn't says so."""
-        assert self.engine.info.reuse.startswith(("to the token", "none"))
+        assert self.engine.info.reuse.startswith(("to the token", "whole chunks", "whole blocks", "none"))
         return self.engine.info.reuse == "to the token"
 
     def assert_computed(self, out: Run, expected: int) -> None:
@@ -130,7 +139,11 @@ async def assert_refused(engine: Engine, capability: Capability, *request: Any) 
     indirect=["subject"],
 )
 async def test_a_reply_continues_at_every_token(subject: Subject, setting: str) -> None:
-    engine, sampling, prompt = subject.engine, SETTINGS[setting], prompt_for(subject.cases, 0, setting)
+    engine, prompt = subject.engine, prompt_for(subject.cases, 0, setting)
+    sampling = setting_for(engine, setting)
+    if sampling != SETTINGS[setting]:
+        with pytest.raises(BadParameter, match=f"^top_k 40: .*{engine.info.lacks[Capability.FILTERS]}.$"):
+            await run(engine, prompt, SETTINGS[setting])
     if sampling.constraint is not None and Capability.CONSTRAINTS in engine.info.lacks:
         await assert_refused(engine, Capability.CONSTRAINTS, prompt, sampling)
         return
@@ -173,7 +186,7 @@ async def test_stops_and_continues_under_load(subject: Subject, record_property:
 @pytest.mark.slow  # each process imports its libraries
 async def test_a_reply_goes_on_when_its_process_is_killed(subject: Subject) -> None:
     """The exact modes and the scripted engine are tried without a process: another engine goes on."""
-    sampling = replace(SETTINGS["sampled"], min_tokens=40, max_tokens=40)
+    sampling = replace(setting_for(subject.engine, "sampled"), min_tokens=40, max_tokens=40)
     prompts = [subject.prompt(text) for text in ("Tell me a story.", "Hi!")]
     uncut = [await run(subject.engine, prompt, sampling) for prompt in prompts]
     if subject.exact or subject.name == "scripted":
@@ -266,10 +279,11 @@ async def test_turns_compute_what_is_new_in_each(subject: Subject) -> None:
 
 async def test_a_retry_computes_nothing_and_an_edit_what_differs(subject: Subject) -> None:
     engine, prompt = subject.engine, subject.prompt("What do you think of the weather?", owner="retry")
-    first = await run(engine, prompt, SETTINGS["sampled"])
-    retry = await run(engine, prompt, SETTINGS["sampled"])
+    sampled = setting_for(engine, "sampled")
+    first = await run(engine, prompt, sampled)
+    retry = await run(engine, prompt, sampled)
     subject.assert_computed(retry, 0)
-    await subject.assert_same(prompt, SETTINGS["sampled"], retry, first)
+    await subject.assert_same(prompt, sampled, retry, first)
     subject.assert_computed(await run(engine, prompt, GREEDY), 0)
     for common in (len(prompt) - 2, 5):
         edited = replace(prompt, context_ids=(*prompt.context_ids[:common], 300, 301, common))
@@ -305,15 +319,16 @@ async def test_a_forgotten_conversation_is_computed_again(subject: Subject) -> N
 
 
 async def test_choices_differ_repeat_and_share_their_prompt(subject: Subject) -> None:
-    engine, sampling = subject.engine, replace(SETTINGS["sampled"], temperature=3.0)
+    engine, sampling = subject.engine, replace(setting_for(subject.engine, "sampled"), temperature=3.0)
     prompt = subject.prompt("Write a poem about the sea, please.", owner="choices")
     if Capability.CHOICES in engine.info.lacks:
         await assert_refused(engine, Capability.CHOICES, prompt, sampling, 1)
         return
     together = await asyncio.gather(*(run(engine, prompt, sampling, choice) for choice in range(3)))
     assert len({tuple(out.ids) for out in together}) == 3
-    computed = sorted(out.prefilled.cached_tokens for out in together if out.prefilled)
-    assert computed == [0, len(prompt), len(prompt)]
+    if subject.reuses:
+        computed = sorted(out.prefilled.cached_tokens for out in together if out.prefilled)
+        assert computed == [0, len(prompt), len(prompt)]
     for choice, out in enumerate(together):
         rest = await run(engine, continued(prompt, out.ids[:7]), sampling, choice)
         await subject.assert_same(prompt, sampling, rest, out, 7, choice)
@@ -351,7 +366,7 @@ async def test_a_reply_that_ends_inside_a_token_goes_on(subject: Subject) -> Non
 def test_an_engine_describes_itself(subject: Subject) -> None:
     info = subject.engine.info
     assert info.context_length == CONTEXT
-    assert info.vocabulary_size == len(subject.cases.vocabulary)
+    assert info.vocabulary_size == len(subject.cases.vocabulary) + (subject.name == "diffusion"), "its mask token"
     assert 2 in info.end_ids
     assert info.exactness in EXACTNESS_LABELS
     assert info.fingerprint
@@ -413,7 +428,7 @@ async def test_closing_ends_what_runs_and_refuses_what_comes(subject: Subject, c
 
 async def test_outputs_come_in_order(subject: Subject) -> None:
     async with subject.engine.generate(subject.prompt(), replace(GREEDY, max_tokens=6)) as outputs:
-        kinds = [type(output) async for output in outputs]
+        kinds = [type(output) async for output in outputs if not isinstance(output, Draft)]
     assert kinds == [Prefilled, *[Step] * 6, Ended]
 
 

@@ -25,7 +25,19 @@ from palaver.engines.host.frames import (
     read_frame,
 )
 from palaver.errors import BadParameter, ContextOverflow, EngineClosed, EngineError, PalaverError
-from palaver.generation import Alternative, AnswerRequested, Ended, Output, Prefilled, Prompt, Queued, Step
+from palaver.generation import (
+    Alternative,
+    AnswerRequested,
+    Ended,
+    MediaContent,
+    MediaItem,
+    MediaSpan,
+    Output,
+    Prefilled,
+    Prompt,
+    Queued,
+    Step,
+)
 from palaver.phases import Phases, RequiredGrammar, State, Trigger
 from palaver.sampling import Sampling
 
@@ -52,7 +64,11 @@ PHASES = st.builds(
     IDS.map(frozenset),
     st.none() | st.builds(RequiredGrammar, MARKER, MARKER),
 )
-PROMPT = st.builds(Prompt, IDS, IDS, PHASES, TEXT, TEXT, TEXT, st.binary(max_size=4), st.none() | COUNT)
+OPTIONS = st.lists(st.tuples(TEXT, COUNT), max_size=2).map(tuple)
+ITEM = st.builds(MediaItem, st.sampled_from(["image", "audio"]), TEXT, TEXT, OPTIONS)
+SPANS = st.lists(st.builds(MediaSpan, ITEM, COUNT, COUNT), max_size=2).map(tuple)
+CANVAS = st.lists(st.none() | st.integers(0, 300_000), max_size=5).map(tuple)
+PROMPT = st.builds(Prompt, IDS, IDS, PHASES, TEXT, TEXT, TEXT, st.binary(max_size=4), CANVAS, st.none() | COUNT, SPANS)
 SAMPLING = st.builds(
     Sampling,
     temperature=st.floats(allow_nan=False),
@@ -72,7 +88,7 @@ INFO = st.builds(EngineInfo, TEXT, COUNT, COUNT, IDS.map(frozenset), SAMPLING, T
 
 
 def cross(frame: Frame) -> Frame:
-    return decode_frame(encode_frame(frame)[4:])
+    return decode_frame(encode_frame(frame)[8:])
 
 
 @settings(deadline=None, max_examples=60)
@@ -93,6 +109,21 @@ def test_outputs_cross_unchanged(outputs: list[tuple[int, OutputFrame]]) -> None
 def test_the_description_of_an_engine_crosses_unchanged(info: EngineInfo, vocabulary: list[bytes]) -> None:
     spec = EngineSpec("torch", Path("/models/\udcff"), tuple(vocabulary))
     assert cross({"do": "load", "spec": spec, "ready": info}) == {"do": "load", "spec": spec, "ready": info}
+
+
+async def test_the_data_of_media_follows_its_frame() -> None:
+    content = MediaContent(b'\0"}\n' * 5, (4, 5), "uint8", 16_000)
+    frames: list[Frame] = [{"do": "content", "number": 3, "key": "k", "content": content}, {"do": "close"}]
+    reader = asyncio.StreamReader()
+    reader.feed_data(b"".join(map(encode_frame, frames)))
+    assert [await read_frame(reader), await read_frame(reader)] == frames
+
+
+def test_prompts_cross_without_access_to_their_media() -> None:
+    item = MediaItem("image", "digest", "<image>", load=lambda: MediaContent(b"", (0,), "uint8"))
+    prompt = Prompt((1, 2, 3), media=(MediaSpan(item, 1, 2),)).without_content()
+    crossed = cross({"do": "generate", "prompt": prompt})["prompt"].media[0].item
+    assert (crossed.key, crossed.load) == (item.key, None)
 
 
 def test_every_output_has_a_tag() -> None:

@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import venv
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +21,17 @@ from palaver.engines.base import Engine, EngineState
 from palaver.engines.host.frames import EngineSpec
 from palaver.engines.host.process import ChildProcess, environment
 from palaver.engines.host.supervisor import MAX_DEATHS, HostedEngine
-from palaver.errors import BadParameter, ContextOverflow, EngineClosed, EngineError, NoWeights, UnsupportedContent
+from palaver.errors import (
+    BadParameter,
+    BrokenModel,
+    ContextOverflow,
+    EngineClosed,
+    EngineError,
+    NoWeights,
+    UnsupportedContent,
+)
 from palaver.generation import Ended, Finish, Prompt, Step
+from palaver.models.resolver import resolve_folder
 from palaver.sampling import Sampling
 from tests.engines import tiny
 
@@ -231,3 +242,21 @@ async def test_a_text_that_cannot_be_sent_fails_its_request_alone(engine: Hosted
     with pytest.raises(UnsupportedContent, match="half of a character"):
         await generate_ids(engine, sampling=replace(SAMPLED, stop=("\ud800",)))
     assert await generate_ids(engine)
+
+
+async def test_a_python_without_vllm_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    venv.create(tmp_path / "empty", symlinks=True)
+    python = tmp_path / "empty" / "bin" / "python"
+    spec = EngineSpec("vllm", resolve_folder("sprout"), (b"a",), python=python)
+    before = set(Path(tempfile.gettempdir()).glob("palaver-engine-*"))
+    with pytest.raises(BrokenModel) as refused:
+        await HostedEngine(spec).start()
+    assert str(refused.value).startswith(f"The Python of --engine-python ({python}) has no vllm, ")
+    assert str(refused.value).endswith(": install vLLM there (pip install vllm).")
+    assert set(Path(tempfile.gettempdir()).glob("palaver-engine-*")) <= before, "the links to the package are removed"
+
+
+async def test_a_python_that_is_none_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    spec = EngineSpec("vllm", resolve_folder("sprout"), (b"a",), python=tmp_path / "python")
+    with pytest.raises(EngineError, match=r"couldn't be started \(.*No such file.*\) while it loaded the model"):
+        await HostedEngine(spec).start()

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from palaver.errors import BadParameter, ContextOverflow
-from palaver.generation import Output, Prompt
+from palaver.generation import MediaExpansion, MediaItem, Output, Prompt
 from palaver.sampling import Sampling
 
 COMPILED = "compiled"
@@ -22,7 +22,16 @@ EXACTNESS_LABELS = {BY_TEXT: "exact", BY_CACHE: "exact-with-cache", BY_BATCH: BA
 """The same as one word, as fingerprints say it."""
 COMPILED_RUNNER = "compiled"
 LLAMACPP_RUNNER = "llama.cpp"
+EXACT_CACHE = "kv-f32"
+"""In llama.cpp's fingerprints: the cache of its exact mode."""
 MLX_RUNNER = "mlx"
+DIFFUSION_RUNNER = "diffusion"
+VLLM_RUNNER = "vllm"
+REMOTE_RUNNER = "remote"
+NATIVE_SAMPLER = "native"
+"""In place of the version of Palaver's sampler: that of vLLM or of a server."""
+APPROXIMATE_RUNNER = "diffusion-approximate"
+"""The same with `EngineOptions.approximate_cache`."""
 
 
 class Capability(StrEnum):
@@ -36,6 +45,12 @@ class Capability(StrEnum):
     """Several replies to one prompt."""
     TOKEN_HEALING = "token_healing"
     """Partial replies that end inside a token."""
+    FILTERS = "filters"
+    """Filters such as `top_p`, penalties and DRY. The refusal names the parameter."""
+    EXACT_CONTINUATION = "exact_continuation"
+    """A sampled reply that was stopped goes on as if it had not been. Without it no request is refused."""
+    OWNER_ISOLATION = "owner_isolation"
+    """Owners share no cached prefix. Without it no request is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +67,7 @@ class EngineInfo:
     device: str
     dtype: str
     reuse: str = "none"
-    """What the prefix cache can reuse: "to the token", "snapshots", or "none" and why."""
+    """What the prefix cache can reuse: "to the token", "snapshots", "approximate" and how, or "none" and why."""
     steps: str = "the model's own code"
     """Which code computes the next tokens: "the model's own code", "few operations", either with ", recorded", or
     COMPILED; with the reason why it is not a faster one."""
@@ -64,6 +79,20 @@ class EngineInfo:
     """The code that computes the replies (`Fingerprint`); stored with each reply."""
     media: tuple[str, ...] = ()
     """The media that the model accepts besides text: image, audio, video."""
+    block_length: int | None = None
+    """Diffusion models: the tokens of a block, which is denoised as a whole and comes at once. None: the model writes
+    token by token, and parameters of diffusion are refused."""
+    placeholders: Mapping[str, str] = field(default_factory=dict)
+    """The text that the model's processor expands, by kind of media: for templates that don't write it."""
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    """The text that the model's processor writes before the tokens of an item, by kind of media, with the item's number
+    for `{}`: how many of its kind are before it in the prompt."""
+    sample_rate: int = 0
+    """Samples per second of the sound that the model hears."""
+    max_sound_samples: int = 0
+    """The longest sound that it hears at once; a longer one is refused. 0: no limit."""
+    media_options: tuple[str, ...] = ()
+    """Parameters of `MediaItem.options` that the model's processor knows for pictures."""
     lacks: Mapping[Capability, str] = field(default_factory=dict)
     """What this engine can't do, and why. A request that needs it is refused (`check_capabilities`)."""
 
@@ -76,11 +105,22 @@ def check_capabilities(info: EngineInfo, prompt: Prompt, sampling: Sampling, cho
         Capability.CHOICES: choice > 0,
         Capability.TOKEN_HEALING: bool(prompt.healing),
     }
+    if info.block_length is None:
+        _check_no_diffusion(prompt, sampling)
     for capability, needed in needs.items():
         if needed and capability in info.lacks:
             raise BadParameter(
                 capability.value, info.model, f"the engine of this model can't do this: {info.lacks[capability]}."
             )
+
+
+def _check_no_diffusion(prompt: Prompt, sampling: Sampling) -> None:
+    if prompt.canvas:
+        raise BadParameter("text", "[MASK]", "masks are for diffusion models; this one writes token by token.")
+    neutral = Sampling()
+    for name in ("steps", "block_length", "remasking"):
+        if (value := getattr(sampling, name)) != getattr(neutral, name):
+            raise BadParameter(name, value, "is for diffusion models; this one writes token by token.")
 
 
 def check_prompt(info: EngineInfo, prompt: Prompt) -> None:
@@ -89,6 +129,11 @@ def check_prompt(info: EngineInfo, prompt: Prompt) -> None:
         raise BadParameter("prompt", (), "must have at least one token")
     if len(prompt) > info.context_length:
         raise ContextOverflow(len(prompt), info.context_length)
+    for span in prompt.media:
+        if span.item.kind not in info.media:
+            raise BadParameter("media", span.item.kind, f"the model {info.model!r} does not take it")
+        if not (0 <= span.start < span.stop <= len(prompt.context_ids)):
+            raise BadParameter("media", span.start, "is not a place in the prompt")
     for ids in (prompt.context_ids, prompt.reply_ids):
         if ids and not 0 <= min(ids) <= max(ids) < info.vocabulary_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
@@ -142,10 +187,19 @@ class Engine(Protocol):
         """Opens one generation. Leaving the context cancels it within one step.
 
         Yields `Queued` (any number), `Prefilled`, `Step`s, `AnswerRequested` after `answer_now`, and at last `Ended`.
+        A diffusion model yields the `Step`s of a whole block at once, after its `Draft`s.
         Raises a PalaverError if it fails.
 
         The tokens depend on the prompt, the sampling and `choice` alone: the state of a continued reply is restored
         from `prompt.reply_ids`. If those already end the reply, only `Ended` is yielded.
+        """
+        ...
+
+    def expand_media(self, item: MediaItem) -> MediaExpansion:
+        """The tokens that stand for the item in a prompt. Depends on the item alone.
+
+        Blocks while the item is decoded and processed: call it in a thread, never in the event loop. Raises
+        UnsupportedContent if the model can't take it.
         """
         ...
 
@@ -167,7 +221,8 @@ class Fingerprint:
     """Identifies the code that computes replies. Its text: compiled/1f0c…/cpu/float32/exact/sampler-2."""
 
     runner: str
-    """Which code runs the model: compiled, fused, library, llama.cpp or mlx."""
+    """Which code runs the model: compiled, fused, library, llama.cpp, mlx, diffusion, diffusion-approximate, vllm or
+    remote."""
     build: str
     """The build of that code: a hash, or the library's version and what it uses of the processor."""
     device: str

@@ -10,6 +10,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from palaver.engines.base import EngineGeneration
 from palaver.engines.core.engine import LocalEngine
@@ -19,21 +24,37 @@ from palaver.engines.host.frames import (
     Frame,
     LoadProgress,
     OutputFrame,
+    decode_error_frame,
     encode_error,
     encode_frame,
     read_frame,
 )
 from palaver.errors import BrokenModel, EngineError, PalaverError
+from palaver.generation import MediaContent, MediaItem
 
+if TYPE_CHECKING:
+    from palaver.engines.core.token_stream import TokenStreamEngine
+    from palaver.engines.diffusion.engine import DiffusionEngine
+    from palaver.engines.llamacpp.context import LoadedModel
+
+Weights: TypeAlias = "Future[LoadedModel | None]"
+ChildEngine: TypeAlias = "LocalEngine | DiffusionEngine | TokenStreamEngine"
 _PROGRESS_INTERVAL_S = 0.2
 """How often the supervisor gets the progress of loading."""
 _WARM_DELAY_S = 1.0
 """How long the warm-up of grammars waits, so that a first request does not share the processor with it."""
 
 
-def make_engine(spec: EngineSpec, progress: LoadProgress) -> LocalEngine:
-    """Loads the engine that a spec describes."""
-    loaders = {"torch": _load_folder, "llamacpp": _load_llamacpp, "mlx": _load_mlx}
+def make_engine(spec: EngineSpec, progress: LoadProgress, weights: Weights | None = None) -> ChildEngine:
+    """Loads the engine that a spec describes. `weights`: of a GGUF file, which are loaded ahead."""
+    loaders: dict[str, Callable[[EngineSpec, LoadProgress], ChildEngine]] = {
+        "torch": _load_folder,
+        "llamacpp": partial(_load_llamacpp, weights=weights),
+        "mlx": _load_mlx,
+        "diffusion": _load_diffusion,
+        "vllm": _load_vllm,
+        "remote": _load_remote,
+    }
     engine = loaders[spec.engine](spec, progress)
     warming = threading.Timer(_WARM_DELAY_S, engine.warm_grammars)
     warming.daemon = True
@@ -58,7 +79,7 @@ def _load_folder(spec: EngineSpec, progress: LoadProgress) -> LocalEngine:
     )
 
 
-def _load_llamacpp(spec: EngineSpec, progress: LoadProgress) -> LocalEngine:
+def _load_llamacpp(spec: EngineSpec, progress: LoadProgress, weights: Weights | None) -> LocalEngine:
     from palaver.engines.llamacpp.engine import load
 
     def report(fraction: float) -> None:
@@ -71,7 +92,9 @@ def _load_llamacpp(spec: EngineSpec, progress: LoadProgress) -> LocalEngine:
         device=spec.device,
         options=_engine_options(spec),
         adapter=spec.adapter,
+        mmproj=spec.mmproj,
         report=report,
+        weights=None if weights is None else weights.result(),
         on_failure=exit_process,
     )
 
@@ -89,7 +112,60 @@ def _load_mlx(spec: EngineSpec, progress: LoadProgress) -> LocalEngine:
         device=spec.device,
         dtype=spec.dtype,
         options=_engine_options(spec),
+        adapter=spec.adapter,
         on_failure=exit_process,
+    )
+
+
+def _load_diffusion(spec: EngineSpec, progress: LoadProgress) -> DiffusionEngine:
+    progress.note = "importing the libraries"
+    from palaver.engines.diffusion.engine import load
+
+    progress.begin(spec.model)
+    return load(
+        spec.model,
+        vocabulary=spec.vocabulary,
+        trained=spec.diffusion,
+        device=spec.device,
+        dtype=spec.dtype,
+        options=_engine_options(spec),
+        adapter=spec.adapter,
+        quantize_bits=spec.quantize_bits,
+        on_failure=exit_process,
+    )
+
+
+def _load_vllm(spec: EngineSpec, progress: LoadProgress) -> TokenStreamEngine:
+    progress.note = "starting vLLM"
+    from palaver.engines.vllm.engine import load
+
+    return load(
+        spec.model,
+        vocabulary=spec.vocabulary,
+        device=spec.device,
+        dtype=spec.dtype,
+        context=spec.context,
+        cache_bytes=spec.cache_bytes,
+        max_running=spec.max_running,
+        compiled=spec.compiled,
+        adapter=spec.adapter,
+        native_sampling=spec.native_sampling,
+        on_failure=exit_process,
+    )
+
+
+def _load_remote(spec: EngineSpec, progress: LoadProgress) -> TokenStreamEngine:
+    progress.note = "connecting to the server"
+    from palaver.engines.remote.engine import load
+
+    assert spec.address is not None
+    return load(
+        spec.model,
+        address=spec.address,
+        vocabulary=spec.vocabulary,
+        key=spec.key,
+        context=spec.context,
+        max_running=spec.max_running,
     )
 
 
@@ -101,6 +177,8 @@ def _engine_options(spec: EngineSpec) -> EngineOptions:
         cache_bytes=spec.cache_bytes,
         max_running=spec.max_running,
         gpu_layers=spec.gpu_layers,
+        states=spec.states,
+        approximate_cache=spec.approximate_cache,
     )
 
 
@@ -120,14 +198,19 @@ def _as_model_error(error: Exception) -> PalaverError:
 class EngineHost:
     """Serves one connection to the supervisor. Ends all generations and the engine when it is closed."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, weights: Weights | None = None
+    ) -> None:
+        self._weights = weights
         self._reader = reader
         self._writer = writer
-        self._engine: LocalEngine | None = None
+        self._engine: ChildEngine | None = None
         self._generations: dict[int, EngineGeneration] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._outputs: list[tuple[int, OutputFrame]] = []
         self._flushing = False
+        self._contents: dict[tuple[int, str], asyncio.Future[MediaContent]] = {}
+        """The content of items that was asked for, by the number of the request and the key of the item."""
         self._commands: dict[str, Callable[[Frame], None]] = {
             "generate": self._start_generation,
             "cancel": self._cancel,
@@ -135,6 +218,8 @@ class EngineHost:
             "figures": lambda frame: self._answer(frame, self._metrics()),
             "forget": lambda frame: self._answer(frame, self._forget(frame["conversation"])),
             "answer_now": lambda frame: self._call(frame, "answer_now"),
+            "expand": self._start_expansion,
+            "content": self._take_content,
         }
 
     async def run(self) -> None:
@@ -151,7 +236,7 @@ class EngineHost:
         progress = LoadProgress()
         reporting = asyncio.create_task(self._report_progress(progress))
         try:
-            self._engine = await asyncio.to_thread(make_engine, frame["spec"], progress)
+            self._engine = await asyncio.to_thread(make_engine, frame["spec"], progress, self._weights)
         except Exception as error:
             traceback.print_exception(error)
             self._send({"failed": encode_error(_as_model_error(error))})
@@ -189,6 +274,50 @@ class EngineHost:
         await self._engine.forget(conversation)
         return {}
 
+    def _start_expansion(self, frame: Frame) -> None:
+        number = frame["number"]
+        self._tasks[number] = asyncio.create_task(self._expand(number, frame["item"]))
+
+    async def _expand(self, number: int, item: MediaItem) -> None:
+        assert self._engine is not None
+        try:
+            expansion = await asyncio.to_thread(self._engine.expand_media, self._with_content(number, item))
+            self._send({"expansion": expansion, "number": number})
+        except PalaverError as error:
+            self._send({"refused": encode_error(error), "number": number})
+        except Exception as error:
+            failed = EngineError(f"The engine failed on this {item.kind} ({type(error).__name__}: {error}).")
+            self._send({"refused": encode_error(failed), "number": number})
+        finally:
+            self._tasks.pop(number, None)
+
+    def _with_content(self, number: int, item: MediaItem) -> MediaItem:
+        """The item with a function that asks the supervisor for its content. The function is called in threads."""
+        loop = asyncio.get_running_loop()
+
+        def load() -> MediaContent:
+            return asyncio.run_coroutine_threadsafe(self._fetch(number, item.key), loop).result()
+
+        return replace(item, load=load)
+
+    async def _fetch(self, number: int, key: str) -> MediaContent:
+        future: asyncio.Future[MediaContent] = asyncio.get_running_loop().create_future()
+        self._contents[number, key] = future
+        self._send({"wants": key, "number": number})
+        try:
+            return await future
+        finally:
+            self._contents.pop((number, key), None)
+
+    def _take_content(self, frame: Frame) -> None:
+        future = self._contents.get((frame["number"], frame["key"]))
+        if future is None or future.done():
+            return
+        if "error" in frame:
+            future.set_exception(decode_error_frame(frame["error"]))
+        else:
+            future.set_result(frame["content"])
+
     def _start_generation(self, frame: Frame) -> None:
         number = frame["number"]
         self._tasks[number] = asyncio.create_task(self._generate(number, frame))
@@ -197,7 +326,9 @@ class EngineHost:
         assert self._engine is not None
         self._send({"request": number, "progress": "PREPARING"})
         try:
-            generation = self._engine.generate(frame["prompt"], frame["sampling"], frame["choice"])
+            prompt = frame["prompt"]
+            spans = tuple(replace(span, item=self._with_content(number, span.item)) for span in prompt.media)
+            generation = self._engine.generate(replace(prompt, media=spans), frame["sampling"], frame["choice"])
             await generation.prepare()
             self._send({"request": number, "progress": "RUNNING"})  # before a step with it can end this process
             async with generation as outputs:
@@ -248,14 +379,29 @@ class EngineHost:
             await self._engine.close()
 
 
-async def serve(descriptor: int) -> None:
+async def serve(descriptor: int, weights: Weights | None) -> None:
     connection = socket.socket(fileno=descriptor)
     reader, writer = await asyncio.open_connection(sock=connection)
-    await EngineHost(reader, writer).run()
+    await EngineHost(reader, writer, weights).run()
     writer.close()
+
+
+def _load_weights(file: Path, weights: Weights) -> None:
+    """Loads the weights of a GGUF file while the supervisor prepares the spec."""
+    try:
+        from palaver.engines.llamacpp.engine import load_weights
+
+        weights.set_result(load_weights(file))
+    except BaseException as error:
+        weights.set_exception(error)
 
 
 def main() -> None:
     faulthandler.enable(all_threads=False)
-    asyncio.run(serve(int(sys.argv[1])))
+    descriptor, *files = sys.argv[1:]
+    weights: Weights | None = None
+    if files:
+        weights = Future()
+        threading.Thread(target=_load_weights, args=(Path(files[0]), weights), daemon=True).start()
+    asyncio.run(serve(int(descriptor), weights))
     os._exit(0)  # the engine is closed: don't wait for a library's threads

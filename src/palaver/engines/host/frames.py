@@ -1,11 +1,12 @@
-"""The protocol between supervisor and engine process: length-prefixed JSON frames, generated from their types."""
+"""The protocol between supervisor and engine process: length-prefixed JSON frames, generated from their types. The data
+of media follows the JSON as it is."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,10 +17,22 @@ from typing_extensions import TypedDict
 from palaver.encoding import Tagged, decode_error, error_details, error_name
 from palaver.engines.base import EngineInfo
 from palaver.errors import EngineError, PalaverError
-from palaver.generation import AnswerRequested, Ended, Prefilled, Prompt, Queued, Step
+from palaver.generation import (
+    AnswerRequested,
+    Draft,
+    Ended,
+    MediaContent,
+    MediaExpansion,
+    MediaItem,
+    Prefilled,
+    Prompt,
+    Queued,
+    Step,
+)
 from palaver.sampling import Sampling
 
-_LENGTH = struct.Struct("!I")
+_LENGTHS = struct.Struct("!II")
+"""Of the JSON, and of the data after it."""
 MAX_FRAME = 512 * 1024 * 1024
 
 
@@ -45,10 +58,11 @@ class EngineSpec:
     """How a process loads an engine."""
 
     engine: str
-    """torch, llamacpp or mlx."""
+    """torch, llamacpp, mlx, diffusion, vllm or remote."""
     model: AnyPath
     vocabulary: tuple[bytes, ...]
     adapter: AnyPath | None = None
+    mmproj: AnyPath | None = None
     device: str | None = None
     dtype: str | None = None
     quantize_bits: int | None = None
@@ -58,21 +72,40 @@ class EngineSpec:
     cache_bytes: int | None = None
     max_running: int | None = None
     gpu_layers: int | None = None
+    states: AnyPath | None = None
+    approximate_cache: bool = False
+    diffusion: dict[str, Any] | None = None
+    """The diffusion settings of a training configuration, instead of the model's own."""
+    python: AnyPath | None = None
+    """The Python of the user's environment in which the process runs. None: Palaver's own."""
+    native_sampling: bool = False
+    """Whether vLLM's own sampler chooses the tokens."""
+    address: str | None = None
+    """Of a server elsewhere, such as vllm+https://host."""
+    key: str | None = None
+    """The key of that server."""
 
 
-OutputFrame = Annotated[Queued | Prefilled | Step | AnswerRequested | Ended | ErrorFrame, Tagged]
+OutputFrame = Annotated[Queued | Prefilled | Step | Draft | AnswerRequested | Ended | ErrorFrame, Tagged]
 
 
 class Frame(TypedDict, total=False):
     """One frame. Commands to the process have `do`; its answers have one of the fields from `loading` on."""
 
-    do: Literal["load", "generate", "cancel", "stop", "answer_now", "figures", "forget", "close"]
+    do: Literal["load", "generate", "cancel", "stop", "answer_now", "expand", "content", "figures", "forget", "close"]
     number: int
     spec: EngineSpec
     prompt: Prompt
     sampling: Sampling
     choice: int
     conversation: str
+    item: MediaItem
+    """A picture or a sound to expand."""
+    key: str
+    """The key of the item that `content` belongs to. Without `content` it could not be loaded: see `error`."""
+    content: MediaContent
+    """Its data follows the frame."""
+    error: ErrorFrame
 
     loading: tuple[float | None, str]
     failed: ErrorFrame
@@ -82,6 +115,11 @@ class Frame(TypedDict, total=False):
     outputs: list[tuple[int, OutputFrame]]
     """The outputs of one step, with the numbers of their requests."""
     answer: dict[str, float]
+    wants: str
+    """The key of an item whose content the request or expansion `number` needs."""
+    expansion: MediaExpansion
+    refused: ErrorFrame
+    """Why the item of the expansion `number` is not taken."""
 
 
 @cache
@@ -107,12 +145,16 @@ def decode_error_frame(frame: ErrorFrame) -> PalaverError:
 async def read_frame(reader: asyncio.StreamReader) -> Frame | None:
     """The next frame; None if the connection is closed."""
     try:
-        (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        assert size <= MAX_FRAME
-        data = await reader.readexactly(size)
+        size, data_size = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
+        assert max(size, data_size) <= MAX_FRAME
+        encoded = await reader.readexactly(size)
+        data = await reader.readexactly(data_size) if data_size else b""
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
-    return decode_frame(data)
+    frame = decode_frame(encoded)
+    if data:
+        frame["content"] = replace(frame["content"], data=data)
+    return frame
 
 
 def decode_frame(data: bytes) -> Frame:
@@ -122,8 +164,12 @@ def decode_frame(data: bytes) -> Frame:
 
 def encode_frame(frame: Frame) -> bytes:
     """Raises ValueError for a text that UTF-8 can't encode (a lone surrogate)."""
-    data = _adapter().dump_json(frame)
-    return _LENGTH.pack(len(data)) + data
+    data = b""
+    if "content" in frame:
+        data = frame["content"].data
+        frame = {**frame, "content": replace(frame["content"], data=b"")}
+    encoded = _adapter().dump_json(frame)
+    return _LENGTHS.pack(len(encoded), len(data)) + encoded + data
 
 
 _MAX_FRACTION = 0.99

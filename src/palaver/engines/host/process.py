@@ -2,19 +2,55 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
+import shutil
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
 
+FOREIGN_VARIABLE = "PALAVER_FOREIGN_PYTHON"
+"""Set in the environment of a process that runs under the Python of another environment."""
+OLDEST_PYTHON = (3, 11)
+VLLM_PACKAGES = ("vllm", "torch", "pydantic", "numpy", "cachetools", "llguidance", "typing_extensions")
+"""What the engine imports in the environment of --engine-python. vLLM depends on all of it."""
+_LENGTHS = struct.Struct("!II")
+"""As in `frames`, which can't be imported where packages are missing."""
 _THREAD_DEFAULTS = {"GOMP_SPINCOUNT": "20000"}
 """OpenMP threads spin for about a millisecond while they wait for the next pass. By default they spin much longer and
 keep the event loops, which deliver the tokens, from their cores."""
+_METADATA = "Metadata-Version: 2.1\nName: palaver-engine\nVersion: 0\n"
+_PLUGIN = "[vllm.general_plugins]\npalaver = palaver.processes:exit_with_host\n"
+"""vLLM calls it in each of its processes: otherwise they would outlive an engine process that is killed."""
 
 
 def environment() -> dict[str, str]:
     """The environment of the process: libraries read it when they load. The user's own settings take precedence."""
     return _THREAD_DEFAULTS | os.environ
+
+
+def check_foreign_python(descriptor: int) -> None:
+    """Ends a process whose Python can't run an engine: tells the supervisor the reason in one frame."""
+    if FOREIGN_VARIABLE not in os.environ:
+        return
+    where = f"The Python of --engine-python ({sys.executable})"
+    missing = [name for name in VLLM_PACKAGES if find_spec(name) is None]
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        reason = f"{where} is version {platform.python_version()}: at least 3.11 is needed."
+    elif missing:
+        reason = f"{where} has no {', '.join(missing)}: install vLLM there (pip install vllm)."
+    else:
+        return
+    error = {"type": "error", "name": "broken_model", "message": reason, "details": {}}
+    data = json.dumps({"failed": error}).encode()
+    with socket.socket(fileno=descriptor) as connection:
+        connection.sendall(_LENGTHS.pack(len(data), 0) + data)
+    os._exit(1)
 
 
 class ChildProcess:
@@ -24,15 +60,28 @@ class ChildProcess:
     it, unless a supervisor has connected to it.
     """
 
-    def __init__(self) -> None:
-        """Raises OSError if the process can't be started."""
+    def __init__(self, gguf: Path | None = None, python: Path | None = None) -> None:
+        """`gguf`: a file whose weights it loads while it waits. `python`: that of another environment; of Palaver's own
+        it then gets this package alone. Raises OSError if the process can't be started."""
+        self.python = python
         self._connection, child_end = socket.socketpair()
         self._stderr, writable = os.pipe()
         self._connected = False
-        command = [sys.executable, "-m", "palaver.engines.host", str(child_end.fileno())]
+        self._folder = None if python is None else _link_package()
+        variables = environment()
+        if self._folder is not None:
+            variables[FOREIGN_VARIABLE] = "1"
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, (self._folder, os.environ.get("PYTHONPATH"))))
+        command = [str(python or sys.executable), "-m", "palaver.engines.host", str(child_end.fileno())]
+        command += [] if gguf is None else [str(gguf)]
         try:
             self.popen = subprocess.Popen(
-                command, pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL, stderr=writable, env=environment()
+                command,
+                pass_fds=[child_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=None if python is None else writable,  # such libraries print there
+                stderr=writable,
+                env=variables,
             )
         except OSError:
             self._close()
@@ -47,6 +96,11 @@ class ChildProcess:
         self._connected = True
         return self._connection, self._stderr
 
+    def remove_files(self) -> None:
+        """Call when the process has ended."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
     def __enter__(self) -> ChildProcess:
         return self
 
@@ -60,3 +114,16 @@ class ChildProcess:
     def _close(self) -> None:
         self._connection.close()
         os.close(self._stderr)
+        self.remove_files()
+
+
+def _link_package() -> str:
+    """A folder for PYTHONPATH with this package alone: what else is installed beside it is for another Python."""
+    folder = Path(tempfile.mkdtemp(prefix="palaver-engine-"))
+    package = Path(__file__).resolve().parents[2]
+    (folder / package.name).symlink_to(package, target_is_directory=True)
+    plugin = folder / "palaver_engine-0.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text(_METADATA)
+    (plugin / "entry_points.txt").write_text(_PLUGIN)
+    return str(folder)

@@ -11,17 +11,41 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from cachetools import LRUCache
+
 from palaver.engines.base import EngineInfo, EngineState, EngineStatus
-from palaver.engines.host.frames import EngineSpec, Frame, OutputFrame, decode_error_frame, encode_frame, read_frame
+from palaver.engines.core.media import MAX_EXPANSIONS
+from palaver.engines.host.frames import (
+    EngineSpec,
+    Frame,
+    OutputFrame,
+    decode_error_frame,
+    encode_error,
+    encode_frame,
+    read_frame,
+)
 from palaver.engines.host.process import ChildProcess
 from palaver.errors import EngineClosed, EngineError, PalaverError, UnsupportedContent
-from palaver.generation import AnswerRequested, Ended, Finish, Output, Prefilled, Prompt, Step
+from palaver.generation import (
+    AnswerRequested,
+    Draft,
+    Ended,
+    Finish,
+    MediaExpansion,
+    MediaItem,
+    Output,
+    Prefilled,
+    Prompt,
+    Step,
+)
 from palaver.sampling import Sampling
 
 _log = logging.getLogger(__name__)
@@ -34,6 +58,7 @@ CLEARING_TOKENS = 8
 MAX_SENDS = 8
 """Processes that one request is sent to at most."""
 _CLOSE_S = 10.0
+_LOAD_THREADS = 4
 _MAX_DELAY_S = 30.0
 
 ReportProgress = Callable[[float | None, str], None]
@@ -74,7 +99,8 @@ class _PendingRequest:
 
     def frame(self, number: int) -> Frame:
         reply_ids = (*self.prompt.reply_ids, *self.generated_ids)
-        prompt = replace(self.prompt, reply_ids=reply_ids, healing=b"" if self.generated_ids else self.prompt.healing)
+        prompt = self.prompt.without_content()
+        prompt = replace(prompt, reply_ids=reply_ids, healing=b"" if self.generated_ids else self.prompt.healing)
         return {
             "do": "generate", "number": number, "prompt": prompt, "sampling": self.sampling, "choice": self.choice
         }  # fmt: skip
@@ -92,6 +118,16 @@ class _PendingRequest:
                 return
             self.prefilled = True
         self.outputs.put_nowait(output)
+
+
+@dataclass
+class _PendingExpansion:
+    """An item that is being expanded, and how many processes died meanwhile."""
+
+    item: MediaItem
+    expansion: asyncio.Future[MediaExpansion]
+    sent: bool = False
+    deaths: int = 0
 
 
 class HostedGeneration:
@@ -147,6 +183,13 @@ class HostedEngine:
         self._on_trial: int | None = None
         """The suspect that was sent last and is not cleared yet."""
         self._queries: dict[int, asyncio.Future[dict[str, float]]] = {}
+        self._expansions: LRUCache[str, MediaExpansion] = LRUCache(MAX_EXPANSIONS)
+        self._expansions_lock = threading.Lock()
+        self._expanding: dict[int, _PendingExpansion] = {}
+        self._load_threads = ThreadPoolExecutor(_LOAD_THREADS, "palaver-media")
+        """Threads of its own: those of the event loop may all wait for expansions."""
+        self._loads: set[asyncio.Task[None]] = set()
+        """Items that are being decoded for the process."""
         self._next_number = 0
         self._deaths = 0
         """In a row, with no token in between."""
@@ -163,7 +206,9 @@ class HostedEngine:
 
     async def start(self) -> None:
         """Starts the process and waits until the model is loaded. Raises what loading raised."""
-        self._ready = asyncio.get_running_loop().create_future()
+        self._thread = threading.get_ident()
+        self._loop = asyncio.get_running_loop()
+        self._ready = self._loop.create_future()
         self._supervisor = asyncio.create_task(self._supervise())
         try:
             await asyncio.shield(self._ready)
@@ -207,6 +252,62 @@ class HostedEngine:
                 self._on_trial = None
                 self._send_next()
 
+    def expand_media(self, item: MediaItem) -> MediaExpansion:
+        """Asks the process, if the expansion is not known yet. Survives the death of the process."""
+        assert threading.get_ident() != self._thread, "it blocks, and the event loop has to run meanwhile"
+        with self._expansions_lock:
+            known = self._expansions.get(item.key)
+        return asyncio.run_coroutine_threadsafe(self._expand(item), self._loop).result() if known is None else known
+
+    async def _expand(self, item: MediaItem) -> MediaExpansion:
+        if self._closed:
+            raise EngineClosed
+        number = self._next_number
+        self._next_number += 1
+        pending = self._expanding[number] = _PendingExpansion(item, self._loop.create_future())
+        self._send_expansions()
+        try:
+            expansion = await pending.expansion
+        finally:
+            self._expanding.pop(number, None)
+        with self._expansions_lock:
+            self._expansions[item.key] = expansion
+        return expansion
+
+    def _send_expansions(self) -> None:
+        for number, pending in self._expanding.items():
+            if not pending.sent:
+                item = replace(pending.item, load=None)
+                pending.sent = self._send({"do": "expand", "number": number, "item": item})
+
+    def _fail_expansions(self, error: PalaverError, deaths: int = 0) -> None:
+        """Fails those that saw so many deaths."""
+        for pending in self._expanding.values():
+            if pending.deaths >= deaths and not pending.expansion.done():
+                pending.expansion.set_exception(error)
+
+    async def _send_content(self, number: int, key: str) -> None:
+        """Sends what the process lacks for a request or an expansion."""
+        item = self._find_item(number, key)
+        if item is None or item.load is None:
+            return
+        frame: Frame = {"do": "content", "number": number, "key": key}
+        try:
+            self._send({**frame, "content": await self._loop.run_in_executor(self._load_threads, item.load)})
+        except PalaverError as error:
+            self._send({**frame, "error": encode_error(error)})
+        except Exception as error:
+            _log.exception("media could not be decoded")
+            failed = EngineError(f"The {item.kind} couldn't be decoded ({type(error).__name__}: {error}).")
+            self._send({**frame, "error": encode_error(failed)})
+
+    def _find_item(self, number: int, key: str) -> MediaItem | None:
+        if number in self._expanding:
+            return self._expanding[number].item
+        request = self._requests.get(number)
+        items = (span.item for span in request.prompt.media) if request is not None else ()
+        return next((item for item in items if item.key == key), None)
+
     async def metrics(self) -> dict[str, float]:
         """The engine's figures; empty while no process runs."""
         return await self._query({"do": "figures"})
@@ -220,6 +321,7 @@ class HostedEngine:
         if self._closed:
             return
         self._closed = True
+        self._load_threads.shutdown(wait=False, cancel_futures=True)
         if self._supervisor is None:
             return
         if self._send({"do": "close"}):
@@ -293,6 +395,7 @@ class HostedEngine:
                 self._ready.set_exception(reason)
                 self._ready.exception()  # mark it as retrieved: the caller of `start` may be cancelled
             self._fail_requests(list(self._requests), reason)
+            self._fail_expansions(reason)
 
     async def _run(self, process: EngineProcess) -> str:
         """Runs one process from its start to its death. Returns how it ended."""
@@ -313,6 +416,11 @@ class HostedEngine:
         _log.error("the engine's process %s%s", cause, "".join(f"\n    {line}" for line in process.last_lines))
         self._deaths += 1
         self._assign_blame(cause)
+        for pending in self._expanding.values():
+            pending.deaths += pending.sent
+            pending.sent = False
+        died = EngineError(f"The engine's process {cause} while it processed a picture or a sound.")
+        self._fail_expansions(died, MAX_REQUEST_DEATHS)
         if process.failure is None and self._deaths < MAX_DEATHS:
             self._status = EngineStatus(EngineState.STARTING, f"The engine's process {cause} and is started again.")
             return 0.0
@@ -378,12 +486,28 @@ class HostedEngine:
             else:
                 _log.warning("the engine was started again; %d requests go on", len(self._requests))
             self._send_next()
+            self._send_expansions()
+        elif "wants" in frame:
+            load = asyncio.create_task(self._send_content(frame["number"], frame["wants"]))
+            self._loads.add(load)
+            load.add_done_callback(self._loads.discard)
+        elif "expansion" in frame or "refused" in frame:
+            self._handle_expansion(frame)
         elif "answer" in frame:
             future = self._queries.pop(frame["number"], None)
             if future is not None and not future.done():
                 future.set_result(frame["answer"])
         elif self._on_progress is not None:
             self._on_progress(*frame["loading"])
+
+    def _handle_expansion(self, frame: Frame) -> None:
+        pending = self._expanding.get(frame["number"])
+        if pending is None or pending.expansion.done():
+            return
+        if "refused" in frame:
+            pending.expansion.set_exception(decode_error_frame(frame["refused"]))
+        else:
+            pending.expansion.set_result(frame["expansion"])
 
     def _handle_output(self, number: int, sent: OutputFrame) -> None:
         request = self._requests.get(number)
@@ -396,7 +520,7 @@ class HostedEngine:
             request.add_output(output)
         if isinstance(output, Step):
             self._deaths = 0
-        ended = not isinstance(output, Step | Prefilled | AnswerRequested)
+        ended = not isinstance(output, Step | Draft | Prefilled | AnswerRequested)
         if self._on_trial == number and (ended or not request.suspect):
             self._on_trial = None
             self._send_next()
@@ -435,7 +559,7 @@ class EngineProcess:
     async def run(self) -> str:
         """Runs the process until it exits. Returns how it ended, as a verb phrase. Kills the process when cancelled."""
         try:
-            child = self._child = self._child or ChildProcess()
+            child = self._child = self._child or ChildProcess(python=self._spec.python)
         except OSError as error:
             return f"couldn't be started ({error})"
         connection, stderr = child.connect()
@@ -446,6 +570,7 @@ class EngineProcess:
             grace = 0.0 if problem else _EXIT_S
         finally:
             code = await asyncio.to_thread(_reap, child.popen, grace)
+            child.remove_files()
             await asyncio.wait([reading], timeout=_EXIT_S)
             reading.cancel()
         return problem or _describe_exit(code)
