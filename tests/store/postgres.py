@@ -23,15 +23,16 @@ def server_binaries() -> Path | None:
 
 
 @contextmanager
-def running_server(binaries: Path) -> Iterator[URL]:
-    """The URL of its administrative database; the server ends with the block."""
+def running_server(binaries: Path, fsync: bool = False) -> Iterator[URL]:
+    """The URL of its administrative database; the server ends with the block. `fsync`: it syncs, as servers do."""
     folder = Path(tempfile.mkdtemp(prefix="palaver-pg-"))
     account = server_account()
     if account is not None:
         shutil.chown(folder, account)
     try:
         _run(binaries / "initdb", account, "-D", folder / "data", "-A", "trust", "-U", "test", "-E", "UTF8", "-N")
-        options = f"-c listen_addresses='' -c unix_socket_directories='{folder}' -c fsync=off -c max_connections=50"
+        options = f"-c listen_addresses='' -c unix_socket_directories='{folder}' -c max_connections=50"
+        options += "" if fsync else " -c fsync=off"
         control = (binaries / "pg_ctl", account, "-D", folder / "data", "-w", "-l", folder / "log")
         _run(*control, "-o", options, "start")
         try:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,15 @@ NEW_SAMPLING = {
     "dry_allowed_length": 2,
     "dry_penalty_last_n": -1,
     "dry_sequence_breakers": ["\n", ":", '"', "*"],
+    "steps": None,
+    "block_length": None,
+    "remasking": "confidence",
 }
 """Sampling parameters that old replies do not have: all of them are off."""
 NEW_SETTINGS: dict[str, Any] = {"fingerprints": [], "answer_at": None}
 """The settings of a reply that the earlier version did not have, and their values for its replies."""
+NEW_OPTIONS: dict[str, Any] = {"media": {}, "max_prompt_tokens": None}
+"""The options of a prompt that the earlier version did not have."""
 NEW_MEDIA: dict[str, Any] = {"name": "", "width": 0, "height": 0, "seconds": 0.0}
 """The fields of media that the earlier version did not have."""
 MEDIA_NAME = re.compile(r"\((?:image|audio|video)/\w+, \d+ bytes\)\\n")
@@ -83,6 +88,12 @@ def messages_in_old_form(store: Store, id: str) -> list[Any]:
         assert {name: settings.pop(name) for name in NEW_SETTINGS} == NEW_SETTINGS
         assert {name: settings["sampling"].pop(name) for name in NEW_SAMPLING} == NEW_SAMPLING
     return [parts_in_old_form(message) for message in found]
+
+
+def options_in_old_form(stored: Mapping[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = plain(options_from_json(stored))
+    assert {name: options.pop(name) for name in NEW_OPTIONS} == NEW_OPTIONS
+    return options
 
 
 def transcripts_in_old_form(result: ReadResult) -> dict[str, Any]:
@@ -125,7 +136,7 @@ def test_every_conversation_is_as_before(old_store: Store) -> None:
         contents = [parts_in_old_form(plain(store.messages.load(message))) for message in messages]
         assert contents == expected["contents"]
         assert {one.id: plain(store.replies.tokens(one.id)) for one in replies} == expected["tokens"]
-        options = {one.id: plain(options_from_json(one.reply.settings.options)) for one in replies if one.reply}
+        options = {one.id: options_in_old_form(one.reply.settings.options) for one in replies if one.reply}
         assert options == expected["options"]
         assert store.messages.newest_leaf(id) == expected["newest_leaf"]
         assert {client: plain(store.cursors.get(id, client)) for client in CLIENTS} == expected["cursors"]

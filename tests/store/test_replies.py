@@ -3,9 +3,12 @@ from __future__ import annotations
 import multiprocessing
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from palaver.constraints import Constraint, Grammar
 from palaver.errors import NothingToContinue
@@ -214,3 +217,64 @@ def _hold_and_wait(place: StoreLocation, id: str, told: Path) -> None:
     told.with_suffix(".new").write_text(reply.id)
     told.with_suffix(".new").rename(told)
     time.sleep(60)
+
+
+def test_a_lease_expires_by_the_clock_of_the_database(place: StoreLocation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose clock is wrong neither takes replies from a process that lives nor keeps its own for ever."""
+    if place.database is None:
+        pytest.skip("SQLite has no clock of its own")
+    with place.open() as here, place.open() as elsewhere:
+        lease = here.leases.open(seconds=3600)
+        reply = here.replies.start(lease, new_conversation(here).id, None, SETTINGS)
+        monkeypatch.setattr("palaver.store.leases._host", lambda: "elsewhere")
+        monkeypatch.setattr("time.time_ns", lambda: 2**60)
+        mine = elsewhere.leases.open()
+        assert elsewhere.replies.claim_orphans(mine) == ()
+        lease._seconds = -1.0
+        assert lease.renew()
+        monkeypatch.setattr("time.time_ns", lambda: 0)
+        assert elsewhere.replies.claim_orphans(mine) == (reply.id,)
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["append", "finish", "engine", "die", "claim"]), st.integers(0, 1), st.integers(0, 1)),
+    max_size=12,
+)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(operations=OPERATIONS)
+def test_every_write_of_a_former_holder_is_refused(store: Store, operations: list[tuple[str, int, int]]) -> None:
+    leases = [store.leases.open(), store.leases.open()]
+    replies = [store.replies.start(leases[n], new_conversation(store).id, None, SETTINGS).id for n in range(2)]
+    holders: list[int | None] = [0, 1]
+    """Which lease holds each reply; None if it has ended."""
+    tokens = [0, 0]
+    for operation, who, which in operations:
+        lease, reply = leases[who], replies[which]
+        may_write = holders[which] == who
+        if operation == "append":
+            lost = store.replies.append(lease, [TokenFrame(reply, tokens[which], steps(1))])
+            assert lost == (frozenset() if may_write else {reply})
+            tokens[which] += may_write
+        elif operation in ("finish", "engine"):
+            with nullcontext() if may_write else pytest.raises(LeaseLost):
+                if operation == "engine":
+                    store.replies.record_engine(lease, reply, "other")
+                else:
+                    store.replies.finish(lease, reply, ReplyEnding(ReplyStatus.DONE, ()))
+                    holders[which] = None
+        elif operation == "die":
+            lease.close()
+            leases[who] = store.leases.open()
+            if who in holders:  # the other process takes its replies over
+                claimed = store.replies.claim_orphans(leases[1 - who])
+                assert set(claimed) == {replies[n] for n in range(2) if holders[n] == who}
+                holders = [1 - who if holder == who else holder for holder in holders]
+            frames = [TokenFrame(id, count, steps(1)) for id, count in zip(replies, tokens, strict=True)]
+            assert store.replies.append(lease, frames) == set(replies), "the former holder"
+            with pytest.raises(LeaseLost):
+                store.replies.finish(lease, reply, ReplyEnding(ReplyStatus.DONE, ()))
+        else:
+            assert store.replies.claim_orphans(lease) == ()
+        assert len(store.replies.tokens(reply)) == tokens[which]

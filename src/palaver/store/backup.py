@@ -24,13 +24,13 @@ from typing import Any
 
 from sqlalchemy import URL, Connection, MetaData, Table, delete, func, insert, select, text, update
 
-from palaver.store.blobs import Blobs, atomic_file, private_opener, sync_folder
+from palaver.store.blobs import Blobs, atomic_file, open_blobs, private_opener, sync_folder
 from palaver.store.database import Database
 from palaver.store.errors import BadBackup, Damaged, NotEmpty, translate_errors
 from palaver.store.migrations import current_revision, migrate
 from palaver.store.schema import HEAD, conversations, holders, message_blobs, users
 from palaver.store.search import rebuild
-from palaver.store.store import DATABASE, Store, data_folder, database_url, open_store
+from palaver.store.store import BLOBS, DATABASE, Store, data_folder, database_url, open_store
 
 _FORMAT = "palaver backup"
 _MANIFEST = "manifest.json"
@@ -58,16 +58,18 @@ def backup(store: Store, file: Path) -> Manifest:
     return manifest
 
 
-def restore(file: Path, folder: Path | None = None, database: str | URL | None = None) -> Manifest:
+def restore(
+    file: Path, folder: Path | None = None, database: str | URL | None = None, blobs: str | None = None
+) -> Manifest:
     """Restores a backup into an empty store and migrates its schema. Raises NotEmpty if the target has content."""
     with translate_errors(), _open_archive(file) as archive:
         manifest = _read_manifest(archive)
         target_folder = data_folder(folder)
         with closing(Database(database_url(target_folder, database))) as target:
             _check_empty(target)
-            _restore_blobs(archive, target_folder)
+            _restore_blobs(archive, open_blobs(target_folder / BLOBS, blobs))
             _restore_database(archive, manifest, target)
-        with open_store(target_folder, database) as store:
+        with open_store(target_folder, database, blobs=blobs) as store:
             _expire_holders(store)
             with store.database.read_transaction() as connection:
                 return replace(manifest, conversations=_count_conversations(connection))
@@ -160,8 +162,11 @@ def _check_empty(target: Database) -> None:
 
 
 def _has_rows(connection: Connection, table: Table) -> bool:
-    """Users and holders exist as soon as a store was opened: they do not count."""
-    return table.name not in ("users", "holders") and connection.execute(select(table).limit(1)).first() is not None
+    """Users and holders exist as soon as a store was opened, and rates as soon as it was served: they do not count."""
+    return (
+        table.name not in ("users", "holders", "rate_limits")
+        and connection.execute(select(table).limit(1)).first() is not None
+    )
 
 
 def _is_new(target: Database) -> bool:
@@ -179,8 +184,7 @@ def _restore_database(archive: zipfile.ZipFile, manifest: Manifest, target: Data
         _convert(archive, manifest, target)
 
 
-def _restore_blobs(archive: zipfile.ZipFile, target_folder: Path) -> None:
-    blobs = Blobs(target_folder / "blobs")
+def _restore_blobs(archive: zipfile.ZipFile, blobs: Blobs) -> None:
     for name in archive.namelist():
         if name.startswith("blobs/"):
             data = archive.read(name)

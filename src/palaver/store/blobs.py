@@ -1,4 +1,5 @@
-"""Blobs: images, audio and video as files named by their SHA-256 digest, and atomic, private file writes.
+"""Blobs: images, audio and video as files named by their SHA-256 digest, in a folder or in S3-compatible storage. And
+atomic, private file writes.
 
 A blob is synced to disk before a message that references it is committed."""
 
@@ -16,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from palaver.errors import BadParameter, PalaverError
 from palaver.messages import PartBase
-from palaver.store.errors import Damaged, NotFound, translate_errors
+from palaver.store.errors import Damaged, NotFound, Unreachable, translate_errors
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -115,6 +117,8 @@ class Blob(PartBase):
 
 
 class Blobs:
+    """Blobs in a folder, which several servers may share."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -134,12 +138,15 @@ class Blobs:
     def get(self, digest: str) -> bytes:
         """The data. Raises Damaged if the file's content changed."""
         try:
-            data = self.path(digest).read_bytes()
+            data = self._read(digest)
         except FileNotFoundError:
             raise NotFound("blob", digest) from None
         if hashlib.sha256(data).hexdigest() != digest:
             raise Damaged(f"The blob {digest!r} is not what was written: restore it from a backup.")
         return data
+
+    def _read(self, digest: str) -> bytes:
+        return self.path(digest).read_bytes()
 
     def path(self, digest: str) -> Path:
         return self.folder / digest[:2] / digest
@@ -158,3 +165,81 @@ class Blobs:
                 path.unlink(missing_ok=True)
                 removed += 1
         return removed
+
+
+class RemoteBlobs(Blobs):
+    """Blobs in S3-compatible storage, or in another object storage that fsspec has a file system for."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        super().__init__(folder)
+        try:
+            from fsspec.core import url_to_fs
+
+            self._files, self._root = url_to_fs(url)
+        except ImportError:
+            raise Unreachable("Media at a URL need a library: pip install 'palaver[s3]'.") from None
+        except ValueError:
+            raise BadParameter("blobs", url.partition(":")[0], "is no storage that fsspec knows") from None
+
+    def put(self, data: bytes) -> str:
+        digest = hashlib.sha256(data).hexdigest()
+        with _reach_storage():
+            if not self._is_fresh(digest, len(data)):
+                self._files.pipe_file(self._address(digest), data)
+        return digest
+
+    def digests(self) -> Iterator[str]:
+        with _reach_storage():
+            yield from sorted(name for name in map(_last_part, self._files.find(self._root)) if len(name) == 64)
+
+    def sweep(self, referenced: set[str], grace: float = GRACE_SECONDS) -> int:
+        cutoff = time.time() - grace
+        with _reach_storage():
+            old = [
+                path
+                for path in self._files.find(self._root)
+                if _last_part(path) not in referenced and self._files.modified(path).timestamp() < cutoff
+            ]
+            for path in old:
+                self._files.rm_file(path)
+        return len(old)
+
+    def _read(self, digest: str) -> bytes:
+        with _reach_storage():
+            data: bytes = self._files.cat_file(self._address(digest))
+        return data
+
+    def _is_fresh(self, digest: str, size: int) -> bool:
+        """Whether it is stored, and too new to be swept before a message references it."""
+        try:
+            info = self._files.info(self._address(digest))
+            age = time.time() - self._files.modified(self._address(digest)).timestamp()
+        except FileNotFoundError:
+            return False
+        return bool(info["size"] == size and age < GRACE_SECONDS / 2)
+
+    def _address(self, digest: str) -> str:
+        return f"{self._root.rstrip('/')}/{digest[:2]}/{digest}"
+
+
+def open_blobs(folder: Path, place: str | None = None) -> Blobs:
+    """The blobs of a store: in its folder, in another one, or at a URL."""
+    if not place:
+        return Blobs(folder)
+    place = place.removeprefix("file://")
+    return RemoteBlobs(folder, place) if "://" in place else Blobs(Path(place))
+
+
+@contextmanager
+def _reach_storage() -> Iterator[None]:
+    """Raises the errors of a storage as those of the store."""
+    try:
+        yield
+    except (FileNotFoundError, PalaverError):
+        raise
+    except Exception as error:
+        raise Unreachable("The storage of the media does not answer.") from error
+
+
+def _last_part(path: str) -> str:
+    return path.rpartition("/")[2]

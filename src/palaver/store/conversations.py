@@ -13,11 +13,11 @@ from typing import Any
 from sqlalchemy import Connection, Select, delete, exists, func, insert, select, tuple_, update
 
 from palaver.store import tree
-from palaver.store.blobs import Blobs
-from palaver.store.database import Database
+from palaver.store.blobs import GRACE_SECONDS, Blobs
+from palaver.store.database import Database, Durability
 from palaver.store.errors import Ambiguous, Conflict, NotFound
 from palaver.store.records import Conversation, check_name, clean_title, current_time, new_id, parse_time
-from palaver.store.schema import conversations, cursors, message_blobs, messages, moves, tags
+from palaver.store.schema import conversations, cursors, message_blobs, messages, moves, tags, uploads
 
 _MAX_CANDIDATES = 5
 """Ids that the error for an ambiguous prefix lists."""
@@ -111,8 +111,18 @@ class Conversations:
         with self._database.read_transaction() as connection:
             return tuple(connection.execute(query).scalars())
 
-    def references_blob(self, owner: str, digest: str) -> bool:
-        """Whether a message in the user's conversations references this blob."""
+    def add_upload(self, owner: str, digest: str) -> None:
+        """Records that the user has uploaded this blob, before a message references it."""
+        values = {"owner_id": owner, "digest": digest, "created_at": current_time()}
+        with self._database.write_transaction(Durability.NORMAL) as connection:
+            self._database.insert_new(connection, uploads, values)
+
+    def may_read_blob(self, owner: str, digest: str) -> bool:
+        """Whether the user has uploaded this blob, or a message in the user's conversations references it."""
+        with self._database.read_transaction() as connection:
+            mine = select(uploads.c.digest).where(uploads.c.owner_id == owner, uploads.c.digest == digest)
+            if connection.execute(mine).first() is not None:
+                return True
         query = select(messages.c.seq).join(message_blobs, message_blobs.c.message_id == messages.c.id)
         query = query.join(conversations, conversations.c.id == messages.c.conversation_id)
         query = query.where(conversations.c.owner_id == owner, message_blobs.c.digest == digest).limit(1)
@@ -174,6 +184,9 @@ class Conversations:
         with self._database.read_transaction() as connection:
             named = set(connection.execute(select(message_blobs.c.digest).distinct()).scalars())
         self._blobs.sweep(named)
+        with self._database.write_transaction() as connection:
+            old = uploads.c.created_at < current_time() - int(GRACE_SECONDS * 1e6)
+            connection.execute(delete(uploads).where(old))
         return removed
 
     def _update(self, id: str, values: Mapping[str, Any], deleted: bool = False) -> Conversation:

@@ -11,13 +11,32 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, BigInteger, Connection, Dialect, Engine, Integer, Text, create_engine, event, make_url, text
+from sqlalchemy import (
+    URL,
+    BigInteger,
+    ColumnElement,
+    Connection,
+    Dialect,
+    Engine,
+    Integer,
+    Table,
+    Text,
+    cast,
+    create_engine,
+    event,
+    extract,
+    func,
+    literal,
+    make_url,
+    text,
+)
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.types import TypeDecorator
 
@@ -37,6 +56,11 @@ class Durability(Enum):
 
 _SQLITE_SYNCHRONOUS = {Durability.FULL: "FULL", Durability.NORMAL: "NORMAL"}
 _POSTGRES_SYNCHRONOUS_COMMIT = {Durability.FULL: "on", Durability.NORMAL: "off"}
+
+
+CHANNEL = "palaver"
+"""PostgreSQL's channel for notifications."""
+_NOTIFY = text("SELECT pg_notify(:channel, :payload)")
 
 
 class _WriterQueue:
@@ -75,6 +99,8 @@ class Database:
         self._lock_timeout = lock_timeout
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self._writers = _WriterQueue()
+        self.deliver: Callable[[list[str]], None] | None = None
+        """Delivers notifications of committed transactions to other processes, on SQLite. See `notifications.py`."""
         self.engine = self._sqlite_engine() if self.is_sqlite else self._postgres_engine()
 
     @property
@@ -102,14 +128,36 @@ class Database:
             _set_synchronous(connection, durability)
             remaining = max(0.0, self._lock_timeout - (self._writers.blocked_seconds - before))
             connection = connection.execution_options(palaver_wait=remaining)
+            notifications: list[str] = []
+            connection.info["notifications"] = notifications
             with connection.begin():
                 yield connection
+        if notifications and self.deliver is not None:
+            self.deliver(notifications)
 
     @contextmanager
     def _write_postgres(self, durability: Durability) -> Iterator[Connection]:
         with translate_errors(), self.engine.connect() as connection, connection.begin():
             connection.execute(text(f"SET LOCAL synchronous_commit = {_POSTGRES_SYNCHRONOUS_COMMIT[durability]}"))
             yield connection
+
+    def now(self) -> ColumnElement[int]:
+        """Microseconds since 1970 by the database's clock, which all processes share. SQLite's is this machine's."""
+        if self.is_sqlite:
+            return literal(time.time_ns() // 1000, BigInteger)
+        return cast(extract("epoch", func.clock_timestamp()) * 1_000_000, BigInteger)
+
+    def insert_new(self, connection: Connection, table: Table, values: Mapping[str, Any]) -> None:
+        """Inserts a row unless there is one with the same key."""
+        insert = sqlite.insert if self.is_sqlite else postgresql.insert
+        connection.execute(insert(table).values(values).on_conflict_do_nothing())
+
+    def notify(self, connection: Connection, payload: str) -> None:
+        """Notifies all processes once this write transaction is committed."""
+        if self.is_sqlite:
+            connection.info["notifications"].append(payload)
+        else:
+            connection.execute(_NOTIFY, {"channel": CHANNEL, "payload": payload})
 
     def close(self) -> None:
         self.engine.dispose()

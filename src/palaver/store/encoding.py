@@ -108,6 +108,7 @@ STORED_NAMES: Mapping[str, str] = {
     "banned_ids": "banned_ids", "banned_strings": "banned_strings", "stop": "stop", "stop_ids": "stop_ids",
     "min_tokens": "min_tokens", "max_tokens": "max_tokens", "thinking_budget": "thinking_budget", "seed": "seed",
     "logprobs": "logprobs", "constraint": "constraint", "spoken": "spoken", "grammar": "grammar",
+    "steps": "steps", "block_length": "block_length", "remasking": "remasking",
     # usage
     "prompt_tokens": "prompt_tokens", "cached_tokens": "cached_tokens", "reply_tokens": "reply_tokens",
     "thinking_tokens": "thinking_tokens",

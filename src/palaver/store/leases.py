@@ -1,7 +1,8 @@
 """Leases: which process holds the running replies, and whether it is still alive.
 
 A holder on this machine keeps a file locked while its process lives: the kernel releases the lock when the process
-dies. A holder on another machine is alive until its lease expires.
+dies. A holder on another machine is alive until its lease expires, by the clock of the database: the clocks of the
+machines may differ.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from sqlalchemy import Connection, delete, insert, select, update
 from palaver.store.blobs import private_opener
 from palaver.store.database import Database, Durability
 from palaver.store.errors import LeaseLost, translate_errors
+from palaver.store.notifications import Notifications
 from palaver.store.records import current_time, new_id
 from palaver.store.schema import holders, running
 
@@ -39,7 +41,8 @@ class Lease:
 
     def renew(self) -> bool:
         """Returns False if the lease expired and another process claimed its replies."""
-        change = update(holders).where(holders.c.id == self.id).values(expires_at=_expiry(self._seconds))
+        expiry = self._database.now() + _microseconds(self._seconds)
+        change = update(holders).where(holders.c.id == self.id).values(expires_at=expiry)
         with self._database.write_transaction(Durability.NORMAL) as connection:
             return connection.execute(change).rowcount == 1
 
@@ -60,9 +63,10 @@ class Lease:
 
 
 class Leases:
-    def __init__(self, database: Database, folder: Path) -> None:
+    def __init__(self, database: Database, folder: Path, notifications: Notifications) -> None:
         self._database = database
         self._folder = folder
+        self._notifications = notifications
         self._leases: list[Lease] = []
 
     def open(self, seconds: float = LEASE_SECONDS) -> Lease:
@@ -70,7 +74,13 @@ class Leases:
         with translate_errors():
             file = self._create_lock_file(id)
         lease = Lease(id, self._database, file, seconds)
-        values = {"id": id, "host": _host(), "started_at": current_time(), "expires_at": _expiry(seconds)}
+        values = {
+            "id": id,
+            "host": _host(),
+            "started_at": current_time(),
+            "expires_at": self._database.now() + _microseconds(seconds),
+            "address": self._notifications.address,
+        }
         try:
             with self._database.write_transaction() as connection:
                 connection.execute(insert(holders).values(values))
@@ -88,20 +98,23 @@ class Leases:
 
     def dead_holders(self, connection: Connection) -> list[str]:
         """The ids of holders whose process is dead or whose lease expired."""
-        return [row.id for row in connection.execute(select(holders)) if not self._is_alive(row)]
+        query = select(holders, self._database.now().label("now"))
+        return [row.id for row in connection.execute(query) if not self._is_alive(row)]
 
     def delete_holders(self, connection: Connection, ids: list[str]) -> None:
         """Deletes dead holders that hold no replies, and their lock files."""
         _delete_idle(connection, ids)
+        left = set(connection.execute(select(holders.c.id).where(holders.c.id.in_(ids))).scalars())
         for id in ids:
-            self._path(id).unlink(missing_ok=True)
+            if id not in left:
+                self._path(id).unlink(missing_ok=True)
 
     def _is_alive(self, row: Any) -> bool:
         if row.expires_at == 0:
             return False
         if fcntl is not None and row.host == _host() and self._path(row.id).exists():
             return _is_locked(self._path(row.id))
-        return bool(row.expires_at > current_time())
+        return bool(row.expires_at > row.now)
 
     def _create_lock_file(self, id: str) -> IO[bytes] | None:
         if fcntl is None:
@@ -147,5 +160,5 @@ def _host() -> str:
     return socket.gethostname()
 
 
-def _expiry(seconds: float) -> int:
-    return current_time() + int(seconds * 1e6)
+def _microseconds(seconds: float) -> int:
+    return int(seconds * 1e6)

@@ -6,19 +6,19 @@ is written and the tokens are merged into one row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, exists, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, exists, insert, select, text, update
 
 from palaver.errors import NothingToContinue
 from palaver.events import Usage
 from palaver.generation import Step
-from palaver.messages import Part, Role
+from palaver.messages import Part, Role, ToolCall
 from palaver.store import tree
 from palaver.store.blobs import Blob, Blobs
-from palaver.store.database import Database, Durability
+from palaver.store.database import Database, Durability, json_text
 from palaver.store.encoding import (
     ReplySettings,
     StoredPart,
@@ -31,16 +31,20 @@ from palaver.store.encoding import (
 )
 from palaver.store.errors import Conflict, LeaseLost, NotFound
 from palaver.store.leases import Lease, Leases, check_lease, running_reply_ids
+from palaver.store.notifications import CommandStored, notify, tokens_stored
 from palaver.store.records import ReplyStatus, StoredMessage, check_name, current_time
 from palaver.store.schema import message_blobs, messages, replies, reply_tokens, running
 from palaver.store.search import reindex
+from palaver.store.tool_rounds import open_round
 
 MAX_RESUME_KEYS = 8
 """Idempotency keys of `resume` that are remembered per reply."""
 
 # built once: they run for every engine step
 _SELECT_RUNNING = (
-    select(running.c.message_id, running.c.tokens).where(running.c.holder_id == bindparam("holder")).with_for_update()
+    select(running.c.message_id, running.c.tokens, running.c.watched)
+    .where(running.c.holder_id == bindparam("holder"))
+    .with_for_update()
 )
 _INSERT_TOKENS = insert(reply_tokens)
 _UPDATE_RUNNING = (
@@ -48,6 +52,35 @@ _UPDATE_RUNNING = (
     .where(running.c.message_id == bindparam("id"))
     .values(tokens=bindparam("count"), timings=bindparam("timings"))
 )
+_INSERT_FRAMES_POSTGRES = text("""
+    WITH frames AS (
+        SELECT * FROM unnest(
+            CAST(:ids AS text[]), CAST(:starts AS int[]), CAST(:counts AS int[]), CAST(:data AS bytea[]),
+            CAST(:timings AS text[])
+        ) AS frame (id, start, count, data, timings)
+    ), counted AS (
+        UPDATE running SET tokens = frames.start + frames.count, timings = frames.timings
+        FROM frames WHERE running.message_id = frames.id
+    )
+    INSERT INTO reply_tokens (message_id, start, count, data) SELECT id, start, count, data FROM frames
+""")
+_SELECT_NEW = """
+    SELECT replies.message_id, replies.status, reply_tokens.start, reply_tokens.data
+    FROM {positions} AS position
+    JOIN replies ON replies.message_id = position.key
+    LEFT JOIN reply_tokens ON reply_tokens.message_id = position.key
+        AND reply_tokens.start >= CAST(position.value AS integer)
+    UNION ALL
+    SELECT replies.message_id, replies.status, reply_tokens.start, reply_tokens.data
+    FROM {positions} AS position
+    JOIN replies ON replies.message_id = position.key
+    JOIN reply_tokens ON reply_tokens.message_id = position.key AND reply_tokens.start = 0
+    WHERE CAST(position.value AS integer) > 0 AND reply_tokens.count > CAST(position.value AS integer)
+    ORDER BY 1, 3
+"""
+_SELECT_NEW_SQLITE = text(_SELECT_NEW.format(positions="json_each(:positions)"))
+_SELECT_NEW_POSTGRES = text(_SELECT_NEW.format(positions="json_each_text(CAST(:positions AS json))"))
+"""Tokens after a number, for many replies. The rows of a reply that ended are merged into one, which starts at 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +107,25 @@ class ReplyEnding:
     timings: Mapping[str, float] | None = None
     """None: those that were recorded with its last token."""
     error: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls that Palaver runs: their round is opened with the end of the reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCommand:
+    """What another process wants from the holder of a running reply."""
+
+    reply_id: str
+    stop: bool
+    answer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """The tokens of a reply after a number, and its status when they were read."""
+
+    status: ReplyStatus
+    steps: tuple[Step, ...]
 
 
 class Replies:
@@ -117,28 +169,32 @@ class Replies:
         Returns the ids of replies that this lease no longer holds. Nothing of those was written: stop them.
         """
         with self._database.write_transaction(Durability.NORMAL) as connection:
-            counts = _token_counts(connection, lease)
-            held = [frame for frame in frames if frame.reply_id in counts and frame.steps]
+            held_replies = _held_replies(connection, lease)
+            held = [frame for frame in frames if frame.reply_id in held_replies and frame.steps]
             for frame in held:
-                _check_start(frame, counts[frame.reply_id])
+                _check_start(frame, held_replies[frame.reply_id].tokens)
             if held:
-                connection.execute(_INSERT_TOKENS, [_token_row(one.reply_id, one.start, one.steps) for one in held])
-                counted = [{"id": one.reply_id, "count": one.end, "timings": dict(one.timings)} for one in held]
-                connection.execute(_UPDATE_RUNNING, counted)
-        return frozenset(frame.reply_id for frame in frames) - counts.keys()
+                (_insert_frames if self._database.is_sqlite else _insert_frames_postgres)(connection, held)
+                self._notify_readers(connection, [one.reply_id for one in held if held_replies[one.reply_id].watched])
+        return frozenset(frame.reply_id for frame in frames) - held_replies.keys()
 
     def finish(self, lease: Lease, reply_id: str, ending: ReplyEnding) -> StoredMessage:
         """Ends a running reply durably: text, status, tokens in one row. Raises LeaseLost if not held."""
         assert ending.status is not ReplyStatus.RUNNING
         parts = None if ending.parts is None else store_media(ending.parts, self._blobs)
         with self._database.write_transaction() as connection:
-            if reply_id not in _token_counts(connection, lease):
+            held = _held_replies(connection, lease).get(reply_id)
+            if held is None:
                 raise LeaseLost(reply_id)
             _merge_token_rows(connection, reply_id)
             if parts is not None:
                 _set_parts(connection, reply_id, parts)
             _save_timings(connection, [reply_id])
             _end_replies(connection, [reply_id], _final_values(ending))
+            if ending.tool_calls:
+                open_round(connection, reply_id, ending.tool_calls)
+            if held.watched:
+                self._notify_readers(connection, [reply_id])
             return tree.get_message(connection, reply_id, deleted=True)
 
     def find_by_key(self, conversation_id: str, parent_id: str | None, key: str) -> StoredMessage | None:
@@ -166,9 +222,14 @@ class Replies:
             _insert_running(connection, reply_id, lease.id, tokens)
             return tree.get_message(connection, reply_id)
 
-    def record_engine(self, reply_id: str, fingerprint: str) -> StoredMessage:
-        """Records the engine that continues a running reply, such as one claimed from a dead process."""
+    def record_engine(self, lease: Lease, reply_id: str, fingerprint: str) -> StoredMessage:
+        """Records the engine that continues a running reply, such as one claimed from a dead process.
+
+        Raises LeaseLost if not held.
+        """
         with self._database.write_transaction() as connection:
+            if reply_id not in _held_replies(connection, lease):
+                raise LeaseLost(reply_id)
             reply = tree.get_message(connection, reply_id, deleted=True)
             if reply.reply is None:
                 raise NotFound("reply", reply_id)
@@ -179,12 +240,69 @@ class Replies:
     def record_answer_at(self, lease: Lease, reply_id: str, position: int) -> None:
         """Records at which token count the answer of a running reply was requested. Raises LeaseLost if not held."""
         with self._database.write_transaction() as connection:
-            if reply_id not in _token_counts(connection, lease):
+            if reply_id not in _held_replies(connection, lease):
                 raise LeaseLost(reply_id)
+            requested = update(running).where(running.c.message_id == reply_id)
+            connection.execute(requested.values(answer_requested=False))
             reply = tree.get_message(connection, reply_id, deleted=True)
             assert reply.reply is not None
             settings = replace(reply.reply.settings, answer_at=position)
             connection.execute(_update_reply(reply_id).values(settings=encode_settings(settings)))
+
+    # readers and commands of other processes
+
+    def watch(self, reply_id: str) -> bool:
+        """From now on every process is notified of the reply's tokens and its end. Returns False if it does not run."""
+        change = update(running).where(running.c.message_id == reply_id).values(watched=True)
+        with self._database.write_transaction(Durability.NORMAL) as connection:
+            return connection.execute(change).rowcount == 1
+
+    def read_new(self, positions: Mapping[str, int]) -> dict[str, NewTokens]:
+        """The tokens of each reply after its position: only those are read. A reply that was purged is left out."""
+        query = _SELECT_NEW_SQLITE if self._database.is_sqlite else _SELECT_NEW_POSTGRES
+        statuses: dict[str, ReplyStatus] = {}
+        steps: dict[str, list[Step]] = {}
+        with self._database.read_transaction() as connection:
+            rows = connection.execute(query, {"positions": json_text(dict(positions))}).all()
+        for id, status, start, data in rows:
+            statuses[id] = ReplyStatus(status)
+            read = steps.setdefault(id, [])
+            if data is not None:
+                read += unpack_tokens(data)[max(0, positions[id] - start) :]
+        return {id: NewTokens(status, tuple(steps[id])) for id, status in statuses.items()}
+
+    def request(self, reply_id: str, *, stop: bool = False, answer: bool = False) -> bool:
+        """Stores a command for the process that holds the reply, and notifies it. Returns False if it does not run.
+
+        If that process dies first, the one that takes the reply over runs the command.
+        """
+        values = {name: True for name, given in (("stop_requested", stop), ("answer_requested", answer)) if given}
+        with self._database.write_transaction(Durability.NORMAL) as connection:
+            found = connection.execute(update(running).where(running.c.message_id == reply_id).values(**values))
+            if found.rowcount != 1:
+                return False
+            notify(self._database, connection, CommandStored(reply_id))
+        return True
+
+    def commands(self, lease: Lease) -> tuple[TurnCommand, ...]:
+        """The commands for the replies that this lease holds."""
+        query = select(running.c.message_id, running.c.stop_requested, running.c.answer_requested).where(
+            running.c.holder_id == lease.id, running.c.stop_requested | running.c.answer_requested
+        )
+        with self._database.read_transaction() as connection:
+            return tuple(TurnCommand(*row) for row in connection.execute(query))
+
+    def running_in(self, conversation_id: str) -> tuple[str, ...]:
+        """The running replies of a conversation, in any process."""
+        query = select(running.c.message_id).join(messages, messages.c.id == running.c.message_id)
+        with self._database.read_transaction() as connection:
+            return tuple(connection.execute(query.where(messages.c.conversation_id == conversation_id)).scalars())
+
+    def is_held(self, lease: Lease, reply_id: str) -> bool:
+        """Whether the reply runs under this lease."""
+        query = select(running.c.holder_id).where(running.c.message_id == reply_id)
+        with self._database.read_transaction() as connection:
+            return bool(connection.execute(query).scalar() == lease.id)
 
     def tokens(self, reply_id: str) -> tuple[Step, ...]:
         """The tokens of the reply so far."""
@@ -228,10 +346,18 @@ class Replies:
             holder = connection.execute(query).scalar()
             return holder is not None and holder in self._leases.dead_holders(connection)
 
-    def claim_orphans(self, lease: Lease) -> tuple[str, ...]:
+    def list_orphans(self, lease: Lease) -> Mapping[str, str]:
+        """The running replies of dead holders: the name of the model by the reply's id. `lease` is the caller's own."""
+        with self._database.read_transaction() as connection:
+            dead = self._dead_holders(connection, lease)
+            query = select(replies.c.message_id, replies.c.model).join(running).where(running.c.holder_id.in_(dead))
+            return {row.message_id: row.model for row in connection.execute(query)} if dead else {}
+
+    def claim_orphans(self, lease: Lease, ids: Collection[str] | None = None) -> tuple[str, ...]:
         """Transfers the running replies of dead holders to this lease, to be continued from their tokens.
 
-        Raises LeaseLost if another process claimed this lease's replies.
+        With `ids` only those: the others wait for a process that has their models. Raises LeaseLost if another process
+        claimed this lease's replies.
         """
         with self._database.read_transaction() as connection:
             if not self._leases.dead_holders(connection):
@@ -239,8 +365,10 @@ class Replies:
         with self._database.write_transaction() as connection:
             check_lease(connection, lease)
             dead, orphans = self._orphans(connection, lease)
+            if ids is not None:
+                orphans = tuple(id for id in orphans if id in ids)
             if orphans:
-                connection.execute(_update_running(dead).values(holder_id=lease.id))
+                connection.execute(update(running).where(running.c.message_id.in_(orphans)).values(holder_id=lease.id))
                 _save_timings(connection, orphans)
             self._leases.delete_holders(connection, dead)
         return orphans
@@ -256,6 +384,7 @@ class Replies:
                 _merge_token_rows(connection, id)
             if orphans:
                 _save_timings(connection, orphans)
+                self._notify_readers(connection, orphans)
                 _end_replies(connection, orphans, {"status": ReplyStatus.INTERRUPTED.value, "ended_at": current_time()})
             self._leases.delete_holders(connection, dead)
         return orphans
@@ -270,21 +399,29 @@ class Replies:
             _set_parts(connection, reply_id, stored_parts)
             return tree.get_message(connection, reply_id)
 
-    def annotate(self, reply_id: str, note: Mapping[str, Any]) -> StoredMessage:
-        """Stores a client's note with a reply. The settings that determined its tokens do not change."""
+    def annotate(self, reply_id: str, entries: Mapping[str, Any]) -> StoredMessage:
+        """Replaces entries of a reply's options, such as a client's note. They must not be those that determined its
+        tokens."""
         with self._database.write_transaction() as connection:
             reply = tree.get_message(connection, reply_id)
             if reply.reply is None:
                 raise NotFound("reply", reply_id)
             settings = reply.reply.settings
-            annotated = replace(settings, options={**settings.options, "note": dict(note)})
+            annotated = replace(settings, options={**settings.options, **entries})
             connection.execute(_update_reply(reply_id).values(settings=encode_settings(annotated)))
             return tree.get_message(connection, reply_id)
 
+    def _notify_readers(self, connection: Connection, reply_ids: Sequence[str]) -> None:
+        for notification in tokens_stored(reply_ids):
+            notify(self._database, connection, notification)
+
     def _orphans(self, connection: Connection, lease: Lease | None) -> tuple[list[str], tuple[str, ...]]:
-        dead = [id for id in self._leases.dead_holders(connection) if lease is None or id != lease.id]
+        dead = self._dead_holders(connection, lease)
         query = select(running.c.message_id).where(running.c.holder_id.in_(dead)).with_for_update()
         return dead, tuple(connection.execute(query).scalars()) if dead else ()
+
+    def _dead_holders(self, connection: Connection, lease: Lease | None) -> list[str]:
+        return [id for id in self._leases.dead_holders(connection) if lease is None or id != lease.id]
 
 
 def _insert_reply(
@@ -335,9 +472,27 @@ def _insert_running(connection: Connection, id: str, holder: str, count: int) ->
     connection.execute(insert(running).values(message_id=id, holder_id=holder, tokens=count))
 
 
-def _token_counts(connection: Connection, lease: Lease) -> dict[str, int]:
-    """The token count of each reply that this lease holds. The rows stay locked until the transaction ends."""
-    return {row.message_id: row.tokens for row in connection.execute(_SELECT_RUNNING, {"holder": lease.id})}
+def _held_replies(connection: Connection, lease: Lease) -> dict[str, Any]:
+    """The rows of the replies that this lease holds, by id. They stay locked until the transaction ends."""
+    return {row.message_id: row for row in connection.execute(_SELECT_RUNNING, {"holder": lease.id})}
+
+
+def _insert_frames(connection: Connection, frames: Sequence[TokenFrame]) -> None:
+    connection.execute(_INSERT_TOKENS, [_token_row(one.reply_id, one.start, one.steps) for one in frames])
+    counted = [{"id": one.reply_id, "count": one.end, "timings": dict(one.timings)} for one in frames]
+    connection.execute(_UPDATE_RUNNING, counted)
+
+
+def _insert_frames_postgres(connection: Connection, frames: Sequence[TokenFrame]) -> None:
+    """The same in one statement, since each costs a message to the server."""
+    values = {
+        "ids": [one.reply_id for one in frames],
+        "starts": [one.start for one in frames],
+        "counts": [len(one.steps) for one in frames],
+        "data": [pack_tokens(one.steps) for one in frames],
+        "timings": [json_text(dict(one.timings)) for one in frames],
+    }
+    connection.execute(_INSERT_FRAMES_POSTGRES, values)
 
 
 def _check_start(frame: TokenFrame, count: int) -> None:
@@ -395,10 +550,6 @@ def _end_replies(connection: Connection, ids: Sequence[str], values: Mapping[str
 
 def _update_reply(id: str) -> Any:
     return update(replies).where(replies.c.message_id == id)
-
-
-def _update_running(ids: Sequence[str]) -> Any:
-    return update(running).where(running.c.holder_id.in_(ids))
 
 
 def _check_resumable(connection: Connection, reply: StoredMessage) -> None:

@@ -6,6 +6,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    Double,
     ForeignKey,
     ForeignKeyConstraint,
     Index,
@@ -15,11 +16,12 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    false,
 )
 
 from palaver.store.database import JsonColumn, Number
 
-HEAD = "0008"
+HEAD = "0012"
 """The revision of the schema below."""
 
 metadata = MetaData()
@@ -96,6 +98,7 @@ holders = Table(
     Column("host", Text, nullable=False),
     Column("started_at", BigInteger, nullable=False),
     Column("expires_at", BigInteger, nullable=False),
+    Column("address", Text),
 )
 
 replies = Table(
@@ -120,6 +123,9 @@ running = Table(
     Column("holder_id", Text, ForeignKey("holders.id"), nullable=False),
     Column("tokens", Integer, nullable=False),
     Column("timings", JsonColumn),
+    Column("watched", Boolean, nullable=False, server_default=false()),
+    Column("stop_requested", Boolean, nullable=False, server_default=false()),
+    Column("answer_requested", Boolean, nullable=False, server_default=false()),
 )
 Index("ix_running_holder", running.c.holder_id)
 
@@ -167,6 +173,22 @@ keys = Table(
 )
 Index("ix_keys_user", keys.c.user_id)
 
+rate_limits = Table(
+    "rate_limits",
+    metadata,
+    Column("caller", Text, primary_key=True),
+    Column("remaining", Double, nullable=False),
+    Column("updated_at", BigInteger, nullable=False),
+)
+
+uploads = Table(
+    "uploads",
+    metadata,
+    Column("owner_id", Text, ForeignKey("users.id"), primary_key=True),
+    Column("digest", Text, primary_key=True),
+    Column("created_at", BigInteger, nullable=False),
+)
+
 presets = Table(
     "presets",
     metadata,
@@ -175,3 +197,66 @@ presets = Table(
     Column("system", JsonColumn, nullable=False),
     Column("parameters", JsonColumn, nullable=False),
 )
+
+tool_rounds = Table(
+    "tool_rounds",
+    metadata,
+    Column("message_id", Text, ForeignKey("replies.message_id", ondelete="CASCADE"), primary_key=True),
+    Column("state", Text, nullable=False),
+    Column("error", JsonColumn),
+    Column("next_id", Text),
+    Column("continued", Boolean, nullable=False),
+)
+Index("ix_tool_rounds_state", tool_rounds.c.state)
+
+tool_calls = Table(
+    "tool_calls",
+    metadata,
+    Column("message_id", Text, ForeignKey("tool_rounds.message_id", ondelete="CASCADE"), primary_key=True),
+    Column("position", Integer, primary_key=True),
+    Column("call_id", JsonColumn, nullable=False),
+    Column("name", JsonColumn, nullable=False),
+    Column("arguments", JsonColumn, nullable=False),
+    Column("edited", JsonColumn),
+    Column("state", Text, nullable=False),
+    Column("holder_id", Text),
+    Column("result", JsonColumn),
+    Column("is_error", Boolean, nullable=False),
+    Column("started_at", BigInteger),
+    Column("ended_at", BigInteger),
+)
+
+tool_rules = Table(
+    "tool_rules",
+    metadata,
+    Column("owner_id", Text, ForeignKey("users.id"), primary_key=True),
+    Column("conversation_id", Text, primary_key=True),
+    Column("name", Text, primary_key=True),
+    Column("rule", Text, nullable=False),
+)
+
+comparisons = Table(
+    "comparisons",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("conversation_id", Text, ForeignKey("conversations.id", ondelete="CASCADE"), nullable=False),
+    Column("parent_id", Text, nullable=False),
+    Column("blind", Boolean, nullable=False),
+    Column("key", Text),
+    Column("created_at", BigInteger, nullable=False),
+    Column("decided_at", BigInteger),
+    Column("chosen_id", Text),
+    UniqueConstraint("conversation_id", "key", name="uq_comparisons_key"),
+)
+
+compared_replies = Table(
+    "compared_replies",
+    metadata,
+    Column("comparison_id", Text, ForeignKey("comparisons.id", ondelete="CASCADE"), primary_key=True),
+    Column("position", Integer, primary_key=True),
+    Column("message_id", Text, ForeignKey("messages.id", ondelete="CASCADE"), nullable=False),
+    Column("name", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("parameters", JsonColumn, nullable=False),
+)
+Index("ix_compared_replies_message", compared_replies.c.message_id)

@@ -8,19 +8,23 @@ from types import TracebackType
 from platformdirs import user_data_path
 from sqlalchemy import URL, text
 
-from palaver.store.blobs import Blobs, make_folder, restrict, restrict_tree
+from palaver.store.blobs import make_folder, open_blobs, restrict, restrict_tree
+from palaver.store.comparisons import Comparisons
 from palaver.store.conversations import Conversations, Cursors
 from palaver.store.database import Database
 from palaver.store.errors import translate_errors
 from palaver.store.leases import Leases
 from palaver.store.messages import Messages
 from palaver.store.migrations import migrate
+from palaver.store.notifications import Notifications
 from palaver.store.replies import Replies
 from palaver.store.search import MessageSearch
-from palaver.store.users import Keys, Presets, Users
+from palaver.store.tool_rounds import ToolRounds
+from palaver.store.users import Keys, Presets, RateLimits, Users
 
 DATABASE = "palaver.db"
-_SUBFOLDERS = ("blobs", "holders", "servers")
+BLOBS = "blobs"
+_SUBFOLDERS = (BLOBS, "holders", "servers")
 _FILES = (f"{DATABASE}*", "token", "history*", "*.zip", "*.backup", "*.log")
 """Other files of a data folder whose permissions are restricted."""
 
@@ -28,24 +32,29 @@ _FILES = (f"{DATABASE}*", "token", "history*", "*.zip", "*.backup", "*.log")
 class Store:
     """Conversations in a database and their media in a folder. Thread-safe and multi-process safe."""
 
-    def __init__(self, database: Database, folder: Path) -> None:
-        """Migrates the schema. `folder` holds the blobs. The store owns the database and closes it."""
+    def __init__(self, database: Database, folder: Path, blobs: str | None = None) -> None:
+        """Migrates the schema. `blobs`: where media are, if not in `folder`: see `open_blobs`. The store owns the
+        database and closes it."""
         try:
+            self.blobs = open_blobs(folder / BLOBS, blobs)
             migrate(database)
         except BaseException:
             database.close()
             raise
         self.database = database
         self.folder = folder
-        self.blobs = Blobs(folder / "blobs")
         self.users = Users(database)
         self.keys = Keys(database)
         self.presets = Presets(database)
+        self.rate_limits = RateLimits(database)
         self.conversations = Conversations(database, self.blobs)
         self.messages = Messages(database, self.blobs)
-        self.leases = Leases(database, folder / "holders")
+        self.notifications = Notifications(database)
+        self.leases = Leases(database, folder / "holders", self.notifications)
         self.replies = Replies(database, self.blobs, self.leases)
         self.cursors = Cursors(database)
+        self.tool_rounds = ToolRounds(database, self.leases)
+        self.comparisons = Comparisons(database)
         self.search = MessageSearch(database)
 
     def __enter__(self) -> Store:
@@ -64,16 +73,22 @@ class Store:
     def close(self) -> None:
         """Releases this store's leases: their running replies can be claimed by other processes."""
         self.leases.release()
+        self.notifications.close()
         self.database.close()
 
 
-def open_store(folder: Path | None = None, database: str | URL | None = None, lock_timeout: float = 5.0) -> Store:
+def open_store(
+    folder: Path | None = None,
+    database: str | URL | None = None,
+    lock_timeout: float = 5.0,
+    blobs: str | None = None,
+) -> Store:
     """Opens the store in `folder` (default: the user's data folder), with its own SQLite file or the database at a URL.
 
-    `lock_timeout`: seconds to wait for a lock of another process.
+    `lock_timeout`: seconds to wait for a lock of another process. `blobs`: another folder for the media, or a URL.
     """
     place = data_folder(folder)
-    return Store(Database(database_url(place, database), lock_timeout), place)
+    return Store(Database(database_url(place, database), lock_timeout), place, blobs)
 
 
 def has_store(folder: Path | None = None, database: str | URL | None = None) -> bool:

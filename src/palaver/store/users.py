@@ -1,4 +1,4 @@
-"""Users, their API keys and their presets."""
+"""Users, their API keys, their presets, and the rates of callers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, insert, select, update
 
-from palaver.store.database import Database
+from palaver.store.database import Database, Durability
 from palaver.store.errors import Conflict, NotFound
 from palaver.store.records import Preset, User, check_name, current_time, new_id, parse_time
-from palaver.store.schema import keys, presets, users
+from palaver.store.schema import keys, presets, rate_limits, users
 
 LOCAL = "local"
 """The name of the single user of an installation without accounts."""
@@ -136,6 +136,35 @@ def _digest(text: str) -> str:
 def _key(row: Any) -> Key:
     revoked = parse_time(row.revoked_at) if row.revoked_at is not None else None
     return Key(row.id, row.user_id, row.user, row.admin, parse_time(row.created_at), revoked)
+
+
+class RateLimits:
+    """A token bucket for each caller, which refills within a minute. All processes on the store share it."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def acquire(self, caller: str, per_minute: int) -> float:
+        """Takes one request from the bucket. Returns 0, or the seconds until there is one if it is empty."""
+        mine = rate_limits.c.caller == caller
+        query = select(rate_limits, self._database.now().label("now")).where(mine).with_for_update()
+        full = {"caller": caller, "remaining": float(per_minute), "updated_at": self._database.now()}
+        with self._database.write_transaction(Durability.NORMAL) as connection:
+            self._database.insert_new(connection, rate_limits, full)
+            row = connection.execute(query).one()
+            rate = per_minute / 60e6
+            remaining = min(float(per_minute), row.remaining + max(0, row.now - row.updated_at) * rate)
+            if remaining < 1:
+                return float((1 - remaining) / rate / 1e6)
+            values = {"remaining": remaining - 1, "updated_at": row.now}
+            connection.execute(update(rate_limits).where(mine).values(values))
+        return 0.0
+
+    def forget_full(self) -> None:
+        """Deletes the buckets of callers that made no request for more than a minute: they are full."""
+        old = rate_limits.c.updated_at < self._database.now() - 120_000_000
+        with self._database.write_transaction(Durability.NORMAL) as connection:
+            connection.execute(delete(rate_limits).where(old))
 
 
 class Presets:

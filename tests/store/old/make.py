@@ -203,7 +203,7 @@ class Maker:
         last = self.reply(talk, result, m.Thinking(""), "It is sunny in 東京.", tokens=self.steps((1, 2, 300)))
         more = m.Audio("audio/wav", b"RIFF" + bytes(40)), m.Video("video/mp4", bytes(range(64)))
         self.say(talk, last, "And these?", *more)
-        self.store.replies.annotate(last, {"response": "resp_1"})
+        self.store.replies.annotate(last, {"note": {"response": "resp_1"}})
 
     def branches(self) -> None:
         m, store = self.m, self.store

@@ -1,0 +1,83 @@
+"""Blobs in a folder, in another folder that servers share, and in object storage."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from palaver.errors import BadParameter
+from palaver.messages import Image, Message, Role, Text
+from palaver.store import NotFound, StoreError, open_store
+from palaver.store.backup import backup, restore
+from palaver.store.blobs import Blobs, RemoteBlobs, open_blobs
+from palaver.store.errors import Damaged, Unreachable
+
+
+@pytest.fixture(params=["folder", "shared", "memory"])
+def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Blobs]:
+    place = {"folder": None, "shared": str(tmp_path / "shared"), "memory": "memory://bucket/media"}[request.param]
+    yield open_blobs(tmp_path / "blobs", place)
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_what_is_put_is_read_by_its_digest(blobs: Blobs) -> None:
+    digests = [blobs.put(data) for data in (b"one", b"two", b"one")]
+    assert digests[0] == digests[2] == hashlib.sha256(b"one").hexdigest()
+    assert [blobs.get(digest) for digest in digests] == [b"one", b"two", b"one"]
+    assert list(blobs.digests()) == sorted(set(digests))
+    with pytest.raises(NotFound):
+        blobs.get("0" * 64)
+
+
+def test_a_sweep_removes_what_is_old_and_not_referenced(blobs: Blobs) -> None:
+    kept, old = blobs.put(b"kept"), blobs.put(b"old")
+    assert blobs.sweep({kept}) == 0
+    assert blobs.sweep({kept}, grace=-60) == 1
+    assert list(blobs.digests()) == [kept]
+    assert blobs.put(b"old") == old
+    assert blobs.get(old) == b"old"
+
+
+def test_a_changed_object_is_reported() -> None:
+    blobs = RemoteBlobs(Path(), "memory://bucket/changed")
+    digest = blobs.put(b"picture")
+    fsspec.filesystem("memory").pipe_file(f"/bucket/changed/{digest[:2]}/{digest}", b"pixture")
+    with pytest.raises(Damaged):
+        blobs.get(digest)
+
+
+def test_a_storage_that_fails_is_an_error_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs = RemoteBlobs(Path(), "memory://bucket/failing")
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("bucket.example refused the connection")
+
+    monkeypatch.setattr(blobs._files, "cat_file", fail, raising=False)
+    monkeypatch.setattr(blobs._files, "pipe_file", fail, raising=False)
+    for call in (lambda: blobs.get("0" * 64), lambda: blobs.put(b"new")):
+        with pytest.raises(Unreachable) as caught:
+            call()
+        assert "bucket" not in str(caught.value)
+    with pytest.raises(BadParameter, match="blobs"):
+        open_blobs(Path(), "nothing://bucket")
+
+
+def test_two_stores_share_media_and_a_backup_moves_them(tmp_path: Path) -> None:
+    place = "memory://bucket/shared"
+    one = open_store(tmp_path / "one", blobs=place)
+    talk = one.conversations.create(one.users.ensure().id)
+    message = Message(Role.USER, (Text("Look"), Image("image/png", b"picture")))
+    stored = one.messages.append(talk.id, None, message)
+    with open_store(tmp_path / "other", one.database.url, blobs=place) as other:
+        assert other.messages.load(other.messages.get(stored.id)) == message
+    backup(one, tmp_path / "all.zip")
+    one.close()
+    restore(tmp_path / "all.zip", tmp_path / "new", blobs="memory://bucket/new")
+    with open_store(tmp_path / "new", blobs="memory://bucket/new") as new:
+        assert new.messages.load(new.messages.get(stored.id)) == message
+    with open_store(tmp_path / "new") as without, pytest.raises((NotFound, StoreError)):
+        without.messages.load(without.messages.get(stored.id))
