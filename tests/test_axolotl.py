@@ -170,3 +170,18 @@ def test_templates_by_name(name: str, expected: str) -> None:
 def test_every_name_is_tried_above() -> None:
     tried = next(mark for mark in test_templates_by_name.pytestmark if mark.name == "parametrize")  # type: ignore[attr-defined]
     assert {name for name, _ in tried.args[1]} == set(TEMPLATES)
+
+
+def test_the_settings_of_a_diffusion_training(tmp_path: Path) -> None:
+    plain = read_configuration(config(tmp_path, "base_model: owner/name\n"))
+    assert plain.diffusion is None
+    plugin = "plugins:\n  - axolotl.integrations.diffusion.DiffusionPlugin\n"
+    named = read_configuration(config(tmp_path, f"base_model: owner/name\n{plugin}"))
+    assert named.diffusion == {}
+    text = f"base_model: owner/name\n{plugin}diffusion:\n  num_diffusion_steps: 64\n  generation_temperature: 0.2\n"
+    assert read_configuration(config(tmp_path, text)).diffusion == {
+        "num_diffusion_steps": 64,
+        "generation_temperature": 0.2,
+    }
+    with pytest.raises(BrokenModel, match="diffusion must be a mapping"):
+        read_configuration(config(tmp_path, "base_model: owner/name\ndiffusion: 7\n"))

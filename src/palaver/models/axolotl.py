@@ -45,6 +45,8 @@ class TrainedModel:
     """The weights are quantised to this many bits when they are loaded, as for the training."""
     notes: tuple[str, ...] = ()
     """Notices for the user about what was chosen."""
+    diffusion: Mapping[str, Any] | None = None
+    """The settings under `diffusion`, of a training that makes a diffusion model."""
 
 
 def is_configuration(name: str) -> bool:
@@ -64,7 +66,19 @@ def read_configuration(path: Path) -> TrainedModel:
         _with_template(path, config, weights),
         context_length=length if isinstance(length, int) else None,
         quantize_bits=_quantize_bits(path, config),
+        diffusion=_diffusion(path, config),
     )
+
+
+def _diffusion(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    plugins = config.get("plugins")
+    named = any("diffusion" in str(one) for one in plugins) if isinstance(plugins, list) else False
+    settings = config.get("diffusion")
+    if settings is None and not named:
+        return None
+    if not isinstance(settings, dict | None):
+        raise BrokenModel(f"{path}: diffusion must be a mapping of settings.")
+    return dict(settings or {})
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:

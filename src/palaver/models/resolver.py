@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from palaver.errors import ModelError, NoWeights, UnknownModel, UnsafeWeights
 from palaver.models import gguf
 from palaver.models.axolotl import is_configuration, read_configuration
+from palaver.models.download import Repository, fetch_weights, list_repository
 
 DEFAULT_MODEL = "sprout"
 _EMBEDDED = Path(__file__).parent
@@ -46,8 +47,12 @@ class ResolvedModel:
     """The weights are quantised to this many bits when they are loaded."""
     notes: tuple[str, ...] = ()
     """Notices for the user about what was chosen."""
+    diffusion: Mapping[str, Any] | None = None
+    """The diffusion settings of the training configuration; None where it trains no diffusion model."""
     gguf: Path | None = None
     """The GGUF file in the folder, of several parts the first. None for a folder with config.json and safetensors."""
+    mmproj: Path | None = None
+    """The projector of a GGUF model that sees or hears, if there is one beside it."""
 
 
 def embedded_models() -> list[str]:
@@ -60,19 +65,19 @@ def is_embedded(folder: Path) -> bool:
     return folder.parent == _EMBEDDED
 
 
-def resolve_model(name: str, report: ReportDownload | None = None) -> ResolvedModel:
-    """The model of that name. Accesses the network only for a hub id that is not on disk.
+def resolve_model(name: str, report: ReportDownload | None = None, download: bool = True) -> ResolvedModel:
+    """The model of that name. Accesses the network only for a hub id that is not on disk, and only if `download`.
 
     With `report`, the hub's client itself prints neither progress bars nor warnings.
     """
     if not is_configuration(name):
-        file = find_gguf(name, report)
+        file = find_gguf(name, report, download)
         if file is not None:
-            return ResolvedModel(file.parent, gguf=file)
-        return ResolvedModel(resolve_folder(name, report=report))
+            return ResolvedModel(file.parent, gguf=file, mmproj=gguf.find_projector(name, file))
+        return ResolvedModel(resolve_folder(name, report=report, download=download))
     trained = read_configuration(Path(name).expanduser())
     return ResolvedModel(
-        resolve_folder(trained.model, report=report),
+        resolve_folder(trained.model, report=report, download=download),
         trained.adapter,
         trained.template,
         trained.output_folder,
@@ -81,15 +86,16 @@ def resolve_model(name: str, report: ReportDownload | None = None) -> ResolvedMo
         trained.context_length,
         trained.quantize_bits,
         trained.notes,
+        trained.diffusion,
     )
 
 
-def find_gguf(name: str, report: ReportDownload | None = None) -> Path | None:
+def find_gguf(name: str, report: ReportDownload | None = None, download: bool = True) -> Path | None:
     """The GGUF file of that name: path, folder, folder:Q8_0, hub/repo, hub/repo:Q8_0 or ollama:name.
 
     None if the name is that of a folder with config.json, or of a hub id with safetensors."""
     if name.startswith(gguf.OLLAMA_PREFIX):
-        return gguf.find_ollama(name.removeprefix(gguf.OLLAMA_PREFIX))
+        return gguf.find_ollama(name)
     path = Path(name).expanduser()
     if path.is_file():
         return path if gguf.is_gguf_file(path) else None
@@ -99,38 +105,48 @@ def find_gguf(name: str, report: ReportDownload | None = None) -> Path | None:
     folder = Path(base).expanduser()
     if folder.is_dir():
         return gguf.find_in_folder(folder, base, wanted) if any(folder.glob("*.gguf")) else None
-    return _find_hub_gguf(base, wanted, report) if _is_hub_id(base) else None
+    return _find_hub_gguf(base, wanted, report, download) if _is_hub_id(base) else None
 
 
-def _find_hub_gguf(name: str, wanted: str, report: ReportDownload | None) -> Path | None:
+def _find_hub_gguf(name: str, wanted: str, report: ReportDownload | None, download: bool) -> Path | None:
     """Without a named quantisation, safetensors come first."""
     if not wanted and _find_snapshot(name, weights=True) is not None:
         return None
     on_disk = gguf.find_on_disk(name, wanted)
-    if on_disk is not None:
+    if on_disk is not None or not download:
         return on_disk
     with _hub_client(name, quiet=report is not None):
-        sizes = _list_files(name)
+        repository = list_repository(name)
+        sizes = repository.sizes
         if not wanted and (_has_safetensors(sizes) or not gguf.list_choices(sizes)):
             return None
         if report is not None:
             report(None)
+        fetch_weights(repository, gguf.files_to_download(name, wanted, sizes), report)
         return gguf.download(name, wanted, sizes, None if report is None else _reporting_bar(report))
 
 
-def _list_files(name: str) -> dict[str, int]:
-    """The files of a repository and their sizes."""
-    from huggingface_hub import HfApi
-
-    siblings = HfApi().model_info(name, files_metadata=True).siblings or ()
-    return {file.rfilename: file.size or 0 for file in siblings}
+def files_to_download(name: str) -> tuple[Repository, tuple[str, ...]]:
+    """The repository of a hub id, and the large files that a download of it fetches. Raises a ModelError."""
+    base, _, wanted = name.partition(":")
+    if not _is_hub_id(base):
+        raise UnknownModel(name, "models of the hub have names such as Qwen/Qwen3-0.6B.")
+    with _hub_client(base, quiet=True):
+        repository = list_repository(base)
+        if wanted or not _has_safetensors(repository.sizes):
+            if not wanted and not gguf.list_choices(repository.sizes):
+                _check_weights(base, repository.sizes)
+            return repository, gguf.files_to_download(base, wanted, repository.sizes)
+    return repository, tuple(name for name in repository.sizes if name.endswith(".safetensors"))
 
 
 def _is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and ".." not in name
 
 
-def resolve_folder(name: str, weights: bool = True, report: ReportDownload | None = None) -> Path:
+def resolve_folder(
+    name: str, weights: bool = True, report: ReportDownload | None = None, download: bool = True
+) -> Path:
     """The folder of an embedded model, a folder or a hub id. Without `weights`, a hub id may lack safetensors."""
     if name in embedded_models():
         return _EMBEDDED / name
@@ -142,7 +158,11 @@ def resolve_folder(name: str, weights: bool = True, report: ReportDownload | Non
             name, "it is a file, and not a GGUF file. Name the folder that contains config.json and *.safetensors."
         )
     if _is_hub_id(name):
-        return _find_snapshot(name, weights) or _download(name, weights, report)
+        if (found := _find_snapshot(name, weights)) is not None:
+            return found
+        if not download:
+            raise UnknownModel(name, f"it is not on this computer. `palaver models pull {name}` downloads it.")
+        return _download(name, weights, report)
     raise UnknownModel(
         name,
         f"name a folder, a model of the hub (such as Qwen/Qwen3-0.6B), a GGUF file, or {', '.join(embedded_models())}.",
@@ -163,10 +183,11 @@ def _find_snapshot(name: str, weights: bool) -> Path | None:
         folder = Path(snapshot_download(name, allow_patterns=_FILE_PATTERNS, local_files_only=True))
     except Exception:  # the download reports the reason
         return None
-    return folder if not weights or _is_complete(folder) else None
+    return folder if not weights or is_complete(folder) else None
 
 
-def _is_complete(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
+    """Whether a snapshot of the hub has all of its weights."""
     if not (folder / "config.json").is_file():
         return False
     index = folder / "model.safetensors.index.json"
@@ -180,14 +201,16 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _download(name: str, weights: bool, report: ReportDownload | None) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import snapshot_download
 
     bar = None if report is None else _reporting_bar(report)
     with _hub_client(name, quiet=report is not None):
+        repository = list_repository(name)
         if weights:
-            _check_weights(name, HfApi().list_repo_files(name))
+            _check_weights(name, repository.sizes)
         if report is not None:
             report(None)
+        fetch_weights(repository, (one for one in repository.sizes if one.endswith(".safetensors")), report)
         return Path(snapshot_download(name, allow_patterns=_FILE_PATTERNS, tqdm_class=bar))
 
 
@@ -240,7 +263,7 @@ def _reporting_bar(report: ReportDownload) -> Any:
     return ReportingBar
 
 
-def _check_weights(name: str, files: Sequence[str]) -> None:
+def _check_weights(name: str, files: Iterable[str]) -> None:
     if _has_safetensors(files):
         return
     pickles = [file for file in files if Path(file).suffix in _PICKLE_SUFFIXES]

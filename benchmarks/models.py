@@ -1,0 +1,110 @@
+"""Three models behind one server with room for two: requests at random, none lost, none cut, memory below the bound.
+
+    python benchmarks/models.py [--requests 200] [--memory 1000MB]
+
+Prints the time from a request to the first token by whether its model was loaded, and the most memory that the engine
+processes took together (proportional set size: pages that processes share count once).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+
+from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.service import Service
+from palaver.commands.options import make_pool, parse_size
+from palaver.models.resolver import embedded_models
+from palaver.server.settings import ServerSettings
+from palaver.store import open_store
+from tests.client.live import served
+
+AT_ONCE = 6
+
+
+class MemoryWatch:
+    """The most memory that the children of this process took."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    async def run(self) -> None:
+        while True:
+            self.most = max(self.most, await asyncio.to_thread(_engine_bytes))
+            await asyncio.sleep(0.2)
+
+
+def _engine_bytes() -> int:
+    total = 0
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if "palaver.engines.host" in child.cmdline():
+                total += child.memory_full_info().pss
+        except psutil.Error:
+            continue
+    return total
+
+
+async def measure(requests: int, memory: int) -> None:
+    numbers, names = random.Random(1), embedded_models()
+    times: dict[bool, list[float]] = {True: [], False: []}
+    ends: list[str] = []
+    with tempfile.TemporaryDirectory() as folder, open_store(Path(folder)) as store:
+        pool = make_pool(LoadOptions(), Path(folder), names[0], memory=memory)
+        pool.load(names[0])
+        watch, most_counted = MemoryWatch(), 0
+        async with Service(store, pool) as service, served(service, ServerSettings()) as url:
+            await pool.ready()
+            watching = asyncio.create_task(watch.run())
+            places = asyncio.Semaphore(AT_ONCE)
+            async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as http:
+
+                async def one(number: int) -> None:
+                    nonlocal most_counted
+                    name = names[numbers.randrange(len(names))]
+                    messages = [{"role": "user", "content": f"What is {number} + 5?"}]
+                    body = {"model": name, "messages": messages, "stream": True, "max_tokens": 48}
+                    async with places:
+                        was_loaded, begun, first, last = pool.card(name).state == "ready", time.monotonic(), 0.0, ""
+                        async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+                            async for line in answer.aiter_lines():
+                                last = line.partition('"finish_reason":"')[2].partition('"')[0] or last
+                                if not first and ('content":"' in line and 'content":""' not in line):
+                                    first = time.monotonic() - begun
+                        ends.append(last if answer.status_code == 200 else str(answer.status_code))
+                        times[was_loaded].append(first)
+                        most_counted = max(most_counted, pool.used_bytes)
+
+                begun = time.monotonic()
+                await asyncio.gather(*(one(number) for number in range(requests)))
+                seconds = time.monotonic() - begun
+            watching.cancel()
+    good = sum(end in ("stop", "length") for end in ends)
+    print(f"{requests} requests at random to {', '.join(names)}, {AT_ONCE} at once: {seconds:.0f} s")
+    print(f"complete: {good}, lost or cut: {requests - good}")
+    counted, measured = f"{most_counted / 1e6:.0f} MB", f"{watch.most / 1e6:.0f} MB"
+    print(f"memory: bound {memory / 1e6:.0f} MB, counted at most {counted}, measured at most {measured}")
+    for was_loaded, found in times.items():
+        if found:
+            state = "loaded" if was_loaded else "on disk"
+            print(f"first token, model {state}: median {statistics.median(found):.2f} s, {len(found)} requests")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--memory", default="1000MB")
+    given = parser.parse_args()
+    asyncio.run(measure(given.requests, parse_size("--memory", given.memory) or 0))
+
+
+if __name__ == "__main__":
+    main()

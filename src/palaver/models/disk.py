@@ -1,0 +1,208 @@
+"""The models on disk: which ones the hub's cache holds, what their files say, and how large they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palaver.errors import UnknownModel
+from palaver.gguf import read_gguf
+from palaver.models import gguf
+from palaver.models.resolver import ResolvedModel, embedded_models, is_complete, resolve_folder
+
+_CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+_VIDEO_FIELDS = ("video_token_id", "video_token_index")
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+_HUB_PREFIX = "models--"
+
+
+@dataclass(frozen=True, slots=True)
+class DiskModel:
+    """A model that can be loaded without a download."""
+
+    name: str
+    path: Path
+    """A folder, or a GGUF file."""
+    nbytes: int
+    place: str
+    """Where it lies: shipped or hub."""
+    has_template: bool = True
+    """Whether it has a chat template, as far as that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the files say without an engine. 0 and empty where they don't."""
+
+    context_length: int = 0
+    media: tuple[str, ...] = ()
+    nbytes: int = 0
+
+
+def hub_cache() -> Path:
+    """The folder in which the hub's client keeps its downloads."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def find_models(cache: Path | None = None) -> list[DiskModel]:
+    """The shipped models and those in the hub's cache that are complete."""
+    shipped = [
+        DiskModel(name, folder, weights_bytes(ResolvedModel(folder)), "shipped")
+        for name in embedded_models()
+        for folder in [resolve_folder(name)]
+    ]
+    return [*shipped, *_hub_models(hub_cache() if cache is None else cache)]
+
+
+def offered_names(cache: Path | None = None) -> list[str]:
+    """The names of those that can chat."""
+    return [model.name for model in find_models(cache) if model.has_template]
+
+
+def _hub_models(cache: Path) -> Iterator[DiskModel]:
+    for repository in sorted(cache.glob(f"{_HUB_PREFIX}*")):
+        name = repository.name.removeprefix(_HUB_PREFIX).replace("--", "/")
+        folder = _snapshot(repository)
+        if folder is None:
+            continue
+        if is_complete(folder):
+            has_template = any((folder / file).is_file() for file in _TEMPLATE_FILES) or _config_has_template(folder)
+            yield DiskModel(name, folder, weights_bytes(ResolvedModel(folder)), "hub", has_template)
+        for choice in gguf.complete_choices(folder):
+            wanted = choice.quantisation or Path(choice.name).stem
+            yield DiskModel(f"{name}:{wanted}", folder / choice.name, choice.nbytes, "hub")
+
+
+def _snapshot(repository: Path) -> Path | None:
+    """The snapshot that the main branch names, else the newest."""
+    snapshots = repository / "snapshots"
+    main = repository / "refs" / "main"
+    if main.is_file() and (folder := snapshots / main.read_text().strip()).is_dir():
+        return folder
+    folders = [folder for folder in snapshots.glob("*") if folder.is_dir()]
+    return max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
+
+
+def _config_has_template(folder: Path) -> bool:
+    return "chat_template" in _read_json(folder / "tokenizer_config.json")
+
+
+def read_facts(model: ResolvedModel) -> ModelFacts:
+    """What the files of a model say. Raises a ModelError if they are damaged."""
+    size = weights_bytes(model)
+    if model.gguf is not None:
+        length = read_gguf(model.gguf).model_integer("context_length") or 0
+        return ModelFacts(_shorter(length, model.context_length), (), size)
+    config = _read_json(model.folder / "config.json")
+    text = next((config[name] for name in ("text_config", "llm_config") if isinstance(config.get(name), dict)), config)
+    lengths = [text.get(name) for name in _CONTEXT_FIELDS]
+    length = next((one for one in lengths if isinstance(one, int) and one > 0), 0)
+    return ModelFacts(_shorter(length, model.context_length), _media(config), size)
+
+
+def _shorter(length: int, limit: int | None) -> int:
+    return length if limit is None else min(length, limit) if length else limit
+
+
+def _media(config: Mapping[str, Any]) -> tuple[str, ...]:
+    image, audio = "vision_config" in config, "audio_config" in config
+    video = image and any(name in config for name in _VIDEO_FIELDS)
+    return tuple(kind for kind, takes in (("image", image), ("audio", audio), ("video", video)) if takes)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def weights_bytes(model: ResolvedModel) -> int:
+    """The size of a model's weights on disk, with its adapter."""
+    if model.gguf is not None:
+        folder = model.gguf.parent
+        sizes = {path.name: path.stat().st_size for path in folder.glob("*.gguf")}
+        parts = gguf.parts_of(model.gguf.name, sizes)
+        return sum(sizes[part] for part in parts) or model.gguf.stat().st_size
+    folders = [model.folder, *([model.adapter] if model.adapter is not None and model.adapter.is_dir() else [])]
+    total = sum(path.stat().st_size for folder in folders for path in folder.glob("*.safetensors"))
+    return total if model.quantize_bits is None else total * model.quantize_bits // 16
+
+
+RUNTIME_FACTOR = 1.05
+"""The memory of a running model over that of its weights."""
+MEMORY_SHARE = 0.9
+_PROBE_BYTES = 64 << 20
+_PROBE_PASSES = 3
+_EFFICIENCY = 0.6
+"""The part of the memory's bandwidth that decoding uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFit:
+    """Whether a model fits this machine's memory, and how fast it will be on its processor."""
+
+    needed_bytes: int
+    memory_bytes: int
+    """What a model may take of the machine's memory."""
+    tokens_per_second: float
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.memory_bytes
+
+
+def machine_fit(weights: int) -> MachineFit:
+    """By the size of the weights. Each token reads all of them, so that the memory's bandwidth bounds the speed; of a
+    mixture of experts each token reads less."""
+    memory = int((gguf.total_memory() or 0) * MEMORY_SHARE)
+    speed = _EFFICIENCY * _memory_bandwidth() / max(1, weights)
+    return MachineFit(int(weights * RUNTIME_FACTOR), memory, speed)
+
+
+def _memory_bandwidth() -> float:
+    """Bytes that this machine reads in a second, measured in some milliseconds."""
+    import numpy as np
+
+    values = np.ones(_PROBE_BYTES // 8)
+    best = float("inf")
+    for _ in range(_PROBE_PASSES):
+        begun = time.perf_counter()
+        values.sum()
+        best = min(best, time.perf_counter() - begun)
+    return _PROBE_BYTES / best
+
+
+def remove_model(name: str, cache: Path | None = None) -> int:
+    """Deletes a model from the hub's cache, and what was downloaded of it. Returns the bytes that were freed.
+
+    With a quantisation (owner/name:Q8_0) only the files of that. Raises UnknownModel.
+    """
+    base, _, wanted = name.partition(":")
+    root = hub_cache() if cache is None else cache
+    repository = root / f"{_HUB_PREFIX}{base.replace('/', '--')}"
+    if "/" not in base or ".." in base or not repository.is_dir():
+        raise UnknownModel(name, f"it is not in the hub's cache ({root}). Delete other files by hand.")
+    if not wanted:
+        size = sum(path.stat().st_size for path in repository.rglob("*") if path.is_file() and not path.is_symlink())
+        shutil.rmtree(repository)
+        return size
+    folder = _snapshot(repository)
+    choices = gguf.complete_choices(folder) if folder is not None else []
+    sizes = {str(path.relative_to(folder)): 0 for path in folder.rglob("*.gguf")} if folder is not None else {}
+    chosen = gguf.choose(name, choices, wanted, None)
+    assert folder is not None
+    for part in gguf.parts_of(chosen.name, sizes):
+        link = folder / part
+        blob = link.resolve()
+        link.unlink()
+        blob.unlink(missing_ok=True)
+    return chosen.nbytes
