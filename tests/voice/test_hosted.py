@@ -14,7 +14,7 @@ from palaver.errors import BadParameter, BrokenModel
 from palaver.voice.base import SAMPLE_RATE, Samples, VoiceSettings
 from palaver.voice.hosted import HostedSpeaker
 from palaver.voice.speech import SpeakerCache, load_speaker, stream_speech
-from tests.voice.tiny_models import make_pocket, make_vits
+from tests.voice.tiny_models import make_omni, make_pocket, make_vits
 
 pytest.importorskip("soxr")
 
@@ -77,6 +77,36 @@ def test_pocket_clones_a_recording(pocket: HostedSpeaker) -> None:
         say(pocket, speed=2.0)
 
 
+def test_the_talker_of_an_omni_model_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    speaker = HostedSpeaker(str(make_omni(tmp_path)))
+    try:
+        assert {"Chelsie", "Ethan", "alloy"} <= set(speaker.voices)
+        said = say(speaker, name="Ethan")
+        assert len(said) > 0
+        assert np.array_equal(say(speaker, name="Ethan"), said)
+        assert not np.array_equal(say(speaker, name="Chelsie"), said)
+        assert np.array_equal(say(speaker, name="Chelsie"), say(speaker, name="alloy"))
+        other = say(speaker, "quite other words", name="Ethan")
+        assert not np.array_equal(other, said)
+    finally:
+        speaker.close()
+
+
+def test_the_talker_is_given_the_words(tmp_path: Path) -> None:
+    """The reply that the library's own code speaks is the clause, whatever the model would have written."""
+    import torch
+    from transformers import LogitsProcessorList, Qwen2_5OmniForConditionalGeneration
+
+    from palaver.voice.child import ForcedReply
+
+    model = Qwen2_5OmniForConditionalGeneration.from_pretrained(make_omni(tmp_path)).eval()
+    prompt, words = torch.tensor([[3, 4, 5]]), [9, 8, 7, 6]
+    forced = LogitsProcessorList([ForcedReply(3, words)])
+    written = model.thinker.generate(prompt, logits_processor=forced, max_new_tokens=4, do_sample=False)
+    assert written[0].tolist() == [3, 4, 5, *words]
+
+
 def test_stop_does_not_wait_for_the_model(vits: HostedSpeaker) -> None:
     calls = iter((False, True))
     assert len(vits.synthesize("hello " * 200, "en", VoiceSettings(), lambda: next(calls, True))) == 0
@@ -86,7 +116,7 @@ def test_stop_does_not_wait_for_the_model(vits: HostedSpeaker) -> None:
 
 def test_a_killed_process_is_restarted(vits: HostedSpeaker) -> None:
     before = say(vits)
-    process = vits._process
+    process = vits._model.process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert np.array_equal(say(vits), before)
@@ -103,7 +133,7 @@ async def test_the_cached_speaker_is_closed(tmp_path: Path) -> None:
     speaker = await speakers.current()
     assert isinstance(speaker, HostedSpeaker)
     assert await speakers.current() is speaker
-    process = speaker._process
+    process = speaker._model.process
     await speakers.close()
     assert process.poll() is not None
     await speakers.close()
@@ -112,7 +142,7 @@ async def test_the_cached_speaker_is_closed(tmp_path: Path) -> None:
 def test_the_child_process_ends_when_its_input_is_closed(tmp_path: Path) -> None:
     """As when this program is killed: its end of the pipe is closed."""
     speaker = HostedSpeaker(str(make_vits(tmp_path / "one")))
-    assert speaker._process.stdin is not None
-    speaker._process.stdin.close()
-    assert speaker._process.wait(timeout=120) == 0
+    assert speaker._model.process.stdin is not None
+    speaker._model.process.stdin.close()
+    assert speaker._model.process.wait(timeout=120) == 0
     speaker.close()

@@ -86,7 +86,7 @@ class VoiceMissing(ModelError):
 
 
 class VoiceFailed(EngineError):
-    """A speaker failed to synthesize a clause."""
+    """A speaker failed to synthesize a clause, or a transcriber to transcribe."""
 
 
 @dataclass(frozen=True, slots=True)

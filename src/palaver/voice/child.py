@@ -6,16 +6,23 @@ crashes does not take the server down."""
 from __future__ import annotations
 
 import json
-import os
-import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from transformers import PocketTTSForConditionalGeneration, PocketTTSProcessor, VitsModel, VitsTokenizer
+from transformers import (
+    AutoTokenizer,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PocketTTSForConditionalGeneration,
+    PocketTTSProcessor,
+    VitsModel,
+    VitsTokenizer,
+)
 
 from palaver.voice.audio_format import resample
 from palaver.voice.base import (
@@ -27,9 +34,9 @@ from palaver.voice.base import (
     SpeechRequestFrame,
     silence,
 )
-from palaver.voice.hosted import read_frame, write_frame
+from palaver.voice.hosted import Frame, Handler, serve_requests
 
-MODEL_TYPES = ("vits", "pocket_tts")
+MODEL_TYPES = ("vits", "pocket_tts", "qwen2_5_omni")
 _LANGUAGES = {"eng": "en", "deu": "de", "fra": "fr", "spa": "es", "por": "pt", "ita": "it", "nld": "nl", "rus": "ru"}
 _SEED = 0
 
@@ -94,59 +101,92 @@ class Pocket:
         return latents.reshape(-1, latents.shape[-1]).float()
 
 
-def load(name: str) -> SpeechModel:
-    folder = _folder(name)
+class QwenOmni:
+    """The talker of a Qwen2.5-Omni model, which speaks what the model writes: the model is made to write the words. Its
+    voices are the speakers of its file `spk_dict.pt`."""
+
+    _SYSTEM = (
+        "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of perceiving auditory and "
+        "visual inputs, as well as generating text and speech."
+    )
+    """The prompt with which the model was trained to speak."""
+    _RATE = 24_000
+    _CODES_PER_TOKEN, _MORE_CODES = 40, 100
+    """The most codes that the talker may generate: it has 50 for a second, in which about three tokens are spoken."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import Qwen2_5OmniForConditionalGeneration
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = Qwen2_5OmniForConditionalGeneration.from_pretrained(folder, use_safetensors=True, dtype="auto")
+        self._model.to(device).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.info = SpeechModelInfo(voices=tuple(sorted(self._model.speaker_map)))
+
+    def synthesize(self, request: SpeechRequestFrame) -> SpeechChunk:
+        prompt = [
+            {"role": "system", "content": self._SYSTEM},
+            {"role": "user", "content": f"Read this aloud: {request.words}"},
+        ]
+        text = self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        prompt_ids = self._tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(
+            self._model.device
+        )
+        reply_ids = [*self._tokenizer(request.words, add_special_tokens=False).input_ids, self._tokenizer.eos_token_id]
+        codec = self._model.config.talker_config
+        torch.manual_seed(_SEED)
+        with torch.inference_mode():
+            _, wave = self._model.generate(
+                input_ids=prompt_ids,
+                attention_mask=torch.ones_like(prompt_ids),
+                speaker=request.voice or self.info.voices[0],
+                thinker_do_sample=False,
+                thinker_max_new_tokens=len(reply_ids),
+                thinker_logits_processor=LogitsProcessorList([ForcedReply(prompt_ids.shape[1], reply_ids)]),
+                talker_max_new_tokens=self._CODES_PER_TOKEN * len(reply_ids) + self._MORE_CODES,
+                talker_eos_token_id=[codec.tts_codec_pad_token_id, codec.tts_codec_end_token_id],
+            )
+        return SpeechChunk(wave.float().cpu().numpy(), self._RATE)
+
+
+class ForcedReply(LogitsProcessor):
+    """Makes a model write these tokens."""
+
+    def __init__(self, start: int, token_ids: Sequence[int]) -> None:
+        self._start = start
+        self._token_ids = token_ids
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self._token_ids[input_ids.shape[1] - self._start]] = 0.0
+        return forced
+
+
+def load(folder: Path) -> tuple[dict[str, Any], Handler]:
     model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    model: SpeechModel
     match model_type:
         case "vits":
-            return Vits(folder)
+            model = Vits(folder)
         case "pocket_tts":
-            return Pocket(folder)
+            model = Pocket(folder)
+        case "qwen2_5_omni":
+            model = QwenOmni(folder)
         case _:
             raise ValueError(f"its model type is {model_type!r}; supported: {', '.join(MODEL_TYPES)}")
 
+    def synthesize(value: dict[str, Any], reference: bytes) -> Frame:
+        chunk = model.synthesize(_parse_request(value, reference))
+        samples = resample(np.clip(chunk.samples, -1.0, 1.0).astype(np.float32), chunk.rate, SAMPLE_RATE)
+        return {}, samples.tobytes()
 
-def _folder(name: str) -> Path:
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack"]))
-
-
-def serve(name: str, requests: BinaryIO, responses: BinaryIO) -> None:
-    """Answers requests until the input ends."""
-    try:
-        model = load(name)
-    except Exception as error:
-        write_frame(responses, {"error": _sentence(error)})
-        return
-    write_frame(responses, {"info": asdict(model.info)})
-    while (request := read_frame(requests)) is not None:
-        value, reference = request
-        try:
-            chunk = model.synthesize(_parse_request(value, reference))
-            samples = resample(np.clip(chunk.samples, -1.0, 1.0).astype(np.float32), chunk.rate, SAMPLE_RATE)
-            write_frame(responses, {"id": value["id"]}, samples.tobytes())
-        except Exception as error:
-            write_frame(responses, {"id": value["id"], "error": _sentence(error)})
+    return asdict(model.info), synthesize
 
 
-def _parse_request(value: dict[str, object], reference: bytes) -> SpeechRequestFrame:
+def _parse_request(value: dict[str, Any], reference: bytes) -> SpeechRequestFrame:
     recording = np.frombuffer(reference, dtype=np.float32) if reference else None
-    return SpeechRequestFrame(str(value["words"]), str(value["voice"]), float(str(value["speed"])), recording)
-
-
-def _sentence(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
-
-
-def main() -> None:
-    """Redirects the prints of libraries to stderr: stdout carries frames only."""
-    responses = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    serve(sys.argv[1], sys.stdin.buffer, responses)
+    return SpeechRequestFrame(str(value["words"]), str(value["voice"]), float(value["speed"]), recording)
 
 
 if __name__ == "__main__":
-    main()
+    serve_requests(load)

@@ -282,6 +282,24 @@ async def stream_speech(text: str, speaker: Speaker, voice: VoiceSettings | None
         yield piece
 
 
+def not_spoken(error: Exception) -> str:
+    """The notice of a reply whose voice is missing or failed."""
+    return f"The reply is not spoken: {error}"
+
+
+def choose_voice(speaker: Speaker, language: str = "", reference: bytes = b"") -> tuple[VoiceSettings, tuple[str, ...]]:
+    """The speaker's voice for a language and a recording to clone, and notices of what it can't do."""
+    notices = []
+    if reference and not speaker.can_clone:
+        notices.append(f"The voice {speaker.name!r} can't imitate a recording: it speaks as usual.")
+        reference = b""
+    voice = VoiceSettings(language if language.lower() in speaker.voices else "", reference=reference)
+    spoken = speaker.language(voice)
+    if language and spoken.partition("-")[0].lower() != language.partition("-")[0].lower():
+        notices.append(f"The voice {speaker.name!r} does not speak {language!r}: it speaks {spoken!r}.")
+    return voice, tuple(notices)
+
+
 DEFAULT_SPEAKER = "espeak"
 
 
