@@ -2,6 +2,7 @@
 
 python -m benchmarks.kills --program 1000              # on the scripted engine
 python -m benchmarks.kills --program 50 --model sprout
+python -m benchmarks.kills --fronts 50 [--database postgresql]   # one of two servers on a store
 python -m benchmarks.kills --host 50                   # the engine host, eight streams, sprout
 python -m benchmarks.kills --host 50 --model sprout.gguf
 """
@@ -17,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.fronts import databases
 from palaver.chat.continuation import replay
 from palaver.chat.interface import Chat
 from palaver.chat.service import Service
@@ -25,7 +27,7 @@ from palaver.engines.host.supervisor import HostedEngine
 from palaver.events import Finished
 from palaver.messages import user
 from palaver.store import open_store
-from tests.chat.process_kills import QUESTIONS, Count, run, served
+from tests.chat.process_kills import QUESTIONS, Count, run, run_fronts, served
 
 STREAMS = 8
 EVERY = 25
@@ -37,6 +39,21 @@ def program(kills: int, kind: str, seconds: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         count = run(Path(folder), kind, kills, seconds, after_each=lambda so_far: _tell(so_far, begun))
     print(f"{count.kills} kills of the program ({kind}) in {time.monotonic() - begun:.0f} s")
+    _report(count)
+
+
+def fronts(kills: int, seconds: float, database: str) -> None:
+    """One of two servers on a store is killed: its turns and their readers go on at the other one."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, databases(database) as places:
+        ((name, url),) = places.items()
+        address = None if url is None else url.render_as_string()
+        count = asyncio.run(run_fronts(Path(folder), kills, seconds, address, after_each=lambda it: _tell(it, begun)))
+    print(f"{count.kills} kills of one of two servers ({name}) in {time.monotonic() - begun:.0f} s")
+    _report(count)
+
+
+def _report(count: Count) -> None:
     print(f"  acknowledged messages     {count.messages}")
     print(f"  events that readers saw   {count.events}")
     print(f"  replies cut and continued {count.continued}")
@@ -86,7 +103,7 @@ async def _read(chat: Chat, id: str) -> list[LogEntry]:
 
 async def _kill_while(service: Service, readers: list[asyncio.Task[list[LogEntry]]], moments: random.Random) -> int:
     """Kills the host once, while at least one reply runs."""
-    engine = service.models.current().engine
+    engine = service.models.engine()
     assert isinstance(engine, HostedEngine)
     await asyncio.wait(readers, timeout=moments.uniform(0.01, 0.5), return_when=asyncio.FIRST_COMPLETED)
     if all(reader.done() for reader in readers) or engine.process_id is None:
@@ -106,10 +123,14 @@ def main() -> None:
     parser.add_argument("--program", type=int, default=0)
     parser.add_argument("--model", help="a name or a path; by default a scripted engine, or sprout for --host")
     parser.add_argument("--seconds", type=float, default=0.6)
+    parser.add_argument("--fronts", type=int, default=0)
+    parser.add_argument("--database", choices=["sqlite", "postgresql"], default="sqlite")
     parser.add_argument("--host", type=int, default=0)
     given = parser.parse_args()
     if given.program:
         program(given.program, given.model or "scripted", given.seconds)
+    if given.fronts:
+        fronts(given.fronts, given.seconds, given.database)
     if given.host:
         asyncio.run(host(given.host, given.model or "sprout"))
 

@@ -7,8 +7,14 @@ import asyncio
 
 import pytest
 
-from palaver.chat.interface import ModelState
-from palaver.errors import BadParameter, ContextOverflow, EmptyMessage, NothingToContinue, UnsupportedContent
+from palaver.chat.interface import Column, ModelState
+from palaver.errors import (
+    BadParameter,
+    ContextOverflow,
+    EmptyMessage,
+    NothingToContinue,
+    UnsupportedContent,
+)
 from palaver.events import Finished, PhaseOpened, fold
 from palaver.generation import Finish
 from palaver.media import BadMedia
@@ -334,11 +340,10 @@ async def test_the_model_card_and_loading_another_model(held: Stage) -> None:
     await read_until(chat, sent.reply.id, 2)
     await chat.load_model("test/other")
     assert (await chat.wait_until_ready()).name == "test/other"
-    parked = await chat.message(sent.reply.id)
-    assert parked.reply is not None
-    assert parked.reply.status is ReplyStatus.INTERRUPTED
+    running = await chat.message(sent.reply.id)
+    assert running.reply is not None
+    assert running.reply.status is ReplyStatus.RUNNING, "the turn of the other model goes on"
     held.hold.set()
-    await chat.continue_reply(sent.reply.id)
     await read_entries(chat, sent.reply.id)
     assert (await chat.message(sent.reply.id)).text == ANSWER
     await chat.load_model("test/missing")
@@ -482,7 +487,7 @@ async def test_the_stop_string_is_reported(stage: Stage) -> None:
 
 
 async def test_clearing_the_cache_keeps_the_conversation(stage: Stage) -> None:
-    chat, engine = stage.chat, stage.service.models.current().engine
+    chat, engine = stage.chat, stage.service.models.engine()
     assert isinstance(engine, ScriptedEngine)
     conversation, other = await chat.create_conversation(), await chat.create_conversation()
     sent = await chat.send_message(conversation.id, None, user("Wave!"))
@@ -517,3 +522,116 @@ async def test_presets_belong_to_a_user(stage: Stage) -> None:
         await chat.save_preset("wild", "", {"temperature": 99})
     with pytest.raises(BadParameter):
         await chat.save_preset("", "", {})
+
+
+COOL, WARM = Column({"temperature": 0.0}), Column({"temperature": 1.5, "seed": 7}, name="warm")
+
+
+async def test_a_message_is_compared_and_one_reply_is_chosen(stage: Stage) -> None:
+    chat = stage.chat
+    conversation = await chat.create_conversation()
+    async with chat.changes() as changes:
+        comparison = await chat.compare(conversation.id, None, user("Wave!"), [COOL, WARM], key="once")
+        again = await chat.compare(conversation.id, None, user("Wave!"), [COOL, WARM], key="once")
+        told = [await anext(changes)]
+        while told[-1].what != "comparison":
+            told.append(await anext(changes))
+    assert again == comparison
+    assert [one.name for one in comparison.replies] == ["scripted · temperature 0", "warm"]
+    assert [one.model for one in comparison.replies] == ["scripted", "scripted"]
+    assert (comparison.decided_at, comparison.chosen_id, comparison.blind) == (None, None, False)
+    first, second = [one.reply_id for one in comparison.replies]
+    for id in (first, second):
+        assert isinstance((await read_entries(chat, id))[-1].event, Finished)
+    siblings = await chat.siblings(first)
+    assert {one.id for one in siblings} == {first, second}
+    assert {one.parent_id for one in siblings} == {comparison.parent_id}
+    assert (await chat.message(comparison.parent_id)).text == "Wave!"
+    sampling = [one.reply.settings.sampling for one in siblings if one.reply]
+    assert {one.temperature for one in sampling} == {0.0, 1.5}
+    chosen = await chat.choose_reply(comparison.id, second)
+    assert chosen.chosen_id == second
+    assert chosen.decided_at is not None
+    assert (await chat.conversation(conversation.id)).head_id == second
+    assert await chat.comparisons(conversation.id) == (chosen,)
+    assert await chat.comparison(comparison.id) == chosen
+    rows = {row.name: (row.compared, row.chosen, row.blind_compared) for row in await chat.tally()}
+    assert rows == {"warm": (1, 1, 0), "scripted · temperature 0": (1, 0, 0)}
+    assert (await chat.choose_reply(comparison.id, first)).chosen_id == first
+    assert (await chat.conversation(conversation.id)).head_id == first
+
+
+async def test_a_blind_comparison_hides_names_until_the_choice(stage: Stage) -> None:
+    chat = stage.chat
+    conversation = await chat.create_conversation()
+    orders = set()
+    for number in range(12):
+        comparison = await chat.compare(
+            conversation.id, None, user("Wave!"), [COOL, WARM], blind=True, key=f"blind {number}"
+        )
+        assert [(one.name, one.model, dict(one.parameters)) for one in comparison.replies] == [("", "", {})] * 2
+        assert await chat.comparison(comparison.id) == comparison
+        assert (await chat.comparisons(conversation.id))[-1] == comparison
+        choice = None if number % 2 else comparison.replies[0].reply_id
+        revealed = await chat.choose_reply(comparison.id, choice)
+        orders.add(tuple(one.name for one in revealed.replies))
+        assert {one.name for one in revealed.replies} == {"scripted · temperature 0", "warm"}
+        for one in revealed.replies:
+            reply = (await chat.message(one.reply_id)).reply
+            assert reply is not None
+            assert reply.settings.sampling.temperature == one.parameters["temperature"]
+    assert len(orders) == 2
+    rows = await chat.tally()
+    assert sum(row.blind_chosen for row in rows) == 6
+    assert [row.blind_compared for row in rows] == [12, 12]
+
+
+async def test_a_reply_of_a_comparison_is_stopped_and_continued(held: Stage) -> None:
+    chat = held.chat
+    conversation = await chat.create_conversation()
+    sent = await chat.append_message(conversation.id, None, user("Wave!"))
+    comparison = await chat.compare(conversation.id, sent.id, None, [COOL, WARM])
+    assert comparison.parent_id == sent.id
+    one, other = [reply.reply_id for reply in comparison.replies]
+    await read_until(chat, one, 2)
+    await chat.stop_reply(one)
+    await read_entries(chat, one)
+    held.hold.set()
+    await read_entries(chat, other)
+    statuses = [(await chat.message(id)).reply for id in (one, other)]
+    assert [reply.status for reply in statuses if reply] == [ReplyStatus.STOPPED, ReplyStatus.DONE]
+    assert (await chat.export_preferences()).text == ""
+    await chat.choose_reply(comparison.id, other)
+    assert (await chat.export_preferences()).skipped == 1  # one reply is incomplete
+    assert (await chat.continue_reply(one)).id == one
+    await read_entries(chat, one)
+    file = await chat.export_preferences(conversation.id)
+    assert (file.pairs, file.skipped) == (1, 0)
+    assert await chat.tokens(one)
+
+
+async def test_bad_comparisons_change_nothing(stage: Stage) -> None:
+    chat = stage.chat
+    conversation = await chat.create_conversation()
+    for columns, part in (
+        ([COOL], "2 to 8"),
+        ([COOL] * 9, "2 to 8"),
+        ([COOL, Column({"temperature": -1})], "temperature"),
+        ([COOL, Column({"nothing": 1})], "nothing"),
+        ([COOL, Column(name="a\nb")], "control characters"),
+    ):
+        with pytest.raises(BadParameter, match=part):
+            await chat.compare(conversation.id, None, user("Wave!"), columns)
+    with pytest.raises(BadParameter, match="message"):
+        await chat.compare(conversation.id, None, None, [COOL, WARM])
+    assert await chat.nodes(conversation.id) == ()
+    assert await chat.comparisons(conversation.id) == ()
+    comparison = await chat.compare(conversation.id, None, user("Wave!"), [COOL, WARM])
+    for id in (comparison.parent_id, "0000000000000000"):
+        with pytest.raises(Conflict):
+            await chat.choose_reply(comparison.id, id)
+    with pytest.raises(NotFound):
+        await chat.choose_reply("0000000000000000", None)
+    await chat.delete_conversation(conversation.id)
+    with pytest.raises(NotFound):
+        await chat.comparison(comparison.id)

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from palaver.chat.continuation import replay
-from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.engine_spec import STATES, LoadOptions
 from palaver.chat.interface import Chat
-from palaver.chat.model_slot import ModelSlot, hosted_loader
+from palaver.chat.model_loader import ModelLoader
+from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry
-from palaver.events import Failed, Finished, Snapshot, Started, Waiting
+from palaver.events import DraftBlock, Failed, Finished, Snapshot, Started, Waiting
 from palaver.messages import user
 from palaver.store import NotFound, ReplyStatus, Store, open_store
 from palaver.store.store import DATABASE
@@ -45,23 +46,26 @@ async def served(store: Store, kind: str, resume: bool = False) -> AsyncIterator
         async with run_service(store, SCRIPTS, resume=resume) as stage:
             yield stage.service
         return
-    models = ModelSlot(hosted_loader(LoadOptions()))
+    models = ModelPool(ModelLoader(LoadOptions(states=store.folder / STATES)).load)
     models.load(kind)
     async with Service(store, models, resume=resume) as service:
         await models.ready()
         yield service
 
 
-def run_client(folder: Path, received: Path, kind: str) -> None:
+def run_client(folder: Path, received: Path, kind: str, streams: int, database: str | None = None) -> None:
     file = os.open(received, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-    asyncio.run(_run_conversations(folder, lambda *row: os.write(file, (json.dumps(row) + "\n").encode()), kind))
+
+    def log(*row: Any) -> None:
+        os.write(file, (json.dumps(row) + "\n").encode())
+
+    asyncio.run(_run_conversations(open_store(folder, database), log, kind, streams))
 
 
-async def _run_conversations(folder: Path, log: Callable[..., Any], kind: str) -> None:
-    store = open_store(folder)
+async def _run_conversations(store: Store, log: Callable[..., Any], kind: str, streams: int) -> None:
     owner = store.users.ensure()
     async with served(store, kind) as service, asyncio.TaskGroup() as tasks:
-        for number in range(STREAMS):
+        for number in range(streams):
             tasks.create_task(_converse(service.chat(owner.id), log, number))
 
 
@@ -82,7 +86,7 @@ async def _converse(chat: Chat, log: Callable[..., Any], number: int) -> None:
 
 def event_text(entry: LogEntry) -> str | None:
     """The event of a number as text; None for a status, which has no number of its own."""
-    is_status = isinstance(entry.event, Waiting | Started | Snapshot | Finished | Failed)
+    is_status = isinstance(entry.event, Waiting | Started | DraftBlock | Snapshot | Finished | Failed)
     return None if is_status else repr(entry.event)
 
 
@@ -98,11 +102,13 @@ class Count:
     wrong: list[str] = field(default_factory=list)
 
 
-def run_and_kill(folder: Path, received: Path, kind: str, seconds: float) -> list[list[Any]]:
+def run_and_kill(
+    folder: Path, received: Path, kind: str, seconds: float, streams: int = STREAMS, database: str | None = None
+) -> list[list[Any]]:
     """Kills a client process that many seconds after its first event, and returns its log."""
-    client = _CONTEXT.Process(target=run_client, args=(folder, received, kind))
+    client = _CONTEXT.Process(target=run_client, args=(folder, received, kind, streams, database))
     client.start()
-    while not received.exists() or b'"seen"' not in received.read_bytes():
+    while not received.exists() or not _has_numbered_event(received):
         if not client.is_alive():
             raise RuntimeError("the client ended by itself")
         time.sleep(0.002)
@@ -112,6 +118,11 @@ def run_and_kill(folder: Path, received: Path, kind: str, seconds: float) -> lis
     lines = received.read_bytes()
     complete = lines[: lines.rfind(b"\n") + 1].decode().splitlines()
     return [json.loads(line) for line in complete]
+
+
+def _has_numbered_event(received: Path) -> bool:
+    """Statuses and drafts have no number: their last field is null."""
+    return any(b'"seen"' in line and not line.endswith(b"null]") for line in received.read_bytes().splitlines())
 
 
 async def check(folder: Path, received: list[list[Any]], kind: str, resume: bool, count: Count) -> None:
@@ -126,15 +137,20 @@ async def check(folder: Path, received: list[list[Any]], kind: str, resume: bool
             await _recovered(service)
             chat = service.chat(store.users.ensure().id)
             await _check_messages(chat, received, count)
-            seen: dict[str, dict[int, str]] = defaultdict(dict)
-            for row in received:
-                if row[0] == "seen" and row[3] is not None:
-                    seen[row[1]][row[2]] = row[3]
-            for reply_id, events in seen.items():
+            for reply_id, events in _seen(received).items():
                 await _check_reply(service, chat, reply_id, events, kind, count)
     finally:
         store.close()
     count.kills += 1
+
+
+def _seen(received: list[list[Any]]) -> dict[str, dict[int, str]]:
+    """The numbered events that the client received, by reply."""
+    seen: dict[str, dict[int, str]] = defaultdict(dict)
+    for row in received:
+        if row[0] == "seen" and row[3] is not None:
+            seen[row[1]][row[2]] = row[3]
+    return seen
 
 
 async def _recovered(service: Service) -> None:
@@ -194,14 +210,61 @@ def run(
     seconds: float,
     seed: int = 0,
     after_each: Callable[[Count], None] | None = None,
+    streams: int = STREAMS,
 ) -> Count:
     """Kills clients at random moments of the first `seconds`; every second time the replies are resumed."""
     moments, count = random.Random(seed), Count()
     for number in range(kills):
         received = folder / f"told-{number}.jsonl"
-        rows = run_and_kill(folder / "store", received, kind, moments.uniform(0, seconds))
+        rows = run_and_kill(folder / "store", received, kind, moments.uniform(0, seconds), streams)
         asyncio.run(check(folder / "store", rows, kind, number % 2 == 1, count))
         received.unlink()
         if after_each is not None:
             after_each(count)
     return count
+
+
+async def run_fronts(
+    folder: Path,
+    kills: int,
+    seconds: float,
+    database: str | None = None,
+    seed: int = 0,
+    after_each: Callable[[Count], None] | None = None,
+) -> Count:
+    """Kills one of two servers on a store, again and again: its turns go on at the other one, and so do its readers."""
+    moments, count = random.Random(seed), Count()
+    with open_store(folder / "store", database) as store:
+        async with served(store, "scripted", resume=True) as service:
+            await service.recovered.wait()
+            chat = service.chat(store.users.ensure().id)
+            for number in range(kills):
+                received = folder / f"fronts-{number}.jsonl"
+                rows = await asyncio.to_thread(
+                    run_and_kill, store.folder, received, "scripted", moments.uniform(0, seconds), STREAMS, database
+                )
+                await _check_messages(chat, rows, count)
+                for reply_id, events in _seen(rows).items():
+                    await _go_on(service, chat, reply_id, events, count)
+                received.unlink()
+                count.kills += 1
+                if after_each is not None:
+                    after_each(count)
+    return count
+
+
+async def _go_on(service: Service, chat: Chat, reply_id: str, seen: dict[int, str], count: Count) -> None:
+    """Reads a reply on, after the last number that a reader at the other server had."""
+    count.events += len(seen)
+    last = max(seen)
+    async with chat.events(reply_id, last) as stream:
+        rest = [entry async for entry in stream]
+    if not isinstance(rest[-1].event, Finished):
+        count.wrong.append(f"reply {reply_id} ended with {rest[-1].event}")
+    numbers = [entry.number for entry in rest if event_text(entry) is not None]
+    count.continued += bool(numbers)
+    if numbers != list(range(last + 1, last + 1 + len(numbers))):
+        count.wrong.append(f"reply {reply_id} went on after {last} with {numbers[:5]}")
+    await _compare(chat, reply_id, seen, "at the other server", count)
+    if not await _is_uncut(service, chat, reply_id, "scripted"):
+        count.wrong.append(f"reply {reply_id} is not the uncut one")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from palaver.chat.interface import Chat
 from palaver.chat.model import Model
-from palaver.chat.model_slot import ModelSlot
+from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry
 from palaver.engines.host.supervisor import ReportProgress
@@ -87,7 +87,7 @@ async def run_service(
             raise UnknownModel(name, "there is none.")
         return model(scripts, name, context)
 
-    models = ModelSlot(load, ("scripted",))
+    models = ModelPool(load, ("scripted",))
     models.load("scripted")
     async with Service(store, models, resume=resume) as service:
         owner = await asyncio.to_thread(store.users.ensure)

@@ -10,7 +10,8 @@ import pytest
 from palaver.chat.continuation import replay
 from palaver.chat.engine_spec import LoadOptions
 from palaver.chat.interface import Chat
-from palaver.chat.model_slot import ModelSlot, hosted_loader
+from palaver.chat.model_loader import ModelLoader
+from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service
 from palaver.engines.core.generation import ReplyState
 from palaver.events import ThinkingDelta
@@ -102,7 +103,7 @@ def test_the_thinking_is_closed_at_the_requested_position() -> None:
 async def test_with_the_real_engine_in_its_process(tmp_path: Path) -> None:
     """Made again, and stopped and continued, the sampled reply is the same."""
     pytest.importorskip("torch")
-    models = ModelSlot(hosted_loader(LoadOptions()))
+    models = ModelPool(ModelLoader(LoadOptions()).load)
     models.load("sprout")
     with open_store(tmp_path) as store:
         async with Service(store, models) as service:

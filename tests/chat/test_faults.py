@@ -14,7 +14,7 @@ import pytest
 from palaver.chat.engine_spec import LoadOptions
 from palaver.chat.interface import ConversationChange, SentMessage
 from palaver.chat.model import Model, build_model, load_model_format
-from palaver.chat.model_slot import ModelSlot
+from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry, RecorderClosed
 from palaver.chat.turns import LOST, MAX_QUEUED, NOT_BEGUN, ChangeFeed
@@ -206,7 +206,7 @@ async def test_a_fault_at_any_step_of_the_engine(tmp_path: Path) -> None:
     engine = load(model.folder, vocabulary=tokenizer.vocabulary)
     faults = Faults()
     faults.around(engine._runner, ("allocate", "run"), after=False)
-    models = ModelSlot(_never)
+    models = ModelPool(_never)
     await models.use(build_model("sprout", engine, format, tokenizer))
     with open_store(tmp_path) as store:
         async with Service(store, models) as service:
@@ -386,7 +386,7 @@ async def test_orphans_are_recovered_when_a_later_model_is_loaded(
                 raise BadParameter("model", name, "there is none")
             return model([SHORT], name)
 
-        models = ModelSlot(load)
+        models = ModelPool(load)
         models.load("missing")
         async with Service(store, models) as service:
             await service.recovered.wait()
@@ -421,7 +421,7 @@ async def test_a_model_that_cant_be_loaded_says_why(tmp_path: Path) -> None:
     async def load(name: str, report: ReportProgress) -> Model:
         raise RuntimeError("the wrong magic")
 
-    models = ModelSlot(load)
+    models = ModelPool(load)
     models.load("odd")
     with pytest.raises(ModelError, match=r"Can't load the model 'odd'.*the wrong magic"):
         await models.ready()
@@ -435,7 +435,7 @@ async def test_an_error_while_unloading_does_not_prevent_the_load() -> None:
     async def park() -> None:
         raise RuntimeError("can't park")
 
-    models = ModelSlot(load)
+    models = ModelPool(load)
     models.load("first")
     await models.ready()
     models.park = park

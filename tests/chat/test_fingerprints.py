@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from palaver.chat.engine_spec import LoadOptions
 from palaver.chat.model import Model, build_model, load_model_format
-from palaver.chat.model_slot import ModelSlot
+from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service
 from palaver.cli import app
 from palaver.engines.base import Fingerprint
@@ -40,7 +40,7 @@ async def serving(store: Store, folder: Path, options: EngineOptions, resume: bo
         engine = await asyncio.to_thread(load, folder, vocabulary=tokenizer.vocabulary, options=options)
         return build_model(str(folder), engine, format, tokenizer)
 
-    models = ModelSlot(load_model)
+    models = ModelPool(load_model)
     models.load(str(folder))
     async with Service(store, models, resume=resume) as service:
         await models.ready()

@@ -13,7 +13,8 @@ import pytest
 from palaver.chat.engine_spec import LoadOptions
 from palaver.chat.interface import ModelState
 from palaver.chat.model import Model, load_model_format
-from palaver.chat.model_slot import ModelSlot, hosted_loader
+from palaver.chat.model_loader import ModelLoader
+from palaver.chat.model_pool import ModelPool
 from palaver.chat.reply_stream import ReplyRequest
 from palaver.errors import BadParameter, BrokenModel, NoTemplate, UnknownModel
 from palaver.formats.base import RenderOptions
@@ -39,7 +40,7 @@ async def test_a_trained_model_is_loaded_by_its_configuration(tiny_model: Path, 
         "chat_template: jinja\nchat_template_jinja: own.jinja\nlearning_rate: 0.0002\n"
     )
     received: list[str] = []
-    loaded = await hosted_loader(LoadOptions())(str(configuration), lambda _, note: received.append(note))
+    loaded = await ModelLoader(LoadOptions()).load(str(configuration), lambda _, note: received.append(note))
     try:
         assert loaded.engine.info.context_length == 256
         prompt = loaded.prompt(ReplyRequest((user("Hello"),), Sampling()))
@@ -127,7 +128,7 @@ def test_a_named_template_of_the_tokenizer(tiny_model: Path, tmp_path: Path) -> 
 
 async def test_a_missing_model_and_an_invalid_template() -> None:
     with pytest.raises(UnknownModel):
-        await hosted_loader(LoadOptions())("no such thing", lambda *_: None)
+        await ModelLoader(LoadOptions()).load("no such thing", lambda *_: None)
     with pytest.raises(BadParameter, match="--template"):
         LoadOptions(Path("no-such.jinja"))
 
@@ -139,7 +140,7 @@ async def test_the_card_of_a_starting_engine_is_loading() -> None:
         await gate.wait()
         raise UnknownModel(name, "there is none.")
 
-    models = ModelSlot(load)
+    models = ModelPool(load)
     models.load("one")
     assert models.card().state == "loading"
     models.load("two")
@@ -157,12 +158,13 @@ async def test_the_current_model_serves_until_the_other_is_checked() -> None:
         requested.append(name)
         return scripted_model(name=name)
 
-    async def check(name: str, _: object) -> None:
+    async def measure(name: str, _: object) -> int:
         await gate.wait()
         if name == "wrong":
             raise UnknownModel(name, "there is none.")
+        return 0
 
-    models = ModelSlot(load, check=check)
+    models = ModelPool(load, measure=measure)
     models.load("first")
     await models.ready()
     models.load("second")
@@ -186,7 +188,7 @@ async def test_a_model_that_fails_to_start_is_replaced_by_the_previous_one() -> 
             raise BrokenModel("Its weights are damaged.")
         return scripted_model(name=name)
 
-    models = ModelSlot(load)
+    models = ModelPool(load)
     models.load("good")
     await models.ready()
     models.load("broken")

@@ -29,7 +29,8 @@ class CountedFormat:
 
     def render(self, *arguments: Any) -> Prompt:
         self.renderings += 1
-        self.past_replies.append(len(arguments[-1]))
+        _messages, _tools, _options, _reply, _partial, past_replies, _expand = arguments
+        self.past_replies.append(len(past_replies))
         prompt: Prompt = self.format.render(*arguments)
         return prompt
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 from palaver.chat.interface import ServerChat
 from palaver.chat.local_chat import LocalChat
 from palaver.chat.turn_log import TurnLog
-from palaver.events import AnswerDelta, Finished, ReplyBatch, Started, Usage, Waiting, fold
+from palaver.events import AnswerDelta, Failed, Finished, ReplyBatch, Started, Usage, Waiting, fold
 from palaver.generation import Finish, Step
 from palaver.messages import user
+from palaver.store import DiskFull, Lease, TokenFrame
 from tests.chat.scripted_service import TOKENIZER, WAVE, Stage, open_stage, run_service
 from tests.scripted_engine import Script
 
@@ -86,3 +91,47 @@ async def test_closing_a_reader_does_not_stop_the_turn(tmp_path: Path) -> None:
 def test_an_ended_log_still_has_the_events_of_its_tokens() -> None:
     ending = ReplyBatch((Finished(Finish.END, Usage()),))
     assert TurnLog([ReplyBatch((AnswerDelta("a"),)), ending]).events() == [AnswerDelta("a")]
+
+
+async def test_tokens_that_arrive_during_a_commit_are_stored_together(tmp_path: Path) -> None:
+    async with open_stage(tmp_path, [SCRIPT]) as stage:
+        replies, recorded = stage.service.store.replies, list[TokenFrame]()
+        append = replies.append
+
+        def record(lease: Lease, frames: Sequence[TokenFrame]) -> frozenset[str]:
+            recorded.extend(frames)
+            return append(lease, frames)
+
+        replies.append = record  # type: ignore[method-assign]
+        talk = await stage.chat.create_conversation()
+        reply = (await stage.chat.send_message(talk.id, None, user("Hello"))).reply.id
+        shown = 0
+        async with await server_chat(stage).reply_stream(reply) as stream:
+            async for batch in stream.batches():
+                shown += len(batch.steps)
+                assert shown <= len(replies.tokens(reply)), "a token is stored before it is shown"
+        assert [step for frame in recorded for step in frame.steps] == SCRIPT
+        assert 1 < len(recorded) < len(SCRIPT) / 2
+
+
+@pytest.mark.parametrize("commits", [0, 1])
+async def test_a_failed_commit_shows_nothing_of_its_tokens(tmp_path: Path, commits: int) -> None:
+    async with open_stage(tmp_path, [SCRIPT]) as stage, run_service(stage.service.store, [SCRIPT]) as other:
+        await other.chat.wait_until_ready()
+        replies, calls = stage.service.store.replies, itertools.count()
+        append = replies.append
+
+        def fail_later(lease: Lease, frames: Sequence[TokenFrame]) -> frozenset[str]:
+            if next(calls) >= commits:
+                raise DiskFull
+            return append(lease, frames)
+
+        replies.append = fail_later  # type: ignore[method-assign]
+        talk = await stage.chat.create_conversation()
+        reply = (await stage.chat.send_message(talk.id, None, user("Hello"))).reply.id
+        shown = await batches(server_chat(stage), reply)
+        assert isinstance(shown[-1].events[0], Failed)
+        stored = replies.tokens(reply)
+        assert [step for batch in shown for step in batch.steps] == list(stored) == SCRIPT[: len(stored)]
+        assert bool(stored) is bool(commits)
+        assert await batches(server_chat(other), reply) == shown, "the same is read from the store"

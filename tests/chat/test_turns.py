@@ -203,7 +203,7 @@ async def test_the_next_prompt_starts_with_the_computed_tokens(tmp_path: Path) -
         await read_entries(chat, first.reply.id)
         second = await chat.send_message(conversation.id, first.reply.id, user("Again!"))
         await read_entries(chat, second.reply.id)
-        engine = stage.service.models.current().engine
+        engine = stage.service.models.engine()
         assert isinstance(engine, ScriptedEngine)
         before, after = (call.prompt.context_ids for call in engine.calls)
         sent = (*before, *letters, CONTROL["<|im_end|>"])
@@ -480,7 +480,7 @@ async def test_a_reply_stopped_in_prefill_is_not_in_later_prompts(tmp_path: Path
         await read_entries(chat, first.reply.id)
         second = await chat.send_message(conversation.id, first.reply.id, user("Please!"))
         await read_entries(chat, second.reply.id)
-        engine = stage.service.models.current().engine
+        engine = stage.service.models.engine()
         assert isinstance(engine, ScriptedEngine)
         sent = b"".join(TOKENIZER.vocabulary[id] for id in engine.calls[-1].prompt.context_ids).decode()
         assert sent.count("<|im_start|>assistant") == 1

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from asyncio import to_thread
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from palaver.chat.model import Model, draw_seed, extend_limit
+from palaver.chat.model_pool import ModelPool
 from palaver.chat.reply_request import RequestBuilder
 from palaver.chat.reply_stream import ReplyRequest, first_generated
 from palaver.chat.turns import NewTurn, Turns
-from palaver.errors import BadParameter
+from palaver.errors import BadParameter, PalaverError
 from palaver.events import fold
 from palaver.generation import Step, prefill_steps
 from palaver.messages import Part
@@ -129,24 +131,56 @@ class Recovery:
         self._turns = turns
         self._requests = requests
         self._resume = resume
+        self._waiting: set[str] = set()
+        """The models for which replies wait, as it was logged."""
 
-    async def run(self, model: Model) -> None:
-        """Recovers each reply on its own. One that fails is marked interrupted and keeps its tokens."""
-        for id in await self._turns.claim_orphans(self._resume):
+    async def run(self, models: ModelPool) -> None:
+        """Recovers each reply on its own. One that fails is marked interrupted and keeps its tokens. One whose model is
+        not offered here waits for a process that offers it."""
+        if self._resume:
+            await self._resume_orphans(models)
+            return
+        for id in await self._turns.interrupt_orphans():
             try:
-                await self._recover(model, id)
+                await self._rewrite(models, await to_thread(self._store.messages.get, id))
             except Exception as error:
                 _log.warning("a reply that another process left was not recovered: %s", error)
-                if self._resume:
+
+    async def _resume_orphans(self, models: ModelPool) -> None:
+        by_model: dict[str, list[str]] = {}
+        for id, name in (await self._turns.list_orphans()).items():
+            by_model.setdefault(name, []).append(id)
+        for name, ids in by_model.items():
+            if (model := await self._load_model(models, name, ids)) is None:
+                continue
+            for id in await self._turns.claim_orphans(ids):
+                try:
+                    await self._take_over(model, await to_thread(self._store.messages.get, id))
+                except Exception as error:
+                    _log.warning("a reply that another process left was not recovered: %s", error)
                     await self._turns.end_recovering(id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
 
-    async def _recover(self, model: Model, id: str) -> None:
-        reply = await to_thread(self._store.messages.get, id)
-        if self._resume:
-            await self._take_over(model, reply)
-        elif is_same_tokenizer(model, reply):
+    async def _load_model(self, models: ModelPool, name: str, ids: Sequence[str]) -> Model | None:
+        """The model that continues the replies; None if it is not offered here, or can't be loaded now."""
+        try:
+            if not name or models.offers(name):
+                return await models.for_reply(name)
+            why = "it is not offered here"
+        except PalaverError as error:
+            why = str(error)
+        if name not in self._waiting:
+            self._waiting.add(name)
+            _log.warning("%d replies wait for a server with the model %s: %s", len(ids), name, why)
+        return None
+
+    async def _rewrite(self, models: ModelPool, reply: StoredMessage) -> None:
+        """Writes the text of an interrupted reply from its tokens."""
+        assert reply.reply is not None
+        settings = reply.reply.settings
+        model = models.reader_for(settings.model, settings.tokenizer)
+        if model is not None and is_same_tokenizer(model, reply):
             parts = await to_thread(self._fold_tokens, model, reply)
-            await to_thread(self._store.replies.rewrite, id, parts)
+            await to_thread(self._store.replies.rewrite, reply.id, parts)
 
     async def _take_over(self, model: Model, reply: StoredMessage) -> None:
         assert reply.reply is not None

@@ -4,10 +4,14 @@ This module imports little: a command can start the engine's process before it i
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from palaver.engines.diffusion.config import find_diffusion
 from palaver.engines.mlx.loader import is_apple_silicon, is_installed, is_mlx_folder
 from palaver.errors import BadParameter, BrokenModel
 from palaver.models.resolver import ResolvedModel, is_embedded
@@ -16,12 +20,23 @@ if TYPE_CHECKING:
     from palaver.engines.host.frames import EngineSpec
     from palaver.phases import Vocabulary
 
-AUTO, TORCH, LLAMACPP, MLX = "auto", "torch", "llamacpp", "mlx"
+AUTO, TORCH, LLAMACPP, MLX, DIFFUSION, VLLM = "auto", "torch", "llamacpp", "mlx", "diffusion", "vllm"
 """The engines, as --engine names them."""
+LOCAL = (TORCH, LLAMACPP, MLX, DIFFUSION, VLLM)
+REMOTE = "remote"
+"""A server elsewhere, which --engine names by its address."""
+HOSTED = (LLAMACPP, VLLM, REMOTE)
+"""Engines that always run in a process of their own."""
+REMOTE_ADDRESS = re.compile(r"(vllm|llamacpp)\+https?://\S+")
+STATES = Path("cache", "states")
+"""The folder of `LoadOptions.states` in the data folder."""
 ENGINE_FILES = {
     TORCH: "a folder with config.json and safetensors",
     LLAMACPP: "a GGUF file",
     MLX: "a folder for MLX",
+    DIFFUSION: "a folder of a diffusion model",
+    VLLM: "a folder with config.json and safetensors",
+    REMOTE: "a model on another server",
 }
 """What each engine runs."""
 
@@ -50,22 +65,42 @@ class LoadOptions:
     max_running: int | None = None
     """How many requests are computed at once. None: the engine decides."""
     engine: str = AUTO
-    """Which engine runs the model; AUTO: by the kind of its files."""
+    """Which engine runs the model, or the address of a server elsewhere; AUTO: by the kind of its files."""
+    engine_python: Path | None = None
+    """The Python of the environment that has vLLM. None: Palaver's own."""
+    engine_key: str | None = None
+    """The key of a server elsewhere."""
+    native_sampling: bool = False
+    """Whether vLLM's own sampler chooses the tokens."""
     gpu_layers: int | None = None
     """Layers of a GGUF model that a GPU computes. None: llama.cpp decides."""
     adapter: Path | None = None
     """A LoRA adapter: a folder, or a GGUF file for a GGUF model."""
+    mmproj: Path | None = None
+    """The projector of a GGUF model that sees or hears. None: the one beside the model's file, if there is one."""
+    states: Path | None = None
+    """The folder in which the states of conversations with a GGUF model outlive a restart. None: they don't."""
+    approximate_cache: bool = False
+    """Whether a bidirectional diffusion model computes the text before a block once a block. See `EngineOptions`."""
 
     @property
     def needs_torch(self) -> bool:
-        """Whether an option is given that only torch has for folders."""
+        """Whether an option is given that only torch has for folders. Only torch takes every kind of adapter."""
         return self.adapter is not None or self.compiled is not None or self.device not in (None, "gpu")
 
     def __post_init__(self) -> None:
+        known = (AUTO, *LOCAL)
+        if self.engine not in known and not REMOTE_ADDRESS.fullmatch(self.engine):
+            names = f"must be {', '.join(known)} or an address such as vllm+https://host or llamacpp+http://host:8080"
+            raise BadParameter("--engine", self.engine, names)
+        if self.engine_python is not None and not os.access(self.engine_python, os.X_OK):
+            raise BadParameter("--engine-python", str(self.engine_python), "there is no such program")
         if self.template is not None and not self.template.is_file():
             raise BadParameter("--template", str(self.template), "there is no such file")
         if self.adapter is not None and not self.adapter.exists():
             raise BadParameter("--adapter", str(self.adapter), "there is no such file or folder")
+        if self.mmproj is not None and not self.mmproj.is_file():
+            raise BadParameter("--mmproj", str(self.mmproj), "there is no such file")
 
 
 def pick_engine(model: ResolvedModel, wanted: str = AUTO, needs_torch: bool = False) -> str:
@@ -73,8 +108,10 @@ def pick_engine(model: ResolvedModel, wanted: str = AUTO, needs_torch: bool = Fa
 
     On Apple silicon MLX runs folders: its own ones always, others where it is installed, unless an option needs torch.
     """
+    if REMOTE_ADDRESS.fullmatch(wanted):
+        return REMOTE
     kind = file_kind(model)
-    fitting = (TORCH, MLX) if kind == TORCH else (kind,)
+    fitting = (TORCH, MLX, DIFFUSION, VLLM) if kind == TORCH else (kind,)
     if wanted not in (AUTO, *fitting):
         raise BadParameter("--engine", wanted, f"{ENGINE_FILES[kind]} is run by {kind}")
     if wanted != AUTO:
@@ -90,6 +127,8 @@ def file_kind(model: ResolvedModel) -> str:
     """The engine that the files are made for, a key of ENGINE_FILES."""
     if model.gguf is not None:
         return LLAMACPP
+    if find_diffusion(model.folder, model.diffusion) is not None:
+        return DIFFUSION
     return MLX if is_mlx_folder(model.folder) else TORCH
 
 
@@ -104,16 +143,28 @@ def check_engine_options(model: ResolvedModel, loading: LoadOptions) -> str:
     engine = pick_engine(model, loading.engine, loading.needs_torch)
     for name, value, engines in (
         ("--gpu-layers", loading.gpu_layers, (LLAMACPP,)),
-        ("--compile", loading.compiled, (TORCH,)),
-        ("--dtype", loading.dtype, (TORCH, MLX)),
-        ("--adapter", loading.adapter or model.adapter, (TORCH, LLAMACPP)),
-        ("the bits of quantised weights", model.quantize_bits, (TORCH,)),
+        ("--mmproj", loading.mmproj, (LLAMACPP,)),
+        ("--approximate-cache", loading.approximate_cache or None, (DIFFUSION,)),
+        ("--compile", loading.compiled, (TORCH, VLLM)),
+        ("--dtype", loading.dtype, (TORCH, MLX, DIFFUSION, VLLM)),
+        ("--adapter", loading.adapter or model.adapter, LOCAL),
+        ("--exact", loading.exact or None, (TORCH, LLAMACPP, MLX, DIFFUSION)),
+        ("--native-sampling", loading.native_sampling or None, (VLLM,)),
+        ("--kv-cache-memory", loading.cache_bytes, LOCAL),
+        ("--device", loading.device, LOCAL),
+        ("the bits of quantised weights", model.quantize_bits, (TORCH, DIFFUSION)),
     ):
         if value is not None and engine not in engines:
             kind = engines[0]
-            why = f"needs --engine {kind}" if kind == file_kind(model) else f"is for {ENGINE_FILES[kind]}"
+            chosen = kind in (file_kind(model), VLLM)
+            why = f"needs --engine {kind}" if chosen else f"is for {ENGINE_FILES[kind]}"
             raise BadParameter(name, value, why)
     return engine
+
+
+def engine_python(loading: LoadOptions) -> Path | None:
+    """The Python of another environment in which the engine's process runs."""
+    return loading.engine_python or Path(sys.executable) if loading.engine == VLLM else None
 
 
 def make_spec(model: ResolvedModel, vocabulary: Vocabulary, loading: LoadOptions) -> EngineSpec:
@@ -125,6 +176,7 @@ def make_spec(model: ResolvedModel, vocabulary: Vocabulary, loading: LoadOptions
         model=model.gguf or model.folder,
         vocabulary=tuple(vocabulary),
         adapter=loading.adapter or model.adapter,
+        mmproj=loading.mmproj or model.mmproj,
         device=loading.device,
         dtype=loading.dtype,
         quantize_bits=model.quantize_bits,
@@ -134,4 +186,11 @@ def make_spec(model: ResolvedModel, vocabulary: Vocabulary, loading: LoadOptions
         cache_bytes=loading.cache_bytes,
         max_running=loading.max_running,
         gpu_layers=loading.gpu_layers,
+        states=loading.states,
+        approximate_cache=loading.approximate_cache,
+        diffusion=None if model.diffusion is None else dict(model.diffusion),
+        python=engine_python(loading),
+        native_sampling=loading.native_sampling,
+        address=loading.engine if REMOTE_ADDRESS.fullmatch(loading.engine) else None,
+        key=loading.engine_key,
     )

@@ -18,10 +18,15 @@ from palaver.formats.facts import Switch
 from palaver.messages import Message, Part
 from palaver.sampling import Sampling
 from palaver.store import Blob, Conversation, Cursor, Preset, SearchHit, StoredMessage, TreeNode
+from palaver.store.comparisons import Comparison, TallyRow
+from palaver.store.tool_rounds import ToolRound
+from palaver.tools.config import ServerConfig
+from palaver.tools.servers import ServerCard, ServerResource
 
 if TYPE_CHECKING:
     from palaver.chat.reply_request import PartialReply
     from palaver.chat.subscription import FollowedReply
+    from palaver.transcripts.preferences import PreferenceFile
 
 
 class ModelState(StrEnum):
@@ -29,11 +34,14 @@ class ModelState(StrEnum):
     LOADING = "loading"
     READY = "ready"
     FAILED = "failed"
+    AVAILABLE = "available"
+    """Not in memory; it is loaded when a reply needs it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The model in use or being loaded. Fields that only a loaded model has are empty until then."""
+    """A model: the one in use, one being loaded, or one that can be asked for. Fields that only a loaded model has are
+    empty until then."""
 
     name: str
     state: ModelState
@@ -55,6 +63,8 @@ class ModelCard:
     """The fingerprint of the engine, which is stored with each reply."""
     lacks: Mapping[str, str] = field(default_factory=dict)
     """What the engine can't do (`engines.base.Capability`), and why."""
+    block_length: int | None = None
+    """Diffusion models: the tokens of a block. None: the model writes token by token."""
     defaults: Sampling = field(default_factory=Sampling)
     thinks: bool = False
     """Whether the chat format has a thinking phase."""
@@ -112,29 +122,67 @@ class StartedReplies:
 
 
 @dataclass(frozen=True, slots=True)
+class Column:
+    """One reply of a comparison to start."""
+
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """The parameters of its turn, which override those of the conversation."""
+    name: str = ""
+    """What it is called; empty: the model and the parameters."""
+
+
+@dataclass(frozen=True, slots=True)
 class ConversationChange:
     """A change in a conversation, for clients that show it."""
 
     conversation_id: str
     what: str
-    """created, changed, deleted, message, turn (started or continued), ended; or missed, without a conversation: some
-    changes were lost, so reload everything."""
+    """created, changed, deleted, message, turn (started or continued), ended, tools (the tool calls of a reply),
+    comparison (replies are compared, or one was chosen); or missed, without a conversation: some changes were lost, so
+    reload everything."""
     message_id: str | None = None
+
+
+class Remember(StrEnum):
+    ONCE = "once"
+    TOOL = "tool"
+    """The tool, in this conversation."""
+    SERVER = "server"
+    """All tools of the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallDecision:
+    """What the user decided about a call that waits."""
+
+    position: int
+    allowed: bool
+    arguments: str | None = None
+    """The arguments to run it with, as a JSON object, instead of those that the model wrote."""
+    remember: Remember = Remember.ONCE
+    reason: str = ""
+    """Why it was denied, for the model."""
 
 
 class Chat(Protocol):
     """The conversations of one user, and the model. Every method may raise a PalaverError."""
 
     # the model
-    async def model(self) -> ModelCard: ...
+    async def model(self, name: str = "") -> ModelCard:
+        """The model of that name or alias; without one, the model that is being loaded or in use."""
+        ...
 
     async def models(self) -> tuple[str, ...]:
-        """The names of the available models."""
+        """The names of the models that can be asked for, by the parameter `model` of a turn or a conversation."""
+        ...
+
+    async def model_cards(self) -> tuple[ModelCard, ...]:
+        """A card for each of them. Those that were never loaded say what can be read from their files."""
         ...
 
     async def load_model(self, name: str) -> ModelCard:
-        """Starts loading another model and returns at once. Running turns are parked when it replaces the current one,
-        and can be continued. If it can't be loaded the current model stays, and the card's note says why."""
+        """Starts loading another model and returns at once. It is then the model in use; the turns of the others go on.
+        If it can't be loaded the current model stays, and the card's note says why."""
         ...
 
     async def unload_model(self) -> ModelCard: ...
@@ -270,7 +318,7 @@ class Chat(Protocol):
         ...
 
     async def continue_reply(self, reply_id: str, *, key: str | None = None) -> StoredMessage:
-        """Continues a reply that was stopped, cut, interrupted, failed, edited or imported.
+        """Continues a reply that was stopped, cut, interrupted, failed, edited or imported, or its tool calls.
 
         Continues the same message if it has no children and its tokens are known; else starts a sibling with the same
         beginning.
@@ -289,11 +337,74 @@ class Chat(Protocol):
         ...
 
     async def stop_reply(self, reply_id: str) -> None:
-        """Stops the reply and keeps its text. The turn's last event follows. Does nothing for an ended turn."""
+        """Stops the reply and keeps its text, or stops its tool calls. Does nothing for a turn that is complete."""
         ...
 
     async def answer_now(self, reply_id: str) -> None:
         """Closes an open thought, so that the answer comes next."""
+        ...
+
+    # comparisons
+    async def compare(
+        self,
+        conversation_id: str,
+        parent: str | None,
+        message: Message | None,
+        columns: Sequence[Column],
+        *,
+        blind: bool = False,
+        key: str | None = None,
+    ) -> Comparison:
+        """Stores a message and starts a reply to it for each column; without a message, replies to `parent`.
+
+        Nothing is written if one of the requests is refused. `blind`: the order of the columns is random, and their
+        names are empty until the choice.
+        """
+        ...
+
+    async def comparison(self, id: str) -> Comparison: ...
+
+    async def comparisons(self, conversation_id: str) -> tuple[Comparison, ...]:
+        """The oldest first."""
+        ...
+
+    async def choose_reply(self, comparison_id: str, reply_id: str | None) -> Comparison:
+        """Records which reply is preferred, or that none is, and makes its branch the head. It may be changed."""
+        ...
+
+    async def tally(self) -> tuple[TallyRow, ...]:
+        """How often the replies of each name were compared and chosen."""
+        ...
+
+    async def export_preferences(self, conversation_id: str | None = None) -> PreferenceFile:
+        """The choices as JSONL for preference training, of one conversation or of all."""
+        ...
+
+    # tools
+    async def tool_servers(self, connect: bool = True) -> tuple[ServerCard, ...]:
+        """The tool servers of this user. `connect`: connects to those that are not connected, and waits for it."""
+        ...
+
+    async def add_tool_server(self, config: ServerConfig) -> ServerCard:
+        """Adds a tool server. Over HTTP only one with a URL, at a public address: a command is code that runs."""
+        ...
+
+    async def remove_tool_server(self, name: str) -> None: ...
+
+    async def tool_resources(self, server: str) -> tuple[ServerResource, ...]:
+        """The resources and prompts of a tool server, to be attached to a message."""
+        ...
+
+    async def read_tool_resource(self, server: str, name: str, arguments: Mapping[str, str] | None = None) -> bytes:
+        """The contents of a resource, by its URI, or the text of a prompt, by its name: a file to be attached."""
+        ...
+
+    async def tool_round(self, reply_id: str) -> ToolRound | None:
+        """The tool calls of a reply that run here, and their results. None if it has none."""
+        ...
+
+    async def decide_calls(self, reply_id: str, decisions: Sequence[CallDecision]) -> ToolRound:
+        """Approves or denies calls that wait. Approved calls run; once all have a result, the next reply starts."""
         ...
 
     async def tokens(self, reply_id: str) -> tuple[ReplyToken, ...]: ...
@@ -323,6 +434,10 @@ class Chat(Protocol):
 
     async def read_document(self, data: bytes, name: str) -> str:
         """The text of a text or PDF file, as it is attached to a message. Raises BadMedia."""
+        ...
+
+    async def transcribe(self, data: bytes, name: str = "", language: str = "") -> str:
+        """The words of sound, or of a video's sound. Raises BadMedia, or NoTranscriber."""
         ...
 
 
@@ -359,12 +474,18 @@ class ServerChat(Chat, Protocol):
         """The messages with the contents of their files."""
         ...
 
-    async def past_replies(self, path: Sequence[StoredMessage]) -> tuple[tuple[int, ...] | None, ...]:
-        """The token ids of the replies on the path; None for those of another tokenizer."""
+    async def past_replies(self, path: Sequence[StoredMessage], model: str = "") -> tuple[tuple[int, ...] | None, ...]:
+        """The token ids of the replies on the path; None for those of another tokenizer than the model's."""
         ...
 
     async def all_messages(self, conversation_id: str) -> tuple[StoredMessage, ...]: ...
 
-    async def annotate_reply(self, reply_id: str, note: Mapping[str, Any]) -> StoredMessage:
-        """Stores an API's note with a reply."""
+    async def annotate_reply(
+        self, reply_id: str, note: Mapping[str, Any], next_parameters: Mapping[str, Any] | None = None
+    ) -> StoredMessage:
+        """Stores an API's note with a reply, and the parameters of the replies that follow its tool calls."""
+        ...
+
+    async def lend_tool_server(self, config: ServerConfig, name: str = "") -> str:
+        """Makes a server at a public URL usable for turns that name it, without storing it. Returns that name."""
         ...

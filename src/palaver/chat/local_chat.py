@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from palaver.chat import parameters as settings
 from palaver.chat.attachments import AttachmentReader, check_messages, describe_parts
+from palaver.chat.comparisons import ReplyComparisons
 from palaver.chat.continuation import is_same_tokenizer
 from palaver.chat.interface import (
+    CallDecision,
+    Column,
     ContextUsage,
     ConversationChange,
     ModelCard,
@@ -26,7 +29,7 @@ from palaver.chat.reply_request import PartialReply
 from palaver.chat.subscription import FollowedReply
 from palaver.chat.turn_log import LogEntry
 from palaver.chat.turns import NewTurn, Turn
-from palaver.errors import BadParameter, ContextOverflow, NothingToContinue, PalaverError
+from palaver.errors import BadParameter, ContextOverflow, NothingToContinue
 from palaver.generation import Step
 from palaver.messages import Image, MediaPart, Message, Part, Role
 from palaver.store import (
@@ -41,8 +44,13 @@ from palaver.store import (
     StoredMessage,
     TreeNode,
 )
+from palaver.store.comparisons import Comparison, TallyRow
 from palaver.store.encoding import store_media
+from palaver.store.tool_rounds import ToolRound
+from palaver.tools.config import ServerConfig
+from palaver.tools.servers import ServerCard, ServerResource
 from palaver.transcripts import TranscriptFormat, read_conversation, read_file, store_transcript, write_transcript
+from palaver.transcripts.preferences import PreferenceFile
 
 if TYPE_CHECKING:
     from palaver.chat.service import Service
@@ -54,19 +62,25 @@ T = TypeVar("T")
 class LocalChat:
     """The conversations of one user. Those of other users are not found."""
 
-    def __init__(self, service: Service, owner: str) -> None:
+    def __init__(self, service: Service, owner: str, is_local: bool = False) -> None:
+        """`is_local`: the user sits at this computer, and may add tool servers that are commands."""
+        self._is_local = is_local
         self._service = service
         self._store = service.store
         self._turns = service.turns
         self._owner = owner
+        self._comparisons = ReplyComparisons(self, service.store, service.changes, owner)
 
     # the model
 
-    async def model(self) -> ModelCard:
-        return self._service.models.loading_card()
+    async def model(self, name: str = "") -> ModelCard:
+        return self._service.models.card(name) if name else self._service.models.loading_card()
 
     async def models(self) -> tuple[str, ...]:
         return self._service.models.names
+
+    async def model_cards(self) -> tuple[ModelCard, ...]:
+        return await self._service.models.describe()
 
     async def load_model(self, name: str) -> ModelCard:
         self._service.models.load(name)
@@ -96,7 +110,7 @@ class LocalChat:
             self._owner,
             title=title,
             system=system,
-            parameters=settings.check_parameters(parameters or {}),
+            parameters=self._check_parameters(parameters or {}),
             tags=tuple(tags),
             key=key,
         )
@@ -139,7 +153,7 @@ class LocalChat:
         conversation = await self.conversation(id)
         conversations = self._store.conversations
         if parameters is not None:
-            conversation = await _thread(conversations.set_parameters, id, settings.check_parameters(parameters))
+            conversation = await _thread(conversations.set_parameters, id, self._check_parameters(parameters))
         if system is not None:
             conversation = await _thread(conversations.set_system, id, system)
         if tags is not None:
@@ -153,9 +167,14 @@ class LocalChat:
         for turn in self._turns.running:
             if turn.reply.conversation_id == id:
                 turn.reply_stream.stop()
+        for reply_id in await _thread(self._store.replies.running_in, id):
+            if self._turns.get(reply_id) is None:
+                await _thread(self._store.replies.request, reply_id, stop=True)
+        for reply_id in await _thread(self._store.tool_rounds.list_open, id):
+            await self._service.loop.stop(self._owner, reply_id)
         await _thread(self._store.conversations.delete, id)
         self._publish(conversation, "deleted")
-        await self._service.models.forget(id)
+        await self._service.clear_cache(id)
 
     async def restore_conversation(self, id: str) -> Conversation:
         await _thread(self._store.conversations.get, id, self._owner, True)
@@ -163,7 +182,7 @@ class LocalChat:
 
     async def clear_cache(self, id: str) -> None:
         await self.conversation(id)
-        await self._service.models.forget(id)
+        await self._service.clear_cache(id)
 
     async def tags(self) -> tuple[str, ...]:
         return await _thread(self._store.conversations.tags, self._owner)
@@ -291,16 +310,17 @@ class LocalChat:
         key: str | None = None,
     ) -> StartedReplies:
         await self._check_parent(parent)
-        model = await self._service.models.ready()
+        draft = conversation or _draft_conversation(self._owner, system)
+        models = [await self._model_for(draft, choice) for choice in choices]
         self._turns.check_open()
         path, build = await self._path(parent), self._service.requests.build
-        check_messages(messages, model.name, model.engine.info.media)
+        for model in models:
+            check_messages(messages, model.name, model.engine.info.media)
         messages = await self._describe(messages)
-        draft = conversation or _draft_conversation(self._owner, system)
-        prepared = [
-            await _thread(build, model, draft, path, messages, settings.check_parameters(parameters), partial)
-            for parameters in choices
-        ]
+        prepared = []
+        for model, choice in zip(models, choices, strict=True):
+            parameters = await self._with_tools(draft, settings.check_parameters(choice))
+            prepared.append(await _thread(build, model, draft, path, messages, parameters, partial))
         if conversation is None:
             conversation = await self.create_conversation(system=system, key=key)
         stored: list[StoredMessage] = []
@@ -309,34 +329,37 @@ class LocalChat:
             stored.append(await self._append(conversation, parent, message, message_key))
             parent = stored[-1].id
         replies: list[StoredMessage] = []
-        for choice, new in reversed(list(enumerate(prepared))):  # the first is started last, so that it is the head
+        for number, new in reversed(list(enumerate(prepared))):  # the first is started last, so that it is the head
             reply_key = _key(key, "reply") if messages else key
             new_turn = NewTurn(
                 conversation.id,
                 parent,
                 replace(new.request, conversation=conversation.id),
                 new.settings,
-                key=_key(reply_key, choice) if choice else reply_key,
+                key=_key(reply_key, number) if number else reply_key,
                 prompt=new.prompt,
             )
             if replies or partial is not None or not messages:  # it becomes the head, wherever that is
                 new_turn = replace(new_turn, expected_head=(await self.conversation(conversation.id)).head_id)
-            replies.insert(0, await self._turns.start(model, new_turn))
+            replies.insert(0, await self._turns.start(models[number], new_turn))
         return StartedReplies(conversation.id, tuple(stored), tuple(replies))
 
     async def continue_reply(self, reply_id: str, *, key: str | None = None) -> StoredMessage:
         reply = await self._get_reply(reply_id)
         if key is not None and (continued := await self._service.continuation.find_continued(reply, key)) is not None:
             return continued
-        running = self._turns.get(reply_id)
-        if running is not None and not running.log.ended:
+        if self._running_turn(reply_id) is not None:
             return reply
         if (latest := await self._with_ending(reply)) is not reply and _is_done(latest):
             return latest  # it was complete: only its ending had not been written
-        reply = latest
+        reply = await self._interrupt_waiting(latest)
+        if _is_running(reply):
+            return reply  # in another process
         if _is_done(reply):
+            if await self._service.loop.resume(self._owner, reply_id) is not None:
+                return reply
             raise NothingToContinue("The reply is complete: there is nothing to continue.")
-        model = await self._service.models.ready()
+        model = await self._model_of(reply)
         conversation = await self.conversation(reply.conversation_id)
         return await self._service.continuation.continue_reply(model, conversation, reply, key)
 
@@ -344,7 +367,7 @@ class LocalChat:
         self, reply_id: str, tokens: int, instead: int | None = None, *, key: str | None = None
     ) -> StoredMessage:
         reply = await self._get_reply(reply_id)
-        model = await self._service.models.ready()
+        model = await self._model_of(reply)
         conversation = await self.conversation(reply.conversation_id)
         return await self._service.continuation.fork(model, conversation, reply, tokens, instead, key)
 
@@ -359,22 +382,88 @@ class LocalChat:
         return await self._service.subscriptions.stream(model, reply, raw)
 
     async def stop_reply(self, reply_id: str) -> None:
-        if turn := await self._running_turn(reply_id):
+        reply = await self._interrupt_waiting(await self._with_ending(await self.message(reply_id)))
+        if turn := self._running_turn(reply_id):
             turn.reply_stream.stop()
+        elif not (_is_running(reply) and await _thread(self._store.replies.request, reply_id, stop=True)):
+            await self._service.loop.stop(self._owner, reply_id)
 
     async def answer_now(self, reply_id: str) -> None:
-        if turn := await self._running_turn(reply_id):
+        reply = await self._with_ending(await self.message(reply_id))
+        if turn := self._running_turn(reply_id):
             turn.reply_stream.answer_now()
+        elif _is_running(reply):
+            await _thread(self._store.replies.request, reply_id, answer=True)
+
+    # comparisons
+
+    async def compare(
+        self,
+        conversation_id: str,
+        parent: str | None,
+        message: Message | None,
+        columns: Sequence[Column],
+        *,
+        blind: bool = False,
+        key: str | None = None,
+    ) -> Comparison:
+        return await self._comparisons.start(conversation_id, parent, message, columns, blind, key)
+
+    async def comparison(self, id: str) -> Comparison:
+        return await self._comparisons.get(id)
+
+    async def comparisons(self, conversation_id: str) -> tuple[Comparison, ...]:
+        return await self._comparisons.list(conversation_id)
+
+    async def choose_reply(self, comparison_id: str, reply_id: str | None) -> Comparison:
+        return await self._comparisons.choose(comparison_id, reply_id)
+
+    async def tally(self) -> tuple[TallyRow, ...]:
+        return await self._comparisons.tally()
+
+    async def export_preferences(self, conversation_id: str | None = None) -> PreferenceFile:
+        return await self._comparisons.preferences(conversation_id)
+
+    # tools
+
+    async def tool_servers(self, connect: bool = True) -> tuple[ServerCard, ...]:
+        toolbox = self._service.loop.toolbox
+        return await toolbox.connect(self._owner) if connect else toolbox.cards(self._owner)
+
+    async def add_tool_server(self, config: ServerConfig) -> ServerCard:
+        toolbox = self._service.loop.toolbox
+        await _thread(toolbox.add, self._owner, config, is_local=self._is_local)
+        return (await toolbox.connect(self._owner, [config.name]))[0]
+
+    async def remove_tool_server(self, name: str) -> None:
+        await self._service.loop.toolbox.remove(self._owner, name, is_local=self._is_local)
+        await _thread(self._store.tool_rounds.forget_server, self._owner, name)
+
+    async def tool_resources(self, server: str) -> tuple[ServerResource, ...]:
+        return await self._service.loop.toolbox.list_resources(self._owner, server)
+
+    async def read_tool_resource(self, server: str, name: str, arguments: Mapping[str, str] | None = None) -> bytes:
+        return await self._service.loop.toolbox.read_resource(self._owner, server, name, arguments or {})
+
+    async def tool_round(self, reply_id: str) -> ToolRound | None:
+        await self.message(reply_id)
+        return await _thread(self._store.tool_rounds.get, reply_id)
+
+    async def decide_calls(self, reply_id: str, decisions: Sequence[CallDecision]) -> ToolRound:
+        await self.message(reply_id)
+        return await self._service.loop.decide(self._owner, reply_id, decisions)
 
     async def tokens(self, reply_id: str) -> tuple[ReplyToken, ...]:
-        reply, model = await self._get_reply(reply_id), await self._service.models.ready()
+        reply = await self._get_reply(reply_id)
+        model = self._reader_for(reply) or await self._service.models.ready()
         if not is_same_tokenizer(model, reply):
             return ()
         steps = await _thread(self._store.replies.tokens, reply_id)
         return tuple(_reply_token(model, step) for step in steps)
 
     async def raw_text(self, reply_id: str) -> str:
-        reply, model = await self._get_reply(reply_id), await self._service.models.ready()
+        reply = await self._get_reply(reply_id)
+        model = self._reader_for(reply) or await self._service.models.ready()
         if not is_same_tokenizer(model, reply):
             raise Conflict("The reply's tokens are not known to this model.")
         ids = await _thread(self._store.replies.token_ids, reply_id)
@@ -383,22 +472,32 @@ class LocalChat:
     async def load_messages(self, path: Sequence[StoredMessage]) -> tuple[Message, ...]:
         return await _thread(self._store.messages.load_path, path)
 
-    async def past_replies(self, path: Sequence[StoredMessage]) -> tuple[tuple[int, ...] | None, ...]:
-        return await _thread(self._service.requests.past_replies, self._service.models.current(), path)
+    async def past_replies(self, path: Sequence[StoredMessage], model: str = "") -> tuple[tuple[int, ...] | None, ...]:
+        return await _thread(self._service.requests.past_replies, await self._service.models.get(model), path)
 
     async def all_messages(self, conversation_id: str) -> tuple[StoredMessage, ...]:
         await self.conversation(conversation_id)
         return await _thread(self._store.messages.all, conversation_id)
 
-    async def annotate_reply(self, reply_id: str, note: Mapping[str, Any]) -> StoredMessage:
-        await self.message(reply_id)
-        return await _thread(self._store.replies.annotate, reply_id, note)
+    async def annotate_reply(
+        self, reply_id: str, note: Mapping[str, Any], next_parameters: Mapping[str, Any] | None = None
+    ) -> StoredMessage:
+        reply = await self.message(reply_id)
+        changes: dict[str, Any] = {"note": dict(note)}
+        if next_parameters is not None and reply.reply is not None:
+            loop = reply.reply.settings.options[settings.LOOP]
+            following = settings.loop_options(loop["servers"], settings.check_parameters(next_parameters))
+            changes[settings.LOOP] = {**loop, "parameters": following["parameters"]}
+        return await _thread(self._store.replies.annotate, reply_id, changes)
+
+    async def lend_tool_server(self, config: ServerConfig, name: str = "") -> str:
+        return await self._service.loop.toolbox.lend(self._owner, config, name)
 
     async def context_usage(
         self, conversation_id: str, leaf: str | None, parameters: Mapping[str, Any] | None = None
     ) -> ContextUsage:
         conversation = await self.conversation(conversation_id)
-        model = await self._service.models.ready()
+        model = await self._model_for(conversation, parameters or {})
         path = await self._path(leaf)
         limit = model.engine.info.context_length
         usages = [stored.reply.usage for stored in path if stored.reply and stored.reply.usage]
@@ -406,9 +505,8 @@ class LocalChat:
         if not path:
             return ContextUsage(0, limit)
         try:
-            prepared = await _thread(
-                self._service.requests.build, model, conversation, path, (), _check_parameters(parameters)
-            )
+            checked = await self._with_tools(conversation, _check_parameters(parameters), connect=False)
+            prepared = await _thread(self._service.requests.build, model, conversation, path, (), checked)
             return ContextUsage(len(prepared.prompt), limit, cached)
         except ContextOverflow as error:
             return ContextUsage(error.tokens, limit, cached)
@@ -436,19 +534,33 @@ class LocalChat:
         (part,) = await _thread(describe_parts, (Image("", data, name),), self._service.media.inspect)
         (blob,) = await _thread(store_media, (part,), self._store.blobs)
         assert isinstance(blob, Blob)
-        self._service.uploads.add((self._owner, blob.digest))
+        await _thread(self._store.conversations.add_upload, self._owner, blob.digest)
         return blob
 
     async def blob(self, digest: str) -> bytes:
-        is_upload = (self._owner, digest) in self._service.uploads
-        if not is_upload and not await _thread(self._store.conversations.references_blob, self._owner, digest):
+        if not await _thread(self._store.conversations.may_read_blob, self._owner, digest):
             raise NotFound("blob", digest)
         return await _thread(self._store.blobs.get, digest)
 
     async def read_document(self, data: bytes, name: str) -> str:
         return await _thread(AttachmentReader(self._service.media).read_document, data, name)
 
+    async def transcribe(self, data: bytes, name: str = "", language: str = "") -> str:
+        from palaver.voice.transcription import TranscriptionOptions
+
+        transcriber, options = self._service.transcriber, TranscriptionOptions(language)
+        rate = (await transcriber.check(options)).sample_rate
+        async with transcriber.places:
+            samples = await _thread(self._service.media.sound, data, rate, name)
+            return (await transcriber.transcribe(samples, options)).text
+
     # helpers
+
+    async def _with_tools(
+        self, conversation: Conversation, parameters: Mapping[str, Any], connect: bool = True
+    ) -> Mapping[str, Any]:
+        """The parameters of a turn with the tools of its servers."""
+        return await self._service.loop.offer_tools(self._owner, conversation.parameters, parameters, connect)
 
     async def _describe(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Checks the media of the messages, and describes them by their bytes."""
@@ -480,23 +592,56 @@ class LocalChat:
 
     async def _with_ending(self, reply: StoredMessage) -> StoredMessage:
         """The reply after its ending is written, if this process could not write it before."""
-        turn = self._turns.get(reply.id)
+        turn = await self._turns.find(reply)
         orphan = turn is None and _is_running(reply)
         if not orphan and not self._turns.has_pending_ending(reply.id):
             return reply
+        if orphan and not await _thread(self._store.replies.is_held, self._turns.lease, reply.id):
+            return await self.message(reply.id)  # another process holds it, or it has ended
         await self._turns.write_pending_endings()
         return await self.message(reply.id)
 
     async def _model_and_reply(self, reply_id: str, wait: bool = True) -> tuple[Model | None, StoredMessage]:
         """The reply to follow, and the model that reads its tokens, if one is loaded."""
         reply = await self.message(reply_id)
-        if wait and _is_running(reply) and self._turns.get(reply_id) is None:
+        if wait and _is_running(reply) and await self._turns.find(reply) is None:
             await self._service.recovered.wait()  # of a dead process: it is resumed once the model is loaded
             reply = await self._with_ending(await self.message(reply_id))
-        try:
-            return self._service.models.current(), reply
-        except PalaverError:
-            return None, reply
+        return self._reader_for(reply), reply
+
+    def _reader_for(self, reply: StoredMessage) -> Model | None:
+        """The model that reads the reply's tokens, if one was loaded."""
+        if reply.reply is None:
+            return None
+        settings = reply.reply.settings
+        return self._service.models.reader_for(settings.model, settings.tokenizer)
+
+    async def _model_of(self, reply: StoredMessage) -> Model:
+        """The model that continues the reply: its own if it is offered here, else the one in use."""
+        return await self._service.models.for_reply(reply.reply.settings.model if reply.reply is not None else "")
+
+    async def _model_for(self, conversation: Conversation, parameters: Mapping[str, Any]) -> Model:
+        """The model that the parameters of a turn or its conversation name, else the one in use."""
+        name = settings.merge_parameters(conversation.parameters, parameters).get("model")
+        models = self._service.models
+        return await models.get(settings.check_parameters({"model": name})["model"]) if name else await models.ready()
+
+    def _check_parameters(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters of a conversation. Raises for one that is not valid, and for a model that is not offered."""
+        checked = settings.check_parameters(parameters)
+        if checked.get("model"):
+            self._service.models.resolve(checked["model"])
+        return checked
+
+    async def _interrupt_waiting(self, reply: StoredMessage) -> StoredMessage:
+        """A running reply of a dead process that waits for a model which is not offered here becomes an interrupted
+        one. Others stay as they are."""
+        if not _is_running(reply) or self._turns.get(reply.id) is not None or reply.reply is None:
+            return reply
+        if self._service.models.offers(reply.reply.settings.model):
+            return reply  # it is recovered soon
+        interrupted = await self._turns.interrupt_abandoned(reply.id)
+        return await self.message(reply.id) if interrupted else reply
 
     async def _get_reply(self, id: str) -> StoredMessage:
         stored = await self.message(id)
@@ -504,11 +649,8 @@ class LocalChat:
             raise NotFound("reply", id)
         return stored
 
-    async def _running_turn(self, reply_id: str) -> Turn | None:
-        reply = await self._with_ending(await self.message(reply_id))
+    def _running_turn(self, reply_id: str) -> Turn | None:
         turn = self._turns.get(reply_id)
-        if turn is None and _is_running(reply):
-            raise Conflict("The reply runs in another process: stop it there.")
         return turn if turn is not None and not turn.log.ended else None
 
 

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from palaver.chat.attachments import check_messages
 from palaver.chat.engine_spec import LoadOptions
-from palaver.chat.reply_stream import BatchReader, GeneratedReply, RecordStep, ReplyRecord, ReplyRequest
+from palaver.chat.media_expander import MediaExpander
+from palaver.chat.reply_stream import (
+    BatchReader,
+    GeneratedReply,
+    RecordSteps,
+    ReplyRecord,
+    ReplyRequest,
+    StepRecording,
+)
 from palaver.engines.base import Engine
-from palaver.errors import BrokenModel, ContextOverflow, NoTemplate, NothingToContinue
-from palaver.formats.base import Format
+from palaver.errors import BadParameter, BrokenModel, ContextOverflow, NoTemplate, NothingToContinue
+from palaver.formats.base import Format, RenderOptions
 from palaver.formats.format import CompletionFormat, TemplateFormat
 from palaver.formats.gguf_tokenizer import load_gguf_tokenizer
 from palaver.formats.loader import (
@@ -28,13 +39,24 @@ from palaver.formats.loader import (
 from palaver.formats.reader import ReplyReader
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import FastTokenizer, load_tokenizer
-from palaver.generation import Finish, Prompt, Step
+from palaver.generation import ExpandedMedia, Finish, Prompt, Step
 from palaver.gguf import read_gguf
-from palaver.messages import Message, Text, Tool, ToolResult
+from palaver.messages import Audio, Image, Message, Text, Tool, ToolResult, Video
 from palaver.models.axolotl import find_template
 from palaver.models.resolver import ResolvedModel
-from palaver.phases import Vocabulary
+from palaver.phases import Phase, Phases, State, Vocabulary
 from palaver.sampling import MAX_SEED, MAX_TOKENS, Sampling, check_sampling
+
+_MASK = re.compile(r"\[MASK(?::(\d+))?\]")
+MAX_MASK = 10_000
+"""Tokens of one mask."""
+
+
+def _mask_length(text: str | None) -> int:
+    length = 1 if text is None else int(text[:6])
+    if not 1 <= length <= MAX_MASK:
+        raise BadParameter("[MASK]", text, f"must be from 1 to {MAX_MASK:,} tokens long")
+    return length
 
 
 def draw_seed() -> int:
@@ -66,19 +88,23 @@ class Model:
     vocabulary: Vocabulary = ()
     notices: tuple[str, ...] = ()
     """Notices for the user about how it was loaded."""
+    media: MediaExpander = field(default_factory=MediaExpander, compare=False, repr=False)
 
     def prompt(
         self, request: ReplyRequest, reply_so_far: Sequence[int] = (), partial_reply: Message | None = None
     ) -> Prompt:
-        """Renders the request. Raises ContextOverflow if no token is left for the reply."""
-        check_messages(request.messages, self.name, self.engine.info.media)
+        """Renders the request. Raises ContextOverflow if no token is left for the reply. With media it blocks while the
+        engine expands them: call it in a thread."""
         self.check_size(text_size(request.messages, request.tools))
-        rendered = self.format.render(
+        rendered = self.render(
             request.messages, request.tools, request.options, reply_so_far, partial_reply, request.past_replies
         )
         limit = self.engine.info.context_length
         if len(rendered) >= limit:
             raise ContextOverflow(len(rendered), limit)
+        longest, length = request.options.max_prompt_tokens, len(rendered.context_ids)
+        if longest is not None and length > longest:
+            raise BadParameter("max_prompt_tokens", longest, f"the prompt is longer: {length:,} tokens")
         phases = replace(rendered.phases, ends=rendered.phases.ends | self.engine.info.end_ids)
         return replace(
             rendered,
@@ -87,6 +113,24 @@ class Model:
             conversation=request.conversation,
             answer_at=request.answer_at,
         )
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: RenderOptions = RenderOptions(),  # noqa: B008 - frozen
+        reply_so_far: Sequence[int] = (),
+        partial_reply: Message | None = None,
+        past_replies: Sequence[Sequence[int] | None] = (),
+    ) -> Prompt:
+        """Renders messages, however long, with the media that the model takes. Blocks as `prompt` does."""
+        check_messages(messages, self.name, self.engine.info.media)
+        counts: Counter[str] = Counter()
+
+        def expand(part: Image | Audio | Video) -> tuple[ExpandedMedia, ...]:
+            return self.media.expand(part, self.engine, self.format, options.media, counts)
+
+        return self.format.render(messages, tools, options, reply_so_far, partial_reply, past_replies, expand)
 
     def check_size(self, characters: int) -> None:
         """Raises ContextOverflow, before tokenizing, if the text is far too long for the context.
@@ -107,7 +151,7 @@ class Model:
         request: ReplyRequest,
         reply_so_far: Sequence[int] = (),
         partial_reply: Message | None = None,
-        record_step: RecordStep | None = None,
+        record_steps: RecordSteps | None = None,
         limit_added: bool = False,
         prompt: Prompt | None = None,
         earlier: Sequence[Step] = (),
@@ -125,8 +169,34 @@ class Model:
         if limit_added:
             request = replace(request, sampling=offset_limits(request.sampling, len(prompt.reply_ids)))
         first_prompt = replace(prompt, reply_ids=prompt.reply_ids[: len(prompt.reply_ids) - len(earlier)])
-        reader = BatchReader(self.reader(request, first_prompt), first_prompt)
-        return GeneratedReply(request, prompt, reader, self.engine, record_step, earlier)
+
+        def make_reader() -> BatchReader:
+            return BatchReader(self.reader(request, first_prompt), first_prompt)
+
+        recording = None if record_steps is None else StepRecording(record_steps, make_reader)
+        return GeneratedReply(request, prompt, make_reader(), self.engine, recording, earlier)
+
+    def fill_text(self, text: str, sampling: Sampling, owner: str = "") -> tuple[str, GeneratedReply]:
+        """A diffusion model fills the masks of a text: `[MASK]` is one token, `[MASK:8]` eight.
+
+        Returns the text before the first mask, and the stream that writes the rest.
+        """
+        self.check_size(len(text))
+        before, *rest = _MASK.split(text)
+        tokenizer = self.format.tokenizer
+        canvas: list[int | None] = []
+        for count, behind in zip(rest[::2], rest[1::2], strict=True):
+            canvas += [None] * _mask_length(count)
+            canvas += tokenizer.encode([behind]) if behind else ()
+        if not canvas:
+            raise BadParameter("text", text[:40], "must have at least one [MASK], or [MASK:8] for eight tokens")
+        ends = self.engine.info.end_ids
+        context = (*tokenizer.prefix, *(tokenizer.encode([before]) if before else ())) or (min(ends, default=0),)
+        phases = Phases((State(Phase.ANSWER),), ends=ends, hidden=tokenizer.special_ids)
+        prompt = Prompt(tuple(context), (), phases, owner=owner, canvas=tuple(canvas))
+        reader = CompletionFormat(tokenizer).reader(prompt, ())
+        request = ReplyRequest((), sampling, owner=owner)
+        return before, GeneratedReply(request, prompt, BatchReader(reader, prompt), self.engine)
 
     def reader(self, request: ReplyRequest, prompt: Prompt) -> ReplyReader:
         """A reader for the tokens of a reply to the rendered request."""
@@ -152,7 +222,8 @@ class Model:
 
     async def reply(self, request: ReplyRequest, reply_so_far: Sequence[int] = ()) -> ReplyRecord:
         """The complete reply: the same stream, folded."""
-        async with self.stream_reply(request, reply_so_far) as stream:
+        prompt = await asyncio.to_thread(self.prompt, request, reply_so_far)
+        async with self.stream_reply(request, reply_so_far, prompt=prompt) as stream:
             async for _ in stream:
                 pass
             return stream.reply()

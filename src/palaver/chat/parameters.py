@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any, Literal
@@ -12,11 +13,31 @@ from palaver.constraints import Constraint, Grammar
 from palaver.errors import BadParameter, UnknownParameter
 from palaver.formats.base import RenderOptions
 from palaver.messages import Tool
-from palaver.sampling import NUMBERS, STRINGS, Sampling, apply_settings, check_strings
+from palaver.sampling import CHOICES, NUMBERS, STRINGS, Sampling, apply_settings, check_choice, check_strings
+from palaver.tools.toolbox import ToolPolicy, parse_policy
 
 Overflow = Literal["refuse", "shorten"]
 LOGPROBS = 5
 """The number of alternatives stored for every token of a reply."""
+
+MAX_STACKED_FRAMES = 16
+_MEDIA_LIMITS = {
+    "max_slice_nums": (1, 64),
+    "use_image_id": (0, 1),
+    "stack_frames": (1, MAX_STACKED_FRAMES),
+    "frames_per_second": (1, 10),
+    "max_frames": (1, 256),
+}
+MAX_SERVERS = 64
+LOOP = "loop"
+"""The entry of a reply's options that makes its calls run: its servers, the names of their tools (as offered, with the
+full ones), and the parameters of its turn."""
+OFFER = "tool_offer"
+"""Added to the parameters of a turn: `tools`, the names under which tools of servers are offered, with their full ones,
+`approvals`, the tools that always or never need an approval, and `failed`, the servers whose tools are not offered,
+with the reasons."""
+ONCE_ONLY = ("must_call", "note", "response_prefix", "choice")
+"""Parameters of a turn that apply to its first reply alone."""
 
 MAX_ID = 2**31 - 1
 """An upper bound for token ids and choice indices."""
@@ -31,6 +52,10 @@ class ReplyParameters:
     overflow: Overflow = "refuse"
     system: str | None = None
     """The system prompt of this turn, instead of the conversation's."""
+    tool_servers: tuple[str, ...] = ()
+    """The tool servers whose tools are offered, and whose calls run."""
+    tool_policies: Mapping[str, ToolPolicy] = field(default_factory=dict)
+    """By server: which of its tools are offered, and which need an approval."""
     note: Mapping[str, Any] = field(default_factory=dict)
     """Metadata of the client that is stored with the reply. It has no effect."""
 
@@ -65,6 +90,8 @@ def resolve_parameters(
         others.get("choice", 0),
         others.get("overflow", "refuse"),
         others.get("system"),
+        others.get("tool_servers", ()),
+        others.get("tool_policies", {}),
         others.get("note", {}),
     )
 
@@ -89,12 +116,32 @@ def options_from_json(value: Mapping[str, Any]) -> RenderOptions:
     return RenderOptions(**found)
 
 
+def loop_options(servers: Sequence[str], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry in the options of a reply whose calls run."""
+    kept = {name: value for name, value in parameters.items() if name not in ("tools", OFFER, *ONCE_ONLY)}
+    try:
+        json.dumps(kept)
+    except (TypeError, ValueError):
+        kept = {}
+    return {"servers": list(servers), "tools": {}, "failed": {}, **parameters.get(OFFER, {}), "parameters": kept}
+
+
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
         raise BadParameter(name, value, "must be a list of strings")
     return check_strings(name, tuple(value))
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    if (
+        not isinstance(value, list | tuple)
+        or not all(isinstance(one, str) for one in value)
+        or len(value) > MAX_SERVERS
+    ):
+        raise BadParameter(name, value, f"must be a list of at most {MAX_SERVERS} names")
+    return tuple(value)
 
 
 def _tools(name: str, value: Any) -> tuple[Tool, ...]:
@@ -137,6 +184,27 @@ def _object(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise BadParameter(name, value, "must be an object")
     return value
+
+
+def _media_options(name: str, value: Any) -> Mapping[str, int]:
+    if not isinstance(value, Mapping):
+        raise BadParameter(name, value, "must be an object")
+    for option, number in value.items():
+        if option not in _MEDIA_LIMITS:
+            raise BadParameter(f"{name}.{option}", number, f"must be one of {', '.join(_MEDIA_LIMITS)}")
+        low, high = _MEDIA_LIMITS[option]
+        if not isinstance(number, int) or not low <= number <= high:
+            raise BadParameter(f"{name}.{option}", number, f"must be from {low} to {high}")
+    return {option: int(number) for option, number in value.items()}
+
+
+def _policies(name: str, value: Any) -> Mapping[str, ToolPolicy]:
+    if not isinstance(value, Mapping) or not all(isinstance(one, Mapping) for one in value.values()):
+        raise BadParameter(name, value, "must give an object for each tool server")
+    try:
+        return {server: parse_policy(policy) for server, policy in value.items()}
+    except ValueError as error:
+        raise BadParameter(f"{name}.{error}", "...", "must be as in an mcp tool of OpenAI's API") from None
 
 
 def _overflow(name: str, value: Any) -> Overflow:
@@ -183,6 +251,7 @@ _SAMPLING: dict[str, Parse] = {
     "stop_ids": _ids,
     "constraint": _constraint,
     "spoken": _flag,
+    **dict.fromkeys(CHOICES, check_choice),
 }
 _OPTIONS: dict[str, Parse] = {
     "thinking": _flag,
@@ -195,12 +264,17 @@ _OPTIONS: dict[str, Parse] = {
     "response_prefix": _text,
     "json_answer": _flag,
     "healing": _flag,
+    "media": _media_options,
+    "max_prompt_tokens": _count,
 }
 _OTHERS: dict[str, Parse] = {
     "tools": _tools,
     "overflow": _overflow,
     "choice": _count,
     "system": _text,
+    "tool_servers": _names,
+    "tool_policies": _policies,
     "note": _object,
+    "model": _text,
 }
 NAMES = frozenset((*NUMBERS, *STRINGS, *_SAMPLING, *_OPTIONS, *_OTHERS))

@@ -10,7 +10,9 @@ from typing import Any
 from palaver.chat.model import Model, draw_seed, offset_limits, text_size
 from palaver.chat.parameters import (
     LOGPROBS,
+    LOOP,
     Overflow,
+    loop_options,
     merge_parameters,
     options_from_json,
     options_to_json,
@@ -69,6 +71,7 @@ class RequestBuilder:
         Raises ContextOverflow if the prompt is too long and `overflow` is "refuse".
         """
         now = conversation.created_at.replace(tzinfo=None)
+        turn_parameters = parameters
         parameters = merge_parameters(conversation.parameters, parameters)
         if self.adjust is not None:
             parameters = self.adjust(parameters, model.format)
@@ -90,6 +93,9 @@ class RequestBuilder:
         dropped, rendered = fit_prompt(model, request, resolved.overflow)
         request = without_oldest(request, dropped)
         settings = _settings(model, request, system, dropped, resolved.note)
+        if resolved.tool_servers:
+            loop = loop_options(resolved.tool_servers, turn_parameters)
+            settings = replace(settings, options={**settings.options, LOOP: loop})
         return _continue_partial(model, PreparedRequest(request, settings, rendered), partial)
 
     def rebuild(self, model: Model, reply: StoredMessage, owner: str) -> ReplyRequest:

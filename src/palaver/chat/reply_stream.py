@@ -5,16 +5,19 @@ engine, so that the rest is the same as without the stop."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Protocol, Self, assert_never, cast
 
 from palaver.engines.base import EngineGeneration
 from palaver.errors import EngineError, PalaverError
 from palaver.events import (
     AnswerDelta,
+    DraftBlock,
     Event,
     Failed,
     Finished,
@@ -30,13 +33,27 @@ from palaver.events import (
 )
 from palaver.formats.base import RenderOptions
 from palaver.formats.reader import ReplyReader
-from palaver.generation import AnswerRequested, Ended, Finish, Prefilled, Prompt, Queued, Step, prefill_steps
+from palaver.generation import (
+    AnswerRequested,
+    Draft,
+    Ended,
+    Finish,
+    Output,
+    Prefilled,
+    Prompt,
+    Queued,
+    Step,
+    prefill_steps,
+)
 from palaver.messages import Message, Tool
 from palaver.phases import Phase
 from palaver.sampling import Sampling
 
-RecordStep = Callable[[Step], Awaitable[Step]]
-"""Stores a token before its events are sent, and returns it as it was stored."""
+StatusOutput = Queued | Prefilled | Draft | AnswerRequested
+RecordSteps = Callable[[Sequence[Step], Sequence[Phase]], Awaitable[None]]
+"""Stores tokens, each with the phase before it, before their events are sent."""
+MAX_AHEAD = 16
+"""Outputs of the engine that wait while the tokens before them are stored. They are stored together."""
 RecordAnswerAt = Callable[[int], Awaitable[None]]
 """Stores the position at which the answer was requested, before the tokens that follow from it."""
 
@@ -215,6 +232,15 @@ class ReplyStream:
         raise NotImplementedError
 
 
+@dataclass(frozen=True, slots=True)
+class StepRecording:
+    """How the tokens of a reply are stored."""
+
+    record: RecordSteps
+    make_reader: Callable[[], BatchReader]
+    """A new reader of the same reply: if tokens can't be stored, those before them are read again."""
+
+
 class GeneratedReply(ReplyStream):
     """A reply that an engine generates. Nothing is stored here, and errors of the engine are raised."""
 
@@ -224,17 +250,17 @@ class GeneratedReply(ReplyStream):
         prompt: Prompt,
         reader: BatchReader,
         engine: TokenSource,
-        record_step: RecordStep | None = None,
+        recording: StepRecording | None = None,
         earlier: Sequence[Step] = (),
     ) -> None:
         """`earlier`: the last of the prompt's reply tokens, if they were sampled before the reply was stopped. They
         get batches of their own; the prompt of the reader is without them."""
         super().__init__(request, prompt, reader.opening)
-        self._batch_reader, self._reader = reader, reader.reader
+        self._batch_reader, self._earlier_steps = reader, tuple(earlier)
         self._earlier = reader.feed_all(earlier)
         self.first_prompt = reader.prompt
         self._engine = engine
-        self._record_step = record_step
+        self._recording = recording
         self.record_answer_at: RecordAnswerAt | None = None
         self._stopped = False
         self.answer_requested = False
@@ -243,9 +269,8 @@ class GeneratedReply(ReplyStream):
         """A sentence for the user that is sent with `Started`, such as a change of the engine."""
 
     @property
-    def phase(self) -> Phase:
-        """The phase of the next token."""
-        return self._reader.phase
+    def _reader(self) -> ReplyReader:
+        return self._batch_reader.reader
 
     @property
     def thinking_tokens(self) -> int:
@@ -278,38 +303,120 @@ class GeneratedReply(ReplyStream):
                 self._generation.stop()
             if self.answer_requested:
                 self._generation.answer_now()
-            async for output in self._generation:
-                if isinstance(output, Ended):
-                    ended = output
-                    break
-                if (read := await self._read(output)) is not None:
-                    self._events += read.events
-                    yield read
-                if self._reader.complete:
-                    ended = Ended(Finish.END)
-                    break
+            async with aclosing(self._read_outputs(self._generation)) as read:
+                async for item in read:
+                    if isinstance(item, Ended):
+                        ended = item
+                        break
+                    self._events += () if isinstance(item.events[0], DraftBlock) else item.events
+                    yield item
         tail = self._batch_reader.close()
         finished = Finished(ended.finish, self.usage, ended.stop, cast("tuple[ReadEvent, ...]", tail.events))
         self._events.append(finished)
         yield replace(tail, events=(finished,))
 
-    async def _read(self, output: Queued | Prefilled | Step | AnswerRequested) -> ReplyBatch | None:
+    async def _read_outputs(self, generation: EngineGeneration) -> AsyncGenerator[ReplyBatch | Ended]:
+        """The batches of the engine's outputs, and how the reply ended."""
+        async with aclosing(self._group_outputs(generation)) as groups:
+            async for group in groups:
+                for is_tokens, outputs in groupby(group, key=lambda output: isinstance(output, Step)):
+                    if is_tokens:
+                        for batch in await self._read_steps(cast("list[Step]", list(outputs))):
+                            yield batch
+                        if self._reader.complete:
+                            yield Ended(Finish.END)
+                            return
+                        continue
+                    for output in outputs:
+                        if isinstance(output, Ended):
+                            yield output
+                            return
+                        if (status := await self._read(cast("StatusOutput", output))) is not None:
+                            yield status
+
+    async def _group_outputs(self, generation: EngineGeneration) -> AsyncGenerator[list[Output]]:
+        """The outputs of the engine. If tokens are stored: all that came while the last ones were."""
+        if self._recording is None:
+            async for output in generation:
+                yield [output]
+            return
+        queue: asyncio.Queue[Output | _OutputsEnd] = asyncio.Queue(MAX_AHEAD)
+        reading = asyncio.create_task(_read_ahead(generation, queue))
+        try:
+            while True:
+                items = [await queue.get()]
+                while not queue.empty():
+                    items.append(queue.get_nowait())
+                if outputs := [item for item in items if not isinstance(item, _OutputsEnd)]:
+                    yield outputs
+                if isinstance(last := items[-1], _OutputsEnd):
+                    if last.error is not None:
+                        raise last.error
+                    return
+        finally:
+            reading.cancel()
+            await asyncio.wait([reading])
+
+    async def _read_steps(self, steps: Sequence[Step]) -> list[ReplyBatch]:
+        """The batches of the next tokens, once they are stored. Tokens after the end of the reply are dropped."""
+        if self._recording is not None:
+            from palaver.store.encoding import as_stored  # replies that are not stored start without its libraries
+
+            steps = tuple(map(as_stored, steps))
+        read: list[Step] = []
+        phases: list[Phase] = []
+        batches: list[ReplyBatch] = []
+        for step in steps:
+            if self._reader.complete:
+                break
+            read.append(step)
+            phases.append(self._reader.phase)
+            batches += self._batch_reader.feed_all((step,))
+        if self._recording is not None:
+            try:
+                await self._recording.record(read, phases)
+            except BaseException:
+                self._batch_reader = self._recording.make_reader()
+                self._batch_reader.feed_all((*self._earlier_steps, *self.steps))
+                raise
+        self.steps += read
+        return batches
+
+    async def _read(self, output: StatusOutput) -> ReplyBatch | None:
         match output:
-            case Queued(position, seconds):
-                return ReplyBatch((Waiting(position, seconds),))
+            case Queued(position, seconds, loading, progress):
+                return ReplyBatch((Waiting(position, seconds, loading, progress),))
             case Prefilled(prompt_tokens, cached_tokens):
                 self.started = Started(prompt_tokens, cached_tokens, self.notice)
                 return ReplyBatch((self.started,))
-            case Step():
-                step = output if self._record_step is None else await self._record_step(output)
-                self.steps.append(step)
-                return self._batch_reader.feed(step)
+            case Draft(position, token_ids, confidence):
+                return ReplyBatch((DraftBlock(position, self._reader.draft_texts(token_ids), confidence),))
             case AnswerRequested(position):
                 if self.record_answer_at is not None:
                     await self.record_answer_at(position)
                 return None
             case _:
                 assert_never(output)
+
+
+@dataclass(frozen=True, slots=True)
+class _OutputsEnd:
+    """After the last output of an engine, with the error that ended them."""
+
+    error: BaseException | None = None
+
+
+async def _read_ahead(generation: EngineGeneration, queue: asyncio.Queue[Output | _OutputsEnd]) -> None:
+    try:
+        async for output in generation:
+            await queue.put(output)
+    except BaseException as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        await queue.put(_OutputsEnd(error))
+    else:
+        await queue.put(_OutputsEnd())
 
 
 class TurnTimer:

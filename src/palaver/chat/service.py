@@ -6,51 +6,72 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
+from typing import TYPE_CHECKING
 
 from palaver.chat.continuation import Continuation, Recovery, is_same_tokenizer
+from palaver.chat.fronts import Fronts
 from palaver.chat.interface import ModelState
 from palaver.chat.local_chat import LocalChat
-from palaver.chat.model_slot import ModelSlot
+from palaver.chat.model_pool import ModelPool
 from palaver.chat.reply_request import RequestBuilder
 from palaver.chat.subscription import TurnSubscription
+from palaver.chat.tool_loop import ToolLoop, server_calls
 from palaver.chat.turns import ChangeFeed, Turns
 from palaver.errors import PalaverError
 from palaver.media import MediaDecoder
 from palaver.store import Store, StoredMessage
-from palaver.store.leases import LEASE_SECONDS
+from palaver.tools.toolbox import Toolbox
+
+if TYPE_CHECKING:
+    from palaver.voice.transcription import Transcriber
 
 _log = logging.getLogger(__name__)
-RECOVERY_INTERVAL_S = LEASE_SECONDS / 3
+RECOVERY_INTERVAL_S = 2.0
 """How often the service looks for replies of dead processes."""
 
 
 class Service:
     """Entering starts the recovery, leaving parks the running turns. The owner of the store closes it."""
 
-    def __init__(self, store: Store, models: ModelSlot, *, resume: bool = False) -> None:
-        """`resume`: whether to resume the replies of dead processes; else they are marked interrupted."""
+    def __init__(
+        self,
+        store: Store,
+        models: ModelPool,
+        *,
+        resume: bool = False,
+        transcriber: str = "",
+        toolbox: Toolbox | None = None,
+    ) -> None:
+        """`resume`: whether to resume the replies of dead processes; else they are marked interrupted. `transcriber`:
+        the folder or hub id of a speech recognition model."""
         self.store = store
         self.models = models
         self.changes = ChangeFeed()
         self.turns = Turns(store, self.changes)
         self.requests = RequestBuilder(store)
         self.continuation = Continuation(store, self.turns, self.requests)
-        self.subscriptions = TurnSubscription(store, self.turns, self.requests)
+        self.fronts = Fronts(store, self.turns, self.changes)
+        self.subscriptions = TurnSubscription(store, self.turns, self.requests, self.fronts)
         self.recovered = asyncio.Event()
         """Set when the replies of dead processes have been recovered."""
         self.resume = resume
         self.should_continue: Callable[[StoredMessage], bool] | None = None
         """Selects the interrupted replies that are continued when the service starts."""
+        self.loop = ToolLoop(self, toolbox or Toolbox())
+        self.turns.calls_of, self.turns.on_calls = server_calls, self.loop.reply_ended
+        self.fronts.on_round_stopped, self.fronts.on_cache_cleared = self.loop.cancel_calls, models.forget
         self._recovery = Recovery(store, self.turns, self.requests, resume)
-        self.uploads: set[tuple[str, str]] = set()
-        """Blobs that no message refers to yet, as pairs of owner and digest."""
-        self.media = MediaDecoder()
+        self.media = models.decoder = MediaDecoder()
+        self.transcriber_name = transcriber
+        self._transcriber: Transcriber | None = None
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Service:
+        await self._stack.enter_async_context(self.fronts)
         await self._stack.enter_async_context(self.turns)
         self.models.park = self.turns.park
         recovering = asyncio.create_task(self._recover())
+        self._stack.push_async_callback(self.loop.close)
         self._stack.push_async_callback(_cancel, recovering)
         return self
 
@@ -59,11 +80,29 @@ class Service:
             await self._stack.aclose()
         finally:
             await asyncio.to_thread(self.media.close)
+            if self._transcriber is not None:
+                await self._transcriber.close()
             await self.models.unload()
 
-    def chat(self, owner: str) -> LocalChat:
-        """The chat interface for one user, by id."""
-        return LocalChat(self, owner)
+    def chat(self, owner: str, is_local: bool = False) -> LocalChat:
+        """The chat interface for one user, by id. `is_local`: see `LocalChat`."""
+        return LocalChat(self, owner, is_local)
+
+    async def clear_cache(self, conversation_id: str) -> None:
+        """Frees what the engines hold of a conversation, in all processes."""
+        self.fronts.clear_cache(conversation_id)
+        await self.models.forget(conversation_id)
+
+    @property
+    def transcriber(self) -> Transcriber:
+        """Loads its model on first use. Raises NoTranscriber."""
+        from palaver.voice.transcription import NoTranscriber, Transcriber
+
+        if not self.transcriber_name:
+            raise NoTranscriber
+        if self._transcriber is None:
+            self._transcriber = Transcriber(self.transcriber_name)
+        return self._transcriber
 
     async def _recover(self) -> None:
         """Recovers once the model is loaded, since its format reads the tokens, and then repeatedly."""
@@ -75,20 +114,22 @@ class Service:
             self.recovered.set()
         while self.resume or not done:
             await asyncio.sleep(RECOVERY_INTERVAL_S)
-            if self.models.card().state is ModelState.READY and not self.turns.closing:
+            if self.models.card().state in (ModelState.READY, ModelState.AVAILABLE) and not self.turns.closing:
                 done = await self._recover_once()
 
     async def _continue_interrupted(self, should_continue: Callable[[StoredMessage], bool]) -> None:
         try:
-            model = self.models.current()
             replies = await asyncio.to_thread(self.store.replies.list_interrupted)
         except PalaverError as error:
             _log.warning("interrupted replies were not continued: %s", error)
             return
         for reply in replies:
-            if not should_continue(reply) or not is_same_tokenizer(model, reply):
+            if not should_continue(reply) or reply.reply is None:
                 continue
             try:
+                model = await self.models.for_reply(reply.reply.settings.model)
+                if not is_same_tokenizer(model, reply):
+                    continue
                 conversation = await asyncio.to_thread(self.store.conversations.get, reply.conversation_id)
                 await self.continuation.continue_reply(model, conversation, reply)
             except Exception as error:
@@ -97,7 +138,9 @@ class Service:
     async def _recover_once(self) -> bool:
         """Whether it succeeded. If not, the replies stay as they are, and it is tried again later."""
         try:
-            await self._recovery.run(await self.models.ready())
+            await self.models.ready()
+            await self._recovery.run(self.models)
+            await self.loop.recover(self.resume)
         except PalaverError as error:
             _log.warning("what another process left was not recovered: %s", error)
             return False

@@ -5,25 +5,25 @@ All readers of a turn get the same batches. Closing a reader does not stop the t
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import cast
 
 from palaver.chat.continuation import is_same_tokenizer
+from palaver.chat.fronts import Fronts
 from palaver.chat.model import Model
 from palaver.chat.reply_request import RequestBuilder
 from palaver.chat.reply_stream import BatchReader, ReplyOpening, ReplyRequest, ReplyStream, first_generated
 from palaver.chat.turn_log import LogEntry, TurnLog, numbered
 from palaver.chat.turns import Turn, Turns
 from palaver.errors import EngineError, ModelError, PalaverError, RequestError
-from palaver.events import Failed, Finished, ReadEvent, ReplyBatch, Snapshot, Started, Usage, Waiting
+from palaver.events import DraftBlock, Failed, Finished, ReadEvent, ReplyBatch, Snapshot, Started, Usage, Waiting
 from palaver.generation import Finish, Prompt
 from palaver.store import NotFound, ReplyStatus, Store, StoredMessage
 from palaver.store.leases import LEASE_SECONDS
 
-POLL_S = 0.1
-"""How often the tokens of another process are polled: the database does not notify."""
 PATIENCE_S = LEASE_SECONDS
 """After this time without a token, the subscription checks whether the process that writes the reply is alive."""
 INTERRUPTED = "The program that was writing this reply ended. It can be continued."
@@ -95,7 +95,7 @@ class FollowedReply(ReplyStream):
                     case Started() as started:
                         self.started = started
                         yield batch
-                    case Waiting() | Snapshot():
+                    case Waiting() | Snapshot() | DraftBlock():
                         yield batch
                     case event if batch.steps or isinstance(event, Finished | Failed):
                         for read in (batch,) if self._raw is None else self._read_raw(self._raw, batch):
@@ -114,9 +114,10 @@ class FollowedReply(ReplyStream):
 
 
 class TurnSubscription:
-    def __init__(self, store: Store, turns: Turns, requests: RequestBuilder) -> None:
+    def __init__(self, store: Store, turns: Turns, requests: RequestBuilder, fronts: Fronts) -> None:
         self._store = store
         self._turns = turns
+        self._fronts = fronts
         self._requests = requests
 
     async def subscribe(self, model: Model | None, reply: StoredMessage, after: int) -> AsyncGenerator[LogEntry]:
@@ -132,7 +133,7 @@ class TurnSubscription:
 
     async def stream(self, model: Model | None, reply: StoredMessage, raw: bool = False) -> FollowedReply:
         """The turn as a reply stream. `raw`: thinking and its markers are part of the text."""
-        turn = self._turns.get(reply.id)
+        turn = await self._turns.find(reply)
         if turn is None:
             stream = await asyncio.to_thread(self._load, model, reply)
         else:
@@ -167,26 +168,31 @@ class TurnSubscription:
         self, reply: StoredMessage, reader: BatchReader, log: TurnLog, read: int
     ) -> AsyncGenerator[ReplyBatch]:
         """Follows the tokens that another process stores. The first `read` tokens are in the log already."""
-        waited = 0.0
+        await asyncio.to_thread(self._store.replies.watch, reply.id)
         timings = await asyncio.to_thread(self._store.replies.timings, reply.id)
         thinking = timings.get("thinking") if read else 0.0
         yield ReplyBatch((Started(len(reader.prompt), 0, thinking_seconds=thinking),))
         for batch in log.so_far():
             yield batch
-        while _is_running(reply):
-            await asyncio.sleep(POLL_S)
-            reply = await asyncio.to_thread(self._store.messages.get, reply.id)
-            steps = await asyncio.to_thread(self._store.replies.tokens, reply.id)
-            waited = waited + POLL_S if len(steps) == read else 0.0
-            for batch in reader.feed_all(steps[read:]):
-                yield batch
-            read = len(steps)
-            if waited >= PATIENCE_S:  # its process may be dead, and no other process may resume it
-                waited = 0.0
-                if _is_running(reply) and await asyncio.to_thread(self._store.replies.is_abandoned, reply.id):
-                    tail = reader.close()
-                    yield replace(tail, events=(Failed(INTERRUPTED, cast("tuple[ReadEvent, ...]", tail.events)),))
-                    return
+        last_token_at = time.monotonic()
+        with self._fronts.follow(reply.id) as tokens:
+            new = await self._fronts.read(reply.id, read)
+            while True:
+                read += len(new.steps)
+                for batch in reader.feed_all(new.steps):
+                    yield batch
+                if new.status is not ReplyStatus.RUNNING:
+                    break
+                if new.steps:
+                    last_token_at = time.monotonic()
+                elif time.monotonic() - last_token_at >= PATIENCE_S:
+                    last_token_at = time.monotonic()
+                    if await asyncio.to_thread(self._store.replies.is_abandoned, reply.id):
+                        tail = reader.close()
+                        yield replace(tail, events=(Failed(INTERRUPTED, cast("tuple[ReadEvent, ...]", tail.events)),))
+                        return
+                new = await tokens.read(read)
+        reply = await asyncio.to_thread(self._store.messages.get, reply.id)
         yield _ending(reply, reader)
 
 

@@ -15,10 +15,9 @@ from typing import Annotated, Generic, TypeVar
 
 from palaver.encoding import Tagged
 from palaver.errors import BadParameter
-from palaver.events import Event, Failed, Finished, ReadEvent, ReplyBatch, Snapshot, Started, Waiting
+from palaver.events import DraftBlock, Event, Failed, Finished, ReadEvent, ReplyBatch, Snapshot, Started, Waiting
 from palaver.generation import Step
 from palaver.store import Lease, LeaseLost, Store, StoreError, TokenFrame
-from palaver.store.encoding import as_stored
 
 T = TypeVar("T")
 
@@ -38,6 +37,8 @@ class Log(Generic[T]):
         self._items: list[T] = []
         self._status: tuple[int, T] | None = None
         """With the number of items before it."""
+        self._draft: T | None = None
+        """What is not final yet, after the last item."""
         self.ended = False
         self._changed = asyncio.Event()
 
@@ -47,6 +48,7 @@ class Log(Generic[T]):
     def append(self, item: T, last: bool = False) -> None:
         """`last` ends the log."""
         assert not self.ended
+        self._draft = None
         self._items.append(item)
         self.ended = last
         self._notify()
@@ -56,17 +58,25 @@ class Log(Generic[T]):
         self._status = None if status is None else (len(self._items), status)
         self._notify()
 
+    def set_draft(self, draft: T) -> None:
+        """Replaces the draft. Readers get the newest one, until the next item replaces it."""
+        self._draft = draft
+        self._notify()
+
     async def follow(self, position: int = 0) -> AsyncGenerator[T]:
         """The items from that position on and the status, as they come, to the end of the log."""
-        sent = None
+        sent = sent_draft = None
         while True:
-            changed, status = self._changed, self._status
+            changed, status, draft = self._changed, self._status, self._draft
             if status is not None and status is not sent and position >= status[0]:
                 sent = status
                 yield status[1]
             elif position < len(self._items):
                 position += 1
                 yield self._items[position - 1]
+            elif draft is not None and draft is not sent_draft:
+                sent_draft = draft
+                yield draft
             elif self.ended:
                 return
             else:
@@ -97,6 +107,8 @@ class TurnLog(Log[ReplyBatch]):
         match batch.events[0]:
             case Waiting() | Started():
                 self.set_status(batch)
+            case DraftBlock():
+                self.set_draft(batch)
             case Finished() | Failed():
                 self.append(batch, last=True)
             case Snapshot():
@@ -144,23 +156,26 @@ class RecorderClosed(StoreError):
         super().__init__("The rest of the reply could not be stored. The reply can be continued.")
 
 
+_Frame = tuple[TokenFrame, asyncio.Future[None]]
+
+
 class TokenRecorder:
-    """Stores the tokens of all turns in batches: tokens that arrive during one transaction go into the next."""
+    """Stores the tokens of all turns: all that arrive during one transaction go into the next."""
 
     def __init__(self, store: Store, lease: Lease) -> None:
         self._store = store
         self.lease = lease
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
-        self._waiting: list[tuple[TokenFrame, asyncio.Future[Step]]] = []
+        self._waiting: list[_Frame] = []
         self._writing: asyncio.Task[None] | None = None
 
-    async def record(self, reply_id: str, position: int, step: Step, timings: Mapping[str, float]) -> Step:
-        """Returns the step as it is stored, once it is committed. Raises the error of the write, such as LeaseLost."""
-        recorded: asyncio.Future[Step] = asyncio.get_running_loop().create_future()
-        self._waiting.append((TokenFrame(reply_id, position, (step,), timings), recorded))
+    async def record(self, reply_id: str, position: int, steps: Sequence[Step], timings: Mapping[str, float]) -> None:
+        """Returns once the tokens are committed. Raises the error of the write, such as LeaseLost."""
+        recorded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((TokenFrame(reply_id, position, tuple(steps), timings), recorded))
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())
-        return await recorded
+        await recorded
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -168,7 +183,7 @@ class TokenRecorder:
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
         while self._waiting:
-            batch: list[tuple[TokenFrame, asyncio.Future[Step]]] = []
+            batch: list[_Frame] = []
             try:
                 await asyncio.sleep(0)  # lets the other turns of the same engine step add their tokens
                 batch, self._waiting = self._waiting, []
@@ -182,7 +197,7 @@ class TokenRecorder:
                 _resolve(batch, [RecorderClosed()] * len(batch))
                 raise
 
-    def _commit(self, frames: list[TokenFrame]) -> list[Step | Exception]:
+    def _commit(self, frames: list[TokenFrame]) -> list[Exception | None]:
         try:
             lost = self._store.replies.append(self.lease, frames)
         except StoreError:
@@ -191,14 +206,14 @@ class TokenRecorder:
             if len(frames) == 1:
                 return [error]
             return [result for frame in frames for result in self._commit([frame])]
-        return [LeaseLost(frame.reply_id) if frame.reply_id in lost else as_stored(frame.steps[0]) for frame in frames]
+        return [LeaseLost(frame.reply_id) if frame.reply_id in lost else None for frame in frames]
 
 
-def _resolve(batch: list[tuple[TokenFrame, asyncio.Future[Step]]], results: Sequence[Step | Exception]) -> None:
-    for (_, future), step in zip(batch, results, strict=True):
+def _resolve(batch: Sequence[_Frame], results: Sequence[Exception | None]) -> None:
+    for (_, future), error in zip(batch, results, strict=True):
         if future.done():  # its turn was cancelled
             continue
-        if isinstance(step, Step):
-            future.set_result(step)
+        if error is None:
+            future.set_result(None)
         else:
-            future.set_exception(step)
+            future.set_exception(error)

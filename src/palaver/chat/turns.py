@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import TypeVar, cast
 
 from palaver.chat.interface import ConversationChange
@@ -20,6 +21,7 @@ from palaver.chat.turn_log import TokenRecorder, TurnLog
 from palaver.errors import EngineError, PalaverError, ShuttingDown
 from palaver.events import Event, Failed, Finished, ReadEvent, ReplyBatch, Started, fold
 from palaver.generation import Finish, Prompt, Step, prefill_steps
+from palaver.messages import Part, ToolCall
 from palaver.phases import Phase
 from palaver.store import Lease, LeaseLost, ReplyEnding, ReplySettings, ReplyStatus, Store, StoredMessage
 from palaver.store.leases import LEASE_SECONDS
@@ -75,6 +77,10 @@ class Turn:
     error: PalaverError | None = None
     """The error that ended it, if it is one of Palaver's."""
     task: asyncio.Task[None] | None = None
+    has_calls: bool = False
+    """Whether it ended with calls that Palaver runs, and this is stored."""
+    ended_at: datetime | None = None
+    """When it ended, as it is stored."""
 
     @property
     def id(self) -> str:
@@ -99,6 +105,10 @@ class Turns:
         """Whether new turns are refused."""
         self.on_event: Callable[[Turn, Event], None] | None = None
         """A callback for every event of every turn, for metrics."""
+        self.calls_of: Callable[[ReplySettings, Sequence[Part]], tuple[ToolCall, ...]] | None = None
+        """The calls of a complete reply that Palaver runs."""
+        self.on_calls: Callable[[str], None] | None = None
+        """A callback for a reply that ended with such calls."""
         self._lease: Lease
         self._recorder: TokenRecorder
         self._renewing: asyncio.Task[None]
@@ -123,8 +133,24 @@ class Turns:
         except Exception as failure:  # the next process detects it by its file or its expiry
             _log.warning("the lease could not be closed: %s", failure)
 
+    @property
+    def lease(self) -> Lease:
+        return self._lease
+
     def get(self, reply_id: str) -> Turn | None:
         return self._turns.get(reply_id)
+
+    async def find(self, reply: StoredMessage) -> Turn | None:
+        """The turn of this reply. Not one that ended here and that another process has continued since."""
+        turn = self._turns.get(reply.id)
+        if turn is None or turn.ended_at is None or turn.ended_at == _ended_at(reply):
+            return turn
+        latest = await asyncio.to_thread(self._store.messages.get, reply.id)  # it may have ended since it was read
+        turn = self._turns.get(reply.id)
+        if turn is None or turn.ended_at is None or turn.ended_at == _ended_at(latest):
+            return turn
+        del self._turns[reply.id]
+        return None
 
     def has_pending_ending(self, reply_id: str) -> bool:
         """Whether the ending of the reply has not been written for certain."""
@@ -199,18 +225,44 @@ class Turns:
         stream, set_reply_id = await asyncio.to_thread(self._stream_reply, model, request, steps)
         set_reply_id(reply.id)
         fingerprint = model.engine.info.fingerprint
-        reply = await asyncio.to_thread(self._store.replies.record_engine, reply.id, fingerprint)
+        reply = await asyncio.to_thread(self._store.replies.record_engine, self._lease, reply.id, fingerprint)
         self._launch(reply, request.owner, stream, _timer(reply, stream))
         self._recovering.discard(reply.id)
+        await self.run_commands()
 
-    async def claim_orphans(self, resume: bool) -> tuple[str, ...]:
-        """The running replies of dead processes, which are now claimed by this one or marked interrupted."""
+    async def run_commands(self) -> None:
+        """Runs the commands that other processes stored for turns of this one."""
+        for command in await asyncio.to_thread(self._store.replies.commands, self._lease):
+            turn = self._turns.get(command.reply_id)
+            if turn is None or turn.log.ended:
+                continue
+            if command.answer and not turn.reply_stream.answer_requested:
+                turn.reply_stream.answer_now()
+            if command.stop:
+                turn.reply_stream.stop()
+
+    async def interrupt_orphans(self) -> tuple[str, ...]:
+        """The running replies of dead processes, which are now marked interrupted."""
         async with self._start_lock:
-            if not resume:
-                return await asyncio.to_thread(self._store.replies.interrupt_orphans, self._lease)
-            claimed = await self._under_lease(self._store.replies.claim_orphans)
+            return await asyncio.to_thread(self._store.replies.interrupt_orphans, self._lease)
+
+    async def list_orphans(self) -> Mapping[str, str]:
+        """The running replies of dead processes: the name of the model by the reply's id."""
+        return await asyncio.to_thread(self._store.replies.list_orphans, self._lease)
+
+    async def claim_orphans(self, ids: Collection[str]) -> tuple[str, ...]:
+        """Those of the replies that are still of dead processes, which are now claimed by this one."""
+        async with self._start_lock:
+            claimed = await self._under_lease(lambda lease: self._store.replies.claim_orphans(lease, ids))
             self._recovering.update(claimed)
             return claimed
+
+    async def interrupt_abandoned(self, reply_id: str) -> bool:
+        """Marks a reply of a dead process as interrupted. Returns False if its process lives."""
+        if reply_id not in await self.claim_orphans([reply_id]):
+            return False
+        await self.end_recovering(reply_id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
+        return True
 
     async def end_recovering(self, reply_id: str, ending: ReplyEnding) -> None:
         """Ends a reply that this process has claimed and can't resume."""
@@ -317,18 +369,18 @@ class Turns:
         """The stream, and a function that sets the reply's id: it is known only once the reply is stored."""
         reply_id: list[str] = []
 
-        async def record_step(step: Step) -> Step:
-            position = stream.token_count
+        async def record_steps(steps: Sequence[Step], phases: Sequence[Phase]) -> None:
             timer = self._turns[reply_id[0]].timer
-            timer.token(stream.phase is Phase.THINKING)
-            return await self._recorder.record(reply_id[0], position, step, timer.timings())
+            for phase in phases:
+                timer.token(phase is Phase.THINKING)
+            await self._recorder.record(reply_id[0], stream.token_count, steps, timer.timings())
 
         async def record_answer_at(position: int) -> None:
             await asyncio.to_thread(self._store.replies.record_answer_at, self._lease, reply_id[0], position)
 
         ids = tuple(step.token_id for step in initial_steps)
         earlier = initial_steps[first_generated(initial_steps) :]
-        stream = model.stream_reply(request, ids, None, record_step, prompt=prompt, earlier=earlier)
+        stream = model.stream_reply(request, ids, None, record_steps, prompt=prompt, earlier=earlier)
         stream.record_answer_at = record_answer_at
         return stream, reply_id.append
 
@@ -382,6 +434,8 @@ class Turns:
                 del self._turns[turn.id]  # from now on the store is read
             self._publish(turn, "ended")
             self._evict_ended()
+            if turn.has_calls and self.on_calls is not None:
+                self.on_calls(turn.id)
 
     async def _generate(self, turn: Turn) -> tuple[Finished | Failed, ReplyBatch]:
         """Generates the reply and appends its batches to the log. Returns its ending, with the last batch."""
@@ -412,18 +466,25 @@ class Turns:
     async def _finish(self, turn: Turn, ending: Finished | Failed) -> Finished | Failed:
         """Writes the ending. If that fails it is written later; the tokens are committed already."""
         try:
-            stored = _reply_ending(turn, ending)
+            stored = self._with_calls(turn, _reply_ending(turn, ending))
         except Exception as error:  # the text can't be folded: only the tokens are stored
             ending = Failed(_internal(error))
             stored = ReplyEnding(ReplyStatus.FAILED, None, error=ending.error)
         try:
-            await asyncio.to_thread(self._store.replies.finish, self._lease, turn.id, stored)
+            ended = await asyncio.to_thread(self._store.replies.finish, self._lease, turn.id, stored)
         except LeaseLost:
             return Failed(LOST)
         except Exception as error:
             self._pending_endings[turn.id] = stored
             return Failed(str(error) if isinstance(error, PalaverError) else _internal(error), ending.tail)
+        turn.has_calls, turn.ended_at = bool(stored.tool_calls), _ended_at(ended)
         return ending
+
+    def _with_calls(self, turn: Turn, ending: ReplyEnding) -> ReplyEnding:
+        if self.calls_of is None or ending.status is not ReplyStatus.DONE or turn.reply.reply is None:
+            return ending
+        parts = tuple(part for part in ending.parts or () if isinstance(part, ToolCall))
+        return replace(ending, tool_calls=self.calls_of(turn.reply.reply.settings, parts))
 
     async def _renew(self) -> None:
         while True:
@@ -475,6 +536,10 @@ def _timer(reply: StoredMessage, stream: GeneratedReply) -> TurnTimer:
     """The timer of a reply that may have tokens. Without stored timings it is not known how long those took."""
     before = reply.reply.timings if reply.reply is not None else {}
     return TurnTimer(before, is_complete=bool(before) or not stream.token_count)
+
+
+def _ended_at(reply: StoredMessage) -> datetime | None:
+    return None if reply.reply is None else reply.reply.ended_at
 
 
 def _ending(turn: Turn, event: Finished) -> Finished | Failed:
@@ -530,16 +595,27 @@ MAX_QUEUED = 1000
 class ChangeFeed:
     def __init__(self) -> None:
         self._subscribers: dict[asyncio.Queue[ConversationChange], str] = {}
+        self.forward: Callable[[str, ConversationChange], None] | None = None
+        """Sends a change to the other processes."""
 
     def publish(self, owner: str, change: ConversationChange) -> None:
+        """Shows a change to the user's clients, in all processes."""
+        self.deliver(owner, change)
+        if self.forward is not None:
+            self.forward(owner, change)
+
+    def deliver(self, owner: str, change: ConversationChange) -> None:
+        """Shows a change to the clients of this process."""
         for queue, subscriber in self._subscribers.items():
-            if subscriber == owner:
-                if queue.qsize() >= MAX_QUEUED:
-                    while not queue.empty():
-                        queue.get_nowait()
-                    queue.put_nowait(ConversationChange("", "missed"))
-                else:
-                    queue.put_nowait(change)
+            if subscriber == owner and queue.qsize() >= MAX_QUEUED:
+                _replace_all(queue, _MISSED)
+            elif subscriber == owner:
+                queue.put_nowait(change)
+
+    def deliver_missed(self) -> None:
+        """Tells all clients of this process that changes were lost."""
+        for queue in self._subscribers:
+            _replace_all(queue, _MISSED)
 
     @asynccontextmanager
     async def subscribe(self, owner: str) -> AsyncIterator[AsyncIterator[ConversationChange]]:
@@ -550,6 +626,15 @@ class ChangeFeed:
             yield _drain(queue)
         finally:
             del self._subscribers[queue]
+
+
+_MISSED = ConversationChange("", "missed")
+
+
+def _replace_all(queue: asyncio.Queue[ConversationChange], change: ConversationChange) -> None:
+    while not queue.empty():
+        queue.get_nowait()
+    queue.put_nowait(change)
 
 
 async def _drain(queue: asyncio.Queue[ConversationChange]) -> AsyncIterator[ConversationChange]:

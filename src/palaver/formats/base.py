@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from palaver.formats.facts import Switch
+from palaver.formats.media import ExpandMedia, Placeholder
 from palaver.formats.reader import ReplyReader
 from palaver.formats.tokenizer import Tokenizer
 from palaver.generation import Prompt
@@ -40,6 +41,12 @@ class RenderOptions:
     """Token healing: a partial reply is cut back to a token boundary. For engines that support `Prompt.healing`."""
     json_answer: bool = False
     """The answer is JSON. A code fence around it is removed."""
+    max_prompt_tokens: int | None = None
+    """A longer prompt is refused, even if the context would hold it."""
+    media: Mapping[str, int] = field(default_factory=dict)
+    """How media are processed: `max_slice_nums` and `use_image_id` for processors that know them; `stack_frames`: the
+    frames of each second of a video, of which all but the first are joined in one picture; `frames_per_second` and
+    `max_frames` of a video."""
 
 
 class Format(Protocol):
@@ -76,6 +83,11 @@ class Format(Protocol):
         """The marker that opens a tool call, as a token id or as text. None if an answer could contain it."""
         ...
 
+    @property
+    def placeholders(self) -> Mapping[str, Placeholder]:
+        """What the format writes for media, by kind; empty if it knows none."""
+        ...
+
     def render(
         self,
         messages: Sequence[Message],
@@ -84,11 +96,13 @@ class Format(Protocol):
         reply_so_far: Sequence[int] = (),
         partial_reply: Message | None = None,
         past_replies: Sequence[Sequence[int] | None] = (),
+        expand: ExpandMedia | None = None,
     ) -> Prompt:
         """The prompt for the assistant's next turn, or for the rest of a partial reply.
 
         A partial reply is given by its token ids (`reply_so_far`), or as a message if only its text is known.
         `past_replies` are the token ids of the assistant messages, in order; None for those that are not known.
+        `expand` expands media for the model; without it, media are refused.
         """
         ...
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import cache, cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from palaver.errors import BadParameter, EmptyMessage, NoMessages, TemplateError, UnsupportedContent
@@ -26,10 +27,11 @@ from palaver.formats.facts import (
     apply_overrides,
     cached_facts,
 )
-from palaver.formats.history_tokens import match_history
+from palaver.formats.history_tokens import PromptPiece, match_history
 from palaver.formats.learn.learner import learn
 from palaver.formats.learn.probes import ANSWER, THOUGHT, Prober, user_message
 from palaver.formats.markers import CONTROL_LIKE, match_any, split_marker
+from palaver.formats.media import ExpandMedia, Placeholder, PromptMedia, find_placeholders
 from palaver.formats.prefill import Healer, LeadingSpace, write_partial_reply
 from palaver.formats.reader import ReaderOptions, ReplyReader
 from palaver.formats.reply_states import ReplyStates, find_headers, forced_call_grammar
@@ -37,8 +39,8 @@ from palaver.formats.template import Template
 from palaver.formats.tokenizer import Run, Tokenizer
 from palaver.formats.tool_calls import syntaxes
 from palaver.formats.tool_calls.samples import NAME, sample_calls, sample_tools
-from palaver.generation import Prompt
-from palaver.messages import Message, Role, Text, Thinking, Tool, ToolCall, ToolResult
+from palaver.generation import MediaSpan, Prompt
+from palaver.messages import MediaPart, Message, Role, Text, Thinking, Tool, ToolCall, ToolResult
 from palaver.phases import Phase, Phases, State
 
 
@@ -110,17 +112,20 @@ class TemplateFormat:
         reply_so_far: Sequence[int] = (),
         partial_reply: Message | None = None,
         past_replies: Sequence[Sequence[int] | None] = (),
+        expand: ExpandMedia | None = None,
     ) -> Prompt:
         """The prompt for the assistant's next turn. Depends on its arguments only.
 
         A partial reply is given by its token ids (`reply_so_far`), or as a message if only its text is known.
         """
         _check_messages(messages)
+        media = self._prompt_media(messages, expand)
         inputs = {
-            "messages": [self.template_message(m) for m in messages],
+            "messages": [self.template_message(m, media) for m in messages],
             **self.facts.tool_variables(_schemas(tools)),
         }
-        escaped = self._escaper.escape({**inputs, **options.variables})
+        escaper = self._escaper if media is None else self._media_escaper
+        escaped = escaper.escape({**inputs, **options.variables})
         switches = {**self.switch_variables(options), **self.date_variables(options)}
         variables = {**self._strings, **escaped.values, **switches}
         text = self._template.render({**variables, "add_generation_prompt": True}, options.now)
@@ -128,15 +133,28 @@ class TemplateFormat:
         lacks_first_line = opens_in is Phase.THINKING and self._lacks_first_line(partial_reply)
         if lacks_first_line and self.facts.thinking is not None:
             text = text.removesuffix(self.facts.thinking.opening)
-        ids = self._context_ids(text, escaped.mark, past_replies)
+        ids, spans = self._context_ids(text, escaped.mark, past_replies, media)
         phases = self._phases(opens_in, tools, options)
         if lacks_first_line:
             phases = replace(phases, start=phases.states[phases.start].other or phases.start)
         if reply_so_far or not (options.healing and partial_reply):
             reply = tuple(reply_so_far) or self.partial_reply_ids(partial_reply, options, opens_in)
-            return Prompt(tuple(ids), reply, phases)
+            return Prompt(tuple(ids), reply, phases, media=tuple(spans))
         reply, healing = self._healer.heal(self.partial_reply_ids(partial_reply, options, opens_in))
-        return Prompt(tuple(ids), reply, phases, healing=healing)
+        return Prompt(tuple(ids), reply, phases, healing=healing, media=tuple(spans))
+
+    @cached_property
+    def placeholders(self) -> Mapping[str, Placeholder]:
+        """What the template writes for media, by kind."""
+        return find_placeholders(self._template, self._strings, self._tokenizer.control)
+
+    def _prompt_media(self, messages: Sequence[Message], expand: ExpandMedia | None) -> PromptMedia | None:
+        parts = [part for message in messages for part in message.parts if isinstance(part, MediaPart)]
+        if not parts:
+            return None
+        if expand is None:
+            raise UnsupportedContent(f"This model takes text only, not {type(parts[0]).__name__.lower()}.")
+        return PromptMedia(messages, expand, self.placeholders, self._tokenizer)
 
     def _lacks_first_line(self, partial_reply: Message | None) -> bool:
         """Whether the thought of a partial reply lacks the first line that the generation prompt would write."""
@@ -157,14 +175,26 @@ class TemplateFormat:
         phases = self._reply_phases(opens_in, offers_tools, self._closer_ids, must_call=True)
         return replace(phases, held=grammar)
 
-    def _context_ids(self, text: str, mark: str, past_replies: Sequence[Sequence[int] | None]) -> list[int]:
-        if not any(past_replies):
-            return self._tokenizer.encode(self._runs(text, mark))
-        opening = self.facts.thinking.opening if self.facts.thinking else ""
+    def _context_ids(
+        self, text: str, mark: str, past_replies: Sequence[Sequence[int] | None], media: PromptMedia | None
+    ) -> tuple[list[int], list[MediaSpan]]:
+        text = text if media is None else media.mark(text)
+        pieces: Iterable[PromptPiece] = (text,)
+        if any(past_replies):
+            opening = self.facts.thinking.opening if self.facts.thinking else ""
+            pieces = match_history(text, self.facts.header, opening, past_replies, self._tokenizer.vocabulary)
         ids: list[int] = []
-        for piece in match_history(text, self.facts.header, opening, past_replies, self._tokenizer.vocabulary):
-            ids += self._tokenizer.encode(self._runs(piece, mark)) if isinstance(piece, str) else piece
-        return ids
+        spans: list[MediaSpan] = []
+        for piece in pieces:
+            if not isinstance(piece, str):
+                ids += piece
+            elif media is None:
+                ids += self._tokenizer.encode(self._runs(piece, mark))
+            else:
+                more, found = media.encode(self._runs(piece, mark), len(ids))
+                ids += more
+                spans += found
+        return ids, spans
 
     def reader(
         self,
@@ -192,9 +222,18 @@ class TemplateFormat:
     @cached_property
     def _escaper(self) -> ControlTextEscaper:
         """Escapes the tokenizer's control tokens and the markers of thinking in contents."""
+        return ControlTextEscaper([*self._tokenizer.control, *self._thinking_markers])
+
+    @property
+    def _thinking_markers(self) -> list[str]:
         thinking = self.facts.thinking
-        markers = CONTROL_LIKE.findall(thinking.opener + thinking.closer) if thinking else ()
-        return ControlTextEscaper([*self._tokenizer.control, *markers])
+        return CONTROL_LIKE.findall(thinking.opener + thinking.closer) if thinking else []
+
+    @cached_property
+    def _media_escaper(self) -> ControlTextEscaper:
+        """Escapes the placeholders of media too: that of a template need not be a control token."""
+        placeholders = [placeholder.text for placeholder in self.placeholders.values()]
+        return ControlTextEscaper([*self._tokenizer.control, *self._thinking_markers, *placeholders])
 
     @cached_property
     def _answer_closers(self) -> tuple[bytes, ...]:
@@ -341,9 +380,10 @@ class TemplateFormat:
     def _control_pattern(self) -> re.Pattern[str]:
         return match_any(self._tokenizer.control)
 
-    def template_message(self, message: Message) -> dict[str, Any]:
+    def template_message(self, message: Message, media: PromptMedia | None = None) -> dict[str, Any]:
         """The message as the template takes it."""
-        out: dict[str, Any] = {"role": str(message.role), "content": _content(message)}
+        content = _content(message) if media is None else media.content(message)
+        out: dict[str, Any] = {"role": str(message.role), "content": content}
         if message.thinking and self.facts.reasoning_field == "content":
             text = [{"type": "text", "text": message.text}] if message.text else []
             out["content"] = [{"type": "thinking", "thinking": message.thinking}, *text]
@@ -417,6 +457,7 @@ class CompletionFormat:
     call_marker: int | str | None = None
     switches: tuple[Switch, ...] = ()
     thinking_switch: Switch | None = None
+    placeholders: Mapping[str, Placeholder] = MappingProxyType({})
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -429,6 +470,7 @@ class CompletionFormat:
         reply_so_far: Sequence[int] = (),
         partial_reply: Message | None = None,
         past_replies: Sequence[Sequence[int] | None] = (),
+        expand: ExpandMedia | None = None,
     ) -> Prompt:
         thinking_options = (options.thinking, options.effort, options.budget)
         if any(option is not None for option in thinking_options) or options.variables or tools:
@@ -437,7 +479,7 @@ class CompletionFormat:
             raise NoMessages
         if len(messages) > 1 or messages[0].role is not Role.USER:
             raise BadParameter("raw", "on", "text is completed as it is: no system prompt, no earlier turns")
-        text = messages[0].text
+        text = _content(messages[0])
         if not text:
             raise EmptyMessage
         ids = self.tokenizer.encode((*self.tokenizer.prefix, text))

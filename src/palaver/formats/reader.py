@@ -133,6 +133,18 @@ class ReplyReader:
         self._answer_tokens.feed(size, found, self._tracker.holds_text)
         return self._limit_calls(self._with_token_count(self._read(found)))
 
+    def draft_texts(self, token_ids: Sequence[int | None]) -> tuple[str | None, ...]:
+        """The texts of tokens that are not final. Those of control tokens are empty."""
+        return tuple(None if id is None else "" if id in self._control_ids else self._text(id) for id in token_ids)
+
+    @cached_property
+    def _control_ids(self) -> frozenset[int]:
+        markers = {trigger.marker for state in self._states for trigger in state.triggers}
+        return self._prompt.phases.ends | {marker for marker in markers if isinstance(marker, int)}
+
+    def _text(self, token_id: int) -> str:
+        return self._vocabulary[token_id].decode(errors="replace") if token_id < len(self._vocabulary) else ""
+
     def pop_answer_tokens(self) -> list[int]:
         """The positions in the reply of the tokens that are known since the last call to be text of the answer."""
         found = self._answer_tokens.found

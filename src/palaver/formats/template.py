@@ -251,8 +251,29 @@ class Template:
         self.name = name
         self._sandbox = Sandbox()
         self._compiled = self._compile()
+        self._lists_contents: bool | None = None
 
     def render(self, variables: Mapping[str, Any], now: datetime | None = None) -> str:
+        """Contents that are text become lists of one part for a template that takes nothing else."""
+        if self._lists_contents is None:
+            self._lists_contents = self._probe_contents(variables)
+        if self._lists_contents and isinstance(variables.get("messages"), list):
+            variables = {**variables, "messages": [_with_list(message) for message in variables["messages"]]}
+        return self._render(variables, now)
+
+    def _probe_contents(self, variables: Mapping[str, Any]) -> bool:
+        """Whether the template drops or refuses a text, but writes a list with the same text."""
+
+        def writes(content: Any) -> bool:
+            messages = [{"role": "user", "content": content}]
+            try:
+                return _PROBE in self._render({**variables, "messages": messages}, None)
+            except TemplateError:
+                return False
+
+        return not writes(_PROBE) and writes([{"type": "text", "text": _PROBE}])
+
+    def _render(self, variables: Mapping[str, Any], now: datetime | None) -> str:
         self._sandbox.fuel = Fuel()
         day = now or datetime(2024, 1, 1)
         text = []
@@ -287,6 +308,14 @@ class Template:
         line = getattr(error, "lineno", None) or _line_of(error)
         kind = HostileTemplate if isinstance(error, _HOSTILE) else TemplateError
         return kind(self.name, line, why.rstrip("."))
+
+
+_PROBE = "Qzcontent"
+
+
+def _with_list(message: Any) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 _HOSTILE = (OutOfFuel, SecurityError, RecursionError, MemoryError)

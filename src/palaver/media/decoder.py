@@ -117,9 +117,12 @@ class MediaDecoder:
         (samples,) = self._run("sound", data, name, "audio", "video", rate=rate)[1]
         return samples
 
-    def video(self, data: bytes, rate: int = RAW_RATE, name: str = "") -> VideoFrames:
-        """One frame per second, or fewer, spread evenly over the video, if that would be too many."""
-        values, (frames, samples) = self._run("video", data, name, "video", rate=rate)
+    def video(
+        self, data: bytes, rate: int = RAW_RATE, name: str = "", limits: MediaLimits | None = None
+    ) -> VideoFrames:
+        """One frame per second, or fewer, spread evenly over the video, if that would be too many. `limits`: others for
+        this video."""
+        values, (frames, samples) = self._run("video", data, name, "video", limits=limits, rate=rate)
         return VideoFrames(frames, tuple(values["times"]), samples, rate)
 
     def document_text(self, data: bytes, name: str = "") -> str:
@@ -131,12 +134,18 @@ class MediaDecoder:
         self._sandbox.close()
 
     def _run(
-        self, operation: str, data: bytes, name: str, *kinds: MediaKind, **options: Any
+        self,
+        operation: str,
+        data: bytes,
+        name: str,
+        *kinds: MediaKind,
+        limits: MediaLimits | None = None,
+        **options: Any,
     ) -> tuple[dict[str, Any], Arrays]:
         media_type = self._check(data, name)
         if kinds and _KINDS[media_type.partition("/")[0]] not in kinds:
             raise BadMedia(name, f"is not {_NAMES[kinds[0]]}")
-        job = {"operation": operation, "media_type": media_type, "limits": asdict(self.limits), **options}
+        job = {"operation": operation, "media_type": media_type, "limits": asdict(limits or self.limits), **options}
         return self._sandbox.run(job, data, name)
 
     def _check(self, data: bytes, name: str) -> str:

@@ -1,0 +1,260 @@
+"""Several servers on one store, with scripted engines: how soon a command reaches a turn in another process, and how
+many tokens a second one server stores.
+
+    python -m benchmarks.fronts --latency [--rounds 5] [--database postgresql]
+    python -m benchmarks.fronts --pace [--streams 64] [--milliseconds 2] [--database sqlite]
+
+PostgreSQL is started for the benchmark, with its defaults (also fsync), and is skipped where it is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from sqlalchemy import URL
+
+from palaver.chat.interface import Chat
+from palaver.chat.model import Model
+from palaver.chat.model_pool import ModelPool
+from palaver.chat.service import Service
+from palaver.engines.core.generation import ReplyState
+from palaver.engines.host.supervisor import ReportProgress
+from palaver.events import Event, Finished, PhaseOpened, ReadEvent
+from palaver.generation import Output, Prompt, Step
+from palaver.messages import user
+from palaver.phases import Phase
+from palaver.store import Store, open_store
+from palaver.store.replies import TokenFrame
+from tests.chat.scripted_service import TOKENIZER, model, reply
+from tests.scripted_engine import ScriptedEngine
+from tests.store.postgres import running_server, server_binaries
+
+SCRIPT = reply("1 2 3 4 5 6 7 8 9 " * 40, "a word and another " * 60)
+STREAMS = 16
+PACE_S = 0.02
+_CONTEXT = multiprocessing.get_context("spawn")
+
+
+class PacedEngine(ScriptedEngine):
+    """A scripted engine that takes its time for each token."""
+
+    seconds = 0.0
+
+    async def _outputs(self, prompt: Prompt, reply: ReplyState, stopped: asyncio.Event) -> AsyncGenerator[Output]:
+        due = time.monotonic()
+        async for output in super()._outputs(prompt, reply, stopped):
+            if isinstance(output, Step) and self.seconds:
+                due = max(due + self.seconds, time.monotonic() - 10 * self.seconds)
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+            yield output
+
+
+@asynccontextmanager
+async def front(store: Store, seconds: float) -> AsyncIterator[Service]:
+    async def load(name: str, report: ReportProgress) -> Model:
+        built = model([SCRIPT], name)
+        engine = PacedEngine([SCRIPT], TOKENIZER.vocabulary)
+        engine.seconds = seconds
+        return Model(engine, built.format, name, built.tokenizer, built.vocabulary)
+
+    models = ModelPool(load, ("scripted",))
+    models.load("scripted")
+    async with Service(store, models) as service:
+        await models.ready()
+        await service.recovered.wait()
+        yield service
+
+
+async def start(chat: Chat) -> str:
+    talk = await chat.create_conversation()
+    return (await chat.send_message(talk.id, None, user("Hello"))).reply.id
+
+
+# latency
+
+
+def run_owner(folder: Path, database: str | None, commands: Connection) -> None:
+    asyncio.run(_own(folder, database, commands))
+
+
+async def _own(folder: Path, database: str | None, commands: Connection) -> None:
+    with open_store(folder, database) as store:
+        async with front(store, PACE_S) as service:
+            chat = service.chat(store.users.ensure().id)
+            while count := await asyncio.to_thread(commands.recv):
+                commands.send([await start(chat) for _ in range(count)])
+
+
+class Reader:
+    """Reads a turn and remembers when each event came."""
+
+    def __init__(self, chat: Chat, reply_id: str) -> None:
+        self._chat = chat
+        self._id = reply_id
+        self._seen: list[Event] = []
+        self._changed = asyncio.Event()
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async with self._chat.events(self._id) as stream:
+            async for entry in stream:
+                self._seen.append(entry.event)
+                self._changed.set()
+
+    async def wait(self, begun: float, found: type[Event] | Phase, skip: int = 0) -> float:
+        """Milliseconds from `begun` to the first such event after the first `skip` ones."""
+        while True:
+            for event in self._seen[skip:]:
+                if isinstance(event, PhaseOpened) and event.phase is found:
+                    return (time.perf_counter() - begun) * 1e3
+                if not isinstance(found, Phase) and isinstance(event, found):
+                    return (time.perf_counter() - begun) * 1e3
+            self._changed.clear()
+            await self._changed.wait()
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+
+async def latencies(folder: Path, database: str | None, rounds: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = defaultdict(list)
+    mine, theirs = _CONTEXT.Pipe()
+    with open_store(folder, database) as store:
+        owner = store.users.ensure()
+        process = _CONTEXT.Process(target=run_owner, args=(folder, database, theirs))
+        process.start()
+        try:
+            async with front(store, PACE_S) as service:
+                for _ in range(rounds):
+                    await asyncio.to_thread(mine.send, STREAMS)
+                    ids = await asyncio.to_thread(mine.recv)
+                    await asyncio.gather(*(_use(service.chat(owner.id), id, found) for id in ids))
+        finally:
+            mine.send(0)
+            process.join()
+    return found
+
+
+async def _use(chat: Chat, id: str, found: dict[str, list[float]]) -> None:
+    await asyncio.sleep(random.uniform(0.2, 0.6))
+    begun = time.perf_counter()
+    reader = Reader(chat, id)
+    found["attach"].append(await reader.wait(begun, PhaseOpened))
+    await asyncio.sleep(random.uniform(0.2, 0.8))
+    begun = time.perf_counter()
+    await chat.answer_now(id)
+    found["answer now"].append(await reader.wait(begun, Phase.ANSWER))
+    await asyncio.sleep(random.uniform(0.2, 0.8))
+    begun = time.perf_counter()
+    await chat.stop_reply(id)
+    found["stop"].append(await reader.wait(begun, Finished))
+    await reader.task
+    await asyncio.sleep(random.uniform(0.1, 0.3))
+    before = len(reader)
+    begun = time.perf_counter()
+    await chat.continue_reply(id)
+    again = Reader(chat, id)
+    while len(again) <= before:  # all that was read before, and the first new event
+        await asyncio.sleep(0.001)
+    found["continue"].append((time.perf_counter() - begun) * 1e3)
+    await chat.stop_reply(id)
+    await again.task
+
+
+# pace
+
+
+async def pace(folder: Path, database: str | None, streams: int, seconds: float) -> tuple[float, float]:
+    """Tokens and commits a second of one server whose turns all have a reader."""
+    with open_store(folder, database) as store:
+        commits = _count_commits(store)
+        async with front(store, seconds) as service:
+            chat = service.chat(store.users.ensure().id)
+            ids = [await start(chat) for _ in range(streams)] if not seconds else []
+            for id in ids:  # without a pace they are through soon: they are run again together
+                await _read_to_end(chat, id)
+            talks = [await chat.create_conversation() for _ in range(streams)]
+            first = commits[0]
+            begun = time.perf_counter()
+            sent = await asyncio.gather(*(chat.send_message(talk.id, None, user("Hello")) for talk in talks))
+            await asyncio.gather(*(_read_to_end(chat, one.reply.id) for one in sent))
+            passed = time.perf_counter() - begun
+    return streams * len(SCRIPT) / passed, (commits[0] - first) / passed
+
+
+async def _read_to_end(chat: Chat, id: str) -> None:
+    async with chat.events(id) as stream:
+        events = [entry.event async for entry in stream]
+    assert isinstance(events[-1], Finished), events[-1]
+    assert any(isinstance(event, ReadEvent) for event in events)
+
+
+def _count_commits(store: Store) -> list[int]:
+    append, count = store.replies.append, [0]
+
+    def counted(lease: object, frames: Sequence[TokenFrame]) -> frozenset[str]:
+        count[0] += 1
+        return append(lease, frames)  # type: ignore[arg-type]
+
+    store.replies.append = counted  # type: ignore[method-assign]
+    return count
+
+
+# databases
+
+
+@contextmanager
+def databases(only: str) -> Iterator[dict[str, URL | None]]:
+    binaries = server_binaries()
+    if only == "sqlite" or binaries is None:
+        if only != "sqlite":
+            print("PostgreSQL is not installed: not measured")
+        yield {"SQLite": None}
+        return
+    with running_server(binaries, fsync=True) as url:
+        yield {"PostgreSQL": url} if only == "postgresql" else {"SQLite": None, "PostgreSQL": url}
+
+
+def _percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--latency", action="store_true")
+    parser.add_argument("--pace", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--milliseconds", type=float, default=0.0, help="of the engine for each token")
+    parser.add_argument("--database", choices=["sqlite", "postgresql", "both"], default="both")
+    given = parser.parse_args()
+    with databases(given.database) as places:
+        for name, url in places.items():
+            address = None if url is None else url.render_as_string()
+            print(f"{name}, load {os.getloadavg()[0]:.1f}")
+            if given.latency:
+                with tempfile.TemporaryDirectory() as folder:
+                    found = asyncio.run(latencies(Path(folder), address, given.rounds))
+                for kind, values in found.items():
+                    middle, high = statistics.median(values), _percentile(values, 0.99)
+                    print(f"  {kind:12} {len(values):4} times: {middle:6.1f} ms, 99% within {high:6.1f} ms")
+            if given.pace:
+                with tempfile.TemporaryDirectory() as folder:
+                    tokens, commits = asyncio.run(pace(Path(folder), address, given.streams, given.milliseconds / 1e3))
+                print(f"  {given.streams} streams: {tokens:8,.0f} tokens/s in {commits:6.0f} commits/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""The loop of tool calls: approvals, results, stop and continue, limits, crashes and users."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from palaver.chat.interface import CallDecision, Chat, Remember
+from palaver.chat.service import Service
+from palaver.chat.tool_loop import DENIED, FORBIDDEN, SKIPPED, LoopLimits
+from palaver.errors import BadParameter
+from palaver.messages import Role, ToolResult, tool, user
+from palaver.store import NotFound, ReplyStatus, StoredMessage, open_store
+from palaver.store.tool_rounds import CallState, RoundState
+from palaver.tools.config import BadToolServer, ServerConfig
+from tests.chat.tool_service import (
+    ANSWER,
+    approve,
+    finished,
+    misbehaving,
+    next_reply,
+    open_tools,
+    question,
+    send,
+    wait_for_round,
+)
+from tests.tools import misbehaving_server
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    async with open_tools(tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+def chat(service: Service) -> Chat:
+    return service.chat(service.store.users.ensure().id)
+
+
+def results(path: tuple[StoredMessage, ...]) -> list[str]:
+    return [part.content for one in path for part in one.parts if isinstance(part, ToolResult)]
+
+
+def recorded(folder: Path) -> list[str]:
+    return (folder / "record").read_text().splitlines() if (folder / "record").exists() else []
+
+
+async def wait_for_record(folder: Path, line: str) -> None:
+    async with asyncio.timeout(10):
+        while line not in recorded(folder):
+            await asyncio.sleep(0.005)
+
+
+async def test_nothing_runs_before_it_is_approved_and_one_decision_runs_a_round(chat: Chat, tmp_path: Path) -> None:
+    reply = await send(chat, ["bad__unchanged", "bad__injection"])
+    round = await wait_for_round(chat, reply.id)
+    assert [call.state for call in round.calls] == [CallState.WAITING, CallState.WAITING]
+    assert not [line for line in recorded(tmp_path) if line.startswith("call")]
+    await chat.decide_calls(reply.id, approve(round))
+    following = await next_reply(chat, round)
+    assert following.text == ANSWER
+    path = await chat.path(following.id)
+    assert [one.role for one in path] == [Role.USER, Role.ASSISTANT, Role.TOOL, Role.TOOL, Role.ASSISTANT]
+    assert results(path) == ["as always", misbehaving_server.INJECTION]
+    assert (await chat.conversation(reply.conversation_id)).head_id == following.id
+    assert await chat.tool_round(following.id) is None
+
+
+async def test_a_stop_while_rules_are_applied_runs_nothing(service: Service, chat: Chat, tmp_path: Path) -> None:
+    reply = await send(chat, ["bad__unchanged"])
+    await chat.decide_calls(reply.id, approve(await wait_for_round(chat, reply.id), remember=Remember.SERVER))
+    await next_reply(chat, await wait_for_round(chat, reply.id, RoundState.DONE))
+    rounds, rule = service.store.tool_rounds, service.store.tool_rounds.rule
+
+    def stop_first(owner: str, conversation: str, tool: str, server: str) -> object:
+        rounds.stop(second.id)
+        return rule(owner, conversation, tool, server)
+
+    service.loop._rounds.rule = stop_first  # type: ignore[method-assign, assignment]
+    second = await send(chat, ["bad__count"])
+    stopped = await wait_for_round(chat, second.id, RoundState.STOPPED)
+    await asyncio.sleep(0.2)
+    assert stopped.calls[0].state is CallState.WAITING
+    assert (await wait_for_round(chat, second.id, RoundState.STOPPED)).calls == stopped.calls
+    assert "call count" not in recorded(tmp_path)
+
+
+async def test_a_denied_call_and_edited_arguments(chat: Chat) -> None:
+    reply = await send(chat, ["bad__unchanged", ["bad__control_text", {"a": 1}]])
+    round = await wait_for_round(chat, reply.id)
+    tokens = await chat.tokens(reply.id)
+    with pytest.raises(BadParameter, match="JSON object"):
+        await chat.decide_calls(reply.id, [CallDecision(0, True, "[1]")])
+    with pytest.raises(BadParameter, match="no such call"):
+        await chat.decide_calls(reply.id, [CallDecision(9, True)])
+    await chat.decide_calls(reply.id, [CallDecision(0, False), CallDecision(1, True, '{"a": 2}')])
+    following = await next_reply(chat, round)
+    first, second = results(await chat.path(following.id))
+    assert first == DENIED
+    assert second == f'[The user changed the arguments to {{"a": 2}}]\n{misbehaving_server.CONTROL_TEXT}'
+    assert await chat.tokens(reply.id) == tokens
+    assert json.loads(round.calls[1].arguments) == {"a": 1}
+
+
+async def test_a_model_may_use_the_short_name_of_a_tool_where_it_is_unique(tmp_path: Path) -> None:
+    twin = ServerConfig("twin", sys.executable, (misbehaving_server.__file__,))
+    async with open_tools(tmp_path, misbehaving(tmp_path / "record"), twin) as service:
+        chat = service.chat(service.store.users.ensure().id)
+        reply = await send(chat, ["unchanged", "nonsense"])
+        assert {one.name for one in reply.reply.settings.tools} >= {"unchanged", "slow"}  # type: ignore[union-attr]
+        round = await wait_for_round(chat, reply.id)
+        assert [call.name for call in round.calls] == ["bad__unchanged", "nonsense"]
+        await chat.decide_calls(reply.id, approve(round))
+        path = await chat.path((await next_reply(chat, round)).id)
+        assert results(path) == ["as always", "There is no tool 'nonsense'."]
+        assert [part.name for one in path for part in one.parts if isinstance(part, ToolResult)] == [
+            "unchanged",
+            "nonsense",
+        ]
+        both = await send(chat, ["unchanged"], tool_servers=["bad", "twin"])
+        assert {one.name for one in both.reply.settings.tools} >= {"bad__unchanged", "twin__unchanged"}  # type: ignore[union-attr]
+
+
+async def test_rules_for_a_tool_and_for_a_server(chat: Chat) -> None:
+    reply = await send(chat, ["bad__unchanged"], ["bad__unchanged"], ["bad__injection"])
+    round = await wait_for_round(chat, reply.id)
+    await chat.decide_calls(reply.id, approve(round, remember=Remember.TOOL))
+    second = await next_reply(chat, round)  # runs by the rule
+    third = await next_reply(chat, await wait_for_round(chat, second.id, RoundState.DONE))
+    round = await wait_for_round(chat, third.id)  # another tool of the server
+    await chat.decide_calls(third.id, approve(round, remember=Remember.SERVER))
+    assert (await next_reply(chat, round)).text == ANSWER
+    other = await send(chat, ["bad__control_text"])  # the rule of the server holds in other conversations, too
+    assert (await next_reply(chat, await wait_for_round(chat, other.id, RoundState.DONE))).text == ANSWER
+
+
+async def test_a_tool_that_is_never_allowed(chat: Chat) -> None:
+    reply = await send(chat, ["bad__unchanged"], ["bad__unchanged"])
+    round = await wait_for_round(chat, reply.id)
+    await chat.decide_calls(reply.id, approve(round, allowed=False, remember=Remember.TOOL))
+    second = await next_reply(chat, round)
+    third = await next_reply(chat, await wait_for_round(chat, second.id, RoundState.DONE))
+    assert results(await chat.path(third.id)) == [DENIED, FORBIDDEN]
+
+
+async def test_a_failing_tool_an_unknown_tool_and_a_wrong_name(chat: Chat) -> None:
+    mine = [{"name": "other__tool", "parameters": {"type": "object"}}]
+    reply = await send(chat, ["bad__dies", "bad__unchanged_and_more", "other__tool"], tools=mine)
+    round = await wait_for_round(chat, reply.id)
+    assert [call.name for call in round.calls] == ["bad__dies", "bad__unchanged_and_more"]
+    await chat.decide_calls(reply.id, approve(round))
+    round = await wait_for_round(chat, reply.id, RoundState.DONE)
+    assert round.next_id is None  # the client answers the call that is not of a server
+    first, second = (call.result for call in round.calls)
+    assert first is not None
+    assert "ended with exit code 3" in first
+    assert second == "There is no tool 'bad__unchanged_and_more'."
+    assert [call.is_error for call in round.calls] == [True, True]
+    leaf = await chat.newest_leaf(reply.conversation_id)
+    stored = await chat.append_message(reply.conversation_id, leaf, tool("call_2", "mine", "other__tool"))
+    following = await chat.start_reply(reply.conversation_id, stored.id)
+    assert (await finished(chat, following.id)).text == ANSWER
+
+
+async def test_stop_in_a_slow_tool_and_continue(chat: Chat, tmp_path: Path) -> None:
+    reply = await send(chat, ["bad__slow", "bad__unchanged"])
+    round = await wait_for_round(chat, reply.id)
+    await chat.decide_calls(reply.id, approve(round))
+    await wait_for_record(tmp_path, "call slow")
+    await wait_for_record(tmp_path, "call unchanged")
+    async with asyncio.timeout(10):
+        while (await chat.tool_round(reply.id)).calls[1].state is not CallState.DONE:  # type: ignore[union-attr]
+            await asyncio.sleep(0.005)
+    started = time.monotonic()
+    await chat.stop_reply(reply.id)
+    assert time.monotonic() - started < 2.0
+    await wait_for_record(tmp_path, "cancelled")
+    stopped = await wait_for_round(chat, reply.id, RoundState.STOPPED)
+    assert [call.state for call in stopped.calls] == [CallState.INTERRUPTED, CallState.DONE]
+    await chat.continue_reply(reply.id)  # asks about the call that had begun
+    round = await wait_for_round(chat, reply.id)
+    assert recorded(tmp_path).count("call slow") == 1
+    await chat.decide_calls(reply.id, [CallDecision(0, False)])
+    following = await next_reply(chat, round)
+    assert results(await chat.path(following.id)) == [SKIPPED, "as always"]
+    assert recorded(tmp_path).count("call unchanged") == 1
+
+
+async def test_stop_before_the_approval_and_a_decision_that_goes_on(chat: Chat) -> None:
+    reply = await send(chat, ["bad__unchanged"])
+    round = await wait_for_round(chat, reply.id)
+    await chat.stop_reply(reply.id)
+    stopped = await wait_for_round(chat, reply.id, RoundState.STOPPED)
+    assert stopped.calls[0].state is CallState.WAITING
+    await chat.decide_calls(reply.id, approve(round))
+    assert (await next_reply(chat, round)).text == ANSWER
+
+
+async def test_the_loop_is_bounded_and_can_be_continued(tmp_path: Path) -> None:
+    async with open_tools(tmp_path, limits=LoopLimits(rounds=2)) as service:
+        chat = service.chat(service.store.users.ensure().id)
+        reply = await send(chat, *[["bad__unchanged"]] * 3)
+        round = await wait_for_round(chat, reply.id)
+        await chat.decide_calls(reply.id, approve(round, remember=Remember.SERVER))
+        second = await next_reply(chat, round)
+        failed = await wait_for_round(chat, second.id, RoundState.FAILED)
+        assert failed.error == "The loop stopped after 2 rounds of tool calls: continue it if it should go on."
+        await chat.continue_reply(second.id)
+        third = await next_reply(chat, failed)
+        fourth = await next_reply(chat, await wait_for_round(chat, third.id, RoundState.DONE))
+        assert fourth.text == ANSWER
+
+
+async def test_a_result_too_long_for_the_context_fails_the_round_alone(chat: Chat, service: Service) -> None:
+    reply = await send(chat, ["bad__long"])
+    round = await wait_for_round(chat, reply.id)
+    await chat.decide_calls(reply.id, approve(round))
+    failed = await wait_for_round(chat, reply.id, RoundState.FAILED)
+    assert failed.error is not None
+    assert "context" in failed.error.lower()
+    other = await chat.send_message(reply.conversation_id, reply.id, question())
+    assert (await finished(chat, other.reply.id)).text == ANSWER
+
+
+async def test_after_a_crash_a_call_that_had_begun_is_asked_about(tmp_path: Path) -> None:
+    async with open_tools(tmp_path) as service:
+        chat = service.chat(service.store.users.ensure().id)
+        reply = await send(chat, ["bad__slow", "bad__unchanged"])
+        round = await wait_for_round(chat, reply.id)
+        await chat.decide_calls(reply.id, approve(round)[:1])
+        await wait_for_record(tmp_path, "call slow")
+    async with open_tools(tmp_path, resume=True) as service:
+        chat = service.chat(service.store.users.ensure().id)
+        round = await wait_for_round(chat, reply.id)
+        assert [call.state for call in round.calls] == [CallState.INTERRUPTED, CallState.WAITING]
+        assert recorded(tmp_path).count("call slow") == 1
+        await chat.decide_calls(reply.id, [CallDecision(0, False), CallDecision(1, True)])
+        following = await next_reply(chat, round)
+        assert results(await chat.path(following.id)) == [SKIPPED, "as always"]
+
+
+async def test_after_a_crash_recorded_results_are_used_and_approved_calls_run(tmp_path: Path) -> None:
+    async with open_tools(tmp_path) as service:
+        chat = service.chat(service.store.users.ensure().id)
+        reply = await send(chat, ["bad__slow", "bad__unchanged"])
+        await wait_for_round(chat, reply.id)
+    with open_store(tmp_path) as store:  # the process died after a result, and after an approval
+        lease = store.leases.open()
+        assert store.tool_rounds.decide(reply.id, 0, True, None, "")
+        assert store.tool_rounds.begin(lease, reply.id, 0)
+        assert not store.tool_rounds.begin(lease, reply.id, 0)
+        assert store.tool_rounds.record_result(reply.id, 0, "the result", False)
+        assert not store.tool_rounds.decide(reply.id, 0, True, None, "")
+        assert store.tool_rounds.decide(reply.id, 1, True, None, "")
+    async with open_tools(tmp_path, resume=True) as service:
+        chat = service.chat(service.store.users.ensure().id)
+        round = await wait_for_round(chat, reply.id, RoundState.DONE)
+        following = await next_reply(chat, round)
+        assert results(await chat.path(following.id)) == ["the result", "as always"]
+
+
+async def test_a_round_stays_open_when_the_program_ends(tmp_path: Path) -> None:
+    async with open_tools(tmp_path) as service:
+        chat = service.chat(service.store.users.ensure().id)
+        reply = await send(chat, ["bad__unchanged"])
+        round = await wait_for_round(chat, reply.id)
+        service.turns.closing = True  # no reply is started any more
+        await chat.decide_calls(reply.id, approve(round))
+        async with asyncio.timeout(10):
+            while not results(await chat.path((await chat.newest_leaf(reply.conversation_id)) or "")):
+                await asyncio.sleep(0.005)
+    async with open_tools(tmp_path, resume=True) as service:
+        chat = service.chat(service.store.users.ensure().id)
+        assert (await next_reply(chat, await wait_for_round(chat, reply.id, RoundState.DONE))).text == ANSWER
+    assert recorded(tmp_path).count("call unchanged") == 1
+
+
+async def test_users_reach_their_own_tools_and_calls_alone(service: Service, chat: Chat) -> None:
+    reply = await send(chat, ["bad__unchanged"])
+    round = await wait_for_round(chat, reply.id)
+    stranger = service.chat(service.store.users.ensure("stranger").id)
+    with pytest.raises(NotFound):
+        await stranger.tool_round(reply.id)
+    with pytest.raises(NotFound):
+        await stranger.decide_calls(reply.id, approve(round))
+    with pytest.raises(NotFound):
+        await stranger.stop_reply(reply.id)
+    toolbox = service.loop.toolbox
+    owner = service.store.users.ensure().id
+    toolbox.add(owner, ServerConfig("mine", url="https://tools.example/mcp", headers={"Authorization": "secret"}))
+    assert "mine" in toolbox.names(owner)
+    assert "mine" not in [card.name for card in await stranger.tool_servers(connect=False)]
+    conversation = await stranger.create_conversation(parameters={"tool_servers": ["mine"]})
+    with pytest.raises(BadToolServer, match="no tool server 'mine'"):
+        await stranger.send_message(conversation.id, None, user("[]"))
+    with pytest.raises(BadToolServer, match="no tool server 'mine' of yours"):
+        await stranger.remove_tool_server("mine")
+    with pytest.raises(BadToolServer, match="only its operator"):
+        await chat.add_tool_server(ServerConfig("shell", "sh"))
+    with pytest.raises(BadToolServer, match="already"):
+        await chat.add_tool_server(ServerConfig("bad", url="https://tools.example/mcp"))
+    await chat.remove_tool_server("mine")
+    assert [card.name for card in await chat.tool_servers(connect=False)] == ["bad"]
+
+
+async def test_a_reply_says_which_tools_were_not_offered(tmp_path: Path) -> None:
+    broken = ServerConfig("broken", "no-such-command")
+    async with open_tools(tmp_path, misbehaving(tmp_path / "record"), broken) as service:
+        chat = service.chat(service.store.users.ensure().id)
+        reply = await send(chat, ["bad__unchanged"], tool_servers=["bad", "broken"])
+        assert reply.reply is not None
+        failed = reply.reply.settings.options["loop"]["failed"]
+        assert failed == {"broken": "could not be started: no-such-command: No such file or directory"}
+        round = await wait_for_round(chat, reply.id)
+        await chat.decide_calls(reply.id, approve(round))
+        assert (await next_reply(chat, round)).text == ANSWER
+
+
+async def test_a_deleted_conversation_stops_its_calls(chat: Chat, tmp_path: Path) -> None:
+    reply = await send(chat, ["bad__slow"])
+    round = await wait_for_round(chat, reply.id)
+    await chat.decide_calls(reply.id, approve(round))
+    await wait_for_record(tmp_path, "call slow")
+    await chat.delete_conversation(reply.conversation_id)
+    await wait_for_record(tmp_path, "cancelled")
+
+
+async def test_without_tool_servers_calls_are_the_clients(chat: Chat) -> None:
+    conversation = await chat.create_conversation()
+    offered = [{"name": "bad__unchanged", "parameters": {"type": "object"}}]
+    sent = await chat.send_message(conversation.id, None, question(["bad__unchanged"]), parameters={"tools": offered})
+    reply = await finished(chat, sent.reply.id)
+    assert reply.reply is not None
+    assert reply.reply.status is ReplyStatus.DONE
+    assert await chat.tool_round(reply.id) is None
