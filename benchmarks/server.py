@@ -221,7 +221,7 @@ def vanish(options: argparse.Namespace) -> None:
     )
     times = []
     with tempfile.TemporaryDirectory() as folder, LiveServer(Path(folder)) as live:
-        engine: Any = live.service.models.current().engine
+        engine: Any = live.service.models.engine()
         for number in range(options.times):
             with socket.create_connection(("127.0.0.1", live.port)) as connection:
                 connection.sendall(head.encode() + b"\r\n" + body)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import InitErrorDetails
 
-from palaver.chat.interface import ConversationChange
+from palaver.chat.interface import CallDecision, Column, ConversationChange, Remember
 from palaver.encoding import Tagged, decode_error, error_details, error_name
 from palaver.errors import PalaverError
 from palaver.events import Event
@@ -202,6 +202,32 @@ class ForkReplyRequest(RequestModel):
     key: Key = None
 
 
+class ColumnSchema(RequestModel):
+    """One reply of a comparison: its parameters and its name, which may both be left out."""
+
+    parameters: Parameters = Field(default_factory=dict)
+    name: Annotated[str, Field(max_length=200)] = ""
+
+    def to_value(self) -> Column:
+        return Column(self.parameters, self.name)
+
+
+class CompareRequest(RequestModel):
+    """One message to several models or settings. Without a message, `parent` is replied to."""
+
+    parent: str | None
+    message: NewMessage | None = None
+    columns: Annotated[list[ColumnSchema], Field(max_length=100)]
+    blind: bool = False
+    key: Key = None
+
+
+class ChooseReplyRequest(RequestModel):
+    """The preferred reply; null: no reply is better than the others."""
+
+    reply: str | None
+
+
 class ContinueReplyRequest(RequestModel):
     key: Key = None
 
@@ -217,6 +243,43 @@ class CursorRequest(RequestModel):
 
 class MoveCursorRequest(CursorRequest):
     to: str | None
+
+
+class AddToolServerRequest(RequestModel):
+    """A tool server at a public address. A command is code that runs: only the operator of the server adds one."""
+
+    name: Annotated[str, Field(max_length=100)]
+    url: Annotated[str, Field(max_length=4096)]
+    headers: Annotated[dict[str, str], Field(max_length=50)] = Field(default_factory=dict)
+
+
+class RemoveToolServerRequest(RequestModel):
+    name: str
+
+
+class ReadToolResourceRequest(RequestModel):
+    """A resource of a tool server by its URI, or a prompt by its name, with the prompt's arguments."""
+
+    server: Annotated[str, Field(max_length=100)]
+    name: Annotated[str, Field(max_length=2048)]
+    arguments: Annotated[dict[str, str], Field(max_length=50)] = Field(default_factory=dict)
+
+
+class CallDecisionSchema(RequestModel):
+    """What the user decided about a call that waits. `arguments` are those to run it with, if they were edited."""
+
+    position: Count
+    allowed: bool
+    arguments: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
+    remember: Remember = Remember.ONCE
+    reason: Annotated[str, Field(max_length=MAX_TEXT)] = ""
+
+    def to_value(self) -> CallDecision:
+        return CallDecision(self.position, self.allowed, self.arguments, self.remember, self.reason)
+
+
+class DecideCallsRequest(RequestModel):
+    decisions: Annotated[list[CallDecisionSchema], Field(max_length=1000)]
 
 
 class LoadModelRequest(RequestModel):
@@ -262,6 +325,12 @@ class BlobUploadSchema(ValueModel):
 
 class DocumentSchema(ValueModel):
     """A document as the text of a part."""
+
+    text: str
+
+
+class TranscriptionSchema(ValueModel):
+    """The words of a sound."""
 
     text: str
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from palaver.chat.model import Model
-from palaver.chat.model_slot import ModelSlot
+from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service
 from palaver.engines.host.supervisor import ReportProgress
 from palaver.store import open_store
@@ -26,7 +26,7 @@ async def main(folder: Path, port: int, held: bool, slow: bool) -> None:
         return model([[*WAVE[:4], HoldScript(asyncio.Event()), *WAVE[4:]]] if held else [WAVE], name)
 
     with open_store(folder) as store:
-        models = ModelSlot(load, ("scripted",))
+        models = ModelPool(load, ("scripted",))
         models.load("scripted")
         async with Service(store, models, resume=True) as service, served(service, port=port) as url:
             print(url, flush=True)

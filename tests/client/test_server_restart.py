@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from palaver.chat.interface import ModelState
+from palaver.chat.interface import Column, ModelState
 from palaver.client import HttpChat
 from palaver.client.http_chat import MISSED
 from palaver.events import Finished, fold
@@ -20,7 +20,7 @@ from palaver.generation import Finish
 from palaver.messages import assistant, user
 from palaver.store import ReplyStatus
 from tests.chat.conformance import ANSWER, THOUGHT
-from tests.chat.scripted_service import WAVE, read_entries
+from tests.chat.scripted_service import WAVE, read_entries, read_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,3 +85,24 @@ async def read_while_loading(chat: HttpChat, reply_id: str, server: asyncio.subp
         server.stdin.write(b"\n")
         ending = [entry async for entry in stream][-1].event
     assert isinstance(ending, Finished)
+
+
+@pytest.mark.slow
+async def test_all_replies_of_a_comparison_continue_after_the_server_was_killed(tmp_path: Path) -> None:
+    columns = [Column({"temperature": 0.0}), Column({"temperature": 1.0}, name="warm")]
+    async with process(tmp_path, 0, "held") as (first, url), HttpChat(url) as chat:
+        conversation = await chat.create_conversation()
+        comparison = await chat.compare(conversation.id, None, user("Wave!"), columns, blind=True)
+        replies = [one.reply_id for one in comparison.replies]
+        for id in replies:
+            await read_until(chat, id, 2)
+        first.send_signal(signal.SIGKILL)
+        await first.wait()
+        async with process(tmp_path, int(url.rpartition(":")[2])):
+            for id in replies:
+                received = await read_entries(chat, id)
+                assert fold(entry.event for entry in received).message == assistant(ANSWER, THOUGHT)
+                assert [token.token_id for token in await chat.tokens(id)] == WAVE
+            assert await chat.comparisons(conversation.id) == (comparison,)
+            assert (await chat.choose_reply(comparison.id, replies[1])).chosen_id == replies[1]
+            assert (await chat.conversation(conversation.id)).head_id == replies[1]

@@ -13,17 +13,21 @@ from typing import Any
 
 import uvicorn
 
-from palaver.chat.engine_spec import LoadOptions, make_spec
+from palaver.chat.engine_spec import DIFFUSION, LoadOptions, file_kind, make_spec
 from palaver.chat.model import Model, build_model, load_model_format
-from palaver.chat.model_slot import ModelSlot
+from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service
+from palaver.engines.base import Engine
+from palaver.engines.diffusion.engine import load as load_diffusion
 from palaver.engines.host.supervisor import HostedEngine, ReportProgress
 from palaver.engines.torch import EngineOptions, load
+from palaver.models.catalog import Catalog
 from palaver.models.resolver import resolve_model
 from palaver.server.app import Server, socket_options
 from palaver.server.limits import limited_protocol
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
+from palaver.tools.toolbox import Toolbox
 
 TOKEN = "the-token-of-the-data-folder"
 ADMIN = {"authorization": f"Bearer {TOKEN}"}
@@ -37,8 +41,9 @@ async def sprout(name: str, report: ReportProgress) -> Model:
         hosted = HostedEngine(make_spec(model, tokenizer.vocabulary, LoadOptions()), report)
         await hosted.start()
         return build_model(name, hosted, format, tokenizer)
+    loader: Callable[..., Engine] = load_diffusion if file_kind(model) == DIFFUSION else load
     engine = await asyncio.to_thread(
-        load, model.folder, vocabulary=tokenizer.vocabulary, options=EngineOptions(threads=1)
+        loader, model.folder, vocabulary=tokenizer.vocabulary, options=EngineOptions(threads=1)
     )
     return build_model(name, engine, format, tokenizer)
 
@@ -52,9 +57,16 @@ class LiveServer:
         settings: ServerSettings | None = None,
         model: str | None = "sprout",
         resume: bool = False,
+        transcriber: str = "",
+        toolbox: Toolbox | None = None,
+        catalog: Catalog | None = None,
     ) -> None:
+        """`catalog`: the models that are offered; sprout alone without one."""
         self._folder = folder
+        self._catalog = catalog or Catalog(("sprout",))
         self._resume = resume
+        self._transcriber = transcriber
+        self._toolbox = toolbox
         self._settings = replace(settings or ServerSettings(), secret=TOKEN)
         self._model = model
         self._started = threading.Event()
@@ -99,8 +111,9 @@ class LiveServer:
         listening = socket.create_server(("127.0.0.1", 0))
         self.port = listening.getsockname()[1]
         with open_store(self._folder) as store:
-            models = ModelSlot(sprout, ("sprout",))
-            async with Service(store, models, resume=self._resume) as self.service:
+            models = ModelPool(sprout, self._catalog)
+            service = Service(store, models, resume=self._resume, transcriber=self._transcriber, toolbox=self._toolbox)
+            async with service as self.service:
                 if self._model is not None:
                     models.load(self._model)
                     await models.ready()

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from palaver.chat.model import Model
-from palaver.chat.model_slot import ModelSlot
+from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service
 from palaver.engines.host.supervisor import ReportProgress
 from palaver.formats.format import TemplateFormat
@@ -49,7 +49,7 @@ async def scripted_client(
         return Model(one, format, name, TOKENIZER.fingerprint, TOKENIZER.vocabulary)
 
     with open_store(folder) as store:
-        models = ModelSlot(load, ("scripted",))
+        models = ModelPool(load, ("scripted",))
         models.load("scripted")
         async with Service(store, models) as service, served(service, settings) as url:
             await models.ready()

@@ -37,7 +37,7 @@ def test_health_is_of_the_engine(tmp_path: Path) -> None:
 
     with LiveServer(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60) as http:
         assert ready(http) == (200, "ready", 1)
-        engine = live.service.models.current().engine
+        engine = live.service.models.engine()
         assert isinstance(engine, TorchEngine)
         engine._scheduler.step = fail  # type: ignore[method-assign]
         assert http.post(CHAT, json={"messages": SUM}).status_code == 503
@@ -119,7 +119,12 @@ def test_defaults_and_forced_values_of_the_operator(tmp_path: Path) -> None:
 def test_what_is_said_is_logged_only_when_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with LiveServer(tmp_path, ServerSettings(debug=True), None) as live, caplog.at_level(logging.DEBUG):
         post(live.url + CHAT, json={"messages": [{"role": "user", "content": "Xylophone"}]})
+        tool = {"type": "mcp", "server_label": "a", "server_url": "https://a.example/?hush", "headers": {"X": "hush"}}
+        post(f"{live.url}/v1/responses", json={"input": "Trumpet", "tools": [{**tool, "authorization": "hush"}]})
+        post(f"{live.url}/api/tools", json={"name": "", "url": "https://a.example", "headers": {"X": "hush"}})
     assert "Xylophone" in caplog.text
+    assert "Trumpet" in caplog.text
+    assert "hush" not in caplog.text
 
 
 def test_the_server_ends_without_cutting_a_stream_short_of_words(tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ def test_hostile_18_one_s_own_page_may_call(http: httpx.Client, live: LiveServer
 
 
 def test_hostile_21_more_tokens_than_the_context(http: httpx.Client, live: LiveServer) -> None:
-    limit = live.service.models.current().engine.info.context_length
+    limit = live.service.models.engine().info.context_length
     status, error = post_error(http, messages=[{"role": "user", "content": "word " * limit}])
     assert (status, error["code"]) == (400, "context_length_exceeded")
     assert f"{limit:,}" in error["message"]
@@ -275,7 +275,7 @@ def test_hostile_22_a_full_queue(tmp_path: Path) -> None:
 
 def until_free(live: LiveServer, seconds: float = 60.0) -> float:
     started = time.monotonic()
-    while len(live.server.state.limiter) or live.service.models.current().engine.statistics.running:  # type: ignore[attr-defined]
+    while len(live.server.state.limiter) or live.service.models.engine().statistics.running:  # type: ignore[attr-defined]
         assert time.monotonic() - started < seconds
         time.sleep(0.002)
     return time.monotonic() - started
@@ -290,7 +290,7 @@ def test_hostile_23_a_client_that_vanishes(live: LiveServer, streams: bool) -> N
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", live.port)) as leaving:
             leaving.sendall(head.encode() + b"\r\n" + body)
-            while not live.service.models.current().engine.statistics.running:  # type: ignore[attr-defined]
+            while not live.service.models.engine().statistics.running:  # type: ignore[attr-defined]
                 time.sleep(0.002)
         until_free(live)
 
@@ -302,7 +302,7 @@ def test_hostile_23_a_client_that_vanishes_while_its_prompt_is_read(live: LiveSe
     )
     with socket.create_connection(("127.0.0.1", live.port)) as leaving:
         leaving.sendall(head.encode() + b"\r\n" + body)
-        while not live.service.models.current().engine.statistics.running:  # type: ignore[attr-defined]
+        while not live.service.models.engine().statistics.running:  # type: ignore[attr-defined]
             time.sleep(0.002)
     until_free(live)
 
@@ -362,7 +362,6 @@ def test_hostile_13_and_14_models_that_want_to_run_something(tmp_path: Path, fil
         health = get(live.url + "/health")
         assert (health.status_code, health.json()["status"]) == (503, "failed")
         assert why in health.json()["note"]
-        live.service.models.names = ("sprout",)
         loaded = post(live.url + "/v1/model/load", json={"model": "sprout"}, headers=ADMIN)
         assert (loaded.status_code, loaded.json()["status"]) == (200, "ready"), "the process lives"
 

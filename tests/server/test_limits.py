@@ -17,6 +17,7 @@ from palaver.errors import QueueFull
 from palaver.server.errors import NotJson
 from palaver.server.limits import ConcurrencyLimiter, RateLimiter, check_json
 from palaver.server.settings import ServerLimits
+from palaver.store import open_store
 from tests.server.chat_client import CHAT, SUM, post
 from tests.server.live_server import LiveServer
 
@@ -197,7 +198,8 @@ def test_one_owner_cannot_lock_out_others() -> None:
     running.close()
 
 
-def test_no_limit_is_no_limit() -> None:
-    limiter = RateLimiter(0)
-    for _ in range(1000):
-        limiter.acquire("x")
+async def test_no_limit_is_no_limit(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        limiter = RateLimiter(0, store.rate_limits)
+        for _ in range(1000):
+            await limiter.acquire("x")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import anthropic as anthropic_sdk
@@ -21,7 +21,7 @@ from palaver.server.openai.request import parse_messages
 from palaver.server.openai.schemas import ChatMessage
 from palaver.server.responses.request import chat_messages
 from palaver.server.responses.schemas import InputItem
-from palaver.server.socket.request import parse_history
+from palaver.server.socket.request import media_options, parse_history
 from palaver.server.socket.schemas import TurnRequest
 from tests import media_files
 from tests.server.live_server import LiveServer
@@ -140,6 +140,22 @@ def test_socket(attachments: AttachmentReader) -> None:
     for wrong in ({"sample_rate": 0}, {"sample_rate": True}, {"data": None}, {"name": 1}, {"stack_frames": 2}):
         with pytest.raises(BadParameter):
             socket([{"type": "audio", "data": encoded(raw), **wrong}], attachments)
+
+
+def test_the_sockets_options_for_media() -> None:
+    def options(stacked: Sequence[Any], **fields: Any) -> Any:
+        videos = [{"type": "video", "data": "", "stack_frames": one} for one in stacked]
+        body = {"messages": [{"role": "user", "content": [SEE, *videos]}], **fields}
+        return media_options(TurnRequest.model_validate(body))
+
+    assert options(()) is None
+    assert options((), image={"max_slice_nums": None, "use_image_id": True}) == {"use_image_id": 1}
+    assert options((), image={"max_slice_nums": 9}, omni_mode=True) == {"max_slice_nums": 9}
+    assert options((None,)) == options((1,)) == {"max_slice_nums": 1, "stack_frames": 1}
+    assert options((3, 3)) == {"max_slice_nums": 1, "stack_frames": 3}
+    for wrong in ((0,), (17,), (True,), ("2",), (1, 2)):
+        with pytest.raises(BadParameter, match=r"messages\[0\].content\[\d\].stack_frames"):
+            options(wrong)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ ENGINE = {
     "prompt_tokens": 5.0,
     "hit_tokens": 2.0,
     "evictions": 1.0,
+    "draft_tokens": 30.0,
+    "accepted_tokens": 20.0,
 }
 FAMILIES = {
     "palaver_requests": "counter",
@@ -36,6 +38,8 @@ FAMILIES = {
     "palaver_cache_prompt_tokens": "counter",
     "palaver_cache_hit_tokens": "counter",
     "palaver_cache_evictions": "counter",
+    "palaver_draft_tokens": "counter",
+    "palaver_accepted_draft_tokens": "counter",
     "palaver_first_token_seconds": "histogram",
     "palaver_inter_token_seconds": "histogram",
 }

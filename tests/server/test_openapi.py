@@ -10,19 +10,24 @@ from palaver.server.openapi import ADDED_FIELDS, PUBLISHED_NAMES, PUBLISHED_VALU
 from tests.server.live_server import LiveServer
 
 COMPONENTS = """
-AllowedChatTools AllowedTools AllowedToolsChoice Alternative AnswerDelta AnthropicError Append AudioWish Blob BlobPut
-CallMade Change ChangeConversation Changed ChatMessage ChatRequest Client Closing CompletionRequest Constraint
-Continue Conversation ConversationName CountRequest Create Cursor DeletePreset DetokenizeRequest Document
-DocumentBlock Edit Entry Error ErrorBody Failed Finish Finished Follow Followed Fork Format Function FunctionCall
-FunctionTool Gauge Grammar Health Hit ImageBlock IncompleteDetails InputContent InputItem InputItemList InputTokens
-JsonSchema Leaf Load LoadRequest MeasureContext Media MediaSource Message MessageGiven MessageTold MessagesRequest
-ModelCard ModelState Move NamedAudio NamedFunction NamedTool NamedVoice Node Notice Opened OtherBlock OutputConfig
-OutputFormat Phase PhaseOpened Preset Raw ReasoningWish RedactedThinkingBlock Refused RenderRequest Reply ResponseBody
-ResponseDeleted ResponseFailure ResponseFormat ResponseRequest ResponseUsage Role Said Sampling SavePreset Say Session
-Settings SignIn Snapshot SpeechRequest Started Status Stored StoredReply StreamOptions StreamWish StructuredOutputs
-Switch SwitchKind Text TextBlock TextFormat TextWish Thinking ThinkingBlock ThinkingConfig ThinkingDelta ThinkingWish
+AddToolServer AllowedChatTools AllowedTools AllowedToolsChoice Alternative AnswerDelta AnthropicError Append AudioWish
+Blob BlobPut CallDecision CallMade CallState Change ChangeConversation Changed ChatMessage ChatRequest ChooseReply
+Client Closing Column Compare ComparedReply Comparison CompletionRequest Constraint Continue Conversation
+ConversationDeleted ConversationName ConversationResource CountRequest Create CreateConversation CreateItems Cursor
+DecideCalls DeletePreset DetokenizeRequest Document DocumentBlock DraftBlock Edit Entry Error ErrorBody Failed
+FillRequest Finish Finished Follow Followed Fork Format Function FunctionCall FunctionTool Gauge Grammar Health Hit
+ImageBlock IncompleteDetails InputContent InputItem InputItemList InputTokens JsonSchema Leaf Load LoadRequest
+McpApprovalFilters McpTool McpToolFilter MeasureContext Media MediaSource Message MessageGiven MessageTold
+MessagesRequest ModelCard ModelState Move NamedAudio NamedFunction NamedTool NamedVoice Node Notice Opened OtherBlock
+OutputConfig OutputFormat Phase PhaseOpened Preset Raw ReadToolResource ReasoningWish RedactedThinkingBlock Refused
+Remember RemoveToolServer RenderRequest Reply ResponseBody ResponseDeleted ResponseFailure ResponseFormat
+ResponseRequest ResponseUsage Role RoundCall RoundState Said Sampling SavePreset Say ServerTool Session Settings SignIn
+Snapshot SpeechRequest Started Status Stored StoredReply StreamOptions StreamWish StructuredOutputs Switch SwitchKind
+TallyRow Text TextBlock TextFormat TextWish Thinking ThinkingBlock ThinkingConfig ThinkingDelta ThinkingWish
 ThoughtWish Token TokenCount TokenizeRequest TokensRead TokensWritten Tool ToolCall ToolCallDelta ToolCallOpened
-ToolChoice ToolGiven ToolName ToolOffered ToolResult ToolResultBlock ToolUseBlock TurnEvent Usage UsageTold Waiting
+ToolChoice ToolGiven ToolName ToolOffered ToolResource ToolResult ToolResultBlock ToolRound ToolServer ToolServerState
+ToolUseBlock Transcription TranscriptionRequest TranslationRequest TurnEvent UnloadRequest UpdateConversation Usage
+UsageTold Waiting
 """
 
 

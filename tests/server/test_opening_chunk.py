@@ -84,7 +84,7 @@ async def test_over_the_socket(tmp_path: Path, read: asyncio.Event) -> None:
         async with connect(f"{url}/ws/chat", proxy=None) as socket:
             await socket.send(json.dumps({"messages": SUM, "enable_thinking": True}))
             first = json.loads(await socket.recv())
-            assert first == {"type": "chunk", "thinking_delta": "", "seq": 1}
+            assert first == {"type": "chunk", "text_delta": "", "thinking_delta": "", "seq": 1}
             read.set()
             assert json.loads(await socket.recv())["type"] == "prefill_done"
             while (message := json.loads(await socket.recv()))["type"] != "done":

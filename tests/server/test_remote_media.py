@@ -10,8 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from palaver.addresses import Address, AddressGuard, is_public
 from palaver.media import BadMedia
-from palaver.server.remote_media import Address, RemoteMedia, is_public
+from palaver.server.remote_media import RemoteMedia
 from tests import media_files
 
 PICTURE = media_files.picture()
@@ -51,7 +52,7 @@ def to_loopback(host: str, port: int) -> Sequence[Address]:
     return [LOOPBACK]
 
 
-OPEN = RemoteMedia(to_loopback, lambda address: True)
+OPEN = RemoteMedia(AddressGuard(to_loopback, lambda address: True))
 
 
 def test_downloads_from_the_address_that_was_checked(site: ThreadingHTTPServer) -> None:
@@ -74,7 +75,9 @@ def test_ends_at_the_limit(site: ThreadingHTTPServer) -> None:
 def test_refuses_if_one_address_is_private(site: ThreadingHTTPServer) -> None:
     addresses = [ipaddress.ip_address("93.184.216.34"), LOOPBACK]
     with pytest.raises(BadMedia, match="is at an address that is not public"):
-        RemoteMedia(lambda host, port: addresses).fetch(f"http://pictures.example:{site.server_port}/picture.png")
+        RemoteMedia(AddressGuard(lambda host, port: addresses)).fetch(
+            f"http://pictures.example:{site.server_port}/picture.png"
+        )
     assert site.hosts == []  # type: ignore[attr-defined]
 
 

@@ -6,6 +6,9 @@ import base64
 import io
 import json
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ import openai
 import pytest
 
 from palaver.engines.core.logits_processors import unspeakable_characters
+from palaver.voice import speech
+from palaver.voice.base import IsStopped, Samples, Speaker, VoiceFailed, VoiceMissing, VoiceSettings
 from tests.server.chat_client import SUM, WEATHER, complete, delta_text, post_error, stream
 from tests.server.live_server import LiveServer
 
@@ -193,6 +198,66 @@ def test_a_spoken_reply_in_a_conversation(http: httpx.Client) -> None:
     assert is_speech(heard(base64.b64decode(value["choices"][0]["message"]["audio"]["data"]))[0])
     stored = http.get(f"/api/messages/{value['metadata']['reply']}").json()
     assert stored["reply"]["settings"]["sampling"]["spoken"] is True
+
+
+class Hoarse:
+    """A speaker that fails."""
+
+    name = "hoarse"
+    voices = ("alloy",)
+    can_clone = False
+
+    def __init__(self) -> None:
+        self.executor = ThreadPoolExecutor(1)
+
+    def language(self, voice: VoiceSettings) -> str:
+        return "en"
+
+    def synthesize(self, words: str, language: str, voice: VoiceSettings, is_stopped: IsStopped) -> Samples:
+        raise VoiceFailed("The voice is hoarse.")
+
+    def close(self) -> None:
+        self.executor.shutdown()
+
+
+@contextmanager
+def speaking(live: LiveServer, load: Callable[[str], Speaker]) -> Iterator[None]:
+    """Inside, the server has another speaker."""
+    with pytest.MonkeyPatch.context() as patch:
+        live.run_in_loop(live.server.state.speakers.close)
+        patch.setattr(speech, "load_speaker", load)
+        yield
+        live.run_in_loop(live.server.state.speakers.close)
+
+
+def missing(name: str) -> Speaker:
+    raise VoiceMissing("Speech by espeak", "espeakng-loader")
+
+
+@pytest.mark.parametrize("stored", [{}, {"metadata": {"conversation": "new"}}])
+def test_without_a_voice_the_text_comes_with_a_notice(
+    live: LiveServer, http: httpx.Client, stored: dict[str, Any]
+) -> None:
+    with speaking(live, missing):
+        choice = complete(http, **SPOKEN, **stored)["choices"][0]
+        events = stream(http, **STREAMED, **stored)
+        assert post_error(http, SPEECH, input="Hello.", voice="alloy")[0] == 400, "there is no text to give instead"
+    assert "42" in choice["message"]["content"]
+    assert "audio" not in choice["message"]
+    assert choice["notices"][0].startswith("The reply is not spoken: ")
+    assert "palaver[voice]" in choice["notices"][0]
+    assert delta_text(events, "content") == choice["message"]["content"]
+    assert events[-1]["choices"][0]["notices"] == choice["notices"]
+
+
+def test_a_voice_that_fails_takes_nothing_from_the_text(live: LiveServer, http: httpx.Client) -> None:
+    with speaking(live, lambda name: Hoarse()):
+        choice = complete(http, **SPOKEN)["choices"][0]
+        events = stream(http, **STREAMED)
+    notices = ["The reply is not spoken: The voice is hoarse."]
+    assert "42" in choice["message"]["audio"]["transcript"]
+    assert choice["notices"] == events[-1]["choices"][0]["notices"] == notices
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
 
 def test_a_message_of_a_conversation_read_aloud(live: LiveServer) -> None:

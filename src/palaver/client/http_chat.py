@@ -5,16 +5,25 @@ from __future__ import annotations
 import re
 import secrets
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from palaver import wire
-from palaver.chat.interface import ContextUsage, ConversationChange, ModelCard, ModelState, ReplyToken, SentMessage
+from palaver.chat.interface import (
+    CallDecision,
+    Column,
+    ContextUsage,
+    ConversationChange,
+    ModelCard,
+    ModelState,
+    ReplyToken,
+    SentMessage,
+)
 from palaver.chat.turn_log import LogEntry
 from palaver.client.connection import (
     ConnectionLost,
@@ -26,10 +35,17 @@ from palaver.client.connection import (
     parse_response,
 )
 from palaver.errors import BadParameter
-from palaver.events import Failed, Finished, Snapshot, Started, Waiting
+from palaver.events import DraftBlock, Failed, Finished, Snapshot, Started, Waiting
 from palaver.messages import Message, Part
 from palaver.store import Blob, Conversation, Cursor, NotFound, Preset, SearchHit, StoredMessage, TreeNode
+from palaver.store.comparisons import Comparison, TallyRow
 from palaver.store.errors import Unstorable
+from palaver.store.tool_rounds import ToolRound
+from palaver.tools.config import BadToolServer, ServerConfig
+from palaver.tools.servers import ServerCard, ServerResource
+
+if TYPE_CHECKING:
+    from palaver.transcripts.preferences import PreferenceFile
 
 MISSED = ConversationChange("", "missed")
 """Sent after reconnecting: changes may have been missed."""
@@ -81,7 +97,7 @@ class StreamPosition:
                 self.status = status
                 self.number = max(self.number, entry.number)
                 return not seen
-            case Finished() | Failed():
+            case Finished() | Failed() | DraftBlock():
                 return True
             case _:
                 seen = entry.number <= self.number
@@ -155,8 +171,11 @@ class HttpChat:
 
     # the model
 
-    async def model(self) -> ModelCard:
-        return await self._connection.get(ModelCard, "model")
+    async def model(self, name: str = "") -> ModelCard:
+        return await self._connection.get(ModelCard, "model", **({"name": name} if name else {}))
+
+    async def model_cards(self) -> tuple[ModelCard, ...]:
+        return await self._connection.get(tuple[ModelCard, ...], "models/cards")
 
     async def models(self) -> tuple[str, ...]:
         return await self._connection.get(tuple[str, ...], "models")
@@ -387,6 +406,80 @@ class HttpChat:
     async def answer_now(self, reply_id: str) -> None:
         await self._connection.send("POST", f"{_turn(reply_id)}/answer-now", idempotent=True)
 
+    # comparisons
+
+    async def compare(
+        self,
+        conversation_id: str,
+        parent: str | None,
+        message: Message | None,
+        columns: Sequence[Column],
+        *,
+        blind: bool = False,
+        key: str | None = None,
+    ) -> Comparison:
+        body = _request_body(
+            wire.CompareRequest,
+            parent=parent,
+            message=None if message is None else _new_message(message),
+            columns=[asdict(column) for column in columns],
+            blind=blind,
+            key=_idempotency_key(key),
+        )
+        path = f"{_conversation(conversation_id)}/compare"
+        return await self._connection.post(Comparison, path, body, idempotent=True)
+
+    async def comparison(self, id: str) -> Comparison:
+        return await self._connection.get(Comparison, _comparison(id))
+
+    async def comparisons(self, conversation_id: str) -> tuple[Comparison, ...]:
+        path = f"{_conversation(conversation_id)}/comparisons"
+        return await self._connection.get(tuple[Comparison, ...], path)
+
+    async def choose_reply(self, comparison_id: str, reply_id: str | None) -> Comparison:
+        body = _request_body(wire.ChooseReplyRequest, reply=reply_id)
+        return await self._connection.post(Comparison, f"{_comparison(comparison_id)}/choose", body, idempotent=True)
+
+    async def tally(self) -> tuple[TallyRow, ...]:
+        return await self._connection.get(tuple[TallyRow, ...], "comparisons/tally")
+
+    async def export_preferences(self, conversation_id: str | None = None) -> PreferenceFile:
+        from palaver.transcripts.preferences import PreferenceFile
+
+        query = {"conversation": conversation_id}
+        response = await self._connection.send("GET", "comparisons/preferences", query=query, idempotent=True)
+        counts = (int(response.headers[name]) for name in ("palaver-pairs", "palaver-skipped"))
+        return PreferenceFile(response.content.decode(), *counts)
+
+    # tools
+
+    async def tool_servers(self, connect: bool = True) -> tuple[ServerCard, ...]:
+        return await self._connection.get(tuple[ServerCard, ...], "/tools", connect=connect)
+
+    async def add_tool_server(self, config: ServerConfig) -> ServerCard:
+        if config.command:
+            raise BadToolServer("A command is code that runs on the server: only its operator can add one.")
+        body = _request_body(wire.AddToolServerRequest, name=config.name, url=config.url, headers=dict(config.headers))
+        return await self._connection.post(ServerCard, "/tools", body)
+
+    async def remove_tool_server(self, name: str) -> None:
+        body = _request_body(wire.RemoveToolServerRequest, name=name)
+        await self._connection.send("POST", "/tools/remove", body=body)
+
+    async def tool_resources(self, server: str) -> tuple[ServerResource, ...]:
+        return await self._connection.get(tuple[ServerResource, ...], "/tools/resources", server=server)
+
+    async def read_tool_resource(self, server: str, name: str, arguments: Mapping[str, str] | None = None) -> bytes:
+        body = _request_body(wire.ReadToolResourceRequest, server=server, name=name, arguments=dict(arguments or {}))
+        return (await self._connection.send("POST", "/tools/resources/read", body=body, idempotent=True)).content
+
+    async def tool_round(self, reply_id: str) -> ToolRound | None:
+        return await self._connection.get(ToolRound | None, f"{_turn(reply_id)}/tools")  # type: ignore[arg-type]
+
+    async def decide_calls(self, reply_id: str, decisions: Sequence[CallDecision]) -> ToolRound:
+        body = _request_body(wire.DecideCallsRequest, decisions=[asdict(one) for one in decisions])
+        return await self._connection.post(ToolRound, f"{_turn(reply_id)}/tools", body, idempotent=True)
+
     async def tokens(self, reply_id: str) -> tuple[ReplyToken, ...]:
         return await self._connection.get(tuple[ReplyToken, ...], f"{_turn(reply_id)}/tokens")
 
@@ -427,10 +520,14 @@ class HttpChat:
     async def read_document(self, data: bytes, name: str) -> str:
         return parse_response(await self._send_file("documents", data, name), wire.DocumentSchema).text
 
-    async def _send_file(self, path: str, data: bytes, name: str) -> httpx.Response:
+    async def transcribe(self, data: bytes, name: str = "", language: str = "") -> str:
+        response = await self._send_file("transcriptions", data, name, language=language)
+        return parse_response(response, wire.TranscriptionSchema).text
+
+    async def _send_file(self, path: str, data: bytes, name: str, **query: str) -> httpx.Response:
         kind = "application/octet-stream"
         return await self._connection.send(
-            "POST", path, content=data, media_type=kind, idempotent=True, query={"name": name}
+            "POST", path, content=data, media_type=kind, idempotent=True, query={"name": name, **query}
         )
 
 
@@ -440,6 +537,10 @@ def _conversation(id: str) -> str:
 
 def _message(id: str) -> str:
     return _path("messages", "message", id)
+
+
+def _comparison(id: str) -> str:
+    return _path("comparisons", "comparison", id)
 
 
 def _turn(id: str) -> str:

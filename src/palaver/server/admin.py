@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from palaver import __version__
 from palaver.chat.interface import ModelCard, ModelState
-from palaver.errors import BadParameter, PalaverError
+from palaver.errors import BadParameter, ModelNotOffered, PalaverError
 from palaver.server.anthropic.routes import model_value, models_page
 from palaver.server.auth import AdminDep, CallerDep
-from palaver.server.errors import NotSupported, OtherModel, error_body, speaks_anthropic
+from palaver.server.errors import NotSupported, error_body, speaks_anthropic
 from palaver.server.metrics import ServerStatus
 from palaver.server.sse import EventStream, encode_sse
 from palaver.server.state import ServerState, StateDep
@@ -52,6 +52,11 @@ class LoadRequest(BaseModel):
     stream: bool = Field(False, description="whether progress comes as server-sent events")
 
 
+class UnloadRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    model: str = Field("", max_length=500)
+
+
 def router() -> APIRouter:
     routes = APIRouter(tags=["Operation"])
 
@@ -72,26 +77,24 @@ def router() -> APIRouter:
 
     @routes.get("/v1/models")
     async def models(request: Request, state: StateDep) -> dict[str, Any]:
-        """The model in use first, then others at hand; with the header `anthropic-version` in Anthropic's shape."""
-        card = state.service.models.card()
-        names = dict.fromkeys(
-            [*([card.name] if card.name else ()), *state.settings.aliases, *state.service.models.names]
-        )
+        """The model in use first, then others that can be asked for, and aliases; with the header `anthropic-version`
+        in Anthropic's shape."""
+        cards = await _cards(state)
         if speaks_anthropic(request.scope):
-            return models_page(list(names), card, request.query_params)
-        return {"object": "list", "data": [_model(name, card) for name in names]}
+            return models_page(cards, request.query_params)
+        return {"object": "list", "data": [_model(name, card) for name, card in cards.items()]}
 
     @routes.get("/v1/models/{name:path}")
     async def model(request: Request, name: str, state: StateDep) -> dict[str, Any]:
         """One of them."""
-        card = state.service.models.card()
-        if name not in (card.name, *state.settings.aliases, *state.service.models.names):
-            raise OtherModel(f"There is no model {name[:200]!r} on this server.")
-        return model_value(name, card) if speaks_anthropic(request.scope) else _model(name, card)
+        cards = await _cards(state)
+        if name not in cards:
+            raise ModelNotOffered(name, list(cards))
+        return (model_value if speaks_anthropic(request.scope) else _model)(name, cards[name])
 
     @routes.post("/v1/model/load", response_model=None)
     async def load(body: LoadRequest, caller: AdminDep, state: StateDep) -> Response:
-        """Puts another model into use. Running turns are stopped and can be continued."""
+        """Puts another model into use. The turns of other models go on."""
         check_model_name(body.model, state)
         state.service.models.load(body.model)
         if body.stream:
@@ -100,9 +103,10 @@ def router() -> APIRouter:
         return JSONResponse(_health(state.service.models.card()).model_dump())
 
     @routes.post("/v1/model/unload")
-    async def unload(caller: AdminDep, state: StateDep) -> Health:
-        """Lets go of the model and its memory."""
-        await state.service.models.unload()
+    async def unload(caller: AdminDep, state: StateDep, body: UnloadRequest | None = None) -> Health:
+        """Lets go of all models and their memory; running turns are parked and can be continued. With a name, of that
+        model alone, when its turns have ended."""
+        await state.service.models.unload(body.model if body is not None else "")
         return _health(state.service.models.card())
 
     @routes.post("/v1/embeddings", include_in_schema=False)
@@ -119,6 +123,18 @@ def check_model_name(name: str, state: ServerState) -> None:
     if not state.settings.any_model or ".." in name or not _HUB_ID.fullmatch(name):
         available = ", ".join(state.service.models.names) or "none"
         raise BadParameter("model", name, f"is not available here (available: {available})")
+
+
+async def _cards(state: ServerState) -> dict[str, ModelCard]:
+    """The card of each name that can be asked for, aliases included."""
+    models = state.service.models
+    cards = {card.name: card for card in await models.describe()}
+    default = models.card()
+    own = {default.name: default} if default.name else {}
+    known = {**own, **cards}
+    aliases = dict.fromkeys(state.settings.aliases, default.name)
+    aliases |= {name: target or default.name for name, target in models.catalog.aliases.items()}
+    return {**own, **{name: known[target] for name, target in aliases.items() if target in known}, **known}
 
 
 async def _progress(state: ServerState) -> AsyncGenerator[bytes]:
@@ -154,7 +170,8 @@ async def _current_health(state: ServerState) -> Health:
 
 
 def _health(card: ModelCard) -> Health:
-    return Health(status=card.state.value, model=card.name, progress=card.progress, note=card.note)
+    status = ModelState.READY if card.state is ModelState.AVAILABLE and card.context_length else card.state
+    return Health(status=status.value, model=card.name, progress=card.progress, note=card.note)
 
 
 async def _metrics(state: ServerState) -> str:
@@ -167,18 +184,20 @@ async def _engine_statistics(state: ServerState) -> dict[str, float]:
     """Empty if there is no engine, or it does not answer in time."""
     try:
         async with asyncio.timeout(_STATISTICS_SECONDS):
-            return await state.service.models.current().engine.metrics()
+            return await state.service.models.metrics()
     except (PalaverError, TimeoutError):
         return {}
 
 
 def _model(name: str, card: ModelCard) -> dict[str, Any]:
     about: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "palaver"}
-    if card.state is not ModelState.READY or name != card.name:
-        return {**about, "state": card.state.value if name == card.name else "available"}
+    about["state"] = card.state.value
+    if name != card.name:
+        about["alias_of"] = card.name
+    if not card.context_length:
+        return about
     return {
         **about,
-        "state": card.state.value,
         "context_length": card.context_length,
         "max_model_len": card.context_length,
         "thinks": card.thinks,
@@ -190,4 +209,5 @@ def _model(name: str, card: ModelCard) -> dict[str, Any]:
         "steps": card.steps,
         "fingerprint": card.fingerprint,
         "lacks": card.lacks,
+        "block_length": card.block_length,
     }

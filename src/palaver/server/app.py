@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from palaver import __version__
 from palaver.chat.service import Service
 from palaver.errors import BadParameter, PalaverError
-from palaver.server import admin, speech
+from palaver.server import admin, speech, transcriptions
 from palaver.server.anthropic import routes as anthropic
 from palaver.server.auth import Authenticator, is_loopback
 from palaver.server.conversations import routes as conversations
@@ -35,6 +35,7 @@ from palaver.server.openai.sampling_params import operator_parameters
 from palaver.server.openapi import install_openapi
 from palaver.server.page import routes as page
 from palaver.server.remote_media import RemoteMedia
+from palaver.server.responses import conversations as openai_conversations
 from palaver.server.responses import routes as responses
 from palaver.server.responses.history import is_background
 from palaver.server.settings import ServerSettings
@@ -102,7 +103,17 @@ def _routes(state: ServerState) -> FastAPI:
     app.include_router(openai.chat_router())
     app.include_router(completions.router())
     app.include_router(openai.tokens_router())
-    for module in (speech, responses, anthropic, conversations, admin, websocket, page):
+    for module in (
+        speech,
+        transcriptions,
+        responses,
+        openai_conversations,
+        anthropic,
+        conversations,
+        admin,
+        websocket,
+        page,
+    ):
         app.include_router(module.router())
     return app
 

@@ -21,6 +21,7 @@ from starlette.types import Scope
 from palaver import errors
 from palaver.errors import BadParameter, ContextOverflow, PalaverError, QueueFull, RequestError, ShuttingDown
 from palaver.store import errors as store
+from palaver.tools.servers import ToolServerFailed
 from palaver.wire import error_fields
 
 _log = logging.getLogger("palaver.server")
@@ -90,7 +91,7 @@ class NotSupported(RequestError):
 
 
 class OtherModel(RequestError):
-    """A request for a model that is not loaded."""
+    """A request for a voice or a transcriber that is not loaded."""
 
 
 class NoPreviousResponse(errors.BadParameter):
@@ -116,6 +117,7 @@ _TABLE: dict[type[BaseException], ErrorStatus] = {
     NoRoute: ErrorStatus(404, code="unknown_url"),
     WrongMethod: ErrorStatus(405),
     OtherModel: ErrorStatus(404, code="model_not_found"),
+    errors.ModelNotOffered: ErrorStatus(404, code="model_not_found"),
     store.NotFound: ErrorStatus(404, code="not_found"),
     TooSlow: ErrorStatus(408),
     store.Conflict: ErrorStatus(409, code="conflict"),
@@ -129,6 +131,7 @@ _TABLE: dict[type[BaseException], ErrorStatus] = {
     errors.ModelError: ErrorStatus(400, code="model_error"),
     errors.ContextOverflow: ErrorStatus(400, code="context_length_exceeded"),
     errors.UnknownModel: ErrorStatus(400, code="model_not_found"),
+    ToolServerFailed: ErrorStatus(502, _SERVER, "tool_server_failed"),
     errors.NoModel: ErrorStatus(503, _SERVER, "no_model"),
     errors.ModelLoading: ErrorStatus(503, _SERVER, "model_loading"),
     ShuttingDown: ErrorStatus(503, _SERVER, "shutting_down"),

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from palaver.errors import QueueFull, ShuttingDown
 from palaver.server.errors import ClientDisconnected, NotJson, TooLarge, TooMany, TooSlow
 from palaver.server.settings import ServerLimits
+from palaver.store.users import RateLimits
 
 LINGER_SECONDS = 2.0
 """How long further input is discarded after a refusal: if the connection closed at once, the client's system might
@@ -152,30 +153,24 @@ def limited_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
 
 
 class RateLimiter:
-    """A token bucket for each caller, which refills within a minute."""
+    """A token bucket for each caller, which refills within a minute and is shared by all servers on the store."""
 
-    def __init__(self, per_minute: int) -> None:
+    def __init__(self, per_minute: int, buckets: RateLimits) -> None:
         self._per_minute = per_minute
-        self._buckets: dict[str, tuple[float, float]] = {}
-        """By caller: the remaining requests, and the time of that count."""
+        self._buckets = buckets
         self._swept = time.monotonic()
 
-    def acquire(self, caller: str) -> None:
+    async def acquire(self, caller: str) -> None:
         """Raises TooMany."""
         if not self._per_minute:
             return
-        now = time.monotonic()
-        left, at = self._buckets.get(caller, (float(self._per_minute), now))
-        left = min(float(self._per_minute), left + (now - at) * self._per_minute / 60)
-        if left < 1:
-            wait = math.ceil((1 - left) * 60 / self._per_minute)
+        seconds = await asyncio.to_thread(self._buckets.acquire, caller, self._per_minute)
+        if seconds:
+            wait = math.ceil(seconds)
             raise TooMany(f"More than {self._per_minute} requests a minute: try again in {wait} s.", wait)
-        self._buckets[caller] = (left - 1, now)
-        if now - self._swept > _FORGET_SECONDS:
-            self._swept = now
-            self._buckets = {
-                caller: bucket for caller, bucket in self._buckets.items() if now - bucket[1] < _FORGET_SECONDS
-            }
+        if time.monotonic() - self._swept > _FORGET_SECONDS:
+            self._swept = time.monotonic()
+            await asyncio.to_thread(self._buckets.forget_full)
 
 
 async def read_body(receive: Receive, limits: ServerLimits, content_length: bytes | None) -> bytes:

@@ -114,6 +114,8 @@ _ENGINE_METRICS: dict[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFam
     "prompt_tokens": (CounterMetricFamily, "cache_prompt_tokens", "Prompt tokens since the model was loaded."),
     "hit_tokens": (CounterMetricFamily, "cache_hit_tokens", "Prompt tokens found in the prefix cache."),
     "evictions": (CounterMetricFamily, "cache_evictions", "Evictions from the prefix cache."),
+    "draft_tokens": (CounterMetricFamily, "draft_tokens", "Tokens drafted from the text so far."),
+    "accepted_tokens": (CounterMetricFamily, "accepted_draft_tokens", "Drafted tokens that were accepted."),
 }
 """The metrics of the engine, by their names in its statistics. Counters are shown with `_total`."""
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Any
 from urllib.parse import unquote
 
 from starlette.datastructures import Headers
@@ -34,6 +35,7 @@ _SMALL_BODY = 64 << 10
 _LARGE_BODY = 1 << 20
 """After a request with a larger body, unused memory is returned to the system."""
 _MAX_LOGGED_PATH = 200
+_SECRET_FIELDS = frozenset({"headers", "authorization", "server_url"})
 _CORS_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _CORS_HEADERS = (
     "authorization content-type x-api-key last-event-id x-conversation idempotency-key anthropic-version "
@@ -58,7 +60,28 @@ class AccessLog:
 
     def log_body(self, id: str, body: bytes) -> None:
         if self._debug:
-            self._bodies.debug("%s asks %s", id, body.decode("utf-8", "replace"))
+            self._bodies.debug("%s asks %s", id, without_secrets(body))
+
+
+def without_secrets(body: bytes) -> str:
+    """The body for the log, without the headers and tokens for tool servers."""
+    text = body.decode("utf-8", "replace")
+    if not any(f'"{name}"' in text for name in _SECRET_FIELDS):
+        return text
+    try:
+        return json.dumps(_redact(json.loads(text)), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return f"[{len(body)} bytes that are not JSON]"
+
+
+def _redact(value: Any) -> Any:
+    match value:
+        case dict():
+            return {name: "<redacted>" if name in _SECRET_FIELDS else _redact(one) for name, one in value.items()}
+        case list():
+            return [_redact(one) for one in value]
+        case _:
+            return value
 
 
 class ProtectionMiddleware:
@@ -81,7 +104,7 @@ class ProtectionMiddleware:
         """Used by `_RequestCycle` after the guard: by itself it would answer a preflight before the Host is checked."""
         self._authenticator = state.authenticator
         self._is_public = is_public
-        self._rate_limiter = RateLimiter(settings.limits.requests_per_minute)
+        self._rate_limiter = RateLimiter(settings.limits.requests_per_minute, state.service.store.rate_limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -113,9 +136,9 @@ class ProtectionMiddleware:
             if not self._is_public(scope["path"].removeprefix(self.settings.prefix)):
                 raise
             scope["state"]["caller"] = None
-            self._rate_limiter.acquire((scope.get("client") or ("nobody",))[0])
+            await self._rate_limiter.acquire((scope.get("client") or ("nobody",))[0])
         else:
-            self._rate_limiter.acquire(caller.owner_id)
+            await self._rate_limiter.acquire(caller.owner_id)
 
     def check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """Raises DuplicateHeader, or ForeignCaller."""

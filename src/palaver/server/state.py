@@ -11,11 +11,11 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 from cachetools import LRUCache, TLRUCache
 from fastapi import Depends, Header, Request
@@ -241,6 +241,13 @@ class ServerState:
     """Downloads media from other addresses, if the operator allows it."""
     response_watchers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """By reply id: the tasks that watch running responses."""
+    background_tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def model(self, name: str | None = None, parameters: Mapping[str, Any] | None = None) -> Model:
+        """The model that a request names, loaded if necessary. Without a name: the one that the parameters of its
+        conversation name, or the one in use. Raises ModelNotOffered."""
+        name = name or (parameters or {}).get("model")
+        return await self.service.models.get("" if name in self.settings.aliases else name)
 
     def attachments(self, model: Model | None = None) -> AttachmentReader:
         """Reads the files that clients attach. With a model: only media that it accepts."""

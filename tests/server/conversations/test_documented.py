@@ -13,6 +13,8 @@ import pytest
 
 from palaver.client import HttpChat
 from palaver.messages import user
+from palaver.store import Store
+from palaver.store.comparisons import ComparedReply
 from tests import media_files
 from tests.chat.scripted_service import read_entries
 from tests.client.live import TOKEN
@@ -27,16 +29,19 @@ def lines() -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line and not line.startswith("#")]
 
 
-async def prepare(url: str) -> dict[str, str]:
-    """A conversation with a complete reply and one that was cut by its length."""
+async def prepare(url: str, store: Store) -> dict[str, str]:
+    """A conversation with a complete reply and one that was cut by its length, and a comparison of both."""
     async with HttpChat(url) as chat:
         conversation = await chat.create_conversation(title="Trip")
         sent = await chat.send_message(conversation.id, None, user("What is 2 + 3?"), parameters={"temperature": 0})
         await read_entries(chat, sent.reply.id)
         cut = await chat.start_reply(conversation.id, sent.message.id, parameters={"max_tokens": 3})
         await read_entries(chat, cut.id)
+        columns = [ComparedReply(one.id, one.id, "sprout", {}) for one in (sent.reply, cut)]
+        comparison = store.comparisons.create(conversation.id, sent.message.id, columns)
         digest = (await chat.put_blob(media_files.picture("GIF"))).digest
     ids = {"CONVERSATION": conversation.id, "MESSAGE": sent.message.id, "TURN": sent.reply.id, "STOPPED": cut.id}
+    ids["COMPARISON"] = comparison.id
     return {"URL": url, "TOKEN": TOKEN, **ids, "DIGEST": digest}
 
 
@@ -48,11 +53,13 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="!!! NOT TESTED: curl is not installed")
-async def test_every_line_works(live: LiveServer) -> None:
-    names = await prepare(live.url)
+async def test_every_line_works(live: LiveServer, tmp_path: Path) -> None:
+    names = await prepare(live.url, live.service.store)
     assert len(lines()) > 35
     for line in lines():
-        done = subprocess.run(["sh", "-c", line], env={**os.environ, **names}, capture_output=True, timeout=60)
+        done = subprocess.run(
+            ["sh", "-c", line], env={**os.environ, **names}, cwd=tmp_path, capture_output=True, timeout=60
+        )
         assert done.returncode == 0, f"{line}\n{done.stdout.decode()}{done.stderr.decode()}"
 
 

@@ -294,7 +294,7 @@ async def test_waiting_for_the_model_has_a_limit(tmp_path: Path) -> None:
             await stuck.wait()
 
         stage.service.models._load = load
-        stage.service.models.load("scripted")
+        stage.service.models.load("another")
         card = (await http.get("/api/model/ready", params={"wait": 0.05})).json()
         assert (card["state"], card["progress"], card["note"]) == ("loading", 0.25, "reading")
         assert (await http.post("/api/model/unload")).json()["state"] == "none"
@@ -309,13 +309,24 @@ async def test_the_document_is_complete(http: httpx.AsyncClient) -> None:
         *("Conversation", "Stored", "StoredReply", "Settings", "Sampling", "Node", "Hit", "Cursor", "Said", "Gauge"),
         *("Token", "Change", "ModelCard", "Switch", "Entry", "TurnEvent", "Changed", "Refused", "Opened", "Closing"),
         *("Waiting", "Started", "Snapshot", "PhaseOpened", "ThinkingDelta", "AnswerDelta", "ToolCallOpened"),
-        *("ToolCallDelta", "Notice", "Finished", "Failed", "Usage", "Message", "Text", "Thinking", "ToolCall"),
+        *(
+            "ToolCallDelta",
+            "DraftBlock",
+            "Notice",
+            "Finished",
+            "Failed",
+            "Usage",
+            "Message",
+            "Text",
+            "Thinking",
+            "ToolCall",
+        ),
         *("ToolResult", "Media", "Blob", "Say", "Follow", "ErrorBody"),
     ):
         assert name in schemas, name
     assert not [name for name in schemas if "-Input" in name or "__" in name]
     mapping = schemas["Entry"]["properties"]["event"]["discriminator"]["mapping"]
-    assert len(mapping) == 11
+    assert len(mapping) == 12
     for path, methods in document["paths"].items():
         if path.startswith("/api/"):
             for method, operation in methods.items():

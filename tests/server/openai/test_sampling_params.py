@@ -78,7 +78,7 @@ class TestHints:
             truncation="auto",
         )
         assert named(answer.headers) == {*HINTS, "max_tool_calls", "text.verbosity"}
-        assert answer.parse().output_text == "12 + 30 = 42."
+        assert answer.parse().output_text.endswith(" 42.")
 
     def test_of_messages(self, live: LiveServer) -> None:
         with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0) as client:

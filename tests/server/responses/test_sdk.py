@@ -43,7 +43,7 @@ def numbered(events: Any) -> list[dict[str, Any]]:
 def test_create(client: openai.OpenAI) -> None:
     response = client.responses.create(**REQUEST)
     assert response.status == "completed"
-    assert response.output_text == "12 + 30 = 42."
+    assert response.output_text.endswith(" 42.")
     assert [item.type for item in response.output] == ["reasoning", "message"]
     assert "Digits" in thought(response)
     assert "Digits" not in response.output_text
@@ -78,7 +78,8 @@ def test_stream_has_the_names_and_the_order(client: openai.OpenAI) -> None:
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     last = events[-1]
     assert last.type == "response.completed"
-    assert text == last.response.output_text == "12 + 30 = 42."
+    assert text == last.response.output_text
+    assert text.endswith(" 42.")
     assert client.responses.retrieve(last.response.id) == last.response
 
 
@@ -92,7 +93,8 @@ async def test_the_async_client(live: LiveServer) -> None:
     async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
         async with client.responses.stream(**REQUEST) as stream:
             final = await stream.get_final_response()
-        assert (await client.responses.retrieve(final.id)).output_text == final.output_text == "12 + 30 = 42."
+        assert (await client.responses.retrieve(final.id)).output_text == final.output_text
+        assert final.output_text.endswith(" 42.")
 
 
 def test_structured_text(client: openai.OpenAI) -> None:
@@ -165,7 +167,7 @@ def test_background(client: openai.OpenAI) -> None:
         response = client.responses.retrieve(response.id)
     assert response.status == "completed"
     assert response.background
-    assert response.output_text == "12 + 30 = 42."
+    assert response.output_text.endswith(" 42.")
 
 
 def test_cancel(client: openai.OpenAI) -> None:

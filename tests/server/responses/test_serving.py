@@ -203,7 +203,7 @@ class TestDisconnect:
         with http.stream("POST", RESPONSES, json=body) as answer:
             first = next(line for line in answer.iter_lines() if line.startswith("data: "))
         response = wait_ended(http, retrieve(http, httpx.Response(200, text=first[6:]).json()["response"]))
-        assert text(response) == "12 + 30 = 42."
+        assert text(response).endswith(" 42.")
 
     def test_what_is_not_stored_ends_with_its_client(self, live: LiveServer, http: httpx.Client) -> None:
         body = {"input": SUM, "stream": True, "min_tokens": 6000, "store": False}

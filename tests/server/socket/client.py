@@ -84,7 +84,7 @@ class ScriptedServer:
 
     @property
     def engine(self) -> ScriptedEngine:
-        engine = self.stage.service.models.current().engine
+        engine = self.stage.service.models.engine()
         assert isinstance(engine, ScriptedEngine)
         return engine
 

@@ -8,7 +8,7 @@ import importlib.util
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from palaver.engines.core.logits_processors import unspeakable_characters
-from palaver.errors import BadParameter
+from palaver.media import BadMedia, MediaDecoder
 from palaver.server.socket.request import decode_recording
 from palaver.voice import speech
 from palaver.voice.base import SAMPLE_RATE, IsStopped, Samples, VoiceFailed, VoiceSettings
@@ -194,18 +194,54 @@ async def test_a_voice_that_fails_takes_no_word_away(tmp_path: Path, monkeypatch
         connect_client(it.url) as client,
     ):
         done = (await client.request(messages=USER, tts={"enabled": True}))[-1]
-        assert (done["text"], done["notices"]) == ("Now hush. Please.", ["The parrot does not say that."])
+        assert (done["text"], done["notices"]) == (
+            "Now hush. Please.",
+            ["The reply is not spoken: The parrot does not say that."],
+        )
 
 
-async def test_where_there_is_no_voice_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_voice_the_text_comes_with_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "espeakng_loader", None)
     async with scripted_server(tmp_path) as it, connect_client(it.url) as client:
-        assert "palaver[voice]" in await client.expect_error(messages=USER, tts={"enabled": True})
+        received = await client.request(messages=USER, tts={"enabled": True})
+        assert received[-1]["text"] == texts(received) != ""
+        (notice,) = received[-1]["notices"]
+        assert notice.startswith("The reply is not spoken: ")
+        assert "palaver[voice]" in notice
+
+
+async def test_a_voice_that_can_not_follow_says_so(live: LiveServer) -> None:
+    async with connect_client(live.url) as client:
+        options = {"enabled": True, "ref_audio_data": as_base64(tone(16_000).tobytes())}
+        received = await client.request(**{**RECORDED, "tts": options})
+        assert received[-1]["notices"] == ["The voice 'espeak' can't imitate a recording: it speaks as usual."]
+        assert len(join_audio(received)) > SAMPLE_RATE / 2
+
+
+async def test_the_language_of_the_voice(live: LiveServer) -> None:
+    request = {**RECORDED, "generation": {"do_sample": False}}
+    async with connect_client(live.url) as client:
+        plain, german, unknown = [
+            await client.request(**request, tts={"enabled": True, "language": language})
+            for language in ("", "de", "tlh")
+        ]
+        assert not np.array_equal(join_audio(plain), join_audio(german))
+        assert "notices" not in german[-1]
+        np.testing.assert_array_equal(join_audio(plain), join_audio(unknown))
+        assert unknown[-1]["notices"] == ["The voice 'espeak' does not speak 'tlh': it speaks 'en-us'."]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Iterator[MediaDecoder]:
+    decoder = MediaDecoder()
+    yield decoder
+    decoder.close()
 
 
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
-def test_recordings_may_be_files(kind: str) -> None:
-    found = np.frombuffer(decode_recording(as_base64(file_of(tone(44_100), 44_100, kind))), dtype=np.float32)
+def test_recordings_may_be_files(decoder: MediaDecoder, kind: str) -> None:
+    data = as_base64(file_of(tone(44_100), 44_100, kind))
+    found = np.frombuffer(decode_recording(data, decoder), dtype=np.float32)
     assert abs(len(found) - SAMPLE_RATE / 2) < SAMPLE_RATE / 10
     assert 0.3 < np.abs(found).max() < 0.7
 
@@ -215,7 +251,7 @@ WRONG = [
     as_base64(b"abc"),
     as_base64(np.array([np.nan, 0], np.float32).tobytes()),
     as_base64(np.zeros(16_000 * 61, np.float32).tobytes()),
-    as_base64(b"RIFF" + b"nonsense" * 10),
+    as_base64(b"RIFF" + bytes(4) + b"WAVE" + b"nonsense" * 10),
     as_base64(b"fLaC"),
 ]
 
@@ -228,8 +264,8 @@ async def test_hostile_17_recordings_that_are_none(live: LiveServer, data: str) 
         assert len(json.dumps(received)) < 300
 
 
-def test_hostile_17_a_long_sound_in_a_small_file_is_refused_by_its_header() -> None:
+def test_hostile_17_a_long_sound_in_a_small_file_is_refused_by_its_header(decoder: MediaDecoder) -> None:
     silent = file_of(np.zeros(8_000 * 3600, np.float32), 8_000, "FLAC")
     assert len(silent) < 1 << 20
-    with pytest.raises(BadParameter, match="longer than 60 s"):
-        decode_recording(as_base64(silent))
+    with pytest.raises(BadMedia, match="longer than 60 s"):
+        decode_recording(as_base64(silent), decoder)

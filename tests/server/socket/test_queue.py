@@ -9,7 +9,7 @@ from pathlib import Path
 
 from palaver.chat.engine_spec import LoadOptions
 from palaver.chat.model import Model, build_model, load_model_format
-from palaver.chat.model_slot import ModelSlot
+from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service
 from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.host.supervisor import ReportProgress
@@ -35,7 +35,7 @@ async def _load_single(name: str, report: ReportProgress) -> Model:
 @asynccontextmanager
 async def crowded(folder: Path) -> AsyncIterator[str]:
     with open_store(folder) as store:
-        models = ModelSlot(_load_single, ("sprout",))
+        models = ModelPool(_load_single, ("sprout",))
         models.load("sprout")
         async with Service(store, models) as service:
             await models.ready()

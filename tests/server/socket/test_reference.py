@@ -22,10 +22,10 @@ RECORDED: dict[str, Any] = {
 """The request of the demo's page for a turn without audio."""
 FIELDS: dict[str, dict[str, type]] = {
     "prefill_done": {"input_tokens": int},
-    "chunk": {},
+    "chunk": {"text_delta": str},
     "done": {"text": str, "generated_tokens": int, "input_tokens": int},
 }
-OPTIONAL = {"text_delta": str, "audio_data": str, "thinking_delta": str}
+OPTIONAL = {"audio_data": str, "thinking_delta": str}
 
 
 def check(received: list[dict[str, Any]]) -> None:
@@ -48,7 +48,7 @@ async def read_like_the_demo(client: SocketClient, body: dict[str, Any]) -> str:
             case "prefill_done":
                 assert message["input_tokens"] > 0
             case "chunk":
-                text += message.get("text_delta") or ""
+                text += message["text_delta"]
             case "done":
                 assert text in ("", message["text"])
                 reply: str = message["text"]
@@ -96,6 +96,15 @@ async def test_generated_tokens_are_tokens(live: LiveServer) -> None:
     async with connect_client(live.url) as client:
         (done,) = (await client.request(**{**RECORDED, "generation": {"max_new_tokens": 5}}))[-1:]
         assert (done["generated_tokens"], done["finish_reason"]) == (5, "length")
+
+
+@pytest.mark.parametrize("stored", [{}, {"conversation": "new"}])
+async def test_a_prompt_longer_than_asked_for_is_refused(live: LiveServer, stored: dict[str, str]) -> None:
+    async with connect_client(live.url) as client:
+        for limit in (8192, 16):
+            received = await client.request(**{**RECORDED, "generation": {"max_inp_length": limit}}, **stored)
+            assert received[-1]["type"] == ("done" if limit == 8192 else "error")
+        assert received[-1]["error"].startswith("generation.max_inp_length 16: the prompt is longer: ")
 
 
 async def test_thinking_is_closed_unless_it_is_asked_for(live: LiveServer) -> None:

@@ -41,7 +41,6 @@ from palaver.server.openai.request import (
     ChatCall,
     ChatHistory,
     build_call,
-    check_model,
     check_nested_fields,
     ignored_fields,
     with_tool_names,
@@ -59,6 +58,9 @@ _SHARED_FIELDS = (
     "min_p",
     "repetition_penalty",
     "seed",
+    "steps",
+    "block_length",
+    "remasking",
     "max_tokens",
     "metadata",
 )
@@ -157,7 +159,6 @@ def parse_conversation(
     if (request.model_extra or {}).get("thread") is not None:
         raise ThreadUnsupportedRequest
     check_nested_fields(request, tolerated=TOLERATED)
-    check_model(request.model, model, settings)
     if not turns or turns[-1].message.role is not Role.ASSISTANT:
         return turns, None
     partial = turns.pop()

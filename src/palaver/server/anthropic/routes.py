@@ -11,7 +11,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
-from palaver.chat.interface import ModelCard, ModelState
+from palaver.chat.interface import ModelCard
+from palaver.chat.model import Model
 from palaver.errors import BadParameter
 from palaver.server.anthropic.request import (
     FIELD_NAMES,
@@ -30,7 +31,7 @@ from palaver.server.openai.request import (
     ignored_header,
     output_options,
 )
-from palaver.server.openai.stored import choice_parameters, start_replies, stored_choices
+from palaver.server.openai.stored import choice_parameters, conversation_model, start_replies, stored_choices
 from palaver.server.openai.streaming import CompletionStream
 from palaver.server.sse import close_on_failure, first_chunk, first_seconds, run_while_connected
 from palaver.server.state import ServerState, StateDep
@@ -67,7 +68,8 @@ def router() -> APIRouter:
     async def count_tokens(request: Request, body: CountRequest, caller: CallerDep, state: StateDep) -> TokenCount:
         """How many tokens the model would read."""
         _check_version(request)
-        return TokenCount(input_tokens=await asyncio.to_thread(_count_tokens, body, caller.owner_id, state))
+        model = await state.model(body.model)
+        return TokenCount(input_tokens=await asyncio.to_thread(_count_tokens, body, model, caller.owner_id, state))
 
     return routes
 
@@ -78,20 +80,19 @@ def _check_version(request: Request) -> None:
         raise BadParameter("anthropic-version", version[:80], f"must be {FIRST_VERSION} or later")
 
 
-def _count_tokens(body: CountRequest, owner: str, state: ServerState) -> int:
-    model = state.service.models.current()
+def _count_tokens(body: CountRequest, model: Model, owner: str, state: ServerState) -> int:
     with api_field_names(FIELD_NAMES):
         call = parse_request(body, model, state.settings, owner, state.reply_index, state.attachments(model))
         request = call.request
         return len(
-            model.format.render(
+            model.render(
                 request.messages, request.tools, request.options, call.partial_ids, call.partial, request.past_replies
             )
         )
 
 
 async def answer_messages(request: Request, body: MessagesRequest, owner: str, state: ServerState) -> Response:
-    model = state.service.models.current()
+    model = await state.model(body.model)
     with api_field_names(FIELD_NAMES):
         attachments = state.attachments(model)
         call = await asyncio.to_thread(
@@ -111,22 +112,22 @@ async def answer_messages(request: Request, body: MessagesRequest, owner: str, s
         return stream_response(events, request, ignored)
 
 
-def models_page(names: Sequence[str], card: ModelCard, query: Mapping[str, str]) -> dict[str, Any]:
+def models_page(cards: Mapping[str, ModelCard], query: Mapping[str, str]) -> dict[str, Any]:
     """A page of the models. `query` may have `limit`, and `after_id` or `before_id`."""
-    limit, rest = _limit(query.get("limit")), list(names)
+    limit, rest = _limit(query.get("limit")), list(cards)
     if (after := query.get("after_id")) is not None:
         rest = rest[_index(rest, "after_id", after) + 1 :]
     if (before := query.get("before_id")) is not None:
         rest = rest[: _index(rest, "before_id", before)]
     page = rest[:limit] if before is None else rest[-limit:]
-    models = [model_value(name, card) for name in page]
+    models = [model_value(name, cards[name]) for name in page]
     first, last = (models[0]["id"], models[-1]["id"]) if models else (None, None)
     return {"data": models, "has_more": len(rest) > limit, "first_id": first, "last_id": last}
 
 
 def model_value(name: str, card: ModelCard) -> dict[str, Any]:
     value = {"type": "model", "id": name, "display_name": name, "created_at": _UNKNOWN_DATE, "lifecycle": "active"}
-    if card.state is not ModelState.READY or name != card.name:
+    if not card.context_length:
         return value
     return {**value, "max_input_tokens": card.context_length, "max_tokens": card.context_length}
 
@@ -148,7 +149,8 @@ def _index(names: Sequence[str], field: str, name: str) -> int:
 async def answer_in_conversation(
     request: Request, body: MessagesRequest, name: str, owner: str, state: ServerState
 ) -> Response:
-    chat, model = state.service.chat(owner), state.service.models.current()
+    chat = state.service.chat(owner)
+    model = await conversation_model(chat, name, body.model, state)
     with api_field_names(FIELD_NAMES):
         turns, partial = await asyncio.to_thread(
             parse_conversation, body, model, state.settings, state.attachments(model)

@@ -179,6 +179,9 @@ class MessagesRequest(CountRequest):
     min_p: Number = None
     repetition_penalty: Number = None
     seed: Whole = None
+    steps: Whole = Field(None, description="Diffusion models: the steps of a block.")
+    block_length: Whole = Field(None, description="Diffusion models: the tokens of a block.")
+    remasking: str | None = Field(None, description="Diffusion models: confidence or entropy.")
     metadata: dict[str, Any] | None = Field(None, description="`conversation` names one; the rest is ignored.")
 
 

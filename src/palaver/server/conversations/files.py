@@ -14,7 +14,7 @@ from palaver.server.sse import run_while_connected
 from palaver.server.state import ChatDep, StateDep
 from palaver.store import Conversation, NotFound
 from palaver.transcripts import TranscriptFormat
-from palaver.wire import BlobUploadSchema, DocumentSchema
+from palaver.wire import BlobUploadSchema, DocumentSchema, TranscriptionSchema
 
 routes = APIRouter(tags=["files"])
 _MAX_OBJECTS = 20
@@ -45,6 +45,27 @@ async def export(
     return Response(
         text.encode(), media_type=f"{media_type}; charset=utf-8", headers=attachment(f"{title or id}.{extension}")
     )
+
+
+preference_routes = APIRouter(tags=["comparisons"])
+_PREFERENCES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The file.", "content": {"application/jsonl": {"schema": {"type": "string"}}}}
+}
+
+
+@preference_routes.get("/comparisons/preferences", response_class=Response, responses=_PREFERENCES)
+async def export_preferences(chat: ChatDep, conversation: str | None = None) -> Response:
+    """The choices as JSONL for preference training (`prompt`, `chosen`, `rejected`), of one conversation or of all.
+
+    Pairs with an incomplete reply or with media are left out: the header `Palaver-Skipped` counts them.
+    """
+    file = await chat.export_preferences(conversation)
+    headers = {
+        **attachment("preferences.jsonl"),
+        "palaver-pairs": str(file.pairs),
+        "palaver-skipped": str(file.skipped),
+    }
+    return Response(file.text.encode(), media_type="application/jsonl; charset=utf-8", headers=headers)
 
 
 @routes.post(
@@ -100,13 +121,13 @@ SAFE_TYPES = (
 """Media types without active content. SVG is not among them: it can contain scripts."""
 FileName = Annotated[str, Query(max_length=200, description="The name of the file.")]
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_BYTES = {"schema": {"type": "string", "format": "binary"}}
+BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 
 @blob_routes.post(
     "/blobs",
     status_code=201,
-    openapi_extra={"requestBody": {"required": True, "content": {OCTET_STREAM: _BYTES}}},
+    openapi_extra={"requestBody": {"required": True, "content": {OCTET_STREAM: BINARY}}},
 )
 async def put(request: Request, chat: ChatDep, name: FileName = "") -> BlobUploadSchema:
     """Takes a picture, sound or video; the same bytes are kept once."""
@@ -114,13 +135,24 @@ async def put(request: Request, chat: ChatDep, name: FileName = "") -> BlobUploa
     return BlobUploadSchema.model_validate(asdict(blob))
 
 
-@blob_routes.post("/documents", openapi_extra={"requestBody": {"required": True, "content": {OCTET_STREAM: _BYTES}}})
+@blob_routes.post("/documents", openapi_extra={"requestBody": {"required": True, "content": {OCTET_STREAM: BINARY}}})
 async def read_document(request: Request, chat: ChatDep, name: FileName = "") -> DocumentSchema:
     """The text of a text or PDF file, to be sent as a part of a message. Nothing is stored."""
     return DocumentSchema(text=await chat.read_document(await request.body(), name))
 
 
-@blob_routes.get("/blobs/{digest}", response_class=Response, responses={200: {"content": {OCTET_STREAM: _BYTES}}})
+@blob_routes.post(
+    "/transcriptions", openapi_extra={"requestBody": {"required": True, "content": {OCTET_STREAM: BINARY}}}
+)
+async def transcribe(
+    request: Request, chat: ChatDep, name: FileName = "", language: Annotated[str, Query(max_length=20)] = ""
+) -> TranscriptionSchema:
+    """The words of sound, to be edited and sent as text; `language` is what is spoken. Nothing is stored."""
+    work = chat.transcribe(await request.body(), name, language)
+    return TranscriptionSchema(text=await run_while_connected(request, work))
+
+
+@blob_routes.get("/blobs/{digest}", response_class=Response, responses={200: {"content": {OCTET_STREAM: BINARY}}})
 async def blob(digest: str, chat: ChatDep, type: str = OCTET_STREAM) -> Response:
     """`type` is what the bytes are to be shown as."""
     if not _DIGEST.fullmatch(digest):

@@ -6,23 +6,32 @@ import asyncio
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Query
+from fastapi import APIRouter, Body, Query, Response
 
 from palaver.chat.interface import Chat, ContextUsage, ModelCard, ReplyToken, SentMessage
 from palaver.messages import Message, Part
 from palaver.server.admin import check_model_name
 from palaver.server.auth import AdminDep
 from palaver.server.conversations import files, streaming
+from palaver.server.conversations.files import BINARY, OCTET_STREAM
 from palaver.server.speech import message_speech_routes
 from palaver.server.state import ChatDep, IdempotencyKeyDep, StateDep, idempotency_key
 from palaver.store import Blob, Conversation, Cursor, Preset, SearchHit, StoredMessage, TreeNode
+from palaver.store.comparisons import Comparison, TallyRow
 from palaver.store.encoding import media_part
+from palaver.store.tool_rounds import ToolRound
+from palaver.tools.config import parse_server
+from palaver.tools.servers import ServerCard, ServerResource
 from palaver.wire import (
+    AddToolServerRequest,
     AppendMessageRequest,
+    ChooseReplyRequest,
+    CompareRequest,
     ContextUsageRequest,
     ContinueReplyRequest,
     CreateConversationRequest,
     CursorRequest,
+    DecideCallsRequest,
     DeletePresetRequest,
     EditMessageRequest,
     ErrorBody,
@@ -33,6 +42,8 @@ from palaver.wire import (
     MoveCursorRequest,
     NewPart,
     RawReplySchema,
+    ReadToolResourceRequest,
+    RemoveToolServerRequest,
     SavePresetRequest,
     SendMessageRequest,
     StartReplyRequest,
@@ -278,24 +289,115 @@ async def raw(id: str, chat: ChatDep) -> RawReplySchema:
     return RawReplySchema(text=await chat.raw_text(id))
 
 
+comparison_routes = APIRouter(tags=["comparisons"])
+
+
+@comparison_routes.post("/conversations/{id}/compare", status_code=201)
+async def compare(id: str, body: CompareRequest, chat: ChatDep, key: IdempotencyKeyDep) -> Comparison:
+    """Stores a message and starts a reply to it for each column: siblings, each with its own model and parameters.
+
+    Nothing is written if one of them is refused.
+    """
+    message = None if body.message is None else await resolve_message(chat, body.message)
+    columns = [column.to_value() for column in body.columns]
+    once = idempotency_key(body.key, key)
+    return await chat.compare(id, body.parent, message, columns, blind=body.blind, key=once)
+
+
+@comparison_routes.get("/conversations/{id}/comparisons")
+async def comparisons(id: str, chat: ChatDep) -> list[Comparison]:
+    """The oldest first."""
+    return list(await chat.comparisons(id))
+
+
+@comparison_routes.get("/comparisons/tally")
+async def tally(chat: ChatDep) -> list[TallyRow]:
+    """How often the replies of each name were compared and chosen, in all conversations of the user."""
+    return list(await chat.tally())
+
+
+@comparison_routes.get("/comparisons/{id}")
+async def comparison(id: str, chat: ChatDep) -> Comparison:
+    """The names, models and parameters of a blind one are empty until the choice."""
+    return await chat.comparison(id)
+
+
+@comparison_routes.post("/comparisons/{id}/choose")
+async def choose_reply(id: str, body: ChooseReplyRequest, chat: ChatDep) -> Comparison:
+    """Records the preferred reply and makes its branch the head. A later choice replaces it."""
+    return await chat.choose_reply(id, body.reply)
+
+
+tool_routes = APIRouter(tags=["tools"])
+
+
+@tool_routes.get("/tools")
+async def tool_servers(chat: ChatDep, connect: bool = True) -> list[ServerCard]:
+    """The tool servers of this user with their tools. `connect`: waits until they are connected, or have failed."""
+    return list(await chat.tool_servers(connect))
+
+
+@tool_routes.post("/tools", status_code=201)
+async def add_tool_server(body: AddToolServerRequest, chat: ChatDep) -> ServerCard:
+    """Adds a server with a URL at a public address, for this user alone."""
+    return await chat.add_tool_server(parse_server(body.name, {"url": body.url, "headers": body.headers}, {}))
+
+
+@tool_routes.post("/tools/remove", status_code=204)
+async def remove_tool_server(body: RemoveToolServerRequest, chat: ChatDep) -> None:
+    await chat.remove_tool_server(body.name)
+
+
+@tool_routes.get("/tools/resources")
+async def tool_resources(server: str, chat: ChatDep) -> list[ServerResource]:
+    """What a tool server has to be attached to a message: resources, and prompts with the names of their arguments."""
+    return list(await chat.tool_resources(server))
+
+
+@tool_routes.post(
+    "/tools/resources/read", response_class=Response, responses={200: {"content": {OCTET_STREAM: BINARY}}}
+)
+async def read_tool_resource(body: ReadToolResourceRequest, chat: ChatDep) -> Response:
+    """The bytes of a resource, or the text of a prompt. Send them as a file: `/api/documents` or `/api/blobs`."""
+    return Response(await chat.read_tool_resource(body.server, body.name, body.arguments), media_type=OCTET_STREAM)
+
+
+@tool_routes.get("/turns/{id}/tools")
+async def tool_round(id: str, chat: ChatDep) -> ToolRound | None:
+    """The tool calls of a reply that run here, and their results; null if it has none."""
+    return await chat.tool_round(id)
+
+
+@tool_routes.post("/turns/{id}/tools")
+async def decide_calls(id: str, body: DecideCallsRequest, chat: ChatDep) -> ToolRound:
+    """Approves or denies calls that wait. Once all calls have a result, the next reply starts by itself."""
+    return await chat.decide_calls(id, [one.to_value() for one in body.decisions])
+
+
 model_routes = APIRouter(tags=["model"])
 
 
 @model_routes.get("/model")
-async def model(chat: ChatDep) -> ModelCard:
-    """The model in use, or on its way."""
-    return await chat.model()
+async def model(chat: ChatDep, name: Annotated[str, Query(max_length=500)] = "") -> ModelCard:
+    """The model of that name, and how much of it is loaded; without one, the model in use or on its way."""
+    return await chat.model(name)
 
 
 @model_routes.get("/models")
 async def models(chat: ChatDep) -> list[str]:
-    """The names of models that are at hand."""
+    """The names of models that can be asked for, by the parameter `model` of a conversation or a turn."""
     return list(await chat.models())
+
+
+@model_routes.get("/models/cards")
+async def model_cards(chat: ChatDep) -> list[ModelCard]:
+    """What each of them takes. Those that were never loaded say what their files say."""
+    return list(await chat.model_cards())
 
 
 @model_routes.post("/model/load")
 async def load(body: LoadModelRequest, chat: ChatDep, state: StateDep, _: AdminDep) -> ModelCard:
-    """Puts another model into use. Answers at once; running turns are parked and can be continued."""
+    """Puts another model into use. Answers at once; the turns of other models go on."""
     check_model_name(body.name, state)
     return await chat.load_model(body.name)
 
@@ -342,6 +444,9 @@ def router() -> APIRouter:
         message_speech_routes,
         cursor_routes,
         turn_routes,
+        files.preference_routes,
+        comparison_routes,
+        tool_routes,
         streaming.routes,
         files.routes,
         files.blob_routes,

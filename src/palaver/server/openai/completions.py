@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from palaver.chat.model import Model, draw_seed
-from palaver.chat.parameters import resolve_parameters
+from palaver.chat.parameters import merge_parameters, resolve_parameters
 from palaver.chat.reply_stream import BatchReader, GeneratedReply, ReplyRequest
 from palaver.errors import BadParameter, ContextOverflow, EmptyMessage
 from palaver.events import AnswerDelta
@@ -25,15 +25,14 @@ from palaver.server.openai.request import (
     OutputOptions,
     UsageChunks,
     api_field_names,
-    check_model,
     check_nested_fields,
     choice_count,
     ignored_fields,
     ignored_header,
     usage_chunks,
 )
-from palaver.server.openai.sampling_params import completion_parameters
-from palaver.server.openai.schemas import CompletionRequest
+from palaver.server.openai.sampling_params import completion_parameters, fill_parameters
+from palaver.server.openai.schemas import CompletionRequest, FillRequest
 from palaver.server.openai.streaming import ChoiceDelta, ChunkHeader, CompletionStream, respond
 from palaver.server.settings import ServerSettings
 from palaver.server.sse import encode_json
@@ -49,7 +48,7 @@ def router() -> APIRouter:
     @routes.post("/v1/completions", response_model=None)
     async def completions(request: Request, body: CompletionRequest, caller: CallerDep, state: StateDep) -> Response:
         """What the model makes of a text, whole or as a stream of server-sent events."""
-        model = state.service.models.current()
+        model = await state.model(body.model)
         with api_field_names():
             call, reply_streams = await asyncio.to_thread(_parse_request, body, model, state.settings, caller.owner_id)
         completion = CompletionStream(call, reply_streams, state.metrics, state.limiter)
@@ -57,14 +56,38 @@ def router() -> APIRouter:
         encoder, ignored = TextEncoder(header, completion), ignored_header(ignored_fields(body))
         return await respond(request, completion, completion.deltas(), encoder, ignored)
 
+    @routes.post("/v1/fill", response_model=None)
+    async def fill(request: Request, body: FillRequest, caller: CallerDep, state: StateDep) -> Response:
+        """A text whose masks a diffusion model fills in: the whole text, as a text completion."""
+        model = await state.model(body.model)
+        with api_field_names():
+            before, call, stream = await asyncio.to_thread(_parse_fill, body, model, state.settings, caller.owner_id)
+        completion = CompletionStream(call, [stream], state.metrics, state.limiter)
+        header = ChunkHeader(model.name, f"fp_{model.tokenizer}", f"fill-{new_id()}")
+        encoder, ignored = TextEncoder(header, completion, before), ignored_header(ignored_fields(body))
+        return await respond(request, completion, completion.deltas(), encoder, ignored)
+
     return routes
+
+
+def _parse_fill(
+    body: FillRequest, model: Model, settings: ServerSettings, owner: str
+) -> tuple[str, ChatCall, GeneratedReply]:
+    check_nested_fields(body)
+    if body.stream:
+        raise BadParameter("stream", True, "must be false: the text comes when all of it is filled in")
+    if body.n not in (None, 1):
+        raise BadParameter("n", body.n, "must be 1")
+    given = merge_parameters(settings.defaults, fill_parameters(body), settings.forced)
+    resolved = resolve_parameters(model.engine.info.defaults, given, draw_seed(), None)
+    before, stream = model.fill_text(body.text, resolved.sampling, owner)
+    return before, ChatCall(model, stream.request, 1, OutputOptions()), stream
 
 
 def _parse_request(
     body: CompletionRequest, model: Model, settings: ServerSettings, owner: str
 ) -> tuple[ChatCall, list[GeneratedReply]]:
     check_nested_fields(body)
-    check_model(body.model, model, settings)
     _check_fields(body)
     resolved = resolve_parameters(model.engine.info.defaults, completion_parameters(body, settings), draw_seed(), None)
     prompts = [_encode_prompt(model, prompt, owner) for prompt in _prompts(body.prompt)]
@@ -132,6 +155,8 @@ class TextEncoder:
 
     header: ChunkHeader
     completion: CompletionStream
+    before: str = ""
+    """Text that precedes the generated one."""
 
     async def fold(self, deltas: AsyncGenerator[ChoiceDelta]) -> dict[str, Any]:
         texts: list[list[str]] = [[] for _ in self.completion.choices]
@@ -141,7 +166,8 @@ class TextEncoder:
                 texts[delta.index].append(_text(delta))
                 logprobs[delta.index] += delta.logprobs
         choices = [
-            self._choice(index, "".join(pieces), logprobs[index], finished=True) for index, pieces in enumerate(texts)
+            self._choice(index, self.before + "".join(pieces), logprobs[index], finished=True)
+            for index, pieces in enumerate(texts)
         ]
         return {**self.header.value("text_completion"), "choices": choices, "usage": self.completion.usage()}
 

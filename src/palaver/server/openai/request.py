@@ -18,7 +18,6 @@ from palaver.chat.reply_stream import GeneratedReply, ReplyRequest
 from palaver.errors import BadParameter, NothingToContinue
 from palaver.formats.base import Format
 from palaver.messages import Message, Part, Role, Text, Thinking, Tool, ToolCall, ToolResult
-from palaver.server.errors import OtherModel
 from palaver.server.openai.sampling_params import AUDIO, chat_parameters, ignores_effort, is_spoken
 from palaver.server.openai.schemas import (
     AllowedToolsChoice,
@@ -88,6 +87,8 @@ class OutputOptions:
     token_ids: bool = False
     stream: bool = False
     usage: UsageChunks = UsageChunks.LAST
+    drafts: bool = False
+    """Whether the blocks that a diffusion model denoises are part of the stream."""
     audio: AudioRecording | None = None
     """Set for a spoken reply, whose text is the transcript."""
 
@@ -112,13 +113,6 @@ class ChatCall:
         return [self.model.stream_reply(request, ids, partial, limit_added=True) for request in requests]
 
 
-def check_model(name: str | None, model: Model, settings: ServerSettings) -> None:
-    """Raises OtherModel unless the name is empty or that of the loaded model."""
-    known = (model.name, *settings.aliases)
-    if name and name not in known:
-        raise OtherModel(f"The model {name[:200]!r} is not loaded; the current model is {model.name!r}.")
-
-
 def parse_request(
     request: ChatRequest,
     model: Model,
@@ -129,7 +123,6 @@ def parse_request(
 ) -> ChatCall:
     """Call it in a thread: long prompts take time. Raises every error that makes the reply impossible."""
     check_nested_fields(request)
-    check_model(request.model, model, settings)
     history = parse_history(request, settings.limits.messages, attachments)
     past = reply_index.lookup(owner, history.messages, history.past)
     return build_call(request, replace(history, past=past), model, settings, owner)
@@ -221,6 +214,7 @@ def output_options(request: ChatRequest) -> OutputOptions:
         token_ids=bool(request.return_token_ids),
         stream=bool(request.stream),
         usage=usage_chunks(request.stream_options),
+        drafts=request.stream_options is not None and request.stream_options.include_drafts,
         audio=audio_recording(request),
     )
 

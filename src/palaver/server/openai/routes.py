@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -15,10 +16,9 @@ from palaver.errors import BadParameter
 from palaver.formats.base import RenderOptions
 from palaver.generation import Prompt
 from palaver.server.auth import CallerDep
-from palaver.server.openai.audio import spoken_choice
+from palaver.server.openai.audio import AddVoice, voice_output
 from palaver.server.openai.request import (
     api_field_names,
-    check_model,
     check_nested_fields,
     conversation_name,
     ignored_header,
@@ -51,18 +51,19 @@ def chat_router() -> APIRouter:
 
 
 async def answer_chat(request: Request, body: ChatRequest, owner: str, state: ServerState) -> Response:
-    model = state.service.models.current()
+    model = await state.model(body.model)
     with api_field_names():
         attachments = state.attachments(model)
         call = await asyncio.to_thread(
             parse_request, body, model, state.settings, owner, state.reply_index, attachments
         )
+        add_voice: AddVoice | None = None
+        if call.output.audio is not None:
+            output, add_voice = await voice_output(call.output, owner, state)
+            call = replace(call, output=output)
         reply_streams = await asyncio.to_thread(call.reply_streams)
         completion = CompletionStream(call, reply_streams, state.metrics, state.limiter, state.reply_index)
-        deltas = completion.deltas()
-        if call.output.audio is not None:
-            spoken = await spoken_choice(call.output.audio, call.output.stream, owner, state)
-            deltas = spoken.with_audio(deltas)
+        deltas = add_voice(completion.deltas()) if add_voice else completion.deltas()
     ignored = ignored_header(ignored_request_fields(body, state.settings, model.format))
     return await respond(request, completion, deltas, ChatEncoder(completion), ignored)
 
@@ -92,7 +93,7 @@ async def _answer(
     work: Callable[[Any, Model, ServerState], dict[str, Any]], body: Any, request: Request, state: ServerState
 ) -> Response:
     """Runs the work and encodes its result as JSON in a thread, unless the client disconnects before."""
-    model = state.service.models.current()
+    model = await state.model(body.model)
 
     def answer() -> bytes:
         return json.dumps(work(body, model, state), ensure_ascii=False, separators=(",", ":")).encode()
@@ -103,7 +104,6 @@ async def _answer(
 
 def _tokenize(body: TokenizeRequest, model: Model, state: ServerState) -> dict[str, Any]:
     check_nested_fields(body)
-    check_model(body.model, model, state.settings)
     if (body.prompt is None) == (body.messages is None):
         raise BadParameter("prompt", body.prompt, "either a prompt or messages must be given")
     tokenizer = model.format.tokenizer
@@ -121,13 +121,11 @@ def _tokenize(body: TokenizeRequest, model: Model, state: ServerState) -> dict[s
 
 def _detokenize(body: DetokenizeRequest, model: Model, state: ServerState) -> dict[str, Any]:
     check_nested_fields(body)
-    check_model(body.model, model, state.settings)
     return {"prompt": decode_text(model, body.tokens)}
 
 
 def _apply_template(body: RenderRequest, model: Model, state: ServerState) -> dict[str, Any]:
     check_nested_fields(body)
-    check_model(body.model, model, state.settings)
     ids = _prompt(body, model, state).context_ids
     return {"prompt": decode_text(model, ids), "count": len(ids)}
 
@@ -144,7 +142,7 @@ def _prompt(body: TokenizeRequest | RenderRequest, model: Model, state: ServerSt
     tools = parse_tools(body.tools, None, state.settings.limits.tools)
     model.check_size(text_size(messages, tools))
     with api_field_names():
-        return model.format.render(messages, tools, options)
+        return model.render(messages, tools, options)
 
 
 def decode_text(model: Model, ids: Any) -> str:

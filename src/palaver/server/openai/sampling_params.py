@@ -20,6 +20,7 @@ from palaver.formats.facts import Switch, SwitchKind, effort_rank, is_effort_off
 from palaver.server.openai.schemas import (
     ChatRequest,
     CompletionRequest,
+    FillRequest,
     ResponseFormat,
     SamplingFields,
     StructuredOutputs,
@@ -42,6 +43,9 @@ _SAMPLING_FIELDS = (
     "frequency_penalty",
     "end_penalty",
     "seed",
+    "steps",
+    "block_length",
+    "remasking",
     "top_k",
     "min_tokens",
 )
@@ -57,8 +61,8 @@ _CHAT_PARAMETERS = ("thinking", "effort", "budget", "variables", "thinking_budge
 MAX_TOKEN_IDS = 1024
 
 
-def sampling_parameters(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
-    """The parameters that chat requests and text completions share."""
+def sampling_parameters(request: ChatRequest | CompletionRequest | FillRequest) -> dict[str, Any]:
+    """The parameters that chat requests, text completions and texts with masks share."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAMPLING_FIELDS}
     given["repetition_penalty"] = _repetition_penalty(request)
     given["typical_p"] = _agreed(request, ("typical_p", "typical"))
@@ -73,7 +77,7 @@ def sampling_parameters(request: ChatRequest | CompletionRequest) -> dict[str, A
     given["banned_ids"] = _check_count("banned_token_ids", request.banned_token_ids) or None
     given["logit_bias"] = _biases(request.logit_bias)
     given["max_tokens"] = _agreed(request, _MAX_TOKENS_FIELDS)
-    given["constraint"] = parse_response_format(request)
+    given["constraint"] = None if isinstance(request, FillRequest) else parse_response_format(request)
     return without_sentinels(given)
 
 
@@ -108,6 +112,11 @@ def completion_parameters(request: CompletionRequest, settings: ServerSettings) 
     given = {**sampling_parameters(request), "logprobs": request.logprobs}
     decided = merge_parameters(settings.defaults, _without_none(given), settings.forced)
     return {name: value for name, value in decided.items() if name not in _CHAT_PARAMETERS}
+
+
+def fill_parameters(request: FillRequest) -> dict[str, Any]:
+    """The parameters of a text with masks."""
+    return _without_none(sampling_parameters(request))
 
 
 def ignores_effort(request: ChatRequest, settings: ServerSettings, format: Format) -> bool:

@@ -117,6 +117,7 @@ class StreamOptions(RequestFields):
 
     include_usage: bool = False
     continuous_usage_stats: bool = Field(False, description="With include_usage: every chunk has the usage so far.")
+    include_drafts: bool = Field(False, description="Diffusion models: choices have a `draft` after each step.")
     include_obfuscation: bool | None = Field(None, description="Ignored.")
 
 
@@ -166,6 +167,9 @@ class SamplingFields(RequestFields):
     end_penalty: Number = Field(None, description="Above 1 makes the end of the reply less likely.")
     logit_bias: dict[str, float] | None = None
     seed: Whole = Field(None, description="-1 is a random one.")
+    steps: Whole = Field(None, description="Diffusion models: the steps of a block.")
+    block_length: Whole = Field(None, description="Diffusion models: the tokens of a block.")
+    remasking: str | None = Field(None, description="Diffusion models: confidence or entropy.")
     stop: Stop = Field(None, description="Strings or token ids; they count in the answer alone.")
     stop_token_ids: list[int] | None = None
     min_tokens: Whole = None
@@ -235,6 +239,10 @@ class CompletionRequest(SamplingFields):
     json_schema: dict[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
+
+
+class FillRequest(SamplingFields):
+    text: str = Field(description="With masks: [MASK] is one token, [MASK:8] eight.")
 
 
 class TokenizeRequest(RequestFields):

@@ -21,13 +21,12 @@ from palaver.chat.reply_request import PartialReply
 from palaver.errors import BadParameter, NoMessages
 from palaver.messages import Message, Role, Text, Thinking, ToolCall
 from palaver.server.metrics import Metrics
-from palaver.server.openai.audio import spoken_choice
+from palaver.server.openai.audio import voice_output
 from palaver.server.openai.request import (
     CONVERSATION_HEADER,
     ChatCall,
     OutputOptions,
     api_field_names,
-    check_model,
     check_nested_fields,
     choice_count,
     ignored_header,
@@ -66,16 +65,14 @@ class StoredRequest:
 async def answer_in_conversation(
     request: Request, body: ChatRequest, name: str, owner: str, state: ServerState
 ) -> Response:
-    chat, model = state.service.chat(owner), state.service.models.current()
+    chat = state.service.chat(owner)
+    model = await conversation_model(chat, name, body.model, state)
     key, output = request.headers.get("idempotency-key"), output_options(body)
     with api_field_names():
         check_nested_fields(body)
-        check_model(body.model, model, state.settings)
         attachments = state.attachments(model)
         history = await asyncio.to_thread(parse_history, body, state.settings.limits.messages, attachments)
-        spoken = None
-        if output.audio is not None:
-            spoken = await spoken_choice(output.audio, output.stream, owner, state)
+        output, add_voice = await voice_output(output, owner, state)
         partial = None
         if history.partial is not None:
             partial = PartialReply(history.partial, history.partial_ids or ())
@@ -83,10 +80,16 @@ async def answer_in_conversation(
         stored = await start_replies(chat, model, parameters, history.messages, name, key, partial, reuse)
         raw = body.reasoning_format == "none"
         completion = await stored_choices(chat, model, stored, output, raw, history.partial)
-    deltas = completion.deltas() if spoken is None else spoken.with_audio(completion.deltas())
+    deltas = add_voice(completion.deltas())
     ignored = ignored_header(ignored_request_fields(body, state.settings, model.format))
     headers = {CONVERSATION_HEADER: stored.conversation, **ignored}
     return await respond(request, completion, deltas, ChatEncoder(completion, stored.value()), headers)
+
+
+async def conversation_model(chat: Chat, conversation: str, name: str | None, state: ServerState) -> Model:
+    """The model of a turn: the one that the request names, or that of its conversation."""
+    named = name or conversation == NEW
+    return await state.model(name, None if named else (await chat.conversation(conversation)).parameters)
 
 
 async def stored_choices(
@@ -156,7 +159,7 @@ async def _stored_reply(
 
 def choice_parameters(body: ChatRequest, model: Model, state: ServerState) -> list[dict[str, Any]]:
     """The parameters of each choice. The first choice is started last, so that it becomes the head."""
-    parameters = request_parameters(body, state.settings, model.format)
+    parameters = {**request_parameters(body, state.settings, model.format), "model": model.name}
     count = choice_count(body.n, state.settings)
     if count == 1:
         return [parameters]

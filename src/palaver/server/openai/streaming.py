@@ -17,9 +17,11 @@ from fastapi.responses import JSONResponse, Response
 
 from palaver.chat.model import Model
 from palaver.chat.reply_stream import ReplyStream, SeamTrimmer, seam_trimmer
+from palaver.encoding import adapter
 from palaver.errors import ShuttingDown
 from palaver.events import (
     AnswerDelta,
+    DraftBlock,
     Event,
     Failed,
     Finished,
@@ -88,6 +90,8 @@ class ChoiceDelta:
     logprobs: tuple[dict[str, Any], ...] = ()
     audio: str = ""
     """Base64. The audio since the last delta of a spoken reply."""
+    draft: DraftBlock | None = None
+    """The block that is being denoised, where the request asks for drafts."""
 
 
 @dataclass
@@ -169,6 +173,8 @@ class ChoiceStream:
                 raise self.reply_stream.failure(failed)
             case Snapshot():
                 raise Conflict("The reply's tokens are not known to this model.")
+            case DraftBlock() as draft:
+                return ChoiceDelta(self.index, draft=draft) if self.output.drafts else None
             case _ if batch.steps:
                 return self._delta(batch, cast("Sequence[ReadEvent]", batch.events))
             case _:  # the part of the reply that is continued
@@ -433,6 +439,8 @@ class ChatEncoder:
             extra += f',"logprobs":{json.dumps(content)}'
         if self._output.token_ids:
             extra += f',"token_ids":{json.dumps(choice.token_ids)}'
+        if choice.draft is not None:
+            extra += f',"draft":{adapter(DraftBlock).dump_json(choice.draft).decode()}'
         return extra
 
     def _delta(self, choice: ChoiceDelta) -> str:

@@ -43,7 +43,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "permissions-policy": "camera=(self), geolocation=(), microphone=(self)",
 }
 _CACHE_FOREVER = "public, max-age=31536000, immutable"
 _CACHE_REVALIDATE = "no-cache"
@@ -130,6 +130,8 @@ class SessionInfo(BaseModel):
     signed_in: bool
     name: str
     admin: bool
+    transcribes: bool
+    """Whether the server can transcribe speech."""
 
 
 class SignIn(BaseModel):
@@ -178,4 +180,10 @@ def _set_cookie(request: Request, response: Response, state: ServerState, value:
 
 def _session_info(state: ServerState, name: str | None, admin: bool) -> SessionInfo:
     needs_key = not is_loopback(state.settings.host) or name is None
-    return SessionInfo(needs_key=needs_key, signed_in=name is not None, name=name or "", admin=admin)
+    return SessionInfo(
+        needs_key=needs_key,
+        signed_in=name is not None,
+        name=name or "",
+        admin=admin,
+        transcribes=bool(state.service.transcriber_name),
+    )

@@ -6,7 +6,7 @@ from any number on, by this process or by the next one."""
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, assert_never
 
@@ -22,6 +22,7 @@ from palaver.events import (
 )
 from palaver.messages import Role, Text, Thinking, ToolCall, ToolResult
 from palaver.phases import Phase
+from palaver.server.responses.mcp import ItemStep
 from palaver.server.sse import encode_json
 from palaver.store.encoding import StoredPart
 
@@ -57,6 +58,11 @@ class ResponseEncoder:
     def __init__(self, message_id: str, header: Mapping[str, Any], options: ResponseOutputOptions) -> None:
         """The items' ids contain `message_id`; `header` has the fields that are known beforehand."""
         self._message_id = message_id
+        self._item_count = 0
+        """Items of this message."""
+        self._runs_here: Callable[[str], bool] = lambda name: False
+        self._server_item: Mapping[str, Any] | None = None
+        """An open item of a tool server."""
         self._header = header
         self._options = options
         self._next_number = 0
@@ -73,6 +79,14 @@ class ResponseEncoder:
             events.append(self._event("response.queued", {"response": created}))
         running = {**created, "status": "in_progress"}
         return [*events, self._event("response.in_progress", {"response": running})]
+
+    def enter_reply(self, message_id: str, runs_here: Callable[[str], bool]) -> None:
+        """What is fed next is of this reply. `runs_here`: whether a call is one of a tool server, by the tool's name:
+        its items come from steps."""
+        self._message_id, self._item_count, self._runs_here = message_id, 0, runs_here
+
+    def feed_steps(self, steps: Iterable[ItemStep]) -> list[Event]:
+        return [event for step in steps for event in self._encode_step(step)]
 
     def feed(self, events: Iterable[ReadEvent], logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
         self._pending_logprobs += logprobs
@@ -99,6 +113,8 @@ class ResponseEncoder:
     def response(self, status: str) -> dict[str, Any]:
         """The response so far."""
         unfinished = [self._current.value("in_progress")] if self._current is not None else []
+        if self._server_item is not None:
+            unfinished = [dict(self._server_item)]
         value = {**self._header, "status": status, "output": [*self._output, *unfinished]}
         return {**value, "notices": list(self._notices)} if self._notices else value
 
@@ -121,6 +137,12 @@ class ResponseEncoder:
                 return [*self._ensure_item(_ReasoningItem), *self._append_text(text)]
             case AnswerDelta(text):
                 return [*self._ensure_item(_MessageItem), *self._append_text(text)]
+            case ToolCallOpened(_, id, name) if self._runs_here(name):
+                closed = self._close_item("completed")
+                self._item_count += 1
+                return closed
+            case ToolCallDelta() if self._current is None:
+                return []
             case ToolCallOpened(_, id, name):
                 return [
                     *self._close_item("completed"),
@@ -152,11 +174,26 @@ class ResponseEncoder:
         return [*closed, *self._open_item(opened)]
 
     def _next_item_id(self, kind: str) -> str:
-        return item_id(kind, self._message_id, len(self._output))
+        self._item_count += 1
+        return item_id(kind, self._message_id, self._item_count - 1)
 
     def _open_item(self, item: _OpenItem) -> list[Event]:
         self._current = item
         return [self._output_event("response.output_item.added", {"item": item.value("in_progress")})]
+
+    def _encode_step(self, step: ItemStep) -> list[Event]:
+        events: list[Event] = []
+        if step.opened is not None:
+            events += self._close_item("completed")
+            events.append(self._output_event("response.output_item.added", {"item": step.opened}))
+            self._server_item = step.opened
+        assert self._server_item is not None
+        events += [self._output_event(name, {"item_id": self._server_item["id"], **part}) for name, part in step.events]
+        if step.done is not None:
+            events.append(self._output_event("response.output_item.done", {"item": step.done}))
+            self._output.append(dict(step.done))
+            self._server_item = None
+        return events
 
     def _append_text(self, text: str) -> list[Event]:
         assert self._current is not None

@@ -20,9 +20,21 @@ from palaver.server.errors import NoPreviousResponse
 from palaver.server.responses.schemas import ConversationReference, ResponseRequest
 from palaver.server.state import ResponseIndex
 from palaver.store import Conflict, Conversation, NotFound, ReplyStatus, StoredMessage
+from palaver.store.tool_rounds import ENDED, UNDECIDED, RoundState, ToolRound
 
-_RESPONSE_ID = re.compile(r"resp_([0-9a-z]{1,64})")
+_RESPONSE_ID = re.compile(r"resp_([0-9a-z]{1,64})(_calls)?")
 _NOTE_KEY = "response"
+
+
+class ApprovalRecord(BaseModel):
+    """How a response decided about the tool calls of a reply. It begins with these calls and has an id of its own."""
+
+    answers: dict[int, bool] = Field(default_factory=dict)
+    """By the position of the call."""
+    interrupted: list[int] = Field(default_factory=list)
+    """Calls that had begun before."""
+    record: dict[str, Any] = Field(default_factory=dict)
+    """The `ResponseRecord` of its request."""
 
 
 class ResponseRecord(BaseModel):
@@ -44,6 +56,10 @@ class ResponseRecord(BaseModel):
     parallel: bool = True
     strict: list[str] = Field(default_factory=list)
     """The names of the tools that were sent with `strict`."""
+    mcp: list[dict[str, Any]] = Field(default_factory=list)
+    """The tools of the type mcp without their secrets, each with the `name` of its server."""
+    approval: ApprovalRecord | None = None
+    """How the calls of this reply were decided about."""
     format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
     effort: str | None = None
     summary: str | None = None
@@ -83,8 +99,29 @@ def response_id(reply: str) -> str:
     return f"resp_{reply}"
 
 
-async def find_response(chat: Chat, id: str) -> StoredMessage:
-    """The reply with this response id. Raises NotFound if it does not exist, was deleted or has another owner."""
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response: a reply with those that follow its tool calls; or, `after_approval`, these calls and what follows."""
+
+    reply: StoredMessage
+    after_approval: bool = False
+
+    @property
+    def id(self) -> str:
+        return response_id(self.reply.id) + ("_calls" if self.after_approval else "")
+
+    @property
+    def record(self) -> ResponseRecord:
+        record = read_record(self.reply)
+        if not self.after_approval or record.approval is None:
+            return record
+        marks = {"cancelled": record.cancelled, "deleted": record.deleted}
+        own = ResponseRecord.model_validate(record.approval.record)
+        return own.model_copy(update={**marks, "approval": record.approval, "mcp": own.mcp or record.mcp})
+
+
+async def find_response(chat: Chat, id: str) -> StoredResponse:
+    """The response with this id. Raises NotFound if it does not exist, was deleted or has another owner."""
     match = _RESPONSE_ID.fullmatch(id)
     if match is None:
         raise NotFound("response", id[:200])
@@ -92,9 +129,39 @@ async def find_response(chat: Chat, id: str) -> StoredMessage:
         stored = await chat.message(match[1])
     except NotFound:
         raise NotFound("response", id) from None
-    if stored.reply is None or read_record(stored).deleted:
+    found = StoredResponse(stored, match[2] is not None)
+    record = read_record(stored)
+    if stored.reply is None or record.deleted or (found.after_approval and record.approval is None):
         raise NotFound("response", id)
-    return stored
+    return found
+
+
+async def last_reply(chat: Chat, reply: StoredMessage) -> StoredMessage:
+    """The last of the replies that followed each other by tool calls."""
+    while (round := await chat.tool_round(reply.id)) is not None and round.next_id is not None:
+        reply = await chat.message(round.next_id)
+    return reply
+
+
+async def _last_message(chat: Chat, reply: StoredMessage) -> str:
+    """The last message of a response: its last reply, or the results of the calls that ran here."""
+    reply = await last_reply(chat, reply)
+    round = await chat.tool_round(reply.id)
+    if round is not None and round.state is RoundState.OPEN and not waits_for_approval(round):
+        raise Conflict("The tool calls of the response before this one are still running: wait, or cancel it first.")
+    if round is None or round.state is not RoundState.DONE:
+        return reply.id
+    results = {node.parent_id: node.id for node in await chat.nodes(reply.conversation_id) if node.role is Role.TOOL}
+    leaf = reply.id
+    for _ in round.calls:
+        leaf = results.get(leaf, leaf)
+    return leaf
+
+
+def waits_for_approval(round: ToolRound) -> bool:
+    """Whether calls wait for the user, and nothing else happens."""
+    states = {call.state for call in round.calls}
+    return bool(states & {*UNDECIDED}) and states <= {*UNDECIDED, *ENDED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +192,7 @@ async def resolve_target(
         return await _after_response(chat, body.previous_response_id, messages, record)
     if body.conversation is not None:
         return await _in_conversation(chat, body.conversation, messages, record)
-    developer, inputs = _split_system(messages)
+    developer, inputs = split_system(messages)
     record = record.model_copy(update={"developer": developer, "inputs": len(inputs)})
     system = _join(record.instructions or "", developer)
     path = await _stored_branch(chat, index.find(owner, inputs))
@@ -148,11 +215,12 @@ async def start_response(
 
 async def _after_response(chat: Chat, id: str, messages: Sequence[Message], record: ResponseRecord) -> ResponseTarget:
     try:
-        reply = await find_response(chat, id)
+        reply = await last_reply(chat, (await find_response(chat, id)).reply)
     except NotFound:
         raise NoPreviousResponse(id) from None
     _check_ended(reply)
-    conversation, path = await chat.conversation(reply.conversation_id), await chat.path(reply.id)
+    conversation = await chat.conversation(reply.conversation_id)
+    path = await chat.path(await _last_message(chat, reply))
     record = record.model_copy(update={"previous": id, "inputs": len(messages)})
     system = record.instructions if record.instructions is not None else _inherited_system(conversation, path)
     return ResponseTarget(conversation, path, tuple(messages), system, record)
@@ -175,7 +243,7 @@ async def _stored_branch(chat: Chat, replies: Iterable[tuple[str, int]]) -> tupl
     """The longest branch that the input repeats and that is still stored."""
     for reply, count in replies:
         with suppress(NotFound):
-            path = await chat.path((await find_response(chat, response_id(reply))).id)
+            path = await chat.path((await find_response(chat, response_id(reply))).reply.id)
             if len(path) == count:
                 return path
     return ()
@@ -198,7 +266,7 @@ def _join(*texts: str) -> str:
     return "\n\n".join(text for text in texts if text)
 
 
-def _split_system(messages: Sequence[Message]) -> tuple[str, tuple[Message, ...]]:
+def split_system(messages: Sequence[Message]) -> tuple[str, tuple[Message, ...]]:
     """The text of the leading system messages, and the messages after them."""
     first = next((n for n, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
     return "\n\n".join(message.text for message in messages[:first]), tuple(messages[first:])

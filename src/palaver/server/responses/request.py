@@ -7,11 +7,13 @@ import base64
 import binascii
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from palaver.chat.interface import Chat
 from palaver.errors import BadParameter, NoMessages
 from palaver.formats.base import Format
+from palaver.messages import ToolCall
 from palaver.server.openai.request import check_nested_fields, ignored_fields
 from palaver.server.openai.sampling_params import ignores_effort
 from palaver.server.openai.schemas import (
@@ -36,6 +38,7 @@ from palaver.server.responses.schemas import (
     FunctionTool,
     InputContent,
     InputItem,
+    McpTool,
     NamedTool,
     ResponseRequest,
     TextFormat,
@@ -76,6 +79,9 @@ _SHARED_FIELDS = (
     "end_penalty",
     "logit_bias",
     "seed",
+    "steps",
+    "block_length",
+    "remasking",
     "stop",
     "min_tokens",
     "banned_strings",
@@ -89,14 +95,7 @@ _SHARED_FIELDS = (
 def check_request(request: ResponseRequest) -> None:
     """Raises BadParameter for requests that are invalid with any model and any conversation."""
     check_nested_fields(request)
-    metadata = request.metadata or {}
-    if len(metadata) > MAX_METADATA:
-        raise BadParameter("metadata", f"{len(metadata)} pairs", f"at most {MAX_METADATA} are taken")
-    for name, value in metadata.items():
-        if len(name) > MAX_NAME or len(value) > MAX_VALUE:
-            raise BadParameter(
-                "metadata", name[:MAX_NAME], f"names have up to {MAX_NAME} characters, values {MAX_VALUE}"
-            )
+    check_metadata(request.metadata)
     if request.store is False:
         _check_stateless(request)
     elif (request.top_logprobs or 0) > ALTERNATIVES:
@@ -106,11 +105,26 @@ def check_request(request: ResponseRequest) -> None:
         raise BadParameter("previous_response_id", request.previous_response_id[:80], "contradicts conversation")
 
 
+def check_metadata(metadata: dict[str, str] | None) -> dict[str, str]:
+    """The metadata. Raises BadParameter if they are too many or too long."""
+    metadata = metadata or {}
+    if len(metadata) > MAX_METADATA:
+        raise BadParameter("metadata", f"{len(metadata)} pairs", f"at most {MAX_METADATA} are taken")
+    for name, value in metadata.items():
+        if len(name) > MAX_NAME or len(value) > MAX_VALUE:
+            raise BadParameter(
+                "metadata", name[:MAX_NAME], f"names have up to {MAX_NAME} characters, values {MAX_VALUE}"
+            )
+    return metadata
+
+
 def _check_stateless(request: ResponseRequest) -> None:
     if request.background:
         raise BadParameter("background", True, "needs store: a background response is retrieved later")
     if request.conversation is not None:
         raise BadParameter("store", False, "responses of a conversation are always stored")
+    if mcp_tools(request):
+        raise BadParameter("store", False, "tools of the type mcp need store: their calls and approvals are kept")
 
 
 def to_chat_request(request: ResponseRequest, messages: Sequence[ChatMessage]) -> ChatRequest:
@@ -156,7 +170,7 @@ def to_record(request: ResponseRequest) -> ResponseRecord:
         instructions=request.instructions,
         tool_choice=_tool_choice_value(request),
         parallel=request.parallel_tool_calls is not False,
-        strict=[tool.name for tool in request.tools or () if tool.strict],
+        strict=[tool.name for tool in _functions(request) if tool.strict],
         effort=reasoning.effort if reasoning is not None else None,
         summary=(reasoning.summary or reasoning.generate_summary) if reasoning is not None else None,
         truncation=request.truncation or "disabled",
@@ -178,7 +192,7 @@ def _tool_choice_value(request: ResponseRequest) -> Any:
 
 def _tools(request: ResponseRequest) -> tuple[list[ChatTool] | None, Any]:
     """The tools and the tool choice. Tools that are not allowed are left out of the prompt."""
-    tools = request.tools or []
+    tools = _functions(request)
     match request.tool_choice:
         case NamedTool(name=name):
             return _chat_tools(tools), NamedToolChoice(function=FunctionName(name=name))
@@ -190,6 +204,14 @@ def _tools(request: ResponseRequest) -> tuple[list[ChatTool] | None, Any]:
             return _chat_tools([tool for tool in tools if tool.name in names]), mode
         case choice:
             return _chat_tools(tools), choice
+
+
+def _functions(request: ResponseRequest) -> list[FunctionTool]:
+    return [tool for tool in request.tools or () if isinstance(tool, FunctionTool)]
+
+
+def mcp_tools(request: ResponseRequest) -> list[McpTool]:
+    return [tool for tool in request.tools or () if isinstance(tool, McpTool)]
 
 
 def _chat_tools(tools: Sequence[FunctionTool]) -> list[ChatTool] | None:
@@ -210,6 +232,7 @@ def _response_format(format: TextFormat | None) -> ResponseFormat | None:
     return ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": format.schema_}})
 
 
+_CALL_ID = re.compile(r"mcp_([0-9a-z]{1,64})_([0-9]{1,6})")
 _ITEM_ID = re.compile(r"(?:rs|msg|fc|fco)_([0-9a-z]{1,64})_([0-9]{1,6})")
 
 
@@ -220,13 +243,51 @@ def chat_messages(items: Sequence[InputItem] | str | None) -> list[ChatMessage]:
     if isinstance(items, str):
         return [_chat_message("user", content=items)]
     messages: list[ChatMessage] = []
+    round: tuple[str, int] | None = None
+    """The reply of the calls of servers before, and the index of its message."""
     for index, item in enumerate(items):
-        message = _message(f"input[{index}]", item)
-        if messages and message.role == "assistant" and messages[-1].role == "assistant":
-            messages[-1] = _merge(messages[-1], message)
-        else:
-            messages.append(message)
+        where = f"input[{index}]"
+        if item.type in ("mcp_list_tools", "mcp_approval_request"):
+            continue
+        if item.type == "mcp_call":
+            call, result = _server_call(where, item)
+            reply = (item.id or "").rpartition("_")[0]
+            if round is not None and round[0] == reply:
+                messages[round[1]] = _merge(messages[round[1]], call)
+            else:
+                _append(messages, call)
+                round = (reply, len(messages) - 1)
+            messages.append(result)
+            continue
+        round = None
+        _append(messages, _message(where, item))
+    if not messages:
+        raise NoMessages
     return messages
+
+
+def _append(messages: list[ChatMessage], message: ChatMessage) -> None:
+    if messages and message.role == "assistant" and messages[-1].role == "assistant":
+        messages[-1] = _merge(messages[-1], message)
+    else:
+        messages.append(message)
+
+
+def _server_call(where: str, item: InputItem) -> tuple[ChatMessage, ChatMessage]:
+    """A call of a server's tool and its result."""
+    id = item.call_id or _require(where, "id", item.id)
+    function = FunctionCall(name=_require(where, "name", item.name), arguments=item.arguments or "")
+    call = _chat_message("assistant", tool_calls=[MessageToolCall(id=id, function=function)])
+    content = _content(f"{where}.output", item.output) if item.output is not None else _error_text(item.error)
+    return call, _chat_message("tool", tool_call_id=id, content=content)
+
+
+def _error_text(error: Any) -> str:
+    match error:
+        case {"content": [{"text": str(text)}]} | {"message": str(text)} | {"content": str(text)} | str(text):
+            return text
+        case _:
+            return ""
 
 
 def check_answerable(messages: Sequence[ChatMessage]) -> None:
@@ -237,13 +298,21 @@ def check_answerable(messages: Sequence[ChatMessage]) -> None:
 
 
 async def resolve_references(chat: Chat, items: Sequence[InputItem] | str | None) -> Sequence[InputItem] | str | None:
-    """Replaces item references by the stored items that they name."""
+    """Replaces item references by the stored items that they name, and gives stored calls their ids."""
     if items is None or isinstance(items, str):
         return items
     return [await _resolve_reference(chat, f"input[{index}]", item) for index, item in enumerate(items)]
 
 
 async def _resolve_reference(chat: Chat, where: str, item: InputItem) -> InputItem:
+    if item.type == "mcp_call" and (match := _CALL_ID.fullmatch(item.id or "")):
+        with suppress(NotFound):
+            reply, round = await chat.message(match[1]), await chat.tool_round(match[1])
+            ids = [call.call_id for call in round.calls if call.position == int(match[2])] if round is not None else []
+            for part in reply.parts:
+                if isinstance(part, ToolCall) and part.id in ids:
+                    return item.model_copy(update={"call_id": part.id, "name": part.name, "arguments": part.arguments})
+        return item
     if item.type != "item_reference" and not (item.type is None and item.role is None and item.id is not None):
         return item
     id = item.id or ""

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from palaver.errors import BadParameter
 from palaver.server.auth import CallerDep
 from palaver.server.responses import serving
+from palaver.server.responses.conversations import page_items
 from palaver.server.responses.request import check_request
 from palaver.server.responses.schemas import (
     Includable,
@@ -57,6 +58,7 @@ def router() -> APIRouter:
         request: Request,
         id: str,
         chat: ChatDep,
+        caller: CallerDep,
         state: StateDep,
         include: Include = None,
         bracketed: BracketedInclude = None,
@@ -68,15 +70,15 @@ def router() -> APIRouter:
         included = [*(include or ()), *(bracketed or ())]
         if stream:
             after = -1 if starting_after is None else starting_after
-            return await serving.stream_stored(request, state, chat, id, after, included)
+            return await serving.stream_stored(request, state, chat, caller.owner_id, id, after, included)
         if starting_after is not None:
             raise BadParameter("starting_after", starting_after, "needs stream to be true")
-        return JSONResponse(await serving.read_response(state, chat, id, included))
+        return JSONResponse(await serving.read_response(state, chat, caller.owner_id, id, included))
 
     @routes.post("/v1/responses/{id}/cancel", response_model=None, responses=_RESPONSES)
-    async def cancel(id: str, chat: ChatDep, state: StateDep) -> Response:
+    async def cancel(id: str, chat: ChatDep, caller: CallerDep, state: StateDep) -> Response:
         """Stops it where it runs; what was said is kept. One that is over stays as it is."""
-        return JSONResponse(await serving.cancel_response(state, chat, id))
+        return JSONResponse(await serving.cancel_response(state, chat, caller.owner_id, id))
 
     @routes.delete("/v1/responses/{id}")
     async def delete(id: str, chat: ChatDep, state: StateDep) -> ResponseDeleted:
@@ -96,16 +98,6 @@ def router() -> APIRouter:
     ) -> InputItemList:
         """What came with its request."""
         items = await serving.input_items(chat, id)
-        return _page(items if order == "asc" else items[::-1], after, limit)
+        return page_items(items if order == "asc" else items[::-1], after, limit)
 
     return routes
-
-
-def _page(items: list[dict[str, Any]], after: str | None, limit: int) -> InputItemList:
-    ids = [item["id"] for item in items]
-    if after is not None and after not in ids:
-        raise BadParameter("after", after[:80], "there is no such item")
-    rest = items[ids.index(after) + 1 :] if after is not None else items
-    page = rest[:limit]
-    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return InputItemList(data=page, first_id=first, last_id=last, has_more=len(rest) > limit)

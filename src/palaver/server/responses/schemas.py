@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -43,9 +43,23 @@ class InputContent(RequestFields):
 
 
 class InputItem(RequestFields):
-    """A message, a thought, a call of a function, its result, or a reference to one of these by its id."""
+    """A message, a thought, a call of a function, its result, a reference to one of these by its id, or what concerns
+    tools of servers: their lists, calls, and approvals."""
 
-    type: Literal["message", "reasoning", "function_call", "function_call_output", "item_reference"] | None = None
+    type: (
+        Literal[
+            "message",
+            "reasoning",
+            "function_call",
+            "function_call_output",
+            "item_reference",
+            "mcp_list_tools",
+            "mcp_call",
+            "mcp_approval_request",
+            "mcp_approval_response",
+        ]
+        | None
+    ) = None
     id: str | None = None
     status: str | None = Field(None, description="Ignored.")
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -57,6 +71,12 @@ class InputItem(RequestFields):
     name: str | None = None
     arguments: str | None = None
     output: str | list[InputContent] | None = None
+    server_label: str | None = Field(None, description="Of a call of a server's tool. Ignored.")
+    tools: list[Any] | None = Field(None, description="Of a list of tools. Ignored.")
+    error: Any = Field(None, description="Of a call of a server's tool that failed.")
+    approval_request_id: str | None = None
+    approve: bool | None = None
+    reason: str | None = Field(None, description="Why a call was not approved, for the model.")
 
 
 class FunctionTool(RequestFields):
@@ -65,6 +85,29 @@ class FunctionTool(RequestFields):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = Field(None, description="Calls that are forced follow the schema whatever this says.")
+
+
+class McpToolFilter(RequestFields):
+    tool_names: list[str] | None = None
+    read_only: bool | None = None
+
+
+class McpApprovalFilters(RequestFields):
+    always: McpToolFilter | None = None
+    never: McpToolFilter | None = None
+
+
+class McpTool(RequestFields):
+    """The tools of a tool server. Palaver calls them."""
+
+    type: Literal["mcp"]
+    server_label: str = Field(description="Without a URL, the name of a tool server of this user.")
+    server_url: str | None = Field(None, description="Of streamable HTTP, at a public address. It is not stored.")
+    server_description: str | None = Field(None, description="Ignored.")
+    allowed_tools: list[str] | McpToolFilter | None = None
+    require_approval: Literal["always", "never"] | McpApprovalFilters | None = None
+    headers: dict[str, str] | None = Field(None, description="They are not stored.")
+    authorization: str | None = Field(None, description="An access token, for the header. It is not stored.")
 
 
 class NamedTool(RequestFields):
@@ -121,7 +164,7 @@ class ResponseRequest(RequestFields):
     include: list[Includable] | None = None
     reasoning: ResponseReasoning | None = None
     text: TextOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[Annotated[FunctionTool | McpTool, Field(discriminator="type")]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: Switched = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -140,6 +183,9 @@ class ResponseRequest(RequestFields):
     end_penalty: Number = None
     logit_bias: dict[str, float] | None = None
     seed: Whole = None
+    steps: Whole = Field(None, description="Diffusion models: the steps of a block.")
+    block_length: Whole = Field(None, description="Diffusion models: the tokens of a block.")
+    remasking: str | None = Field(None, description="Diffusion models: confidence or entropy.")
     stop: Stop = Field(None, description="Strings or token ids; they count in the answer alone.")
     min_tokens: Whole = None
     banned_strings: str | list[str] | None = None
@@ -184,7 +230,9 @@ class ResponseBody(BaseModel):
     status: Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
     background: bool
     model: str
-    output: list[dict[str, Any]] = Field(description="Items: reasoning, message, function_call.")
+    output: list[dict[str, Any]] = Field(
+        description="Items: reasoning, message, function_call, mcp_list_tools, mcp_call, mcp_approval_request."
+    )
     usage: ResponseUsage | None
     error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None

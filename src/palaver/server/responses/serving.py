@@ -16,7 +16,7 @@ from palaver.chat.continuation import is_same_tokenizer
 from palaver.chat.interface import ServerChat
 from palaver.chat.model import Model
 from palaver.chat.reply_request import fit_prompt, without_empty_replies, without_oldest
-from palaver.chat.subscription import FollowedReply, ended_event
+from palaver.chat.subscription import FollowedReply
 from palaver.errors import EngineError, PalaverError, ShuttingDown
 from palaver.events import Failed, Finished, Started, Waiting
 from palaver.messages import Role
@@ -26,27 +26,31 @@ from palaver.server.openai.request import (
     ChatHistory,
     api_field_names,
     build_call,
-    check_model,
     ignored_header,
     parse_history,
     request_parameters,
 )
 from palaver.server.openai.schemas import ChatRequest
 from palaver.server.openai.streaming import CompletionStream
-from palaver.server.responses.encoder import ResponseEnding, message_items
+from palaver.server.responses.encoder import message_items
 from palaver.server.responses.history import (
     ResponseTarget,
+    StoredResponse,
     find_response,
+    last_reply,
     read_record,
     resolve_target,
     response_id,
     start_response,
+    waits_for_approval,
 )
+from palaver.server.responses.mcp import StillRunning, approval_answers, approval_items, decide_calls, use_servers
 from palaver.server.responses.request import (
     FIELD_NAMES,
     chat_messages,
     check_answerable,
     ignored_request_fields,
+    mcp_tools,
     resolve_references,
     to_chat_request,
     to_record,
@@ -57,11 +61,9 @@ from palaver.server.responses.streaming import (
     complete_response,
     follow_response,
     read_choice,
-    replay_deltas,
     start_tracked,
     stateless_encoder,
     stored_encoder,
-    stored_ending,
     stream_events,
 )
 from palaver.server.sse import (
@@ -74,6 +76,7 @@ from palaver.server.sse import (
 )
 from palaver.server.state import ServerState
 from palaver.store import ReplyStatus, StoredMessage, prompt_messages
+from palaver.store.tool_rounds import RoundState
 
 _KEY_HEADER = "idempotency-key"
 
@@ -81,20 +84,25 @@ _KEY_HEADER = "idempotency-key"
 async def answer_stored(request: Request, body: ResponseRequest, owner: str, state: ServerState) -> Response:
     """Creates a stored response. Unless it runs in the background, a disconnect of its client stops it; the text so far
     is kept."""
-    chat, model = state.service.chat(owner), state.service.models.current()
+    chat, model = state.service.chat(owner), await state.model(body.model)
     with api_field_names(FIELD_NAMES):
-        reply = await _start_reply(chat, model, body, owner, state, request.headers.get(_KEY_HEADER))
+        if approval_items(body.input):
+            response = await _decide_calls(chat, model, body, state)
+        else:
+            key = request.headers.get(_KEY_HEADER)
+            response = StoredResponse(await _start_reply(chat, model, body, owner, state, key))
         ignored = ignored_header(ignored_request_fields(body, state.settings, model.format))
     if body.background and not body.stream:
-        return JSONResponse(stored_encoder(reply).response("queued"), headers=ignored)
-    stream = await chat.reply_stream(reply.id)
-    on_disconnect = _keep_running if body.background else stream.stop
+        return JSONResponse(stored_encoder(response).response("queued"), headers=ignored)
+    stream = await chat.reply_stream(response.reply.id)
+    on_disconnect = _keep_running if body.background else partial(_stop_soon, state, chat, response)
     try:
         with api_field_names(FIELD_NAMES):
-            await run_while_connected(request, _wait_accepted(state, chat, reply, stream))
+            if not response.after_approval:
+                await run_while_connected(request, _wait_accepted(state, chat, response.reply, stream))
         if body.stream:
-            return EventStream(_stream(state, chat, reply), ignored, on_disconnect=on_disconnect)
-        value = await run_while_connected(request, _complete(state, chat, reply))
+            return EventStream(_stream(state, chat, owner, response), ignored, on_disconnect=on_disconnect)
+        value = await run_while_connected(request, _complete(state, chat, owner, response))
         if isinstance(stream.error, EngineError):
             raise stream.error  # so that the client retries
         return JSONResponse(value, headers=ignored)
@@ -105,7 +113,7 @@ async def answer_stored(request: Request, body: ResponseRequest, owner: str, sta
 
 async def answer_stateless(request: Request, body: ResponseRequest, owner: str, state: ServerState) -> Response:
     """Creates a response that is not stored. It ends when its client disconnects."""
-    model = state.service.models.current()
+    model = await state.model(body.model)
     with api_field_names(FIELD_NAMES):
         call, target = await _parse_request(body, model, owner, state)
         reply_streams = await asyncio.to_thread(call.reply_streams)
@@ -124,43 +132,52 @@ async def answer_stateless(request: Request, body: ResponseRequest, owner: str, 
 
 async def count_input_tokens(body: ResponseRequest, owner: str, state: ServerState) -> int:
     """The token count of the prompt."""
-    model = state.service.models.current()
+    model = await state.model(body.model)
     with api_field_names(FIELD_NAMES):
         call, _ = await _parse_request(body, model, owner, state)
         return len(await asyncio.to_thread(model.prompt, call.request, call.partial_ids, call.partial))
 
 
-async def read_response(state: ServerState, chat: ServerChat, id: str, include: Sequence[str] = ()) -> dict[str, Any]:
+async def read_response(
+    state: ServerState, chat: ServerChat, owner: str, id: str, include: Sequence[str] = ()
+) -> dict[str, Any]:
     """The response so far."""
-    return await _current_value(state, chat, await _resume_parked(state, chat, await find_response(chat, id)), include)
+    response = await find_response(chat, id)
+    await _resume_parked(state, chat, await last_reply(chat, response.reply))
+    return await _current_value(state, chat, owner, await find_response(chat, id), include)
 
 
 async def stream_stored(
-    request: Request, state: ServerState, chat: ServerChat, id: str, after: int, include: Sequence[str]
+    request: Request, state: ServerState, chat: ServerChat, owner: str, id: str, after: int, include: Sequence[str]
 ) -> Response:
     """Streams the events after a sequence number, to the end."""
-    reply = await _resume_parked(state, chat, await find_response(chat, id))
-    stream = _stream(state, chat, reply, after, include)
+    response = await find_response(chat, id)
+    await _resume_parked(state, chat, await last_reply(chat, response.reply))
+    stream = _stream(state, chat, owner, await find_response(chat, id), after, include)
     async with close_on_failure(stream):
         first = await first_chunk(request, stream)
     return EventStream(with_first(first, stream))
 
 
-async def cancel_response(state: ServerState, chat: ServerChat, id: str) -> dict[str, Any]:
+async def cancel_response(state: ServerState, chat: ServerChat, owner: str, id: str) -> dict[str, Any]:
     """Stops a running response and returns it. A response that has ended stays as it is."""
-    reply = await find_response(chat, id)
+    reply = await last_reply(chat, (await find_response(chat, id)).reply)
     await _stop_running(chat, reply)
     if reply.reply is not None and reply.reply.status is ReplyStatus.INTERRUPTED:
         await _annotate(chat, reply, cancelled=True)
-    return await _current_value(state, chat, await find_response(chat, id))
+    return await _current_value(state, chat, owner, await find_response(chat, id))
 
 
 async def delete_response(state: ServerState, chat: ServerChat, id: str) -> None:
     """Marks the response as deleted. The conversation is deleted with the last of its replies: until then other replies
     may depend on this one."""
-    reply = await find_response(chat, id)
-    await _stop_running(chat, reply)
+    reply = (await find_response(chat, id)).reply
+    await _stop_running(chat, await last_reply(chat, reply))
     await _annotate(chat, reply, deleted=True)
+    replies = [reply.id]
+    while (round := await chat.tool_round(replies[-1])) is not None and round.next_id is not None:
+        replies.append(round.next_id)
+        await _annotate(chat, await chat.message(round.next_id), deleted=True)
     everything = await chat.all_messages(reply.conversation_id)
     if all(read_record(message).deleted for message in everything if message.role is Role.ASSISTANT and message.reply):
         await chat.delete_conversation(reply.conversation_id)
@@ -168,9 +185,11 @@ async def delete_response(state: ServerState, chat: ServerChat, id: str) -> None
 
 async def input_items(chat: ServerChat, id: str) -> list[dict[str, Any]]:
     """The input items of the request, the oldest first."""
-    reply = await find_response(chat, id)
+    response = await find_response(chat, id)
+    reply, record = response.reply, response.record
+    if response.after_approval:
+        return approval_answers(response)
     path = await chat.path(reply.parent_id) if reply.parent_id is not None else ()
-    record = read_record(reply)
     inputs = path[-(record.inputs or 1) :]
     items = [item for message in inputs for item in message_items(message.id, message.role, message.parts)]
     if developer := record.developer:
@@ -181,8 +200,11 @@ async def input_items(chat: ServerChat, id: str) -> list[dict[str, Any]]:
 
 
 async def _stop_running(chat: ServerChat, reply: StoredMessage) -> None:
-    """Stops a running reply and waits for its end."""
+    """Stops a running reply and waits for its end, or stops its tool calls unless they wait for an approval."""
     if reply.reply is None or reply.reply.status is not ReplyStatus.RUNNING:
+        round = await chat.tool_round(reply.id)
+        if round is not None and round.state is RoundState.OPEN and not waits_for_approval(round):
+            await chat.stop_reply(reply.id)
         return
     await chat.stop_reply(reply.id)
     async with chat.events(reply.id) as entries:
@@ -198,11 +220,23 @@ async def _start_reply(
     chat: ServerChat, model: Model, body: ResponseRequest, owner: str, state: ServerState, key: str | None
 ) -> StoredMessage:
     chat_request, _, target = await _resolve(chat, model, body, owner, state, stored=True)
-    parameters = request_parameters(chat_request, state.settings, model.format)
+    parameters = _parameters(chat_request, body, model, state)
+    servers, record = await use_servers(chat, mcp_tools(body), target.record)
+    start = partial(start_response, chat, replace(target, record=record), {**parameters, **servers}, key)
+    return await start_tracked(state, chat, owner, start)
+
+
+async def _decide_calls(chat: ServerChat, model: Model, body: ResponseRequest, state: ServerState) -> StoredResponse:
+    """Decides about the tool calls of the response before."""
+    parameters = partial(_parameters, to_chat_request(body, ()), body, model, state)
+    return await decide_calls(chat, body, to_record(body), parameters)
+
+
+def _parameters(chat_request: ChatRequest, body: ResponseRequest, model: Model, state: ServerState) -> dict[str, Any]:
+    parameters = {**request_parameters(chat_request, state.settings, model.format), "model": model.name}
     if body.truncation == "auto":
         parameters["overflow"] = "shorten"
-    start = partial(start_response, chat, target, parameters, key)
-    return await start_tracked(state, chat, owner, start)
+    return parameters
 
 
 async def _wait_accepted(state: ServerState, chat: ServerChat, reply: StoredMessage, stream: FollowedReply) -> None:
@@ -222,65 +256,72 @@ def _keep_running() -> None:
     """A background response continues after its client disconnects."""
 
 
+def _stop_soon(state: ServerState, chat: ServerChat, response: StoredResponse) -> None:
+    """Stops the response of a client that disconnected, wherever it is."""
+
+    async def stop() -> None:
+        with suppress(PalaverError):
+            await _stop_running(chat, await last_reply(chat, await chat.message(response.reply.id)))
+
+    task = asyncio.create_task(stop())
+    state.background_tasks.add(task)
+    task.add_done_callback(state.background_tasks.discard)
+
+
 def _stream(
-    state: ServerState, chat: ServerChat, reply: StoredMessage, after: int = -1, include: Sequence[str] = ()
+    state: ServerState,
+    chat: ServerChat,
+    owner: str,
+    response: StoredResponse,
+    after: int = -1,
+    include: Sequence[str] = (),
 ) -> AsyncGenerator[bytes]:
-    encoder = stored_encoder(reply, include)
-    source = follow_response(state, chat, reply, _includes_logprobs(reply, include), after < 0)
+    encoder = stored_encoder(response, include)
+    source = follow_response(state, chat, owner, response, _includes_logprobs(response, include), after < 0)
     return stream_events(encoder, source, after)
 
 
 async def _complete(
-    state: ServerState, chat: ServerChat, reply: StoredMessage, include: Sequence[str] = ()
+    state: ServerState, chat: ServerChat, owner: str, response: StoredResponse, include: Sequence[str] = ()
 ) -> dict[str, Any]:
-    source = follow_response(state, chat, reply, _includes_logprobs(reply, include), True)
+    source = follow_response(state, chat, owner, response, _includes_logprobs(response, include))
     try:
-        return await complete_response(stored_encoder(reply, include), source)
+        return await complete_response(stored_encoder(response, include), source)
     except ReplyParked as error:
         if state.closing.is_set():
             raise ShuttingDown from None
         raise EngineError(str(error)) from None
 
 
-def _includes_logprobs(reply: StoredMessage, include: Sequence[str]) -> bool:
-    return LOGPROBS in (*read_record(reply).include, *include)
+def _includes_logprobs(response: StoredResponse, include: Sequence[str]) -> bool:
+    return LOGPROBS in (*response.record.include, *include)
 
 
 async def _current_value(
-    state: ServerState, chat: ServerChat, reply: StoredMessage, include: Sequence[str] = ()
+    state: ServerState, chat: ServerChat, owner: str, response: StoredResponse, include: Sequence[str] = ()
 ) -> dict[str, Any]:
-    assert reply.reply is not None
-    encoder = stored_encoder(reply, include)
-    if reply.reply.status is ReplyStatus.RUNNING:
-        stream = await chat.reply_stream(reply.id, wait=False)
-        if not stream.is_here:  # another process runs it, or it waits for the model
-            return encoder.response("in_progress")
-        encoder.feed(stream.log.events())
-        return encoder.response("in_progress" if stream.log.started else "queued")
-    if _includes_logprobs(reply, include):
-        return await _complete(state, chat, reply, include)
-    encoder.feed(replay_deltas(reply.parts))
-    last = stored_ending(reply, ended_event(reply))
-    if read_record(reply).cancelled:
-        last = ResponseEnding("cancelled", last.usage)
-    value: dict[str, Any] = encoder.finish(last)[-1]["response"]
-    return value
+    encoder = stored_encoder(response, include)
+    try:
+        value = await complete_response(
+            encoder, follow_response(state, chat, owner, response, logprobs=False, wait=False)
+        )
+    except StillRunning as running:
+        return encoder.response("queued" if running.is_queued else "in_progress")
+    return await _complete(state, chat, owner, response, include) if _includes_logprobs(response, include) else value
 
 
-async def _resume_parked(state: ServerState, chat: ServerChat, reply: StoredMessage) -> StoredMessage:
+async def _resume_parked(state: ServerState, chat: ServerChat, reply: StoredMessage) -> None:
     """Resumes a response that was interrupted by a shutdown or a change of the model."""
     assert reply.reply is not None
     record = read_record(reply)
     if reply.reply.status is not ReplyStatus.INTERRUPTED or not record.asked or record.cancelled:
-        return reply
-    try:
-        model = state.service.models.current()
-    except PalaverError:
-        return reply
+        return
+    models, settings = state.service.models, reply.reply.settings
+    model = models.reader_for(settings.model, settings.tokenizer)
     has_children = any(node.parent_id == reply.id for node in await chat.nodes(reply.conversation_id))
-    if has_children or not is_same_tokenizer(model, reply):
-        return reply
-    return await chat.continue_reply(reply.id)
+    if has_children or model is None or not (is_same_tokenizer(model, reply) or models.offers(settings.model)):
+        return
+    await chat.continue_reply(reply.id)
 
 
 async def _parse_request(
@@ -291,7 +332,7 @@ async def _parse_request(
     path = without_empty_replies(target.path)
     history = (*await chat.load_messages(path), *target.messages)
     messages = prompt_messages(target.system, history)
-    past = await chat.past_replies(path)
+    past = await chat.past_replies(path, model.name)
     call = await asyncio.to_thread(
         _build_call, chat_request, ChatHistory(messages, past, parsed.partial), target, model, owner, state
     )
@@ -305,7 +346,6 @@ async def _resolve(
     chat_request = to_chat_request(body, chat_messages(await resolve_references(chat, body.input)))
     if stored:
         check_answerable(chat_request.messages)
-    check_model(body.model, model, state.settings)
     attachments = state.attachments(model)
     parsed = await asyncio.to_thread(parse_history, chat_request, state.settings.limits.messages, attachments)
     target = await resolve_target(chat, body, parsed.messages, to_record(body), state.response_index, owner)

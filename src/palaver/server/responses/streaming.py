@@ -6,14 +6,19 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack, aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, cast
 
 from palaver.chat.interface import ServerChat
+from palaver.chat.parameters import LOOP
 from palaver.chat.reply_stream import ReplyRequest
+from palaver.chat.subscription import ended_event
+from palaver.chat.tool_loop import runs_here
 from palaver.errors import BadParameter, PalaverError, ShuttingDown
 from palaver.events import (
     AnswerDelta,
+    DraftBlock,
     Failed,
     Finished,
     PhaseOpened,
@@ -40,7 +45,16 @@ from palaver.server.responses.encoder import (
     ResponseOutputOptions,
     encode_events,
 )
-from palaver.server.responses.history import ResponseRecord, read_record, response_id
+from palaver.server.responses.history import ResponseRecord, StoredResponse, read_record, response_id
+from palaver.server.responses.mcp import (
+    ItemStep,
+    RoundOutcome,
+    RoundReader,
+    StillRunning,
+    follow_round,
+    list_steps,
+    reply_before,
+)
 from palaver.server.responses.schemas import ENCRYPTED_CONTENT, LOGPROBS
 from palaver.server.sse import close_stream
 from palaver.server.state import ServerState
@@ -88,8 +102,13 @@ async def _follow(state: ServerState, chat: ServerChat, owner: str, reply: str, 
             async with chat.events(reply) as entries:
                 async for _ in entries:
                     pass
-        branch = await chat.load_messages(await chat.path(reply))
-        state.response_index.add(owner, branch, reply)
+        await index_reply(state, chat, owner, reply)
+
+
+async def index_reply(state: ServerState, chat: ServerChat, owner: str, reply: str) -> None:
+    """Adds a reply that has ended to the index."""
+    branch = await chat.load_messages(await chat.path(reply))
+    state.response_index.add(owner, branch, reply)
 
 
 class ReplyParked(PalaverError):
@@ -103,9 +122,86 @@ class ResponseDelta:
     events: tuple[ReadEvent, ...] = ()
     logprobs: tuple[dict[str, Any], ...] = ()
     ending: ResponseEnding | None = None
+    steps: tuple[ItemStep, ...] = ()
+    """Of items of tool servers, before the events."""
+    reply: StoredMessage | None = None
+    """The reply of these events and those after, where it is another."""
 
 
 async def follow_response(
+    state: ServerState,
+    chat: ServerChat,
+    owner: str,
+    response: StoredResponse,
+    logprobs: bool,
+    from_start: bool = True,
+    wait: bool = True,
+) -> AsyncGenerator[ResponseDelta]:
+    """Follows a stored response over all replies that tool calls lead to.
+
+    Raises ReplyParked if it was interrupted, and StillRunning if it has not ended and `wait` is false. `from_start` is
+    false if the client resumes after a sequence number.
+    """
+    reply, after_approval = response.reply, response.after_approval
+    rounds, usage = RoundReader(state, chat, owner, wait), Usage()
+    lists = () if after_approval else tuple(list_steps(reply, await reply_before(chat, reply)))
+    while True:
+        if not after_approval:
+            entered: StoredMessage | None = reply
+            read = _follow_reply if wait else _read_reply
+            async with aclosing(read(state, chat, reply, logprobs, from_start)) as deltas:
+                async for delta in deltas:
+                    delta = replace(delta, reply=entered, steps=lists)
+                    entered, lists = None, ()
+                    if delta.ending is None:
+                        yield delta
+                    else:
+                        last, ending = delta, delta.ending
+            if wait and reply.id != response.reply.id:
+                await index_reply(state, chat, owner, reply.id)
+            usage = _add_usage(usage, ending.usage)
+            ending = replace(ending, usage=usage)
+            if ending.status != "completed" or await rounds.get(reply.id) is None:
+                yield replace(last, ending=ending)
+                return
+            yield replace(last, ending=None)
+        outcome = RoundOutcome()
+        async for step in follow_round(rounds, await chat.message(reply.id), after_approval):
+            if isinstance(step, RoundOutcome):
+                outcome = step
+            else:
+                yield ResponseDelta(steps=(step,))
+        if outcome.next_id is None:
+            ended = (await chat.message(reply.id)).reply
+            at = ended.ended_at if ended is not None and outcome.status == "completed" else None
+            completed_at = None if at is None else int(at.timestamp())
+            yield ResponseDelta(ending=ResponseEnding(outcome.status, usage, outcome.error, completed_at))
+            return
+        reply, after_approval = await chat.message(outcome.next_id), False
+
+
+def _add_usage(one: Usage, other: Usage | None) -> Usage:
+    if other is None:
+        return one
+    return Usage(*(getattr(one, field.name) + getattr(other, field.name) for field in fields(Usage)))
+
+
+async def _read_reply(
+    state: ServerState, chat: ServerChat, reply: StoredMessage, logprobs: bool, from_start: bool
+) -> AsyncGenerator[ResponseDelta]:
+    """A stored reply as it is now. Raises StillRunning after what there is of a reply that runs."""
+    assert reply.reply is not None
+    if reply.reply.status is ReplyStatus.RUNNING:
+        stream = await chat.reply_stream(reply.id, wait=False)
+        if stream.is_here:  # else another process runs it, or it waits for the model
+            yield ResponseDelta(tuple(stream.log.events()))
+        raise StillRunning(is_queued=stream.is_here and not stream.log.started)
+    yield ResponseDelta(tuple(replay_deltas(reply.parts)))
+    last = stored_ending(reply, ended_event(reply))
+    yield ResponseDelta(ending=ResponseEnding("cancelled", last.usage) if read_record(reply).cancelled else last)
+
+
+async def _follow_reply(
     state: ServerState, chat: ServerChat, reply: StoredMessage, logprobs: bool, from_start: bool
 ) -> AsyncGenerator[ResponseDelta]:
     """Follows a stored reply from its beginning to its end. Raises ReplyParked if it was interrupted.
@@ -118,7 +214,7 @@ async def follow_response(
         async for batch in batches:
             entries = _logprobs(state, reply, batch) if logprobs else ()
             match batch.events[0]:
-                case Waiting() | Started():
+                case Waiting() | Started() | DraftBlock():
                     yield ResponseDelta()
                 case Finished() | Failed() as last:
                     await wait_indexed(state, reply.id)
@@ -134,8 +230,12 @@ async def follow_response(
 def _logprobs(state: ServerState, reply: StoredMessage, batch: ReplyBatch) -> tuple[dict[str, Any], ...]:
     if not batch.answer_steps:
         return ()
-    vocabulary = state.service.models.current().vocabulary
-    return logprob_entries(batch.answer_steps, vocabulary, read_record(reply).top_logprobs)
+    assert reply.reply is not None
+    settings = reply.reply.settings
+    model = state.service.models.reader_for(settings.model, settings.tokenizer)
+    if model is None:
+        return ()
+    return logprob_entries(batch.answer_steps, model.vocabulary, read_record(reply).top_logprobs)
 
 
 def replay_deltas(parts: Iterable[StoredPart | Part]) -> list[ReadEvent]:
@@ -191,13 +291,17 @@ async def read_choice(
         await close_stream(first, stream)
 
 
-def stored_encoder(reply: StoredMessage, include: Sequence[str] = ()) -> ResponseEncoder:
+def stored_encoder(response: StoredResponse, include: Sequence[str] = ()) -> ResponseEncoder:
     """The encoder of a stored response; `include` adds to what its request included."""
+    reply, record = response.reply, response.record
     assert reply.reply is not None
-    record, settings = read_record(reply), reply.reply.settings
+    settings = reply.reply.settings
     header = response_header(reply.id, reply.created_at.timestamp(), settings.model, record)
-    header |= _effective_parameters(settings.sampling, settings.tools, record)
-    header |= {"conversation": {"id": reply.conversation_id}, "store": True}
+    served = settings.options.get(LOOP, {}).get("tools", {})
+    header |= _effective_parameters(
+        settings.sampling, [tool for tool in settings.tools if tool.name not in served], record
+    )
+    header |= {"id": response.id, "conversation": {"id": reply.conversation_id}, "store": True}
     return ResponseEncoder(reply.id, header, _output_options(record, include))
 
 
@@ -249,7 +353,10 @@ def _effective_parameters(sampling: Sampling, tools: Sequence[Tool], record: Res
         "max_output_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "tools": [_tool_value(tool, tool.name in record.strict) for tool in tools],
+        "tools": [
+            *(_tool_value(tool, tool.name in record.strict) for tool in tools),
+            *({name: value for name, value in one.items() if name != "name"} for one in record.mcp),
+        ],
     }
 
 
@@ -278,11 +385,18 @@ async def stream_events(
         yield b""
 
 
+def feed_delta(encoder: ResponseEncoder, delta: ResponseDelta) -> list[Event]:
+    """Feeds all but the ending."""
+    if delta.reply is not None and delta.reply.reply is not None:
+        encoder.enter_reply(delta.reply.id, partial(runs_here, delta.reply.reply.settings))
+    return [*encoder.feed_steps(delta.steps), *encoder.feed(delta.events, delta.logprobs)]
+
+
 async def complete_response(encoder: ResponseEncoder, source: AsyncGenerator[ResponseDelta]) -> dict[str, Any]:
     """The whole response, once it has ended."""
     async with aclosing(source):
         async for delta in source:
-            encoder.feed(delta.events, delta.logprobs)
+            feed_delta(encoder, delta)
             if delta.ending is not None:
                 value: dict[str, Any] = encoder.finish(delta.ending)[-1]["response"]
                 return value
@@ -295,7 +409,7 @@ async def _events(encoder: ResponseEncoder, source: AsyncGenerator[ResponseDelta
     try:
         async with aclosing(source):
             async for delta in source:
-                events = [*opening, *encoder.feed(delta.events, delta.logprobs)]
+                events = [*opening, *feed_delta(encoder, delta)]
                 opening = []
                 if delta.ending is not None:
                     events += encoder.finish(delta.ending)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-import numpy as np
-
 from palaver.chat.attachments import AttachmentReader, FileKind, check_accepted, decode_base64, named_in_errors
 from palaver.chat.model import Model, draw_seed
-from palaver.chat.parameters import merge_parameters, resolve_parameters
+from palaver.chat.parameters import MAX_STACKED_FRAMES, merge_parameters, resolve_parameters
 from palaver.chat.reply_stream import ReplyRequest
 from palaver.constraints import Grammar
 from palaver.errors import BadParameter, NoMessages
+from palaver.media import BadMedia, MediaDecoder
 from palaver.media.decoder import wav_from_raw
 from palaver.media.headers import sniff
 from palaver.messages import Message, Part, Role, Text, Thinking
@@ -27,13 +23,19 @@ from palaver.server.openai.sampling_params import without_sentinels
 from palaver.server.settings import ServerSettings
 from palaver.server.socket.schemas import UNKNOWN, SocketMessage, TurnRequest, unknown_field
 from palaver.server.state import ReplyIndex
-from palaver.voice.audio_format import resample
-from palaver.voice.base import SAMPLE_RATE, Samples
+from palaver.voice.base import SAMPLE_RATE
 
-ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "length_penalty": "end_penalty"}
+ALIASES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "length_penalty": "end_penalty",
+    "max_inp_length": "max_prompt_tokens",
+}
 """Names of the protocol for parameters with another name here. Both are accepted."""
 _LIST_PARAMETERS = ("logit_bias", "banned_ids", "stop_ids", "constraint")
-GENERATION_PARAMETERS = frozenset((*ALIASES, *NUMBERS, *STRINGS, *_LIST_PARAMETERS, "do_sample")) - {"logprobs"}
+GENERATION_PARAMETERS = frozenset(
+    (*ALIASES, *NUMBERS, *STRINGS, *_LIST_PARAMETERS, "do_sample", "max_prompt_tokens")
+) - {"logprobs"}
 DEFAULTS = {"max_tokens": 256, "end_penalty": 1.1, "thinking": False}
 """The protocol's defaults, below those of the operator and of the request."""
 MAX_IDS = 1024
@@ -49,7 +51,6 @@ FIELD_NAMES = {
 RAW_RATE = 16_000
 MAX_SECONDS = 60
 _RECORDING_FIELD = "tts.ref_audio_data"
-_FILE_MAGIC = (b"RIFF", b"fLaC", b"OggS", b"ID3", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2")
 _MEDIA: Mapping[str, tuple[str, ...]] = {"image": (), "audio": ("sample_rate",), "video": ("stack_frames",)}
 """The kinds of media, with the fields that only they have."""
 _KINDS: Mapping[str, FileKind] = {"image": "image", "audio": "audio", "video": "video"}
@@ -111,9 +112,6 @@ def _media_part(where: str, kind: str, part: Mapping[str, Any], attachments: Att
         raise BadParameter(f"{where}.data", part.get("data"), "must be the file in base64")
     if attachments.accepts is not None:
         check_accepted(kind, attachments.model, attachments.accepts)
-    stacked = part.get("stack_frames")
-    if stacked not in (None, 1) or isinstance(stacked, bool):
-        raise BadParameter(f"{where}.stack_frames", stacked, "must be 1: this model takes single frames")
     rate = _sample_rate(where, part)
     with named_in_errors(where):
         data = decode_base64(part["data"], name)
@@ -158,9 +156,42 @@ def parse_turn(
 
 def turn_parameters(request: TurnRequest, model: Model, settings: ServerSettings) -> dict[str, Any]:
     """The parameters of the reply."""
-    given = {**_generation(request.generation), "thinking": request.enable_thinking, "spoken": _is_spoken(request)}
+    given = {
+        **_generation(request.generation),
+        "thinking": request.enable_thinking,
+        "spoken": _is_spoken(request),
+        "media": media_options(request),
+    }
     set_fields = {name: value for name, value in given.items() if value is not None}
     return _resolve_thinking(merge_parameters(DEFAULTS, settings.defaults, set_fields, settings.forced), model)
+
+
+def media_options(request: TurnRequest) -> dict[str, int] | None:
+    """How the media are processed. Frames of a video are not sliced, unless the request says otherwise."""
+    stacked = _stacked_frames(request)
+    options = {
+        "max_slice_nums": request.image.max_slice_nums or (1 if stacked or request.omni_mode else None),
+        "use_image_id": request.image.use_image_id,
+        "stack_frames": max(stacked, default=1) if stacked else None,
+    }
+    return {name: int(value) for name, value in options.items() if value is not None} or None
+
+
+def _stacked_frames(request: TurnRequest) -> list[int]:
+    """For each video: how many frames of a second there are. Raises BadParameter if they differ."""
+    found: list[int] = []
+    for index, message in enumerate(request.messages):
+        for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if not isinstance(part, Mapping) or part.get("type") != "video":
+                continue
+            value = 1 if part.get("stack_frames") is None else part["stack_frames"]
+            where = f"messages[{index}].content[{place}].stack_frames"
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_STACKED_FRAMES:
+                raise BadParameter(where, value, f"must be from 1 to {MAX_STACKED_FRAMES}")
+            if found and value != found[0]:
+                raise BadParameter(where, value, f"must be the same for all videos of a turn ({found[0]})")
+            found.append(value)
+    return found
 
 
 def _is_spoken(request: TurnRequest) -> bool | None:
@@ -209,45 +240,16 @@ def _resolve_thinking(parameters: dict[str, Any], model: Model) -> dict[str, Any
     return {**others, "thinking_budget": 0} if model.format.thinks and not enabled else others
 
 
-def decode_recording(text: str) -> bytes:
-    """Decodes a recording to float32 samples at `RATE`, as `VoiceSettings` takes it. Blocking: call it in a thread."""
-    try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise _bad_recording("must be base64") from None
-    if not data:
-        return b""
-    samples, rate = _decode_file(data) if data.startswith(_FILE_MAGIC) else (_decode_raw(data), RAW_RATE)
-    if not np.isfinite(samples).all():
-        raise _bad_recording("contains values that are not numbers")
-    return resample(samples, rate, SAMPLE_RATE).tobytes()
-
-
-def _decode_raw(data: bytes) -> Samples:
-    if len(data) % 4:
-        raise _bad_recording("must be float32 samples at 16 kHz, or a WAV, FLAC, OGG or MP3 file")
-    _check_length(len(data) // 4, RAW_RATE)
-    return np.frombuffer(data, dtype="<f4").astype(np.float32)
-
-
-def _decode_file(data: bytes) -> tuple[Samples, int]:
-    """Checks the length in the header first: a small file can decode to very long audio."""
-    import soundfile
-
-    try:
-        info = soundfile.info(io.BytesIO(data))
-        _check_length(info.frames, info.samplerate)
-        max_frames = MAX_SECONDS * info.samplerate
-        channels, rate = soundfile.read(io.BytesIO(data), max_frames, dtype="float32", always_2d=True)
-    except soundfile.SoundFileError:
-        raise _bad_recording("is not a readable audio file") from None
-    return channels.mean(axis=1, dtype=np.float32), rate
-
-
-def _check_length(frames: int, rate: int) -> None:
-    if frames > MAX_SECONDS * rate:
-        raise _bad_recording(f"is longer than {MAX_SECONDS} s")
-
-
-def _bad_recording(why: str) -> BadParameter:
-    return BadParameter(_RECORDING_FIELD, "...", why)
+def decode_recording(text: str, decoder: MediaDecoder) -> bytes:
+    """Decodes a recording to float32 samples at `SAMPLE_RATE`, as `VoiceSettings` takes it. Blocking: call it in a
+    thread. Raises BadMedia."""
+    with named_in_errors(_RECORDING_FIELD):
+        data = decode_base64(text)
+        if not data:
+            return b""
+        if sniff(data) is None:
+            data = wav_from_raw(data)
+        info = decoder.inspect(data)
+        if info.seconds > MAX_SECONDS:
+            raise BadMedia("", f"is longer than {MAX_SECONDS} s")
+        return decoder.sound(data, SAMPLE_RATE).tobytes()

@@ -41,10 +41,13 @@ class TtsOptions(SocketFields):
     ref_audio_data: str = ""
     mode: Annotated[str, Field(max_length=64)] = ""
     """A template of the reference model's own voice. Accepted, without effect."""
+    language: Annotated[str, Field(max_length=35)] = ""
+    """The language to speak, such as `de`; else that of the voice."""
 
 
 class ImageOptions(SocketFields):
-    max_slice_nums: Annotated[int, Field(ge=1, le=64)] = 1
+    max_slice_nums: Annotated[int, Field(ge=1, le=64)] | None = None
+    use_image_id: bool | None = None
 
 
 class TurnRequest(SocketFields):
@@ -59,6 +62,8 @@ class TurnRequest(SocketFields):
     enable_thinking: bool | None = None
     conversation: Annotated[str, Field(max_length=100)] = ""
     """The conversation that stores the messages and the reply; `new` creates one."""
+    model: Annotated[str, Field(max_length=500)] = ""
+    """The model that answers; without a name the conversation's, or the one in use."""
     use_tts_template: bool = False
     """Asks for text that is fit for speech, even without audio."""
 

@@ -13,9 +13,10 @@ import numpy as np
 
 from palaver.chat.model import Model
 from palaver.chat.reply_stream import ReplyStream
-from palaver.errors import EngineError, PalaverError, ShuttingDown
+from palaver.errors import EngineError, ModelError, PalaverError, ShuttingDown
 from palaver.events import (
     AnswerDelta,
+    DraftBlock,
     Event,
     Failed,
     Finished,
@@ -35,13 +36,13 @@ from palaver.phases import Phase
 from palaver.server.errors import INTERNAL, log_unexpected
 from palaver.server.metrics import Metrics, TokenPace
 from palaver.server.openai.request import api_field_names
-from palaver.server.openai.stored import start_replies
+from palaver.server.openai.stored import conversation_model, start_replies
 from palaver.server.socket.registry import MessageLog, SocketTurn
 from palaver.server.socket.request import FIELD_NAMES, decode_recording, parse_history, parse_turn, turn_parameters
 from palaver.server.socket.schemas import TurnRequest
 from palaver.server.state import ServerState
-from palaver.voice.base import Samples, VoiceSettings, silence
-from palaver.voice.speech import Speech
+from palaver.voice.base import Samples, silence
+from palaver.voice.speech import Speech, choose_voice, not_spoken
 
 _FINISH_REASONS = {
     Finish.END: "stop",
@@ -69,8 +70,8 @@ class TurnEncoder:
 
     def feed(self, event: Event) -> None:
         match event:
-            case Waiting(position, seconds):
-                self._waiting(position, seconds)
+            case Waiting():
+                self._waiting(event)
             case Started(prompt_tokens, cached_tokens):
                 self._started(prompt_tokens, cached_tokens)
             case ThinkingDelta(text):
@@ -85,6 +86,8 @@ class TurnEncoder:
                 pass  # without tools there is only text, and the field of a delta names its phase
             case Finished():
                 self._finished(event)
+            case DraftBlock():
+                pass  # the protocol has no drafts
             case Failed() | Snapshot():
                 raise AssertionError("a reply stream has no such event")
             case _:
@@ -93,7 +96,7 @@ class TurnEncoder:
     def add_audio(self, samples: Samples) -> None:
         """Adds the audio of a clause."""
         if self._streaming:
-            self._log.add({"type": "chunk", "audio_data": audio_data(samples)})
+            self._log.add({"type": "chunk", "text_delta": "", "audio_data": audio_data(samples)})
         else:
             self._audio.append(samples)
 
@@ -104,9 +107,11 @@ class TurnEncoder:
         message = str(error) if isinstance(error, PalaverError) else INTERNAL
         self._log.add({"type": "error", "error": message, "turn_id": self._turn_id}, last=True)
 
-    def _waiting(self, position: int, seconds: float | None) -> None:
-        fields = {"position": position, "estimated_wait_s": seconds, "turn_id": self._turn_id}
-        self._log.add_status({"type": "queued", **fields})
+    def _waiting(self, waiting: Waiting) -> None:
+        fields: dict[str, Any] = {"position": waiting.position, "estimated_wait_s": waiting.seconds}
+        if waiting.loading:
+            fields |= {"loading": waiting.loading, "progress": waiting.progress}
+        self._log.add_status({"type": "queued", **fields, "turn_id": self._turn_id})
 
     def _started(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Only the first time: an engine that was restarted reads the prompt again."""
@@ -118,12 +123,12 @@ class TurnEncoder:
     def _open_thinking(self) -> None:
         """Announces thinking before its first token, by an empty delta."""
         if self._streaming:
-            self._log.add({"type": "chunk", "thinking_delta": ""})
+            self._log.add({"type": "chunk", "text_delta": "", "thinking_delta": ""})
 
     def _delta(self, name: str, text: str, texts: list[str]) -> None:
         texts.append(text)
         if self._streaming and text:
-            self._log.add({"type": "chunk", name: text})
+            self._log.add({"type": "chunk", "text_delta": "", name: text})
 
     def _finished(self, finished: Finished) -> None:
         for event in finished.tail:
@@ -239,7 +244,7 @@ class TurnProducer:
         self.stop()
 
     async def _generate(self) -> None:
-        model = self._state.service.models.current()
+        model = await self._model()
         reply_stream = await (
             self._start_stored(model) if self._request.conversation else asyncio.to_thread(self._start_reply, model)
         )
@@ -250,12 +255,18 @@ class TurnProducer:
                 raise ShuttingDown
             self._emit(finished.tail)
             if self._audio is not None and (error := await self._audio.finish()):
-                self._emit([Notice(str(error))])
+                self._emit([Notice(not_spoken(error))])
             self._encoder.feed(replace(finished, tail=()))
         if self._request.conversation:
             return
         reply = reply_stream.reply()
         self._state.reply_index.add(self._owner, reply_stream.request.messages, reply.message, reply.token_ids)
+
+    async def _model(self) -> Model:
+        conversation, chat = self._request.conversation, self._state.service.chat(self._owner)
+        if conversation:
+            return await conversation_model(chat, conversation, self._request.model, self._state)
+        return await self._state.model(self._request.model)
 
     async def _start_stored(self, model: Model) -> ReplyStream:
         """Starts a turn in the request's conversation and follows it."""
@@ -263,7 +274,7 @@ class TurnProducer:
         attachments = self._state.attachments(model)
         messages = await asyncio.to_thread(parse_history, self._request, settings.limits.messages, attachments)
         with api_field_names(FIELD_NAMES):
-            parameters = turn_parameters(self._request, model, settings)
+            parameters = {**turn_parameters(self._request, model, settings), "model": model.name}
             stored = await start_replies(chat, model, [parameters], messages, self._request.conversation, None)
             self._encoder.stored_ids = {"conversation": stored.conversation, "reply": stored.reply}
             return await chat.reply_stream(stored.reply)
@@ -283,9 +294,15 @@ class TurnProducer:
         if not options.enabled:
             yield
             return
-        speaker = await self._state.speakers.current()
-        reference = await asyncio.to_thread(decode_recording, options.ref_audio_data)
-        voice = VoiceSettings(reference=reference if speaker.can_clone else b"")
+        reference = await asyncio.to_thread(decode_recording, options.ref_audio_data, self._state.service.media)
+        try:
+            speaker = await self._state.speakers.current()
+        except ModelError as error:
+            self._emit([Notice(not_spoken(error))])
+            yield
+            return
+        voice, notices = choose_voice(speaker, options.language, reference)
+        self._emit([Notice(notice) for notice in notices])
         async with TurnAudio(Speech(speaker, voice), self._encoder.add_audio) as self._audio:
             if self._stopped:
                 self._audio.stop()
@@ -323,6 +340,8 @@ class TurnProducer:
                 self._encoder.feed(event)
             case Started() as event:
                 self._pace.stop_waiting()
+                self._encoder.feed(event)
+            case DraftBlock() as event:
                 self._encoder.feed(event)
             case _:
                 self._emit(cast("Sequence[ReadEvent]", batch.events))
