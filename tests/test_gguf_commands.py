@@ -13,6 +13,7 @@ from palaver.engines.base import BY_BATCH, BY_CACHE
 from palaver.models.resolver import resolve_folder
 from palaver.store import open_store
 from tests.gguf_files import convert_qwen3
+from tests.mmproj_files import make_projector
 from tests.test_cli import run
 
 
@@ -43,9 +44,20 @@ def test_options_of_the_other_engine_are_refused(sprout: Path) -> None:
     assert "is run by torch" in run("ask", "Hi", "-m", "sprout", "--engine", "llamacpp").stderr
 
 
+def test_a_projector_is_named(sprout: Path, tmp_path: Path) -> None:
+    mmproj = make_projector(tmp_path / "mmproj.gguf", "mlp", 256)
+    seeing = run("inspect", sprout, "--mmproj", mmproj)
+    assert seeing.exit_code == 0, seeing.output
+    assert "accepts: text, image, video" in seeing.stdout
+    refused = run("inspect", sprout, "--mmproj", sprout)
+    assert (refused.exit_code, "is not a projector for pictures or sound" in refused.stderr) == (1, True)
+    assert "there is no such file" in run("inspect", sprout, "--mmproj", tmp_path / "missing.gguf").stderr
+    assert "is for a GGUF file" in run("inspect", "sprout", "--mmproj", mmproj).stderr
+
+
 def test_ask_answers(sprout: Path) -> None:
     reply = json.loads(run("ask", "What is 12 + 30?", "-m", sprout, "--set", "temperature=0", "--json").stdout)
-    assert reply["answer"] in ("12 + 30 = 42.", "12 + 30 is 42.")
+    assert reply["answer"].endswith(" 42.")
     raw = run("ask", "Once upon", "--raw", "-m", sprout, "--set", "max_tokens=4", "--json")
     assert json.loads(raw.stdout)["usage"]["reply_tokens"] == 4
 

@@ -64,12 +64,10 @@ def test_the_files_say_which_engines_can_run_them(sprout: Path, plain: ResolvedM
         make_spec(plain, (), LoadOptions(engine="mlx", compiled=True))
     with pytest.raises(BadParameter, match=r"--compile True: is for a folder with config.json"):
         make_spec(mlx, (), LoadOptions(engine="mlx", compiled=True))
-    with pytest.raises(BadParameter, match=r"--adapter .* needs --engine torch"):
-        make_spec(plain, (), LoadOptions(engine="mlx", adapter=sprout))
     with pytest.raises(BadParameter, match="--gpu-layers 3: is for a GGUF file"):
         make_spec(mlx, (), LoadOptions(engine="mlx", gpu_layers=3))
-    spec = make_spec(plain, (), LoadOptions(engine="mlx", dtype="float16", exact=True, max_running=3))
-    assert (spec.engine, spec.dtype, spec.exact, spec.max_running) == ("mlx", "float16", True, 3)
+    spec = make_spec(plain, (), LoadOptions(engine="mlx", dtype="float16", exact=True, adapter=sprout))
+    assert (spec.engine, spec.dtype, spec.exact, spec.adapter) == ("mlx", "float16", True, sprout)
 
 
 def test_on_apple_silicon_mlx_is_the_default_for_folders(
@@ -120,7 +118,7 @@ def test_inspect_says_which_engine_and_why(sprout: Path) -> None:
 
 def test_ask_and_replay(sprout: Path, tmp_path: Path) -> None:
     asked = run("ask", "What is 12 + 30?", "-m", sprout, "--engine", "mlx", "--set", "temperature=0", "--json")
-    assert json.loads(asked.stdout)["answer"] == "12 + 30 = 42."
+    assert json.loads(asked.stdout)["answer"].endswith(" 42.")
     data = ("--data", tmp_path)
     settings = ("--set", "max_tokens=8", "--set", "seed=1")
     said = run("chat", sprout, "--local", "--engine", "mlx", *data, *settings, input="Tell me a long story.\n")

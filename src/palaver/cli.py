@@ -9,13 +9,15 @@ import typer
 
 from palaver import __version__
 from palaver.commands import strings
-from palaver.commands.ask import ask
+from palaver.commands.ask import ask, fill
 from palaver.commands.chat import chat
 from palaver.commands.formats import formats
 from palaver.commands.inspect import inspect
+from palaver.commands.models import models
 from palaver.commands.replay import replay
 from palaver.commands.serve import serve
 from palaver.commands.store import backup, conversations, delete, export, import_, keys, restore, undelete
+from palaver.commands.tools import tools
 
 app = typer.Typer(
     name="palaver",
@@ -26,6 +28,7 @@ app = typer.Typer(
 )
 app.command(help=strings.CHAT)(chat)
 app.command(help=strings.ASK)(ask)
+app.command(help=strings.FILL)(fill)
 app.command(help=strings.CONVERSATIONS)(conversations)
 app.command(help=strings.DELETE)(delete)
 app.command(help=strings.UNDELETE)(undelete)
@@ -38,6 +41,8 @@ app.command(help=strings.INSPECT)(inspect)
 app.command(help=strings.SERVE)(serve)
 app.add_typer(keys, name="keys")
 app.add_typer(formats, name="formats")
+app.add_typer(tools, name="tools")
+app.add_typer(models, name="models")
 
 
 def main() -> None:

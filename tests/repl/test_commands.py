@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from palaver.chat.interface import ModelState
+from palaver.chat.model_pool import PooledEngine
 from palaver.repl import strings
 from palaver.repl.commands import table
 from tests.chat.scripted_service import WAVE
@@ -147,3 +149,19 @@ async def test_numbers_are_written_alike(tmp_path: Path) -> None:
         assert "0 to 1,000,000" in await session.do("/top_k")
         assert "0 to 9,223,372,036,854,775,807" in await session.do("/seed")
         assert "seed = 12345678" in await session.do("/seed 12345678")
+
+
+async def test_tokens_with_a_number_limit_the_replies_of_a_diffusion_model(tmp_path: Path) -> None:
+    async with open_session(tmp_path) as session:
+        engine = session.stage.service.models.current().engine
+        assert isinstance(engine, PooledEngine)
+        engine._entry.info = replace(engine.info, block_length=32)
+        shown = [await session.do(line) for line in ("/steps 12", "/tokens 64", "/set remasking entropy")]
+        assert (await session.stage.chat.model()).block_length == 32
+        assert ["steps = 12" in shown[0], "max_tokens = 64" in shown[1], "remasking = entropy" in shown[2]] == [
+            True
+        ] * 3
+        expected = {"steps": 12, "max_tokens": 64, "remasking": "entropy"}
+        assert (await session.session.cursor.settings()).parameters == expected
+        assert "There is no reply yet" in await session.do("/tokens")
+        assert "remasking must be confidence or entropy" in await session.do("/set remasking luck")

@@ -7,6 +7,7 @@ import random
 from palaver.chat.turn_log import LogEntry
 from palaver.events import (
     AnswerDelta,
+    DraftBlock,
     Event,
     Failed,
     Finished,
@@ -244,3 +245,33 @@ def test_nothing_above_the_live_lines_is_touched() -> None:
             settled = emulator.screen.cursor.y + 1 - max(1, len(view._screen._live))
         view.handle(log_entries(END)[0])
         assert emulator.shown().startswith("above")
+
+
+def test_a_draft_is_painted_in_place_until_its_text_is_there() -> None:
+    emulator = TerminalEmulator(80)
+    view, _ = make_view(emulator, ThinkingDisplay.COLLAPSED)
+    drafts = [
+        DraftBlock(0, (None, None, None), (0.1, 0.5, 0.9)),
+        DraftBlock(0, ("Hello", None, "\x1b[2J!"), (1.0, 0.5, 0.9)),
+    ]
+    shown = []
+    events: list[Event] = [Started(20, 15), ANSWER, *drafts, AnswerDelta("Hello there!"), END]
+    for event in events:
+        view.handle(LogEntry(1, event))
+        view.paint()
+        shown.append(emulator.shown())
+    assert shown[2] == "░▒▓"
+    assert shown[3].startswith("Hello▒")
+    assert shown[3].endswith("!")
+    assert shown[-1] == "Hello there!"
+
+
+def test_a_stop_shows_the_unfinished_block() -> None:
+    draft = DraftBlock(2, ("there", None), (1.0, 0.2))
+    stopped = Finished(Finish.STOPPED, USAGE)
+    shown = render([Started(20, 15), ANSWER, AnswerDelta("Hello "), draft, stopped])
+    assert shown.startswith("Hello")
+    assert shown.endswith("there░")
+    assert "there" not in render([Started(20, 15), ANSWER, AnswerDelta("Hello "), draft, END])
+    hidden = render([Started(20, 15), THINKING, draft, stopped], ThinkingDisplay.HIDDEN)
+    assert "there" not in hidden

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from palaver.repl.commands import table
 from tests import media_files
@@ -65,6 +69,9 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
         ("/voice", "Replies are not spoken"),
         ("/continue", "no reply to continue"),
         ("/expand", "no reply yet"),
+        ("/compare", "Type /compare COLUMN COLUMN"),
+        ("/compare off", "Messages get one reply again"),
+        ("/choose", "No replies are compared"),
         ("What is 2 + 3?", "5"),
         ("/title", 'Title: "What is 2'),
         ("/title Sums", 'Title: "Sums"'),
@@ -127,6 +134,8 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
         (f"/attach {document}", "will be sent with your next message"),
         (str(text), "will be sent with your next message"),
         ("/file clear", "Nothing is attached"),
+        ("/listen", "Type /listen FILE"),
+        ("/listen nothing.wav", "No such file"),
         ("/tools", "No tools"),
         (f"/tools {tools}", "roll Roll a die."),
         ("/tools off", "No tools"),
@@ -155,6 +164,18 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
     parameters = {command.name for command in table() if command.group == "Parameters"} - {"temperature"}
     untried = {command.name for command in table()} - names - parameters - {"temperature", "quit"}
     assert untried == set()
+
+
+def test_a_diffusion_reply_comes_into_focus(tmp_path: Path) -> None:
+    door = Door("local", tmp_path, ("sprout-diffusion", "--local", "--data", str(tmp_path)))
+    with door.open() as terminal:
+        terminal.prompt()
+        terminal.enter("What is 17 + 25?")
+        terminal.wait(r"[░▒▓]{3}")
+        terminal.until(STATISTICS)
+        shown = terminal.prompt()
+    assert "42" in shown
+    assert not re.search("[░▒▓]", shown)
 
 
 def test_a_new_conversation_frees_the_cache_of_the_old_one(terminal: Terminal) -> None:
@@ -210,7 +231,14 @@ def test_slashes(terminal: Terminal) -> None:
     assert "3 You\n/help\n" in shown
 
 
-def test_completion(terminal: Terminal, tmp_path: Path) -> None:
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose whole path fits into a line of the terminal."""
+    with tempfile.TemporaryDirectory(prefix="p") as folder:
+        yield Path(folder)
+
+
+def test_completion(terminal: Terminal, short_path: Path) -> None:
     fresh(terminal)
     terminal.type("/colla")
     terminal.wait("collapse thoughts to a few")
@@ -226,8 +254,8 @@ def test_completion(terminal: Terminal, tmp_path: Path) -> None:
     terminal.wait("› /set temperature")
     terminal.type(CTRL_C)
     terminal.prompt()
-    (tmp_path / "a file.json").write_text("[]")
-    terminal.type(f"/tools {tmp_path}/a")
+    (short_path / "a file.json").write_text("[]")
+    terminal.type(f"/tools {short_path}/a")
     terminal.type(TAB)
     terminal.wait(lambda shown: "a file.json" in shown.replace("\n", ""))
     terminal.type(CTRL_C)
@@ -403,6 +431,31 @@ def test_tools_by_hand(terminal: Terminal, tmp_path: Path) -> None:
     assert "get_weather" in terminal.do("/result")
     assert re.search(STATISTICS, terminal.do('/result {"sky": "sunny", "degrees": 21}'))
     assert re.search(r"(?s)1 You.*2 Model.*calls get_weather.*3 Tool\n.*sunny.*4 Model", terminal.do("/history"))
+
+
+def test_two_tools_of_the_demo_run_after_one_answer(terminal: Terminal, door: Door) -> None:
+    fresh(terminal)
+    added = terminal.do("/tools add demo")
+    if door.name != "local":  # a command is code that runs
+        assert "only its operator can add one" in added
+        return
+    assert "demo__clock" in added
+    assert "summarize text=…" in terminal.do("/tools attach demo")
+    assert "all will be sent with your next message" in terminal.do("/tools attach demo notes://all")
+    terminal.do("/attach clear")
+    terminal.do("/temperature 0")
+    terminal.enter("What time is it, and what is 17 * 23?")
+    terminal.wait(r"Run them\? ")
+    assert 'calls clock()\ncalls calculate(expression="17 * 23")' in terminal.transcript()
+    terminal.type("y\r")
+    terminal.until("calculate: 391")
+    shown = terminal.prompt()
+    time = re.search(r"clock: (.+)", terminal.transcript())
+    assert time is not None
+    answer = " ".join(shown[shown.rindex("calculate: 391") + len("calculate: 391") :].split())
+    assert time[1].strip() in answer
+    assert "391" in answer
+    assert "demo is removed." in terminal.do("/tools remove demo")
 
 
 def test_any_script(terminal: Terminal) -> None:

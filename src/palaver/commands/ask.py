@@ -13,6 +13,7 @@ import typer
 
 from palaver.commands import strings
 from palaver.commands.options import (
+    ALL_ENGINE_FLAGS,
     EngineFlags,
     ModelOption,
     NoThinkingOption,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from palaver.models.resolver import ResolvedModel
 
 
-@with_engine_flags("template", "device", "exact", "compiled", "engine", "gpu_layers", "adapter")
+@with_engine_flags(*(flag for flag in ALL_ENGINE_FLAGS if flag not in ("cache_memory", "max_running", "mmproj")))
 def ask(
     question: Annotated[str | None, typer.Argument(help=strings.QUESTION)] = None,
     model: ModelOption = None,
@@ -58,9 +59,9 @@ def ask(
         text, overrides = _read_question(question), parse_settings(set_)
         options = flags.load_options(raw)
 
-        resolved = resolve_model(model or DEFAULT_MODEL)
+        resolved = replace(resolve_model(model or DEFAULT_MODEL), mmproj=None)  # a question is text
         hosted = check_engine_options(resolved, options) == LLAMACPP
-        with ChildProcess() if hosted else nullcontext() as child:  # it imports its libraries while we import ours
+        with ChildProcess(resolved.gguf) if hosted else nullcontext() as child:  # it starts to load while we import
             import asyncio
 
             async def run() -> ReplyRecord:
@@ -75,6 +76,39 @@ def ask(
             reply = asyncio.run(run())
         if as_json:
             print(_to_json(reply))
+
+
+FILL_MODEL = "sprout-diffusion"
+
+
+@with_engine_flags("device", "engine", "adapter", "approximate_cache")
+def fill(
+    text: Annotated[str, typer.Argument(help=strings.FILL_TEXT)],
+    model: ModelOption = None,
+    set_: SetOption = None,
+    flags: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
+) -> None:
+    """Fill the masks of a text with a diffusion model."""
+    import asyncio
+
+    from palaver.models.resolver import resolve_model
+
+    with report_errors():
+        name, options, overrides = model or FILL_MODEL, flags.load_options(False), parse_settings(set_)
+
+        async def run() -> str:
+            async with _load_model(name, resolve_model(name), options, None) as loaded:
+                from palaver.chat.model import draw_seed
+                from palaver.sampling import apply_settings
+
+                sampling = apply_settings(loaded.engine.info.defaults, {"seed": draw_seed(), **overrides})
+                before, stream = loaded.fill_text(text, sampling)
+                async with stream:
+                    async for _ in stream:
+                        pass
+                return before + stream.reply().message.text
+
+        print(asyncio.run(run()))
 
 
 @asynccontextmanager
@@ -105,12 +139,12 @@ async def load_engine(
 
     `child` is a process for the host that was started ahead.
     """
-    from palaver.chat.engine_spec import LLAMACPP, MLX, check_engine_options, make_spec
+    from palaver.chat.engine_spec import DIFFUSION, HOSTED, MLX, check_engine_options, make_spec
     from palaver.memory import no_collections
 
     engine = check_engine_options(model, options)
     vocabulary, device, dtype = tokenizer.vocabulary, options.device, options.dtype
-    if engine == LLAMACPP:
+    if engine in HOSTED:
         from palaver.engines.host.supervisor import HostedEngine
 
         hosted = HostedEngine(make_spec(model, vocabulary, replace(options, max_running=1)), child=child)
@@ -120,21 +154,29 @@ async def load_engine(
         from palaver.engines.core.options import EngineOptions
         from palaver.engines.loader import load_engine as load_folder
 
-    here = EngineOptions(exact=options.exact, context=model.context_length, compiled=options.compiled)
+    here = EngineOptions(
+        exact=options.exact,
+        context=model.context_length,
+        compiled=options.compiled,
+        approximate_cache=options.approximate_cache,
+    )
     if engine == MLX:
         from palaver.engines.mlx.engine import load as load_mlx
 
         return load_mlx(model.folder, vocabulary=vocabulary, device=device, dtype=dtype, options=here)
+    common: dict[str, Any] = {
+        "vocabulary": vocabulary,
+        "device": device,
+        "dtype": dtype,
+        "options": here,
+        "adapter": options.adapter or model.adapter,
+        "quantize_bits": model.quantize_bits,
+    }
+    if engine == DIFFUSION:
+        from palaver.engines.diffusion.engine import load as load_diffusion
 
-    return load_folder(
-        model.folder,
-        vocabulary=vocabulary,
-        device=device,
-        dtype=dtype,
-        options=here,
-        adapter=options.adapter or model.adapter,
-        quantize_bits=model.quantize_bits,
-    )
+        return load_diffusion(model.folder, trained=model.diffusion, **common)
+    return load_folder(model.folder, **common)
 
 
 def _request(

@@ -24,7 +24,10 @@ from palaver.commands.options import (
     SystemOption,
     ThinkingOption,
     ThinkOption,
+    TranscriberOption,
     exclusive,
+    make_pool,
+    media_place,
     parse_settings,
     report_errors,
     single_model,
@@ -61,6 +64,7 @@ def chat(
     expand: ExpandOption = False,
     no_thinking: NoThinkingOption = False,
     flags: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
+    transcriber: TranscriberOption = "",
     server: ServerOption = None,
     key: KeyOption = None,
     local: LocalOption = False,
@@ -81,7 +85,7 @@ def chat(
         name = single_model(model, model_option)
         exclusive(resume=resume, conversation=conversation)
         exclusive(expand=expand, no_thinking=no_thinking)
-        for flag, value in {"model": name, **flags.given(), "local": local}.items():
+        for flag, value in {"model": name, **flags.given(), "transcriber": transcriber, "local": local}.items():
             exclusive(server=server, **{flag: value})
         parameters: dict[str, Any] = parse_settings(set_)
         if think.enabled is not None:
@@ -92,10 +96,12 @@ def chat(
         folder = data_folder(data)
         settings = SessionSettings(folder, conversation, resume, system, parameters, plain, thinking_display)
         options = flags.load_options()
-        needs_engine = local or name is not None or options != LoadOptions()
+        needs_engine = local or name is not None or options != LoadOptions() or bool(transcriber)
 
         async def run() -> bool:
-            async with _open_chat(server, key, needs_engine, name, options, folder, database) as chat_client:
+            async with _open_chat(
+                server, key, needs_engine, name, options, folder, database, transcriber
+            ) as chat_client:
                 is_attached = isinstance(chat_client, HttpChat)
                 return await run_session(chat_client, replace(settings, is_attached=is_attached))
 
@@ -113,6 +119,7 @@ async def _open_chat(
     options: LoadOptions,
     folder: Path,
     database: str | None,
+    transcriber: str,
 ) -> AsyncIterator[Chat]:
     """The chat at the given server, at a running server of the same data folder, or with a local model."""
     from palaver.client import HttpChat, find_server
@@ -128,27 +135,33 @@ async def _open_chat(
         async with HttpChat(running.url, running.secret, verify=running.trust) as chat:
             yield chat
         return
-    async with _local_chat(name, options, folder, database) as chat:
+    async with _local_chat(name, options, folder, database, transcriber) as chat:
         yield chat
 
 
 @asynccontextmanager
 async def _local_chat(
-    name: str | None, options: LoadOptions, folder: Path, database: str | None
+    name: str | None, options: LoadOptions, folder: Path, database: str | None, transcriber: str
 ) -> AsyncIterator[Chat]:
     import asyncio
+    from dataclasses import replace
 
-    from palaver.chat.model_slot import ModelSlot, hosted_loader, model_checker
+    from palaver.chat.engine_spec import STATES
     from palaver.chat.service import Service
-    from palaver.models.resolver import DEFAULT_MODEL, embedded_models
+    from palaver.models.resolver import DEFAULT_MODEL
     from palaver.store import open_store
+    from palaver.tools.config import FILE_NAME, read_servers
+    from palaver.tools.toolbox import USERS_FOLDER, OperatorServers, Toolbox
 
-    store = await asyncio.to_thread(open_store, folder, database)
+    store = await asyncio.to_thread(open_store, folder, database, blobs=media_place())
     try:
-        models = ModelSlot(hosted_loader(options), embedded_models(), model_checker(options))
+        options = replace(options, states=folder / STATES)
+        models = make_pool(options, folder, name or DEFAULT_MODEL)
         models.load(name or DEFAULT_MODEL)
-        async with Service(store, models) as service:
+        file = folder / FILE_NAME
+        toolbox = Toolbox(OperatorServers(read_servers(file), file), folder / USERS_FOLDER)
+        async with Service(store, models, transcriber=transcriber, toolbox=toolbox) as service:
             owner = await asyncio.to_thread(store.users.ensure)
-            yield service.chat(owner.id)
+            yield service.chat(owner.id, is_local=True)
     finally:
         await asyncio.to_thread(store.close)

@@ -31,7 +31,18 @@ SECONDS = 1.0
 PROMPT_TOKENS = 16
 
 
-@with_engine_flags("device", "dtype", "exact", "compiled", "engine", "gpu_layers")
+@with_engine_flags(
+    "device",
+    "dtype",
+    "exact",
+    "compiled",
+    "engine",
+    "engine_python",
+    "native_sampling",
+    "gpu_layers",
+    "mmproj",
+    "approximate_cache",
+)
 def inspect(
     model: Annotated[str | None, typer.Argument(help=strings.MODEL_TO_INSPECT)] = None,
     flags: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
@@ -61,8 +72,10 @@ def inspect(
 
 
 def _describe_fit(model: ResolvedModel, engine: str, options: LoadOptions) -> str:
-    from palaver.chat.engine_spec import MLX
+    from palaver.chat.engine_spec import DIFFUSION, MLX, REMOTE
 
+    if engine == REMOTE:
+        return strings.INSPECT_ELSEWHERE
     if engine == MLX:
         from palaver.engines.mlx.engine import describe_fit as describe_mlx_fit
 
@@ -71,10 +84,12 @@ def _describe_fit(model: ResolvedModel, engine: str, options: LoadOptions) -> st
         from palaver.engines.llamacpp.engine import fit
         from palaver.gguf import read_gguf
 
-        return str(fit(read_gguf(model.gguf)))
+        mmproj = options.mmproj or model.mmproj
+        return str(fit(read_gguf(model.gguf), None if mmproj is None else read_gguf(mmproj)))
     from palaver.engines.loader import describe_fit
 
-    return describe_fit(model.folder, device=options.device, dtype=options.dtype, compiled=options.compiled)
+    compiled = False if engine == DIFFUSION else options.compiled
+    return describe_fit(model.folder, device=options.device, dtype=options.dtype, compiled=compiled)
 
 
 def _describe_choice(model: ResolvedModel, engine: str, options: LoadOptions) -> Iterator[tuple[str, str]]:

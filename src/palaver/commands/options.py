@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,9 +21,21 @@ from palaver.errors import BadParameter, PalaverError, RequestError
 
 if TYPE_CHECKING:
     from palaver.chat.engine_spec import LoadOptions
+    from palaver.chat.model_pool import ModelPool
     from palaver.store import Store
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
+AUTO, VLLM = "auto", "vllm"
+ENGINE_KEY_VARIABLE = "PALAVER_ENGINE_KEY"
+"""The environment variable with the key of a server elsewhere: the flags of a process can be read by others."""
+CACHE_PART = 8
+"""With --memory and without --kv-cache-memory, the KV cache of each model is this part of the memory."""
+_MODEL_OPTIONS = (
+    "template", "dtype", "compiled", "engine", "engine_python", "engine_key", "native_sampling", "gpu_layers",
+    "adapter", "mmproj", "approximate_cache",
+)  # fmt: skip
+"""Options that fit one kind of model."""
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smh]?)")
 MAX_RUNNING = 1024
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
@@ -38,16 +50,10 @@ class ThinkingOption(StrEnum):
         return None if self is ThinkingOption.DEFAULT else self is ThinkingOption.ON
 
 
-class EngineName(StrEnum):
-    AUTO = "auto"
-    TORCH = "torch"
-    LLAMACPP = "llamacpp"
-    MLX = "mlx"
-
-
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=strings.MODEL, show_default=False)]
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=strings.MODEL)]
 SystemOption = Annotated[str | None, typer.Option("--system", "-s", metavar="TEXT", help=strings.SYSTEM)]
+TranscriberOption = Annotated[str, typer.Option("--transcriber", metavar="NAME", help=strings.TRANSCRIBER)]
 ThinkOption = Annotated[ThinkingOption, typer.Option("--think", help=strings.THINK)]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=strings.SET)]
 TemplateOption = Annotated[Path | None, typer.Option("--template", metavar="FILE", help=strings.TEMPLATE)]
@@ -62,13 +68,26 @@ MaxRunningOption = Annotated[
     int | None,
     typer.Option("--max-num-seqs", metavar="N", min=1, max=MAX_RUNNING, help=strings.MAX_NUM_SEQS, show_default=False),
 ]
-EngineOption = Annotated[EngineName, typer.Option("--engine", help=strings.ENGINE)]
+EngineOption = Annotated[str, typer.Option("--engine", metavar="ENGINE", help=strings.ENGINE)]
+EnginePythonOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--engine-python",
+        metavar="FILE",
+        envvar="PALAVER_ENGINE_PYTHON",
+        help=strings.ENGINE_PYTHON,
+        show_default=False,
+    ),
+]
+NativeSamplingOption = Annotated[bool, typer.Option("--native-sampling", help=strings.NATIVE_SAMPLING)]
 GpuLayersOption = Annotated[
     int | None, typer.Option("--gpu-layers", metavar="N", min=0, help=strings.GPU_LAYERS, show_default=False)
 ]
+ApproximateCacheOption = Annotated[bool, typer.Option("--approximate-cache", help=strings.APPROXIMATE_CACHE)]
 AdapterOption = Annotated[
     Path | None, typer.Option("--adapter", metavar="PATH", help=strings.ADAPTER, show_default=False)
 ]
+MmprojOption = Annotated[Path | None, typer.Option("--mmproj", metavar="FILE", help=strings.MMPROJ, show_default=False)]
 NoThinkingOption = Annotated[bool, typer.Option("--no-thinking", help=strings.NO_THINKING)]
 DataOption = Annotated[Path | None, typer.Option("--data", metavar="FOLDER", envvar="PALAVER_DATA", help=strings.DATA)]
 DatabaseOption = Annotated[
@@ -88,9 +107,13 @@ class EngineFlags:
     compiled: CompileOption = None
     cache_memory: CacheOption = None
     max_running: MaxRunningOption = None
-    engine: EngineOption = EngineName.AUTO
+    engine: EngineOption = AUTO
+    engine_python: EnginePythonOption = None
+    native_sampling: NativeSamplingOption = False
     gpu_layers: GpuLayersOption = None
     adapter: AdapterOption = None
+    mmproj: MmprojOption = None
+    approximate_cache: ApproximateCacheOption = False
 
     def load_options(self, raw: bool = False) -> LoadOptions:
         from palaver.chat.engine_spec import LoadOptions
@@ -104,9 +127,14 @@ class EngineFlags:
             compiled=self.compiled,
             cache_bytes=parse_size("--kv-cache-memory", self.cache_memory),
             max_running=self.max_running,
-            engine=self.engine.value,
+            engine=self.engine,
+            engine_python=self.engine_python if self.engine == VLLM else None,  # it may be set for all commands
+            engine_key=os.environ.get(ENGINE_KEY_VARIABLE) if "://" in self.engine else None,
+            native_sampling=self.native_sampling,
             gpu_layers=self.gpu_layers,
             adapter=self.adapter,
+            mmproj=self.mmproj,
+            approximate_cache=self.approximate_cache,
         )
 
     def given(self) -> dict[str, object]:
@@ -120,8 +148,11 @@ class EngineFlags:
             "kv_cache_memory": self.cache_memory,
             "max_num_seqs": self.max_running,
             "gpu_layers": self.gpu_layers,
-            "engine": self.engine is not EngineName.AUTO,
+            "engine": self.engine != AUTO,
+            "native_sampling": self.native_sampling,
             "adapter": self.adapter,
+            "mmproj": self.mmproj,
+            "approximate_cache": self.approximate_cache,
         }
 
 
@@ -149,7 +180,8 @@ def with_engine_flags(*names: str) -> Callable[[Callable[..., None]], Callable[.
 
 
 ALL_ENGINE_FLAGS = (
-    "template", "device", "exact", "compiled", "cache_memory", "max_running", "engine", "gpu_layers", "adapter",
+    "template", "device", "exact", "compiled", "cache_memory", "max_running", "engine", "engine_python",
+    "native_sampling", "gpu_layers", "adapter", "mmproj", "approximate_cache",
 )  # fmt: skip
 
 
@@ -192,8 +224,13 @@ def store_context(data: Path | None, database: str | None) -> Iterator[Store]:
     """Opens the store and closes it at the end. Errors inside are reported by `report_errors`."""
     from palaver.store import open_store
 
-    with report_errors(), open_store(data, database) as store:
+    with report_errors(), open_store(data, database, blobs=media_place()) as store:
         yield store
+
+
+def media_place() -> str | None:
+    """Where the media of conversations are, if not in the data folder: another folder, or a URL."""
+    return os.environ.get("PALAVER_BLOBS") or None
 
 
 def find_owner(store: Store, name: str | None) -> str:
@@ -213,6 +250,55 @@ def parse_size(flag: str, text: str | None) -> int | None:
     if size <= 0:
         raise BadParameter(flag, text, strings.NO_SIZE)
     return size
+
+
+def parse_duration(flag: str, text: str | None) -> float | None:
+    """Parses a time such as 90, 30s, 5m or 2h into seconds."""
+    if text is None:
+        return None
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise BadParameter(flag, text, strings.BAD_DURATION)
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def make_pool(
+    options: LoadOptions,
+    folder: Path,
+    model: str,
+    *,
+    preload: Sequence[str] = (),
+    aliases: Mapping[str, str] | None = None,
+    memory: int | None = None,
+    keep_alive: float | None = None,
+) -> ModelPool:
+    """The pool of a command, over the models of its data folder's catalog. `model` is the one in use: options that fit
+    one kind of model are for it alone."""
+    from dataclasses import replace
+
+    from palaver.chat.engine_spec import LoadOptions
+    from palaver.chat.model_loader import ModelLoader
+    from palaver.chat.model_pool import ModelPool, PoolLimits
+    from palaver.models.catalog import FILE_NAME, Catalog, CatalogEntry, read_catalog
+    from palaver.models.disk import offered_names
+    from palaver.models.resolver import embedded_models
+
+    file = read_catalog(folder / FILE_NAME)
+    if memory is not None and options.cache_bytes is None:
+        options = replace(options, cache_bytes=memory // CACHE_PART)
+    neutral = LoadOptions()
+    own = {name: getattr(options, name) for name in _MODEL_OPTIONS if getattr(options, name) != getattr(neutral, name)}
+    common = replace(options, **{name: getattr(neutral, name) for name in own})
+    entries = {entry.name: entry for entry in file.entries}
+    given = entries.get(model, CatalogEntry(model, model))
+    entries[model] = replace(given, options={**given.options, **own})
+    names = (*preload, *embedded_models())
+    scan = offered_names if file.on_disk else None
+    catalog = Catalog(names, tuple(entries.values()), {**file.aliases, **(aliases or {})}, scan)
+    catalog.downloads |= {model, *preload}
+    loader = ModelLoader(common, catalog)
+    limits = PoolLimits(memory, keep_alive, options.cache_bytes or 0)
+    return ModelPool(loader.load, catalog, loader.measure, options.states, limits, loader.describe)
 
 
 def single_model(argument: str | None, option: str | None) -> str | None:

@@ -27,7 +27,7 @@ Fingerprints: TypeAlias = tuple[tuple[int, str], ...]
 """Pairs of first token and fingerprint, one for each engine that computed a part of a reply."""
 
 
-@with_engine_flags("device", "exact", "compiled")
+@with_engine_flags("device", "exact", "compiled", "engine_python")
 def replay(
     id: Annotated[str, typer.Argument(metavar="ID", help=strings.REPLY_ID)],
     model: ModelOption = None,
@@ -60,8 +60,19 @@ def _recorded_options(recorded: Fingerprints, options: LoadOptions) -> LoadOptio
     """Load options as recorded with the reply; explicit flags take precedence."""
     from dataclasses import replace
 
-    from palaver.chat.engine_spec import MLX
-    from palaver.engines.base import BATCHED, COMPILED_RUNNER, LLAMACPP_RUNNER, MLX_RUNNER, Fingerprint
+    from palaver.chat.engine_spec import MLX, VLLM
+    from palaver.engines.base import (
+        APPROXIMATE_RUNNER,
+        BATCHED,
+        COMPILED_RUNNER,
+        DIFFUSION_RUNNER,
+        EXACT_CACHE,
+        LLAMACPP_RUNNER,
+        MLX_RUNNER,
+        NATIVE_SAMPLER,
+        VLLM_RUNNER,
+        Fingerprint,
+    )
 
     original = Fingerprint.parse(recorded[0][1]) if recorded else None
     if original is None:
@@ -69,14 +80,19 @@ def _recorded_options(recorded: Fingerprints, options: LoadOptions) -> LoadOptio
     compiled = original.runner == COMPILED_RUNNER
     exact = options.exact or (original.exactness != BATCHED and not compiled)
     device = options.device or ("cpu" if original.device == "cpu" else None)
-    if original.runner == LLAMACPP_RUNNER:
-        return replace(options, device=device, exact=exact)
+    if original.runner == LLAMACPP_RUNNER:  # some types of weights are exact with their cache in the ordinary mode, too
+        return replace(options, device=device, exact=options.exact or EXACT_CACHE in original.build)
     if original.runner == MLX_RUNNER:
         return replace(options, device=device, exact=exact, engine=MLX)
+    if original.runner == VLLM_RUNNER:
+        return replace(options, dtype=original.dtype, engine=VLLM, native_sampling=original.sampler == NATIVE_SAMPLER)
+    dtype = options.dtype or (original.dtype if original.device == "cpu" else None)
+    if original.runner in (DIFFUSION_RUNNER, APPROXIMATE_RUNNER):
+        return replace(options, device=device, dtype=dtype, approximate_cache=original.runner == APPROXIMATE_RUNNER)
     return replace(
         options,
         device=device,
-        dtype=options.dtype or (original.dtype if original.device == "cpu" else None),
+        dtype=dtype,
         exact=exact,
         compiled=options.compiled if options.compiled is not None or compiled else False,
     )
@@ -106,10 +122,10 @@ def _reply_id(store: Store, id: str) -> str:
 async def _replay(store: Store, reply_id: str, name: str | None, options: LoadOptions) -> tuple[ReplayResult, str]:
     """The comparison, and the fingerprint of the engine that ran it."""
     from palaver.chat.continuation import replay as replay_reply
-    from palaver.chat.model_slot import hosted_loader
+    from palaver.chat.model_loader import ModelLoader
     from palaver.models.resolver import DEFAULT_MODEL
 
-    model = await hosted_loader(options)(name or DEFAULT_MODEL, lambda *_: None)
+    model = await ModelLoader(options).load(name or DEFAULT_MODEL, lambda *_: None)
     try:
         return await replay_reply(store, model, reply_id), model.engine.info.fingerprint
     finally:

@@ -19,7 +19,12 @@ from palaver.commands.options import (
     ModelOption,
     ThinkingOption,
     ThinkOption,
+    TranscriberOption,
+    make_pool,
+    media_place,
     operator_settings,
+    parse_duration,
+    parse_size,
     report_errors,
     single_model,
     with_engine_flags,
@@ -27,11 +32,13 @@ from palaver.commands.options import (
 from palaver.errors import BadParameter, PalaverError
 
 if TYPE_CHECKING:
-    from palaver.chat.engine_spec import LoadOptions
-    from palaver.chat.model_slot import ModelSlot
+    from collections.abc import Sequence
+
+    from palaver.chat.model_pool import ModelPool
     from palaver.server.app import TLSCertificate
     from palaver.server.settings import ServerSettings
     from palaver.store import Store
+    from palaver.tools.toolbox import Toolbox
 
 Strings = list[str] | None
 
@@ -50,6 +57,9 @@ def serve(
     ] = None,
     forced: Annotated[Strings, typer.Option("--force", metavar="NAME=VALUE", help=strings.FORCED)] = None,
     alias: Annotated[Strings, typer.Option("--alias", metavar="NAME", help=strings.ALIAS)] = None,
+    memory: Annotated[str | None, typer.Option("--memory", metavar="SIZE", help=strings.MEMORY)] = None,
+    keep_alive: Annotated[str | None, typer.Option("--keep-alive", metavar="TIME", help=strings.KEEP_ALIVE)] = None,
+    preload: Annotated[Strings, typer.Option("--preload", metavar="MODEL", help=strings.PRELOAD)] = None,
     allow_host: Annotated[Strings, typer.Option("--allow-host", metavar="NAME", help=strings.ALLOW_HOST)] = None,
     allow_origin: Annotated[Strings, typer.Option("--allow-origin", metavar="URL", help=strings.ALLOW_ORIGIN)] = None,
     prefix: Annotated[str, typer.Option("--prefix", metavar="PATH", help=strings.PREFIX)] = "",
@@ -58,6 +68,7 @@ def serve(
     max_body: Annotated[int, typer.Option("--max-body", metavar="MB", min=1, help=strings.MAX_BODY)] = 32,
     rate: Annotated[int, typer.Option("--rate", metavar="N", min=0, help=strings.RATE)] = 0,
     remote_media: Annotated[bool, typer.Option("--remote-media", help=strings.REMOTE_MEDIA)] = False,
+    tools: Annotated[Path | None, typer.Option("--tools", metavar="FILE", help=strings.SERVE_TOOLS)] = None,
     any_variables: Annotated[bool, typer.Option("--any-variables", help=strings.ANY_VARIABLES)] = False,
     any_model: Annotated[bool, typer.Option("--any-model", help=strings.ANY_MODEL)] = False,
     resume: Annotated[bool, typer.Option("--resume/--no-resume", help=strings.RESUME_REPLIES)] = True,
@@ -67,6 +78,7 @@ def serve(
         typer.Option("--socket-grace", metavar="S", min=0, help=strings.SOCKET_GRACE),
     ] = 30.0,
     voice: Annotated[str, typer.Option("--voice", metavar="NAME", help=strings.VOICE)] = "espeak",
+    transcriber: TranscriberOption = "",
     debug_log: Annotated[bool, typer.Option("--debug-log", help=strings.DEBUG_LOG)] = False,
     flags: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
     data: DataOption = None,
@@ -74,8 +86,11 @@ def serve(
 ) -> None:
     """Serve a model: the OpenAI API under /v1, conversations under /api."""
     import asyncio
+    from dataclasses import replace
 
+    from palaver.chat.engine_spec import STATES
     from palaver.memory import return_large_blocks
+    from palaver.models.resolver import DEFAULT_MODEL
     from palaver.server.app import log_to_stderr
     from palaver.server.settings import ServerLimits, ServerSettings
     from palaver.store import open_store
@@ -94,48 +109,63 @@ def serve(
             any_variables=any_variables,
             remote_media=remote_media,
             any_model=any_model,
-            aliases=tuple(alias or ()),
+            aliases=tuple(name for name in alias or () if "=" not in name),
             voice=voice,
             debug=debug_log,
         )
         options = flags.load_options()
-        with open_store(data, database) as store:
+        with open_store(data, database, blobs=media_place()) as store:
             _ensure_keys(store, settings, make_key)
             certificate = _certificate(tls_cert, tls_key)
             name = single_model(model, model_option)
             log_to_stderr(debug_log)
             return_large_blocks()
-            asyncio.run(_run(store, database or "", name, options, settings, certificate, grace, resume))
+            toolbox = _toolbox(store, tools)
+            models = make_pool(
+                replace(options, states=store.folder / STATES),
+                store.folder,
+                name or DEFAULT_MODEL,
+                preload=preload or (),
+                aliases=_named_aliases(alias or ()),
+                memory=parse_size("--memory", memory),
+                keep_alive=parse_duration("--keep-alive", keep_alive),
+            )
+            serving = _run(
+                store, database or "", name, models, preload or (), settings, certificate, grace, resume, transcriber,
+                toolbox,
+            )  # fmt: skip
+            asyncio.run(serving)
 
 
 async def _run(
     store: Store,
     database: str,
     name: str | None,
-    options: LoadOptions,
+    models: ModelPool,
+    preload: Sequence[str],
     settings: ServerSettings,
     certificate: TLSCertificate | None,
     grace: float,
     resume: bool,
+    transcriber: str,
+    toolbox: Toolbox,
 ) -> None:
     import asyncio
     import secrets
     from dataclasses import replace
 
-    from palaver.chat.model_slot import ModelSlot, hosted_loader, model_checker
     from palaver.chat.service import Service
     from palaver.client.connection import leaf_certificate
     from palaver.client.discovery import announce_server, local_token
-    from palaver.models.resolver import DEFAULT_MODEL, embedded_models
+    from palaver.models.resolver import DEFAULT_MODEL
     from palaver.server.app import Server, UvicornServer, listen, run_server, server_url
 
-    models = ModelSlot(hosted_loader(options), embedded_models(), model_checker(options))
     listener = listen(settings)
     url = server_url(settings, listener, certificate is not None)
     secret, login = local_token(store.folder), secrets.token_urlsafe(16)
     leaf = leaf_certificate(certificate.chain) if certificate is not None else ""
     with listener, announce_server(store.folder, url, secret, _without_password(database), leaf) as announced:
-        async with Service(store, models, resume=resume) as service:
+        async with Service(store, models, resume=resume, transcriber=transcriber, toolbox=toolbox) as service:
             models.load(name or DEFAULT_MODEL)
             settings = replace(settings, instance=announced.instance, secret=secret, login_code=login)
             server = Server(service, settings)
@@ -143,16 +173,40 @@ async def _run(
             if sys.stderr.isatty():  # the login link must not be logged
                 link = f"{url}/?login={login}"
                 print(f"palaver: {strings.LOGIN_LINK.format(url=link)}", file=sys.stderr)
-            notices = asyncio.create_task(_show_notices(models))
+            notices = asyncio.create_task(_show_notices(models, preload))
             await run_server(UvicornServer(server, grace, certificate), listener, server)
             notices.cancel()
 
 
-async def _show_notices(models: ModelSlot) -> None:
-    """Prints the model's notices once it is loaded."""
+async def _show_notices(models: ModelPool, preload: Sequence[str]) -> None:
+    """Loads the further models once the first is loaded, and prints the notices of each."""
     with suppress(PalaverError):
         for notice in (await models.ready()).notices:
             print(f"palaver: {notice}", file=sys.stderr)
+        for name in preload:
+            try:
+                await models.preload(name)
+            except PalaverError as error:
+                print(f"palaver: {error}", file=sys.stderr)
+
+
+def _named_aliases(texts: Sequence[str]) -> dict[str, str]:
+    pairs = (text.partition("=") for text in texts if "=" in text)
+    return {name.strip(): target.strip() for name, _, target in pairs}
+
+
+def _toolbox(store: Store, file: Path | None) -> Toolbox:
+    """The servers of the operator's file are for all users; those of the data folder are for the local user alone."""
+    from palaver.tools.config import FILE_NAME, read_servers
+    from palaver.tools.toolbox import USERS_FOLDER, OperatorServers, Toolbox
+
+    if file is not None and not file.is_file():
+        raise BadParameter("--tools", str(file), strings.NO_FILE)
+    if file is not None:
+        operator = OperatorServers(read_servers(file))
+    else:
+        operator = OperatorServers(read_servers(store.folder / FILE_NAME), only_for=store.users.ensure().id)
+    return Toolbox(operator, store.folder / USERS_FOLDER)
 
 
 def _ensure_keys(store: Store, settings: ServerSettings, make_key: bool) -> None:

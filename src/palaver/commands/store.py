@@ -19,6 +19,7 @@ from palaver.commands.options import (
     DataOption,
     UserOption,
     find_owner,
+    media_place,
     report_errors,
     store_context,
 )
@@ -64,9 +65,13 @@ def conversations(
 
 def delete(ids: IdsArgument, data: DataOption = None, database: DatabaseOption = None) -> None:
     """Put conversations out of sight; `palaver undelete` brings them back."""
+    from palaver.chat.engine_spec import STATES
+    from palaver.engines.llamacpp.state_files import remove_states
+
     with store_context(data, database) as store:
         for one in [store.conversations.resolve(id) for id in ids]:
             store.conversations.delete(one.id)
+            remove_states(store.folder / STATES, one.id)
             print(strings.DELETED_ONE.format(id=one.id, title=_printable(one.title) or strings.UNTITLED))
 
 
@@ -142,6 +147,7 @@ def export(
             help=strings.EXPORT_FORMAT,
         ),
     ] = ExportFormat.JSONL,
+    preferences: Annotated[bool, typer.Option("--preferences", help=strings.PREFERENCES)] = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help=strings.OUTPUT),
@@ -152,6 +158,13 @@ def export(
 ) -> None:
     """Write conversations for training, for reading or for another program."""
     with store_context(data, database) as store:
+        if preferences:
+            if format is not ExportFormat.JSONL:
+                raise BadParameter("--as", format, strings.PREFERENCES_JSONL)
+            if all_ and ids:
+                raise BadParameter("CONVERSATION", " ".join(ids), strings.NAME_OR_ALL)
+            _write_preferences(store, find_owner(store, user), _resolve_ids(store, ids or []), output)
+            return
         if all_ == bool(ids):
             raise BadParameter("CONVERSATION", " ".join(ids or ()), strings.NAME_OR_ALL)
         conversation_ids = store.conversations.ids(find_owner(store, user)) if all_ else _resolve_ids(store, ids or [])
@@ -199,6 +212,22 @@ def _write(store: Store, conversation_ids: Sequence[str], format: ExportFormat, 
     total = strings.ONE_CONVERSATION if len(conversation_ids) == 1 else strings.MANY_CONVERSATIONS
     conversations = total.format(count=f"{len(conversation_ids):,}")
     print(strings.EXPORTED.format(file=output, count=f"{count:,}", conversations=conversations), file=sys.stderr)
+
+
+def _write_preferences(store: Store, owner_id: str, conversation_ids: Sequence[str], output: Path | None) -> None:
+    """Those of the named conversations; without names, all of the user."""
+    from palaver.store.blobs import atomic_file
+    from palaver.transcripts.preferences import write_preferences
+
+    file = write_preferences(store, conversation_ids or store.conversations.ids(owner_id))
+    if output is None:
+        sys.stdout.buffer.write(file.text.encode())
+        sys.stdout.buffer.flush()
+    else:
+        with atomic_file(output, private=False) as out:
+            out.write(file.text.encode())
+    counts = strings.PREFERENCES_WRITTEN.format(pairs=f"{file.pairs:,}", skipped=f"{file.skipped:,}")
+    print(counts, file=sys.stderr)
 
 
 def _encode(store: Store, conversation_ids: Sequence[str], format: ExportFormat) -> Iterator[bytes]:
@@ -281,7 +310,7 @@ def restore(
     from palaver.store.backup import restore
 
     with report_errors():
-        result = restore(file, data, database)
+        result = restore(file, data, database, media_place())
         print(strings.RESTORED.format(file=file, **_counts(result)))
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TextIO, assert_never
 from palaver.chat.reply_stream import GeneratedReply, ReplyRecord
 from palaver.events import (
     AnswerDelta,
+    DraftBlock,
     Event,
     Failed,
     Finished,
@@ -48,7 +49,7 @@ class PlainPrinter:
 
     def show(self, event: Event) -> None:
         match event:
-            case Waiting():
+            case Waiting() | DraftBlock():
                 pass
             case Started(notice=notice):
                 if notice:

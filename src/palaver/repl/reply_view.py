@@ -13,11 +13,12 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.text import Text
 
-from palaver.chat.interface import Chat
+from palaver.chat.interface import Chat, ModelCard, ModelState
 from palaver.chat.turn_log import LogEntry
 from palaver.errors import PalaverError
 from palaver.events import (
     AnswerDelta,
+    DraftBlock,
     Event,
     Failed,
     Finished,
@@ -31,6 +32,7 @@ from palaver.events import (
     ToolCallOpened,
     Waiting,
 )
+from palaver.generation import Finish
 from palaver.messages import Message, Thinking, ToolCall
 from palaver.messages import Text as TextPart
 from palaver.phases import Phase
@@ -39,6 +41,7 @@ from palaver.repl.input import DOUBLE_PRESS_SECONDS, KeyActions, LineSource
 from palaver.repl.markdown import MarkdownStream, highlight_code
 from palaver.repl.screen import Screen
 from palaver.repl.settings import ThinkingDisplay
+from palaver.repl.status import loading_line
 from palaver.repl.text import format_seconds, format_tokens, one_line, sanitize
 
 if TYPE_CHECKING:
@@ -224,6 +227,23 @@ class BarredText:
             yield Segment.line()
 
 
+_SHADES = "░▒▓"
+"""Masked tokens, by how sure the model is of what it would write there."""
+_SURE = 0.9
+"""Tokens from this confidence on are shown as settled."""
+
+
+def draft_text(draft: DraftBlock, style: str = "") -> Text:
+    """An unfinished block: masked tokens shaded, unsure ones dim."""
+    found = Text(style=style, overflow="fold")
+    for text, confidence in zip(draft.texts, draft.confidence, strict=True):
+        if text is None:
+            found.append(_SHADES[min(2, int(confidence * 3))], style="note")
+        else:
+            found.append(sanitize(text), style="" if confidence >= _SURE else "dim")
+    return found
+
+
 class TurnView(Protocol):
     """Shows one turn. TurnFollower passes it the events and calls `paint` regularly."""
 
@@ -276,6 +296,8 @@ class ReplyView:
         self._queue_status = ""
         self._started = False
         self._muted = False
+        self._draft: DraftBlock | None = None
+        """The block that is being denoised."""
         self.ending: Finished | Failed | None = None
 
     def handle(self, entry: LogEntry) -> None:
@@ -308,14 +330,16 @@ class ReplyView:
             self._screen.update(done)
 
     def _was_shown(self, entry: LogEntry) -> bool:
-        always_shown = isinstance(entry.event, Finished | Failed | Waiting)
+        always_shown = isinstance(entry.event, Finished | Failed | Waiting | DraftBlock)
         always_shown |= isinstance(entry.event, Started) and bool(entry.event.notice)
         return self._last_event > 0 and entry.number <= self._last_event and not always_shown
 
     def _handle(self, event: Event) -> None:
         match event:
-            case Waiting(position, wait):
+            case Waiting(position, wait, loading, progress):
                 self._queue_status = strings.QUEUED.format(position=position)
+                if loading:
+                    self._queue_status = loading_line(ModelCard(loading, ModelState.LOADING, progress))
                 if wait:
                     self._queue_status = strings.QUEUED_WITH_TIME.format(
                         line=self._queue_status, time=format_seconds(wait)
@@ -328,9 +352,12 @@ class ReplyView:
                     self._section.start_timer(self._clock(), seconds)
             case Snapshot(message):
                 self._replay(message)
+            case DraftBlock():
+                self._started, self._draft = True, event
             case Finished() | Failed():
                 self._end(event)
             case _:
+                self._draft = None
                 if not self._muted and not isinstance(event, PhaseOpened):  # the prompt may open a phase as well
                     self._mark_first_token()
                 self._read(event)
@@ -417,14 +444,25 @@ class ReplyView:
     def _end(self, ending: Finished | Failed) -> None:
         for event in ending.tail:
             self._read(event)
+        draft = self._live_draft()
         self._close()
+        if draft and isinstance(ending, Finished) and ending.finish is Finish.STOPPED:
+            self._add([Text(strings.UNFINISHED_BLOCK, style="note"), *draft])
         done, self._done = self._done, []
         self._screen.update(done)
         self.ending = ending
 
+    def _live_draft(self) -> list[RenderableType]:
+        """The unfinished block, unless it is a thought that is hidden."""
+        thinking = isinstance(self._section, ThinkingSection)
+        if self._draft is None or (thinking and self.thinking_display is ThinkingDisplay.HIDDEN):
+            return []
+        return [draft_text(self._draft, "thought" if thinking else "")]
+
     def _live(self) -> list[RenderableType]:
         now = self._clock()
         shown = self._section.live(now) if self._section is not None else []
+        shown = [*shown, *self._live_draft()]
         if self._started or now - self._requested_at < _STATUS_DELAY_SECONDS:
             return shown
         return [

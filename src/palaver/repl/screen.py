@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import TextIO
+from typing import Literal, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
@@ -42,9 +42,12 @@ _BEGIN_SYNC, _END_SYNC = "\x1b[?2026h", "\x1b[?2026l"
 _REFLOWING_TERMINALS = ("TMUX", "VTE_VERSION", "KITTY_WINDOW_ID", "WT_SESSION", "ALACRITTY_WINDOW_ID", "WEZTERM_PANE")
 
 
-def console(out: TextIO, width: int | None = None) -> Console:
+Colours = Literal["auto", "standard", "256", "truecolor", "windows"]
+
+
+def console(out: TextIO, width: int | None = None, colours: Colours | None = "auto") -> Console:
     """A console that prints text literally: no markup in square brackets, no emoji codes."""
-    return Console(file=out, theme=THEME, highlight=False, markup=False, emoji=False, width=width)
+    return Console(file=out, theme=THEME, highlight=False, markup=False, emoji=False, width=width, color_system=colours)
 
 
 def has_cursor(out: TextIO, environment: Mapping[str, str] = os.environ) -> bool:

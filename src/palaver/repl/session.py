@@ -6,8 +6,8 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 from uuid import uuid4
 
@@ -39,9 +39,11 @@ from palaver.store import Blob, StoredMessage
 
 if TYPE_CHECKING:
     from palaver.media import MediaDecoder
-    from palaver.repl.voice import SessionVoice
+    from palaver.repl.commands.compare import CompareMode
+    from palaver.repl.voice import SessionVoice, SpokenReply
 
 T = TypeVar("T")
+_SHORTEN = {"overflow": "shorten"}
 
 
 class Interrupted(Exception):
@@ -69,6 +71,8 @@ class Session:
         """The initial text of the next prompt."""
         self.listed_ids: list[str] = []
         """The conversations listed last, in order: `/open NUMBER` refers to them."""
+        self.compare_mode: CompareMode | None = None
+        """The columns that messages are sent to; None: messages get one reply."""
         self._voice: SessionVoice | None = None
         self.succeeded = True
         self.stopped_at = float("-inf")
@@ -171,28 +175,45 @@ class Session:
             raise
 
     async def send_message(self, message: Message, shorten: bool = False) -> None:
-        """Appends the message to the branch and shows the reply."""
+        """Appends the message to the branch and shows the reply, or those of all columns."""
+        if self.compare_mode is not None:
+            await self._compare(message, (await self.cursor.position()).message_id, shorten)
+            return
         with self.deferred_interrupts():
-            await self._send_message(message, shorten)
+            reply = await self._send_message(message, shorten)
+        await self.follow_tools(reply)
 
-    async def _send_message(self, message: Message, shorten: bool) -> None:
-        is_new = self.cursor.conversation_id is None
-        conversation = await self.cursor.ensure_conversation()
-        parent_id = (await self.cursor.position()).message_id
-        overrides = {"overflow": "shorten"} if shorten else None
-        try:
+    async def _send_message(self, message: Message, shorten: bool) -> StoredMessage:
+        overrides = _SHORTEN if shorten else None
+        async with self._without_empty():
+            conversation = await self.cursor.ensure_conversation()
+            parent_id = (await self.cursor.position()).message_id
             sent = await self.wait_for(
                 self.chat.send_message(conversation.id, parent_id, message, parameters=overrides, key=uuid4().hex),
                 strings.WAITING_FOR_MODEL,
             )
-        except BaseException:
-            if is_new:  # a message that was not sent leaves no empty conversation
-                with suppress(PalaverError):
-                    await self.cursor.discard_empty()
-            raise
         self.attachments.clear()
         await self.cursor.move(sent.reply.id)
         await self.follow(sent.reply)
+        return sent.reply
+
+    async def _compare(self, message: Message | None, parent_id: str | None, shorten: bool = False) -> None:
+        from palaver.repl.commands.compare import send_compared
+
+        async with self._without_empty():
+            await send_compared(self, message, parent_id, _SHORTEN if shorten else {})
+
+    @asynccontextmanager
+    async def _without_empty(self) -> AsyncIterator[None]:
+        """A message that was not sent leaves no empty conversation."""
+        is_new = self.cursor.conversation_id is None
+        try:
+            yield
+        except BaseException:
+            if is_new:
+                with suppress(PalaverError):
+                    await self.cursor.discard_empty()
+            raise
 
     async def edit_message(self, message_id: str, text: str) -> None:
         """Stores an edited message as a new branch, and replies to it if it is a user message."""
@@ -203,7 +224,10 @@ class Session:
             await self.generate_reply(edited.id)
 
     async def generate_reply(self, parent_id: str) -> None:
-        """Generates a new reply to a message."""
+        """Generates a new reply to a message, or those of all columns."""
+        if self.compare_mode is not None:
+            await self._compare(None, parent_id)
+            return
         with self.deferred_interrupts():
             conversation = await self.cursor.ensure_conversation()
             reply = await self.wait_for(
@@ -211,6 +235,17 @@ class Session:
             )
             await self.cursor.move(reply.id)
             await self.follow(reply)
+        await self.follow_tools(reply)
+
+    async def follow_tools(self, reply: StoredMessage) -> None:
+        """Asks about the tool calls of a reply, and follows the replies to their results."""
+        from palaver.repl.tool_calls import follow_round
+
+        following = await follow_round(self, reply)
+        while following is not None:
+            with self.deferred_interrupts():
+                await self.follow(following)
+            following = await follow_round(self, following)
 
     @contextmanager
     def deferred_interrupts(self) -> Iterator[None]:
@@ -226,7 +261,7 @@ class Session:
 
     async def follow(self, reply: StoredMessage, last_event: int = 0) -> None:
         """Shows the reply while it streams, from the event after `last_event`."""
-        speech = await self._voice.speak_reply(reply.id, last_event) if self._voice is not None else None
+        speech = await self._start_speech(reply.id, last_event)
         view = self.create_view(last_event)
         follower = TurnFollower(self.chat, view, self.lines, speech, self.screen.clear)
         ending = await follower.follow(reply.id, stop=self._interrupted)
@@ -244,6 +279,14 @@ class Session:
             await self.drop_reply()
         elif ending is not None:
             await warn_context(self, ending)
+
+    async def _start_speech(self, reply_id: str, last_event: int) -> SpokenReply | None:
+        """A voice that fails takes nothing from the text."""
+        try:
+            return await self._voice.speak_reply(reply_id, last_event) if self._voice is not None else None
+        except PalaverError as error:
+            self.screen.note(strings.VOICE_FAILED.format(reason=error))
+            return None
 
     @property
     def voice(self) -> SessionVoice:
@@ -344,6 +387,7 @@ class Session:
         await show_end(self, without_last=running is not None)
         if running is not None:
             await self.follow(running)
+            await self.follow_tools(running)
 
 
 async def run(chat: Chat, settings: SessionSettings) -> bool:

@@ -206,7 +206,7 @@ def model_status(card: ModelCard) -> str:
             return strings.LOAD_FAILED.format(model=model_name(card), reason=card.note)
         case ModelState.NONE:
             return strings.NO_MODEL
-        case ModelState.READY:
+        case ModelState.READY | ModelState.AVAILABLE:
             return model_name(card)
 
 

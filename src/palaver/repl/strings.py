@@ -72,6 +72,7 @@ STOPPED = "Stopped. /continue picks up where it left off."
 CUT = "Reached the length limit. /continue picks up where it left off."
 CUT_PLAIN = "reached the length limit"
 STOPPED_PLAIN = "stopped"
+UNFINISHED_BLOCK = "The block that was not finished (/continue denoises it again):"
 STOP_STRING = "Ended at the stop string {text}."
 INTERRUPTED_REPLY = "Interrupted. /continue picks up where it left off."
 FAILED_REPLY = "Failed. /continue tries again from here."
@@ -177,6 +178,36 @@ EMPTY_CONVERSATION = "Nothing here yet."
 MESSAGE_NUMBER = "message number"
 NUMBER_RANGE = "must be between 1 and {maximum}"
 
+# --- comparing ---
+
+COMPARE_USAGE = (
+    "Type /compare COLUMN COLUMN, with 2 to {maximum} columns: settings such as temperature=0 or "
+    'thinking=off,seed=1, system="Be brief.", a model, a preset, or default. Your next messages get a reply for each.'
+)
+COMPARE_ON = "Your next messages get a reply for each column. /compare off ends this."
+COMPARE_BLIND_ON = "Your next messages get a reply for each column, in random order. The names come after your choice."
+COMPARE_OFF = "Messages get one reply again."
+COMPARE_STATE = "Comparing: {columns}. /compare off ends this."
+COMPARE_QUOTES = "The quotes are not closed: {reason}."
+COMPARE_PRESET = "a preset"
+COMPARE_MODEL = "a model"
+COMPARE_BLIND = "hide which is which until you chose"
+COMPARE_STOP = "one reply again"
+COMPARE_OWN = "the settings of this conversation"
+TALLY_HEAD = ("Compared", "chosen", "blind")
+TALLY_SHARE = "{chosen} of {compared}"
+CHOOSE_QUESTION = "Which is better? 1 to {count}, n none, t tokens{more} (Enter: later):"
+CHOOSE_CONTINUE = ", c continue"
+CHOOSE_HELP = "Type the number of a reply, or n, t or c."
+CHOOSE_LATER = "Going on with 1. /choose decides later."
+CHOSEN = "Going on with {number}: {name}"
+CHOSEN_NONE = "None is better. Going on with 1; /switch goes to another."
+REVEALED = "{number} was {name}"
+NOTHING_TO_CHOOSE = "No replies are compared on this branch. /compare starts it."
+REPLY_NUMBER = "reply number"
+WHOLE_NUMBER = "must be a whole number"
+FIRST_TOKENS = "These are the first {count} tokens. /tokens shows all of the reply that you go on with."
+
 # --- thinking ---
 
 THINKING_SETTING = "Thinking: {state}"
@@ -228,8 +259,39 @@ PRESET_OTHERS = "Presets: {names}."
 
 # --- tools ---
 
-TOOLS_OFFERED = "The model can call {tools}. You answer a call with /result TEXT."
-NO_TOOLS = "No tools. /tools FILE.json offers some to the model."
+TOOLS_OFFERED = "The model can call {tools} of a file. You answer such a call with /result TEXT."
+NO_TOOLS = (
+    "No tools are offered. /tools add demo adds a tool server that comes with Palaver; /tools FILE.json offers others."
+)
+TOOL_SERVER = "{mark} {name} ({transport}): {tools}"
+TOOL_SERVER_ERROR = "{mark} {name} ({transport}): {error}"
+TOOLS_ON_OFF = "● offered in this conversation, ○ not. /tools on NAME and /tools off NAME change it."
+TOOL_SERVER_ADDED = "{name} is added, and offered in this conversation."
+TOOL_SERVER_REMOVED = "{name} is removed."
+TOOL_SERVER_USAGE = "Type /tools add NAME COMMAND or /tools add NAME URL; /tools add demo adds the demo."
+TOOL_ATTACH_USAGE = (
+    "Type /tools attach SERVER to see its resources and prompts, and /tools attach SERVER NAME to attach one."
+)
+TOOL_NO_RESOURCES = "{name} has no resources or prompts."
+TOOL_SERVER_UNKNOWN = 'No tool server named "{name}".'
+APPROVE_CALL = (
+    "Run it? y yes, n no, a always this tool here, s always this server, v never this tool here, e edit, q stop:"
+)
+APPROVE_CALLS = (
+    "Run them? y yes, n no, a always these tools here, s always this server, v never these here, e edit, q stop:"
+)
+APPROVE_HELP = "Type one of y, n, a, s, v, e or q."
+CALL_INTERRUPTED = "It had begun when it was interrupted. It is not known what it did."
+CALL_AGAIN = "Run it (again)? y yes, n no, q stop:"
+EDIT_ARGUMENTS = "Arguments of {name}, as JSON (empty: {arguments}):"
+NOT_AN_OBJECT = "The arguments must be a JSON object."
+TOOLS_RUN = "Running {names}"
+WAITING_FOR_TOOLS = "Connecting to the tool servers"
+TOOLS_MISSING = "The tools of {server} were not offered: it {why}."
+TOOLS_STOPPED = "The tool calls are stopped. /continue goes on."
+TOOLS_WAIT = "Tool calls wait for approval: continue this conversation at a terminal or on the page."
+MORE_LINES = "… {lines} more"
+LINES = ("line", "lines")
 TOOLS_UNSUPPORTED = "This model can't call tools."
 TOOLS_NOT_JSON = "{path} is not valid JSON: {reason}."
 TOOLS_EMPTY = "{path} contains no tools."
@@ -271,6 +333,10 @@ VOICE_USAGE = "Type /voice on, /voice on NAME, /voice off or /voice save FILE."
 VOICE_NOTHING = "There is no reply to speak yet."
 VOICE_SAVED = "Saved the audio to {path}"
 VOICE_FAILED = "Can't speak this reply: {reason}"
+LISTEN_USAGE = "Type /listen FILE: its words are put into your next message."
+LISTENING = "transcribing"
+HEARD = "{name} says: {text}"
+HEARD_NOTHING = "No words were recognised in {name}."
 
 # --- the model ---
 
@@ -335,6 +401,8 @@ COMMANDS = {
     "branches": CommandText("list the branches of this conversation"),
     "switch": CommandText("go to another branch or another version of a reply", "N | next | prev"),
     "history": CommandText("show this conversation, or its last messages", "[COUNT]"),
+    "compare": CommandText("send your messages to several settings at once", "[blind] COLUMN COLUMN... | off"),
+    "choose": CommandText("choose one of the compared replies and go on with it", "[NUMBER | none]"),
     "think": CommandText("turn thinking on or off, or limit it", "[on | off | default | budget NUMBER | effort LEVEL]"),
     "expand": CommandText("show the thoughts of the last reply or of message N", "[N]"),
     "collapse": CommandText("collapse thoughts to a few lines, or show them in full", "[on | off]"),
@@ -343,18 +411,25 @@ COMMANDS = {
     "stop": CommandText("show, add or clear stop strings", '["TEXT" | clear]'),
     "system": CommandText("show or change the system prompt", "[TEXT | clear]"),
     "preset": CommandText("save or load the settings under a name", "save | load | delete NAME"),
-    "tools": CommandText("offer the tools in a JSON file to the model", "[FILE | off]"),
+    "tools": CommandText(
+        "tool servers, and tools of a JSON file",
+        "[add NAME COMMAND|URL | remove NAME | on | off | attach SERVER NAME | FILE]",
+    ),
     "result": CommandText("answer a tool call", "[NAME] TEXT"),
     "save": CommandText("add this branch to a JSONL file for training", "[FILE]"),
     "export": CommandText("save the conversation as a file", "jsonl | md | tree | branches | sharegpt [FILE]"),
     "import": CommandText("import conversations from a file and open the first", "FILE"),
     "attach": CommandText("attach a file to your next message", "FILE | clear"),
     "copy": CommandText("copy the last reply, its last code block or its thoughts", "[code | thought]"),
+    "listen": CommandText("put the words of a sound file into your next message", "FILE"),
     "voice": CommandText("have replies read aloud, or save the last one as audio", "[on [NAME] | off | save [FILE]]"),
     "model": CommandText("show the model, or load another one", "[NAME]"),
     "context": CommandText("show how full the context is"),
     "status": CommandText("show the model, the conversation and the settings"),
-    "tokens": CommandText("show the tokens of the last reply and how likely each was", "[FROM]"),
+    "tokens": CommandText(
+        "show the tokens of the last reply and how likely each was; with a diffusion model, N limits its replies",
+        "[FROM | N]",
+    ),
     "help": CommandText("show the essential commands, all of them, or one", "[all | COMMAND]"),
     "quit": CommandText("quit; everything is saved"),
 }

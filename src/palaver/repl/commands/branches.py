@@ -69,6 +69,7 @@ async def continue_(session: Session, arguments: str) -> None:
         continued = await session.wait_for(session.chat.continue_reply(reply.id), strings.WAITING_FOR_MODEL)
         await session.cursor.move(continued.id)
         await session.follow(continued, last_event if continued.id == reply.id else 0)
+    await session.follow_tools(continued)
 
 
 async def _last_event(session: Session, reply: StoredMessage) -> int:

@@ -110,19 +110,32 @@ async def attach(session: Session, arguments: str) -> None:
         await attach_file(session, path)
 
 
-async def attach_file(session: Session, path: Path) -> None:
-    """Attaches a document as text, or media that the model accepts, to the next message."""
+async def read_file(arguments: str) -> tuple[bytes, str]:
+    """The contents and the name of the one file that the arguments name."""
+    path = next(iter(parse_files(arguments)), None) or _path(arguments.strip())
+    return await _read_limited(path), path.name
+
+
+async def _read_limited(path: Path) -> bytes:
     if path.stat().st_size > _MAX_ATTACHMENT_BYTES:
         raise RequestError(strings.FILE_TOO_LARGE.format(path=path, limit=_MAX_ATTACHMENT_BYTES // 1_000_000))
-    data = await asyncio.to_thread(path.read_bytes)
+    return await asyncio.to_thread(path.read_bytes)
+
+
+async def attach_file(session: Session, path: Path) -> None:
+    await attach_bytes(session, await _read_limited(path), path.name)
+
+
+async def attach_bytes(session: Session, data: bytes, name: str) -> None:
+    """Attaches a document as text, or media that the model accepts, to the next message."""
     media_type = sniff(data)
     if media_type in (None, "application/pdf"):
-        session.attachments.append(TextPart(await session.chat.read_document(data, path.name)))
-        session.screen.note(strings.ATTACHED.format(name=path.name))
+        session.attachments.append(TextPart(await session.chat.read_document(data, name)))
+        session.screen.note(strings.ATTACHED.format(name=one_line(name)))
         return
     card = await session.wait_for(session.chat.wait_until_ready(), strings.WAITING_FOR_MODEL)
     check_accepted(str(media_type).partition("/")[0], card.name, card.media)
-    blob = await session.chat.put_blob(data, path.name)
+    blob = await session.chat.put_blob(data, name)
     check_accepted(blob.kind, card.name, card.media)
     session.attachments.append(media_part(blob, data))
     session.screen.note(strings.ATTACHED.format(name=format_blob(blob)))

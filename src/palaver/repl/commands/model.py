@@ -15,8 +15,10 @@ from palaver.errors import BadParameter, ModelError, RequestError
 from palaver.messages import Role
 from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup
+from palaver.repl.commands.parameters import set_number
 from palaver.repl.status import context_line, model_status, ready_lines, thinking_summary
 from palaver.repl.text import format_count, format_messages, format_tokens, format_value, one_line
+from palaver.sampling import NUMBERS
 from palaver.store import Conversation
 
 if TYPE_CHECKING:
@@ -103,6 +105,10 @@ def _describe_branch(messages: int, can_undo: bool, can_redo: bool) -> str:
 
 @commands.command("tokens")
 async def tokens(session: Session, arguments: str) -> None:
+    """The tokens of the last reply. With a diffusion model and a number: how many tokens its replies have."""
+    if arguments.strip() and (await session.chat.model()).block_length is not None:
+        await set_number(session, NUMBERS["max_tokens"], arguments.strip())
+        return
     reply = await session.cursor.last_message(Role.ASSISTANT)
     if reply is None:
         raise RequestError(strings.NO_REPLY_YET)
@@ -134,6 +140,13 @@ def _cells(token: ReplyToken) -> list[Text]:
         Text(_share(token.logprob)),
         Text(alternatives, style="note"),
     ]
+
+
+def format_token(token: ReplyToken) -> Text:
+    """A token and how likely it was."""
+    if token.logprob is None:
+        return Text.assemble(_quoted(token.text), (f" {strings.GIVEN_TOKEN}", "note"))
+    return Text.assemble((_quoted(token.text), _style(token.logprob)), (f" {_share(token.logprob)}", "note"))
 
 
 def _quoted(text: str) -> str:

@@ -17,7 +17,7 @@ from palaver.repl.command_table import ArgumentChoice, CommandGroup
 from palaver.repl.settings import find_preset
 from palaver.repl.strings import CommandText
 from palaver.repl.text import format_value, one_line, sanitize
-from palaver.sampling import NUMBERS, OFF_WORDS, STRINGS, SamplingParameter, check_strings
+from palaver.sampling import CHOICES, NUMBERS, OFF_WORDS, STRINGS, SamplingParameter, check_choice, check_strings
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
@@ -38,6 +38,7 @@ async def _names(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
     return [
         *numbers,
         *(ArgumentChoice(one, meaning) for one, meaning in STRINGS.items()),
+        *(ArgumentChoice(one, " · ".join(words)) for one, words in CHOICES.items()),
         ArgumentChoice("overflow", strings.OVERFLOW),
     ]
 
@@ -46,7 +47,9 @@ def _values(name: str) -> Callable[[Session, str], Awaitable[Iterable[ArgumentCh
     async def values(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
         if name == "overflow":
             return [ArgumentChoice("refuse"), ArgumentChoice("shorten")]
-        parameter = NUMBERS.get(_full_name(name))
+        if name in CHOICES:
+            return [ArgumentChoice(one) for one in CHOICES[name]]
+        parameter = NUMBERS.get(full_name(name))
         if parameter is None:
             return []
         default = getattr((await session.chat.model()).defaults, parameter.name)
@@ -63,7 +66,7 @@ async def set_(session: Session, arguments: str) -> None:
     if not name:
         await params(session, "")
     else:
-        await _set(session, _full_name(name), value)
+        await _set(session, full_name(name), value)
 
 
 @commands.command("params", ("parameters",))
@@ -92,9 +95,11 @@ async def params(session: Session, arguments: str) -> None:
 
 async def _set(session: Session, name: str, value: str) -> None:
     if name in NUMBERS:
-        await _set_number(session, NUMBERS[name], value)
+        await set_number(session, NUMBERS[name], value)
     elif name in STRINGS:
         await _set_strings(session, name, value)
+    elif name in CHOICES:
+        await _set_choice(session, name, value.lower())
     elif name == "overflow":
         if value:
             await session.cursor.set_parameters(overflow=None if value.lower() in _RESET_WORDS else value)
@@ -104,10 +109,19 @@ async def _set(session: Session, name: str, value: str) -> None:
     elif name in NAMES:
         raise RequestError(strings.USE_THINK)
     else:
-        raise UnknownParameter(name, value, (*NUMBERS, *STRINGS, "overflow"))
+        raise UnknownParameter(name, value, (*NUMBERS, *STRINGS, *CHOICES, "overflow"))
 
 
-async def _set_number(session: Session, parameter: SamplingParameter, value: str) -> None:
+async def _set_choice(session: Session, name: str, value: str) -> None:
+    if value:
+        await session.cursor.set_parameters(**{name: None if value in _RESET_WORDS else check_choice(name, value)})
+    default = getattr((await session.chat.model()).defaults, name)
+    current = (await session.cursor.settings()).parameters.get(name, default)
+    line = strings.PARAMETER_VALUE.format(name=name, value=current)
+    session.screen.note(f"{line} · {' · '.join(CHOICES[name])}")
+
+
+async def set_number(session: Session, parameter: SamplingParameter, value: str) -> None:
     word = value.lower()
     is_random = parameter.name == "seed" and word in (*_RANDOM_WORDS, *OFF_WORDS)
     if word in _RESET_WORDS or is_random or (parameter.name == "temperature" and word in OFF_WORDS):
@@ -183,7 +197,7 @@ async def preset(session: Session, arguments: str) -> None:
 
 def _parameter_command(parameter: SamplingParameter) -> Callable[[Session, str], Awaitable[None]]:
     async def run(session: Session, arguments: str) -> None:
-        await _set_number(session, parameter, arguments.strip())
+        await set_number(session, parameter, arguments.strip())
 
     return run
 
@@ -208,7 +222,8 @@ def _default(card: ModelCard, parameter: SamplingParameter) -> Any:
     return strings.RANDOM_SEED if parameter.name == "seed" else getattr(card.defaults, parameter.name)
 
 
-def _full_name(name: str) -> str:
+def full_name(name: str) -> str:
+    """The parameter of that name or short name."""
     return next((full for full, short in ALIASES.items() if name in short), name)
 
 

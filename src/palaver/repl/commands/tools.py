@@ -1,8 +1,9 @@
-"""Commands for tools: functions offered to the model, with results typed by the user."""
+"""Commands for tools: tool servers, and functions of a file, with results typed by the user."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,13 @@ from palaver.errors import RequestError
 from palaver.messages import Role, ToolCall, ToolResult, tool
 from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup, complete_paths
+from palaver.repl.commands.files import attach_bytes
 from palaver.repl.reply_view import format_call, unanswered_calls
 from palaver.repl.text import format_count, one_line
 from palaver.sampling import OFF_WORDS
 from palaver.store import StoredMessage
+from palaver.tools.config import server_from_words
+from palaver.tools.servers import ServerCard
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
@@ -24,23 +28,119 @@ if TYPE_CHECKING:
 commands = CommandGroup(strings.GROUP_TOOLS)
 
 
-@commands.command("tools", choices=complete_paths)
+async def _tools_choices(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
+    words = [ArgumentChoice(word) for word in ("add", "remove", "on", "off", "attach")]
+    return [*words, *await complete_paths(session, arguments)]
+
+
+@commands.command("tools", choices=_tools_choices)
 async def tools(session: Session, arguments: str) -> None:
-    argument = arguments.strip()
-    if argument.lower() in OFF_WORDS:
-        await session.cursor.set_parameters(tools=None)
-    elif argument:
-        card = await session.wait_for(session.chat.wait_until_ready(), strings.WAITING_FOR_MODEL)
-        if not card.takes_tools:
-            raise RequestError(strings.TOOLS_UNSUPPORTED)
-        await session.cursor.set_parameters(tools=_read_tools(Path(argument).expanduser()))
+    action, *words = arguments.split() or [""]
+    match action.lower():
+        case "add":
+            await _add_server(session, arguments)
+        case "remove" if len(words) == 1:
+            await session.chat.remove_tool_server(words[0])
+            await _offer_servers(session, [name for name in await _offered_servers(session) if name != words[0]])
+            session.screen.note(strings.TOOL_SERVER_REMOVED.format(name=words[0]))
+        case "on":
+            known = [card.name for card in await session.chat.tool_servers(connect=False)]
+            if unknown := [name for name in words if name not in known]:
+                raise RequestError(strings.TOOL_SERVER_UNKNOWN.format(name=unknown[0]))
+            await _check_support(session)
+            await _offer_servers(session, [*await _offered_servers(session), *(words or known)])
+        case "attach":
+            await _attach_resource(session, words)
+            return
+        case off if off in OFF_WORDS and words:
+            await _offer_servers(session, [name for name in await _offered_servers(session) if name not in words])
+        case off if off in OFF_WORDS:
+            await session.cursor.set_parameters(tools=None, tool_servers=None)
+        case "":
+            pass
+        case _:
+            await _check_support(session)
+            await session.cursor.set_parameters(tools=_read_tools(Path(arguments.strip()).expanduser()))
+    await _show_tools(session)
+
+
+async def _add_server(session: Session, arguments: str) -> None:
+    try:
+        _, name, *words = shlex.split(arguments)
+        server = server_from_words(name, words)
+    except ValueError:
+        raise RequestError(strings.TOOL_SERVER_USAGE) from None
+    await _check_support(session)
+    card = await session.wait_for(session.chat.add_tool_server(server), strings.TOOLS_RUN.format(names=name))
+    if not card.error:
+        await _offer_servers(session, [*await _offered_servers(session), name])
+        session.screen.note(strings.TOOL_SERVER_ADDED.format(name=name))
+
+
+async def _attach_resource(session: Session, words: list[str]) -> None:
+    """Without a name, shows what the server has."""
+    if not words:
+        raise RequestError(strings.TOOL_ATTACH_USAGE)
+    server, name, *values = words + [""] * (2 - len(words))
+    listed = await session.wait_for(session.chat.tool_resources(server), strings.WAITING_FOR_TOOLS)
+    if not name:
+        for one in listed:
+            usage = " ".join(f"{argument}=…" for argument in one.arguments)
+            text = one_line(f"{usage} {one.title or one.description}", 120)
+            session.screen.show(Text.assemble((one_line(one.name), "call"), f" {text}"))
+        if not listed:
+            session.screen.note(strings.TOOL_NO_RESOURCES.format(name=server))
+        return
+    pairs = [value.partition("=") for value in values]
+    arguments = {key: value for key, _, value in pairs}
+    reading = session.chat.read_tool_resource(server, name, arguments)
+    data = await session.wait_for(reading, strings.WAITING_FOR_TOOLS)
+    await attach_bytes(session, data, name.rstrip("/").rpartition("/")[2] or name)
+
+
+async def _check_support(session: Session) -> None:
+    card = await session.wait_for(session.chat.wait_until_ready(), strings.WAITING_FOR_MODEL)
+    if not card.takes_tools:
+        raise RequestError(strings.TOOLS_UNSUPPORTED)
+
+
+async def _offered_servers(session: Session) -> list[str]:
+    return list((await session.cursor.settings()).parameters.get("tool_servers") or ())
+
+
+async def _offer_servers(session: Session, names: Iterable[str]) -> None:
+    await session.cursor.set_parameters(tool_servers=list(dict.fromkeys(names)) or None)
+
+
+async def _show_tools(session: Session) -> None:
+    cards = await session.wait_for(session.chat.tool_servers(), strings.WAITING_FOR_TOOLS)
+    offered_servers = await _offered_servers(session)
+    for card in cards:
+        is_offered = card.name in offered_servers
+        _show_server(session, card, is_offered)
+    if cards:
+        session.screen.note(strings.TOOLS_ON_OFF)
     offered = (await session.cursor.settings()).parameters.get("tools") or ()
     for one in offered:
         function = one.get("function", one)
         description = one_line(str(function.get("description") or ""))
         session.screen.show(Text.assemble((str(function["name"]), "call"), f" {description}"))
-    count = format_count(len(offered), strings.TOOLS)
-    session.screen.note(strings.TOOLS_OFFERED.format(tools=count) if offered else strings.NO_TOOLS)
+    if offered:
+        session.screen.note(strings.TOOLS_OFFERED.format(tools=format_count(len(offered), strings.TOOLS)))
+    elif not cards:
+        session.screen.note(strings.NO_TOOLS)
+
+
+def _show_server(session: Session, card: ServerCard, is_offered: bool) -> None:
+    text = strings.TOOL_SERVER_ERROR if card.error else strings.TOOL_SERVER
+    count = format_count(len(card.tools), strings.TOOLS)
+    mark = "●" if is_offered else "○"
+    line = text.format(mark=mark, name=card.name, transport=card.transport, tools=count, error=one_line(card.error))
+    session.screen.show(Text(line, style="error" if card.error else ""))
+    for one in card.tools if is_offered else ():
+        session.screen.show(Text.assemble("  ", (one_line(one.name), "call"), f" {one_line(one.description, 80)}"))
+    for notice in card.notices:
+        session.screen.note(one_line(notice))
 
 
 def _read_tools(path: Path) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The command for spoken replies."""
+"""The commands for spoken replies and for speech as input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from palaver.errors import RequestError
 from palaver.messages import Role
 from palaver.repl import strings
-from palaver.repl.command_table import CommandGroup, fixed_choices
+from palaver.repl.command_table import CommandGroup, complete_paths, fixed_choices
+from palaver.repl.commands.files import read_file
+from palaver.repl.input import StreamLineSource, TypedLine
 from palaver.repl.settings import parse_switch
 
 if TYPE_CHECKING:
@@ -61,6 +63,21 @@ async def _save(session: Session, name: str) -> None:
     samples = await session.wait_for(session.voice.synthesize(reply.text), strings.SPEAKING)
     await asyncio.to_thread(write_sound, path, samples)
     session.screen.note(strings.VOICE_SAVED.format(path=path))
+
+
+@commands.command("listen", choices=complete_paths)
+async def listen(session: Session, arguments: str) -> None:
+    """Transcribes a file into the prompt, where the text can be edited before it is sent."""
+    if not arguments.strip():
+        raise RequestError(strings.LISTEN_USAGE)
+    data, name = await read_file(arguments)
+    text = await session.wait_for(session.chat.transcribe(data, name), strings.LISTENING)
+    if not text:
+        raise RequestError(strings.HEARD_NOTHING.format(name=name))
+    if isinstance(session.lines, StreamLineSource):
+        session.screen.note(strings.HEARD.format(name=name, text=text))
+    else:
+        session.initial_line = TypedLine(text)
 
 
 def _by_name(voice: VoiceSettings) -> str:

@@ -1,0 +1,137 @@
+"""Tool calls that run: asks the user for approval, waits for the results and shows them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from palaver.chat.interface import CallDecision, Remember
+from palaver.chat.parameters import LOOP
+from palaver.repl import strings
+from palaver.repl.reply_view import format_call
+from palaver.repl.text import format_count, sanitize
+from palaver.store import StoredMessage
+from palaver.store.tool_rounds import UNDECIDED, CallState, RoundCall, RoundState, ToolRound
+
+if TYPE_CHECKING:
+    from palaver.repl.session import Session
+
+POLL_SECONDS = 0.1
+MAX_LINES = 8
+"""The lines of a result that are shown."""
+_CHOICES = {
+    "y": (True, Remember.ONCE),
+    "a": (True, Remember.TOOL),
+    "s": (True, Remember.SERVER),
+    "n": (False, Remember.ONCE),
+    "v": (False, Remember.TOOL),
+}
+
+
+async def follow_round(session: Session, reply: StoredMessage) -> StoredMessage | None:
+    """Asks about the calls of a reply, waits for them and shows their results. Returns the next reply, if there is
+    one."""
+    if reply.reply is None or LOOP not in reply.reply.settings.options:
+        return None
+    for server, why in reply.reply.settings.options[LOOP].get("failed", {}).items():
+        session.screen.note(strings.TOOLS_MISSING.format(server=server, why=sanitize(why)))
+    shown: set[int] = set()
+    while (round := await session.chat.tool_round(reply.id)) is not None:
+        _show_results(session, round, shown)
+        waiting = [call for call in round.calls if call.state in UNDECIDED]
+        if round.state is RoundState.DONE:
+            return await _next_reply(session, round)
+        if round.state is not RoundState.OPEN:
+            session.screen.note(round.error or strings.TOOLS_STOPPED)
+            return None
+        if waiting and not session.lines.is_interactive:
+            session.screen.note(strings.TOOLS_WAIT)
+            return None
+        if waiting:
+            await _ask(session, round, waiting)
+        else:
+            await _wait(session, round)
+    return None
+
+
+async def _next_reply(session: Session, round: ToolRound) -> StoredMessage | None:
+    if round.next_id is None:
+        await session.cursor.move(await session.chat.newest_leaf(round.conversation_id, round.reply_id))
+        return None
+    await session.cursor.move(round.next_id)
+    return await session.chat.message(round.next_id)
+
+
+async def _ask(session: Session, round: ToolRound, calls: Sequence[RoundCall]) -> None:
+    """One answer decides about all calls that wait."""
+    interrupted = [call for call in calls if call.state is CallState.INTERRUPTED]
+    for call in calls:
+        session.screen.show(*format_call(call.name, call.arguments))
+        if call in interrupted:
+            session.screen.note(strings.CALL_INTERRUPTED)
+    question = strings.CALL_AGAIN if interrupted else strings.APPROVE_CALLS if len(calls) > 1 else strings.APPROVE_CALL
+    try:
+        answer = (await session.lines.ask(question)).strip().lower()[:1]
+        edited: dict[int, str] = {}
+        if answer == "e":
+            edited = {call.position: await _edit(session, call) for call in calls}
+            answer = "y"
+    except EOFError:
+        answer = "q"
+        edited = {}
+    if answer == "q":
+        await session.chat.stop_reply(round.reply_id)
+        return
+    if answer not in _CHOICES:
+        session.screen.note(strings.APPROVE_HELP)
+        return
+    allowed, remember = _CHOICES[answer]
+    decisions = [CallDecision(call.position, allowed, edited.get(call.position), remember) for call in calls]
+    await session.chat.decide_calls(round.reply_id, decisions)
+
+
+async def _edit(session: Session, call: RoundCall) -> str:
+    """Asks for the arguments until they are a JSON object."""
+    while True:
+        question = strings.EDIT_ARGUMENTS.format(name=sanitize(call.name), arguments=sanitize(call.arguments))
+        text = (await session.lines.ask(question)).strip() or call.arguments
+        try:
+            if isinstance(json.loads(text), dict):
+                return text
+        except ValueError:
+            pass
+        session.screen.note(strings.NOT_AN_OBJECT)
+
+
+async def _wait(session: Session, round: ToolRound) -> None:
+    """Waits until the round changes. Ctrl+C stops it: its servers are told to cancel."""
+    from palaver.repl.session import Interrupted
+
+    names = ", ".join(sanitize(call.name) for call in round.calls if call.state is CallState.RUNNING)
+    try:
+        await session.wait_for(_changed(session, round), strings.TOOLS_RUN.format(names=names))
+    except Interrupted:
+        await session.chat.stop_reply(round.reply_id)
+
+
+async def _changed(session: Session, round: ToolRound) -> None:
+    while await session.chat.tool_round(round.reply_id) == round:
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def _show_results(session: Session, round: ToolRound, shown: set[int]) -> None:
+    for call in round.calls:
+        if call.result is None or call.position in shown:
+            continue
+        shown.add(call.position)
+        lines = sanitize(call.result).splitlines() or [""]
+        style = "error" if call.is_error else "note"
+        text = Text.assemble((f"{sanitize(call.name)}: ", "call"), ("\n".join(lines[:MAX_LINES]), style))
+        session.screen.show(text)
+        if len(lines) > MAX_LINES:
+            more = format_count(len(lines) - MAX_LINES, strings.LINES)
+            session.screen.note(strings.MORE_LINES.format(lines=more))
