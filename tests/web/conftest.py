@@ -115,8 +115,10 @@ def _chromium() -> str | None:
 
 
 def launched(playwright: Playwright) -> Browser:
-    """The machine's own Chromium."""
-    return playwright.chromium.launch(executable_path=_chromium(), args=["--no-sandbox", "--disable-dev-shm-usage"])
+    """The machine's own Chromium, with a microphone that beeps and a camera that shows a moving shape."""
+    devices = ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
+    options = ["--no-sandbox", "--disable-dev-shm-usage", *devices]
+    return playwright.chromium.launch(executable_path=_chromium(), args=options)
 
 
 @pytest.fixture

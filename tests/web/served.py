@@ -13,17 +13,20 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from palaver.chat.engine_spec import STATES, LoadOptions
 from palaver.chat.model import Model
-from palaver.chat.model_slot import ModelSlot
+from palaver.chat.model_loader import ModelLoader
+from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service
 from palaver.engines.core.generation import ReplyState
 from palaver.engines.host.supervisor import ReportProgress
 from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template
-from palaver.generation import Output, Prompt, Step
+from palaver.generation import Draft, Ended, Finish, Output, Prompt, Step
 from palaver.server.app import Server, UvicornServer, run_server
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
+from palaver.tools.toolbox import OperatorServers, Toolbox
 from tests.chat.scripted_service import TOKENIZER, reply
 from tests.scripted_engine import Script, ScriptedEngine
 from tests.tiny import CHATML, STRINGS
@@ -47,10 +50,38 @@ class PacedEngine(ScriptedEngine):
             yield output
 
 
-def scripted(script: Path, rate: float, context: int, media: tuple[str, ...]) -> Model:
+class DraftingEngine(PacedEngine):
+    """Says them block by block, as a diffusion model does: each token of a block is first shown in a draft."""
+
+    def __init__(self, scripts: Sequence[Script], rate: float, context: int, block_length: int) -> None:
+        super().__init__(scripts, rate, context, ())
+        self._block_length = block_length
+        self._info = replace(self._info, block_length=block_length)
+
+    async def _outputs(self, prompt: Prompt, reply: ReplyState, stopped: asyncio.Event) -> AsyncGenerator[Output]:
+        block: list[Step] = []
+        start = len(prompt.reply_ids)
+        async for output in super()._outputs(prompt, reply, stopped):
+            if not isinstance(output, Step):
+                if not (isinstance(output, Ended) and output.finish is Finish.STOPPED):
+                    for step in block:
+                        yield step
+                yield output
+                continue
+            block.append(output)
+            masked = self._block_length - len(block)
+            shown = tuple(step.token_id for step in block)
+            yield Draft(start, (*shown, *[None] * masked), (*[1.0] * len(block), *[0.3] * masked))
+            if not masked:
+                for step in block:
+                    yield step
+                start, block = start + len(block), []
+
+
+def scripted(script: Path, rate: float, context: int, media: tuple[str, ...], blocks: int) -> Model:
     scripts = [reply(one["thought"], one["answer"]) for one in json.loads(script.read_text())]
     format = TemplateFormat(Template(CHATML), TOKENIZER, STRINGS)
-    engine = PacedEngine(scripts, rate, context, media)
+    engine = DraftingEngine(scripts, rate, context, blocks) if blocks else PacedEngine(scripts, rate, context, media)
     return Model(engine, format, "scripted", TOKENIZER.fingerprint, TOKENIZER.vocabulary)
 
 
@@ -60,8 +91,14 @@ LOGIN = "as-it-is-printed"
 async def serve(asked: argparse.Namespace) -> None:
     async def load(name: str, told: ReportProgress) -> Model:
         told(0.3, "warming up")
+        if asked.calling:
+            from tests.chat.tool_service import make_model
+
+            return make_model(name)
         if asked.script:
-            return scripted(asked.script, asked.rate, asked.context, tuple(asked.media))
+            return scripted(asked.script, asked.rate, asked.context, tuple(asked.media), asked.blocks)
+        if asked.gguf:
+            return await ModelLoader(LoadOptions(states=asked.folder / STATES)).load(name, told)
         from tests.server.live_server import sprout  # torch is not for servers that only recite
 
         return await sprout(name, told)
@@ -75,13 +112,22 @@ async def serve(asked: argparse.Namespace) -> None:
         login_code=LOGIN,
     )
     with open_store(asked.folder) as store:
-        name = "scripted" if asked.script else "sprout"
-        models = ModelSlot(load, (name,))
-        async with Service(store, models, resume=True) as service:
+        name = "scripted" if asked.script else "calling" if asked.calling else asked.gguf or "sprout"
+        models = ModelPool(load, (name,))
+        toolbox = tool_servers(asked.folder, asked.calling) if asked.calling or asked.demo else None
+        async with Service(store, models, resume=True, transcriber=asked.transcriber, toolbox=toolbox) as service:
             models.load(name)
             server = Server(service, settings)
             listening = socket.create_server(("127.0.0.1", asked.port))
             await run_server(UvicornServer(server, grace=0), listening, server)
+
+
+def tool_servers(folder: Path, misbehaves: bool) -> Toolbox:
+    from tests.chat.tool_service import misbehaving
+    from tests.tools.demo_server import demo_config
+
+    server = misbehaving(folder / "record") if misbehaves else demo_config(folder)
+    return Toolbox(OperatorServers((server,)), folder / "tools")
 
 
 def main() -> None:
@@ -94,6 +140,11 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1000.0)
     parser.add_argument("--context", type=int, default=200_000, help="of the model that only recites")
     parser.add_argument("--media", nargs="*", default=(), help="what that model says that it accepts")
+    parser.add_argument("--blocks", type=int, default=0, help="it writes blocks of so many tokens, with drafts")
+    parser.add_argument("--calling", action="store_true", help="a model that calls the tools that a message names")
+    parser.add_argument("--demo", action="store_true", help="offers the demo's tools to conversations")
+    parser.add_argument("--gguf", help="a file to load as `palaver serve` does")
+    parser.add_argument("--transcriber", default="")
     asyncio.run(serve(parser.parse_args()))
 
 

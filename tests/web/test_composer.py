@@ -188,7 +188,7 @@ def test_tools_are_checked_when_they_are_saved(page: Page, sprout: Served) -> No
     page.goto(sprout.url)
     page.get_by_role("button", name="Settings").click()
     dialog = page.get_by_role("dialog")
-    dialog.locator("summary").click()
+    dialog.get_by_text("More", exact=True).click()
     tools = dialog.get_by_label(re.compile("Tools"))
     for text, why in (
         ("[{", "aren’t valid JSON"),

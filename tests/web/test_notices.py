@@ -49,9 +49,11 @@ def test_a_notice_covers_neither_messages_nor_the_banner(
     page: Page, context: BrowserContext, quick: Served, pictures: list[Path]
 ) -> None:
     page.goto(quick.url)
+    expect(page.locator(".model .dot.ready")).to_be_visible()
     page.locator("form input[type=file]").set_input_files(pictures[:1])
     alert = page.get_by_role("alert")
     expect(alert).to_contain_text("one.png")
+    expect(page.locator(".banner")).to_have_count(0)
     context.set_offline(True)
     banner = page.locator(".banner")
     expect(banner).to_be_visible()

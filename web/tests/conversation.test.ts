@@ -1,10 +1,11 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from 'vitest'
+import { compareMode } from '../src/state/compare.svelte'
 import { Conversation } from '../src/state/conversation.svelte'
 import { model } from '../src/state/model.svelte'
 import { notices } from '../src/state/notices.svelte'
 import { once, Refused, Unreachable } from '../src/transport/http'
 import type { Stream } from '../src/transport/stream'
-import type { ModelCard, Node, Status, Stored, StoredReply } from '../src/transport/types'
+import type { Comparison, ModelCard, Node, Status, Stored, StoredReply } from '../src/transport/types'
 
 /** A server with one conversation, whose messages are told by their ids alone. */
 class Server {
@@ -14,6 +15,7 @@ class Server {
   failing = 0
   gone = false
   full = false
+  comparisons: Comparison[] = []
 
   add(id: string, parent: string | null, role: Node['role'] = 'user'): void {
     this.nodes.push({ id, parent_id: parent, role, created_at: '' })
@@ -57,6 +59,20 @@ class Server {
     const [, , kind, id, what] = url.pathname.split('/')
     if (kind === 'messages') return what === 'path' ? this.path(id!) : this.stored(id!)
     if (what === 'nodes') return this.nodes
+    if (what === 'comparisons') return this.comparisons
+    if (what === 'compare') {
+      this.add('said', body?.parent ?? null)
+      const replies = ['one', 'two'].map((reply_id) => ({ reply_id, name: reply_id, model: 'm', parameters: {} }))
+      for (const { reply_id } of replies) this.add(reply_id, 'said', 'assistant')
+      const made = { id: 'k', conversation_id: 'c', parent_id: 'said', blind: false, replies, created_at: '', decided_at: null, chosen_id: null }
+      this.comparisons.push(made)
+      return made
+    }
+    if (kind === 'comparisons') {
+      const decided = { ...this.comparisons[0]!, chosen_id: (body as { reply?: string }).reply ?? null, decided_at: 'now' }
+      this.comparisons = [decided]
+      return decided
+    }
     if (what === 'newest-leaf') return { id: this.newest(url.searchParams.get('start')!) }
     if (what === 'gauge') return { used: 1, limit: 2, cached: 0 }
     if (what === 'cursor') {
@@ -125,6 +141,32 @@ describe('the conversation that is open', () => {
     expect(ids(conversation)).toEqual(['a', 'b'])
     expect(conversation.tree.place('b').count).toBe(2)
     expect(server.cursor).toBe('b')
+  })
+
+  it('shows compared replies side by side until one is chosen', async () => {
+    const conversation = await opened()
+    compareMode.set(true, false, [{ parameters: {} }, { parameters: { temperature: 0 } }])
+    expect(await conversation.say([{ type: 'text', text: 'a' }], 'key')).toBe(true)
+    compareMode.set(false, false, compareMode.columns)
+    expect(server.asked.find((one) => one.path.endsWith('/compare'))?.key).toBe('key')
+    expect(ids(conversation)).toEqual(['said'])
+    expect(conversation.comparison?.id).toBe('k')
+    const column = conversation.column('two')
+    await settled()
+    expect(ids(column)).toEqual(['said', 'two'])
+    expect(column.comparison).toBe(null)
+    server.add('three', 'two', 'tool') // as a round of tool calls does
+    conversation.changed(change('three'))
+    await settled()
+    expect(ids(column)).toEqual(['said', 'two', 'three'])
+    expect(ids(conversation)).toEqual(['said'])
+    expect(server.cursor).toBe('said')
+    conversation.drop(column)
+    expect(await conversation.choose(conversation.comparison!, 'two')).toBe(true)
+    expect(ids(conversation)).toEqual(['said', 'two', 'three'])
+    expect(conversation.comparison).toBe(null)
+    await conversation.stand('said')
+    expect(conversation.comparison?.chosen_id).toBe('two')
   })
 
   it('stays where it went back to, whatever else is told', async () => {

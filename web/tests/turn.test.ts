@@ -57,6 +57,25 @@ describe('a turn', () => {
     expect(turn.text).toBe('')
   })
 
+  it('shows the draft until its text is there, and after a stop', () => {
+    const draft = (position: number): Event => ({ type: 'draft_block', position, texts: ['It', null], confidence: [1, 0.2] })
+    const turn = told([phase('answer')])
+    turn.take(1, draft(0))
+    expect(turn.draft?.texts).toEqual(['It', null])
+    told([answer('It is ')], turn, 1)
+    expect(turn.draft).toBe(null)
+    turn.take(2, draft(2))
+    turn.take(2, finished([], 'stopped'))
+    expect(turn.draft?.position).toBe(2)
+    turn.take(2, draft(2))
+    expect(turn.ended).toBe(false)
+    told([answer('five.')], turn, 2)
+    turn.take(3, finished())
+    expect(turn.draft).toBe(null)
+    expect(turn.drafts).toHaveLength(3)
+    expect(turn.text).toBe('It is five.')
+  })
+
   it('ends the same way when its end is told twice', () => {
     const turn = told(REPLY)
     turn.take(6, finished([answer('!')]))

@@ -50,7 +50,7 @@ describe('files in a message', () => {
   })
 
   it('are refused with a reason where the model can’t read them', async () => {
-    expect(await taken(new File(['x'], 'a.png', { type: 'image/png' }))).toContain('pictures')
+    expect(await taken(new File(['x'], 'a.png', { type: 'image/png' }), [])).toContain('pictures')
     expect(await taken(new File([new Uint8Array([255, 254, 0])], 'a.bin'))).toContain('isn’t a text file')
   })
 })

@@ -32,12 +32,13 @@ export function partOf(file: Attachment): Part {
   return 'blob' in file ? file.blob : { type: 'text', text: written(file) }
 }
 
-/** The file as it is attached, or why it can't be. `accepted`: the media that the model accepts. */
-export async function taken(file: File, accepted: readonly string[] = []): Promise<Attachment | string> {
+/** The file as it is attached, or why it can't be. `accepted`: the media that the model accepts, if that is known. */
+export async function taken(file: File, accepted?: readonly string[]): Promise<Attachment | string> {
   const name = file.name.replace(/[\p{Cc}:]+/gu, ' ').slice(0, 200) || strings.files.unnamed
   const kind = /^(image|audio|video)\//.exec(file.type)?.[1]
   try {
-    if (kind) return accepted.includes(kind) ? await uploaded(file, name) : strings.files.media(name, kind)
+    if (kind && accepted && !accepted.includes(kind)) return strings.files.media(name, kind)
+    if (kind) return await uploaded(file, name)
     if (file.type === PDF || /\.pdf$/i.test(name)) return await document(file, name)
   } catch (error) {
     return error instanceof Error ? error.message : String(error)

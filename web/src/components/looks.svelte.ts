@@ -1,7 +1,7 @@
-// How each reply is looked at: as text, token by token, raw, or with its statistics.
+// How each reply is looked at: as text, token by token, raw, by the steps it was denoised in, or with its statistics.
 import { SvelteMap } from 'svelte/reactivity'
 
-export type Look = 'text' | 'tokens' | 'raw' | 'statistics'
+export type Look = 'text' | 'tokens' | 'raw' | 'steps' | 'statistics'
 
 class Looks {
   #looks = new SvelteMap<string, Look>()

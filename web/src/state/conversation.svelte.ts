@@ -2,10 +2,12 @@
 //
 // Every write names its parent, so two tabs that don't know of each other make two branches and never overwrite.
 import { SvelteMap } from 'svelte/reactivity'
+import { strings } from '../strings'
 import * as api from '../transport/api'
 import { newKey, Refused } from '../transport/http'
 import type { Stream } from '../transport/stream'
-import type { Change, Conversation as About, Cursor, Gauge, Part, Said, Stored } from '../transport/types'
+import type { CallDecision, Change, Comparison, Conversation as About, Cursor, Gauge, Part, Said, Stored, ToolRound } from '../transport/types'
+import { compareMode } from './compare.svelte'
 import { model } from './model.svelte'
 import { notices } from './notices.svelte'
 import { tabName } from './storage'
@@ -39,18 +41,46 @@ export class Conversation {
   missing = $state(false)
   loaded = $state(false)
   readonly turns = new SvelteMap<string, Turn>()
+  /** The tool calls that the server runs, by the reply that made them. */
+  readonly rounds = new SvelteMap<string, ToolRound>()
+  /** The comparisons of this conversation, the oldest first. */
+  comparisons: Comparison[] = $state.raw([])
+  /** The branches of the comparison that is shown. They hear what this one hears. */
+  readonly columns = new Set<Conversation>()
   #client = tabName()
   #writing = 0
   #stale = false
   #changing: Promise<unknown> = Promise.resolve()
   #closed = false
   #looking: Promise<void> | null = null
+  #roundRequests = new Map<string, number>()
   #timers = new Set<ReturnType<typeof setTimeout>>()
 
   constructor(
     readonly id: string,
     private readonly stream: Stream,
+    /** Whether it is a column of a comparison: it has no cursor, and ends with its branch. */
+    private readonly isColumn = false,
   ) {}
+
+  /** The comparison that is shown: that of the message where we stand. */
+  get comparison(): Comparison | null {
+    const { leaf } = this
+    return leaf === null || this.isColumn ? null : (this.comparisons.findLast((one) => one.parent_id === leaf) ?? null)
+  }
+
+  /** A column of a comparison: the branch of one reply. */
+  column(reply: string): Conversation {
+    const column = new Conversation(this.id, this.stream, true)
+    this.columns.add(column)
+    void column.open(reply)
+    return column
+  }
+
+  drop(column: Conversation): void {
+    this.columns.delete(column)
+    column.close()
+  }
 
   get leaf(): string | null {
     return this.path.at(-1)?.id ?? null
@@ -59,6 +89,15 @@ export class Conversation {
   /** The reply that is being said on this branch. */
   get running(): Stored | null {
     return this.path.findLast((one) => this.isRunning(one)) ?? null
+  }
+
+  /** The reply whose tool calls run now. */
+  get calling(): Stored | null {
+    const runs = (id: string): boolean => {
+      const round = this.rounds.get(id)
+      return round?.state === 'open' && round.calls.some((call) => call.state === 'running' || call.state === 'approved')
+    }
+    return this.path.findLast((one) => runs(one.id)) ?? null
   }
 
   isRunning(message: Stored): boolean {
@@ -70,6 +109,8 @@ export class Conversation {
   canContinue(message: Stored): boolean {
     if (message.role !== 'assistant' || this.isRunning(message) || !model.isAvailable) return false
     if (!message.reply) return message.edit_of !== null && message.id === this.leaf
+    const round = this.rounds.get(message.id)
+    if (round) return round.state === 'stopped' || round.state === 'failed'
     return message.reply.status !== 'done' && !this.fillsContext(message)
   }
 
@@ -81,13 +122,15 @@ export class Conversation {
 
   async open(at: string | null = null): Promise<void> {
     try {
-      const [about, cursor, nodes] = await Promise.all([
+      const [about, cursor, nodes, comparisons] = await Promise.all([
         api.conversation(this.id),
-        api.cursor(this.id, this.#client),
+        this.#cursor(),
         api.nodes(this.id),
+        this.#compared(),
       ])
       if (this.#closed) return
       this.about = about
+      this.comparisons = comparisons
       this.cursor = cursor
       this.tree = new Tree(nodes)
       const leaf = at && this.tree.has(at) ? (await api.newestLeaf(this.id, at)).id : cursor.message_id
@@ -109,17 +152,21 @@ export class Conversation {
   /** The server can't be reached: until it can, nobody knows whether the model thinks. */
   disconnected(): void {
     for (const turn of this.turns.values()) turn.pause()
+    for (const column of this.columns) column.disconnected()
   }
 
   /** Somebody did something here, perhaps we. */
   changed(change: Change): void {
+    for (const column of this.columns) column.changed(change)
     if (change.what === 'turn' && change.message_id) this.#tookUp(change.message_id)
-    this.look()
+    if (change.what === 'tools' && change.message_id) void this.#loadRound(change.message_id)
+    else this.look()
   }
 
   /** What the server knows now. A branch that grew behind where we stand is followed. */
   look(): void {
     if (!this.loaded || this.#closed) return
+    for (const column of this.columns) column.look()
     if (this.#writing > 0 || this.#looking) {
       this.#stale = true
       return
@@ -135,19 +182,23 @@ export class Conversation {
   }
 
   async #look(): Promise<void> {
-    const [about, nodes, cursor] = await Promise.all([
+    const [about, nodes, cursor, comparisons] = await Promise.all([
       api.conversation(this.id),
       api.nodes(this.id),
-      api.cursor(this.id, this.#client),
+      this.#cursor(),
+      this.#compared(),
     ])
     if (this.#closed || this.#writing > 0) {
       this.#stale = true
       return
     }
+    for (const [id, round] of this.rounds) if (round.state === 'open') void this.#loadRound(id)
     const known = this.tree
     this.about = about
     this.cursor = cursor
+    this.comparisons = comparisons
     this.tree = new Tree(nodes)
+    if (this.comparison) return // its replies are shown side by side
     const leaf = this.leaf
     const grown = nodes.some((node) => !known.has(node.id) && (leaf === null || this.tree.path(node.id).includes(leaf)))
     if (!grown) return
@@ -171,6 +222,11 @@ export class Conversation {
     let sent = false
     const done = await this.#write(async () => {
       await this.#changing
+      if (compareMode.on && role === 'user') {
+        await this.#compare({ parent: this.leaf, message: { role, parts } }, key)
+        sent = true
+        return
+      }
       const said = await this.#said({ parent: this.leaf, message: { role, parts } }, key)
       if (!said) return
       sent = true
@@ -186,6 +242,7 @@ export class Conversation {
     return this.#write(async () => {
       if (reply.parent_id === null) return
       await this.#changing
+      if (compareMode.on) return this.#compare({ parent: reply.parent_id, message: null }, newKey())
       await this.#moved((await api.reply(this.id, reply.parent_id, newKey())).id)
     })
   }
@@ -209,12 +266,43 @@ export class Conversation {
       const going = await api.goOn(reply.id, newKey())
       if (going.id !== reply.id) return this.#moved(going.id)
       this.#replace(going)
+      if (this.rounds.has(going.id)) return this.#loadRound(going.id)
       this.#tookUp(going.id)
+    })
+  }
+
+  /** Approves or denies tool calls that wait. */
+  async decide(reply: Stored, decisions: CallDecision[]): Promise<boolean> {
+    return this.#try(async () => {
+      await api.decideCalls(reply.id, decisions)
+      await this.#loadRound(reply.id)
     })
   }
 
   fork(reply: Stored, tokens: number, instead: number | null): Promise<boolean> {
     return this.#write(async () => this.#moved((await api.fork(reply.id, tokens, instead, newKey())).id))
+  }
+
+  /** The reply that is better, whose branch goes on; null: none is. */
+  choose(comparison: Comparison, reply: string | null): Promise<boolean> {
+    return this.#write(async () => {
+      const decided = await api.choose(comparison.id, reply)
+      this.comparisons = this.comparisons.map((one) => (one.id === decided.id ? decided : one))
+      if (comparison.blind && !comparison.decided_at) notices.tell(strings.compare.revealed(decided.replies.map((one) => one.name)))
+      if (reply !== null) await this.#moved((await api.newestLeaf(this.id, reply)).id ?? reply)
+    })
+  }
+
+  /** Back to a message, whatever follows it. */
+  stand(message: string): Promise<boolean> {
+    return this.#write(() => this.#moved(message))
+  }
+
+  /** Stops the reply that runs, or all that are compared. */
+  async stopAll(): Promise<void> {
+    const running = [this, ...this.columns].flatMap((one) => one.running?.id ?? [])
+    const compared = this.comparison?.replies.map((one) => one.reply_id) ?? [] // also those that are not shown yet
+    await Promise.all([...new Set([...running, ...compared])].map((id) => this.#try(() => api.stop(id))))
   }
 
   async stop(reply: Stored): Promise<void> {
@@ -271,6 +359,21 @@ export class Conversation {
     }
   }
 
+  async #compare(asked: Pick<api.Comparing, 'parent' | 'message'>, key: string): Promise<void> {
+    const { columns, blind } = compareMode
+    const made = await api.compare(this.id, { ...asked, columns, blind }, key)
+    this.comparisons = [...this.comparisons.filter((one) => one.id !== made.id), made]
+    await this.#moved(made.parent_id)
+  }
+
+  #cursor(): Promise<Cursor> {
+    return this.isColumn ? Promise.resolve(NOWHERE) : api.cursor(this.id, this.#client)
+  }
+
+  #compared(): Promise<Comparison[]> {
+    return this.isColumn ? Promise.resolve([]) : api.comparisons(this.id)
+  }
+
   #back(way: typeof api.undo): Promise<boolean> {
     return this.#write(async () => {
       const cursor = await way(this.id, this.#client)
@@ -287,7 +390,7 @@ export class Conversation {
   }
 
   async #stand(leaf: string | null): Promise<void> {
-    this.cursor = await api.move(this.id, this.#client, leaf)
+    if (!this.isColumn) this.cursor = await api.move(this.id, this.#client, leaf)
   }
 
   async #show(leaf: string | null): Promise<void> {
@@ -298,7 +401,10 @@ export class Conversation {
   #display(path: Stored[]): void {
     const known = new Map(this.path.map((one) => [one.id, one]))
     this.path = path.map((one) => same(known.get(one.id), one)) // what did not change is not drawn again
-    for (const message of path) if (message.reply?.status === 'running') this.#follow(message.id)
+    for (const message of path) {
+      if (message.reply?.status === 'running') this.#follow(message.id)
+      else if (callsTools(message) && this.rounds.get(message.id)?.state !== 'done') void this.#loadRound(message.id)
+    }
     if (!this.running) void this.#measure()
   }
 
@@ -312,6 +418,19 @@ export class Conversation {
     this.stream.follow(id, turn)
   }
 
+  /** The newest request counts: an earlier one may be answered later, with what was true before. */
+  async #loadRound(id: string): Promise<void> {
+    if (!this.path.some((one) => one.id === id)) return
+    const number = (this.#roundRequests.get(id) ?? 0) + 1
+    this.#roundRequests.set(id, number)
+    try {
+      const round = await api.toolRound(id)
+      if (round && !this.#closed && this.#roundRequests.get(id) === number) this.rounds.set(id, round)
+    } catch {
+      this.#later(() => void this.#loadRound(id))
+    }
+  }
+
   /** The turn goes on, where we show it. */
   #tookUp(id: string): void {
     if (this.path.some((one) => one.id === id)) this.#follow(id)
@@ -322,6 +441,7 @@ export class Conversation {
     try {
       const message = await api.message(id)
       this.#replace(message)
+      if (callsTools(message)) void this.#loadRound(id)
       // a server that was started again takes the turn up in a moment
       if (message.reply?.status === 'running' && turn.ended) this.#later(() => this.#tookUp(id))
       else void this.#measure()
@@ -371,6 +491,11 @@ export class Conversation {
     }, LOOK_AGAIN)
     this.#timers.add(timer)
   }
+}
+
+/** Whether it is a reply whose tool calls the server runs. */
+function callsTools(message: Stored): boolean {
+  return message.reply?.settings.options['loop'] !== undefined && message.parts.some((part) => part.type === 'tool_call')
 }
 
 /** The one that is known, where it says the same: only how a reply stands ever changes. */

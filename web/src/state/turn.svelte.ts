@@ -1,7 +1,7 @@
 // One reply as its events tell it.
 import { MarkdownDocument, type Mark } from '../markdown/document'
 import type { Reader } from '../transport/stream'
-import type { Error as WireError, Event, Finish, Part, Phase, ReadEvent, Usage } from '../transport/types'
+import type { DraftBlock, Error as WireError, Event, Finish, Part, Phase, ReadEvent, Usage } from '../transport/types'
 
 export interface Words {
   kind: 'thinking' | 'text'
@@ -38,6 +38,8 @@ interface Before {
   phase: Phase | null
 }
 
+const MAX_DRAFTS = 5000
+
 export class Turn implements Reader {
   parts: Shown[] = $state.raw([])
   notices: string[] = $state.raw([])
@@ -48,6 +50,10 @@ export class Turn implements Reader {
   usage: Usage | null = $state.raw(null)
   error: string | null = $state.raw(null)
   ended = $state.raw(false)
+  /** The block that a diffusion model is denoising. After a stop, the one that was not finished. */
+  draft: DraftBlock | null = $state.raw(null)
+  /** Every draft that was seen, for looking at the steps afterwards. */
+  drafts: DraftBlock[] = []
   /** Since when the open thought is being watched, on the page's clock: since it opened, went on or came back. */
   thinkingSince: number | null = $state.raw(null)
   /** For how many milliseconds it was watched before that, since the server counted. */
@@ -92,11 +98,15 @@ export class Turn implements Reader {
         this.#count(event.thinking_seconds ?? null)
         if (event.notice && !this.notices.includes(event.notice)) this.notices = [...this.notices, event.notice]
         return true
+      case 'draft_block':
+        this.#drafted(event)
+        return true
       case 'snapshot':
         this.#replace(number, event.message.parts)
         return true
       case 'finished':
         this.#end(event.tail)
+        if (event.finish !== 'stopped') this.draft = null
         this.finish = event.finish
         this.usage = event.usage
         this.over(this)
@@ -109,6 +119,13 @@ export class Turn implements Reader {
       default:
         return this.#numbered(number, event)
     }
+  }
+
+  #drafted(draft: DraftBlock): void {
+    this.waiting = null
+    if (this.ended) this.#takeBack()
+    this.draft = draft
+    if (this.drafts.length < MAX_DRAFTS) this.drafts.push(draft)
   }
 
   /** The only thought of a reply is timed from what the server counted; the times of several are not known apart. */
@@ -136,6 +153,7 @@ export class Turn implements Reader {
     if (number <= this.#number) return true // told before
     if (number !== this.#number + 1) return false
     this.#takeBack()
+    this.draft = null
     this.#number = number
     this.#read(event)
     if (this.phase === 'thinking') this.thinkingSince ??= performance.now()

@@ -11,6 +11,8 @@ export interface Wishes {
 }
 
 export const PLAIN = ['temperature', 'top_p', 'top_k', 'min_p', 'max_tokens', 'thinking_budget', 'seed']
+/** Only for models that write by denoising. */
+export const OF_DIFFUSION = ['steps', 'block_length']
 export const FURTHER = Object.keys(NUMBERS).filter((name) => !PLAIN.includes(name) && name !== 'logprobs')
 
 /** With a value set, or taken back where it is null or empty. */

@@ -2,7 +2,10 @@
 import { address, once, request } from './http'
 import type {
   BlobPut,
+  CallDecision,
   ChangeConversation,
+  Column,
+  Comparison,
   Conversation,
   Create,
   Cursor,
@@ -19,7 +22,11 @@ import type {
   Raw,
   Said,
   Stored,
+  TallyRow,
   Token,
+  ToolRound,
+  ToolServer,
+  Transcription,
 } from './types'
 
 export interface Session {
@@ -27,6 +34,8 @@ export interface Session {
   signed_in: boolean
   name: string
   admin: boolean
+  /** Whether the server can write down speech. */
+  transcribes: boolean
 }
 
 export type Values = Record<string, unknown>
@@ -107,6 +116,30 @@ export const raw = (id: string): Promise<Raw> => request(at('turns', id, 'raw'))
 export const gauge = (id: string, leaf: string | null): Promise<Gauge> =>
   request(at('conversations', id, 'gauge'), { method: 'POST', json: { leaf } })
 
+export interface Comparing {
+  parent: string | null
+  message: Message | null
+  columns: Column[]
+  blind: boolean
+}
+
+export const compare = (id: string, asked: Comparing, key: string): Promise<Comparison> =>
+  once(at('conversations', id, 'compare'), { method: 'POST', json: asked, key })
+export const comparisons = (id: string): Promise<Comparison[]> => request(at('conversations', id, 'comparisons'))
+export const choose = (id: string, reply: string | null): Promise<Comparison> =>
+  request(at('comparisons', id, 'choose'), { method: 'POST', json: { reply } })
+export const tally = (): Promise<TallyRow[]> => request(at('comparisons', 'tally'))
+export const preferences = (): string => address(at('comparisons', 'preferences'))
+
+export const toolServers = (): Promise<ToolServer[]> => request(at('tools'))
+export const addToolServer = (name: string, url: string, headers: Record<string, string>): Promise<ToolServer> =>
+  request(at('tools'), { method: 'POST', json: { name, url, headers } })
+export const removeToolServer = (name: string): Promise<void> =>
+  request(at('tools', 'remove'), { method: 'POST', json: { name } })
+export const toolRound = (id: string): Promise<ToolRound | null> => request(at('turns', id, 'tools'))
+export const decideCalls = (id: string, decisions: CallDecision[]): Promise<ToolRound> =>
+  request(at('turns', id, 'tools'), { method: 'POST', json: { decisions } })
+
 export const exported = (id: string, form: Format, leaf: string | null): string =>
   address(at('conversations', id, 'export'), { form, leaf })
 export const takeIn = (text: string): Promise<Conversation[]> =>
@@ -120,4 +153,7 @@ export const putBlob = (file: File, name: string): Promise<BlobPut> =>
 /** The text of a PDF or text file, under its name. */
 export const readDocument = (file: File, name: string): Promise<Document> =>
   request(at('documents'), { method: 'POST', query: { name }, body: octets(file) })
+/** The words of a recording. */
+export const transcribe = (file: File): Promise<Transcription> =>
+  request(at('transcriptions'), { method: 'POST', query: { name: file.name }, body: octets(file) })
 export const blob = (digest: string, type: string): string => address(at('blobs', digest), { type })

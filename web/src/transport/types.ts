@@ -1,5 +1,12 @@
 // Written by web/wire_types.py from the server's OpenAPI document. Do not edit.
 
+/** A tool server at a public address. A command is code that runs: only the operator of the server adds one. */
+export interface AddToolServer {
+  name: string
+  url: string
+  headers?: Record<string, string>
+}
+
 export interface Alternative {
   token_id: number
   text: string
@@ -42,6 +49,17 @@ export interface BlobPut {
   seconds: number
 }
 
+/** What the user decided about a call that waits. `arguments` are those to run it with, if they were edited. */
+export interface CallDecision {
+  position: number
+  allowed: boolean
+  arguments?: string | null
+  remember?: Remember
+  reason?: string
+}
+
+export type CallState = "new" | "waiting" | "approved" | "running" | "interrupted" | "done" | "denied"
+
 /** Something happened in a conversation: whoever shows it may look again. */
 export interface Change {
   conversation_id: string
@@ -62,6 +80,11 @@ export interface Changed {
   change: Change
 }
 
+/** The preferred reply; null: no reply is better than the others. */
+export interface ChooseReply {
+  reply: string | null
+}
+
 export interface Client {
   client: string
 }
@@ -69,6 +92,41 @@ export interface Client {
 /** The server goes down: come back in a moment. */
 export interface Closing {
   type: "closing"
+}
+
+/** One reply of a comparison: its parameters and its name, which may both be left out. */
+export interface Column {
+  parameters?: Record<string, unknown>
+  name?: string
+}
+
+/** One message to several models or settings. Without a message, `parent` is replied to. */
+export interface Compare {
+  parent: string | null
+  message?: Message | null
+  columns: (Column)[]
+  blind?: boolean
+  key?: string | null
+}
+
+/** One column of a comparison; without a name while a blind choice is open. */
+export interface ComparedReply {
+  reply_id: string
+  name: string
+  model: string
+  parameters: Record<string, unknown>
+}
+
+/** Replies to one message that are compared. `chosen_id` is null if no reply is better. */
+export interface Comparison {
+  id: string
+  conversation_id: string
+  parent_id: string
+  blind: boolean
+  replies: (ComparedReply)[]
+  created_at: string
+  decided_at: string | null
+  chosen_id: string | null
 }
 
 export interface Constraint {
@@ -109,6 +167,10 @@ export interface Cursor {
   can_redo: boolean
 }
 
+export interface DecideCalls {
+  decisions: (CallDecision)[]
+}
+
 export interface DeletePreset {
   name: string
 }
@@ -116,6 +178,14 @@ export interface DeletePreset {
 /** A document as the text of a part. */
 export interface Document {
   text: string
+}
+
+/** The block that a diffusion model denoises: a text for each token, null while it is masked. It has no number, and each replaces the one before. */
+export interface DraftBlock {
+  type: "draft_block"
+  position: number
+  texts: (string | null)[]
+  confidence: (number)[]
 }
 
 export interface Edit {
@@ -126,7 +196,7 @@ export interface Edit {
 /** One event of one turn. `number` counts the numbered events up to here: come back with it. */
 export interface Entry {
   number: number
-  event: Waiting | Started | Snapshot | PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice | Finished | Failed
+  event: Waiting | Started | DraftBlock | Snapshot | PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice | Finished | Failed
 }
 
 export interface Error {
@@ -244,6 +314,7 @@ export interface ModelCard {
   steps?: string
   fingerprint?: string
   lacks?: Record<string, string>
+  block_length?: number | null
   defaults: Sampling
   thinks: boolean
   switches: (Switch)[]
@@ -252,7 +323,7 @@ export interface ModelCard {
   notices: (string)[]
 }
 
-export type ModelState = "none" | "loading" | "ready" | "failed"
+export type ModelState = "none" | "loading" | "ready" | "failed" | "available"
 
 export interface Move {
   client: string
@@ -299,11 +370,24 @@ export interface Raw {
   text: string
 }
 
+/** A resource of a tool server by its URI, or a prompt by its name, with the prompt's arguments. */
+export interface ReadToolResource {
+  server: string
+  name: string
+  arguments?: Record<string, string>
+}
+
 /** This turn can't be read; the others go on. */
 export interface Refused {
   type: "refused"
   turn: string
   error: Error
+}
+
+export type Remember = "once" | "tool" | "server"
+
+export interface RemoveToolServer {
+  name: string
 }
 
 export interface Reply {
@@ -313,6 +397,22 @@ export interface Reply {
 }
 
 export type Role = "system" | "user" | "assistant" | "tool"
+
+/** A tool call that runs on the server. `edited` are the arguments that the user wants instead. */
+export interface RoundCall {
+  position: number
+  call_id: string
+  name: string
+  arguments: string
+  state: CallState
+  edited: string | null
+  result: string | null
+  is_error: boolean
+  started_at: string | null
+  ended_at: string | null
+}
+
+export type RoundState = "open" | "stopped" | "failed" | "done"
 
 /** A message and the reply that was begun to it. */
 export interface Said {
@@ -352,6 +452,9 @@ export interface Sampling {
   logprobs: number
   constraint: Constraint | null
   spoken?: boolean
+  steps?: number | null
+  block_length?: number | null
+  remasking?: "confidence" | "entropy"
 }
 
 export interface SavePreset {
@@ -365,6 +468,17 @@ export interface Say {
   message: Message
   parameters?: Record<string, unknown>
   key?: string | null
+}
+
+/** A tool of a server; `name` is the name that models use, `tool` its name at the server. */
+export interface ServerTool {
+  name: string
+  server: string
+  tool: string
+  description: string
+  parameters: Record<string, unknown>
+  title: string
+  read_only: boolean
 }
 
 /** All that must be known to make a reply again. */
@@ -436,6 +550,15 @@ export interface Switch {
 
 export type SwitchKind = "thinking" | "effort" | "budget" | "keeping" | "date" | "tools" | "other"
 
+/** How often the replies of one name were compared and chosen, and how often blind. */
+export interface TallyRow {
+  name: string
+  compared: number
+  chosen: number
+  blind_compared: number
+  blind_chosen: number
+}
+
 export interface Text {
   type: "text"
   text: string
@@ -493,6 +616,16 @@ export interface ToolCallOpened {
   in_thought: boolean
 }
 
+/** What a server has to be attached to a message: a resource, or the text of a prompt. */
+export interface ToolResource {
+  kind: "resource" | "prompt"
+  name: string
+  title?: string
+  description?: string
+  media_type?: string
+  arguments?: (string)[]
+}
+
 export interface ToolResult {
   type: "tool_result"
   call_id: string
@@ -500,11 +633,40 @@ export interface ToolResult {
   name: string
 }
 
+/** The tool calls of one reply that run on the server; `next_id` is the reply to their results. */
+export interface ToolRound {
+  reply_id: string
+  conversation_id: string
+  state: RoundState
+  calls: (RoundCall)[]
+  next_id: string | null
+  error: string | null
+  continued: boolean
+}
+
+/** A tool server and its state. */
+export interface ToolServer {
+  name: string
+  transport: string
+  state: ToolServerState
+  error: string
+  tools: (ServerTool)[]
+  notices: (string)[]
+  is_own: boolean
+}
+
+export type ToolServerState = "idle" | "connecting" | "ready" | "failed"
+
+/** The words of a sound. */
+export interface Transcription {
+  text: string
+}
+
 export interface TurnEvent {
   type: "turn"
   turn: string
   number: number
-  event: Waiting | Started | Snapshot | PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice | Finished | Failed
+  event: Waiting | Started | DraftBlock | Snapshot | PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice | Finished | Failed
 }
 
 export interface Usage {
@@ -519,9 +681,11 @@ export interface Waiting {
   type: "waiting"
   position: number
   seconds: number | null
+  loading?: string
+  progress?: number | null
 }
 
-export type Event = Waiting | Started | Snapshot | PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice | Finished | Failed
+export type Event = Waiting | Started | DraftBlock | Snapshot | PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice | Finished | Failed
 
 export type ReadEvent = PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice
 
@@ -657,6 +821,18 @@ export const NUMBERS: Record<string, { whole: boolean; low: number; high: number
     "low": 0,
     "high": 1000000,
     "meaning": "a thought is closed after so many tokens"
+  },
+  "steps": {
+    "whole": true,
+    "low": 1,
+    "high": 10000,
+    "meaning": "diffusion models denoise a block in so many steps"
+  },
+  "block_length": {
+    "whole": true,
+    "low": 1,
+    "high": 100000,
+    "meaning": "diffusion models denoise so many tokens at once"
   },
   "seed": {
     "whole": true,

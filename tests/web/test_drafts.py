@@ -1,0 +1,52 @@
+"""A reply of a diffusion model on the page: its block comes into focus, settles, and can be looked at step by step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.web.conftest import Served
+from tests.web.screen import answer, ask, ended, last_reply
+
+ANSWER = "Light falls on the leaf, and the leaf grows towards the light, a little more each day."
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    script = [{"thought": "Well.", "answer": ANSWER}]
+    with Served(tmp_path_factory.mktemp("drafting"), "--blocks", "16", "--rate", "40", script=script) as served:
+        yield served
+
+
+def test_a_draft_forms_settles_and_can_be_scrubbed(page: Page, drafting: Served) -> None:
+    page.goto(drafting.url)
+    ask(page, "Well?")
+    draft = last_reply(page).locator(".draft")
+    expect(draft.locator(".masked").first).to_be_visible()
+    expect(draft.locator(".shown").first).to_be_visible()
+    reply = ended(page)
+    expect(draft).to_have_count(0)
+    assert answer(reply).strip() == ANSWER
+    reply.get_by_role("button", name="Steps", exact=True).click()
+    slider = reply.get_by_role("slider", name="Step")
+    expect(reply.get_by_text(re.compile(r"^Step \d+ of \d+, after"))).to_be_visible()
+    assert int(slider.get_attribute("max") or 0) > 4
+    slider.fill("0")
+    expect(reply.get_by_text(re.compile(r"^Step 1 of \d+, after 0 tokens"))).to_be_visible()
+    expect(draft.locator(".masked").first).to_be_visible()
+
+
+def test_a_stopped_reply_shows_its_unfinished_block_and_goes_on(page: Page, drafting: Served) -> None:
+    page.goto(drafting.url)
+    ask(page, "Again?")
+    expect(last_reply(page).locator(".parts > .markdown")).to_contain_text("Light")
+    page.get_by_role("button", name="Stop", exact=True).click()
+    reply = ended(page, "stopped")
+    kept = answer(reply).strip()
+    assert ANSWER.startswith(kept)
+    reply.get_by_role("button", name="Continue").click()
+    assert answer(ended(page)).strip() == ANSWER
+    expect(last_reply(page).locator(".draft")).to_have_count(0)

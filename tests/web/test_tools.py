@@ -1,0 +1,141 @@
+"""Tool calls on the page: offered, approved by the keyboard, edited, stopped, continued, seen again after a kill."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from tests.chat.tool_service import ANSWER
+from tests.web.conftest import PATIENCE, Served
+from tests.web.screen import ask, last_reply
+from tests.web.test_manners import grave_violations
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with Served(tmp_path_factory.mktemp("tools"), "--calling") as server:
+        yield server
+
+
+@pytest.fixture
+def talk(page: Page, served: Served) -> Page:
+    """A conversation that offers the tools of a server."""
+    open_conversation(page, served, {"tool_servers": ["bad"]})
+    return page
+
+
+def open_conversation(page: Page, served: Served, parameters: dict[str, Any]) -> None:
+    with httpx.Client(base_url=served.url, timeout=PATIENCE) as api:
+        id = api.post("/api/conversations", json={"title": "Tools", "parameters": parameters}).json()["id"]
+    page.goto(f"{served.url}/#/c/{id}")
+    expect(page.get_by_label("Message", exact=True)).to_be_enabled()
+
+
+def calls(*rounds: list[Any]) -> str:
+    return json.dumps([[[one, {}] if isinstance(one, str) else one for one in each] for each in rounds])
+
+
+def approval(page: Page) -> Locator:
+    return page.get_by_role("group", name="Run th")
+
+
+def press_on(page: Page, button: Locator) -> None:
+    """Goes to the button by the Tab key alone, and presses Enter."""
+    for _ in range(80):
+        page.keyboard.press("Shift+Tab")
+        if button.evaluate("element => element === document.activeElement"):
+            page.keyboard.press("Enter")
+            return
+    raise AssertionError("the button can't be reached by the keyboard")
+
+
+def test_one_press_of_a_key_runs_all_calls(talk: Page) -> None:
+    ask(talk, calls(["bad__unchanged", "bad__injection"]))
+    expect(approval(talk)).to_be_visible()
+    expect(talk.get_by_label("Tool call: bad__unchanged")).to_contain_text("waiting for your approval")
+    assert grave_violations(talk) == []
+    press_on(talk, approval(talk).get_by_role("button", name="Run all"))
+    expect(last_reply(talk)).to_contain_text(ANSWER)
+    expect(talk.get_by_label("Tool call: bad__unchanged")).to_contain_text("as always")
+    expect(talk.get_by_label("Tool call: bad__injection")).to_contain_text("IGNORE ALL PREVIOUS")
+    assert grave_violations(talk) == []
+    talk.reload()
+    expect(last_reply(talk)).to_contain_text(ANSWER)
+    expect(talk.get_by_label("Tool call: bad__unchanged")).to_contain_text("as always")
+
+
+def test_sprout_calls_two_tools_of_the_demo(page: Page, tmp_path: Path) -> None:
+    with Served(tmp_path, "--demo") as served:
+        open_conversation(page, served, {"tool_servers": ["demo"], "temperature": 0})
+        page.get_by_label("Message", exact=True).focus()
+        page.keyboard.type("What time is it, and what is 17 * 23?")
+        page.keyboard.press("Enter")
+        expect(approval(page)).to_be_visible(timeout=PATIENCE * 1000)
+        expect(page.get_by_label("Tool call: ")).to_have_count(2)
+        assert grave_violations(page) == []
+        press_on(page, approval(page).get_by_role("button", name="Run all"))
+        expect(last_reply(page)).to_contain_text(re.compile(r"\d\d:\d\d.*391"), timeout=PATIENCE * 1000)
+        expect(page.get_by_label("Tool call: calculate")).to_contain_text("391")
+        expect(page.get_by_label("Tool call: clock")).to_contain_text(re.compile(r"\d\d:\d\d"))
+        assert grave_violations(page) == []
+
+
+def test_arguments_are_edited_and_a_call_is_denied(talk: Page) -> None:
+    ask(talk, calls([["bad__unchanged", {"a": 1}]], ["bad__unchanged"]))
+    approval(talk).get_by_role("button", name="Edit arguments").click()
+    field = approval(talk).get_by_label("Arguments of bad__unchanged")
+    field.fill("nothing")
+    expect(approval(talk).get_by_role("alert")).to_have_text("The arguments must be a JSON object.")
+    expect(approval(talk).get_by_role("button", name="Run", exact=True)).to_be_disabled()
+    field.fill('{"a": 2}')
+    approval(talk).get_by_role("button", name="Run", exact=True).click()
+    first = talk.get_by_label("Tool call: bad__unchanged").first
+    expect(first).to_contain_text('The user changed the arguments to {"a": 2}')
+    approval(talk).get_by_role("button", name="Don’t run").click()
+    expect(last_reply(talk)).to_contain_text(ANSWER)
+    expect(talk.get_by_label("Tool call: bad__unchanged").last).to_contain_text("The user did not allow this call.")
+
+
+def test_a_slow_tool_is_stopped_continued_and_survives_a_kill(talk: Page, served: Served) -> None:
+    ask(talk, calls(["bad__slow"]))
+    approval(talk).get_by_role("button", name="Run", exact=True).click()
+    expect(talk.get_by_label("Tool call: bad__slow")).to_contain_text("running…")
+    talk.get_by_role("button", name="Stop").click()
+    expect(talk.get_by_text("The tool calls were stopped.")).to_be_visible()
+    last_reply(talk).get_by_role("button", name="Continue").click()
+    expect(approval(talk)).to_contain_text("It is not known what it did.")
+    approval(talk).get_by_role("button", name="Run", exact=True).click()
+    expect(talk.get_by_label("Tool call: bad__slow")).to_contain_text("running…")
+    served.kill()
+    served.start()
+    expect(approval(talk)).to_contain_text("It is not known what it did.")
+    assert (served.folder / "record").read_text().count("call slow") == 2
+    approval(talk).get_by_role("button", name="Don’t run").click()
+    expect(last_reply(talk)).to_contain_text(ANSWER)
+
+
+def test_servers_are_offered_and_added_in_the_settings(page: Page, served: Served, tmp_path: Path) -> None:
+    page.goto(served.url)
+    page.get_by_role("button", name="Settings").first.click()
+    dialog = page.locator("dialog")
+    dialog.get_by_role("checkbox", name="bad").check()
+    dialog.get_by_text("Add a tool server").click()
+    dialog.get_by_label("Name of the server").fill("inside")
+    dialog.get_by_label("URL").fill(f"{served.url}/mcp")
+    assert grave_violations(page) == []
+    dialog.get_by_role("button", name="Add", exact=True).click()
+    expect(dialog.get_by_text("is at an address that is not public")).to_be_visible()
+    dialog.get_by_role("button", name="Remove inside").click()
+    expect(dialog.get_by_role("button", name="Remove inside")).to_have_count(0)
+    dialog.get_by_role("button", name="Save", exact=True).click()
+    ask(page, calls(["bad__unchanged"]))
+    approval(page).get_by_label("Remember:").select_option("server")
+    approval(page).get_by_role("button", name="Run", exact=True).click()
+    expect(last_reply(page)).to_contain_text(ANSWER)
