@@ -10,9 +10,23 @@ from dataclasses import dataclass, field, replace
 from palaver.engines.base import Capability, EngineInfo, EngineState, EngineStatus, check_capabilities, check_prompt
 from palaver.engines.core.generation import ReplyState
 from palaver.errors import ContextOverflow, EngineClosed, EngineError, PalaverError
-from palaver.generation import AnswerRequested, Ended, Finish, Output, Prefilled, Prompt, Queued, Step
+from palaver.generation import (
+    AnswerRequested,
+    Ended,
+    Finish,
+    MediaExpansion,
+    MediaItem,
+    Output,
+    Prefilled,
+    Prompt,
+    Queued,
+    Step,
+)
 from palaver.phases import Vocabulary
 from palaver.sampling import Sampling
+
+LACKS = tuple(capability for capability in Capability if capability is not Capability.FILTERS)
+"""Filters and penalties are accepted: the script stays the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +126,7 @@ class ScriptedEngine:
             device="none",
             dtype="none",
             fingerprint=fingerprint,
-            lacks=dict.fromkeys(Capability, "a script is the same whatever is asked for") if strict else {},
+            lacks=dict.fromkeys(LACKS, "a script is the same whatever is asked for") if strict else {},
         )
 
     @property
@@ -143,6 +157,12 @@ class ScriptedEngine:
             self.cancelled += not generation.finished
             await generation.outputs.aclose()
 
+    def expand_media(self, item: MediaItem) -> MediaExpansion:
+        """Two of the last token of the vocabulary, which is a control token in tests."""
+        if item.load is not None:
+            item.load()
+        return MediaExpansion((len(self._vocabulary) - 1,) * 2)
+
     async def metrics(self) -> dict[str, float]:
         return {}
 
@@ -158,7 +178,7 @@ class ScriptedEngine:
             return
         yield Prefilled(len(prompt), len(prompt.reply_ids))
         own_ids = self._own_ids(prompt, reply._sampling)
-        script = self._script_for(own_ids) if prompt.reply_ids else self._next_script()
+        script = self.choose_script(prompt, own_ids)
         for item in _remaining(script, len(own_ids)):
             match item:
                 case HoldScript(event):
@@ -176,6 +196,9 @@ class ScriptedEngine:
                 yield reply.ended or Ended(Finish.STOPPED)
                 return
         yield Ended(Finish.END)
+
+    def choose_script(self, prompt: Prompt, own_ids: list[int]) -> Script:
+        return self._script_for(own_ids) if prompt.reply_ids else self._next_script()
 
     def _own_ids(self, prompt: Prompt, sampling: Sampling) -> list[int]:
         """The tokens of the reply so far that are the script's own: all but the forced ones."""
