@@ -136,6 +136,7 @@ class Fronts:
 
     async def _run_commands(self) -> None:
         while True:
+            await self._turns.wait_running()  # an idle server does not look
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.look_seconds):
                     await self._command_due.wait()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Protocol, Self, assert_never, cast
@@ -292,7 +292,7 @@ class GeneratedReply(ReplyStream):
         return self._batch_reader.close()
 
     async def _run(self) -> AsyncGenerator[ReplyBatch]:
-        ended = Ended(Finish.STOPPED)
+        ended: Ended | None = None
         for batch in (self.opening.batch, *self._earlier):
             if batch.events:
                 self._events += batch.events
@@ -303,59 +303,24 @@ class GeneratedReply(ReplyStream):
                 self._generation.stop()
             if self.answer_requested:
                 self._generation.answer_now()
-            async with aclosing(self._read_outputs(self._generation)) as read:
-                async for item in read:
-                    if isinstance(item, Ended):
-                        ended = item
-                        break
-                    self._events += () if isinstance(item.events[0], DraftBlock) else item.events
-                    yield item
+            async with OutputGroups(self._generation, read_ahead=self._recording is not None) as groups:
+                while ended is None and (outputs := await groups.next()):
+                    for is_tokens, run in groupby(outputs, key=lambda output: isinstance(output, Step)):
+                        if is_tokens:
+                            batches = await self._read_steps(cast("list[Step]", list(run)))
+                            ended = Ended(Finish.END) if self._reader.complete else None
+                        else:
+                            batches, ended = await self._read_status(cast("Iterable[StatusOutput | Ended]", run))
+                        for batch in batches:
+                            self._events += () if isinstance(batch.events[0], DraftBlock) else batch.events
+                            yield batch
+                        if ended is not None:
+                            break
+        ended = ended or Ended(Finish.STOPPED)
         tail = self._batch_reader.close()
         finished = Finished(ended.finish, self.usage, ended.stop, cast("tuple[ReadEvent, ...]", tail.events))
         self._events.append(finished)
         yield replace(tail, events=(finished,))
-
-    async def _read_outputs(self, generation: EngineGeneration) -> AsyncGenerator[ReplyBatch | Ended]:
-        """The batches of the engine's outputs, and how the reply ended."""
-        async with aclosing(self._group_outputs(generation)) as groups:
-            async for group in groups:
-                for is_tokens, outputs in groupby(group, key=lambda output: isinstance(output, Step)):
-                    if is_tokens:
-                        for batch in await self._read_steps(cast("list[Step]", list(outputs))):
-                            yield batch
-                        if self._reader.complete:
-                            yield Ended(Finish.END)
-                            return
-                        continue
-                    for output in outputs:
-                        if isinstance(output, Ended):
-                            yield output
-                            return
-                        if (status := await self._read(cast("StatusOutput", output))) is not None:
-                            yield status
-
-    async def _group_outputs(self, generation: EngineGeneration) -> AsyncGenerator[list[Output]]:
-        """The outputs of the engine. If tokens are stored: all that came while the last ones were."""
-        if self._recording is None:
-            async for output in generation:
-                yield [output]
-            return
-        queue: asyncio.Queue[Output | _OutputsEnd] = asyncio.Queue(MAX_AHEAD)
-        reading = asyncio.create_task(_read_ahead(generation, queue))
-        try:
-            while True:
-                items = [await queue.get()]
-                while not queue.empty():
-                    items.append(queue.get_nowait())
-                if outputs := [item for item in items if not isinstance(item, _OutputsEnd)]:
-                    yield outputs
-                if isinstance(last := items[-1], _OutputsEnd):
-                    if last.error is not None:
-                        raise last.error
-                    return
-        finally:
-            reading.cancel()
-            await asyncio.wait([reading])
 
     async def _read_steps(self, steps: Sequence[Step]) -> list[ReplyBatch]:
         """The batches of the next tokens, once they are stored. Tokens after the end of the reply are dropped."""
@@ -382,6 +347,16 @@ class GeneratedReply(ReplyStream):
         self.steps += read
         return batches
 
+    async def _read_status(self, outputs: Iterable[StatusOutput | Ended]) -> tuple[list[ReplyBatch], Ended | None]:
+        """The batches of outputs without tokens, and how the reply ended if it did."""
+        batches: list[ReplyBatch] = []
+        for output in outputs:
+            if isinstance(output, Ended):
+                return batches, output
+            if (batch := await self._read(output)) is not None:
+                batches.append(batch)
+        return batches, None
+
     async def _read(self, output: StatusOutput) -> ReplyBatch | None:
         match output:
             case Queued(position, seconds, loading, progress):
@@ -399,24 +374,61 @@ class GeneratedReply(ReplyStream):
                 assert_never(output)
 
 
+class OutputGroups:
+    """The outputs of a generation in groups: one by one, or with `read_ahead` all that came since the last group."""
+
+    def __init__(self, generation: EngineGeneration, read_ahead: bool) -> None:
+        self._outputs = generation.__aiter__()
+        self._queue: asyncio.Queue[Output | _OutputsEnd] | None = asyncio.Queue(MAX_AHEAD) if read_ahead else None
+        self._reading: asyncio.Task[None] | None = None
+        self._end: _OutputsEnd | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._queue is not None:
+            self._reading = asyncio.create_task(self._read_ahead(self._queue))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+
+    async def next(self) -> list[Output]:
+        """The next outputs; none at the end. Raises the error that ended the generation, after its outputs."""
+        if self._queue is None:
+            try:
+                return [await self._outputs.__anext__()]
+            except StopAsyncIteration:
+                return []
+        outputs: list[Output] = []
+        while self._end is None and (not outputs or not self._queue.empty()):
+            item = await self._queue.get()
+            if isinstance(item, _OutputsEnd):
+                self._end = item
+            else:
+                outputs.append(item)
+        if not outputs and self._end is not None and self._end.error is not None:
+            raise self._end.error
+        return outputs
+
+    async def _read_ahead(self, queue: asyncio.Queue[Output | _OutputsEnd]) -> None:
+        try:
+            async for output in self._outputs:
+                await queue.put(output)
+        except BaseException as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            await queue.put(_OutputsEnd(error))
+        else:
+            await queue.put(_OutputsEnd())
+
+
 @dataclass(frozen=True, slots=True)
 class _OutputsEnd:
     """After the last output of an engine, with the error that ended them."""
 
     error: BaseException | None = None
-
-
-async def _read_ahead(generation: EngineGeneration, queue: asyncio.Queue[Output | _OutputsEnd]) -> None:
-    try:
-        async for output in generation:
-            await queue.put(output)
-    except BaseException as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        await queue.put(_OutputsEnd(error))
-    else:
-        await queue.put(_OutputsEnd())
 
 
 class TurnTimer:

@@ -101,6 +101,7 @@ class Turns:
         self._start_lock = asyncio.Lock()
         """Held while a reply is stored and not yet in `_turns`, and while the lease changes."""
         self._starts: set[asyncio.Task[StoredMessage]] = set()
+        self._started = asyncio.Event()
         self.closing = False
         """Whether new turns are refused."""
         self.on_event: Callable[[Turn, Event], None] | None = None
@@ -159,6 +160,12 @@ class Turns:
     @property
     def running(self) -> tuple[Turn, ...]:
         return tuple(turn for turn in self._turns.values() if not turn.log.ended)
+
+    async def wait_running(self) -> None:
+        """Returns at once if a turn runs, otherwise when the next one starts."""
+        while not self.running:
+            self._started.clear()
+            await self._started.wait()
 
     async def start(self, model: Model, new_turn: NewTurn) -> StoredMessage:
         """Starts a reply. With a key that was used before, returns the reply of the first request.
@@ -408,6 +415,7 @@ class Turns:
         turn = Turn(reply, owner, stream, timer)
         self._turns.pop(reply.id, None)
         self._turns[reply.id] = turn
+        self._started.set()
         turn.task = asyncio.create_task(self._run(turn))
         self._publish(turn, "turn")
 
