@@ -82,6 +82,10 @@ class Answer:
     seconds: float
     tokens: int
     text: str
+    times: tuple[float, ...] = ()
+    """When each text came."""
+    conversation: str = ""
+    """The id of the conversation in which the server stored it."""
 
 
 class Peer(Protocol):
@@ -134,9 +138,9 @@ class HttpPeer:
         """Draws the tokens from now on."""
         self._body |= {"temperature": temperature, "seed": 1}
 
-    async def ask(self, messages: Sequence[dict[str, str]], tokens: int) -> Answer:
+    async def ask(self, messages: Sequence[dict[str, str]], tokens: int, **fields: Any) -> Answer:
         body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True}
-        data = json.dumps(body | {"stream_options": {"include_usage": True}} | self._body).encode()
+        data = json.dumps(body | {"stream_options": {"include_usage": True}} | self._body | fields).encode()
         head = f"POST {self._path} HTTP/1.1\r\nHost: {self._place[0]}\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         began = time.perf_counter()
@@ -157,18 +161,19 @@ class HttpPeer:
 
 def _read(lines: Sequence[tuple[float, bytes]], seconds: float) -> Answer:
     """What a stream of events says. A server that counts no tokens is taken to send one in each event."""
-    times, texts, counted = [], [], 0
+    times, texts, counted, conversation = [], [], 0, ""
     for at, line in lines:
         if line.startswith(b"data: [DONE]"):
             break
         event = json.loads(line[6:])
+        conversation = (event.get("metadata") or {}).get("conversation") or conversation
         counted = (event.get("usage") or {}).get("completion_tokens") or counted
         delta = event["choices"][0]["delta"] if event.get("choices") else {}
         thought, content = delta.get("reasoning_content") or delta.get("reasoning"), delta.get("content")
         if thought or content:
             times.append(at)
             texts.append(content or "")
-    return Answer(times[0], seconds, counted or len(times), "".join(texts))
+    return Answer(times[0], seconds, counted or len(times), "".join(texts), tuple(times), conversation)
 
 
 SMALL_QWEN3 = {
