@@ -158,6 +158,7 @@ class UpdateConversationRequest(RequestModel):
     system: System | None = None
     parameters: Parameters | None = None
     tags: Tags | None = None
+    pinned: bool | None = None
 
 
 class SavePresetRequest(RequestModel):

@@ -277,6 +277,29 @@ async def test_conversations_are_listed_updated_deleted_and_restored(stage: Stag
     assert await chat.newest_leaf(second.id) == (await chat.nodes(second.id))[-1].id
 
 
+async def test_pinned_conversations_are_listed_apart(stage: Stage) -> None:
+    chat = stage.chat
+    first, second = await chat.create_conversation(title="One"), await chat.create_conversation(title="Two")
+    assert (await chat.update_conversation(first.id, pinned=True)).pinned
+    assert [one.id for one in await chat.conversations(pinned=True)] == [first.id]
+    assert [one.id for one in await chat.conversations(pinned=False)] == [second.id]
+    assert [one.id for one in await chat.conversations()] == [second.id, first.id]
+    assert (await chat.update_conversation(first.id, title="Uno")).pinned
+    assert not (await chat.update_conversation(first.id, pinned=False)).pinned
+
+
+async def test_previews_are_the_beginning_of_every_message(stage: Stage) -> None:
+    chat = stage.chat
+    conversation = await chat.create_conversation()
+    asked = await chat.append_message(conversation.id, None, user("\n  About   rivers,\nif you like"))
+    long = await chat.append_message(conversation.id, asked.id, user("word " * 1000))
+    found = await chat.previews(conversation.id)
+    assert found.keys() == {asked.id, long.id}
+    assert found[asked.id] == "About rivers, if you like"
+    assert found[long.id].startswith("word word")
+    assert len(found[long.id]) <= 120
+
+
 async def test_parameters_decide_the_reply_and_wrong_ones_are_refused(stage: Stage) -> None:
     chat = stage.chat
     conversation = await chat.create_conversation(parameters={"temperature": 0.5, "max_tokens": 4})

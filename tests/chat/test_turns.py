@@ -239,6 +239,7 @@ async def test_conversations_of_other_users_are_not_found(tmp_path: Path) -> Non
             stranger.message(sent.reply.id),
             stranger.path(sent.reply.id),
             stranger.nodes(conversation.id),
+            stranger.previews(conversation.id),
             stranger.continue_reply(sent.reply.id),
             stranger.stop_reply(sent.reply.id),
             stranger.tokens(sent.reply.id),

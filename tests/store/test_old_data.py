@@ -14,7 +14,7 @@ import pytest
 
 from palaver.chat.parameters import options_from_json
 from palaver.messages import Text, Thinking
-from palaver.store import ReplyStatus, Store, open_store
+from palaver.store import Conversation, ReplyStatus, Store, open_store
 from palaver.transcripts import (
     ReadResult,
     Transcript,
@@ -109,6 +109,12 @@ def _in_old_form(transcript: Transcript) -> dict[str, Any]:
     return found
 
 
+def conversation_in_old_form(conversation: Conversation) -> dict[str, Any]:
+    found: dict[str, Any] = plain(conversation)
+    assert found.pop("pinned") is False
+    return found
+
+
 def test_users_keys_presets_tags_and_lists_are_as_before(old_store: Store) -> None:
     store, users = old_store, old_store.users.all()
     assert plain(users) == EXPECTED["users"]
@@ -118,8 +124,9 @@ def test_users_keys_presets_tags_and_lists_are_as_before(old_store: Store) -> No
     for user in users:
         assert plain(store.presets.all(user.id)) == EXPECTED["presets"][user.name]
         assert plain(store.conversations.tags(user.id)) == EXPECTED["tags"][user.name]
-        assert plain(store.conversations.list(user.id)) == EXPECTED["listed"][user.name]
-        assert plain(store.conversations.list(user.id, deleted=True)) == EXPECTED["deleted"][user.name]
+        listed, deleted = store.conversations.list(user.id), store.conversations.list(user.id, deleted=True)
+        assert list(map(conversation_in_old_form, listed)) == EXPECTED["listed"][user.name]
+        assert list(map(conversation_in_old_form, deleted)) == EXPECTED["deleted"][user.name]
         found = {query: plain(store.search.find(user.id, query)) for query in SEARCHES}
         assert found == EXPECTED["searches"][user.name]
 
@@ -130,7 +137,7 @@ def test_every_conversation_is_as_before(old_store: Store) -> None:
     for id, expected in EXPECTED["conversations"].items():
         messages = store.messages.all(id)
         replies = [message for message in messages if message.reply]
-        assert plain(store.conversations.get(id)) == expected["conversation"]
+        assert conversation_in_old_form(store.conversations.get(id)) == expected["conversation"]
         assert plain(store.messages.nodes(id)) == expected["nodes"]
         assert messages_in_old_form(store, id) == expected["messages"]
         contents = [parts_in_old_form(plain(store.messages.load(message))) for message in messages]

@@ -212,8 +212,10 @@ class Chat(Protocol):
         tag: str | None = None,
         title: str = "",
         deleted: bool = False,
+        pinned: bool | None = None,
     ) -> tuple[Conversation, ...]:
-        """The newest first; `before` is the id of the last conversation of the previous page."""
+        """The newest first; `before` is the id of the last conversation of the previous page. `pinned` selects the
+        pinned ones, or the others."""
         ...
 
     async def update_conversation(
@@ -224,6 +226,7 @@ class Chat(Protocol):
         system: str | None = None,
         parameters: Mapping[str, Any] | None = None,
         tags: Iterable[str] | None = None,
+        pinned: bool | None = None,
     ) -> Conversation:
         """Sets the given fields. `parameters` replaces all parameters; `palaver.chat.parameters` has their names."""
         ...
@@ -266,6 +269,10 @@ class Chat(Protocol):
     async def siblings(self, id: str) -> tuple[StoredMessage, ...]: ...
 
     async def nodes(self, conversation_id: str) -> tuple[TreeNode, ...]: ...
+
+    async def previews(self, conversation_id: str) -> Mapping[str, str]:
+        """The beginning of every message, by its id."""
+        ...
 
     async def newest_leaf(self, conversation_id: str, start: str | None = None) -> str | None: ...
 

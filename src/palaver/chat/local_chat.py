@@ -127,6 +127,7 @@ class LocalChat:
         tag: str | None = None,
         title: str = "",
         deleted: bool = False,
+        pinned: bool | None = None,
     ) -> tuple[Conversation, ...]:
         last = None
         if before is not None:
@@ -139,6 +140,7 @@ class LocalChat:
             tag=tag,
             title=title,
             deleted=deleted,
+            pinned=pinned,
         )
 
     async def update_conversation(
@@ -149,6 +151,7 @@ class LocalChat:
         system: str | None = None,
         parameters: Mapping[str, Any] | None = None,
         tags: Iterable[str] | None = None,
+        pinned: bool | None = None,
     ) -> Conversation:
         conversation = await self.conversation(id)
         conversations = self._store.conversations
@@ -158,6 +161,8 @@ class LocalChat:
             conversation = await _thread(conversations.set_system, id, system)
         if tags is not None:
             conversation = await _thread(conversations.set_tags, id, tuple(tags))
+        if pinned is not None:
+            conversation = await _thread(conversations.set_pinned, id, pinned)
         if title is not None:
             conversation = await _thread(conversations.rename, id, title)
         return self._publish(conversation, "changed")
@@ -227,6 +232,10 @@ class LocalChat:
     async def nodes(self, conversation_id: str) -> tuple[TreeNode, ...]:
         await self.conversation(conversation_id)
         return await _thread(self._store.messages.nodes, conversation_id)
+
+    async def previews(self, conversation_id: str) -> Mapping[str, str]:
+        await self.conversation(conversation_id)
+        return await _thread(self._store.messages.previews, conversation_id)
 
     async def newest_leaf(self, conversation_id: str, start: str | None = None) -> str | None:
         await self.conversation(conversation_id)

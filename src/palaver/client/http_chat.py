@@ -225,6 +225,7 @@ class HttpChat:
         tag: str | None = None,
         title: str = "",
         deleted: bool = False,
+        pinned: bool | None = None,
     ) -> tuple[Conversation, ...]:
         found = await self._connection.get(
             list[Conversation],
@@ -234,6 +235,7 @@ class HttpChat:
             tag=tag,
             title=title,
             deleted=deleted,
+            pinned=pinned,
         )
         return tuple(found)
 
@@ -245,6 +247,7 @@ class HttpChat:
         system: str | None = None,
         parameters: Mapping[str, Any] | None = None,
         tags: Iterable[str] | None = None,
+        pinned: bool | None = None,
     ) -> Conversation:
         body = _request_body(
             wire.UpdateConversationRequest,
@@ -252,6 +255,7 @@ class HttpChat:
             system=system,
             parameters=None if parameters is None else dict(parameters),
             tags=None if tags is None else list(tags),
+            pinned=pinned,
         )
         response = await self._connection.send("PATCH", _conversation(id), body=body, idempotent=True)
         return parse_response(response, Conversation)
@@ -305,6 +309,9 @@ class HttpChat:
 
     async def nodes(self, conversation_id: str) -> tuple[TreeNode, ...]:
         return await self._connection.get(tuple[TreeNode, ...], f"{_conversation(conversation_id)}/nodes")
+
+    async def previews(self, conversation_id: str) -> Mapping[str, str]:
+        return await self._connection.get(dict[str, str], f"{_conversation(conversation_id)}/previews")
 
     async def newest_leaf(self, conversation_id: str, start: str | None = None) -> str | None:
         path = f"{_conversation(conversation_id)}/newest-leaf"

@@ -1,5 +1,5 @@
-"""Conversations with their title, tags, system prompt, parameters and head: create, list, update, delete, restore. And
-the cursor of each client in a conversation, with the journal of its moves for undo and redo.
+"""Conversations with their title, tags, pin, system prompt, parameters and head: create, list, update, delete, restore.
+And the cursor of each client in a conversation, with the journal of its moves for undo and redo.
 
 A client is a view with a position of its own: a terminal, a browser tab. A move after an undo discards the undone
 moves, as in an editor; the messages stay in the tree."""
@@ -68,8 +68,10 @@ class Conversations:
         tag: str | None = None,
         title: str = "",
         deleted: bool = False,
+        pinned: bool | None = None,
     ) -> tuple[Conversation, ...]:
-        """Newest first. `before` is the last one of the previous page; `title` filters by a part of the title.
+        """Newest first. `before` is the last one of the previous page; `title` filters by a part of the title;
+        `pinned` selects the pinned ones, or the others.
 
         Deleted conversations without messages and title are left out: a first message that was refused leaves them.
         """
@@ -82,6 +84,8 @@ class Conversations:
             query = query.where(conversations.c.id.in_(select(tags.c.conversation_id).where(tags.c.tag == tag)))
         if title:
             query = query.where(func.lower(conversations.c.title).contains(title.lower(), autoescape=True))
+        if pinned is not None:
+            query = query.where(conversations.c.pinned.is_(pinned))
         with self._database.read_transaction() as connection:
             return _load(connection, connection.execute(query).all())
 
@@ -144,6 +148,9 @@ class Conversations:
 
     def set_parameters(self, id: str, parameters: Mapping[str, Any]) -> Conversation:
         return self._update(id, {"parameters": dict(parameters)})
+
+    def set_pinned(self, id: str, pinned: bool) -> Conversation:
+        return self._update(id, {"pinned": pinned})
 
     def set_tags(self, id: str, wanted: Iterable[str]) -> Conversation:
         checked = _check_tags(wanted)
@@ -282,6 +289,7 @@ def _conversation(row: Any, found: Sequence[str]) -> Conversation:
         created_at=parse_time(row.created_at),
         updated_at=parse_time(row.updated_at),
         deleted_at=None if row.deleted_at is None else parse_time(row.deleted_at),
+        pinned=row.pinned,
     )
 
 

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from palaver.errors import EmptyMessage
-from palaver.messages import Message, Part, Role, Text, system
+from palaver.messages import Message, Part, Role, Text, ToolCall, ToolResult, system
 from palaver.store import conversations, tree
 from palaver.store.blobs import Blob, Blobs
 from palaver.store.database import Database
 from palaver.store.encoding import StoredPart, load_media, store_media
 from palaver.store.errors import Conflict
-from palaver.store.records import StoredMessage, TreeNode
+from palaver.store.records import StoredMessage, TreeNode, clean_title
+
+_PREVIEW_LENGTH = 120
+"""Characters of the beginning of a message that a drawing of the tree shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,10 @@ class Messages:
             conversations.get_conversation(connection, conversation_id)
             return tree.nodes(connection, conversation_id)
 
+    def previews(self, conversation_id: str) -> dict[str, str]:
+        """The beginning of every message, on one line, by its id."""
+        return {one.id: _preview(one) for one in self.all(conversation_id)}
+
     def all(self, conversation_id: str) -> tuple[StoredMessage, ...]:
         with self._database.read_transaction() as connection:
             conversations.get_conversation(connection, conversation_id)
@@ -169,6 +176,16 @@ def _tree_message(
         parts,
         created_at=None if new_message.created_at is None else int(new_message.created_at.timestamp() * 1e6),
     )
+
+
+def _preview(message: StoredMessage) -> str:
+    """Of its text; else of its tool calls, their results or its thinking. A slice first: a message may be huge."""
+    calls = ", ".join(part.name for part in message.parts if isinstance(part, ToolCall))
+    results = " ".join(part.content for part in message.parts if isinstance(part, ToolResult))
+    for text in (message.text, calls, results, message.thinking):
+        if preview := clean_title(text.lstrip()[: 2 * _PREVIEW_LENGTH]):
+            return preview[:_PREVIEW_LENGTH]
+    return ""
 
 
 def prompt_messages(system_prompt: str, messages: Iterable[Message]) -> tuple[Message, ...]:

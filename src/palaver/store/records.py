@@ -40,6 +40,7 @@ class Conversation:
     created_at: datetime
     updated_at: datetime
     deleted_at: datetime | None = None
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

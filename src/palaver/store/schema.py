@@ -21,7 +21,7 @@ from sqlalchemy import (
 
 from palaver.store.database import JsonColumn, Number
 
-HEAD = "0012"
+HEAD = "0013"
 """The revision of the schema below."""
 
 metadata = MetaData()
@@ -48,6 +48,7 @@ conversations = Table(
     Column("created_at", BigInteger, nullable=False),
     Column("updated_at", BigInteger, nullable=False),
     Column("deleted_at", BigInteger),
+    Column("pinned", Boolean, nullable=False, server_default=false()),
     UniqueConstraint("owner_id", "key", name="uq_conversations_key"),
 )
 Index("ix_conversations_recent", conversations.c.owner_id, conversations.c.updated_at)

@@ -78,6 +78,7 @@ async def test_what_is_anothers_is_not_found(two: TwoUsers) -> None:
         ("DELETE", f"/api/conversations/{talk}", None),
         ("POST", f"/api/conversations/{talk}/undelete", None),
         ("GET", f"/api/conversations/{talk}/nodes", None),
+        ("GET", f"/api/conversations/{talk}/previews", None),
         ("GET", f"/api/conversations/{talk}/newest-leaf", None),
         ("POST", f"/api/conversations/{talk}/gauge", {"leaf": None}),
         ("GET", f"/api/conversations/{talk}/export", None),

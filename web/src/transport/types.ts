@@ -73,6 +73,7 @@ export interface ChangeConversation {
   system?: string | null
   parameters?: Record<string, unknown> | null
   tags?: (string)[] | null
+  pinned?: boolean | null
 }
 
 export interface Changed {
@@ -150,6 +151,7 @@ export interface Conversation {
   created_at: string
   updated_at: string
   deleted_at: string | null
+  pinned: boolean
 }
 
 export interface Create {

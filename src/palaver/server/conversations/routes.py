@@ -73,10 +73,13 @@ async def conversations(
     tag: str | None = None,
     title: str = "",
     deleted: bool = False,
+    pinned: bool | None = None,
 ) -> list[Conversation]:
-    """The newest first; `before` is the id of the last one of the page before."""
-    page = await chat.conversations(limit=limit, before=before, tag=tag, title=title, deleted=deleted)
-    return list(page)
+    """The newest first; `before` is the id of the last one of the page before. `pinned`: the pinned ones, or the
+    others."""
+    return list(
+        await chat.conversations(limit=limit, before=before, tag=tag, title=title, deleted=deleted, pinned=pinned)
+    )
 
 
 @conversation_routes.get("/conversations/{id}")
@@ -88,7 +91,7 @@ async def conversation(id: str, chat: ChatDep) -> Conversation:
 async def change(id: str, body: UpdateConversationRequest, chat: ChatDep) -> Conversation:
     """Sets what is given. The parameters are set as a whole."""
     return await chat.update_conversation(
-        id, title=body.title, system=body.system, parameters=body.parameters, tags=body.tags
+        id, title=body.title, system=body.system, parameters=body.parameters, tags=body.tags, pinned=body.pinned
     )
 
 
@@ -113,6 +116,12 @@ async def forget(id: str, chat: ChatDep) -> None:
 async def nodes(id: str, chat: ChatDep) -> list[TreeNode]:
     """The shape of the whole tree, every parent before its children."""
     return list(await chat.nodes(id))
+
+
+@conversation_routes.get("/conversations/{id}/previews")
+async def previews(id: str, chat: ChatDep) -> dict[str, str]:
+    """The beginning of every message, by its id."""
+    return dict(await chat.previews(id))
 
 
 @conversation_routes.get("/conversations/{id}/newest-leaf")
