@@ -31,12 +31,3 @@ export function percent(share: number): string {
 export function rate(tokens: number, time: number): string {
   return `${RATE.format(tokens / Math.max(0.001, time))} tokens/s`
 }
-
-/** The time of a moment today, the date of any other. */
-export function day(text: string): string {
-  const then = new Date(text)
-  const today = new Date()
-  if (then.toDateString() === today.toDateString()) return then.toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' })
-  const sameYear = then.getFullYear() === today.getFullYear()
-  return then.toLocaleDateString([], { day: 'numeric', month: 'short', ...(sameYear ? {} : { year: 'numeric' }) })
-}

@@ -1,5 +1,5 @@
 // Every text that a reader of the page sees or hears, in one table. Texts with something to fill in are functions.
-import { count, percent, plural, seconds } from './numbers'
+import { count, plural, seconds } from './numbers'
 
 export type StarterName = 'sum' | 'table' | 'tool' | 'stop'
 
@@ -62,7 +62,7 @@ export const strings = {
     settings: 'Settings',
     settingsHint: 'System prompt and settings',
     more: 'More',
-    export: (format: string) => `Export: ${format}`,
+    export: 'Export',
     deleteConversation: 'Delete conversation',
     theme: (name: string) => `Theme: ${name}`,
     themes: { '': 'system', light: 'light', dark: 'dark' },
@@ -92,7 +92,18 @@ export const strings = {
     nothingDeleted: 'No deleted conversations.',
     empty: 'No conversations yet.',
     restoreNamed: (title: string) => `Restore ${title}`,
-    deleteNamed: (title: string) => `Delete ${title}`,
+    actionsOf: (title: string) => `Actions for ${title}`,
+    rename: 'Rename',
+    renameNamed: (title: string) => `New title for ${title}`,
+    pin: 'Pin',
+    unpin: 'Unpin',
+    pinned: 'Pinned',
+    select: 'Select',
+    selected: (number: number) => `${count(number)} selected`,
+    today: 'Today',
+    yesterday: 'Yesterday',
+    week: 'Previous 7 days',
+    month: 'Previous 30 days',
   },
 
   chat: {
@@ -150,6 +161,7 @@ export const strings = {
     share: (chosen: number, compared: number) => `${count(chosen)} of ${count(compared)}`,
     export: 'Export the choices (JSONL, for preference training)',
     choose: 'Choose',
+    isChosen: 'Chosen',
     chooseNamed: (name: string) => `Choose ${name}`,
     goOn: 'Go on with this',
     revealed: (names: string[]) => names.map((name, index) => `Reply ${count(index + 1)} was ${name}.`).join(' '),
@@ -199,9 +211,11 @@ export const strings = {
 
   switches: {
     thinking: 'Thinking',
-    thinkingDefault: (value: 'on' | 'off' | null) => `Thinking: ${value ?? 'model’s choice'}`,
-    on: 'Think',
-    off: 'Don’t think',
+    thinkingFree: 'The model chooses whether to think',
+    on: 'The model thinks before it answers',
+    off: 'The model answers at once',
+    think: 'Think',
+    dontThink: 'Don’t think',
     effort: 'Effort',
     effortDefault: (value: string | null) => `Effort: ${value ?? 'default'}`,
     voice: 'Voice',
@@ -210,10 +224,11 @@ export const strings = {
   },
 
   gauge: {
-    label: 'Context used',
+    label: (share: string) => `Context: ${share} used`,
+    title: (share: string) => `${share} of the context is used`,
     used: (used: number, limit: number) => `${count(used)} of ${count(limit)} tokens`,
-    cached: (tokens: number) => `, ${count(tokens)} cached`,
-    left: (tokens: number) => `, ${count(tokens)} left`,
+    cached: (tokens: number) => `${count(tokens)} of them cached`,
+    left: (tokens: number) => `${plural(tokens, 'token')} left`,
   },
 
   contextFull: {
@@ -251,13 +266,16 @@ export const strings = {
     edit: 'Edit',
     speak: 'Read aloud',
     retry: 'Regenerate',
+    more: 'More actions',
+    asText: 'Show the text',
     tokens: 'Tokens',
-    tokensHint: 'Tokens and their alternatives',
+    tokensHint: 'With their alternatives; go on from any of them',
     rawLook: 'Raw',
-    rawHint: 'Show exactly what the model wrote',
+    rawHint: 'Exactly what the model wrote',
     statistics: 'Statistics',
+    statisticsHint: 'Tokens, speed and settings',
     steps: 'Steps',
-    stepsHint: 'Show how the reply came into focus, step by step',
+    stepsHint: 'How the reply came into focus',
     askForReply: 'Get a reply',
     stopped: 'Stopped',
     stoppedThinking: 'Stopped while thinking',
@@ -370,10 +388,13 @@ export const strings = {
 
   map: {
     title: 'Map of the conversation',
-    hint: 'Each dot is a message, and branches are side by side. Filled dots are what you see now.',
+    hint: 'Choose a message to go to its branch.',
+    legend: 'Legend',
+    elsewhere: 'on another branch',
+    here: 'where you are',
     messages: 'Messages',
-    roles: { user: 'your message', assistant: 'reply', tool: 'tool result', system: 'system prompt' },
-    dot: (row: number, branch: number, role: string) => `Row ${count(row)}, branch ${count(branch)}: ${role}`,
+    roles: { user: 'Your message', assistant: 'Reply', tool: 'Tool result', system: 'System prompt' },
+    dot: (role: string, words: string) => (words ? `${role}: ${words}` : role),
   },
 
   model: {
@@ -386,6 +407,7 @@ export const strings = {
     steps: (how: string) => `Decoder: ${how}`,
     unload: 'Unload',
     none: 'No model is loaded.',
+    states: { ready: 'Ready', loading: 'Loading', failed: 'Failed', available: 'Available', none: '' },
     available: 'Available models',
     load: 'Load',
     other: 'Another model, by its Hugging Face name (needs --any-model)',
@@ -404,15 +426,23 @@ export const strings = {
     tags: 'Tags (comma-separated)',
     system: 'System prompt',
     budget: 'Thinking budget stated in the prompt',
-    sampling: 'Sampling',
+    tabs: 'Settings',
+    tabNames: { general: 'General', sampling: 'Sampling', tools: 'Tools', presets: 'Presets' },
     more: 'More',
+    usual: (value: string) => `${value}, the default`,
+    reset: (label: string) => `Reset ${label}`,
+    edited: 'Not saved yet',
+    unsaved: 'Discard your changes?',
+    keepEditing: 'Keep editing',
+    discard: 'Discard',
     stop: 'Stop sequences (one per line)',
     overflow: 'When the context is full',
     overflowRefuse: 'Stop and ask me',
     overflowShorten: 'Drop the oldest messages',
+    ownTools: 'Tools whose results you give yourself',
     tools: 'Tools (JSON list)',
     toolsHint: 'Each tool has a name, a description and parameters (a JSON schema).',
-    presets: 'Presets',
+    presetsHint: 'A preset has the system prompt and all settings. Choose one to fill them in here.',
     presetName: 'Preset name',
     presetPlaceholder: 'Name',
     savePreset: 'Save as preset',
@@ -490,8 +520,10 @@ export const strings = {
     label: 'Notifications',
     dismiss: 'Dismiss',
     copied: 'Copied.',
+    times: (times: number) => `×${count(times)}`,
     copyFailed: 'The browser didn’t allow copying.',
     deleted: (title: string) => `Deleted “${title}”.`,
+    deletedSeveral: (number: number) => `Deleted ${plural(number, 'conversation')}.`,
     imported: (conversations: number) => `Imported ${plural(conversations, 'conversation')}.`,
     importedNone: 'No conversations found in the file.',
   },
@@ -533,6 +565,3 @@ export const strings = {
 }
 
 const FILE_KINDS: Record<string, string> = { image: 'pictures', audio: 'audio', video: 'video' }
-
-/** "42%" of a context, or nothing where its size is unknown. */
-export const share = (part: number, whole: number): string => (whole > 0 ? percent(part / whole) : '')

@@ -242,7 +242,7 @@ describe('the conversation that is open', () => {
     const conversation = await opened()
     server.gone = true
     expect(await conversation.say([{ type: 'text', text: 'hi' }], 'key')).toBe(false)
-    expect(notices.all.map((one) => one.text)).toEqual(['gone'])
+    expect(notices.all.map((one) => one.lines[0]?.text)).toEqual(['gone'])
     server.gone = false
     expect(await conversation.say([{ type: 'text', text: 'hi' }], 'key')).toBe(true)
     expect(notices.all).toEqual([])

@@ -2,7 +2,7 @@ import { afterEach, beforeEach, describe, expect, it, vi } from 'vitest'
 import { notices } from '../src/state/notices.svelte'
 import { Unreachable } from '../src/transport/http'
 
-const texts = (): string[] => notices.all.map((one) => one.text)
+const texts = (): string[] => notices.all.map((one) => one.lines.map(({ text, times }) => (times > 1 ? `${text} ×${times}` : text)).join(' | '))
 
 beforeEach(() => {
   vi.useFakeTimers()
@@ -33,6 +33,22 @@ describe('notices', () => {
     expect(texts()).toHaveLength(1)
     notices.settle('connection')
     expect(texts()).toEqual([])
+  })
+
+  it('are told once, however often they are said', () => {
+    notices.fail('bad')
+    notices.fail('bad')
+    notices.fail('bad')
+    expect(texts()).toEqual(['bad ×3'])
+  })
+
+  it('tell of several files together', () => {
+    notices.fail('one.png', 'file')
+    notices.fail('two.png', 'file')
+    notices.fail('two.png', 'file')
+    expect(texts()).toEqual(['one.png | two.png ×2'])
+    notices.fail('something else')
+    expect(texts()).toEqual(['something else'])
   })
 
   it('go after a while', () => {

@@ -65,6 +65,6 @@ describe('numbers', () => {
     expect([0, 0.00001, 0.034, 0.5, 1].map(percent)).toEqual(['0%', '< 0.1%', '3.4%', '50%', '100%'])
     expect(rate(100, 8)).toBe('12.5 tokens/s')
     expect(strings.statistics.tokensValue(140, 126)).toBe('140 (126 thinking)')
-    expect(strings.gauge.cached(1058)).toBe(', 1,058 cached')
+    expect(strings.gauge.cached(1058)).toBe('1,058 of them cached')
   })
 })

@@ -17,11 +17,13 @@ describe('the tree', () => {
     expect(tree.path(null)).toEqual([])
   })
 
-  it('draws every message once, branches side by side', () => {
-    const dots = tree.dots()
-    expect(dots).toHaveLength(7)
-    expect(new Set(dots.map((dot) => `${dot.column} ${dot.row}`)).size).toBe(7)
-    expect(dots.find((dot) => dot.id === 'd')).toMatchObject({ column: 0, row: 2 })
-    expect(dots.find((dot) => dot.id === 'g')).toMatchObject({ column: 2, row: 2 })
+  it('draws every message once, parents above children, the newest branch straight', () => {
+    expect(tree.dots().map((dot) => `${dot.id}${dot.column}`)).toEqual(['a1', 'b2', 'd2', 'c1', 'f2', 'g1', 'e0'])
+    expect(tree.dots().map((dot) => dot.row)).toEqual([0, 1, 2, 3, 4, 5, 6])
+  })
+
+  it('draws the branch that is shown straight down', () => {
+    const dots = tree.dots(new Set(['a', 'b', 'd']))
+    expect(dots.map((dot) => `${dot.id}${dot.column}`)).toEqual(['e1', 'a0', 'c1', 'f2', 'g1', 'b0', 'd0'])
   })
 })

@@ -2,6 +2,8 @@
 
 class Dialogs {
   open = $state(0)
+  /** Whether one of them holds edits that are not saved: then no key of the page opens another. */
+  edited = $state(false)
 }
 
 export const dialogs = new Dialogs()

@@ -1,14 +1,17 @@
 // The list of conversations, and what was found in them.
 import * as api from '../transport/api'
 import { strings } from '../strings'
-import type { Conversation, Hit } from '../transport/types'
+import type { ChangeConversation, Conversation, Hit } from '../transport/types'
 import { notices } from './notices.svelte'
 
 const PAGE = 50
+const MOST = 1000 // that are pinned
 const PAUSE = 200
 
 class Conversations {
+  /** Those that are not pinned, page by page; in the list of deleted ones, all. */
   all: Conversation[] = $state.raw([])
+  pinned: Conversation[] = $state.raw([])
   hits: Hit[] = $state.raw([])
   tags: string[] = $state.raw([])
   query = $state('')
@@ -30,9 +33,11 @@ class Conversations {
     const asked = ++this.#asked
     const count = Math.max(PAGE, this.all.length)
     try {
-      const [found, tags] = await Promise.all([api.conversations(this.#listing(count)), api.tags()])
+      const pinned = this.deleted ? [] : api.conversations({ ...this.#listing(MOST), pinned: true })
+      const [found, tags, fixed] = await Promise.all([api.conversations(this.#listing(count)), api.tags(), pinned])
       if (asked !== this.#asked) return
       this.all = found
+      this.pinned = fixed
       this.tags = tags
       this.more = found.length >= count
       this.loaded = true
@@ -54,6 +59,7 @@ class Conversations {
     this.tag = tag
     this.deleted = deleted
     this.all = []
+    this.pinned = []
     void this.look()
   }
 
@@ -64,31 +70,61 @@ class Conversations {
     this.#searching = setTimeout(() => void this.#search(query), PAUSE)
   }
 
-  async remove(id: string): Promise<boolean> {
-    const title = this.all.find((one) => one.id === id)?.title || strings.untitled
-    try {
-      await api.remove(id)
-    } catch (error) {
-      notices.fail(error)
-      return false
+  /** Returns those that were deleted. */
+  async remove(...ids: string[]): Promise<string[]> {
+    const removed: string[] = []
+    const title = this.#find(ids[0])?.title || strings.untitled
+    for (const id of ids) {
+      try {
+        await api.remove(id)
+      } catch (error) {
+        notices.fail(error)
+        break
+      }
+      removed.push(id)
+      this.forget(id)
     }
-    this.forget(id)
-    notices.tell(strings.notices.deleted(title), { act: { label: strings.restore, run: () => void this.restore(id) } })
-    return true
+    const told = ids.length === 1 ? strings.notices.deleted(title) : strings.notices.deletedSeveral(removed.length)
+    if (removed.length > 0) notices.tell(told, { cause: 'deleted', act: { label: strings.restore, run: () => void this.restore(...removed) } })
+    return removed
   }
 
   /** No longer in the list; the server knows. */
   forget(id: string): void {
     this.all = this.all.filter((one) => one.id !== id)
+    this.pinned = this.pinned.filter((one) => one.id !== id)
   }
 
-  async restore(id: string): Promise<void> {
+  async restore(...ids: string[]): Promise<void> {
+    notices.settle('deleted')
     try {
-      await api.restore(id)
+      await Promise.all(ids.map(api.restore))
     } catch (error) {
       notices.fail(error)
     }
     await this.look()
+  }
+
+  rename(id: string, title: string): Promise<void> {
+    if (this.#find(id)?.title === title) return Promise.resolve()
+    return this.#change([id], { title })
+  }
+
+  pin(pinned: boolean, ...ids: string[]): Promise<void> {
+    return this.#change(ids, { pinned })
+  }
+
+  async #change(ids: string[], asked: ChangeConversation): Promise<void> {
+    try {
+      await Promise.all(ids.map((id) => api.change(id, asked)))
+    } catch (error) {
+      notices.fail(error)
+    }
+    await this.look()
+  }
+
+  #find(id: string | undefined): Conversation | undefined {
+    return [...this.pinned, ...this.all].find((one) => one.id === id)
   }
 
   async takeIn(files: Iterable<File>): Promise<Conversation[]> {
@@ -123,6 +159,7 @@ class Conversations {
     return {
       limit,
       deleted: this.deleted,
+      ...(this.deleted ? {} : { pinned: false }),
       ...(this.tag ? { tag: this.tag } : {}),
       ...(this.query.trim() ? { title: this.query.trim() } : {}),
     }

@@ -56,18 +56,24 @@ export class Tree {
     return path
   }
 
-  /** Every message as a dot: a row for each step from the root, a column for each branch. */
-  dots(): Dot[] {
+  /**
+   * Every message in a row of its own, parents above their children. One child goes on straight below its parent: the one
+   * in `straight`, else the newest. The others branch off before it, one column further.
+   */
+  dots(straight: ReadonlySet<string> = new Set()): Dot[] {
     const dots: Dot[] = []
-    let column = 0
-    const stack = [...this.children(null)].reverse().map((node) => ({ node, row: 0, first: false }))
-    if (stack.length > 0) stack.at(-1)!.first = true
-    while (stack.length > 0) {
-      const { node, row, first } = stack.pop()!
-      if (!first) column += 1
-      dots.push({ id: node.id, parent: node.parent_id, role: node.role, column, row })
-      const children = [...this.children(node.id)].reverse()
-      children.forEach((child, index) => stack.push({ node: child, row: row + 1, first: index === children.length - 1 }))
+    const stack: { node: Node; column: number }[] = []
+    const push = (parent: string | null, column: number): void => {
+      const children = this.children(parent)
+      const on = children.findLast((child) => straight.has(child.id)) ?? children.at(-1)
+      if (on) stack.push({ node: on, column })
+      stack.push(...children.filter((child) => child !== on).reverse().map((node) => ({ node, column: column + 1 })))
+    }
+    push(null, 0)
+    for (let next = stack.pop(); next; next = stack.pop()) {
+      const { node, column } = next
+      dots.push({ id: node.id, parent: node.parent_id, role: node.role, column, row: dots.length })
+      push(node.id, column)
     }
     return dots
   }

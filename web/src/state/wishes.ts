@@ -13,6 +13,22 @@ export interface Wishes {
 export const PLAIN = ['temperature', 'top_p', 'top_k', 'min_p', 'max_tokens', 'thinking_budget', 'seed']
 /** Only for models that write by denoising. */
 export const OF_DIFFUSION = ['steps', 'block_length']
+/** Where the sliders go: the range that people use, not all that is allowed. The field beside takes any value. */
+export const SLIDERS: Record<string, readonly [low: number, high: number, step: number]> = {
+  temperature: [0, 2, 0.05],
+  top_p: [0, 1, 0.01],
+  top_k: [0, 200, 1],
+  min_p: [0, 1, 0.01],
+  typical_p: [0, 1, 0.01],
+  top_a: [0, 1, 0.01],
+  dynatemp_range: [0, 2, 0.05],
+  xtc_probability: [0, 1, 0.01],
+  xtc_threshold: [0, 0.5, 0.01],
+  dry_multiplier: [0, 2, 0.05],
+  repetition_penalty: [0.8, 1.5, 0.01],
+  presence_penalty: [-2, 2, 0.05],
+  frequency_penalty: [-2, 2, 0.05],
+}
 export const FURTHER = Object.keys(NUMBERS).filter((name) => !PLAIN.includes(name) && name !== 'logprobs')
 
 /** With a value set, or taken back where it is null or empty. */

@@ -58,6 +58,7 @@ export interface Listing {
   tag?: string
   title?: string
   deleted?: boolean
+  pinned?: boolean
 }
 
 export const conversations = (asked: Listing): Promise<Conversation[]> =>
@@ -79,6 +80,8 @@ export const deletePreset = (name: string): Promise<void> =>
   request(at('presets', 'delete'), { method: 'POST', json: { name } })
 
 export const nodes = (id: string): Promise<Node[]> => request(at('conversations', id, 'nodes'))
+/** The beginning of every message, by its id. */
+export const previews = (id: string): Promise<Record<string, string>> => request(at('conversations', id, 'previews'))
 export const newestLeaf = (id: string, start: string): Promise<Leaf> =>
   request(at('conversations', id, 'newest-leaf'), { query: { start } })
 export const message = (id: string): Promise<Stored> => request(at('messages', id))
