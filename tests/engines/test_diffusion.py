@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -243,6 +244,23 @@ def test_random_models_agree_with_the_reference(
     asyncio.run(loaded.engine.close())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_settings_agree_with_the_reference(kind: str, request: pytest.FixtureRequest) -> None:
+    loaded: Loaded = request.getfixturevalue(kind)
+    draw = random.Random(kind)
+    for block_length in (1, 2, 5, 8, 13, 40):
+        sampling = Sampling(
+            temperature=draw.choice((0.0, 0.4, 1.3)),
+            seed=draw.randrange(2**40),
+            max_tokens=draw.randrange(1, 33),
+            block_length=block_length,
+            steps=draw.randrange(1, 25),
+            remasking=draw.choice(("confidence", "entropy")),
+        )
+        prompt = Prompt(tuple(draw.randrange(90) for _ in range(draw.randrange(1, 200))))
+        assert loaded.tokens(prompt, sampling) == loaded.reference.reply(prompt, sampling), sampling
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, replace(DRAWN, steps=3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reply_cut_at_any_token_goes_on_as_uncut(
@@ -428,6 +446,33 @@ def test_models_without_a_mask_token_are_refused(tmp_path: Path) -> None:
         load(plain, vocabulary=VOCABULARY, device="cpu", trained={"mask_token_id": SIZE})
     with pytest.raises(BrokenModel, match="steps must be a whole number from 1 to 10,000"):
         load(plain, vocabulary=VOCABULARY, device="cpu", trained={"mask_token_id": MASK, "steps": 20_000})
+
+
+def test_a_text_is_no_longer_than_the_sliding_window(tmp_path: Path) -> None:
+    """Inside the window every token sees every other one, so the tokens are those of a model without a window."""
+    plain, sliding = make_folder(tmp_path / "plain", CAUSAL), make_folder(tmp_path / "sliding", CAUSAL)
+    path = sliding / "config.json"
+    layers = {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | layers))
+    engine, other = load_folder(sliding), load_folder(plain)
+    assert engine.engine.info.context_length == 64
+    assert other.engine.info.context_length == 512
+    short = Prompt(PROMPT.context_ids[:30])
+    sampling = replace(DRAWN, max_tokens=32, banned_ids=(END,))
+    assert engine.tokens(short, sampling) == other.tokens(short, sampling)
+    with pytest.raises(ContextOverflow):
+        engine.tokens(Prompt(tuple(range(3, 80))), DRAWN)
+    for loaded in (engine, other):
+        asyncio.run(loaded.engine.close())
+
+
+def test_unknown_kinds_of_attention_are_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, CAUSAL)
+    model = load_double(folder)
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    settings = read_diffusion_config(folder, CAUSAL, SIZE)
+    with pytest.raises(BrokenModel, match="can't be run as a diffusion model: it has layers of the kind chunked"):
+        model_engine(folder.name, model, settings, VOCABULARY, EngineOptions(threads=1))
 
 
 def test_the_settings_of_axolotl_are_read(tmp_path: Path) -> None:

@@ -43,10 +43,14 @@ def test_a_stopped_reply_shows_its_unfinished_block_and_goes_on(page: Page, draf
     page.goto(drafting.url)
     ask(page, "Again?")
     expect(last_reply(page).locator(".parts > .markdown")).to_contain_text("Light")
+    draft = last_reply(page).locator(".draft")
+    expect(draft.locator(".shown").first).to_be_visible()
     page.get_by_role("button", name="Stop", exact=True).click()
     reply = ended(page, "stopped")
+    expect(draft.locator(".masked").first).to_be_visible()
     kept = answer(reply).strip()
     assert ANSWER.startswith(kept)
+    assert kept != ANSWER
     reply.get_by_role("button", name="Continue").click()
     assert answer(ended(page)).strip() == ANSWER
     expect(last_reply(page).locator(".draft")).to_have_count(0)

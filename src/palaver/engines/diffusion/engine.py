@@ -38,7 +38,7 @@ from palaver.engines.core.generation import (
     ReplyState,
 )
 from palaver.engines.core.options import EngineOptions, check_cache_bytes
-from palaver.engines.core.runner import SMALL_MODEL
+from palaver.engines.core.runner import SMALL_MODEL, UnsupportedModel
 from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.diffusion.config import (
     GEMMA,
@@ -292,10 +292,15 @@ def model_engine(
     limits = options.limits or SchedulerLimits()
     if options.max_running is not None:
         limits = replace(limits, max_running=options.max_running)
+    try:
+        runner = model if config.mask_id is None else DiffusionModel(model)
+    except UnsupportedModel as error:
+        raise BrokenModel(f"{name} can't be run as a diffusion model: {error}.") from error
+    window = runner.window if isinstance(runner, DiffusionModel) else None
     return DiffusionEngine(
-        engine_info(name, model, config, options),
+        engine_info(name, model, config, options, window),
         vocabulary,
-        model if config.mask_id is None else DiffusionModel(model),
+        runner,
         config,
         cache_bytes(model.device) if options.cache_bytes is None else options.cache_bytes,
         limits,
@@ -306,8 +311,13 @@ def model_engine(
     )
 
 
-def engine_info(name: str, model: PreTrainedModel, config: DiffusionConfig, options: EngineOptions) -> EngineInfo:
-    """On the CPU every request has passes of its own. The filters of left-to-right sampling are no defaults here."""
+def engine_info(
+    name: str, model: PreTrainedModel, config: DiffusionConfig, options: EngineOptions, window: int | None
+) -> EngineInfo:
+    """On the CPU every request has passes of its own. The filters of left-to-right sampling are no defaults here.
+
+    A text is no longer than the sliding window of the model: what a block sees beyond it was never defined.
+    """
     device = model.device
     exactness = BY_TEXT if device.type == "cpu" else BY_BATCH
     unit = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else torch.cuda.get_device_name(device)
@@ -316,7 +326,7 @@ def engine_info(name: str, model: PreTrainedModel, config: DiffusionConfig, opti
     fingerprint = Fingerprint(runner, build, device.type, dtype, EXACTNESS_LABELS[exactness], SAMPLER)
     return EngineInfo(
         model=name,
-        context_length=min(context_length(model), options.context or context_length(model)),
+        context_length=min(filter(None, (context_length(model), options.context, window))),
         vocabulary_size=_vocabulary_size(model),
         end_ids=end_ids(model),
         defaults=Sampling(temperature=config.temperature),

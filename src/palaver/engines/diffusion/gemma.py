@@ -159,7 +159,7 @@ class _Bias:
 
 
 class GemmaScheduler(DiffusionScheduler):
-    """Runs the library's encoder over contexts and its denoising steps over canvases, one request after the other."""
+    """Runs the library's encoder over contexts and its denoising steps over canvases, requests in turn step by step."""
 
     def __init__(
         self,

@@ -22,6 +22,8 @@ from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.library_decoder import SlotCache
 from palaver.engines.torch.loader import quiet
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""The kinds of layers, as `layer_types` of a configuration names them."""
 GROWTH = 512
 """Room for so many more tokens is allocated at once."""
 
@@ -95,6 +97,7 @@ class DiffusionModel:
         self._cache = SlotCache(self._note_layer, self._row_offsets)
         self._positions: Tensor
         self._layer = 0
+        self._windows: set[int] = set()
         self._name = f"palaver_diffusion_{id(self):x}"
         AttentionInterface.register(self._name, self._attend)
         AttentionMaskInterface.register(self._name, _no_mask)
@@ -102,10 +105,24 @@ class DiffusionModel:
             model.set_attn_implementation(self._name)
         if model.config._attn_implementation != self._name:
             raise UnsupportedModel("its attention can't be replaced")
+        self.window = self._probe_window()
+        """The sliding window of its layers. Within it a token sees everything, so a text must fit into it."""
 
     @property
     def device(self) -> torch.device:
         return self._model.device
+
+    def _probe_window(self) -> int | None:
+        """The shortest window of a layer, from a pass of one token. Raises UnsupportedModel for other attentions."""
+        config = self._model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if other := kinds - {FULL, SLIDING}:
+            raise UnsupportedModel(f"it has layers of the kind {min(other)}")
+        if SLIDING in kinds:
+            self._windows.add(config.sliding_window)
+        with torch.inference_mode():
+            self.run([PassSegment(ContextKeyValues(), (0,), slice(0, 1))])
+        return min(self._windows, default=None)
 
     def close(self) -> None:
         for table in (AttentionInterface, AttentionMaskInterface):
@@ -130,7 +147,7 @@ class DiffusionModel:
                 position_ids=inputs[1:],
                 past_key_values=self._cache,
                 use_cache=True,
-                logits_to_keep=torch.tensor(wanted, device=self.device),
+                logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self.device),
             )
         finally:
             self._segments = ()
@@ -154,6 +171,8 @@ class DiffusionModel:
         """Attention of rows (1, heads, rows, size), each segment over its own context and rows."""
         if any(settings.get(name) is not None for name in ("softcap", "s_aux")):
             raise UnsupportedModel("it has an attention that diffusion doesn't know")
+        if settings.get("sliding_window") is not None:
+            self._windows.add(settings["sliding_window"])
         found, at = [], 0
         for segment in self._segments:
             rows = slice(at, at + len(segment.ids))
