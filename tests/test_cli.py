@@ -227,3 +227,58 @@ def test_an_approximate_cache_is_refused_where_it_has_no_use(tmp_path: Path, tin
         assert "--approximate-cache" in refused.stderr
         assert sentence in refused.stderr
         assert refused.stderr.count("\n") == 1
+
+
+def test_fill_writes_the_text_with_its_masks_filled() -> None:
+    """By the shipped model: what is around a mask stays, and one seed gives one text."""
+    masked = ("fill", "17 + [MASK:2] = 42.", "--set", "seed=1", "--set", "temperature=0.7")
+    filled = run(*masked)
+    assert filled.exit_code == 0, filled.output
+    assert filled.stdout.startswith("17 + ")
+    assert filled.stdout.endswith(" = 42.\n")
+    assert "[MASK" not in filled.stdout
+    assert run(*masked).stdout == filled.stdout
+
+
+def test_fill_refuses_in_a_sentence(tiny_model: Path) -> None:
+    for arguments, status, sentence in (
+        (("nothing to fill",), 2, "must have at least one [MASK]"),
+        (("a [MASK:0]",), 2, "must be from 1 to 10,000 tokens long"),
+        (("a [MASK]", "--set", "max_tokens=4"), 2, "is not for texts with masks"),
+        (("a [MASK]", "-m", tiny_model, "--engine", "diffusion"), 1, "names no mask token"),
+    ):
+        refused = run("fill", *arguments)
+        assert refused.exit_code == status, refused.output
+        assert sentence in refused.stderr
+        assert refused.stderr.count("\n") == 1, refused.stderr
+
+
+def test_a_causal_model_named_as_diffusion_is_refused(tiny_model: Path) -> None:
+    for command in (("ask", "Hi", "-m", tiny_model), ("chat", tiny_model, "--local"), ("inspect", tiny_model)):
+        refused = run(*command, "--engine", "diffusion", input="Hi\n")
+        assert refused.exit_code == 1, refused.output
+        assert "names no mask token, so it can't be run as a diffusion model" in refused.stderr
+
+
+def test_a_training_configuration_with_diffusion_is_chatted_with(tmp_path: Path, tiny_model: Path) -> None:
+    """axolotl's configuration says that the folder is a diffusion model, and how it is denoised."""
+    configuration = tmp_path / "training.yml"
+    configuration.write_text(
+        f"base_model: {tiny_model}\noutput_dir: {tiny_model}\n"
+        "plugins:\n  - axolotl.integrations.diffusion.DiffusionPlugin\n"
+        "diffusion:\n  mask_token_id: 5\n  num_diffusion_steps: 4\n  generation_max_length: 12\n"
+        "  generation_temperature: 0.9\n"
+    )
+    drawn = ("--set", "seed=3")
+    asked = json.loads(run("ask", "Hi", "-m", configuration, *drawn, "--json").stdout)
+    again = json.loads(run("ask", "Hi", "-m", configuration, *drawn, "--json").stdout)
+    assert asked["token_ids"] == again["token_ids"]
+    assert 0 < len(asked["token_ids"]) <= 12
+    cooler = json.loads(run("ask", "Hi", "-m", configuration, *drawn, "--set", "temperature=0", "--json").stdout)
+    assert cooler["token_ids"] != asked["token_ids"], "the temperature of the configuration is not read"
+    data = ("--data", tmp_path / "data")
+    said = run("chat", configuration, "--local", *drawn, *data, input="Hi\n")
+    assert said.exit_code == 0, said.output
+    assert asked["answer"].strip() in said.stdout
+    inspected = run("inspect", configuration).stdout
+    assert "diffusion" in inspected

@@ -11,13 +11,16 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from palaver.chat.reply_stream import ReplyRequest
+from palaver.cli import app
 from palaver.events import DraftBlock
 from palaver.generation import Finish
 from palaver.messages import user
 from palaver.sampling import Sampling
 from tests.chat.process_kills import run as run_kills
+from tests.repl.conftest import Door
 from tests.server.live_server import ADMIN, LiveServer
 from tests.server.socket.client import connect_client
 
@@ -97,11 +100,30 @@ async def test_the_socket_answers_with_its_own_defaults(live: LiveServer) -> Non
     assert "42" in received[-1]["text"]
 
 
+def test_the_command_line_and_the_terminal_give_the_same_reply(tmp_path: Path, http: httpx.Client) -> None:
+    """Each with a model of its own: `palaver ask`, and `palaver chat` at a terminal, which paints the block."""
+    expected = chat(http, **DRAWN)
+    settings = [part for name, value in DRAWN.items() for part in ("--set", f"{name}={value}")]
+    asked = CliRunner().invoke(app, ["ask", QUESTION, "-m", "sprout-diffusion", *settings, "--json"])
+    reply = json.loads(asked.stdout)
+    assert (reply["answer"], reply["thinking"]) == (expected["content"], expected["reasoning_content"])
+    door = Door("local", tmp_path, ("sprout-diffusion", "--local", "--data", str(tmp_path)))
+    with door.open(*settings) as terminal:
+        terminal.wait(" is ready · ")
+        terminal.prompt()
+        shown = terminal.do(QUESTION)
+        assert " ".join(expected["content"].split()) in " ".join(shown.split())
+        assert not any(shade in shown for shade in "░▒▓"), "a mask is left on the screen"
+        assert "░".encode() in terminal.written, "the block was never painted"
+
+
 def test_company_changes_nothing(http: httpx.Client) -> None:
-    questions = [QUESTION, "Spell tree backwards.", "Hello!"]
-    alone = [chat(http, question, **DRAWN) for question in questions]
-    with ThreadPoolExecutor(len(questions)) as threads:
-        together = list(threads.map(lambda question: chat(http, question, **DRAWN), questions))
+    """Eight streams at once, with seeds of their own."""
+    questions = [QUESTION, "Spell tree backwards.", "Hello!", "What is 8 + 5?"]
+    cases = [(question, {**DRAWN, "seed": seed}) for question in questions for seed in (7, 8)]
+    alone = [chat(http, question, **fields) for question, fields in cases]
+    with ThreadPoolExecutor(len(cases)) as threads:
+        together = list(threads.map(lambda case: chat(http, case[0], **case[1]), cases))
     assert together == alone
 
 
