@@ -21,6 +21,7 @@ from palaver.engines.core.processor import uniform
 from palaver.engines.diffusion.config import find_diffusion, read_diffusion_config
 from palaver.engines.diffusion.denoising import STREAM
 from palaver.engines.diffusion.engine import DiffusionEngine, load, model_engine
+from palaver.engines.diffusion.model import PassSegment
 from palaver.errors import BadParameter, BrokenModel, ContextOverflow
 from palaver.generation import Draft, Ended, Finish, Output, Prefilled, Prompt, Step
 from palaver.phases import Phase, Phases, State, Trigger
@@ -348,6 +349,35 @@ def test_replies_are_the_same_alone_and_together(kind: str, request: pytest.Fixt
 
     assert [tokens_of(outputs) for outputs in asyncio.run(together())] == alone
     assert len({tuple(tokens) for tokens in alone}) == len(cases)
+
+
+@pytest.mark.parametrize("rounds_differently", [False, True])
+def test_blocks_share_a_pass_where_that_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds_differently: bool
+) -> None:
+    loaded = load_folder(make_folder(tmp_path, CAUSAL))
+    model, shared = loaded.engine._scheduler._model, list[int]()
+    assert model is not None
+    run = model.run
+
+    def counted(segments: Sequence[PassSegment]) -> list[torch.Tensor]:
+        shared.append(len(segments))
+        rounding = 1e-3 if rounds_differently and len(segments) > 1 else 0.0
+        return [logits + rounding for segment in segments for logits in run([segment])]
+
+    monkeypatch.setattr(model, "run", counted)
+    cases = [(Prompt(PROMPT.context_ids[at:]), replace(DRAWN, seed=at, banned_ids=(END,))) for at in range(3)]
+    alone = [loaded.run(*case) for case in cases]
+    assert set(shared) == {1}
+
+    async def together() -> list[list[Output]]:
+        return await asyncio.gather(*(collect(loaded.engine, *case) for case in cases))
+
+    steps = [[o for o in outputs if isinstance(o, Step)] for outputs in asyncio.run(together())]
+    assert steps == [[o for o in outputs if isinstance(o, Step)] for outputs in alone]
+    assert max(shared) == 3
+    assert (shared.count(3) == 1) is rounds_differently, "tried once and then left, or used"
+    asyncio.run(loaded.engine.close())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -314,7 +314,7 @@ def model_engine(
 def engine_info(
     name: str, model: PreTrainedModel, config: DiffusionConfig, options: EngineOptions, window: int | None
 ) -> EngineInfo:
-    """On the CPU every request has passes of its own. The filters of left-to-right sampling are no defaults here.
+    """On the CPU company changes no bit of a reply. The filters of left-to-right sampling are no defaults here.
 
     A text is no longer than the sliding window of the model: what a block sees beyond it was never defined.
     """

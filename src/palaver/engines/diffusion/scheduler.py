@@ -27,6 +27,9 @@ from palaver.engines.diffusion.model import ContextKeyValues, DiffusionModel, Pa
 from palaver.errors import PalaverError
 from palaver.generation import AnswerRequested, Ended, Finish, Prefilled, Step
 
+MAX_SHARED = 8
+"""Blocks that share a pass where it must not change their rounding."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
@@ -147,7 +150,8 @@ class DiffusionScheduler:
         batched: bool,
         approximate: bool = False,
     ) -> None:
-        """`batched`: requests share passes. Their rows then change each other's rounding.
+        """`batched`: requests share all passes, whose rows change each other's rounding. Otherwise they share those
+        which leave every bit as it is.
 
         `approximate`: the keys and values of the text before a block are computed in its first step, with all of the
         block masked, and kept until it is finished. For bidirectional models, of which nothing is reused otherwise.
@@ -159,6 +163,8 @@ class DiffusionScheduler:
         self._limits = limits
         self._batched = batched
         self._approximate = approximate
+        self._same_bits: dict[tuple[int, int], bool] = {}
+        """Whether so many blocks of a length have the same bits in one pass as in a pass each."""
         self._cache = ContextCache(cache_bytes)
         self._running: dict[LocalGeneration, DenoisingSequence] = {}
         self._waiting: RequestQueue[DenoisingSequence] = RequestQueue(limits.max_waiting)
@@ -260,23 +266,57 @@ class DiffusionScheduler:
         segment: Callable[[DenoisingSequence], PassSegment],
         then: Callable[[DenoisingSequence, Tensor], None],
     ) -> None:
-        """One pass over all sequences, or one each. If a shared pass fails, each is tried alone."""
+        """As few passes as their rounding allows. If a shared pass fails, each is tried alone."""
         assert self._model is not None
-        if self._batched and len(sequences) > 1:
-            try:
-                parts = self._model.run([segment(sequence) for sequence in sequences])
-            except Exception as error:
-                as_engine_error(error)  # raises what the device doesn't survive
-            else:
-                for sequence, logits in zip(sequences, parts, strict=True):
+        for group in [list(sequences)] if self._batched else self._groups(sequences):
+            parts: list[Tensor] | None = None
+            if len(group) > 1:
+                try:
+                    parts = self._share_pass([segment(sequence) for sequence in group])
+                except Exception as error:
+                    as_engine_error(error)  # raises what the device doesn't survive
+            if parts is not None:
+                for sequence, logits in zip(group, parts, strict=True):
                     then(sequence, logits)
-                return
+                continue
+            for sequence in group:
+                try:
+                    (logits,) = self._model.run([segment(sequence)])
+                    then(sequence, logits)
+                except Exception as error:
+                    self._finish(sequence, as_engine_error(error))
+
+    def _groups(self, sequences: Sequence[DenoisingSequence]) -> list[list[DenoisingSequence]]:
+        """Blocks of one length in a block-causal model may share a pass; everything else has its own."""
+        by_length: dict[int, list[DenoisingSequence]] = {}
+        groups: list[list[DenoisingSequence]] = []
         for sequence in sequences:
-            try:
-                (logits,) = self._model.run([segment(sequence)])
-                then(sequence, logits)
-            except Exception as error:
-                self._finish(sequence, as_engine_error(error))
+            if sequence.block is None or sequence.unread or self._config.attention is not Visibility.BLOCK_CAUSAL:
+                groups.append([sequence])
+                continue
+            group = by_length.get(len(sequence.block.tokens))
+            if group is None or len(group) == MAX_SHARED:
+                group = by_length[len(sequence.block.tokens)] = []
+                groups.append(group)
+            group.append(sequence)
+        return groups
+
+    def _share_pass(self, segments: list[PassSegment]) -> list[Tensor] | None:
+        """The logits of each; None where each needs a pass of its own.
+
+        How a pass rounds follows from its number of rows. So the first pass with so many is compared with a pass for
+        each: only where all bits are the same are such passes shared.
+        """
+        assert self._model is not None
+        if self._batched:
+            return self._model.run(segments)
+        shape = len(segments), len(segments[0].ids)
+        if shape not in self._same_bits:
+            alone = [logits for segment in segments for logits in self._model.run([segment])]
+            shared = self._model.run(segments)
+            self._same_bits[shape] = all(map(torch.equal, alone, shared))
+            return alone
+        return self._model.run(segments) if self._same_bits[shape] else None
 
     def _reading(self, sequence: DenoisingSequence) -> PassSegment:
         ids = sequence.unread[0]
