@@ -20,7 +20,7 @@ from palaver.events import Finished, Waiting
 from palaver.messages import user
 from palaver.models.catalog import Catalog, CatalogEntry
 from palaver.sampling import Sampling
-from palaver.store import ReplyStatus, open_store
+from palaver.store import ReplyStatus, Store, open_store
 from tests.chat.scripted_service import WAVE, model, read_entries, read_until
 from tests.scripted_engine import HoldScript, Script, ScriptedEngine
 
@@ -288,6 +288,54 @@ async def test_a_reply_of_a_dead_process_waits_for_a_server_that_has_its_model(t
         assert await statuses(("b",)) == [running, done, running], "the others are not given up"
         assert await statuses(("other", "a")) == [done, done, running], "a is loaded to continue its reply"
         assert await statuses(("other",)) == [done, done, done], "a user may continue it with another model"
+
+
+async def leave_replies(store: Store, names: str) -> dict[str, str]:
+    """Starts a reply of each model and leaves it running, as a dead process does. Returns the replies by model."""
+    pool = Shelf(hold=asyncio.Event()).pool(memory=None)
+    pool.load(names[0])
+    async with Service(store, pool, resume=True) as service:
+        chat = service.chat(store.users.ensure().id)
+        talk = await chat.create_conversation()
+        sent = {n: await chat.send_message(talk.id, None, user("Wave!"), parameters={"model": n}) for n in names}
+        for one in sent.values():
+            await read_until(chat, one.reply.id, 1)
+        await service.turns.park(leave=True)
+    return {name: one.reply.id for name, one in sent.items()}
+
+
+async def test_replies_are_recovered_although_the_default_model_can_not_be_loaded(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        replies = await leave_replies(store, "b")
+        pool = Shelf().pool(memory=None)
+        pool.load("missing")
+        async with Service(store, pool, resume=True) as service, asyncio.timeout(30):
+            chat = service.chat(store.users.ensure().id)
+            entries = await read_entries(chat, replies["b"])
+            assert isinstance(entries[-1].event, Finished)
+            assert pool.card().state is ModelState.FAILED
+
+
+@pytest.mark.parametrize("slow", ["a", "default"])
+async def test_replies_are_recovered_while_another_model_is_downloaded(tmp_path: Path, slow: str) -> None:
+    with open_store(tmp_path) as store:
+        replies = await leave_replies(store, "ab")
+        shelf, downloaded = Shelf({"a": 4, "b": 4, "default": 4}), asyncio.Event()
+
+        async def measure(name: str, report: ReportProgress) -> int:
+            if name == slow:
+                await downloaded.wait()
+            return 0
+
+        pool = ModelPool(shelf.load, tuple(shelf.sizes), measure)
+        pool.load("default")
+        async with Service(store, pool, resume=True) as service, asyncio.timeout(30):
+            chat = service.chat(store.users.ensure().id)
+            assert isinstance((await read_entries(chat, replies["b"]))[-1].event, Finished)
+            assert slow not in shelf.loads
+            downloaded.set()
+            assert isinstance((await read_entries(chat, replies["a"]))[-1].event, Finished)
+            await service.recovered.wait()
 
 
 def test_the_catalog_offers_what_the_operator_names() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from asyncio import to_thread
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -125,40 +127,60 @@ class Continuation:
 _log = logging.getLogger(__name__)
 
 
+RETRY_SECONDS = 30.0
+"""How long the replies of a model wait after it could not be loaded, before that is tried again."""
+
+
 class Recovery:
-    def __init__(self, store: Store, turns: Turns, requests: RequestBuilder, resume: bool) -> None:
+    def __init__(self, store: Store, turns: Turns, requests: RequestBuilder) -> None:
         self._store = store
         self._turns = turns
         self._requests = requests
-        self._resume = resume
+        self._resuming: dict[str, asyncio.Task[None]] = {}
+        """By the name of the model: the tasks that load it and resume its replies."""
+        self._retry_at: dict[str, float] = {}
+        """When a model that could not be loaded is tried again."""
         self._waiting: set[str] = set()
         """The models for which replies wait, as it was logged."""
 
-    async def run(self, models: ModelPool) -> None:
-        """Recovers each reply on its own. One that fails is marked interrupted and keeps its tokens. One whose model is
-        not offered here waits for a process that offers it."""
-        if self._resume:
-            await self._resume_orphans(models)
-            return
+    async def interrupt(self, models: ModelPool) -> None:
+        """Marks the replies of dead processes as interrupted, and writes their text from their tokens."""
         for id in await self._turns.interrupt_orphans():
             try:
                 await self._rewrite(models, await to_thread(self._store.messages.get, id))
             except Exception as error:
                 _log.warning("a reply that another process left was not recovered: %s", error)
 
-    async def _resume_orphans(self, models: ModelPool) -> None:
+    async def resume(self, models: ModelPool, tasks: asyncio.TaskGroup) -> None:
+        """Starts to resume the replies of dead processes. Those of one model don't wait for another model; those of a
+        model that is not offered here wait for a process that offers it."""
         by_model: dict[str, list[str]] = {}
         for id, name in (await self._turns.list_orphans()).items():
             by_model.setdefault(name, []).append(id)
         for name, ids in by_model.items():
-            if (model := await self._load_model(models, name, ids)) is None:
-                continue
-            for id in await self._turns.claim_orphans(ids):
+            if name not in self._resuming and self._retry_at.get(name, 0.0) <= time.monotonic():
+                task = self._resuming[name] = tasks.create_task(self._resume_all(models, name, ids))
+                task.add_done_callback(lambda _, name=name: self._resuming.pop(name, None))
+
+    async def wait(self, model: str | None = None) -> None:
+        """Waits until the replies of this model that `resume` found, or all of them, are resumed or can't be now."""
+        tasks = [task for name, task in self._resuming.items() if model in (None, name)]
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _resume_all(self, models: ModelPool, name: str, ids: Sequence[str]) -> None:
+        """One that fails is marked interrupted and keeps its tokens."""
+        try:
+            model = await self._load_model(models, name, ids)
+            for id in await self._turns.claim_orphans(ids) if model is not None and not self._turns.closing else ():
+                assert model is not None
                 try:
                     await self._take_over(model, await to_thread(self._store.messages.get, id))
                 except Exception as error:
                     _log.warning("a reply that another process left was not recovered: %s", error)
                     await self._turns.end_recovering(id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
+        except Exception:
+            _log.exception("replies that another process left were not recovered")
 
     async def _load_model(self, models: ModelPool, name: str, ids: Sequence[str]) -> Model | None:
         """The model that continues the replies; None if it is not offered here, or can't be loaded now."""
@@ -168,6 +190,7 @@ class Recovery:
             why = "it is not offered here"
         except PalaverError as error:
             why = str(error)
+            self._retry_at[name] = time.monotonic() + RETRY_SECONDS
         if name not in self._waiting:
             self._waiting.add(name)
             _log.warning("%d replies wait for a server with the model %s: %s", len(ids), name, why)

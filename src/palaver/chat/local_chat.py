@@ -614,7 +614,7 @@ class LocalChat:
         """The reply to follow, and the model that reads its tokens, if one is loaded."""
         reply = await self.message(reply_id)
         if wait and _is_running(reply) and await self._turns.find(reply) is None:
-            await self._service.recovered.wait()  # of a dead process: it is resumed once the model is loaded
+            await self._service.wait_recovered(_model_name(reply))  # of a dead process: resumed once that is loaded
             reply = await self._with_ending(await self.message(reply_id))
         return self._reader_for(reply), reply
 
@@ -627,7 +627,7 @@ class LocalChat:
 
     async def _model_of(self, reply: StoredMessage) -> Model:
         """The model that continues the reply: its own if it is offered here, else the one in use."""
-        return await self._service.models.for_reply(reply.reply.settings.model if reply.reply is not None else "")
+        return await self._service.models.for_reply(_model_name(reply))
 
     async def _model_for(self, conversation: Conversation, parameters: Mapping[str, Any]) -> Model:
         """The model that the parameters of a turn or its conversation name, else the one in use."""
@@ -675,6 +675,10 @@ def _draft_conversation(owner: str, system: str) -> Conversation:
     """A conversation that is not stored yet, to check the request before anything is written."""
     now = datetime.now(UTC)
     return Conversation("", owner, "", False, system, {}, (), None, now, now)
+
+
+def _model_name(reply: StoredMessage) -> str:
+    return reply.reply.settings.model if reply.reply is not None else ""
 
 
 def _is_running(stored: StoredMessage) -> bool:

@@ -436,7 +436,7 @@ class ModelPool:
 
         try:
             needed = 0
-            if self._measure is not None and (self.limits.memory is not None or self._has_others(entry)):
+            if self._measure is not None:
                 needed = await self._measure(entry.name, report)  # may download: others are loaded meanwhile
             async with self._load_lock:
                 if entry.engine is None:
@@ -514,9 +514,6 @@ class ModelPool:
             if entry.engine is not None and entry is not beside and not entry.is_fixed
         ]
         return min(loaded, key=lambda entry: (not entry.idle.is_set(), entry.last_use), default=None)
-
-    def _has_others(self, entry: PooledModel) -> bool:
-        return any(other.engine is not None for other in self._models.values() if other is not entry)
 
     async def _evict(self, entry: PooledModel) -> None:
         """Unloads a model once its replies have ended. Further replies wait until it is loaded again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING
 
@@ -53,14 +53,16 @@ class Service:
         self.fronts = Fronts(store, self.turns, self.changes)
         self.subscriptions = TurnSubscription(store, self.turns, self.requests, self.fronts)
         self.recovered = asyncio.Event()
-        """Set when the replies of dead processes have been recovered."""
+        """Set when the replies of dead processes have been recovered, as far as their models could be loaded."""
+        self._recovering = asyncio.Event()
+        """Set when the recovery of all of them has begun."""
         self.resume = resume
         self.should_continue: Callable[[StoredMessage], bool] | None = None
         """Selects the interrupted replies that are continued when the service starts."""
         self.loop = ToolLoop(self, toolbox or Toolbox())
         self.turns.calls_of, self.turns.on_calls = server_calls, self.loop.reply_ended
         self.fronts.on_round_stopped, self.fronts.on_cache_cleared = self.loop.cancel_calls, models.forget
-        self._recovery = Recovery(store, self.turns, self.requests, resume)
+        self._recovery = Recovery(store, self.turns, self.requests)
         self.media = models.decoder = MediaDecoder()
         self.transcriber_name = transcriber
         self._transcriber: Transcriber | None = None
@@ -104,18 +106,61 @@ class Service:
             self._transcriber = Transcriber(self.transcriber_name)
         return self._transcriber
 
+    async def wait_recovered(self, model: str) -> None:
+        """Waits until the replies of dead processes that this model wrote are recovered, or can't be for now."""
+        await self._recovering.wait()
+        await self._recovery.wait(model)
+
     async def _recover(self) -> None:
-        """Recovers once the model is loaded, since its format reads the tokens, and then repeatedly."""
+        """Recovers what dead processes left, and looks for more of it repeatedly."""
         try:
-            done = await self._recover_once()
-            if done and self.resume and self.should_continue is not None:
-                await self._continue_interrupted(self.should_continue)
+            if self.resume:
+                async with asyncio.TaskGroup() as tasks:
+                    await self._resume_repeatedly(tasks)
+            else:
+                await self._interrupt_once()
         finally:
-            self.recovered.set()
-        while self.resume or not done:
+            self._set_recovered()
+
+    async def _interrupt_once(self) -> None:
+        done = await self._try(self._interrupt_orphans())
+        self._set_recovered()
+        while not done:
             await asyncio.sleep(RECOVERY_INTERVAL_S)
             if self.models.card().state in (ModelState.READY, ModelState.AVAILABLE) and not self.turns.closing:
-                done = await self._recover_once()
+                done = await self._try(self._interrupt_orphans())
+
+    async def _interrupt_orphans(self) -> None:
+        await self.models.ready()  # its format reads the tokens
+        await self._recovery.interrupt(self.models)
+        await self.loop.recover(False)
+
+    async def _resume_repeatedly(self, tasks: asyncio.TaskGroup) -> None:
+        """No model waits for another one: neither for its load, nor because it can't be loaded."""
+        rounds: asyncio.Task[bool] | None = None
+        first = True
+        while True:
+            if self.models.card().state is not ModelState.NONE and not self.turns.closing:
+                await self._try(self._recovery.resume(self.models, tasks))
+                if rounds is None or rounds.done():
+                    rounds = tasks.create_task(self._try(self.loop.recover(True)))
+            self._recovering.set()
+            if first:
+                tasks.create_task(self._finish_first(rounds))
+                first = False
+            await asyncio.sleep(RECOVERY_INTERVAL_S)
+
+    async def _finish_first(self, rounds: asyncio.Task[bool] | None) -> None:
+        await self._recovery.wait()
+        if rounds is not None:
+            await asyncio.wait([rounds])
+        if self.should_continue is not None:
+            await self._continue_interrupted(self.should_continue)
+        self._set_recovered()
+
+    def _set_recovered(self) -> None:
+        self._recovering.set()
+        self.recovered.set()
 
     async def _continue_interrupted(self, should_continue: Callable[[StoredMessage], bool]) -> None:
         try:
@@ -135,12 +180,10 @@ class Service:
             except Exception as error:
                 _log.warning("an interrupted reply was not continued: %s", error)
 
-    async def _recover_once(self) -> bool:
+    async def _try(self, recovery: Coroutine[None, None, None]) -> bool:
         """Whether it succeeded. If not, the replies stay as they are, and it is tried again later."""
         try:
-            await self.models.ready()
-            await self._recovery.run(self.models)
-            await self.loop.recover(self.resume)
+            await recovery
         except PalaverError as error:
             _log.warning("what another process left was not recovered: %s", error)
             return False
