@@ -6,7 +6,9 @@
 Each reply of the embedded model is generated uncut first, alone; then again beside seven others, stopped at random
 points and continued, sometimes without anything of it in the cache. A reply that differs is excused only if the choice
 of its first token that differs was within twice the engine's rounding of another one; at most 0.5% of the replies, and
-none if the engine's bits depend on the text alone (`tests/engines/cycles.py`).
+none if the engine's bits depend on the text alone (`tests/engines/cycles.py`). Engines that are not installed are
+left out, and named; `vllm` needs $PALAVER_VLLM_PYTHON, the Python of its environment. If --engine names one, that is a
+failure.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
 from tests.engines.cycles import Cycles, Tally, measure_rounding
-from tests.engines.engine_cases import NAMES, EngineCases
+from tests.engines.engine_cases import NAMES, EngineCases, missing
 from tests.engines.generate import run
 from tests.gguf_files import FILE_TYPES
 
@@ -86,7 +88,7 @@ def resident() -> float:
 
 async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--engine", nargs="+", choices=NAMES)
     parser.add_argument("--exact", action="store_true", help="in the exact mode")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--gguf", default="f32", choices=FILE_TYPES, help="the weights of the GGUF file")
@@ -98,7 +100,11 @@ async def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         cases = EngineCases(folder, arguments.device, arguments.gguf)
-        for engine in arguments.engine:
+        for engine in arguments.engine or NAMES:
+            if reason := missing(engine):
+                print(f"left out: {engine}: {reason}", flush=True)
+                failures += [f"{engine}: {reason}"] if arguments.engine else []
+                continue
             failures += [
                 f"{engine}: {failure}" for failure in await cycles(engine, arguments.exact, arguments.cycles, cases)
             ]

@@ -5,6 +5,7 @@ python -m benchmarks.kills --program 50 --model sprout
 python -m benchmarks.kills --fronts 50 [--database postgresql]   # one of two servers on a store
 python -m benchmarks.kills --host 50                   # the engine host, eight streams, sprout
 python -m benchmarks.kills --host 50 --model sprout.gguf
+python -m benchmarks.kills --host 10 --engine vllm --engine-python ~/vllm/bin/python
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from benchmarks.fronts import databases
 from palaver.chat.continuation import replay
+from palaver.chat.engine_spec import LoadOptions
 from palaver.chat.interface import Chat
 from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry
@@ -69,13 +71,13 @@ def _tell(count: Count, begun: float) -> None:
         print(f"{passed}: {count.messages} messages, {count.continued} continued, {len(count.wrong)} wrong", flush=True)
 
 
-async def host(kills: int, model: str) -> None:
+async def host(kills: int, model: str, options: LoadOptions | None = None) -> None:
     """Eight replies at a time, half of them greedy; the host is killed at random moments until all kills are done."""
     moments, done, replies, wrong = random.Random(0), 0, 0, 0
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(Path(folder))
-        async with served(store, model) as service:
+        async with served(store, model, options=options) as service:
             chat = service.chat(store.users.ensure().id)
             while done < kills:
                 ids = [await _begun(chat, number) for number in range(STREAMS)]
@@ -126,13 +128,16 @@ def main() -> None:
     parser.add_argument("--fronts", type=int, default=0)
     parser.add_argument("--database", choices=["sqlite", "postgresql"], default="sqlite")
     parser.add_argument("--host", type=int, default=0)
+    parser.add_argument("--engine", default="", help="of --host, as `palaver serve` has it")
+    parser.add_argument("--engine-python", type=Path)
     given = parser.parse_args()
     if given.program:
         program(given.program, given.model or "scripted", given.seconds)
     if given.fronts:
         fronts(given.fronts, given.seconds, given.database)
     if given.host:
-        asyncio.run(host(given.host, given.model or "sprout"))
+        options = LoadOptions(engine=given.engine, engine_python=given.engine_python) if given.engine else None
+        asyncio.run(host(given.host, given.model or "sprout", options))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
     python benchmarks/models.py [--requests 200] [--memory 1000MB]
 
-Prints the time from a request to the first token by whether its model was loaded, and the most memory that the engine
-processes took together (proportional set size: pages that processes share count once).
+The exit status is 1 if a request was lost, a reply was cut or the memory went over the bound, and if nothing was ever
+evicted: then there was room for all. Prints the time from a request to the first token by whether its model was loaded,
+and the most memory that the engine processes took together (proportional set size: pages that processes share count
+once).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import asyncio
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -53,7 +56,8 @@ def _engine_bytes() -> int:
     return total
 
 
-async def measure(requests: int, memory: int) -> None:
+async def measure(requests: int, memory: int) -> list[str]:
+    """Returns what went wrong."""
     numbers, names = random.Random(1), embedded_models()
     times: dict[bool, list[float]] = {True: [], False: []}
     ends: list[str] = []
@@ -95,16 +99,28 @@ async def measure(requests: int, memory: int) -> None:
     for was_loaded, found in times.items():
         if found:
             state = "loaded" if was_loaded else "on disk"
-            print(f"first token, model {state}: median {statistics.median(found):.2f} s, {len(found)} requests")
+            print(
+                f"first token, model {state}: median {statistics.median(found):.2f} s, most {max(found):.2f} s,"
+                f" {len(found)} requests"
+            )
+    wrong = [f"{requests - good} of {requests} requests were lost or cut: {sorted(set(ends))}"] * (good < requests)
+    for what, found_bytes in (("counted", most_counted), ("measured", watch.most)):
+        if found_bytes > memory:
+            wrong.append(f"the memory that was {what} is over the bound by {(found_bytes - memory) / 1e6:.0f} MB")
+    if len(times[False]) <= len(names):
+        wrong.append("no model was loaded twice: --memory has room for all of them")
+    return wrong
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--memory", default="1000MB")
     given = parser.parse_args()
-    asyncio.run(measure(given.requests, parse_size("--memory", given.memory) or 0))
+    wrong = asyncio.run(measure(given.requests, parse_size("--memory", given.memory) or 0))
+    print(*wrong, sep="\n")
+    return min(1, len(wrong))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

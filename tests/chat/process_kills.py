@@ -41,12 +41,14 @@ _CONTEXT.set_forkserver_preload(["tests.chat.process_kills"])
 
 
 @asynccontextmanager
-async def served(store: Store, kind: str, resume: bool = False) -> AsyncIterator[Service]:
+async def served(
+    store: Store, kind: str, resume: bool = False, options: LoadOptions | None = None
+) -> AsyncIterator[Service]:
     if kind == "scripted":
         async with run_service(store, SCRIPTS, resume=resume) as stage:
             yield stage.service
         return
-    models = ModelPool(ModelLoader(LoadOptions(states=store.folder / STATES)).load)
+    models = ModelPool(ModelLoader(options or LoadOptions(states=store.folder / STATES)).load)
     models.load(kind)
     async with Service(store, models, resume=resume) as service:
         await models.ready()

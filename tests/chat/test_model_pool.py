@@ -38,6 +38,8 @@ class Shelf:
         self.most = 0
         self.gate = asyncio.Event()
         self.gate.set()
+        self.failure = ""
+        """Why loads fail once the gate is open."""
         self.script: list[Script] = [WAVE] if hold is None else [[*WAVE[:4], HoldScript(hold), *WAVE[4:]]]
 
     async def load(self, name: str, report: ReportProgress) -> Model:
@@ -45,6 +47,8 @@ class Shelf:
             raise UnknownModel(name, "there is none.")
         report(0.5, "reading")
         await self.gate.wait()
+        if self.failure:
+            raise UnknownModel(name, self.failure)
         self.loads.append(name)
         made = model(self.script, name)
         assert isinstance(made.engine, ScriptedEngine)

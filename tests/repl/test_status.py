@@ -1,14 +1,26 @@
-"""The line after a turn."""
+"""The line after a turn, and the one while it waits for its model."""
 
 from __future__ import annotations
 
+import asyncio
+import io
+from pathlib import Path
+
 import pytest
 
+from palaver.chat.service import Service
 from palaver.events import Failed, Finished, Usage
 from palaver.generation import Finish
+from palaver.repl.commands import table
+from palaver.repl.input import TypedLine
+from palaver.repl.screen import Screen, console
+from palaver.repl.session import Session
+from palaver.repl.settings import SessionSettings
 from palaver.repl.status import statistics_line
 from palaver.sampling import Sampling
-from palaver.store import ReplySettings, ReplyStatus, StoredReply
+from palaver.store import ReplySettings, ReplyStatus, StoredReply, open_store
+from tests.chat.test_model_pool import Shelf
+from tests.repl.scripted_session import TypedLines
 
 USAGE = Usage(20, 15, 31, 10)
 
@@ -52,3 +64,27 @@ def test_of_a_reply_that_went_on_the_new_part_is_measured() -> None:
 )
 def test_endings_that_are_worth_telling(ending: Finished | Failed, expected: str) -> None:
     assert statistics_line(ending).endswith(expected)
+
+
+@pytest.mark.parametrize("line", ["Hello!", "/compare model=b default"])
+async def test_a_model_that_a_message_waits_for_is_shown_while_it_is_loaded(tmp_path: Path, line: str) -> None:
+    shelf, shown = Shelf(), io.StringIO()
+    pool = shelf.pool()
+    pool.load("a")
+    with open_store(tmp_path) as store:
+        async with Service(store, pool) as service, asyncio.timeout(60):
+            chat = service.chat(store.users.ensure().id)
+            await chat.wait_until_ready()
+            shelf.gate.clear()
+            parameters = {} if line.startswith("/") else {"model": "b"}
+            settings = SessionSettings(tmp_path, parameters=parameters)
+            session = Session(chat, settings, Screen(console(shown, 80), live=True), table())
+            session.lines = TypedLines()
+            if line.startswith("/"):
+                await session.handle_line(TypedLine(line))
+            sending = asyncio.create_task(session.handle_line(TypedLine("Hello!")))
+            while "Loading b 50%" not in shown.getvalue():
+                await asyncio.sleep(0.01)
+            shelf.gate.set()
+            await sending
+            assert session.succeeded

@@ -78,14 +78,18 @@ class DraftingEngine(PacedEngine):
                 start, block = start + len(block), []
 
 
-def scripted(script: Path, rate: float, context: int, media: tuple[str, ...], blocks: int) -> Model:
+def scripted(
+    script: Path, rate: float, context: int, media: tuple[str, ...], blocks: int, name: str = "scripted"
+) -> Model:
     scripts = [reply(one["thought"], one["answer"]) for one in json.loads(script.read_text())]
     format = TemplateFormat(Template(CHATML), TOKENIZER, STRINGS)
     engine = DraftingEngine(scripts, rate, context, blocks) if blocks else PacedEngine(scripts, rate, context, media)
-    return Model(engine, format, "scripted", TOKENIZER.fingerprint, TOKENIZER.vocabulary)
+    return Model(engine, format, name, TOKENIZER.fingerprint, TOKENIZER.vocabulary)
 
 
 LOGIN = "as-it-is-printed"
+SECOND = "second"
+"""A further model, which is loaded once there is a file `loaded` in the folder."""
 
 
 async def serve(asked: argparse.Namespace) -> None:
@@ -96,7 +100,9 @@ async def serve(asked: argparse.Namespace) -> None:
 
             return make_model(name)
         if asked.script:
-            return scripted(asked.script, asked.rate, asked.context, tuple(asked.media), asked.blocks)
+            while name == SECOND and not (asked.folder / "loaded").exists():
+                await asyncio.sleep(0.05)
+            return scripted(asked.script, asked.rate, asked.context, tuple(asked.media), asked.blocks, name)
         if asked.gguf:
             return await ModelLoader(LoadOptions(states=asked.folder / STATES)).load(name, told)
         from tests.server.live_server import sprout  # torch is not for servers that only recite
@@ -113,7 +119,7 @@ async def serve(asked: argparse.Namespace) -> None:
     )
     with open_store(asked.folder) as store:
         name = "scripted" if asked.script else "calling" if asked.calling else asked.gguf or "sprout"
-        models = ModelPool(load, (name,))
+        models = ModelPool(load, (name, SECOND) if asked.second else (name,))
         toolbox = tool_servers(asked.folder, asked.calling) if asked.calling or asked.demo else None
         async with Service(store, models, resume=True, transcriber=asked.transcriber, toolbox=toolbox) as service:
             models.load(name)
@@ -144,6 +150,7 @@ def main() -> None:
     parser.add_argument("--calling", action="store_true", help="a model that calls the tools that a message names")
     parser.add_argument("--demo", action="store_true", help="offers the demo's tools to conversations")
     parser.add_argument("--gguf", help="a file to load as `palaver serve` does")
+    parser.add_argument("--second", action="store_true", help="offers a second model that only recites")
     parser.add_argument("--transcriber", default="")
     asyncio.run(serve(parser.parse_args()))
 

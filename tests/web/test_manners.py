@@ -307,7 +307,7 @@ def test_the_model_is_shown_while_it_loads_and_can_be_changed(page: Page, tmp_pa
         page.get_by_role("button", name="Model: scripted").click()
         page.get_by_role("button", name="Unload").click()
         expect(page.get_by_text("No model is loaded.")).to_be_visible()
-        page.get_by_role("button", name="Load").first.click()
+        page.get_by_role("button", name="Use by default").first.click()
         expect(page.locator("dialog")).to_contain_text("Context of")
         page.keyboard.press("Escape")
         ask(page, "Are you there?")

@@ -32,7 +32,7 @@ def test_an_error_of_a_dialog_is_seen_in_it(page: Page, quick: Served) -> None:
     page.get_by_role("button", name="Model: scripted").click()
     dialog = page.get_by_role("dialog", name="Model")
     dialog.get_by_placeholder("Qwen/Qwen3-0.6B").fill("no/such-model")
-    dialog.locator("form").get_by_role("button", name="Load").click()
+    dialog.locator("form").get_by_role("button", name="Use by default").click()
     alert = dialog.get_by_role("alert")
     expect(alert).to_contain_text("no/such-model")
     assert alert.evaluate(

@@ -23,6 +23,14 @@ describe('a turn', () => {
     expect(turn.parts.map((part) => part.kind)).toEqual(['thinking', 'text'])
   })
 
+  it('tells which model it waits for', () => {
+    const turn = new Turn()
+    turn.take(0, { type: 'waiting', position: 0, seconds: null, loading: 'sprout', progress: 0.4 })
+    expect(turn.waiting).toEqual({ position: 0, seconds: null, loading: 'sprout', progress: 0.4 })
+    turn.take(0, { type: 'waiting', position: 2, seconds: null })
+    expect(turn.waiting?.loading).toBe('')
+  })
+
   it('shows a thought before its first word', () => {
     expect(told([phase('thinking')]).parts).toHaveLength(1)
   })

@@ -159,8 +159,7 @@ class Recovery:
             by_model.setdefault(name, []).append(id)
         for name, ids in by_model.items():
             if name not in self._resuming and self._retry_at.get(name, 0.0) <= time.monotonic():
-                task = self._resuming[name] = tasks.create_task(self._resume_all(models, name, ids))
-                task.add_done_callback(lambda _, name=name: self._resuming.pop(name, None))
+                self._resuming[name] = tasks.create_task(self._resume_all(models, name, ids))
 
     async def wait(self, model: str | None = None) -> None:
         """Waits until the replies of this model that `resume` found, or all of them, are resumed or can't be now."""
@@ -181,6 +180,8 @@ class Recovery:
                     await self._turns.end_recovering(id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
         except Exception:
             _log.exception("replies that another process left were not recovered")
+        finally:
+            del self._resuming[name]
 
     async def _load_model(self, models: ModelPool, name: str, ids: Sequence[str]) -> Model | None:
         """The model that continues the replies; None if it is not offered here, or can't be loaded now."""

@@ -19,6 +19,7 @@ from palaver.chat.interface import (
     ContextUsage,
     ConversationChange,
     ModelCard,
+    ModelState,
     ReplyToken,
     SentMessage,
     StartedReplies,
@@ -74,7 +75,9 @@ class LocalChat:
     # the model
 
     async def model(self, name: str = "") -> ModelCard:
-        return self._service.models.card(name) if name else self._service.models.loading_card()
+        models = self._service.models
+        card = models.card(name) if name else models.loading_card()
+        return (await models.describe(name))[0] if name and card.state is ModelState.AVAILABLE else card
 
     async def models(self) -> tuple[str, ...]:
         return self._service.models.names

@@ -280,15 +280,16 @@ class ModelPool:
         known.sort(key=lambda model: (model.tokenizer != tokenizer, model.name != name, model.name != self._default))
         return known[0] if known else None
 
-    async def describe(self) -> tuple[ModelCard, ...]:
-        """A card of each model that can be asked for. Those that were never loaded say what their files say, as far as
-        these are read in a few seconds; the next call has the rest."""
-        names = self.names
+    async def describe(self, *names: str) -> tuple[ModelCard, ...]:
+        """A card of each model that can be asked for, or of those with these names. Models that were never loaded say
+        what their files say, as far as these are read in a few seconds; the next call has the rest."""
+        names = tuple(map(self.resolve, names)) or self.names
         if self._describe is not None:
             for name in names:
                 if name not in self._descriptions and not self._was_loaded(name):
                     self._descriptions[name] = asyncio.create_task(self._describe(name))
-            if unread := [task for task in self._descriptions.values() if not task.done()]:
+            read = (self._descriptions.get(name) for name in names)
+            if unread := [task for task in read if task is not None and not task.done()]:
                 await asyncio.wait(unread, timeout=_DESCRIBE_SECONDS)
         return tuple(self._describe_one(name) for name in names)
 

@@ -357,8 +357,15 @@ class Session:
         return task.result()
 
     async def _loading_status(self) -> str:
-        card = await self.chat.model()
-        return loading_line(card) if card.state is ModelState.LOADING else ""
+        """The first model of those that the next turn uses which is being loaded."""
+        columns = () if self.compare_mode is None else self.compare_mode.columns
+        named = [(await self.cursor.settings()).parameters, *(column.parameters for column in columns)]
+        for name in dict.fromkeys(("", *(parameters.get("model") or "" for parameters in named))):
+            with suppress(PalaverError):  # the turn reports it
+                card = await self.chat.model(name)
+                if card.state is ModelState.LOADING:
+                    return loading_line(card)
+        return ""
 
     # opening
 

@@ -27,6 +27,8 @@ GRAMMAR_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 15.0
 """After so long without a chunk a comment is sent, so that no proxy closes the connection."""
 KEEP_ALIVE = b": still here\n\n"
+COMMENT_SECONDS = 0.25
+"""How often a stream looks for a new comment while it waits for a chunk."""
 MAX_PENDING_BYTES = 64 << 10
 
 
@@ -90,11 +92,47 @@ class EventStream(Response):
             sending.result()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """The chunks, for another stream that sends them. Closing it early is a disconnect."""
+        complete = False
+        try:
+            async for chunk in self._chunks:
+                yield chunk
+            complete = True
+        finally:
+            if not complete and self._on_disconnect is not None:
+                self._on_disconnect()
+            await self._chunks.aclose()
+
+    def add_comments(self, describe: Callable[[], str]) -> None:
+        """Sends comments while no chunk comes: each new text that `describe` returns."""
+        self._chunks = _with_comments(self._chunks, describe)
+
     async def _send(self, send: Send) -> None:
         async with aclosing(ChunkJoiner(self._chunks)) as batches:
             async for batch in batches:
                 self._sent = True
                 await send({"type": "http.response.body", "body": batch, "more_body": True})
+
+
+async def _with_comments(chunks: AsyncGenerator[bytes], describe: Callable[[], str]) -> AsyncGenerator[bytes]:
+    sent = ""
+    upcoming = asyncio.ensure_future(anext(chunks))
+    try:
+        while True:
+            await asyncio.wait({upcoming}, timeout=COMMENT_SECONDS)
+            if upcoming.done():
+                try:
+                    chunk = upcoming.result()
+                except StopAsyncIteration:
+                    return
+                yield chunk
+                upcoming = asyncio.ensure_future(anext(chunks))
+            elif (text := " ".join(describe().split())) not in ("", sent):
+                sent = text
+                yield f": {text}\n\n".encode()
+    finally:
+        await close_stream(upcoming, chunks)
 
 
 class ChunkJoiner:

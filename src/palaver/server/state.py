@@ -11,11 +11,11 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, ParamSpec, TypeVar
 
 from cachetools import LRUCache, TLRUCache
 from fastapi import Depends, Header, Request
@@ -243,11 +243,13 @@ class ServerState:
     """By reply id: the tasks that watch running responses."""
     background_tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def model(self, name: str | None = None, parameters: Mapping[str, Any] | None = None) -> Model:
-        """The model that a request names, loaded if necessary. Without a name: the one that the parameters of its
-        conversation name, or the one in use. Raises ModelNotOffered."""
-        name = name or (parameters or {}).get("model")
-        return await self.service.models.get("" if name in self.settings.aliases else name)
+    async def model(self, name: str | None = None) -> Model:
+        """The model of that name, loaded if necessary; without a name, the one in use. Raises ModelNotOffered."""
+        return await self.service.models.get(self.model_name(name))
+
+    def model_name(self, name: str | None) -> str:
+        """The name as the models have it; empty for the one in use."""
+        return "" if name is None or name in self.settings.aliases else name
 
     def attachments(self, model: Model | None = None) -> AttachmentReader:
         """Reads the files that clients attach. With a model: only media that it accepts."""

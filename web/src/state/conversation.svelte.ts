@@ -6,7 +6,7 @@ import { strings } from '../strings'
 import * as api from '../transport/api'
 import { newKey, Refused } from '../transport/http'
 import type { Stream } from '../transport/stream'
-import type { CallDecision, Change, Comparison, Conversation as About, Cursor, Gauge, Part, Said, Stored, ToolRound } from '../transport/types'
+import type { CallDecision, Change, Comparison, Conversation as About, Cursor, Gauge, ModelCard, Part, Said, Stored, ToolRound } from '../transport/types'
 import { compareMode } from './compare.svelte'
 import { model } from './model.svelte'
 import { notices } from './notices.svelte'
@@ -38,6 +38,8 @@ export class Conversation {
   /** What was sent and not yet taken. */
   pending: Pending | null = $state.raw(null)
   full: Full | null = $state.raw(null)
+  /** The model that the next reply waits for, while it is loaded. */
+  loading: ModelCard | null = $state.raw(null)
   missing = $state(false)
   loaded = $state(false)
   readonly turns = new SvelteMap<string, Turn>()
@@ -466,10 +468,21 @@ export class Conversation {
 
   async #write(act: () => Promise<void>): Promise<boolean> {
     this.#writing += 1
+    const looking = setInterval(() => void this.#lookForLoading(), LOOK_AGAIN)
     const done = await this.#try(act)
+    clearInterval(looking)
     this.#writing -= 1
+    if (this.loading) void model.look()
+    this.loading = null
     this.#settled()
     return done
+  }
+
+  async #lookForLoading(): Promise<void> {
+    const compared = compareMode.on ? compareMode.columns.map((one) => one.parameters?.['model']) : []
+    const names = new Set([this.about?.parameters['model'], ...compared].map((name) => String(name ?? '')))
+    const cards = await Promise.all([...names].map((name) => api.model(name).catch(() => null)))
+    if (this.#writing > 0) this.loading = cards.find((card) => card?.state === 'loading') ?? null
   }
 
   async #try(act: () => Promise<void>): Promise<boolean> {

@@ -1,5 +1,6 @@
 // The model in use, and those at hand.
 import * as api from '../transport/api'
+import { Refused } from '../transport/http'
 import type { ModelCard, Switch, SwitchKind } from '../transport/types'
 import { notices } from './notices.svelte'
 
@@ -10,6 +11,8 @@ class Model {
   card: ModelCard | null = $state.raw(null)
   names: string[] = $state.raw([])
   #timer: ReturnType<typeof setTimeout> | undefined
+  /** The model that the open conversation names; empty: the one that is used by default. */
+  #name = ''
 
   get isReady(): boolean {
     return this.card?.state === 'ready'
@@ -17,7 +20,7 @@ class Model {
 
   /** Whether a reply can be asked for, now or as soon as the model is loaded. */
   get isAvailable(): boolean {
-    return this.card?.state === 'ready' || this.card?.state === 'loading'
+    return this.card !== null && ['ready', 'loading', 'available'].includes(this.card.state)
   }
 
   /** Whether it is the one that comes with Palaver, to try things out. */
@@ -29,14 +32,26 @@ class Model {
     return this.card?.switches.find((one) => one.kind === kind) ?? null
   }
 
+  /** From now on the card is that of this model. */
+  follow(name: string): void {
+    if (name === this.#name) return
+    this.#name = name
+    void this.look()
+  }
+
   async look(): Promise<void> {
     clearTimeout(this.#timer)
+    const name = this.#name
     try {
-      this.card = await api.model()
+      const card = await api.model(name).catch((error: unknown) => {
+        if (name !== '' && error instanceof Refused && error.status === 404) return api.model() // it is not offered any more
+        throw error
+      })
+      if (name === this.#name) this.card = card
     } catch {
       return // the banner tells; the stream looks again when it is back
     }
-    if (this.card.state === 'loading') this.#timer = setTimeout(() => void this.look(), LOOK_AGAIN)
+    if (this.card?.state === 'loading') this.#timer = setTimeout(() => void this.look(), LOOK_AGAIN)
   }
 
   async lookForNames(): Promise<void> {

@@ -44,7 +44,8 @@ export class Turn implements Reader {
   parts: Shown[] = $state.raw([])
   notices: string[] = $state.raw([])
   phase: Phase | null = $state.raw(null)
-  waiting: { position: number; seconds: number | null } | null = $state.raw(null)
+  /** In the queue; or until its model is loaded, whose name and progress it has. */
+  waiting: { position: number; seconds: number | null; loading: string; progress: number | null } | null = $state.raw(null)
   started: { prompt: number; cached: number } | null = $state.raw(null)
   finish: Finish | null = $state.raw(null)
   usage: Usage | null = $state.raw(null)
@@ -90,7 +91,7 @@ export class Turn implements Reader {
   take(number: number, event: Event): boolean {
     switch (event.type) {
       case 'waiting':
-        this.waiting = { position: event.position, seconds: event.seconds }
+        this.waiting = { position: event.position, seconds: event.seconds, loading: event.loading ?? '', progress: event.progress ?? null }
         return true
       case 'started':
         this.waiting = null

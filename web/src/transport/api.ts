@@ -46,7 +46,7 @@ export const session = (): Promise<Session> => request(at('session'))
 export const signIn = (key: string): Promise<Session> => request(at('session'), { method: 'POST', json: { key } })
 export const signOut = (): Promise<void> => request(at('session'), { method: 'DELETE' })
 
-export const model = (): Promise<ModelCard> => request(at('model'))
+export const model = (name = ''): Promise<ModelCard> => request(`${at('model')}?name=${encodeURIComponent(name)}`)
 export const models = (): Promise<string[]> => request(at('models'))
 export const load = (name: string): Promise<ModelCard> =>
   request(at('model', 'load'), { method: 'POST', json: { name } })

@@ -24,6 +24,7 @@ from palaver.server.anthropic.request import (
 from palaver.server.anthropic.schemas import AnthropicMessage, CountRequest, MessagesRequest
 from palaver.server.anthropic.streaming import AnthropicReply, fold_message, stream_response
 from palaver.server.auth import CallerDep
+from palaver.server.load_progress import answer_while_loading
 from palaver.server.openai.request import (
     CONVERSATION_HEADER,
     api_field_names,
@@ -31,7 +32,13 @@ from palaver.server.openai.request import (
     ignored_header,
     output_options,
 )
-from palaver.server.openai.stored import choice_parameters, conversation_model, start_replies, stored_choices
+from palaver.server.openai.stored import (
+    choice_parameters,
+    conversation_model,
+    conversation_model_name,
+    start_replies,
+    stored_choices,
+)
 from palaver.server.openai.streaming import CompletionStream
 from palaver.server.sse import close_on_failure, first_chunk, first_seconds, run_while_connected
 from palaver.server.state import ServerState, StateDep
@@ -60,9 +67,12 @@ def router() -> APIRouter:
         `metadata.conversation` (or the header `x-conversation`; `new` makes one) keeps what is said."""
         _check_version(request)
         name = conversation_name(body.metadata, request.headers)
-        if name is not None:
-            return await answer_in_conversation(request, body, name, caller.owner_id, state)
-        return await answer_messages(request, body, caller.owner_id, state)
+        if name is None:
+            answer = answer_messages(request, body, caller.owner_id, state)
+            return await answer_while_loading(request, state, body.model, body.stream, answer)
+        model = await conversation_model_name(state.service.chat(caller.owner_id), name, body.model)
+        answer = answer_in_conversation(request, body, name, caller.owner_id, state)
+        return await answer_while_loading(request, state, model, body.stream, answer)
 
     @routes.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request, body: CountRequest, caller: CallerDep, state: StateDep) -> TokenCount:

@@ -20,6 +20,7 @@ from palaver.formats.format import CompletionFormat
 from palaver.generation import Prompt
 from palaver.phases import Phase, Phases, State
 from palaver.server.auth import CallerDep
+from palaver.server.load_progress import answer_while_loading
 from palaver.server.openai.request import (
     ChatCall,
     OutputOptions,
@@ -36,7 +37,7 @@ from palaver.server.openai.schemas import CompletionRequest, FillRequest
 from palaver.server.openai.streaming import ChoiceDelta, ChunkHeader, CompletionStream, respond
 from palaver.server.settings import ServerSettings
 from palaver.server.sse import encode_json
-from palaver.server.state import StateDep
+from palaver.server.state import ServerState, StateDep
 from palaver.store.records import new_id
 
 MAX_PROMPTS = 64
@@ -48,13 +49,8 @@ def router() -> APIRouter:
     @routes.post("/v1/completions", response_model=None)
     async def completions(request: Request, body: CompletionRequest, caller: CallerDep, state: StateDep) -> Response:
         """What the model makes of a text, whole or as a stream of server-sent events."""
-        model = await state.model(body.model)
-        with api_field_names():
-            call, reply_streams = await asyncio.to_thread(_parse_request, body, model, state.settings, caller.owner_id)
-        completion = CompletionStream(call, reply_streams, state.metrics, state.limiter)
-        header = ChunkHeader(model.name, f"fp_{model.tokenizer}", f"cmpl-{new_id()}")
-        encoder, ignored = TextEncoder(header, completion), ignored_header(ignored_fields(body))
-        return await respond(request, completion, completion.deltas(), encoder, ignored)
+        answer = _complete(request, body, caller.owner_id, state)
+        return await answer_while_loading(request, state, body.model, body.stream, answer)
 
     @routes.post("/v1/fill", response_model=None)
     async def fill(request: Request, body: FillRequest, caller: CallerDep, state: StateDep) -> Response:
@@ -68,6 +64,16 @@ def router() -> APIRouter:
         return await respond(request, completion, completion.deltas(), encoder, ignored)
 
     return routes
+
+
+async def _complete(request: Request, body: CompletionRequest, owner: str, state: ServerState) -> Response:
+    model = await state.model(body.model)
+    with api_field_names():
+        call, reply_streams = await asyncio.to_thread(_parse_request, body, model, state.settings, owner)
+    completion = CompletionStream(call, reply_streams, state.metrics, state.limiter)
+    header = ChunkHeader(model.name, f"fp_{model.tokenizer}", f"cmpl-{new_id()}")
+    encoder, ignored = TextEncoder(header, completion), ignored_header(ignored_fields(body))
+    return await respond(request, completion, completion.deltas(), encoder, ignored)
 
 
 def _parse_fill(

@@ -16,6 +16,7 @@ from palaver.errors import BadParameter
 from palaver.formats.base import RenderOptions
 from palaver.generation import Prompt
 from palaver.server.auth import CallerDep
+from palaver.server.load_progress import answer_while_loading
 from palaver.server.openai.audio import AddVoice, voice_output
 from palaver.server.openai.request import (
     api_field_names,
@@ -28,7 +29,7 @@ from palaver.server.openai.request import (
     parse_tools,
 )
 from palaver.server.openai.schemas import ChatRequest, DetokenizeRequest, RenderRequest, TokenizeRequest
-from palaver.server.openai.stored import answer_in_conversation
+from palaver.server.openai.stored import answer_in_conversation, conversation_model_name
 from palaver.server.openai.streaming import ChatEncoder, CompletionStream, respond
 from palaver.server.sse import run_while_connected
 from palaver.server.state import ServerState, StateDep
@@ -43,9 +44,12 @@ def chat_router() -> APIRouter:
         `metadata.conversation` (or the header `x-conversation`; `new` makes one) keeps what is said."""
         state.transcripts.resolve(caller.owner_id, body.messages)
         name = conversation_name(body.metadata, request.headers)
-        if name is not None:
-            return await answer_in_conversation(request, body, name, caller.owner_id, state)
-        return await answer_chat(request, body, caller.owner_id, state)
+        if name is None:
+            answer = answer_chat(request, body, caller.owner_id, state)
+            return await answer_while_loading(request, state, body.model, body.stream, answer)
+        model = await conversation_model_name(state.service.chat(caller.owner_id), name, body.model)
+        answer = answer_in_conversation(request, body, name, caller.owner_id, state)
+        return await answer_while_loading(request, state, model, body.stream, answer)
 
     return routes
 

@@ -88,8 +88,13 @@ async def answer_in_conversation(
 
 async def conversation_model(chat: Chat, conversation: str, name: str | None, state: ServerState) -> Model:
     """The model of a turn: the one that the request names, or that of its conversation."""
-    named = name or conversation == NEW
-    return await state.model(name, None if named else (await chat.conversation(conversation)).parameters)
+    return await state.model(await conversation_model_name(chat, conversation, name))
+
+
+async def conversation_model_name(chat: Chat, conversation: str, name: str | None) -> str | None:
+    if name or conversation == NEW:
+        return name
+    return (await chat.conversation(conversation)).parameters.get("model")
 
 
 async def stored_choices(

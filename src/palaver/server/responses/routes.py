@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse, Response
 
 from palaver.errors import BadParameter
 from palaver.server.auth import CallerDep
+from palaver.server.load_progress import answer_while_loading
 from palaver.server.responses import serving
 from palaver.server.responses.conversations import page_items
 from palaver.server.responses.request import check_request
@@ -45,7 +46,8 @@ def router() -> APIRouter:
         in a conversation, and found again by its id."""
         check_request(body)
         answer = serving.answer_stateless if body.store is False else serving.answer_stored
-        return await answer(request, body, caller.owner_id, state)
+        coming = answer(request, body, caller.owner_id, state)
+        return await answer_while_loading(request, state, body.model, body.stream, coming)
 
     @routes.post("/v1/responses/input_tokens")
     async def input_tokens(body: ResponseRequest, caller: CallerDep, state: StateDep) -> InputTokens:
