@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,8 +10,24 @@ from pathlib import Path
 import pytest
 from jinja2 import Environment
 
+from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.interface import Column
+from palaver.chat.service import Service
+from palaver.commands.options import make_pool
 from palaver.errors import BrokenModel
-from palaver.models.axolotl import TEMPLATES, TrainedModel, is_configuration, read_configuration
+from palaver.events import Finished
+from palaver.messages import user
+from palaver.models.axolotl import (
+    TEMPLATES,
+    TrainedModel,
+    is_configuration,
+    list_checkpoints,
+    read_configuration,
+    split_checkpoint,
+)
+from palaver.models.catalog import Catalog, CatalogEntry
+from palaver.models.resolver import resolve_folder, resolve_model
+from palaver.store import open_store
 
 
 def config(folder: Path, text: str) -> Path:
@@ -44,6 +61,68 @@ def test_a_model_that_was_trained_whole(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
     assert read_configuration(path) == TrainedModel(str(tmp_path / "out"), output_folder=tmp_path / "out")
+
+
+def test_checkpoints_of_a_training(tmp_path: Path) -> None:
+    path = config(tmp_path, "base_model: owner/name\nadapter: lora\noutput_dir: ./out\nsequence_len: 2048\n")
+    assert list_checkpoints(path) == ()
+    out = adapter(tmp_path / "out")
+    for number in (1000, 200):
+        adapter(out / f"checkpoint-{number}")
+    (out / "checkpoint-300").mkdir()
+    (out / "checkpoint-last").mkdir()
+    assert list_checkpoints(path) == ("checkpoint-200", "checkpoint-300", "checkpoint-1000")
+    name = f"{path}@checkpoint-200"
+    assert is_configuration(name)
+    assert split_checkpoint(name) == (path, "checkpoint-200")
+    found = read_configuration(path, "checkpoint-200")
+    assert found == TrainedModel("owner/name", out / "checkpoint-200", out, context_length=2048)
+    (out / "checkpoint-200" / "chat_template.jinja").write_text("{{ messages }}")
+    assert read_configuration(path, "checkpoint-200").output_folder == out / "checkpoint-200"
+    for missing in ("checkpoint-300", "checkpoint-7"):
+        with pytest.raises(
+            BrokenModel, match=rf"no {missing} in ./out \(there are: checkpoint-200, checkpoint-300, .*\)"
+        ):
+            read_configuration(path, missing)
+    assert not is_configuration(f"{path}@last")
+
+
+def test_checkpoints_are_offered_with_their_configuration(tmp_path: Path) -> None:
+    path = config(tmp_path, "base_model: owner/name\noutput_dir: out\n")
+    checkpoint = tmp_path / "out" / "checkpoint-20"
+    shutil.copytree(resolve_folder("sprout"), checkpoint)
+    run = CatalogEntry("run", str(path), {"exact": True})
+    catalog = Catalog((str(path),), (run,))
+    assert catalog.names() == (str(path), "run", f"{path}@checkpoint-20", "run@checkpoint-20")
+    assert catalog.resolve("run@checkpoint-20") == "run@checkpoint-20"
+    assert catalog.resolve("run@checkpoint-30") is None
+    entry = catalog.entry("run@checkpoint-20")
+    assert entry == CatalogEntry("run@checkpoint-20", f"{path}@checkpoint-20", {"exact": True})
+    assert resolve_model(entry.source).folder == checkpoint
+
+
+async def test_two_checkpoints_are_compared(tmp_path: Path) -> None:
+    path = config(tmp_path, "base_model: owner/name\noutput_dir: out\n")
+    for number in (20, 40):
+        shutil.copytree(resolve_folder("sprout"), tmp_path / "out" / f"checkpoint-{number}")
+    names = [f"{path}@checkpoint-{number}" for number in (20, 40)]
+    pool = make_pool(LoadOptions(compiled=False), tmp_path, str(path))
+    pool.load(names[0])
+    with open_store(tmp_path / "data") as store:
+        async with Service(store, pool) as service:
+            chat = service.chat(store.users.ensure().id)
+            assert set(names) <= set(await chat.models())
+            talk = await chat.create_conversation(parameters={"max_tokens": 4, "temperature": 0})
+            await chat.wait_until_ready()
+            columns = [Column({"model": name}) for name in names]
+            compared = await chat.compare(talk.id, None, user("Hello!"), columns)
+            replies = []
+            for one in compared.replies:
+                async with chat.events(one.reply_id) as events:
+                    assert isinstance([entry async for entry in events][-1].event, Finished)
+                replies.append(await chat.message(one.reply_id))
+            assert [one.reply.settings.model for one in replies if one.reply is not None] == names
+            assert replies[0].parts == replies[1].parts, "they are copies of one model"
 
 
 def test_a_base_model_in_a_folder_beside_it(tmp_path: Path) -> None:

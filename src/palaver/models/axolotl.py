@@ -21,6 +21,8 @@ _FALLBACK_PREFIX = "tokenizer_default_fallback_"
 _ADAPTERS = ("lora", "qlora")
 _DEFAULT_OUTPUT = "./model-out"
 """axolotl's default for `output_dir`."""
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+"""A folder in `output_dir` with the model as it was after so many steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +52,39 @@ class TrainedModel:
 
 
 def is_configuration(name: str) -> bool:
-    path = Path(name).expanduser()
+    """Whether it names a configuration, or a checkpoint of its training, as in `run.yml@checkpoint-200`."""
+    path, _ = split_checkpoint(name)
     return path.suffix in (".yml", ".yaml") and path.is_file()
 
 
-def read_configuration(path: Path) -> TrainedModel:
-    """Raises BrokenModel if the file is no configuration or refers to missing files."""
+def split_checkpoint(name: str) -> tuple[Path, str]:
+    """The file of a configuration, and the name of the checkpoint behind it; empty if there is none."""
+    file, _, checkpoint = name.rpartition("@")
+    if not file or not _CHECKPOINT.fullmatch(checkpoint):
+        file, checkpoint = name, ""
+    return Path(file).expanduser(), checkpoint
+
+
+def list_checkpoints(path: Path) -> tuple[str, ...]:
+    """The checkpoints that the training of a configuration has written, the oldest first."""
+    try:
+        folder = _find_folder(path, _output(_read_yaml(path)))
+        found = [one.name for one in folder.iterdir() if one.is_dir()] if folder is not None else []
+    except (BrokenModel, OSError):
+        return ()
+    numbers = {int(match[1]): name for name in found if (match := _CHECKPOINT.fullmatch(name))}
+    return tuple(numbers[number] for number in sorted(numbers))
+
+
+def read_configuration(path: Path, checkpoint: str = "") -> TrainedModel:
+    """The result of the training, or one of its checkpoints. Raises BrokenModel if the file is no configuration or
+    refers to missing files."""
     config = _read_yaml(path)
     base = config.get("base_model")
     if not isinstance(base, str) or not base:
         raise BrokenModel(f"{path}: there is no base_model.")
-    weights = _find_weights(path, config, _find_path(path, base) or base)
+    base = _find_path(path, base) or base
+    weights = _find_checkpoint(path, config, base, checkpoint) if checkpoint else _find_weights(path, config, base)
     length = config.get("sequence_len")
     return replace(
         _with_template(path, config, weights),
@@ -102,20 +126,38 @@ def _quantize_bits(path: Path, config: Mapping[str, Any]) -> int | None:
 
 def _find_weights(path: Path, config: Mapping[str, Any], base: str) -> TrainedModel:
     """The model, its adapter, and notices about the choice."""
-    adapter_type = config.get("adapter")
-    output = str(config.get("lora_model_dir") or config.get("output_dir") or _DEFAULT_OUTPUT)
+    adapter_type = _adapter_type(path, config)
+    output = str(config.get("lora_model_dir") or _output(config))
     folder = _find_folder(path, output)
     if not adapter_type:
         if folder is not None and (folder / "config.json").is_file():
             return TrainedModel(str(folder), output_folder=folder)
         return TrainedModel(base, notes=(f"{output} holds no trained model yet: this is {base} as it was before.",))
-    if adapter_type not in _ADAPTERS:
-        raise BrokenModel(
-            f"{path}: adapters of the kind {adapter_type!r} can't be loaded; known are {', '.join(_ADAPTERS)}."
-        )
     if folder is None or not (folder / "adapter_config.json").is_file():
         raise BrokenModel(f"{path}: there is no adapter in {output} (adapter_config.json): train it first.")
     return TrainedModel(base, folder, output_folder=folder)
+
+
+def _find_checkpoint(path: Path, config: Mapping[str, Any], base: str, checkpoint: str) -> TrainedModel:
+    output, adapter_type = _output(config), _adapter_type(path, config)
+    folder = _find_folder(path, f"{output}/{checkpoint}")
+    if folder is None or not (folder / ("adapter_config.json" if adapter_type else "config.json")).is_file():
+        there = ", ".join(list_checkpoints(path)) or "none"
+        raise BrokenModel(f"{path}: there is no {checkpoint} in {output} (there are: {there}).")
+    saved = any(folder.glob("chat_template*")) or (folder / "tokenizer_config.json").is_file()
+    model, adapter = (base, folder) if adapter_type else (str(folder), None)
+    return TrainedModel(model, adapter, output_folder=folder if saved else folder.parent)
+
+
+def _adapter_type(path: Path, config: Mapping[str, Any]) -> str | None:
+    kind = config.get("adapter")
+    if kind and kind not in _ADAPTERS:
+        raise BrokenModel(f"{path}: adapters of the kind {kind!r} can't be loaded; known are {', '.join(_ADAPTERS)}.")
+    return kind or None
+
+
+def _output(config: Mapping[str, Any]) -> str:
+    return str(config.get("output_dir") or _DEFAULT_OUTPUT)
 
 
 def _with_template(path: Path, config: Mapping[str, Any], trained: TrainedModel) -> TrainedModel:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from palaver.errors import BadParameter, RequestError
+from palaver.models.axolotl import is_configuration, list_checkpoints, split_checkpoint
 
 FILE_NAME = "models.toml"
 MAX_FILE_BYTES = 1 << 20
@@ -81,25 +82,43 @@ class Catalog:
         """Models that the operator asked to load. Only these are downloaded if they are not on disk."""
         self._scan = scan
         self._scanned: tuple[str, ...] = ()
+        self._checkpoints: dict[str, CatalogEntry] = {}
+        """By name: the checkpoints of the training configurations that are offered."""
         self._scanned_at = float("-inf")
 
     def names(self) -> tuple[str, ...]:
         """The names of all models, without aliases."""
-        return tuple(dict.fromkeys((*self._entries, *self._on_disk())))
+        on_disk = self._on_disk()
+        return tuple(dict.fromkeys((*self._entries, *self._checkpoints, *on_disk)))
 
     def resolve(self, name: str) -> str | None:
         """The model's own name; empty for an alias of the model in use, None if it is not offered."""
         name = self.aliases.get(name, name)
-        return name if not name or name in self._entries or name in self._on_disk() else None
+        if not name or name in self._entries:
+            return name
+        return name if name in self._on_disk() or name in self._checkpoints else None
 
     def entry(self, name: str) -> CatalogEntry:
         """How the model is loaded. A name that is not in the catalog was given by the operator, and is its source."""
-        return self._entries.get(name) or CatalogEntry(name, name)
+        return self._entries.get(name) or self._checkpoints.get(name) or CatalogEntry(name, name)
 
     def _on_disk(self) -> tuple[str, ...]:
-        if self._scan is not None and time.monotonic() - self._scanned_at > _SCAN_SECONDS:
-            self._scanned, self._scanned_at = tuple(self._scan()), time.monotonic()
+        """The models on disk. Looks for them, and for checkpoints, every few seconds."""
+        if time.monotonic() - self._scanned_at > _SCAN_SECONDS:
+            self._scanned = tuple(self._scan()) if self._scan is not None else ()
+            entries = (checkpoint for entry in self._entries.values() for checkpoint in _checkpoints(entry))
+            self._checkpoints = {entry.name: entry for entry in entries}
+            self._scanned_at = time.monotonic()
         return self._scanned
+
+
+def _checkpoints(entry: CatalogEntry) -> list[CatalogEntry]:
+    """The checkpoints of an entry that is a training configuration: `name@checkpoint-200`."""
+    path, chosen = split_checkpoint(entry.source)
+    if chosen or not is_configuration(entry.source):
+        return []
+    names = list_checkpoints(path)
+    return [CatalogEntry(f"{entry.name}@{one}", f"{entry.source}@{one}", entry.options) for one in names]
 
 
 @dataclass(frozen=True, slots=True)

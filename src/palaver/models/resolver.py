@@ -14,7 +14,7 @@ from typing import Any
 
 from palaver.errors import ModelError, NoWeights, UnknownModel, UnsafeWeights
 from palaver.models import gguf
-from palaver.models.axolotl import is_configuration, read_configuration
+from palaver.models.axolotl import is_configuration, read_configuration, split_checkpoint
 from palaver.models.download import Repository, fetch_weights, list_repository
 
 DEFAULT_MODEL = "sprout"
@@ -75,7 +75,7 @@ def resolve_model(name: str, report: ReportDownload | None = None, download: boo
         if file is not None:
             return ResolvedModel(file.parent, gguf=file, mmproj=gguf.find_projector(name, file))
         return ResolvedModel(resolve_folder(name, report=report, download=download))
-    trained = read_configuration(Path(name).expanduser())
+    trained = read_configuration(*split_checkpoint(name))
     return ResolvedModel(
         resolve_folder(trained.model, report=report, download=download),
         trained.adapter,
