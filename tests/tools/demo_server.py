@@ -17,12 +17,16 @@ def demo_config(folder: Path) -> ServerConfig:
     return ServerConfig("demo", sys.executable, ("-m", "palaver", "tools", "demo", "--notes", str(folder / "notes")))
 
 
-@contextmanager
-def serve_demo(folder: Path) -> Iterator[str]:
-    """Its URL, once it listens."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def serve_demo(folder: Path, port: int | None = None) -> Iterator[str]:
+    """Its URL, once it listens."""
+    port = port or free_port()
     config = demo_config(folder)
     with subprocess.Popen([config.command, *config.args, "--http", str(port)], stderr=subprocess.DEVNULL) as server:
         try:

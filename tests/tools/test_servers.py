@@ -23,7 +23,7 @@ from palaver.tools.demo import calculate_expression, roll
 from palaver.tools.servers import ToolServerFailed, ToolServers, ToolServerState, tool_name
 from palaver.tools.transports import ToolLimits
 from tests.tools import misbehaving_server
-from tests.tools.demo_server import demo_config, serve_demo
+from tests.tools.demo_server import demo_config, free_port, serve_demo
 
 LIMITS = ToolLimits(connect_seconds=20.0, call_seconds=20.0)
 
@@ -96,6 +96,22 @@ async def test_the_demo_over_http_beside_a_dead_server(demo_url: str, tmp_path: 
     assert "could not be reached" in dead.error
     assert (await servers.call("web__calculate", {"expression": "2 ** 10"})).text == "1024"
     await servers.close()
+
+
+async def test_an_http_server_that_is_started_again_gets_a_new_session(tmp_path: Path) -> None:
+    port = free_port()
+    with serve_demo(tmp_path, port) as url:
+        servers = ToolServers([ServerConfig("web", url=url)], LIMITS)
+        assert (await servers.call("web__add_note", {"text": "one"})).text == "Noted: one"
+    with serve_demo(tmp_path, port):
+        assert (await servers.call("web__add_note", {"text": "two"})).text == "Noted: two"
+        assert servers.card("web").state is ToolServerState.READY
+        calls = [servers.call("web__calculate", {"expression": f"{number} + 1"}) for number in range(3)]
+        assert [one.text for one in await asyncio.gather(*calls)] == ["1", "2", "3"]
+    with pytest.raises(ToolServerFailed):
+        await servers.call("web__read_notes", {})
+    await servers.close()
+    assert (tmp_path / "notes").read_text() == "one\ntwo\n"
 
 
 async def test_a_guard_refuses_private_addresses(demo_url: str) -> None:

@@ -22,7 +22,7 @@ from palaver.addresses import AddressGuard
 from palaver.errors import PalaverError
 from palaver.messages import Tool
 from palaver.tools.config import BadToolServer, ServerConfig
-from palaver.tools.transports import StdioProcess, ToolLimits, TransportClosed, http_client
+from palaver.tools.transports import SESSION_LOST, StdioProcess, ToolLimits, TransportClosed, http_client
 
 if TYPE_CHECKING:
     from mcp import types
@@ -45,6 +45,10 @@ class ToolServerFailed(PalaverError):
         super().__init__(f"The tool server {server!r} {why.rstrip('.')}.")
         self.server = server
         self.why = why
+
+
+class SessionLost(ToolServerFailed):
+    """The server was started again and refused a request of the old session: it did not run."""
 
 
 class ToolServerState(StrEnum):
@@ -128,6 +132,8 @@ class ToolServerConnection:
     _list_changed: bool = False
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _closing: asyncio.Event = field(default_factory=asyncio.Event)
+    _lost: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the server does not know the session any more."""
 
     @property
     def card(self) -> ServerCard:
@@ -136,21 +142,22 @@ class ToolServerConnection:
     async def load_tools(self) -> tuple[ServerTool, ...]:
         """The tools as they are now. Raises ToolServerFailed."""
         session = await self._connect()
-        async with self._lock:
-            now = asyncio.get_running_loop().time()
-            if self._list_changed or now - self._listed_at > RELOAD_SECONDS:
-                await self._list_tools(session)
+        with suppress(SessionLost):
+            async with self._lock:
+                now = asyncio.get_running_loop().time()
+                if self._list_changed or now - self._listed_at > RELOAD_SECONDS:
+                    await self._list_tools(session)
+        await self._connect()  # again, if the session was lost: this lists the tools
         return self.tools
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolOutcome:
         """Calls a tool. If the caller is cancelled, the server is told to cancel the call. Raises ToolServerFailed."""
-        session = await self._connect()
+        await self._connect()  # imports the SDK
         from mcp import types
 
         params = types.CallToolRequestParams(name=tool, arguments=dict(arguments))
-        result = await self._request(
-            session, types.CallToolRequest(params=params), types.CallToolResult, self.limits.call_seconds
-        )
+        request = types.CallToolRequest(params=params)
+        result = await self._send(request, types.CallToolResult, self.limits.call_seconds)
         return _read_result(result, self.limits.result_chars)
 
     async def list_resources(self) -> tuple[ServerResource, ...]:
@@ -162,10 +169,10 @@ class ToolServerConnection:
         capabilities, seconds = session.server_capabilities, self.limits.list_seconds
         if capabilities is not None and capabilities.resources is not None:
             request = types.ListResourcesRequest()
-            listed = await self._request(session, request, types.ListResourcesResult, seconds)
+            listed = await self._send(request, types.ListResourcesResult, seconds)
             found += [_resource(one) for one in listed.resources]
         if capabilities is not None and capabilities.prompts is not None:
-            prompts = await self._request(session, types.ListPromptsRequest(), types.ListPromptsResult, seconds)
+            prompts = await self._send(types.ListPromptsRequest(), types.ListPromptsResult, seconds)
             found += [_prompt(one) for one in prompts.prompts]
         return tuple(found[: self.limits.tools])
 
@@ -178,12 +185,12 @@ class ToolServerConnection:
         if name in prompts:
             params = types.GetPromptRequestParams(name=name, arguments=dict(arguments))
             request: Any = types.GetPromptRequest(params=params)
-            result = await self._request(session, request, types.GetPromptResult, self.limits.call_seconds)
+            result = await self._send(request, types.GetPromptResult, self.limits.call_seconds)
             return "\n\n".join(_content_text(one.content) for one in result.messages).encode("utf-8", "replace")
         if session.server_capabilities is None or session.server_capabilities.resources is None:
             raise ToolServerFailed(self.config.name, "has no resources")
         request = types.ReadResourceRequest(params=types.ReadResourceRequestParams(uri=name))
-        read = await self._request(session, request, types.ReadResourceResult, self.limits.call_seconds)
+        read = await self._send(request, types.ReadResourceResult, self.limits.call_seconds)
         blobs = [one.blob for one in read.contents if hasattr(one, "blob")]
         if blobs:
             try:
@@ -216,6 +223,7 @@ class ToolServerConnection:
     async def _run(self, ready: asyncio.Future[None]) -> None:
         """Connects, and owns the connection until it is closed or the server ends it."""
         why = ""
+        self._lost.clear()
         process = None if self.config.url else StdioProcess(self.config, self.limits)
         try:
             await asyncio.to_thread(importlib.import_module, "mcp.client.streamable_http")  # takes a second
@@ -229,7 +237,7 @@ class ToolServerConnection:
                     return
                 self._session, self.state = session, ToolServerState.READY
                 ready.set_result(None)
-                ended = [asyncio.create_task(self._closing.wait())]
+                ended = [asyncio.create_task(event.wait()) for event in (self._closing, self._lost)]
                 if process is not None:
                     ended.append(asyncio.create_task(process.ended.wait()))
                 _, waiting = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
@@ -245,7 +253,7 @@ class ToolServerConnection:
         finally:
             self._session = None
             why = (process.reason if process is not None else "") or why
-            closed = self._closing.is_set()
+            closed = self._closing.is_set() or self._lost.is_set()
             self.state = ToolServerState.IDLE if closed and not why else ToolServerState.FAILED
             self.error = why
             if not ready.done():
@@ -300,6 +308,13 @@ class ToolServerConnection:
         self.tools, self.notices = _offered(self.config.name, listed, self.limits)
         self._listed_at = asyncio.get_running_loop().time()
 
+    async def _send(self, request: Any, kind: type[Any], seconds: float) -> Any:
+        """Sends a request, and once more if the server refused it because it was started again."""
+        try:
+            return await self._request(await self._connect(), request, kind, seconds)
+        except SessionLost:
+            return await self._request(await self._connect(), request, kind, seconds)
+
     async def _request(self, session: ClientSession, request: Any, kind: type[Any], seconds: float) -> Any:
         """Sends a request by the session, without its validation of results by schemas of the server."""
         from mcp.shared.exceptions import MCPError
@@ -308,6 +323,11 @@ class ToolServerConnection:
         try:
             return await session.send_request(request, kind, request_read_timeout_seconds=seconds)
         except MCPError as error:
+            if error.code == SESSION_LOST and self.config.url:
+                if self._session is session:
+                    self._session = None
+                    self._lost.set()
+                raise SessionLost(self.config.name, _one_line(str(error))) from None
             raise ToolServerFailed(self.config.name, await self._why(error, seconds)) from None
         except ValidationError:
             raise ToolServerFailed(self.config.name, "sent an answer that is not of the protocol") from None

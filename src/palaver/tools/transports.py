@@ -29,6 +29,10 @@ WATCHER = 'read -r _; sleep 1; kill -KILL "-$1"'
 """The script of the process that ends a server's process group when this program is gone, however it ended. Its input
 is a pipe that nothing writes to: it ends with this program."""
 STDERR_BYTES = 4096
+SESSION_HEADER = "mcp-session-id"
+SESSION_LOST = -39_404
+"""The code of the error of a request that a server refused, and so did not run: it was started again, and does not know
+the session. No error of JSON-RPC or MCP has it."""
 INHERITED = (
     "HOME", "LANG", "LOGNAME", "PALAVER_DATA", "PATH", "PYTHONPATH", "SHELL", "TERM", "TMPDIR", "USER", "VIRTUAL_ENV",
 )  # fmt: skip
@@ -249,7 +253,10 @@ def _describe_exit(code: int) -> str:
 
 
 def http_client(config: ServerConfig, limits: ToolLimits, guard: AddressGuard | None) -> httpx2.AsyncClient:
-    """A client for a server's URL that bounds responses and, with a guard, connects to the address it checked."""
+    """A client for a server's URL that bounds responses and, with a guard, connects to the address it checked.
+
+    A request that the server refuses because it does not know the session ends with the error SESSION_LOST.
+    """
     import httpx2
 
     inner = httpx2.AsyncHTTPTransport(trust_env=False)
@@ -280,6 +287,10 @@ def http_client(config: ServerConfig, limits: ToolLimits, guard: AddressGuard | 
                 request.extensions = {**request.extensions, "sni_hostname": request.url.host}
                 request.url = request.url.copy_with(host=str(address))
             response = await inner.handle_async_request(request)
+            if response.status_code == 404 and request.method == "POST" and SESSION_HEADER in request.headers:
+                await response.aclose()
+                error = {"code": SESSION_LOST, "message": "does not know the session (any more)"}
+                return httpx2.Response(404, json={"jsonrpc": "2.0", "id": None, "error": error}, request=request)
             if not response.headers.get("content-type", "").startswith("text/event-stream"):  # bounded by its events
                 response.stream = BoundedStream(response.stream)
             return response
