@@ -256,7 +256,7 @@ async def test_after_a_crash_recorded_results_are_used_and_approved_calls_run(tm
         assert store.tool_rounds.decide(reply.id, 0, True, None, "")
         assert store.tool_rounds.begin(lease, reply.id, 0)
         assert not store.tool_rounds.begin(lease, reply.id, 0)
-        assert store.tool_rounds.record_result(reply.id, 0, "the result", False)
+        assert store.tool_rounds.record_result(lease, reply.id, 0, "the result", False)
         assert not store.tool_rounds.decide(reply.id, 0, True, None, "")
         assert store.tool_rounds.decide(reply.id, 1, True, None, "")
     async with open_tools(tmp_path, resume=True) as service:

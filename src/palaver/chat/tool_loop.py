@@ -140,7 +140,7 @@ class ToolLoop:
             with suppress(NotFound):  # in a deleted conversation
                 reply = await to_thread(self._service.store.messages.get, reply_id)
                 self._publish(await self._owner(reply), await self._get(reply_id))
-        for reply_id in await to_thread(self._rounds.list_open) if resume else ():
+        for reply_id in await to_thread(self._rounds.list_actionable) if resume else ():
             reply = await to_thread(self._service.store.messages.get, reply_id)
             assert reply.reply is not None
             owner, loop = await self._owner(reply), reply.reply.settings.options.get(LOOP, {})
@@ -224,26 +224,25 @@ class ToolLoop:
 
     async def _run(self, owner: str, round: ToolRound, call: RoundCall) -> None:
         """Runs one call: recorded as running before, with its result after."""
-        key = (round.reply_id, call.position)
+        key, lease = (round.reply_id, call.position), self._service.turns.lease
         try:
-            lease = self._service.turns.lease
-            if not await to_thread(self._rounds.begin, lease, round.reply_id, call.position):
+            if not await to_thread(self._rounds.begin, lease, *key):
                 return
             self._publish(owner, round)
             text, is_error = await self._result(owner, call)
             if call.edited is not None:
                 text = EDITED.format(arguments=call.edited, result=text)
-            await asyncio.shield(to_thread(self._rounds.record_result, round.reply_id, call.position, text, is_error))
+            await asyncio.shield(to_thread(self._rounds.record_result, lease, *key, text, is_error))
         except asyncio.CancelledError:
             if self._closing:
-                await to_thread(self._rounds.interrupt, round.reply_id, call.position)
+                await to_thread(self._rounds.interrupt, lease, *key)
             raise
         except Exception:
             _log.exception("the result of a tool call was not recorded")
-            await to_thread(self._rounds.interrupt, round.reply_id, call.position)
+            await to_thread(self._rounds.interrupt, lease, *key)
         finally:
             self._calls.pop(key, None)
-        self._spawn(self.advance(round.reply_id))
+            self._spawn(self.advance(round.reply_id))
 
     async def _result(self, owner: str, call: RoundCall) -> tuple[str, bool]:
         try:

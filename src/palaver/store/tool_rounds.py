@@ -13,7 +13,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
 
 from palaver.messages import ToolCall
 from palaver.store.database import Database
@@ -100,14 +100,23 @@ class ToolRounds:
 
     def list_open(self, conversation_id: str | None = None) -> tuple[str, ...]:
         """The replies whose rounds are open, in one conversation or in all that are not deleted."""
+        in_it = () if conversation_id is None else (conversations.c.id == conversation_id,)
+        return self._list_open(*in_it)
+
+    def list_actionable(self) -> tuple[str, ...]:
+        """The replies whose open rounds go on without a decision: calls are new or approved, or all have ended."""
+        calls = select(tool_calls.c.position).where(tool_calls.c.message_id == tool_rounds.c.message_id)
+        ready = calls.where(_in_states(CallState.NEW, CallState.APPROVED)).exists()
+        unfinished = calls.where(~_in_states(*ENDED)).exists()
+        return self._list_open(ready | ~unfinished)
+
+    def _list_open(self, *conditions: ColumnElement[bool]) -> tuple[str, ...]:
         query = (
             select(tool_rounds.c.message_id)
             .join(messages, messages.c.id == tool_rounds.c.message_id)
             .join(conversations, conversations.c.id == messages.c.conversation_id)
-            .where(tool_rounds.c.state == RoundState.OPEN.value, conversations.c.deleted_at.is_(None))
+            .where(tool_rounds.c.state == RoundState.OPEN.value, conversations.c.deleted_at.is_(None), *conditions)
         )
-        if conversation_id is not None:
-            query = query.where(conversations.c.id == conversation_id)
         with self._database.read_transaction() as connection:
             return tuple(connection.execute(query.order_by(messages.c.seq)).scalars())
 
@@ -142,15 +151,20 @@ class ToolRounds:
                 return False
             return _update_call(connection, reply_id, position, (CallState.APPROVED,), values)
 
-    def record_result(self, reply_id: str, position: int, result: str, is_error: bool) -> bool:
-        """Records what a call returned, also one that was considered interrupted."""
-        values = {"state": CallState.DONE.value, "result": result, "is_error": is_error, "ended_at": current_time()}
-        return self._change(reply_id, position, (CallState.RUNNING, CallState.INTERRUPTED), values)
+    def record_result(self, lease: Lease, reply_id: str, position: int, result: str, is_error: bool) -> bool:
+        """Records what a call returned, also one that was considered interrupted.
 
-    def interrupt(self, reply_id: str, position: int) -> None:
-        """Marks a running call as interrupted: it ended without a result."""
+        Returns False, without a change, if the user has decided about the call again since this process began it.
+        """
+        values = {"state": CallState.DONE.value, "result": result, "is_error": is_error, "ended_at": current_time()}
+        before = (CallState.RUNNING, CallState.INTERRUPTED)
         with self._database.write_transaction() as connection:
-            _interrupt(connection, reply_id, position)
+            return _update_call(connection, reply_id, position, before, values, tool_calls.c.holder_id == lease.id)
+
+    def interrupt(self, lease: Lease, reply_id: str, position: int) -> None:
+        """Marks a call that this process runs as interrupted: it ended without a result."""
+        with self._database.write_transaction() as connection:
+            _interrupt(connection, reply_id, position, tool_calls.c.holder_id == lease.id)
 
     def interrupt_orphans(self) -> tuple[str, ...]:
         """Marks calls of dead processes as interrupted. Returns the replies that have one."""
@@ -293,21 +307,30 @@ def _running_calls(connection: Connection, reply_id: str | None = None) -> list[
     return list(connection.execute(query if reply_id is None else query.where(tool_calls.c.message_id == reply_id)))
 
 
-def _interrupt(connection: Connection, reply_id: str, position: int) -> None:
+def _interrupt(connection: Connection, reply_id: str, position: int, *conditions: ColumnElement[bool]) -> None:
     values = {"state": CallState.INTERRUPTED.value, "ended_at": current_time()}
-    _update_call(connection, reply_id, position, (CallState.RUNNING,), values)
+    _update_call(connection, reply_id, position, (CallState.RUNNING,), values, *conditions)
 
 
 def _update_call(
-    connection: Connection, reply_id: str, position: int, before: Sequence[CallState], values: dict[str, Any]
+    connection: Connection,
+    reply_id: str,
+    position: int,
+    before: Sequence[CallState],
+    values: dict[str, Any],
+    *conditions: ColumnElement[bool],
 ) -> bool:
-    which = update(tool_calls).where(*_where_call(reply_id, position, before))
+    which = update(tool_calls).where(*_where_call(reply_id, position, before), *conditions)
     return connection.execute(which.values(**values)).rowcount == 1
 
 
-def _where_call(reply_id: str, position: int | None, before: Sequence[CallState]) -> tuple[Any, ...]:
-    found = (tool_calls.c.message_id == reply_id, tool_calls.c.state.in_([state.value for state in before]))
+def _where_call(reply_id: str, position: int | None, before: Sequence[CallState]) -> tuple[ColumnElement[bool], ...]:
+    found = (tool_calls.c.message_id == reply_id, _in_states(*before))
     return found if position is None else (*found, tool_calls.c.position == position)
+
+
+def _in_states(*states: CallState) -> ColumnElement[bool]:
+    return tool_calls.c.state.in_([state.value for state in states])
 
 
 def _set_round(connection: Connection, reply_id: str, before: Sequence[RoundState], **values: Any) -> bool:

@@ -1,0 +1,71 @@
+"""Rounds of tool calls in both databases: which process may record what, and which rounds go on by themselves."""
+
+from __future__ import annotations
+
+from palaver.messages import ToolCall
+from palaver.store import ReplyEnding, ReplyStatus, Store
+from palaver.store.tool_rounds import CallState
+from tests.store.factories import SETTINGS, add_message, new_conversation
+
+
+def call_tools(store: Store, *names: str) -> str:
+    """The id of a reply that calls these tools."""
+    lease = store.leases.open()
+    conversation = new_conversation(store)
+    question = add_message(store, conversation.id, None, "Call them.")
+    calls = tuple(ToolCall(f"call_{number}", name, "{}") for number, name in enumerate(names))
+    reply = store.replies.start(lease, conversation.id, question.id, SETTINGS)
+    return store.replies.finish(lease, reply.id, ReplyEnding(ReplyStatus.DONE, calls, tool_calls=calls)).id
+
+
+def states(store: Store, reply_id: str) -> list[CallState]:
+    round = store.tool_rounds.get(reply_id)
+    assert round is not None
+    return [call.state for call in round.calls]
+
+
+def test_a_process_that_lost_its_call_does_not_record_over_the_next_run(store: Store) -> None:
+    rounds, reply = store.tool_rounds, call_tools(store, "demo__clock")
+    first, second = store.leases.open(), store.leases.open()
+    assert rounds.decide(reply, 0, True, None, "")
+    assert rounds.begin(first, reply, 0)
+    first.release()  # counts as dead, but its process goes on
+    assert rounds.interrupt_orphans() == (reply,)
+    assert rounds.decide(reply, 0, True, None, "")
+    assert not rounds.record_result(first, reply, 0, "before the next run", False)
+    assert rounds.begin(second, reply, 0)
+    assert not rounds.record_result(first, reply, 0, "of the first run", False)
+    rounds.interrupt(first, reply, 0)
+    assert states(store, reply) == [CallState.RUNNING]
+    assert rounds.record_result(second, reply, 0, "of the second run", False)
+    round = rounds.get(reply)
+    assert round is not None
+    assert round.calls[0].result == "of the second run"
+
+
+def test_the_result_of_a_call_that_was_considered_interrupted_is_used(store: Store) -> None:
+    rounds, reply = store.tool_rounds, call_tools(store, "demo__clock")
+    lease = store.leases.open()
+    assert rounds.decide(reply, 0, True, None, "")
+    assert rounds.begin(lease, reply, 0)
+    lease.release()
+    rounds.interrupt_orphans()
+    assert rounds.record_result(lease, reply, 0, "late", False)
+    assert states(store, reply) == [CallState.DONE]
+
+
+def test_rounds_that_wait_for_a_decision_do_not_go_on_by_themselves(store: Store) -> None:
+    rounds = store.tool_rounds
+    new, waiting, half, running, ended, stopped = (call_tools(store, "demo__clock", "demo__roll") for _ in range(6))
+    for reply in (waiting, half, running, ended):
+        rounds.await_decision(reply, 0)
+        rounds.await_decision(reply, 1)
+    for reply, position in ((half, 1), (running, 0)):
+        assert rounds.decide(reply, position, True, None, "")
+    lease = store.leases.open()
+    assert rounds.begin(lease, running, 0)
+    for position in (0, 1):
+        assert rounds.decide(ended, position, False, None, "no")
+    assert rounds.stop(stopped)
+    assert set(rounds.list_open()) == {new, waiting, half, running, ended}
+    assert set(rounds.list_actionable()) == {new, half, ended}
