@@ -15,13 +15,19 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from palaver.addresses import BadAddress, parse_url
 from palaver.errors import RequestError
+
+try:
+    import fcntl
+except ImportError:  # Windows: two programs that change the file at the same time are not kept apart
+    fcntl = None  # type: ignore[assignment]
 
 FILE_NAME = "mcp.json"
 DEMO = "demo"
@@ -81,22 +87,33 @@ def read_servers(path: Path) -> tuple[ServerConfig, ...]:
 
 def add_server(path: Path, server: ServerConfig) -> None:
     """Writes the server into the file, which only its owner can read. Raises BadToolServer if the name is taken."""
-    document = _read_document(path)
-    entries = document.setdefault(_KEY, {})
-    if server.name in entries:
-        raise BadToolServer(f"There is a tool server {server.name!r} already: remove it first.")
-    if len(entries) >= MAX_SERVERS:
-        raise BadToolServer(f"There are {MAX_SERVERS} tool servers already, which is the limit.")
-    entries[server.name] = server.to_json()
-    _write_document(path, document)
+    with _locked(path):
+        document = _read_document(path)
+        entries = document.setdefault(_KEY, {})
+        if server.name in entries:
+            raise BadToolServer(f"There is a tool server {server.name!r} already: remove it first.")
+        if len(entries) >= MAX_SERVERS:
+            raise BadToolServer(f"There are {MAX_SERVERS} tool servers already, which is the limit.")
+        entries[server.name] = server.to_json()
+        _write_document(path, document)
 
 
 def remove_server(path: Path, name: str) -> None:
-    document = _read_document(path)
-    if name not in document.get(_KEY, {}):
-        raise BadToolServer(f"There is no tool server {name!r} in {path}.")
-    del document[_KEY][name]
-    _write_document(path, document)
+    with _locked(path):
+        document = _read_document(path)
+        if name not in document.get(_KEY, {}):
+            raise BadToolServer(f"There is no tool server {name!r} in {path}.")
+        del document[_KEY][name]
+        _write_document(path, document)
+
+
+def file_version(path: Path) -> tuple[int, ...]:
+    """Changes whenever a server is added or removed, also by another process: each replaces the file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return ()
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def parse_server(name: str, entry: Any, environment: Mapping[str, str] | None = None) -> ServerConfig:
@@ -187,12 +204,25 @@ def _read_document(path: Path) -> dict[str, Any]:
     return document
 
 
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keeps other processes from changing the file. The lock is a file beside it, since the file is replaced."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(path.with_name(f".{path.name}.lock"), "wb", opener=_private_opener) as lock:
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _private_opener(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def _write_document(path: Path, document: Mapping[str, Any]) -> None:
     """Replaces the file. It may hold secrets: only its owner can read it."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(temporary, "x", encoding="utf-8", opener=lambda file, flags: os.open(file, flags, 0o600)) as file:
+        with open(temporary, "x", encoding="utf-8", opener=_private_opener) as file:
             json.dump(document, file, indent=2, ensure_ascii=False)
             file.write("\n")
             file.flush()

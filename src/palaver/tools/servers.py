@@ -199,8 +199,16 @@ class ToolServerConnection:
                 raise ToolServerFailed(self.config.name, "sent an answer that is not of the protocol") from None
         return "\n\n".join(str(one.text) for one in read.contents).encode("utf-8", "replace")
 
-    async def close(self) -> None:
+    @property
+    def is_open(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def end(self) -> None:
+        """Closes the connection soon."""
         self._closing.set()
+
+    async def close(self) -> None:
+        self.end()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
@@ -357,6 +365,8 @@ class ToolServers:
         self._limits = limits or ToolLimits()
         self._guard = guard
         self._connections: dict[str, ToolServerConnection] = {}
+        self._ended: list[ToolServerConnection] = []
+        """Connections that are about to close."""
         for config in configs:
             self.add(config)
 
@@ -370,8 +380,18 @@ class ToolServers:
         self._connections[config.name] = ToolServerConnection(config, self._limits, self._guard)
 
     async def remove(self, name: str) -> None:
-        await self._connection(name).close()
-        self._connections.pop(name, None)
+        await self._connections.pop(self._connection(name).config.name).close()
+
+    def update(self, configs: Iterable[ServerConfig]) -> None:
+        """Adds the servers that are new, and ends the connections of those that are not there or changed."""
+        wanted = {config.name: config for config in configs}
+        for name, connection in tuple(self._connections.items()):
+            if wanted.get(name) != connection.config:
+                connection.end()
+                self._ended = [*(one for one in self._ended if one.is_open), self._connections.pop(name)]
+        for name, config in wanted.items():
+            if name not in self._connections:
+                self.add(config)
 
     def card(self, name: str) -> ServerCard:
         return self._connection(name).card
@@ -407,7 +427,7 @@ class ToolServers:
         return await self._connection(server).read_resource(name, arguments)
 
     async def close(self) -> None:
-        await asyncio.gather(*(one.close() for one in self._connections.values()))
+        await asyncio.gather(*(one.close() for one in (*self._connections.values(), *self._ended)))
 
     def _connection(self, name: str) -> ToolServerConnection:
         try:

@@ -20,6 +20,7 @@ from palaver.tools.config import (
     ServerConfig,
     add_server,
     check_server_name,
+    file_version,
     read_servers,
     remove_server,
 )
@@ -124,6 +125,8 @@ class Toolbox:
     """For the servers that users add."""
     _shared: ToolServers | None = None
     _own: dict[str, ToolServers] = field(default_factory=dict)
+    _versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By owner: the version of the file that was read."""
     _lent: dict[str, dict[str, ToolServers]] = field(default_factory=dict)
     """By owner and name: the servers that requests named by their URL."""
 
@@ -182,13 +185,12 @@ class Toolbox:
             raise BadToolServer("A command is code that runs on the server: only its operator can add one.")
         else:
             add_server(self._file(owner), config)
-            self._of(owner).add(config)
         return self.cards(owner, [config.name])[0]
 
     async def remove(self, owner: str, name: str, *, is_local: bool = False) -> None:
         if name in self._of(owner).names:
-            remove_server(self._file(owner), name)
             await self._of(owner).remove(name)
+            remove_server(self._file(owner), name)
         elif is_local and self.operator.file is not None and name in self._shared_for(owner).names:
             remove_server(self.operator.file, name)
             await self._shared_for(owner).remove(name)
@@ -241,10 +243,12 @@ class Toolbox:
         return self._shared
 
     def _of(self, owner: str) -> ToolServers:
-        if owner not in self._own:
-            configs = [one for one in read_servers(self._file(owner)) if one.url] if self.folder is not None else ()
-            self._own[owner] = ToolServers(configs, self.limits, self.guard)
-        return self._own[owner]
+        """The servers that a user added, also by another process."""
+        own = self._own.setdefault(owner, ToolServers((), self.limits, self.guard))
+        if self.folder is not None and (version := file_version(self._file(owner))) != self._versions.get(owner, ()):
+            own.update(one for one in read_servers(self._file(owner)) if one.url)
+            self._versions[owner] = version
+        return own
 
     def _file(self, owner: str) -> Path:
         if self.folder is None:

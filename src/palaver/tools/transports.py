@@ -289,8 +289,8 @@ def http_client(config: ServerConfig, limits: ToolLimits, guard: AddressGuard | 
             response = await inner.handle_async_request(request)
             if response.status_code == 404 and request.method == "POST" and SESSION_HEADER in request.headers:
                 await response.aclose()
-                error = {"code": SESSION_LOST, "message": "does not know the session (any more)"}
-                return httpx2.Response(404, json={"jsonrpc": "2.0", "id": None, "error": error}, request=request)
+                refusal = {"code": SESSION_LOST, "message": "does not know the session (any more)"}
+                return httpx2.Response(404, json={"jsonrpc": "2.0", "id": None, "error": refusal}, request=request)
             if not response.headers.get("content-type", "").startswith("text/event-stream"):  # bounded by its events
                 response.stream = BoundedStream(response.stream)
             return response
