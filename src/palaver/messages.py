@@ -130,6 +130,13 @@ class Message:
         return tuple(part for part in self.parts if isinstance(part, ToolResult))
 
 
+def describe_media(part: Any) -> str:
+    """A line that stands for media, a part or a stored one, where only text can be."""
+    size = f", {part.width} × {part.height}" if part.width else ""
+    length = f", {part.seconds:g} s" if part.seconds else ""
+    return f"[{part.media_type}{size}{length}]"
+
+
 def system(text: str) -> Message:
     return Message(Role.SYSTEM, (Text(text),))
 
@@ -147,8 +154,8 @@ def assistant(text: str = "", thinking: str = "", calls: tuple[ToolCall, ...] = 
     return Message(Role.ASSISTANT, (*parts, *calls))
 
 
-def tool(call_id: str, content: str, name: str = "") -> Message:
-    return Message(Role.TOOL, (ToolResult(call_id, content, name),))
+def tool(call_id: str, content: str, name: str = "", media: tuple[Part, ...] = ()) -> Message:
+    return Message(Role.TOOL, (ToolResult(call_id, content, name), *media))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import pytest
 from PIL import Image as Pixels
 from PIL import ImageDraw
 
+from palaver.chat.attachments import NOT_SEEN
 from palaver.chat.continuation import replay
 from palaver.chat.interface import Chat
 from palaver.chat.media_expander import MediaExpander
@@ -36,7 +37,9 @@ from palaver.generation import MediaItem
 from palaver.messages import Audio, Image, Message, Part, Role, Text, Video, assistant
 from palaver.models.resolver import resolve_folder
 from palaver.sampling import Sampling
-from palaver.store import ReplyStatus, open_store
+from palaver.store import NotFound, ReplyStatus, open_store
+from palaver.tools.toolbox import OperatorServers, Toolbox
+from tests.chat.tool_service import ANSWER, approve, misbehaving, next_reply, open_tools, send, wait_for_round
 from tests.media_files import sound, video
 
 PARAMETERS = {"thinking": False, "temperature": 0.0, "max_tokens": 24}
@@ -79,7 +82,9 @@ def omni() -> Iterator[Model]:
 
 
 @asynccontextmanager
-async def open_chat(folder: Path, model: Model, resume: bool = False) -> AsyncIterator[tuple[Chat, Service]]:
+async def open_chat(
+    folder: Path, model: Model, resume: bool = False, toolbox: Toolbox | None = None
+) -> AsyncIterator[tuple[Chat, Service]]:
     """The model stays loaded."""
 
     async def load(name: str, report: ReportProgress) -> Model:
@@ -89,7 +94,7 @@ async def open_chat(folder: Path, model: Model, resume: bool = False) -> AsyncIt
     models = ModelPool(load)
     await models.use(model)
     try:
-        async with Service(store, models, resume=resume) as service:
+        async with Service(store, models, resume=resume, toolbox=toolbox) as service:
             model.media.use(service.media)
             try:
                 yield service.chat(store.users.ensure().id), service
@@ -133,6 +138,55 @@ async def test_later_turns_retries_and_branches_compute_no_picture_again(omni: M
         answer, fresh = await follow(chat, other.reply.id)
         assert "blue" in answer
         assert fresh.cached_tokens <= span.start
+
+
+async def test_the_model_sees_a_picture_that_a_tool_returned(omni: Model, tmp_path: Path) -> None:
+    shown = picture("red")
+    (tmp_path / "picture.png").write_bytes(shown.data)
+    toolbox = Toolbox(OperatorServers((misbehaving(tmp_path / "record"),)))
+    async with open_chat(tmp_path, omni, toolbox=toolbox) as (chat, service):
+        tools = {"tool_servers": ["bad"], "tool_policies": {"bad": {"allowed_tools": ["picture"]}}}
+        talk = await chat.create_conversation(parameters={**PARAMETERS, **tools, "max_tokens": 60})
+        sent = await chat.send_message(talk.id, None, ask(QUESTION), parameters={"must_call": ["picture"]})
+        round = await wait_for_round(chat, sent.reply.id)
+        await chat.decide_calls(sent.reply.id, approve(round))
+        following = await next_reply(chat, round)
+        done = await chat.tool_round(sent.reply.id)
+        assert done is not None
+        (call,) = done.calls
+        (blob,) = call.media
+        assert (blob.kind, blob.media_type, blob.width, blob.height) == ("image", "image/png", 160, 120)
+        assert await chat.blob(blob.digest) == shown.data
+        assert call.result is not None
+        assert call.result.startswith("Here it is.\n[")  # and a line about the file that is no picture
+        *_, result, _ = await chat.path(following.id)
+        assert result.parts[1:] == (blob,)
+        request = service.requests.rebuild(omni, following, service.store.users.ensure().id)
+        (span,) = (await asyncio.to_thread(omni.prompt, request)).media  # the model was given it
+        assert (span.item.kind, span.item.digest) == ("image", blob.digest)
+        assert (await replay(service.store, omni, following.id)).same
+
+
+async def test_a_model_that_sees_nothing_reads_that_the_user_sees_a_picture(tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(picture("red").data)
+    async with open_tools(tmp_path) as service:
+        chat = service.chat(service.store.users.ensure().id)
+        reply = await send(chat, ["bad__picture"])
+        round = await wait_for_round(chat, reply.id)
+        await chat.decide_calls(reply.id, approve(round))
+        following = await next_reply(chat, round)
+        assert following.text == ANSWER
+        stranger = service.chat(service.store.users.ensure("stranger").id)
+        (blob,) = (await chat.tool_round(reply.id)).calls[0].media  # type: ignore[union-attr]
+        with pytest.raises(NotFound):
+            await stranger.blob(blob.digest)
+        path = await chat.path(following.id)
+        model = await service.models.for_reply("calling")
+        messages = await asyncio.to_thread(service.store.messages.load_path, path[:-1])
+        prompt = await asyncio.to_thread(model.render, messages)
+        text = b"".join(model.vocabulary[id] for id in prompt.context_ids).decode()
+        assert "Here it is." in text
+        assert NOT_SEEN.format(media="[image/png, 160 × 120]") in text
 
 
 async def test_a_stopped_reply_to_a_picture_continues_as_the_uncut_one(omni: Model, tmp_path: Path) -> None:

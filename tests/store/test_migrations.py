@@ -19,7 +19,22 @@ from palaver.store.schema import HEAD, metadata
 from palaver.store.store import data_folder, database_url
 from tests.store.conftest import StoreLocation
 
-VERSIONS = ["0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0011", "0012", "0013"]
+VERSIONS = [
+    "0001",
+    "0002",
+    "0003",
+    "0004",
+    "0005",
+    "0006",
+    "0007",
+    "0008",
+    "0009",
+    "0010",
+    "0011",
+    "0012",
+    "0013",
+    "0014",
+]
 
 
 def database(place: StoreLocation) -> Database:

@@ -3,12 +3,14 @@ at the start. It writes `cancelled` and the calls that it began to the file in i
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 MODE = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -44,7 +46,7 @@ def deep_schema(depth: int) -> dict[str, Any]:
 
 def tools() -> list[dict[str, Any]]:
     empty = {"type": "object", "properties": {}}
-    plain = ["slow", "dies", "wrong_json", "huge", "change", "count", *TEXTS]
+    plain = ["picture", "slow", "dies", "wrong_json", "huge", "change", "count", *TEXTS]
     listed = [{"name": name, "description": name, "inputSchema": empty} for name in plain]
     listed.append({"name": "slow", "description": "the same name again", "inputSchema": empty})
     listed.append({"name": "deep", "inputSchema": deep_schema(40)})
@@ -63,6 +65,12 @@ def call(id: object, name: str, arguments: dict[str, Any]) -> None:
             record(f"count {arguments['id']}")
             time.sleep(float(arguments.get("seconds", 0)))
             send({"id": id, "result": {"content": [{"type": "text", "text": f"counted {arguments['id']}"}]}})
+        case "picture":  # the file beside the record, and one that is none
+            data = base64.b64encode((Path(RECORD).parent / "picture.png").read_bytes()).decode()
+            image = {"type": "image", "mimeType": "image/png", "data": data}
+            broken = {"type": "image", "mimeType": "image/png", "data": base64.b64encode(b"\x00no picture").decode()}
+            text = {"type": "text", "text": "Here it is."}
+            send({"id": id, "result": {"content": [text, image, broken]}})
         case "slow":
             pass  # answered never: the client must give up or cancel
         case "dies":

@@ -236,7 +236,7 @@ def test_a_long_result_is_cut() -> None:
     from palaver.tools.servers import _read_result
 
     block = types.TextContent(type="text", text="x" * 50)
-    outcome = _read_result(types.CallToolResult(content=[block]), 10)
+    outcome = _read_result(types.CallToolResult(content=[block]), ToolLimits(result_chars=10))
     assert outcome.text == "x" * 10 + "\n[40 more characters were left out]"
 
 

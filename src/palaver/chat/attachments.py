@@ -7,7 +7,7 @@ import binascii
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Literal, TypeVar
 from urllib.parse import unquote_to_bytes
@@ -15,7 +15,7 @@ from urllib.parse import unquote_to_bytes
 from palaver.errors import UnsupportedContent
 from palaver.media import BadMedia, MediaDecoder, MediaInfo
 from palaver.media.headers import sniff
-from palaver.messages import Audio, Image, MediaPart, Message, Part, Text, Video
+from palaver.messages import Audio, Image, MediaPart, Message, Part, Role, Text, ToolResult, Video, describe_media
 
 FileKind = Literal["image", "audio", "video", "file"]
 """What a client says that it attaches; `file` is anything."""
@@ -28,6 +28,7 @@ _NEEDED = {
     "audio": ("sound", "an audio model"),
     "video": ("videos", "a video model"),
 }
+NOT_SEEN = "{media} The user sees it; you can't."
 _EXPECTED = {"image": "a picture", "audio": "sound", "video": "a video"}
 
 
@@ -95,6 +96,28 @@ def check_messages(messages: Sequence[Message], model: str, accepts: Collection[
         for part in message.parts:
             if isinstance(part, MediaPart):
                 check_accepted(part.type, model, accepts)
+
+
+def describe_result_media(messages: Sequence[Message], accepts: Collection[str]) -> tuple[Message, ...]:
+    """The messages, where each tool result has a line of text for the media that the model does not accept there."""
+    return tuple(_describe_result(message, accepts) if message.role is Role.TOOL else message for message in messages)
+
+
+def _describe_result(message: Message, accepts: Collection[str]) -> Message:
+    parts: list[Part] = []
+    for part in message.parts:
+        if not isinstance(part, MediaPart) or part.type in accepts:
+            parts.append(part)
+            continue
+        line = NOT_SEEN.format(media=describe_media(part))
+        last = next((index for index in reversed(range(len(parts))) if isinstance(parts[index], ToolResult)), None)
+        if last is None:
+            parts.append(Text(line))
+            continue
+        result = parts[last]
+        assert isinstance(result, ToolResult)
+        parts[last] = replace(result, content=f"{result.content}\n{line}".lstrip("\n"))
+    return Message(message.role, tuple(parts))
 
 
 def describe_parts(

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from palaver.chat.attachments import check_messages
+from palaver.chat.attachments import check_messages, describe_result_media
 from palaver.chat.engine_spec import LoadOptions
 from palaver.chat.media_expander import MediaExpander
 from palaver.chat.reply_stream import (
@@ -124,6 +124,7 @@ class Model:
         past_replies: Sequence[Sequence[int] | None] = (),
     ) -> Prompt:
         """Renders messages, however long, with the media that the model takes. Blocks as `prompt` does."""
+        messages = describe_result_media(messages, self._result_media)
         check_messages(messages, self.name, self.engine.info.media)
         counts: Counter[str] = Counter()
 
@@ -131,6 +132,15 @@ class Model:
             return self.media.expand(part, self.engine, self.format, options.media, counts)
 
         return self.format.render(messages, tools, options, reply_so_far, partial_reply, past_replies, expand)
+
+    @cached_property
+    def _result_media(self) -> frozenset[str]:
+        """The media that the model takes in tool results: those that its template writes there, or that it does not
+        know at all, so that they are written into the text."""
+        unwritten = frozenset(self.format.placeholders) - self.format.result_media
+        if "image" in unwritten or "audio" in unwritten:
+            unwritten |= {"video"}  # it becomes pictures and sound
+        return frozenset(self.engine.info.media) - unwritten
 
     def check_size(self, characters: int) -> None:
         """Raises ContextOverflow, before tokenizing, if the text is far too long for the context.

@@ -18,14 +18,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from palaver.chat.attachments import AttachmentReader
 from palaver.chat.interface import CallDecision, ConversationChange, Remember
 from palaver.chat.parameters import LOOP, OFFER
 from palaver.chat.turns import NewTurn
 from palaver.errors import BadParameter, PalaverError, ShuttingDown
-from palaver.messages import Part, Role, ToolCall, tool
-from palaver.store import NotFound, ReplySettings, StoredMessage
+from palaver.media import BadMedia
+from palaver.messages import MediaPart, Part, Role, Text, ToolCall, tool
+from palaver.store import Blob, NotFound, ReplySettings, StoredMessage
+from palaver.store.encoding import load_media, store_media
 from palaver.store.tool_rounds import ENDED, CallState, RoundCall, RoundState, Rule, ToolRound
-from palaver.tools.servers import ServerTool
+from palaver.tools.servers import ServerTool, ToolFile
 from palaver.tools.toolbox import Toolbox, ToolPolicy, parse_policy, server_of
 
 if TYPE_CHECKING:
@@ -229,10 +232,10 @@ class ToolLoop:
             if not await to_thread(self._rounds.begin, lease, *key):
                 return
             self._publish(owner, round)
-            text, is_error = await self._result(owner, call)
+            text, is_error, media = await self._result(owner, call)
             if call.edited is not None:
                 text = EDITED.format(arguments=call.edited, result=text)
-            await asyncio.shield(to_thread(self._rounds.record_result, lease, *key, text, is_error))
+            await asyncio.shield(to_thread(self._rounds.record_result, lease, *key, text, is_error, media))
         except asyncio.CancelledError:
             if self._closing:
                 await to_thread(self._rounds.interrupt, lease, *key)
@@ -244,16 +247,37 @@ class ToolLoop:
             self._calls.pop(key, None)
             self._spawn(self.advance(round.reply_id))
 
-    async def _result(self, owner: str, call: RoundCall) -> tuple[str, bool]:
+    async def _result(self, owner: str, call: RoundCall) -> tuple[str, bool, tuple[Blob, ...]]:
+        """The text, whether it is an error, and the media, which are stored."""
         try:
             arguments = _parse_arguments(call.edited or call.arguments or "{}", "arguments")
         except BadParameter:
-            return BAD_ARGUMENTS, True
+            return BAD_ARGUMENTS, True, ()
         try:
             outcome = await self.toolbox.call(owner, call.name, arguments)
         except PalaverError as error:
-            return str(error), True
-        return outcome.text, outcome.is_error
+            return str(error), True, ()
+        texts, media = await to_thread(self._read_files, outcome.files)
+        text = "\n".join(one for one in (outcome.text, *texts) if one)
+        return text, outcome.is_error, media
+
+    def _read_files(self, files: Sequence[ToolFile]) -> tuple[list[str], tuple[Blob, ...]]:
+        """Checks the files of a result: the texts of documents, and the media, which are stored. A file that is
+        neither is named in a text."""
+        texts: list[str] = []
+        media: list[Part] = []
+        for file in files:
+            try:
+                part = AttachmentReader(self._service.media).read(file.data, name=file.name)
+            except BadMedia as error:
+                texts.append(f"[{error}]")
+                continue
+            if isinstance(part, MediaPart):
+                media.append(part)
+            elif isinstance(part, Text):
+                texts.append(part.text.strip())
+        stored = store_media(media, self._service.store.blobs)
+        return texts, tuple(one for one in stored if isinstance(one, Blob))
 
     async def _use_results(self, owner: str, reply: StoredMessage, round: ToolRound) -> None:
         """Stores the results as messages, once, and starts the next reply, once."""
@@ -262,7 +286,8 @@ class ToolLoop:
         calls = [part for part in reply.parts if isinstance(part, ToolCall)]
         names = {part.id: part.name for part in calls}
         for call in round.calls:
-            message = tool(call.call_id, call.result or "", names.get(call.call_id, call.name))
+            media = await to_thread(load_media, call.media, store.blobs)
+            message = tool(call.call_id, call.result or "", names.get(call.call_id, call.name), media)
             key = f"{reply.id} result {call.position}"
             stored = await to_thread(store.messages.append, reply.conversation_id, parent, message, key=key)
             parent = stored.id

@@ -88,6 +88,11 @@ class Format(Protocol):
         """What the format writes for media, by kind; empty if it knows none."""
         ...
 
+    @property
+    def result_media(self) -> frozenset[str]:
+        """The kinds of media for which the format writes its placeholders in tool results, too."""
+        ...
+
     def render(
         self,
         messages: Sequence[Message],

@@ -31,7 +31,7 @@ from palaver.formats.history_tokens import PromptPiece, match_history
 from palaver.formats.learn.learner import learn
 from palaver.formats.learn.probes import ANSWER, THOUGHT, Prober, user_message
 from palaver.formats.markers import CONTROL_LIKE, match_any, split_marker
-from palaver.formats.media import ExpandMedia, Placeholder, PromptMedia, find_placeholders
+from palaver.formats.media import ExpandMedia, Placeholder, PromptMedia, find_placeholders, find_result_media
 from palaver.formats.prefill import Healer, LeadingSpace, write_partial_reply
 from palaver.formats.reader import ReaderOptions, ReplyReader
 from palaver.formats.reply_states import ReplyStates, find_headers, forced_call_grammar
@@ -40,7 +40,7 @@ from palaver.formats.tokenizer import Run, Tokenizer
 from palaver.formats.tool_calls import syntaxes
 from palaver.formats.tool_calls.samples import NAME, sample_calls, sample_tools
 from palaver.generation import MediaSpan, Prompt
-from palaver.messages import MediaPart, Message, Role, Text, Thinking, Tool, ToolCall, ToolResult
+from palaver.messages import MediaPart, Message, Role, Text, Thinking, Tool, ToolCall, ToolResult, assistant, tool, user
 from palaver.phases import Phase, Phases, State
 
 
@@ -147,6 +147,16 @@ class TemplateFormat:
     def placeholders(self) -> Mapping[str, Placeholder]:
         """What the template writes for media, by kind."""
         return find_placeholders(self._template, self._strings, self._tokenizer.control)
+
+    @cached_property
+    def result_media(self) -> frozenset[str]:
+        """The kinds of media that the template writes in tool results, too."""
+        if not self.takes_tools:
+            return frozenset()
+        call = ToolCall("call_1", "look", "{}")
+        before = [self.template_message(one) for one in (user("Look."), assistant(calls=(call,)))]
+        result = self.template_message(tool("call_1", "", "look"))
+        return find_result_media(self._template, self._strings, self.placeholders, before, result)
 
     def _prompt_media(self, messages: Sequence[Message], expand: ExpandMedia | None) -> PromptMedia | None:
         parts = [part for message in messages for part in message.parts if isinstance(part, MediaPart)]
@@ -458,6 +468,7 @@ class CompletionFormat:
     switches: tuple[Switch, ...] = ()
     thinking_switch: Switch | None = None
     placeholders: Mapping[str, Placeholder] = MappingProxyType({})
+    result_media: frozenset[str] = frozenset()
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

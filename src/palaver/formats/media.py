@@ -62,8 +62,30 @@ def _find_placeholder(
     return Placeholder(part_type, _core(more, control)) if more.strip() else None
 
 
+def find_result_media(
+    template: Template,
+    strings: Mapping[str, str],
+    placeholders: Mapping[str, Placeholder],
+    before: Sequence[Mapping[str, Any]],
+    result: Mapping[str, Any],
+) -> frozenset[str]:
+    """The kinds whose placeholders the template writes in the message of a tool result, after those `before`."""
+    texts = [{"type": "text", "text": _BEFORE}, {"type": "text", "text": _AFTER}]
+    found = set()
+    for kind, placeholder in placeholders.items():
+        content = [texts[0], {"type": placeholder.part_type}, texts[1]]
+        written = _render_messages(template, strings, [*before, {**result, "content": content}])
+        around = (written or "").partition(_BEFORE)[2].partition(_AFTER)[0]
+        if around.strip().count(placeholder.text) == 1 and "'type'" not in around and '"type"' not in around:
+            found.add(kind)
+    return frozenset(found)
+
+
 def _render(template: Template, strings: Mapping[str, str], content: list[dict[str, str]]) -> str | None:
-    messages = [{"role": "user", "content": content}]
+    return _render_messages(template, strings, [{"role": "user", "content": content}])
+
+
+def _render_messages(template: Template, strings: Mapping[str, str], messages: list[Any]) -> str | None:
     try:
         return template.render({**strings, "messages": messages, "add_generation_prompt": True})
     except HostileTemplate:

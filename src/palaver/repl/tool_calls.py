@@ -13,7 +13,7 @@ from palaver.chat.interface import CallDecision, Remember
 from palaver.chat.parameters import LOOP
 from palaver.repl import strings
 from palaver.repl.reply_view import format_call
-from palaver.repl.text import format_count, sanitize
+from palaver.repl.text import format_blob, format_count, sanitize
 from palaver.store import StoredMessage
 from palaver.store.tool_rounds import UNDECIDED, CallState, RoundCall, RoundState, ToolRound
 
@@ -41,7 +41,7 @@ async def follow_round(session: Session, reply: StoredMessage) -> StoredMessage 
         session.screen.note(strings.TOOLS_MISSING.format(server=server, why=sanitize(why)))
     shown: set[int] = set()
     while (round := await session.chat.tool_round(reply.id)) is not None:
-        _show_results(session, round, shown)
+        await _show_results(session, round, shown)
         waiting = [call for call in round.calls if call.state in UNDECIDED]
         if round.state is RoundState.DONE:
             return await _next_reply(session, round)
@@ -123,7 +123,7 @@ async def _changed(session: Session, round: ToolRound) -> None:
         await asyncio.sleep(POLL_SECONDS)
 
 
-def _show_results(session: Session, round: ToolRound, shown: set[int]) -> None:
+async def _show_results(session: Session, round: ToolRound, shown: set[int]) -> None:
     for call in round.calls:
         if call.result is None or call.position in shown:
             continue
@@ -135,3 +135,7 @@ def _show_results(session: Session, round: ToolRound, shown: set[int]) -> None:
         if len(lines) > MAX_LINES:
             more = format_count(len(lines) - MAX_LINES, strings.LINES)
             session.screen.note(strings.MORE_LINES.format(lines=more))
+        for blob in call.media:
+            session.screen.note(strings.BLOB.format(about=format_blob(blob)))
+            if blob.kind == "image":
+                await session.show_picture(await session.chat.blob(blob.digest))

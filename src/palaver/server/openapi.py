@@ -205,6 +205,7 @@ ADDED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "Media": ("name", "width", "height", "seconds"),
     "ModelCard": ("exactness", "steps", "fingerprint", "lacks", "block_length"),
     "PhaseOpened": ("tokens",),
+    "RoundCall": ("media",),
     "Sampling": (
         "typical_p",
         "top_a",

@@ -21,7 +21,7 @@ from sqlalchemy import (
 
 from palaver.store.database import JsonColumn, Number
 
-HEAD = "0013"
+HEAD = "0014"
 """The revision of the schema below."""
 
 metadata = MetaData()
@@ -223,6 +223,7 @@ tool_calls = Table(
     Column("holder_id", Text),
     Column("result", JsonColumn),
     Column("is_error", Boolean, nullable=False),
+    Column("media", JsonColumn),
     Column("started_at", BigInteger),
     Column("ended_at", BigInteger),
 )

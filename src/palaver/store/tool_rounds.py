@@ -16,11 +16,13 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
 
 from palaver.messages import ToolCall
+from palaver.store.blobs import Blob
 from palaver.store.database import Database
+from palaver.store.encoding import decode_parts, encode_parts
 from palaver.store.leases import Lease, Leases
 from palaver.store.notifications import RoundStopped, notify
 from palaver.store.records import current_time, parse_time
-from palaver.store.schema import conversations, holders, messages, tool_calls, tool_rounds, tool_rules
+from palaver.store.schema import conversations, holders, message_blobs, messages, tool_calls, tool_rounds, tool_rules
 
 
 class RoundState(StrEnum):
@@ -65,6 +67,8 @@ class RoundCall:
     """The arguments that the user wants instead."""
     result: str | None = None
     is_error: bool = False
+    media: tuple[Blob, ...] = ()
+    """Pictures and sounds that the tool returned beside the text."""
     started_at: datetime | None = None
     ended_at: datetime | None = None
 
@@ -151,14 +155,20 @@ class ToolRounds:
                 return False
             return _update_call(connection, reply_id, position, (CallState.APPROVED,), values)
 
-    def record_result(self, lease: Lease, reply_id: str, position: int, result: str, is_error: bool) -> bool:
-        """Records what a call returned, also one that was considered interrupted.
+    def record_result(
+        self, lease: Lease, reply_id: str, position: int, result: str, is_error: bool, media: tuple[Blob, ...] = ()
+    ) -> bool:
+        """Records what a call returned, also one that was considered interrupted. The reply references its media.
 
         Returns False, without a change, if the user has decided about the call again since this process began it.
         """
         values = {"state": CallState.DONE.value, "result": result, "is_error": is_error, "ended_at": current_time()}
+        values["media"] = encode_parts(media) or None
         before = (CallState.RUNNING, CallState.INTERRUPTED)
         with self._database.write_transaction() as connection:
+            for blob in media:
+                row = {"message_id": reply_id, "digest": blob.digest}
+                self._database.insert_new(connection, message_blobs, row)
             return _update_call(connection, reply_id, position, before, values, tool_calls.c.holder_id == lease.id)
 
     def interrupt(self, lease: Lease, reply_id: str, position: int) -> None:
@@ -296,6 +306,7 @@ def _round_call(row: Any) -> RoundCall:
         row.edited,
         row.result,
         row.is_error,
+        tuple(part for part in decode_parts(row.media or ()) if isinstance(part, Blob)),
         None if row.started_at is None else parse_time(row.started_at),
         None if row.ended_at is None else parse_time(row.ended_at),
     )

@@ -107,11 +107,20 @@ class ServerCard:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolFile:
+    """A picture, a sound or another file that a tool returned. Its bytes are not checked."""
+
+    data: bytes = field(repr=False)
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ToolOutcome:
     """What a tool returned: data, whatever it says."""
 
     text: str
     is_error: bool = False
+    files: tuple[ToolFile, ...] = ()
 
 
 @dataclass(eq=False)
@@ -158,7 +167,7 @@ class ToolServerConnection:
         params = types.CallToolRequestParams(name=tool, arguments=dict(arguments))
         request = types.CallToolRequest(params=params)
         result = await self._send(request, types.CallToolResult, self.limits.call_seconds)
-        return _read_result(result, self.limits.result_chars)
+        return _read_result(result, self.limits)
 
     async def list_resources(self) -> tuple[ServerResource, ...]:
         """The resources and prompts of the server, as many as tools at most. Raises ToolServerFailed."""
@@ -505,19 +514,43 @@ def _depth(value: Any, limit: int) -> int:
     return 1 + max((_depth(child, limit - 1) for child in children), default=0)
 
 
-def _read_result(result: types.CallToolResult, limit: int) -> ToolOutcome:
-    pieces = [_content_text(block) for block in result.content]
-    text = "\n".join(piece for piece in pieces if piece)
+def _read_result(result: types.CallToolResult, limits: ToolLimits) -> ToolOutcome:
+    pieces: list[str] = []
+    files: list[ToolFile] = []
+    for block in result.content:
+        file = _content_file(block)
+        if file is not None and len(files) < limits.files:
+            files.append(file)
+        elif file is not None:
+            pieces.append(f"[A result has at most {limits.files} files: one was left out]")
+        else:
+            pieces.append(_content_text(block))
+    text, limit = "\n".join(piece for piece in pieces if piece), limits.result_chars
     if not text and result.structured_content is not None:
         text = json.dumps(result.structured_content, ensure_ascii=False)
     text = text.encode("utf-8", "replace").decode()  # lone surrogates
     if len(text) > limit:
         text = f"{text[:limit]}\n[{len(text) - limit:,} more characters were left out]"
-    return ToolOutcome(text, result.is_error)
+    return ToolOutcome(text, result.is_error, tuple(files))
+
+
+def _content_file(block: Any) -> ToolFile | None:
+    """The file of a content block; None if it has none, or one that is not in base64."""
+    match block.type:
+        case "image" | "audio":
+            encoded, name = block.data, ""
+        case "resource" if hasattr(block.resource, "blob"):
+            encoded, name = block.resource.blob, _one_line(str(block.resource.uri).rpartition("/")[2], 80)
+        case _:
+            return None
+    try:
+        return ToolFile(base64.b64decode(encoded, validate=True), name)
+    except ValueError:
+        return None
 
 
 def _content_text(block: Any) -> str:
-    """The text of a content block. Media are described: no model here reads them from a tool."""
+    """The text of a content block. A file is described."""
     match block.type:
         case "text":
             return str(block.text)

@@ -48,6 +48,8 @@ class ToolLimits:
     """The longest message of a server. A server that sends more is disconnected."""
     result_chars: int = 100_000
     """The text of a result beyond this is left out."""
+    files: int = 8
+    """Pictures, sounds and other files of one result."""
     tools: int = 128
     """Tools per server."""
     schema_bytes: int = 64 << 10

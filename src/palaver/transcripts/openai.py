@@ -8,7 +8,20 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from palaver.messages import Audio, Image, MediaPart, Message, Part, Role, Text, Thinking, ToolCall, ToolResult, Video
+from palaver.messages import (
+    Audio,
+    Image,
+    MediaPart,
+    Message,
+    Part,
+    Role,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolResult,
+    Video,
+    describe_media,
+)
 
 _ROLES = {role.value: role for role in Role} | {
     "developer": Role.SYSTEM,
@@ -27,7 +40,9 @@ def to_openai(message: Message) -> list[dict[str, Any]]:
     """One message, or one per result for tool results. Content is always a list of parts, so that its type is the same
     in every line of a file."""
     if message.role is Role.TOOL:
-        return [_result(result) for result in message.tool_results]
+        media = "".join(f"\n{describe_media(part)}" for part in message.parts if isinstance(part, MediaPart))
+        results = [_result(result, "") for result in message.tool_results[:-1]]
+        return results + [_result(result, media) for result in message.tool_results[-1:]]
     value: dict[str, Any] = {"role": message.role.value, "content": _content(message.parts)}
     if message.thinking:
         value["reasoning_content"] = message.thinking
@@ -145,10 +160,11 @@ def _from_call(call: Mapping[str, Any]) -> ToolCall:
     return ToolCall(str(call.get("id") or ""), str(function["name"]), written)
 
 
-def _result(result: ToolResult) -> dict[str, Any]:
+def _result(result: ToolResult, media: str) -> dict[str, Any]:
+    """`media`: lines that stand for the media of the result, since OpenAI's tool messages hold text alone."""
     value: dict[str, Any] = {
         "role": "tool",
         "tool_call_id": result.call_id,
-        "content": [_to_part(Text(result.content))],
+        "content": [_to_part(Text(result.content + media))],
     }
     return {**value, "name": result.name} if result.name else value

@@ -410,6 +410,7 @@ export interface RoundCall {
   edited: string | null
   result: string | null
   is_error: boolean
+  media?: (Blob)[]
   started_at: string | null
   ended_at: string | null
 }

@@ -15,7 +15,7 @@ from typing import Any
 from palaver.chat.interface import CallDecision, Chat, ServerChat
 from palaver.chat.parameters import LOOP
 from palaver.errors import BadParameter, ShuttingDown
-from palaver.messages import Role
+from palaver.messages import Role, describe_media
 from palaver.server.openai.schemas import RequestFields
 from palaver.server.responses.history import (
     ApprovalRecord,
@@ -383,7 +383,8 @@ async def follow_round(
         round = await rounds.until(reply.id, lambda one, at=call.position: _is_settled(one, at))  # type: ignore[misc]
         ended = next(one for one in round.calls if one.position == call.position)
         if ended.state in ENDED:
-            yield _end_step(item, ended.result or "", ended.is_error)
+            lines = [ended.result or "", *map(describe_media, ended.media)]
+            yield _end_step(item, "\n".join(line for line in lines if line), ended.is_error)
         else:
             yield _end_step(item, INTERRUPTED, True)
             requests.append(ended)
