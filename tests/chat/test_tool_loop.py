@@ -30,6 +30,7 @@ from tests.chat.tool_service import (
     send,
     wait_for_round,
 )
+from tests.chat.tool_stops import measure_stops
 from tests.tools import misbehaving_server
 
 
@@ -191,6 +192,12 @@ async def test_stop_in_a_slow_tool_and_continue(chat: Chat, tmp_path: Path) -> N
     following = await next_reply(chat, round)
     assert results(await chat.path(following.id)) == [SKIPPED, "as always"]
     assert recorded(tmp_path).count("call unchanged") == 1
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+async def test_a_stop_frees_everything_and_tells_the_tool(tmp_path: Path, over_http: bool) -> None:
+    for stop in await measure_stops(tmp_path, 2, over_http):
+        assert max(stop.answered, stop.free, stop.cancelled) < 5.0  # benchmarks/tool_kills.py has the figures
 
 
 async def test_stop_before_the_approval_and_a_decision_that_goes_on(chat: Chat) -> None:

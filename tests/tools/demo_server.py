@@ -1,4 +1,4 @@
-"""The demo server for tests: over stdio, and over HTTP in a process of its own."""
+"""The servers of tests in processes of their own: the demo over stdio and over HTTP, the misbehaving one over HTTP."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from palaver.tools.config import ServerConfig
+from tests.tools import misbehaving_server
 
 
 def demo_config(folder: Path) -> ServerConfig:
@@ -26,9 +27,22 @@ def free_port() -> int:
 @contextmanager
 def serve_demo(folder: Path, port: int | None = None) -> Iterator[str]:
     """Its URL, once it listens."""
+    port, config = port or free_port(), demo_config(folder)
+    with serve([config.command, *config.args, "--http", str(port)], port):
+        yield f"http://127.0.0.1:{port}/mcp"
+
+
+@contextmanager
+def serve_misbehaving(record: Path, port: int | None = None) -> Iterator[str]:
     port = port or free_port()
-    config = demo_config(folder)
-    with subprocess.Popen([config.command, *config.args, "--http", str(port)], stderr=subprocess.DEVNULL) as server:
+    with serve([sys.executable, misbehaving_server.__file__, "", str(record), str(port)], port):
+        yield f"http://127.0.0.1:{port}/mcp"
+
+
+@contextmanager
+def serve(command: list[str], port: int) -> Iterator[None]:
+    """Runs a server until the block ends, which begins once it listens."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             end = time.monotonic() + 60
             while time.monotonic() < end and server.poll() is None:
@@ -37,6 +51,6 @@ def serve_demo(folder: Path, port: int | None = None) -> Iterator[str]:
                     break
                 except OSError:
                     time.sleep(0.05)
-            yield f"http://127.0.0.1:{port}/mcp"
+            yield
         finally:
-            server.terminate()
+            server.kill()

@@ -1,5 +1,6 @@
-"""An MCP server over stdio that misbehaves: each of its tools in another way. Its first argument may be a way to fail
-at the start. It writes `cancelled` and the calls that it began to the file in its second argument."""
+"""An MCP server that misbehaves, each of its tools in another way: over stdio, or over HTTP with a port as its third
+argument. Its first argument may be a way to fail at the start. It writes `cancelled` and the calls that it began to the
+file in its second argument."""
 
 from __future__ import annotations
 
@@ -10,8 +11,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from queue import Queue
+from typing import Any, ClassVar
 
 MODE = sys.argv[1] if len(sys.argv) > 1 else ""
 RECORD = sys.argv[2] if len(sys.argv) > 2 else os.devnull
@@ -27,7 +31,10 @@ TEXTS = {
 changes = 0
 
 
-def send(message: dict[str, Any]) -> None:
+Send = Callable[[dict[str, Any]], None]
+
+
+def send_line(message: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps({"jsonrpc": "2.0", **message}) + "\n")
     sys.stdout.flush()
 
@@ -57,7 +64,7 @@ def tools() -> list[dict[str, Any]]:
     return listed
 
 
-def call(id: object, name: str, arguments: dict[str, Any]) -> None:
+def call(id: object, name: str, arguments: dict[str, Any], send: Send) -> None:
     global changes
     record(f"call {name}")
     match name:
@@ -90,6 +97,70 @@ def call(id: object, name: str, arguments: dict[str, Any]) -> None:
             send({"id": id, "result": {"content": [{"type": "text", "text": TEXTS[name]}]}})
 
 
+def handle(message: dict[str, Any], send: Send) -> None:
+    match message.get("method"):
+        case "initialize":
+            version = message["params"]["protocolVersion"]
+            capabilities = {"tools": {"listChanged": True}}
+            info = {"name": "misbehaving", "version": "1"}
+            result = {"protocolVersion": version, "capabilities": capabilities, "serverInfo": info}
+            send({"id": message["id"], "result": result})
+        case "tools/list":
+            send({"id": message["id"], "result": {"tools": tools()}})
+        case "tools/call":
+            call(message["id"], message["params"]["name"], message["params"].get("arguments") or {}, send)
+        case "notifications/cancelled":
+            record("cancelled")
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Streamable HTTP: an answer is JSON, or an event if its call has the argument `stream`."""
+
+    listeners: ClassVar[list[Queue[dict[str, Any]]]] = []
+
+    def do_POST(self) -> None:
+        message = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        answers: list[dict[str, Any]] = []
+        handle(message, lambda one: answers.append(one) if "id" in one else self.notify(one))
+        if "id" not in message:
+            self.send_response(202)
+            self.send_header("content-length", "0")
+            self.end_headers()
+            return
+        if not answers:
+            time.sleep(600)  # never answered
+        body = json.dumps({"jsonrpc": "2.0", **answers[0]}).encode()
+        is_stream = bool((message.get("params", {}).get("arguments") or {}).get("stream"))
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream" if is_stream else "application/json")
+        self.send_header("mcp-session-id", "one")
+        self.end_headers()
+        self.wfile.write(b"data: " + body + b"\n\n" if is_stream else body)
+
+    def do_GET(self) -> None:
+        queue: Queue[dict[str, Any]] = Queue()
+        self.listeners.append(queue)
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        self.wfile.flush()
+        record("listens")
+        while True:
+            self.wfile.write(f"data: {json.dumps({'jsonrpc': '2.0', **queue.get()})}\n\n".encode())
+
+    def do_DELETE(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def notify(self, message: dict[str, Any]) -> None:
+        for queue in self.listeners:
+            queue.put(message)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
 def main() -> None:
     if MODE == "stays":  # also after its input ends and after SIGTERM, and so does its child
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -103,21 +174,10 @@ def main() -> None:
     if MODE == "floods":
         while True:
             print("x" * 1000)
+    if len(sys.argv) > 3:
+        ThreadingHTTPServer(("127.0.0.1", int(sys.argv[3])), Handler).serve_forever()
     for line in sys.stdin:
-        message = json.loads(line)
-        match message.get("method"):
-            case "initialize":
-                version = message["params"]["protocolVersion"]
-                capabilities = {"tools": {"listChanged": True}}
-                info = {"name": "misbehaving", "version": "1"}
-                result = {"protocolVersion": version, "capabilities": capabilities, "serverInfo": info}
-                send({"id": message["id"], "result": result})
-            case "tools/list":
-                send({"id": message["id"], "result": {"tools": tools()}})
-            case "tools/call":
-                call(message["id"], message["params"]["name"], message["params"].get("arguments") or {})
-            case "notifications/cancelled":
-                record("cancelled")
+        handle(json.loads(line), send_line)
     record("ended")
     if MODE == "stays":
         time.sleep(600)

@@ -23,7 +23,7 @@ from palaver.tools.demo import calculate_expression, roll
 from palaver.tools.servers import ToolServerFailed, ToolServers, ToolServerState, tool_name
 from palaver.tools.transports import ToolLimits
 from tests.tools import misbehaving_server
-from tests.tools.demo_server import demo_config, free_port, serve_demo
+from tests.tools.demo_server import demo_config, free_port, serve_demo, serve_misbehaving
 
 LIMITS = ToolLimits(connect_seconds=20.0, call_seconds=20.0)
 
@@ -194,6 +194,56 @@ async def test_a_list_that_changes(bad: ToolServers) -> None:
     async with asyncio.timeout(10):
         while "bad__new_0" not in [tool.name for tool in (await bad.connect())[0].tools]:
             await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def bad_web(tmp_path: Path) -> AsyncIterator[ToolServers]:
+    """The misbehaving server over HTTP."""
+    with serve_misbehaving(tmp_path / "record") as url:
+        servers = ToolServers([ServerConfig("bad", url=url)], LIMITS)
+        yield servers
+        await servers.close()
+
+
+async def test_the_misbehaving_server_over_http(bad_web: ToolServers, tmp_path: Path) -> None:
+    (card,) = await bad_web.connect()
+    assert card.state is ToolServerState.READY
+    assert (await bad_web.call("bad__control_text", {"stream": True})).text == misbehaving_server.CONTROL_TEXT
+    with pytest.raises(ToolServerFailed, match="sent an answer that is not of the protocol"):
+        await bad_web.call("bad__wrong_json", {})
+    await wait_for_record(tmp_path, "listens")
+    await bad_web.call("bad__change", {})
+    async with asyncio.timeout(20):
+        while "bad__new_0" not in [tool.name for tool in (await bad_web.connect())[0].tools]:
+            await asyncio.sleep(0.01)
+    slow = asyncio.create_task(bad_web.call("bad__slow", {}))
+    await wait_for_record(tmp_path, "call slow")
+    assert (await bad_web.call("bad__unchanged", {})).text == "as always"  # beside it
+    slow.cancel()
+    await wait_for_record(tmp_path, "cancelled")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_result_of_100_mb_over_http(bad_web: ToolServers, stream: bool) -> None:
+    with pytest.raises(ToolServerFailed, match="more than 8 MB|broke its answer off"):
+        await bad_web.call("bad__huge", {"stream": stream})
+    assert (await bad_web.call("bad__unchanged", {})).text == "as always"
+
+
+async def test_a_slow_http_server_is_bounded_and_one_that_ends_in_a_call_fails(tmp_path: Path) -> None:
+    port = free_port()
+    with serve_misbehaving(tmp_path / "record", port) as url:
+        servers = ToolServers([ServerConfig("bad", url=url)], ToolLimits(call_seconds=0.5))
+        with pytest.raises(ToolServerFailed, match=r"did not answer within 0.5 s"):
+            await servers.call("bad__slow", {})
+        await wait_for_record(tmp_path, "cancelled")
+        with pytest.raises(ToolServerFailed):
+            await servers.call("bad__dies", {})
+        with pytest.raises(ToolServerFailed, match="could not be reached"):
+            await servers.call("bad__unchanged", {})
+        assert servers.card("bad").state is ToolServerState.FAILED
+        assert (tmp_path / "record").read_text().count("call dies") == 1
+        await servers.close()
 
 
 async def test_results_are_data(bad: ToolServers) -> None:

@@ -119,7 +119,8 @@ class ToolLoop:
     def cancel_calls(self, reply_id: str) -> None:
         """Cancels the calls of a reply that run in this process."""
         for task in [task for (id, _), task in self._calls.items() if id == reply_id]:
-            task.cancel()
+            if not task.cancelling():  # a second time would cut the message that tells the server
+                task.cancel()
 
     async def resume(self, owner: str, reply_id: str) -> ToolRound | None:
         """Continues a round that was stopped, failed, or was left by another process. None if there is none to."""
@@ -169,7 +170,8 @@ class ToolLoop:
         """Ends the calls that run: they are interrupted, and the next process asks about them."""
         self._closing = True
         for task in (*self._calls.values(), *self._tasks):
-            task.cancel()
+            if not task.cancelling():
+                task.cancel()
         await asyncio.gather(*self._calls.values(), *self._tasks, return_exceptions=True)
         await self.toolbox.close()
 

@@ -354,6 +354,8 @@ class ToolServerConnection:
 
         if error.code == types.REQUEST_TIMEOUT:
             return f"did not answer within {seconds:g} s"
+        if error.code == types.CONNECTION_CLOSED and "SSE stream" in str(error):  # of this answer alone
+            return f"broke its answer off: {_one_line(str(error))}"
         if error.code == types.CONNECTION_CLOSED:
             if self._task is not None and self._task is not asyncio.current_task():
                 with suppress(TimeoutError):

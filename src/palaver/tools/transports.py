@@ -261,7 +261,9 @@ def http_client(config: ServerConfig, limits: ToolLimits, guard: AddressGuard | 
     """
     import httpx2
 
-    inner = httpx2.AsyncHTTPTransport(trust_env=False)
+    # Calls that the server does not end when they are cancelled hold a connection each until they time out: they must not
+    # keep the next message, which may cancel another, from being sent.
+    inner = httpx2.AsyncHTTPTransport(trust_env=False, limits=httpx2.Limits(max_keepalive_connections=20))
 
     class BoundedStream(httpx2.AsyncByteStream):
         def __init__(self, stream: Any) -> None:
