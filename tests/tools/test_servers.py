@@ -225,7 +225,7 @@ async def test_the_misbehaving_server_over_http(bad_web: ToolServers, tmp_path: 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_result_of_100_mb_over_http(bad_web: ToolServers, stream: bool) -> None:
-    with pytest.raises(ToolServerFailed, match="more than 8 MB|broke its answer off"):
+    with pytest.raises(ToolServerFailed, match=r"more than 8 MB|broke its answer off"):
         await bad_web.call("bad__huge", {"stream": stream})
     assert (await bad_web.call("bad__unchanged", {})).text == "as always"
 

@@ -261,7 +261,7 @@ def http_client(config: ServerConfig, limits: ToolLimits, guard: AddressGuard | 
     """
     import httpx2
 
-    # Calls that the server does not end when they are cancelled hold a connection each until they time out: they must not
+    # Calls that the server does not end when they are cancelled hold a connection until they time out: they must not
     # keep the next message, which may cancel another, from being sent.
     inner = httpx2.AsyncHTTPTransport(trust_env=False, limits=httpx2.Limits(max_keepalive_connections=20))
 
