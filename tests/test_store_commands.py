@@ -210,7 +210,7 @@ def test_a_file_that_cannot_be_read_keeps_no_other_out(run: Run, tmp_path: Path)
         '{"messages": [{"role": "user", "content": "hi"}, {"role": "narrator", "content": "x"}]}\n{"b": 2}\n'
     )
     result = run("import", *files)
-    refused(result, "broken.json: Can't read this file. Supported:", "must be UTF-8", "missing.json", "skipped")
+    refused(result, "broken.json: Can't read this file. Supported:", "neither text in UTF-8", "missing.json", "skipped")
     assert "good.jsonl: 1 imported" in result.stdout
     assert len(ok(run("conversations")).splitlines()) == 1
 

@@ -405,7 +405,10 @@ async def test_conversations_are_exported_and_imported(stage: Stage) -> None:
     for form in ("jsonl", "branches", "tree", "markdown", "sharegpt"):
         text = await chat.export_conversation(conversation.id, form)
         assert "Wave" in text
-    (copy,) = await chat.import_conversations(await chat.export_conversation(conversation.id, "tree"))
+    exported = await chat.export_conversation(conversation.id, "tree")
+    report = await chat.import_conversations(exported.encode())
+    (copy,) = report.conversations
+    assert not report.skipped
     assert copy.id != conversation.id
     leaf = await chat.newest_leaf(copy.id)
     assert leaf is not None

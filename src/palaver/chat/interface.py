@@ -22,6 +22,7 @@ from palaver.store.comparisons import Comparison, TallyRow
 from palaver.store.tool_rounds import ToolRound
 from palaver.tools.config import ServerConfig
 from palaver.tools.servers import ServerCard, ServerResource
+from palaver.transcripts.transcript import SkippedConversation
 
 if TYPE_CHECKING:
     from palaver.chat.reply_request import PartialReply
@@ -141,6 +142,13 @@ class ConversationChange:
     comparison (replies are compared, or one was chosen); or missed, without a conversation: some changes were lost, so
     reload everything."""
     message_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    conversations: tuple[Conversation, ...]
+    skipped: tuple[SkippedConversation, ...] = ()
+    """What could not be imported, and why."""
 
 
 class Remember(StrEnum):
@@ -429,8 +437,8 @@ class Chat(Protocol):
         """jsonl, branches, tree, markdown or sharegpt."""
         ...
 
-    async def import_conversations(self, text: str) -> tuple[Conversation, ...]:
-        """Imports conversations from a file of any supported format. Importing the same text again adds nothing."""
+    async def import_conversations(self, file: bytes) -> ImportReport:
+        """Imports conversations from a file of any supported format. Importing the same file again adds nothing."""
         ...
 
     async def put_blob(self, data: bytes, name: str = "") -> Blob:

@@ -18,6 +18,7 @@ from palaver.chat.interface import (
     Column,
     ContextUsage,
     ConversationChange,
+    ImportReport,
     ModelCard,
     ModelState,
     ReplyToken,
@@ -535,12 +536,12 @@ class LocalChat:
             transcript = replace(transcript, head=leaf)
         return await _thread(write_transcript, transcript, TranscriptFormat(form))
 
-    async def import_conversations(self, text: str) -> tuple[Conversation, ...]:
-        file = await _thread(read_file, text)
+    async def import_conversations(self, file: bytes) -> ImportReport:
+        found = await _thread(read_file, file)
         stored = [
-            await _thread(store_transcript, self._store, self._owner, transcript) for transcript in file.transcripts
+            await _thread(store_transcript, self._store, self._owner, transcript) for transcript in found.transcripts
         ]
-        return tuple(self._publish(one.conversation, "created") for one in stored)
+        return ImportReport(tuple(self._publish(one.conversation, "created") for one in stored), found.skipped)
 
     async def put_blob(self, data: bytes, name: str = "") -> Blob:
         (part,) = await _thread(describe_parts, (Image("", data, name),), self._service.media.inspect)

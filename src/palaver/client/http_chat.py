@@ -19,6 +19,7 @@ from palaver.chat.interface import (
     Column,
     ContextUsage,
     ConversationChange,
+    ImportReport,
     ModelCard,
     ModelState,
     ReplyToken,
@@ -39,7 +40,6 @@ from palaver.events import DraftBlock, Failed, Finished, Snapshot, Started, Wait
 from palaver.messages import Message, Part
 from palaver.store import Blob, Conversation, Cursor, NotFound, Preset, SearchHit, StoredMessage, TreeNode
 from palaver.store.comparisons import Comparison, TallyRow
-from palaver.store.errors import Unstorable
 from palaver.store.tool_rounds import ToolRound
 from palaver.tools.config import BadToolServer, ServerConfig
 from palaver.tools.servers import ServerCard, ServerResource
@@ -507,15 +507,12 @@ class HttpChat:
         response = await self._connection.send("GET", path, query={"form": form, "leaf": leaf}, idempotent=True)
         return response.content.decode()
 
-    async def import_conversations(self, text: str) -> tuple[Conversation, ...]:
-        try:
-            content = text.encode()
-        except UnicodeEncodeError as error:
-            raise Unstorable(error) from None
+    async def import_conversations(self, file: bytes) -> ImportReport:
+        kind = "application/octet-stream"
         response = await self._connection.send(
-            "POST", "import", content=content, media_type="text/plain", idempotent=True
+            "POST", "import", content=file, media_type=kind, idempotent=True, query={"report": True}
         )
-        return parse_response(response, tuple[Conversation, ...])
+        return parse_response(response, ImportReport)
 
     async def put_blob(self, data: bytes, name: str = "") -> Blob:
         response = await self._send_file("blobs", data, name)

@@ -260,7 +260,7 @@ def _import_file(store: Store, owner_id: str, file: Path) -> bool:
     from palaver.transcripts import read_file, store_transcript
 
     try:
-        found = read_file(_read_text(file))
+        found = read_file(sys.stdin.buffer.read() if file == _STDIN else file.read_bytes())
     except (RequestError, OSError) as error:
         print(f"palaver: {file}: {error}", file=sys.stderr)
         return False
@@ -277,14 +277,6 @@ def _import_file(store: Store, owner_id: str, file: Path) -> bool:
     known = len(found.transcripts) - new
     print(strings.IMPORTED.format(file=file, new=f"{new:,}", known=f"{known:,}"))
     return True
-
-
-def _read_text(file: Path) -> str:
-    data = sys.stdin.buffer.read() if file == _STDIN else file.read_bytes()
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise BadParameter("FILE", str(file), strings.NOT_UTF8) from None
 
 
 def backup(

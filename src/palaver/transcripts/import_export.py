@@ -13,7 +13,8 @@ from palaver.errors import RequestError
 from palaver.store import Conversation, ReplyStatus, Store, StoredMessage
 from palaver.store.messages import NewMessage
 from palaver.store.records import MAX_NAME
-from palaver.transcripts import jsonl, llama_cpp, markdown, open_webui, palaver_json, sharegpt
+from palaver.transcripts import chatgpt, claude, jsonl, llama_cpp, markdown, open_webui, palaver_json, sharegpt
+from palaver.transcripts.archive import MAX_TEXT_BYTES, ZIP_START, ExportFiles, open_export
 from palaver.transcripts.transcript import ReadResult, SkippedConversation, Transcript, TranscriptEntry
 
 
@@ -34,12 +35,12 @@ class UnknownFormat(RequestError):
     def __init__(self) -> None:
         super().__init__(
             "Can't read this file. Supported: JSONL with messages, ShareGPT, Markdown, and exports of Palaver, "
-            "Open WebUI and llama.cpp's page."
+            "ChatGPT, Claude, Open WebUI and llama.cpp's page."
         )
 
 
 _UNKNOWN_VALUE = "not a conversation in a supported format"
-_READERS = (palaver_json, open_webui, llama_cpp, sharegpt, jsonl)
+_READERS = (palaver_json, open_webui, llama_cpp, chatgpt, claude, sharegpt, jsonl)
 """The most specific first: an object with `conv` has `messages` too."""
 
 
@@ -59,8 +60,36 @@ def write_transcript(transcript: Transcript, format: TranscriptFormat) -> str:
             assert_never(format)
 
 
-def read_file(text: str) -> ReadResult:
-    """Detects the format and reads every conversation. Raises UnknownFormat if there is none."""
+class NotUtf8(RequestError):
+    def __init__(self, place: int) -> None:
+        super().__init__(f"The file is neither text in UTF-8 nor a ZIP archive: byte {place} can't be read.")
+
+
+def read_file(file: bytes | str, max_unpacked: int = MAX_TEXT_BYTES) -> ReadResult:
+    """Detects the format and reads every conversation. Raises UnknownFormat if there is none, or BadArchive.
+
+    `max_unpacked`: the bytes that the conversations of a ZIP archive may have.
+    """
+    texts: tuple[bytes | str, ...]
+    if isinstance(file, bytes) and file.startswith(ZIP_START):
+        texts, files = open_export(file, max_unpacked)
+    else:
+        texts, files = (file,), ExportFiles()
+    found = [_read_text(text if isinstance(text, str) else _decode(text), files) for text in texts]
+    return ReadResult(
+        tuple(one for result in found for one in result.transcripts),
+        tuple(one for result in found for one in result.skipped),
+    )
+
+
+def _decode(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise NotUtf8(error.start) from None
+
+
+def _read_text(text: str, files: ExportFiles) -> ReadResult:
     text = text.removeprefix("\ufeff")
     values = list(_json_values(text))
     if not any(isinstance(value, dict) for value in values):
@@ -70,7 +99,7 @@ def read_file(text: str) -> ReadResult:
     transcripts: list[Transcript] = []
     skipped: list[SkippedConversation] = []
     for number, value in enumerate(values, 1):
-        found = _read_value(number, value)
+        found = _read_value(number, value, files)
         transcripts += [one for one in found.transcripts if one.entries]
         skipped += found.skipped
     if not transcripts and all(one.reason == _UNKNOWN_VALUE for one in skipped):
@@ -78,12 +107,12 @@ def read_file(text: str) -> ReadResult:
     return ReadResult(tuple(transcripts), tuple(skipped))
 
 
-def _read_value(number: int, value: Any) -> ReadResult:
+def _read_value(number: int, value: Any, files: ExportFiles) -> ReadResult:
     location = f"conversation {number}"
     for reader in _READERS:
         if reader.matches(value):
             try:
-                found = reader.parse(value)
+                found = chatgpt.parse(value, files) if reader is chatgpt else reader.parse(value)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 return ReadResult((), (SkippedConversation(location, f"{type(error).__name__}: {error}"),))
             return ReadResult(
@@ -97,6 +126,8 @@ def _json_values(text: str) -> Iterator[Any]:
     """The values of a JSON document, a JSON list, or JSON lines."""
     try:
         value = json.loads(text)
+    except RecursionError:
+        raise UnknownFormat from None
     except ValueError:
         yield from _json_lines(text)
     else:
@@ -108,7 +139,7 @@ def _json_lines(text: str) -> Iterator[Any]:
         if line.strip():
             try:
                 yield json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 yield None
 
 

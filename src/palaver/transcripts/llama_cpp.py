@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 from palaver.messages import Audio, Image, Message, Part, Role, Text, Thinking
@@ -15,6 +14,7 @@ from palaver.transcripts.transcript import (
     SkippedConversation,
     Transcript,
     TranscriptEntry,
+    parse_time,
     sort_parents_first,
 )
 
@@ -58,7 +58,7 @@ def _entry(message: Mapping[str, Any], skipped: list[SkippedConversation]) -> Tr
         str(message["id"]),
         _id(message.get("parent")),
         Message(content.role, (*thinking, *extras, *content.parts)),
-        _time(message.get("timestamp")),
+        parse_time(message.get("timestamp")),
         str(message.get("model") or ""),
     )
 
@@ -113,9 +113,3 @@ def _reparent(entry: TranscriptEntry, roots: set[str], system_parents: Mapping[s
 
 def _id(value: Any) -> str | None:
     return None if value in (None, "", -1) else str(value)
-
-
-def _time(value: Any) -> datetime | None:
-    if not isinstance(value, int | float) or not value:
-        return None
-    return datetime.fromtimestamp(value / 1000 if value > 1e11 else value, UTC)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 from palaver.messages import Image, Message, Part, Role, Text, Thinking
@@ -15,6 +14,7 @@ from palaver.transcripts.transcript import (
     SkippedConversation,
     Transcript,
     TranscriptEntry,
+    parse_time,
     sort_parents_first,
 )
 
@@ -66,7 +66,7 @@ def _entry(id: str, message: Mapping[str, Any], skipped: list[SkippedConversatio
         id,
         message.get("parentId") or None,
         Message(role, tuple(parts)),
-        _time(message.get("timestamp")),
+        parse_time(message.get("timestamp")),
         str(message.get("model") or ""),
         complete=message.get("done") is not False and not message.get("error"),
     )
@@ -98,9 +98,3 @@ def _tags(value: Mapping[str, Any], chat: Mapping[str, Any]) -> tuple[str, ...]:
     found = (value.get("meta") or {}).get("tags") or chat.get("tags") or ()
     names = (tag.get("name") if isinstance(tag, dict) else tag for tag in found)
     return tuple(name for name in names if isinstance(name, str) and name)
-
-
-def _time(value: Any) -> datetime | None:
-    if not isinstance(value, int | float) or not value:
-        return None
-    return datetime.fromtimestamp(value / 1000 if value > 1e11 else value, UTC)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from palaver.messages import Message, Role
@@ -111,3 +111,16 @@ def _unsorted_ancestors(
         seen.add(id)
         yield pending[id]
         id = pending[id].parent
+
+
+def parse_time(value: Any) -> datetime | None:
+    """A time in seconds or milliseconds, or in ISO 8601. None for anything else."""
+    try:
+        if isinstance(value, str):
+            found = datetime.fromisoformat(value)
+            return found if found.tzinfo else found.replace(tzinfo=UTC)
+        if isinstance(value, int | float) and value:
+            return datetime.fromtimestamp(value / 1000 if value > 1e11 else value, UTC)
+    except (ValueError, OverflowError, OSError):
+        pass
+    return None

@@ -18,6 +18,7 @@ from palaver.server.settings import ServerSettings
 from tests import media_files
 from tests.chat.scripted_service import Stage, open_stage
 from tests.client.live import TOKEN, served
+from tests.store.exports import CLAUDE, archive
 
 USER = {"role": "user", "parts": [{"type": "text", "text": "Wave!"}]}
 PICTURE = media_files.picture()
@@ -210,6 +211,12 @@ async def test_files_are_downloads_of_their_kind(http: httpx.AsyncClient) -> Non
     assert copy["id"] != talk
     assert (await http.post("/api/import", content=tree.content, headers=text)).json()[0]["id"] == copy["id"]
     assert (await http.post("/api/import", content=b"\xff\xfe", headers=text)).status_code == 400
+    binary = {"content-type": "application/octet-stream"}
+    zipped = await http.post("/api/import", content=archive(CLAUDE), headers=binary, params={"report": True})
+    assert zipped.status_code == 201, zipped.text
+    assert [one["title"] for one in zipped.json()["conversations"]] == ["Sums"]
+    assert len(zipped.json()["skipped"]) == int(zipped.headers["palaver-skipped"]) == 3
+    assert (await http.post("/api/import", content=archive(CLAUDE)[:-30], headers=binary)).status_code == 400
     assert (await http.post("/api/import", content=b"no conversation", headers=text)).status_code == 400
     assert (await http.get(f"/api/conversations/{talk}/export", params={"form": "pdf"})).status_code == 400
 

@@ -133,7 +133,7 @@ class Conversations {
     notices.settle('file')
     for (const file of files) {
       try {
-        taken.push(...(await api.takeIn(await file.text())))
+        taken.push(...(await api.takeIn(file)))
       } catch (error) {
         notices.fail(error, 'file')
         failed = true

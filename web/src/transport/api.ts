@@ -145,8 +145,8 @@ export const decideCalls = (id: string, decisions: CallDecision[]): Promise<Tool
 
 export const exported = (id: string, form: Format, leaf: string | null): string =>
   address(at('conversations', id, 'export'), { form, leaf })
-export const takeIn = (text: string): Promise<Conversation[]> =>
-  request(at('import'), { method: 'POST', body: new Blob([text], { type: 'text/plain' }) })
+export const takeIn = (file: Blob): Promise<Conversation[]> =>
+  request(at('import'), { method: 'POST', body: new Blob([file], { type: 'application/octet-stream' }) })
 /** Sound; it comes while it is made. */
 export const speech = (id: string): string => address(at('messages', id, 'speech'))
 export const voices = (): Promise<{ model: string; voices: string[] }> => request('v1/audio/voices')

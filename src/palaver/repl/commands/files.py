@@ -39,6 +39,8 @@ EXPORT_FORMATS = {
 }
 _SUFFIXES = {"markdown": ".md", "tree": ".json", "sharegpt": ".jsonl"}
 _MAX_ATTACHMENT_BYTES = 50_000_000
+_MAX_SKIPPED = 10
+"""Parts of an imported file that could not be imported and are listed."""
 _CLIPBOARD_COMMANDS = (["wl-copy"], ["xclip", "-selection", "clipboard"], ["pbcopy"], ["clip.exe"])
 
 
@@ -87,11 +89,12 @@ async def export(session: Session, arguments: str) -> None:
 @commands.command("import", ("load",), complete_paths)
 async def import_(session: Session, arguments: str) -> None:
     path = _path(arguments.strip())
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise RequestError(strings.NOT_TEXT.format(path=path)) from None
-    imported = await session.chat.import_conversations(text)
+    report = await session.chat.import_conversations(await asyncio.to_thread(path.read_bytes))
+    imported = report.conversations
+    for skipped in report.skipped[:_MAX_SKIPPED]:
+        session.screen.note(strings.NOT_IMPORTED.format(item=skipped.item, reason=one_line(skipped.reason, 200)))
+    if len(report.skipped) > _MAX_SKIPPED:
+        session.screen.note(strings.MORE_NOT_IMPORTED.format(count=f"{len(report.skipped) - _MAX_SKIPPED:,}"))
     if not imported:
         raise RequestError(strings.IMPORTED_NONE.format(path=path))
     titles = ", ".join(one_line(one.title, 40) or one.id for one in imported[:5])

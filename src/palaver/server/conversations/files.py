@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -9,16 +10,21 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request, Response
 
+from palaver.chat.interface import ImportReport
 from palaver.errors import BadParameter
 from palaver.server.sse import run_while_connected
 from palaver.server.state import ChatDep, StateDep
 from palaver.store import Conversation, NotFound
 from palaver.transcripts import TranscriptFormat
+from palaver.transcripts.archive import ZIP_START, open_export
 from palaver.wire import BlobUploadSchema, DocumentSchema, TranscriptionSchema
 
 routes = APIRouter(tags=["files"])
 _MAX_OBJECTS = 20
 """The limit of JSON objects (messages and parts) per conversation, on average over an import."""
+MAX_UNPACKED = 8
+"""How many times the largest body the conversations of an archive may be, unpacked."""
+BINARY = {"schema": {"type": "string", "format": "binary"}}
 _FILE_TYPES = {
     TranscriptFormat.JSONL: ("application/jsonl", "jsonl"),
     TranscriptFormat.BRANCHES: ("application/jsonl", "jsonl"),
@@ -71,21 +77,31 @@ async def export_preferences(chat: ChatDep, conversation: str | None = None) -> 
 @routes.post(
     "/import",
     status_code=201,
-    openapi_extra={"requestBody": {"required": True, "content": {"text/plain": {"schema": {"type": "string"}}}}},
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"text/plain": {"schema": {"type": "string"}}, "application/octet-stream": BINARY},
+        }
+    },
 )
-async def take_in(request: Request, chat: ChatDep, state: StateDep) -> list[Conversation]:
-    """Takes the text of a file, whichever of the known forms it has; the same text twice only once.
+async def take_in(
+    request: Request, response: Response, chat: ChatDep, state: StateDep, report: bool = False
+) -> list[Conversation] | ImportReport:
+    """Takes a file, whichever of the known forms it has; the same one twice only once.
 
-    Ends with its client: conversations that are stored by then stay.
+    The header `Palaver-Skipped` counts what could not be imported; with `report` the answer lists it. Ends with its
+    client: conversations that are stored by then stay.
     """
-    body = await request.body()
-    _check_count(body, state.settings.limits.imported)
-    try:
-        text = body.decode()
-    except UnicodeDecodeError as error:
-        raise BadParameter("body", f"byte {error.start}", "the file must be text in UTF-8") from None
-    imported = await run_while_connected(request, chat.import_conversations(text), state.closing)
-    return list(imported)
+    body, limits = await request.body(), state.settings.limits
+    for text in await asyncio.to_thread(_texts, body, MAX_UNPACKED * limits.body_bytes):
+        _check_count(text, limits.imported)
+    imported = await run_while_connected(request, chat.import_conversations(body), state.closing)
+    response.headers["palaver-skipped"] = str(len(imported.skipped))
+    return imported if report else list(imported.conversations)
+
+
+def _texts(body: bytes, max_bytes: int) -> tuple[bytes, ...]:
+    return open_export(body, max_bytes)[0] if body.startswith(ZIP_START) else (body,)
 
 
 def _check_count(body: bytes, max_conversations: int) -> None:
@@ -121,7 +137,6 @@ SAFE_TYPES = (
 """Media types without active content. SVG is not among them: it can contain scripts."""
 FileName = Annotated[str, Query(max_length=200, description="The name of the file.")]
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 
 @blob_routes.post(
