@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zipfile
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -71,6 +72,17 @@ def video(
         for stream in (picture_stream, sound_stream):
             if stream is not None:
                 container.mux(stream.encode(None))
+    return file.getvalue()
+
+
+def docx(body: str, prolog: str = "") -> bytes:
+    """A DOCX file with the XML of this body."""
+    space = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("[Content_Types].xml", '<?xml version="1.0"?><Types/>', zipfile.ZIP_STORED)
+        xml = f'<w:document xmlns:w="{space}"><w:body>{body}</w:body></w:document>'
+        archive.writestr("word/document.xml", f'<?xml version="1.0"?>{prolog}{xml}')
     return file.getvalue()
 
 

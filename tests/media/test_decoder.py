@@ -146,6 +146,52 @@ def test_frame_times() -> None:
     assert frame_times(1, replace(limits, frames_per_second=4)) == [0.0, 0.25, 0.5, 0.75]
 
 
+BODY = (
+    '<w:p><w:pPr><w:pStyle w:val="Heading1"/></w:pPr><w:r><w:t>Rivers</w:t></w:r></w:p>'
+    '<w:p><w:r><w:t xml:space="preserve">The </w:t></w:r><w:r><w:t>Rhine</w:t><w:tab/><w:t>flows.</w:t></w:r>'
+    "<w:del><w:r><w:delText>gone</w:delText></w:r></w:del></w:p>"
+    "<w:p><w:pPr><w:numPr/></w:pPr><w:r><w:t>one</w:t></w:r></w:p>"
+    "<w:p><w:pPr><w:numPr/></w:pPr><w:r><w:t>two</w:t></w:r></w:p>"
+    "<w:tbl><w:tr><w:tc><w:p><w:r><w:t>a</w:t></w:r></w:p></w:tc><w:tc><w:p><w:r><w:t>b</w:t></w:r></w:p></w:tc></w:tr>"
+    "</w:tbl>"
+)
+
+
+def test_reads_the_text_of_a_docx(decoder: MediaDecoder) -> None:
+    data = media_files.docx(BODY)
+    assert decoder.inspect(data).kind == "document"
+    assert decoder.document_text(data) == "# Rivers\n\nThe Rhine\tflows.\n\n- one\n- two\na | b"
+
+
+PAGE = """<!-- saved --><!DOCTYPE html><html><head><title>Rivers</title><style>p { color: red }</style>
+<script>if (1 < 2) alert("<p>no</p>")</script></head><body><h1>The  Rhine</h1><p>It <b>flows</b>
+north&nbsp;&amp; west.<ul><li>one<li>two</ul><table><tr><td>a</td><td>b</td></tr></table>
+<pre>x = 1\n  y</pre><img alt="A map"></body></html>"""
+
+
+def test_reads_the_text_of_a_page(decoder: MediaDecoder) -> None:
+    text = decoder.document_text(PAGE.encode())
+    assert text == ("Rivers\n\n# The Rhine\n\nIt flows north & west.\n\n- one\n- two\n\na | b\n\nx = 1\n  y\n\nA map")
+    latin = '<html><meta charset="iso-8859-1"><p>Zürich'.encode("latin-1")
+    assert decoder.document_text(latin) == "Zürich"
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (media_files.docx("<w:p/>" * 2_000_000), "would be unpacked to 12,000,"),
+        (media_files.docx(BODY)[:-40], "type that is not supported"),
+        (media_files.docx(BODY, '<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa">]>'), "is damaged"),
+        (media_files.docx("<w:p>"), "is damaged"),
+        (media_files.docx(""), "has no text"),
+        (b"<html><script>x</script></html>", "has no text"),
+    ],
+)
+def test_hostile_documents_are_refused(decoder: MediaDecoder, data: bytes, reason: str) -> None:
+    with pytest.raises(BadMedia, match=reason):
+        decoder.document_text(data, "a.docx")
+
+
 def test_reads_the_text_of_a_pdf(decoder: MediaDecoder) -> None:
     data = media_files.pdf("Page one", "Page two")
     assert decoder.inspect(data).kind == "document"

@@ -14,7 +14,7 @@ from urllib.parse import unquote_to_bytes
 
 from palaver.errors import UnsupportedContent
 from palaver.media import BadMedia, MediaDecoder, MediaInfo
-from palaver.media.headers import sniff
+from palaver.media.headers import DOCUMENT_TYPES, sniff
 from palaver.messages import Audio, Image, MediaPart, Message, Part, Role, Text, ToolResult, Video, describe_media
 
 FileKind = Literal["image", "audio", "video", "file"]
@@ -22,7 +22,6 @@ FileKind = Literal["image", "audio", "video", "file"]
 _PARTS: dict[str, type[Image] | type[Audio] | type[Video]] = {"image": Image, "audio": Audio, "video": Video}
 P = TypeVar("P")
 _DATA_URL = re.compile(r"data:([^,;]*)((?:;[^,;]*)*),", re.IGNORECASE)
-_PDF = "application/pdf"
 _NEEDED = {
     "image": ("pictures", "a vision model"),
     "audio": ("sound", "an audio model"),
@@ -55,7 +54,7 @@ class AttachmentReader:
     def read(self, data: bytes, kind: FileKind = "file", name: str = "") -> Part:
         """The file as a part: media, or the text of a document."""
         media_type = sniff(data)
-        if kind == "file" and (media_type == _PDF or _as_text(data) is not None):
+        if kind == "file" and (media_type in DOCUMENT_TYPES or _as_text(data) is not None):
             return Text(self.read_document(data, name))
         if self.accepts is not None and media_type is not None:
             check_accepted(media_type.partition("/")[0], self.model, self.accepts)
@@ -67,10 +66,10 @@ class AttachmentReader:
         return _media_part(info, data, name)
 
     def read_document(self, data: bytes, name: str = "") -> str:
-        """The text of a text or PDF file, as it stands in a message."""
-        text = self.decoder.document_text(data, name) if sniff(data) == _PDF else _as_text(data)
+        """The text of a PDF, DOCX, HTML or text file, as it stands in a message."""
+        text = self.decoder.document_text(data, name) if sniff(data) in DOCUMENT_TYPES else _as_text(data)
         if text is None:
-            raise BadMedia(name, "is neither text in UTF-8 nor a PDF")
+            raise BadMedia(name, "is neither text in UTF-8 nor a PDF, DOCX or HTML file")
         return format_document(name, text)
 
 

@@ -448,7 +448,7 @@ class Chat(Protocol):
     async def blob(self, digest: str) -> bytes: ...
 
     async def read_document(self, data: bytes, name: str) -> str:
-        """The text of a text or PDF file, as it is attached to a message. Raises BadMedia."""
+        """The text of a PDF, DOCX, HTML or text file, as it is attached to a message. Raises BadMedia."""
         ...
 
     async def transcribe(self, data: bytes, name: str = "", language: str = "") -> str:

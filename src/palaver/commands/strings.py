@@ -95,9 +95,7 @@ ALL = "Every conversation that is not deleted."
 EXPORT_FORMAT = "jsonl: one line each, for training; branches: one line per branch; tree: everything, for import."
 PREFERENCES = "The choices of comparisons, as prompt, chosen and rejected, for preference training."
 OUTPUT = "The file to write instead of stdout; a folder for several conversations in Markdown."
-IMPORT_FILES = (
-    "Exports of Palaver, ChatGPT, Claude (JSON or ZIP), Open WebUI, llama.cpp or ShareGPT; - is stdin."
-)
+IMPORT_FILES = "Exports of Palaver, ChatGPT, Claude (JSON or ZIP), Open WebUI, llama.cpp or ShareGPT; - is stdin."
 BACKUP_FILE = "The file to write; it must not exist yet."
 RESTORE_FILE = "A file written by `palaver backup`."
 REPLY_ID = "The ID of a reply, or of a conversation: its last reply."

@@ -15,7 +15,7 @@ from cachetools import LRUCache
 
 from palaver.errors import PalaverError, ShuttingDown
 from palaver.media.base import RAW_RATE, BadMedia, MediaInfo, MediaKind, MediaLimits, Picture, Sound, VideoFrames
-from palaver.media.headers import check_header, check_polyglot, check_seconds, sniff
+from palaver.media.headers import DOCX, HTML, check_header, check_polyglot, check_seconds, sniff
 from palaver.processes import EXIT_SECONDS, ForkFailed, ForkServer, ForkServerClosed, receive, receive_bytes, send
 
 WALL_SECONDS = 60.0
@@ -78,8 +78,14 @@ def _receive_result(connection: socket.socket, name: str) -> tuple[dict[str, Any
 
 _INSPECTED = 1024
 """Files whose description is kept: a client sends the pictures of a conversation with every request."""
-_KINDS: dict[str, MediaKind] = {"image": "image", "audio": "audio", "video": "video", "application": "document"}
-_SUPPORTED = "PNG, JPEG, WebP, GIF, AVIF, HEIC, WAV, MP3, FLAC, Ogg, M4A, MP4, WebM, MOV and PDF"
+_KINDS: dict[str, MediaKind] = {
+    "image": "image",
+    "audio": "audio",
+    "video": "video",
+    "application": "document",
+    "text": "document",
+}
+_SUPPORTED = "PNG, JPEG, WebP, GIF, AVIF, HEIC, WAV, MP3, FLAC, Ogg, M4A, MP4, WebM, MOV, PDF, DOCX and HTML"
 _NAMES = {"image": "a picture", "audio": "sound", "video": "a video", "document": "a document"}
 
 
@@ -126,7 +132,7 @@ class MediaDecoder:
         return VideoFrames(frames, tuple(values["times"]), samples, rate)
 
     def document_text(self, data: bytes, name: str = "") -> str:
-        """The text of a PDF file."""
+        """The text of a PDF, DOCX or HTML file."""
         values, _ = self._run("document", data, name, "document")
         return str(values["text"])
 
@@ -157,7 +163,8 @@ class MediaDecoder:
         media_type = sniff(data)
         if media_type is None:
             raise BadMedia(name, f"is of a type that is not supported ({_SUPPORTED} are)")
-        check_polyglot(data, name)
+        if media_type not in (DOCX, HTML):  # only their text is kept
+            check_polyglot(data, name)
         check_header(data, media_type, name, self.limits)
         return media_type
 

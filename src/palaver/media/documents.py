@@ -1,4 +1,4 @@
-"""The text of PDF files by pypdf. Runs in the sandbox's process."""
+"""The text of documents: PDF files by pypdf, others by their modules. Runs in the sandbox's process."""
 
 from __future__ import annotations
 
@@ -7,15 +7,26 @@ import io
 from pypdf import PdfReader
 from pypdf.errors import PyPdfError
 
+from palaver.media import docx, html
 from palaver.media.base import BadMedia, MediaInfo, MediaLimits
+from palaver.media.headers import DOCX, HTML, PDF
 
 
 def inspect(data: bytes, media_type: str, limits: MediaLimits) -> MediaInfo:
-    _open(data, limits)
+    if media_type == PDF:
+        _open(data, limits)
     return MediaInfo("document", media_type)
 
 
-def decode(data: bytes, limits: MediaLimits) -> str:
+def decode(data: bytes, media_type: str, limits: MediaLimits) -> str:
+    readers = {PDF: _read_pdf, DOCX: docx.decode, HTML: html.decode}
+    text = readers[media_type](data, limits)
+    if not text.strip():
+        raise BadMedia("", "has no text: scanned pages are not read" if media_type == PDF else "has no text")
+    return text.encode("utf-8", "replace").decode()
+
+
+def _read_pdf(data: bytes, limits: MediaLimits) -> str:
     """The text of all pages, separated by empty lines."""
     pages, size = [], 0
     for page in _open(data, limits).pages:
@@ -23,10 +34,7 @@ def decode(data: bytes, limits: MediaLimits) -> str:
         size += len(pages[-1])
         if size > limits.characters:
             raise BadMedia("", f"has more than {limits.characters:,} characters of text")
-    text = "\n\n".join(page for page in pages if page)
-    if not text:
-        raise BadMedia("", "has no text: scanned pages are not read")
-    return text.encode("utf-8", "replace").decode()
+    return "\n\n".join(page for page in pages if page)
 
 
 def _open(data: bytes, limits: MediaLimits) -> PdfReader:

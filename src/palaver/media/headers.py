@@ -9,6 +9,11 @@ from collections.abc import Iterator
 
 from palaver.media.base import BadMedia, MediaLimits
 
+PDF = "application/pdf"
+DOCX = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
+HTML = "text/html"
+DOCUMENT_TYPES = (PDF, DOCX, HTML)
+"""Documents that are decoded to text. Other text is a document, too, and needs no decoding."""
 _PREFIXES = {
     b"\x89PNG\r\n\x1a\n": "image/png",
     b"\xff\xd8\xff": "image/jpeg",
@@ -17,7 +22,7 @@ _PREFIXES = {
     b"fLaC": "audio/flac",
     b"OggS": "audio/ogg",
     b"ID3": "audio/mpeg",
-    b"%PDF-": "application/pdf",
+    b"%PDF-": PDF,
 }
 _BRANDS = {
     **dict.fromkeys((b"avif", b"avis"), "image/avif"),
@@ -31,7 +36,21 @@ _MARKUP = re.compile(rb"<(?:!doctype|html|head|body|script|iframe|svg|\?php|\?xm
 _MARKUP_BYTES = 1024
 _ZIP_END = b"PK\x05\x06"
 _ZIP_END_BYTES = 22
+_ZIP_START = b"PK\x03\x04"
+_ZIP_ENTRY = b"PK\x01\x02"
+_ZIP_ENTRY_BYTES = 46
 _MAX_ZIP_COMMENT = 0xFFFF
+_MAX_ZIP_ENTRIES = 10_000
+DOCX_BODY = "word/document.xml"
+MAX_DOCX_BODY = 64 << 20
+_MAX_DOCX_RATIO = 200
+"""How much larger than packed the body may be. It is about 10 times as large."""
+_SMALL_BODY = 1 << 20
+"""A body up to this size may be packed more tightly."""
+_HTML = re.compile(
+    rb"(?:\xef\xbb\xbf)?\s*(?:<\?xml[^>]{0,200}>\s*)?(?:<!--.{0,1000}?-->\s*)*<(?:!doctype\s+html|html)[\s>]",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 def sniff(data: bytes) -> str | None:
@@ -47,6 +66,10 @@ def sniff(data: bytes) -> str | None:
         return "video/quicktime"
     if data.startswith(_EBML) and b"\x42\x82\x84webm" in data[:64]:
         return "video/webm"
+    if data.startswith(_ZIP_START):
+        return DOCX if _docx_body(data) else None
+    if _HTML.match(data[:4096]):
+        return HTML
     return "audio/mpeg" if _is_mp3_frame(data[:4]) else None
 
 
@@ -87,6 +110,30 @@ def check_header(data: bytes, media_type: str, name: str, limits: MediaLimits) -
             _check_boxes(data, name)
         case "image/png":
             _check_png(data, name, limits)
+        case _ if media_type == DOCX:
+            _check_docx(data, name)
+
+
+def _docx_body(data: bytes) -> tuple[int, int] | None:
+    """The packed and the unpacked size of the body, as the archive's directory says; None if it has none."""
+    place = data.rfind(_ZIP_END, max(0, len(data) - _ZIP_END_BYTES - _MAX_ZIP_COMMENT))
+    if place < 0 or place + _ZIP_END_BYTES > len(data):
+        return None
+    entries, _, offset = struct.unpack_from("<HII", data, place + 10)
+    for _ in range(min(entries, _MAX_ZIP_ENTRIES)):
+        if data[offset : offset + 4] != _ZIP_ENTRY or offset + _ZIP_ENTRY_BYTES > place:
+            return None
+        packed, unpacked, name, extra, comment = struct.unpack_from("<IIHHH", data, offset + 20)
+        if data[offset + _ZIP_ENTRY_BYTES : offset + _ZIP_ENTRY_BYTES + name] == DOCX_BODY.encode():
+            return packed, unpacked
+        offset += _ZIP_ENTRY_BYTES + name + extra + comment
+    return None
+
+
+def _check_docx(data: bytes, name: str) -> None:
+    packed, unpacked = _docx_body(data) or (0, 0)
+    if unpacked > MAX_DOCX_BODY or unpacked > max(_SMALL_BODY, _MAX_DOCX_RATIO * packed):
+        raise BadMedia(name, f"would be unpacked to {unpacked:,} bytes, which is too much")
 
 
 def check_pixels(width: int, height: int, name: str, limits: MediaLimits) -> None:

@@ -67,7 +67,7 @@ def run_job(job: dict[str, Any], data: bytes) -> Result:
         "picture": lambda: ({}, [pictures.decode(data, media_type, limits)]),
         "sound": lambda: ({}, [_decode_sound(data, media_type, job["rate"], limits)]),
         "video": lambda: video.decode(data, media_type, job["rate"], limits),
-        "document": lambda: ({"text": documents.decode(data, limits)}, []),
+        "document": lambda: ({"text": documents.decode(data, media_type, limits)}, []),
     }
     return operations[job["operation"]]()
 

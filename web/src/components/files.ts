@@ -1,11 +1,11 @@
-// Files in a message: a text file or a document is a part of text that begins with its name, media are parts of their own.
+// Files in a message: a text file or a document (read by the server) is a part of text that begins with its name, media are parts of their own.
 import { strings } from '../strings'
 import * as api from '../transport/api'
 import type { Blob as BlobPart, Part } from '../transport/types'
 
 const HEAD = /^\n*File ([^\n]{1,200}):\n\n/
 const MOST = 1_000_000
-const PDF = 'application/pdf'
+const DOCUMENT = /\.(pdf|docx|html?)$/i
 
 export interface TextFile {
   name: string
@@ -39,7 +39,7 @@ export async function taken(file: File, accepted?: readonly string[]): Promise<A
   try {
     if (kind && accepted && !accepted.includes(kind)) return strings.files.media(name, kind)
     if (kind) return await uploaded(file, name)
-    if (file.type === PDF || /\.pdf$/i.test(name)) return await document(file, name)
+    if (DOCUMENT.test(name) || file.type === 'application/pdf') return await document(file, name)
   } catch (error) {
     return error instanceof Error ? error.message : String(error)
   }

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from palaver.chat.attachments import check_accepted
 from palaver.errors import RequestError
-from palaver.media.headers import sniff
+from palaver.media.headers import DOCUMENT_TYPES, sniff
 from palaver.messages import Role
 from palaver.messages import Text as TextPart
 from palaver.repl import strings
@@ -132,7 +132,7 @@ async def attach_file(session: Session, path: Path) -> None:
 async def attach_bytes(session: Session, data: bytes, name: str) -> None:
     """Attaches a document as text, or media that the model accepts, to the next message."""
     media_type = sniff(data)
-    if media_type in (None, "application/pdf"):
+    if media_type is None or media_type in DOCUMENT_TYPES:
         session.attachments.append(TextPart(await session.chat.read_document(data, name)))
         session.screen.note(strings.ATTACHED.format(name=one_line(name)))
         return

@@ -76,7 +76,7 @@ class ImageBlock(RequestFields):
 
 
 class DocumentBlock(RequestFields):
-    """A text or a PDF file, which is read as text."""
+    """A text, PDF, DOCX or HTML file, which is read as text."""
 
     type: Literal["document"]
     source: MediaSource

@@ -152,7 +152,7 @@ async def put(request: Request, chat: ChatDep, name: FileName = "") -> BlobUploa
 
 @blob_routes.post("/documents", openapi_extra={"requestBody": {"required": True, "content": {OCTET_STREAM: BINARY}}})
 async def read_document(request: Request, chat: ChatDep, name: FileName = "") -> DocumentSchema:
-    """The text of a text or PDF file, to be sent as a part of a message. Nothing is stored."""
+    """The text of a PDF, DOCX, HTML or text file, to be sent as a part of a message. Nothing is stored."""
     return DocumentSchema(text=await chat.read_document(await request.body(), name))
 
 
