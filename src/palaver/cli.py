@@ -14,6 +14,7 @@ from palaver.commands.chat import chat
 from palaver.commands.formats import formats
 from palaver.commands.inspect import inspect
 from palaver.commands.models import models
+from palaver.commands.prompts import prompts
 from palaver.commands.replay import replay
 from palaver.commands.serve import serve
 from palaver.commands.store import backup, conversations, delete, export, import_, keys, restore, undelete
@@ -39,6 +40,7 @@ app.command(help=strings.RESTORE)(restore)
 app.command(help=strings.REPLAY)(replay)
 app.command(help=strings.INSPECT)(inspect)
 app.command(help=strings.SERVE)(serve)
+app.add_typer(prompts, name="prompts")
 app.add_typer(keys, name="keys")
 app.add_typer(formats, name="formats")
 app.add_typer(tools, name="tools")

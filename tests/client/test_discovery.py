@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from palaver.client import announce_server, find_server
+from palaver.client.discovery import announce_server, find_server
 
 
 @asynccontextmanager

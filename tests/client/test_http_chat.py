@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from palaver.client import HttpChat
+from palaver.client.http_chat import HttpChat
 from tests.chat.conformance import *  # noqa: F403
 from tests.chat.scripted_service import Stage, open_stage
 from tests.client.live import TOKEN, served

@@ -13,8 +13,8 @@ import pytest
 
 from palaver.chat.interface import Chat, ConversationChange
 from palaver.chat.turn_log import LogEntry
-from palaver.client import HttpChat, NoServer, ServerFailed, ServerRefused
-from palaver.client.http_chat import MISSED, StreamPosition
+from palaver.client.errors import NoServer, ServerFailed, ServerRefused
+from palaver.client.http_chat import MISSED, HttpChat, StreamPosition
 from palaver.events import Finished, Started, fold
 from palaver.messages import user
 from palaver.store import NotFound

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from palaver.chat.interface import Column, ModelState
-from palaver.client import HttpChat
-from palaver.client.http_chat import MISSED
+from palaver.client.http_chat import MISSED, HttpChat
 from palaver.events import Finished, fold
 from palaver.generation import Finish
 from palaver.messages import assistant, user

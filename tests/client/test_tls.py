@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from palaver.client import HttpChat, NoServer, announce_server, find_server
-from palaver.client.connection import leaf_certificate
+from palaver.client.discovery import announce_server, find_server, leaf_certificate
+from palaver.client.errors import NoServer
+from palaver.client.http_chat import HttpChat
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="NOTHING IS SHOWN HERE: there is no openssl")
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaver.client.connection import ServerSentEvent, SseDecoder
+from palaver.client.sse import ServerSentEvent, SseDecoder
 from palaver.server import sse
 from palaver.server.app import Server
 from palaver.server.errors import ClientDisconnected

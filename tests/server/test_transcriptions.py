@@ -18,7 +18,7 @@ import openai
 import pytest
 import soundfile
 
-from palaver.client import HttpChat
+from palaver.client.http_chat import HttpChat
 from palaver.voice.transcription import MAX_SOUNDS, NoTranscriber, TranscribedSound, Transcriber, TranscriptionOptions
 from tests import media_files
 from tests.server.live_server import LiveServer

@@ -44,6 +44,12 @@ class MediaExpander:
                 self._decoder = MediaDecoder()
             return self._decoder
 
+    def close(self) -> None:
+        """Closes a decoder of its own. One that was given with `use` belongs to the caller."""
+        with self._lock:
+            if self._decoder is not None:
+                self._decoder.close()
+
     def expand(
         self,
         part: Image | Audio | Video,

@@ -1,7 +1,3 @@
-"""The `Chat` interface over HTTP, and the discovery of the user's own server on this machine."""
+"""Clients of a Palaver server: `Chat` over HTTP, single questions, and the discovery of the user's own server.
 
-from palaver.client.connection import NoServer, ServerFailed, ServerRefused
-from palaver.client.discovery import Announcement, announce_server, find_server
-from palaver.client.http_chat import HttpChat
-
-__all__ = ["Announcement", "HttpChat", "NoServer", "ServerFailed", "ServerRefused", "announce_server", "find_server"]
+Import the modules: single questions must start quickly, and `http_chat` imports the values of the store."""

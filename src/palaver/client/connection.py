@@ -3,48 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import random
-import re
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, cast
-from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from palaver.client.discovery import is_loopback
+from palaver.client.errors import NoServer, ServerFailed, ServerRefused
+from palaver.client.sse import MEDIA_TYPE, ServerSentEvent, SseDecoder
 from palaver.encoding import adapter
-from palaver.errors import PalaverError, RequestError
+from palaver.errors import PalaverError
 from palaver.store.errors import Unstorable
 from palaver.wire import ErrorBody
-
-
-class NoServer(PalaverError):
-    def __init__(self, url: str, why: object) -> None:
-        super().__init__(f"The server at {url} can't be reached ({why}): is it running?")
-        self.url = url
-
-
-class ServerRefused(RequestError):
-    """The server refused the request with an error that this program has no type for."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class ServerFailed(PalaverError):
-    """The server failed to process the request."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
 
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 5.0
@@ -109,7 +84,7 @@ class ServerConnection:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
             verify=verify,
             transport=transport,
-            trust_env=not _is_loopback(self.url),  # the environment's proxy does not reach this machine
+            trust_env=not is_loopback(self.url),  # the environment's proxy does not reach this machine
         )
 
     async def close(self) -> None:
@@ -271,78 +246,3 @@ def _invalid_response(error: ValidationError) -> ServerFailed:
 
 def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
-
-
-def leaf_certificate(chain: Path) -> str:
-    """The server's own certificate from a file, which may also hold its issuers' certificates and its key."""
-    found = _CERTIFICATE.search(chain.read_text(encoding="ascii", errors="replace"))
-    return found[0] + "\n" if found else ""
-
-
-def pinned_context(certificate: str) -> ssl.SSLContext:
-    """An SSL context that trusts exactly this certificate."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # the certificate is pinned: its host names may differ
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.load_verify_locations(cadata=certificate)
-    return context
-
-
-MEDIA_TYPE = "text/event-stream"
-
-
-@dataclass(frozen=True, slots=True)
-class ServerSentEvent:
-    data: str
-    event: str = ""
-    id: str | None = None
-
-
-class SseDecoder:
-    """Decodes the bytes of a stream into events. An event that was cut off is never returned.
-
-    Lines end at line feeds alone: JSON text may contain other characters that `str.splitlines` splits at.
-    """
-
-    def __init__(self) -> None:
-        self._buffer = b""
-        self._event = ""
-        self._id: str | None = None
-        self._data: list[str] = []
-
-    def feed(self, chunk: bytes) -> Iterator[ServerSentEvent]:
-        *lines, self._buffer = (self._buffer + chunk).split(b"\n")
-        for line in lines:
-            if event := self._parse_line(line.removesuffix(b"\r").decode()):
-                yield event
-
-    def _parse_line(self, line: str) -> ServerSentEvent | None:
-        """The event that an empty line ends, else None."""
-        if not line:
-            return self._flush()
-        name, _, value = line.partition(":")
-        value = value.removeprefix(" ")
-        match name:
-            case "data":
-                self._data.append(value)
-            case "event":
-                self._event = value
-            case "id":
-                self._id = value
-        return None
-
-    def _flush(self) -> ServerSentEvent | None:
-        event = ServerSentEvent("\n".join(self._data), self._event, self._id) if self._data else None
-        self._event, self._data = "", []
-        return event

@@ -5,8 +5,10 @@ Only a user who can read the store finds its server, and never the server of ano
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import re
 import secrets
 import ssl
 from collections.abc import Iterator
@@ -16,8 +18,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
-
-from palaver.client.connection import pinned_context
 
 HEALTH_TIMEOUT_S = 3.0
 """The timeout for the health check of an announced server."""
@@ -145,3 +145,29 @@ async def _is_running(announcement: Announcement) -> bool:
     except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError, ValueError):
         return False
     return isinstance(health, dict) and health.get("instance") == announcement.instance
+
+
+def is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+
+
+def leaf_certificate(chain: Path) -> str:
+    """The server's own certificate from a file, which may also hold its issuers' certificates and its key."""
+    found = _CERTIFICATE.search(chain.read_text(encoding="ascii", errors="replace"))
+    return found[0] + "\n" if found else ""
+
+
+def pinned_context(certificate: str) -> ssl.SSLContext:
+    """An SSL context that trusts exactly this certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False  # the certificate is pinned: its host names may differ
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(cadata=certificate)
+    return context

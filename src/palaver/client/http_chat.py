@@ -26,15 +26,9 @@ from palaver.chat.interface import (
     SentMessage,
 )
 from palaver.chat.turn_log import LogEntry
-from palaver.client.connection import (
-    ConnectionLost,
-    NoServer,
-    Query,
-    ServerConnection,
-    ServerSentEvent,
-    parse_event,
-    parse_response,
-)
+from palaver.client.connection import ConnectionLost, Query, ServerConnection, parse_event, parse_response
+from palaver.client.errors import NoServer
+from palaver.client.sse import ServerSentEvent
 from palaver.errors import BadParameter
 from palaver.events import DraftBlock, Failed, Finished, Snapshot, Started, Waiting
 from palaver.messages import Message, Part
@@ -153,7 +147,7 @@ class HttpChat:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`verify`: how to verify a server's certificate: by the usual authorities, by a file of others, or by an
-        `SSLContext` such as `palaver.client.connection.pinned_context` makes."""
+        `SSLContext` such as `palaver.client.discovery.pinned_context` makes."""
         self._connection = ServerConnection(url, key, patience=patience, verify=verify, transport=transport)
 
     async def __aenter__(self) -> HttpChat:

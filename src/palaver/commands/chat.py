@@ -76,7 +76,7 @@ def chat(
     from dataclasses import replace
 
     from palaver.chat.engine_spec import LoadOptions
-    from palaver.client import HttpChat
+    from palaver.client.http_chat import HttpChat
     from palaver.repl.session import run as run_session
     from palaver.repl.settings import SessionSettings, ThinkingDisplay
     from palaver.store.store import data_folder
@@ -99,7 +99,7 @@ def chat(
         needs_engine = local or name is not None or options != LoadOptions() or bool(transcriber)
 
         async def run() -> bool:
-            async with _open_chat(
+            async with open_chat(
                 server, key, needs_engine, name, options, folder, database, transcriber
             ) as chat_client:
                 is_attached = isinstance(chat_client, HttpChat)
@@ -111,7 +111,7 @@ def chat(
 
 
 @asynccontextmanager
-async def _open_chat(
+async def open_chat(
     server: str | None,
     key: str | None,
     needs_engine: bool,
@@ -119,10 +119,15 @@ async def _open_chat(
     options: LoadOptions,
     folder: Path,
     database: str | None,
-    transcriber: str,
+    transcriber: str = "",
+    note: str = strings.ATTACHED,
 ) -> AsyncIterator[Chat]:
-    """The chat at the given server, at a running server of the same data folder, or with a local model."""
-    from palaver.client import HttpChat, find_server
+    """The chat at the given server, at a running server of the same data folder, or with a local model.
+
+    `note`: printed for a running server that was found.
+    """
+    from palaver.client.discovery import find_server
+    from palaver.client.http_chat import HttpChat
 
     running = None if needs_engine else await find_server(folder, database or "")
     if server is not None:
@@ -131,7 +136,7 @@ async def _open_chat(
             yield chat
         return
     if running is not None:
-        print(f"palaver: {strings.ATTACHED.format(url=running.url)}", file=sys.stderr)
+        print(f"palaver: {note.format(url=running.url)}", file=sys.stderr)
         async with HttpChat(running.url, running.secret, verify=running.trust) as chat:
             yield chat
         return

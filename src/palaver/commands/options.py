@@ -219,6 +219,18 @@ def _print_error(error: object) -> None:
     print(f"palaver: {error}", file=sys.stderr)
 
 
+def data_path(data: Path | None) -> Path:
+    """The data folder, as `palaver.store.store.data_folder` has it. Creates nothing, and imports no database."""
+    from platformdirs import user_data_path
+
+    return user_data_path("palaver", appauthor=False) if data is None else data
+
+
+def has_announcement(folder: Path) -> bool:
+    """Whether a server of this data folder may be running. `palaver.client.discovery.find_server` finds it."""
+    return any((folder / "servers").glob("*.json"))
+
+
 @contextmanager
 def store_context(data: Path | None, database: str | None) -> Iterator[Store]:
     """Opens the store and closes it at the end. Errors inside are reported by `report_errors`."""
@@ -335,10 +347,12 @@ def _parse_bool(name: str, text: str) -> bool:
 
 def parse_settings(texts: list[str] | None) -> dict[str, Any]:
     """Parses the values of --set."""
+    if not texts:
+        return {}
     from palaver.sampling import STRINGS, check_strings, parse_setting
 
     out: dict[str, Any] = {}
-    for setting in texts or ():
+    for setting in texts:
         name, equals, text = setting.partition("=")
         if not equals:
             raise BadParameter("--set", setting, strings.NAME_VALUE)

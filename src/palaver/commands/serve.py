@@ -155,8 +155,7 @@ async def _run(
     from dataclasses import replace
 
     from palaver.chat.service import Service
-    from palaver.client.connection import leaf_certificate
-    from palaver.client.discovery import announce_server, local_token
+    from palaver.client.discovery import announce_server, leaf_certificate, local_token
     from palaver.models.resolver import DEFAULT_MODEL
     from palaver.server.app import Server, UvicornServer, listen, run_server, server_url
 

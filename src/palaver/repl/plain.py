@@ -1,11 +1,7 @@
-"""Replies as plain text: the answer on one stream, thinking on another; Ctrl+C as a callback."""
+"""Replies as plain text: the answer on one stream, thinking on another."""
 
 from __future__ import annotations
 
-import asyncio
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO, assert_never
 
 from palaver.chat.reply_stream import GeneratedReply, ReplyRecord
@@ -28,6 +24,7 @@ from palaver.events import (
 from palaver.generation import Finish
 from palaver.phases import Phase
 from palaver.repl import strings
+from palaver.repl.interrupts import handle_interrupt
 from palaver.repl.text import sanitize
 
 if TYPE_CHECKING:
@@ -133,27 +130,3 @@ async def print_reply(stream: GeneratedReply, printer: PlainPrinter) -> ReplyRec
             async for event in stream:
                 printer.show(event)
         return stream.reply()
-
-
-_interrupt_handlers: list[Callable[[], object]] = []
-"""The handlers of the contexts that are open, the innermost last."""
-
-
-@contextmanager
-def handle_interrupt(handler: Callable[[], object]) -> Iterator[None]:
-    """Inside the context, Ctrl+C calls the handler instead of raising KeyboardInterrupt. Contexts may be nested."""
-    loop = asyncio.get_running_loop()
-    try:
-        loop.add_signal_handler(signal.SIGINT, handler)
-    except (NotImplementedError, RuntimeError):  # not the main thread, or no signals on this system
-        yield
-        return
-    _interrupt_handlers.append(handler)
-    try:
-        yield
-    finally:
-        _interrupt_handlers.pop()
-        if _interrupt_handlers:
-            loop.add_signal_handler(signal.SIGINT, _interrupt_handlers[-1])
-        else:
-            loop.remove_signal_handler(signal.SIGINT)

@@ -22,7 +22,8 @@ from palaver.repl import strings
 from palaver.repl.command_table import CommandLine, CommandTable, MessageLine, parse_line
 from palaver.repl.cursor import ConversationCursor, ConversationSettings, find_conversation
 from palaver.repl.input import KeyActions, LastMessage, LineSource, ReplyDropped, StreamLineSource, TypedLine
-from palaver.repl.plain import PlainPrinter, PlainView, handle_interrupt
+from palaver.repl.interrupts import handle_interrupt
+from palaver.repl.plain import PlainPrinter, PlainView
 from palaver.repl.reply_view import ReplyView, TurnFollower, TurnView
 from palaver.repl.screen import Screen, console, has_cursor
 from palaver.repl.settings import SessionSettings, ThinkingDisplay

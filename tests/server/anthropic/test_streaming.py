@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from palaver.client.connection import SseDecoder
+from palaver.client.sse import SseDecoder
 from palaver.server.anthropic.signatures import parse_signature
 from palaver.server.settings import ServerLimits, ServerSettings
 from tests.scripted_engine import HoldScript, Script

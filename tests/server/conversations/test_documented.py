@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from palaver.client import HttpChat
+from palaver.client.http_chat import HttpChat
 from palaver.messages import user
 from palaver.store import Store
 from palaver.store.comparisons import ComparedReply

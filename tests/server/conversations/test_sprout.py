@@ -7,7 +7,7 @@ import random
 import pytest
 
 from palaver.chat.interface import Chat, ModelState
-from palaver.client import HttpChat
+from palaver.client.http_chat import HttpChat
 from palaver.events import Finished, ThinkingDelta, fold
 from palaver.generation import Finish
 from palaver.messages import user

@@ -15,7 +15,7 @@ import pytest
 
 from palaver.chat.interface import SentMessage
 from palaver.chat.turn_log import LogEntry
-from palaver.client.connection import ServerSentEvent, SseDecoder
+from palaver.client.sse import ServerSentEvent, SseDecoder
 from palaver.encoding import adapter
 from palaver.events import Finished, fold
 from palaver.messages import assistant, user

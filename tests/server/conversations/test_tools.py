@@ -12,7 +12,7 @@ import pytest
 
 from palaver.addresses import AddressGuard
 from palaver.chat.interface import Chat, Remember
-from palaver.client import HttpChat
+from palaver.client.http_chat import HttpChat
 from palaver.errors import BadParameter
 from palaver.store.tool_rounds import CallState, RoundState
 from palaver.tools.config import BadToolServer, ServerConfig
