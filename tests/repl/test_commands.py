@@ -13,6 +13,7 @@ from palaver.repl import strings
 from palaver.repl.commands import table
 from tests.chat.scripted_service import WAVE
 from tests.repl.scripted_session import PLAIN, open_session
+from tests.store.exports import CLAUDE, archive
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,8 @@ async def test_the_words_that_users_type(
         ("/list kiwi", 'No conversation title contains "kiwi".'),
         ("/open kiwi", 'No conversation matches "kiwi".'),
         ("/expand", "There is no reply yet."),
+        ("/thought", "There is no reply yet."),
+        ("/tree", "No branches yet."),
     ],
 )
 async def test_what_is_not_understood(tmp_path: Path, line: str, shown: str) -> None:
@@ -127,6 +130,15 @@ async def test_voice_says_where_the_files_go(tmp_path: Path, monkeypatch: pytest
         await session.session.close()
 
 
+async def test_an_import_says_what_it_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "export.zip"
+    file.write_bytes(archive(CLAUDE))
+    async with open_session(tmp_path) as session:
+        shown = await session.do(f"/import {file}")
+        assert "Imported 1 conversation: Sums" in shown
+        assert "Not imported: conversation 1, file of message 1: b.png is not in the export" in " ".join(shown.split())
+
+
 async def test_help_shows_ten_commands_and_all_of_them_on_request(tmp_path: Path) -> None:
     async with open_session(tmp_path) as session:
         commands, _, keys = (await session.do("/help")).partition(strings.KEYBOARD_SHORTCUTS)
@@ -136,6 +148,7 @@ async def test_help_shows_ten_commands_and_all_of_them_on_request(tmp_path: Path
         assert "Ctrl+C" in keys
         assert "/help all" in keys
         everything = await session.do("/help all")
+        assert everything.count(strings.GROUP_BRANCHES) == 1
         assert all(f"  /{command.name}" in everything for command in table())
         assert "(also /temp)" in await session.do("/help temperature")
 

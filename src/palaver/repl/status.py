@@ -149,16 +149,15 @@ async def _resend(session: Session, text: str) -> None:
 def first_screen(card: ModelCard, is_attached: bool = False) -> list[RenderableType]:
     """What a new user reads first, also while the model still loads: the model, one example, the way on."""
     is_demo = card.name == DEFAULT_MODEL
+    about, example = strings.DEMO_MODELS.get(card.name, ("", strings.EXAMPLE))
     lines = [Text.assemble(strings.BANNER.format(version=__version__), (model_name(card), "name"))]
     if card.state is ModelState.NONE:
         lines = [Text(strings.BANNER.format(version=__version__) + strings.NO_MODEL)]
-    elif is_demo:
-        lines.append(Text(strings.DEMO_MODEL.format(model=card.name)))
+    elif about:
+        lines.append(Text(about))
     lines += [
         Text(),
-        Text.assemble(
-            (strings.FIRST_EXAMPLE, "note"), (strings.DEMO_EXAMPLE if is_demo else strings.EXAMPLE, "example")
-        ),
+        Text.assemble((strings.FIRST_EXAMPLE, "note"), (example, "example")),
     ]
     if is_demo and is_attached:
         lines.append(

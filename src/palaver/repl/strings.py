@@ -20,9 +20,22 @@ FILES = ("file", "files")
 # --- the first screen ---
 
 BANNER = "palaver {version} · "
-DEMO_MODEL = "{model} is a tiny demo model. It thinks out loud, does sums, makes tables and calls tools."
+DEMO_MODELS = {
+    "sprout": (
+        "sprout is a tiny demo model. It thinks out loud, does sums, makes tables and calls tools.",
+        "What is 1234 + 5678?",
+    ),
+    "sprout-omni": (
+        "sprout-omni is a tiny demo model. It sees coloured shapes, and hears numbers and everyday words.",
+        "/attach picture.png   and then:  What shapes are there?",
+    ),
+    "sprout-diffusion": (
+        "sprout-diffusion is a tiny demo model. It writes by denoising: watch a reply come into focus.",
+        "What is 17 + 25?",
+    ),
+}
+"""By the name of a shipped model: what it is, and an example."""
 FIRST_EXAMPLE = "Try:  "
-DEMO_EXAMPLE = "What is 1234 + 5678?"
 EXAMPLE = "Explain in two sentences why the sky is blue."
 REAL_MODEL = "Load a real model:  "
 REAL_MODEL_COMMAND = "/model Qwen/Qwen3-0.6B"
@@ -117,7 +130,10 @@ KEYS = (
     ("Ctrl+D", "quit"),
 )
 HELP_COMMANDS = "Commands"
-HELP_MORE = "/help all lists every command, /help NAME explains one. To send text that begins with /, type //."
+HELP_MORE = (
+    "Also: /search, /branches, /expand (thoughts), /compare, /attach, /tools, /save.\n"
+    "/help all lists every command, /help NAME explains one. To send text that begins with /, type //."
+)
 HELP_ALIASES = "{description} (also {aliases})"
 UNKNOWN_COMMAND = "Unknown command /{name}. {hint} To send it as a message, type //{name}."
 DID_YOU_MEAN = "Did you mean {names}?"
@@ -135,7 +151,7 @@ NO_MATCHING_CONVERSATIONS = 'No conversation title contains "{words}". /search l
 MORE_CONVERSATIONS = "These are the newest {count}. /list WORDS and /search WORDS find older ones."
 OPEN_NUMBER = "/open NUMBER opens one."
 SEARCH_USAGE = "What should I search for? Type /search WORDS."
-SEARCH_NOTHING = 'No results for "{words}".'
+SEARCH_NOTHING = 'No results for "{words}". Thoughts and tool calls are not searched.'
 SEARCH_HIT = "{role}: {snippet}"
 OPEN_NOTHING = 'No conversation matches "{words}". /list shows the newest ones.'
 OPEN_QUESTION = "Open which number? (Enter: none)"

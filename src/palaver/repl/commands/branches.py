@@ -166,7 +166,7 @@ async def _leaves(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
     return [ArgumentChoice(str(number), _preview(leaf)) for number, leaf in enumerate(leaves, 1)]
 
 
-@commands.command("branches")
+@commands.command("branches", ("tree",))
 async def branches(session: Session, arguments: str) -> None:
     leaves = await _branch_ends(session)
     if not leaves:

@@ -26,8 +26,11 @@ async def _names(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
 async def help_(session: Session, arguments: str) -> None:
     name = arguments.strip().removeprefix("/").lower()
     if name == "all":
+        groups: dict[str, list[Command]] = {}
         for group in session.table.groups:
-            session.screen.show(Text(group.name, style="name"), _grid(group.commands))
+            groups.setdefault(group.name, []).extend(group.commands)
+        for title, listed in groups.items():
+            session.screen.show(Text(title, style="name"), _grid(listed))
     elif name:
         command = session.table.get(name)
         if command is None:

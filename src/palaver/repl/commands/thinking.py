@@ -95,7 +95,7 @@ def _check_effort(card: ModelCard, effort: str) -> None:
         raise BadParameter("effort", effort, strings.EFFORT_LEVELS.format(levels=list_values(switch.values)))
 
 
-@commands.command("expand")
+@commands.command("expand", ("thought", "thoughts"))
 async def expand(session: Session, arguments: str) -> None:
     """Shows the thoughts of the last reply, or of the given message, or says that it has none."""
     path = await session.cursor.path()
