@@ -35,6 +35,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(PY)
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing what the tests need..."
 	@$(PIP) --no-build-isolation --editable ".[dev]"
+	@$(PIP) --no-deps mlx-vlm  # what it depends on is large, and not imported
 	@touch $@
 
 lint: install-dev

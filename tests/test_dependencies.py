@@ -32,6 +32,7 @@ TOOLS = {
 transformers loads by name."""
 UNDECLARED = {
     "hatchling": "the build backend",
+    "mlx-vlm": "the Makefile installs it without its dependencies, which are not imported",
 }
 
 
@@ -87,7 +88,7 @@ def test_every_dependency_of_the_tests_is_declared_and_used() -> None:
     assert used - RUNTIME - DEVELOPMENT == UNDECLARED.keys()
     optional = set().union(*EXTRAS.values())
     assert DEVELOPMENT - used - optional == TOOLS
-    assert optional <= DEVELOPMENT, "the tests of an extra need its packages"
+    assert optional <= DEVELOPMENT | UNDECLARED.keys(), "the tests of an extra need its packages"
 
 
 def test_every_dependency_is_pinned() -> None:

@@ -20,12 +20,12 @@ pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not
 
 from palaver.chat.engine_spec import LoadOptions
 from palaver.chat.model import build_model, load_model_format
-from palaver.engines.core.media import MediaCache
+from palaver.engines.core.media import MediaCache, integer_keys
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.llamacpp.context import MAX_BATCH, Context, ContextSettings, LoadedModel
 from palaver.engines.llamacpp.engine import LlamaEngine, load
 from palaver.engines.llamacpp.library import MediaText, load_library
-from palaver.engines.llamacpp.media import LlamaMedia, Projector, integer_keys
+from palaver.engines.llamacpp.media import LlamaMedia, Projector
 from palaver.errors import BrokenModel, UnsupportedContent
 from palaver.formats.gguf_tokenizer import load_gguf_tokenizer
 from palaver.formats.tokenizer import Tokenizer

@@ -42,6 +42,8 @@ class AttachmentReader:
     """The media that the model accepts; None for any, where no model is asked."""
     fetch: Callable[[str], bytes] | None = None
     """Downloads a file from another address, if the operator allows it."""
+    why: str = ""
+    """Why the model does not accept media that it was made for."""
 
     def read_url(self, url: str, kind: FileKind, name: str = "") -> Part:
         """Reads a data URL, or downloads a file."""
@@ -57,12 +59,12 @@ class AttachmentReader:
         if kind == "file" and (media_type in DOCUMENT_TYPES or _as_text(data) is not None):
             return Text(self.read_document(data, name))
         if self.accepts is not None and media_type is not None:
-            check_accepted(media_type.partition("/")[0], self.model, self.accepts)
+            check_accepted(media_type.partition("/")[0], self.model, self.accepts, self.why)
         info = self.decoder.inspect(data, name)
         if kind not in ("file", info.kind) or info.kind == "document":
             raise BadMedia(name, f"is not {_EXPECTED[kind]}")
         if self.accepts is not None:
-            check_accepted(info.kind, self.model, self.accepts)
+            check_accepted(info.kind, self.model, self.accepts, self.why)
         return _media_part(info, data, name)
 
     def read_document(self, data: bytes, name: str = "") -> str:
@@ -82,19 +84,20 @@ def named_in_errors(where: str) -> Iterator[None]:
         raise (error if error.name else BadMedia(where, error.why)) from None
 
 
-def check_accepted(kind: str, model: str, accepts: Collection[str]) -> None:
-    """Raises UnsupportedContent for media that the model does not accept."""
+def check_accepted(kind: str, model: str, accepts: Collection[str], why: str = "") -> None:
+    """Raises UnsupportedContent for media that the model does not accept. `why`: if it could."""
     if kind in _NEEDED and kind not in accepts:
         what, needed = _NEEDED[kind]
-        raise UnsupportedContent(f"The model {model!r} does not accept {what}: {needed} is needed for that.")
+        reason = why if why and kind != "audio" else f"{needed} is needed for that"
+        raise UnsupportedContent(f"The model {model!r} does not accept {what}: {reason}.")
 
 
-def check_messages(messages: Sequence[Message], model: str, accepts: Collection[str]) -> None:
+def check_messages(messages: Sequence[Message], model: str, accepts: Collection[str], why: str = "") -> None:
     """Raises UnsupportedContent if a message has media that the model does not accept."""
     for message in messages:
         for part in message.parts:
             if isinstance(part, MediaPart):
-                check_accepted(part.type, model, accepts)
+                check_accepted(part.type, model, accepts, why)
 
 
 def describe_result_media(messages: Sequence[Message], accepts: Collection[str]) -> tuple[Message, ...]:

@@ -125,7 +125,7 @@ class Model:
     ) -> Prompt:
         """Renders messages, however long, with the media that the model takes. Blocks as `prompt` does."""
         messages = describe_result_media(messages, self._result_media)
-        check_messages(messages, self.name, self.engine.info.media)
+        check_messages(messages, self.name, self.engine.info.media, self.engine.info.text_only)
         counts: Counter[str] = Counter()
 
         def expand(part: Image | Audio | Video) -> tuple[ExpandedMedia, ...]:

@@ -47,6 +47,8 @@ class Capability(StrEnum):
     """Partial replies that end inside a token."""
     FILTERS = "filters"
     """Filters such as `top_p`, penalties and DRY. The refusal names the parameter."""
+    MEDIA = "media"
+    """Pictures for a model that sees, where the engine could show it none. The refusal says why."""
     EXACT_CONTINUATION = "exact_continuation"
     """A sampled reply that was stopped goes on as if it had not been. Without it no request is refused."""
     OWNER_ISOLATION = "owner_isolation"
@@ -95,6 +97,11 @@ class EngineInfo:
     """Parameters of `MediaItem.options` that the model's processor knows for pictures."""
     lacks: Mapping[Capability, str] = field(default_factory=dict)
     """What this engine can't do, and why. A request that needs it is refused (`check_capabilities`)."""
+
+    @property
+    def text_only(self) -> str:
+        """Why a model that sees takes text only; empty for others."""
+        return self.lacks.get(Capability.MEDIA, "")
 
 
 def check_capabilities(info: EngineInfo, prompt: Prompt, sampling: Sampling, choice: int) -> None:

@@ -6,9 +6,10 @@ first; a request that needs an evicted one fails with `MissingMedia`, and is sub
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from cachetools import LRUCache
 
@@ -167,3 +168,21 @@ def prefix_keys(token_ids: list[int], spans: Sequence[MediaSpan]) -> list[int | 
     for span in spans:
         keys[span.start : span.stop] = [(span.item.key, place) for place in range(span.length)]
     return keys
+
+
+_KEY_BITS = 62
+
+
+def integer_keys(keys: Sequence[Any]) -> list[int]:
+    """Prefix keys as integers: negative ones for tokens that stand for media, which follow from their content."""
+    bases: dict[str, int] = {}
+    found = []
+    for key in keys:
+        if isinstance(key, int):
+            found.append(key)
+            continue
+        name, place = key
+        if name not in bases:
+            bases[name] = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+        found.append(-1 - ((bases[name] + place) % (1 << _KEY_BITS)))
+    return found

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from palaver.engines.core.generation import LocalGeneration
 from palaver.engines.core.logits_processors import TokenHealing
-from palaver.engines.core.media import ProcessedMedia, prefix_keys
+from palaver.engines.core.media import ProcessedMedia, integer_keys, prefix_keys
 from palaver.engines.core.processor import LogitsProcessor
 from palaver.engines.core.sampler import Logits
 from palaver.engines.core.speculation import DraftLookup
@@ -65,6 +65,11 @@ class SequenceState:
         """Where drafts are verified: what it has to offer as one."""
         self.waits_for: SequenceState | None = None
         """While waiting: the running sequence that computes most of the tokens this one lacks."""
+
+    @property
+    def integer_keys(self) -> list[int]:
+        """The prefix keys of all tokens, as integers."""
+        return self.token_ids if self.prefix_keys is self.token_ids else integer_keys(self.prefix_keys)
 
     @property
     def pending_tokens(self) -> int:

@@ -8,14 +8,12 @@ computed as a whole: where positions have several dimensions, a sequence can't b
 from __future__ import annotations
 
 import ctypes as c
-import hashlib
 import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +27,6 @@ from palaver.gguf import GGUFHeader, TokenKind, read_gguf
 
 _TEXT = 0
 """The type of mtmd's chunks that are text."""
-_KEY_BITS = 62
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,18 +220,3 @@ def read_projector(file: Path) -> GGUFHeader:
     if header.architecture != "clip":
         raise BrokenModel(f"{file.name} is not a projector for pictures or sound (an mmproj file).")
     return header
-
-
-def integer_keys(keys: Sequence[Any]) -> list[int]:
-    """Prefix keys as integers: negative ones for tokens that stand for media, which follow from their content."""
-    bases: dict[str, int] = {}
-    found = []
-    for key in keys:
-        if isinstance(key, int):
-            found.append(key)
-            continue
-        name, place = key
-        if name not in bases:
-            bases[name] = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-        found.append(-1 - ((bases[name] + place) % (1 << _KEY_BITS)))
-    return found

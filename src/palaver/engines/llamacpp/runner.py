@@ -11,12 +11,13 @@ from typing import TypeVar
 import numpy as np
 
 from palaver.engines.core.generation import LocalGeneration
+from palaver.engines.core.media import integer_keys
 from palaver.engines.core.prefix_cache import CacheStatistics
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import PassInterrupted
 from palaver.engines.core.sampler import HostLogits, Logits
 from palaver.engines.llamacpp.context import Aborted, Context, EncodedPiece, Floats, NoRoom
-from palaver.engines.llamacpp.media import Projector, integer_keys
+from palaver.engines.llamacpp.media import Projector
 from palaver.engines.llamacpp.passes import Chunk, Passes
 from palaver.engines.llamacpp.sequence_cache import CachedSequence, NoSlot, SequenceCache
 from palaver.engines.llamacpp.state_files import StateFiles
@@ -76,13 +77,13 @@ class LlamaRunner:
         return self._context.max_tokens - self._passes.padding
 
     def count_cached(self, sequence: SequenceState) -> int:
-        return self._cache.count_cached(sequence.space, _keys(sequence)[:-1])
+        return self._cache.count_cached(sequence.space, sequence.integer_keys[:-1])
 
     def max_chunk(self, sequence: SequenceState) -> int | None:
         return self._passes.max_chunk
 
     def allocate(self, sequence: SequenceState) -> None:
-        space, tokens = sequence.space, _keys(sequence)
+        space, tokens = sequence.space, sequence.integer_keys
         sequence.cached_logits = self._cache.find_logits(space, tokens)
         keys = tokens if sequence.cached_logits is not None else tokens[:-1]
         try:
@@ -157,7 +158,7 @@ class LlamaRunner:
         return False
 
     def cache_prefix(self, sequence: SequenceState, logits: Logits) -> None:
-        tokens = _keys(sequence)[: sequence.computed_tokens]
+        tokens = sequence.integer_keys[: sequence.computed_tokens]
         self._cache.save_running(self._slots[sequence], sequence.conversation)
         self._cache.insert_logits(sequence.space, tokens, logits, sequence.conversation)
 
@@ -233,10 +234,3 @@ class LlamaRunner:
             if self._context.length(number) > start and not self._context.truncate(number, start):
                 slot = next(slot for slot in self._slots.values() if slot.id == number)
                 self._cache.drop(slot)
-
-
-def _keys(sequence: SequenceState) -> list[int]:
-    """What stands at each position, for the cache."""
-    if sequence.prefix_keys is sequence.token_ids:
-        return sequence.token_ids
-    return integer_keys(sequence.prefix_keys)

@@ -1,26 +1,30 @@
-"""The MLX engine: loads a folder with mlx-lm, probes what its caches can do and starts its worker thread."""
+"""The MLX engine: loads a folder with mlx-lm or mlx-vlm, probes what its caches can do and starts its worker thread."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from palaver.engines.base import EXACTNESS_LABELS, MLX_RUNNER, EngineInfo, Fingerprint
+from palaver.engines.base import EXACTNESS_LABELS, MLX_RUNNER, Capability, EngineInfo, Fingerprint
 from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint
 from palaver.engines.core.decoder_config import generation_settings
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.options import EngineOptions, Fit, check_cache_bytes, default_cache_bytes
 from palaver.engines.core.sampler import SAMPLER_VERSION
 from palaver.engines.core.scheduler import SchedulerLimits
-from palaver.engines.mlx.loader import import_mlx, load_module
-from palaver.errors import BadParameter, BrokenModel
+from palaver.engines.mlx.loader import check_dtype, import_mlx, load_module, load_vision, sees_pictures
+from palaver.errors import BadParameter, BrokenModel, UnsupportedContent
 from palaver.memory import available_bytes
 from palaver.phases import Vocabulary
+
+if TYPE_CHECKING:
+    from palaver.engines.mlx.media import MediaEncoder
+    from palaver.engines.mlx.runner import MlxProbe
 
 CPU, GPU = "cpu", "gpu"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -51,29 +55,80 @@ def load(
     fit(checkpoint, name, dtype).check(checkpoint.name)
     on_device = _device_context(name)
     with on_device():
-        from palaver.engines.mlx.runner import EXACT_ROWS, MlxProbe
+        from palaver.engines.mlx.runner import EXACT_ROWS
 
-        module = load_module(checkpoint, dtype, adapter)
-        try:
-            probe = MlxProbe(module)
-        except Exception as error:
-            raise BrokenModel(f"The model {checkpoint.name!r} can't be run by mlx-lm: {error}") from error
-        runner, exactness = probe.make_runner(_cache_bytes(options, name), EXACT_ROWS[name] if options.exact else None)
+        loaded = _load(checkpoint, dtype, adapter)
+        exact_rows = EXACT_ROWS[name] if options.exact else None
+        runner, exactness = loaded.probe.make_runner(_cache_bytes(options, name), exact_rows)
     defaults, end_ids = generation_settings(checkpoint.folder, checkpoint.config)
     info = EngineInfo(
         model=checkpoint.name,
         context_length=_context_length(checkpoint.config, options),
-        vocabulary_size=probe.vocabulary_size,
+        vocabulary_size=loaded.probe.vocabulary_size,
         end_ids=end_ids,
         defaults=defaults,
         device=name,
-        dtype=_describe_dtype(module, checkpoint.config),
+        dtype=_describe_dtype(loaded.module, checkpoint.config),
         reuse=runner.reuse,
-        steps=f"mlx-lm {version('mlx-lm')}",
+        steps=f"{loaded.library} {version(loaded.library)}",
         exactness=exactness,
+        lacks={Capability.MEDIA: loaded.text_only} if loaded.text_only else {},
     )
-    info = replace(info, fingerprint=str(_fingerprint(info)))
-    return LocalEngine(info, vocabulary, runner, _limits(options, name), on_device, on_failure)
+    info = replace(info, fingerprint=str(_fingerprint(info, loaded.library)))
+    media = None if loaded.encoder is None else loaded.encoder.cache
+    return LocalEngine(info, vocabulary, runner, _limits(options, name), on_device, on_failure, media)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedModel:
+    module: Any
+    probe: MlxProbe
+    library: str = "mlx-lm"
+    encoder: MediaEncoder | None = None
+    text_only: str = ""
+    """Why a model that sees takes text only."""
+
+
+def _load(checkpoint: Checkpoint, dtype: str | None, adapter: Path | None) -> _LoadedModel:
+    """With mlx-vlm if the model sees and that works, otherwise with mlx-lm."""
+    from palaver.engines.mlx.runner import MlxProbe
+
+    check_dtype(dtype)
+    text_only = ""
+    if sees_pictures(checkpoint):
+        try:
+            return _load_vision(checkpoint, dtype, adapter)
+        except UnsupportedContent as error:
+            text_only = str(error).rstrip(".")
+    try:
+        module = load_module(checkpoint, dtype, adapter)
+    except BrokenModel as error:
+        if not text_only or adapter is not None:
+            raise
+        raise BrokenModel(f"{str(error).rstrip('.')}, and with pictures: {text_only}.") from error
+    try:
+        return _LoadedModel(module, MlxProbe(module), text_only=text_only)
+    except Exception as error:
+        raise BrokenModel(f"The model {checkpoint.name!r} can't be run by mlx-lm: {error}") from error
+
+
+def _load_vision(checkpoint: Checkpoint, dtype: str | None, adapter: Path | None) -> _LoadedModel:
+    """Raises UnsupportedContent where mlx-vlm can't be used."""
+    if adapter is not None:
+        raise UnsupportedContent("with an adapter MLX runs only the text model")
+    module, processor = load_vision(checkpoint, dtype)
+    from palaver.engines.mlx.media import MediaEncoder, VisionDecoder
+    from palaver.engines.mlx.runner import MlxProbe
+
+    try:
+        encoder = MediaEncoder(VisionDecoder(module), processor)
+        probe = MlxProbe(module, encoder)
+        probe.check_media()
+    except UnsupportedContent:
+        raise
+    except Exception as error:
+        raise UnsupportedContent(f"mlx-vlm fails on a picture ({type(error).__name__}: {error})") from error
+    return _LoadedModel(module, probe, "mlx-vlm", encoder)
 
 
 def describe_fit(model: str | Path, device: str | None = None, dtype: str | None = None) -> str:
@@ -147,11 +202,11 @@ def _describe_dtype(module: Any, config: Mapping[str, Any]) -> str:
     return f"{dtype}, {quantization.get('bits')}-bit" if isinstance(quantization, Mapping) else dtype
 
 
-def _fingerprint(info: EngineInfo) -> Fingerprint:
+def _fingerprint(info: EngineInfo, library: str) -> Fingerprint:
     import mlx.core as mx
 
     unit = mx.device_info().get("device_name", platform.machine())
-    build = f"mlx-{version('mlx')}-lm-{version('mlx-lm')}-{unit}"
+    build = f"mlx-{version('mlx')}-{library.removeprefix('mlx-')}-{version(library)}-{unit}"
     exactness, sampler = EXACTNESS_LABELS[info.exactness], f"sampler-{SAMPLER_VERSION}"
     return Fingerprint(MLX_RUNNER, build, info.device, info.dtype, exactness, sampler)
 

@@ -1,5 +1,6 @@
 """Loads a folder with mlx-lm: unquantised safetensors, or weights that mlx-lm converted and quantised, with a LoRA
-adapter if there is one. Imports MLX only when a model is loaded."""
+adapter if there is one. Models that see are loaded with mlx-vlm where it is installed. Imports MLX only when a model is
+loaded."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from palaver.engines.core.checkpoint import Checkpoint, read_json
-from palaver.errors import BadParameter, BrokenModel, UnsafeWeights
+from palaver.errors import BadParameter, BrokenModel, UnsafeWeights, UnsupportedContent
 
 INSTALL = "pip install 'palaver[mlx]'"
+INSTALL_VISION = "pip install 'palaver[mlx-vision]'"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 MAX_HEADER = 100_000_000
 
 
@@ -37,6 +40,12 @@ def is_apple_silicon() -> bool:
 
 def is_installed() -> bool:
     return all(importlib.util.find_spec(package) is not None for package in ("mlx", "mlx_lm"))
+
+
+def sees_pictures(checkpoint: Checkpoint) -> bool:
+    """Whether the folder holds a model with an encoder for pictures, and the settings of its processor."""
+    has_processor = any((checkpoint.folder / name).is_file() for name in PROCESSOR_FILES)
+    return isinstance(checkpoint.config.get("vision_config"), Mapping) and has_processor
 
 
 def _weights_format(path: Path) -> str | None:
@@ -76,13 +85,16 @@ def import_mlx() -> None:
         import mlx_lm  # noqa: F401
 
 
+def check_dtype(dtype: str | None) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise BadParameter("dtype", dtype, f"must be one of {', '.join(DTYPES)}")
+
+
 def load_module(checkpoint: Checkpoint, dtype: str | None, adapter: Path | None = None) -> Any:
     """The model with all of its parameters evaluated, so that any thread can use it. None: the stored dtype."""
     import mlx.core as mx
     from mlx_lm.utils import load_model
 
-    if dtype is not None and dtype not in DTYPES:
-        raise BadParameter("dtype", dtype, f"must be one of {', '.join(DTYPES)}")
     try:
         module, _ = load_model(checkpoint.folder, model_config=config_changes(checkpoint.config))
         if dtype is not None:
@@ -95,6 +107,73 @@ def load_module(checkpoint: Checkpoint, dtype: str | None, adapter: Path | None 
     if adapter is not None:
         apply_adapter(module, adapter)
     return module.eval()
+
+
+def load_vision(checkpoint: Checkpoint, dtype: str | None) -> tuple[Any, Any]:
+    """The model with all of its parameters evaluated, and its processor. Raises UnsupportedContent with the reason why
+    mlx-vlm can't be used."""
+    import mlx.core as mx
+
+    _check_vision(checkpoint.config)
+    try:
+        with _file_limit():
+            from mlx_vlm import utils
+        with _config_read_by(utils):
+            module = utils.load_model(checkpoint.folder)
+        processor = utils.load_processor(
+            checkpoint.folder, add_detokenizer=False, trust_remote_code=False, local_files_only=True
+        )
+        if dtype is not None:
+            module.set_dtype(getattr(mx, dtype))
+        mx.eval(module.parameters())
+    except Exception as error:
+        raise UnsupportedContent(f"mlx-vlm can't load it: {_first_line(error)}") from error
+    return module.eval(), processor
+
+
+def _check_vision(config: Mapping[str, Any]) -> None:
+    if importlib.util.find_spec("mlx_vlm") is None:
+        raise UnsupportedContent(f"mlx-vlm isn't installed: {INSTALL_VISION}")
+    if config.get("model_file"):
+        raise UnsupportedContent("the model asks to run its own Python code.")
+    if (config.get("text_config") or {}).get("use_bidirectional_attention"):
+        raise UnsupportedContent("tokens of its pictures see each other, which only --engine torch computes.")
+
+
+@contextmanager
+def _config_read_by(utils: Any) -> Iterator[None]:
+    """mlx-vlm reads the configuration of a model itself."""
+    load_config = utils.load_config
+    utils.load_config = lambda *args, **kwargs: vision_config(load_config(*args, **kwargs))
+    try:
+        yield
+    finally:
+        utils.load_config = load_config
+
+
+def vision_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as mlx-vlm reads it: settings of the decoder under the names and in the places that it knows.
+
+    It takes defaults of its own for what it doesn't find, and would compute something else."""
+    text = dict(config.get("text_config") or {})
+    if not text:  # in the file's outermost level, as mlx-vlm reads it
+        return dict(config)
+    text |= config_changes(text)
+    rotary = text.get("rope_parameters")
+    if isinstance(rotary, Mapping):
+        whole = rotary.get("full_attention", rotary)
+        text.setdefault("rope_global_base_freq", whole.get("rope_theta"))
+        if "mrope_section" in rotary and text.get("rope_scaling") is None:
+            text["rope_scaling"] = {"type": rotary.get("rope_type", PLAIN_ROTARY), **rotary}
+    others = {"sliding_window_pattern": text.get("_sliding_window_pattern")}
+    others |= {name: config.get(name) for name in ("mm_tokens_per_image", "tie_word_embeddings")}
+    text |= {name: value for name, value in others.items() if text.get(name) is None}
+    text = {name: value for name, value in text.items() if value is not None}
+    vision = dict(config["vision_config"])
+    kind = str(vision.get("model_type"))
+    if kind.startswith("qwen"):
+        vision["model_type"] = kind.removesuffix("_vision")
+    return {**text, **config, "text_config": text, "vision_config": vision}
 
 
 def config_changes(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""A model of mlx-lm, and the caches of its sequences. Every array is evaluated in the thread that makes it."""
+"""A model of mlx-lm or mlx-vlm, and the caches of its sequences. Arrays are evaluated in the thread that makes them."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,18 +12,23 @@ import numpy as np
 from mlx_lm.models import cache as caches
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from palaver.engines.mlx.media import SequenceMedia, VisionDecoder
+
 Floats = NDArray[np.float32]
 ALLOCATION_TOKENS = caches.KVCache.step
 """mlx-lm allocates keys and values for so many tokens at a time."""
 
 
 class SequenceStates:
-    """mlx-lm's caches for one sequence, one a layer."""
+    """The caches for one sequence, one a layer."""
 
     def __init__(self, layers: list[Any], length: int = 0) -> None:
         self.layers = layers
         self.length = length
         """Tokens that were computed."""
+        self.media: SequenceMedia | None = None
+        """The media of the sequence while it runs. A copy of the state has none."""
 
     @property
     def can_truncate(self) -> bool:
@@ -47,7 +52,7 @@ class SequenceStates:
     def compact(self) -> None:
         """Frees the memory behind the last token, where keys and values are plain arrays."""
         for layer in _flatten(self.layers):
-            if type(layer) is caches.KVCache and layer.keys is not None and layer.offset < layer.keys.shape[2]:
+            if _is_plain(layer) and layer.keys is not None and layer.offset < layer.keys.shape[2]:
                 layer.keys = mx.contiguous(layer.keys[..., : layer.offset, :])
                 layer.values = mx.contiguous(layer.values[..., : layer.offset, :])
                 mx.eval(layer.keys, layer.values)
@@ -59,6 +64,7 @@ class MergedStates:
     def __init__(self, states: Sequence[SequenceStates]) -> None:
         self.layers = _merge(states)
         self.lengths = [state.length for state in states]
+        self.media = [state.media for state in states]
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +75,7 @@ class MergedStates:
             layer.extend(other)
         self._evaluate()
         self.lengths += [state.length for state in states]
+        self.media += [state.media for state in states]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drops the other rows."""
@@ -76,10 +83,12 @@ class MergedStates:
             layer.filter(mx.array(list(rows)))
         self._evaluate()
         self.lengths = [self.lengths[row] for row in rows]
+        self.media = [self.media[row] for row in rows]
 
     def extract(self, row: int) -> SequenceStates:
         """A copy of one row."""
         state = SequenceStates([layer.extract(row) for layer in self.layers], self.lengths[row])
+        state.media = self.media[row]
         mx.eval([layer.state for layer in state.layers])
         return state
 
@@ -88,36 +97,49 @@ class MergedStates:
 
 
 class MLXModel:
-    """Computes tokens with mlx-lm's code."""
+    """Computes tokens with mlx-lm's code, or with the decoder of a model of mlx-vlm."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, decoder: VisionDecoder | None = None) -> None:
+        """`decoder`: of a model that sees."""
         self._module = module
+        self._decoder = decoder
         layers = list(_flatten(self.new_state().layers))
-        self.always_truncates = all(type(layer) is caches.KVCache for layer in layers)
+        self.always_truncates = all(map(_is_plain, layers))
         """Whether every state can be cut at every token."""
         self.is_mixture = any("expert" in name or "switch" in name for name, _ in module.named_modules())
 
     def new_state(self) -> SequenceStates:
-        return SequenceStates(caches.make_prompt_cache(self._module))
+        layers = caches.make_prompt_cache(self._module) if self._decoder is None else self._decoder.new_cache()
+        return SequenceStates(layers)
 
     def feed(self, state: SequenceStates, ids: Sequence[int]) -> None:
         """Computes these tokens of one sequence, without logits."""
-        self._module(mx.array([list(ids)]), cache=state.layers)
+        self._forward([list(ids)], state.layers, [(state.length, state.media)])
         mx.eval([layer.state for layer in state.layers])
         state.length += len(ids)
 
     def logits(self, state: SequenceStates, ids: Sequence[int]) -> Floats:
         """Computes these tokens; a row of logits after each of them."""
-        out = self._evaluate(self._module(mx.array([list(ids)]), cache=state.layers)[0], state.layers)
+        logits = self._forward([list(ids)], state.layers, [(state.length, state.media)])
+        out = self._evaluate(logits[0], state.layers)
         state.length += len(ids)
         return out
 
     def merged_logits(self, states: MergedStates, ids: Sequence[int]) -> Floats:
         """Computes one token of each sequence; a row of logits for each."""
-        tokens = mx.array([[token_id] for token_id in ids])
-        out = self._evaluate(self._module(tokens, cache=states.layers)[:, -1, :], states.layers)
+        places = list(zip(states.lengths, states.media, strict=True))
+        logits = self._forward([[token_id] for token_id in ids], states.layers, places)
+        out = self._evaluate(logits[:, -1, :], states.layers)
         states.lengths = [length + 1 for length in states.lengths]
         return out
+
+    def _forward(
+        self, ids: list[list[int]], layers: list[Any], places: Sequence[tuple[int, SequenceMedia | None]]
+    ) -> mx.array:
+        """The logits of each token of each row. `places`: where the tokens of a row begin, and the row's media."""
+        if self._decoder is None:
+            return self._module(mx.array(ids), cache=layers)
+        return self._decoder(mx.array(ids), layers, places)
 
     def _evaluate(self, logits: mx.array, layers: Sequence[Any]) -> Floats:
         rows = logits.astype(mx.float32)
@@ -126,7 +148,7 @@ class MLXModel:
 
     def token_bytes(self, state: SequenceStates) -> int:
         """The memory of one more token. Windows and recurrent states don't grow."""
-        growing = [layer for layer in _flatten(state.layers) if type(layer) is caches.KVCache]
+        growing = filter(_is_plain, _flatten(state.layers))
         return sum(layer.nbytes // layer.keys.shape[2] for layer in growing)
 
 
@@ -136,9 +158,14 @@ def _merge(states: Sequence[SequenceStates]) -> list[Any]:
     return merged
 
 
+def _is_plain(layer: Any) -> bool:
+    """Whether the cache holds every token. By name: mlx-vlm has classes of its own with the names of mlx-lm's."""
+    return type(layer).__name__ == caches.KVCache.__name__
+
+
 def _flatten(layers: Sequence[Any]) -> Iterator[Any]:
     for layer in layers:
-        if isinstance(layer, caches.CacheList):
+        if type(layer).__name__ == caches.CacheList.__name__:
             yield from _flatten(layer.caches)
         else:
             yield layer

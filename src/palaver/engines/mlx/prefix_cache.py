@@ -22,7 +22,7 @@ MAX_LOGITS = 4
 
 @dataclass(eq=False, slots=True)
 class CacheEntry:
-    """The tokens of a sequence and their state."""
+    """The prefix keys of a sequence's tokens, and their state."""
 
     space: Hashable
     tokens: array[int]
@@ -90,7 +90,7 @@ class StateCache:
         self, space: Hashable, keys: Sequence[int], running: Iterable[CacheEntry] = ()
     ) -> tuple[CacheEntry | None, int]:
         """The entry with the longest prefix of these tokens, and its length. Changes nothing."""
-        wanted, best, most = array("i", keys), None, 0
+        wanted, best, most = array("q", keys), None, 0
         for entry in (*reversed(self._entries), *running):
             tokens = entry.usable_tokens(wanted) if entry.space == space else 0
             if tokens > most:

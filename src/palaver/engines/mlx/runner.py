@@ -1,23 +1,27 @@
-"""The runner over mlx-lm: a state for each sequence, merged while the same sequences decode together. A probe finds out
-by trying what a model's caches can do."""
+"""The runner over mlx-lm and mlx-vlm: a state for each sequence, merged while the same sequences decode together. A
+probe finds out by trying what a model's caches can do."""
 
 from __future__ import annotations
 
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
 from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT
+from palaver.engines.core.media import integer_keys
 from palaver.engines.core.prefix_cache import CacheStatistics
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.sampler import HostLogits, Logits
 from palaver.engines.mlx.model import ALLOCATION_TOKENS, Floats, MergedStates, MLXModel, SequenceStates
 from palaver.engines.mlx.prefix_cache import CacheEntry, StateCache
-from palaver.errors import CacheFull
+from palaver.errors import CacheFull, UnsupportedContent
+
+if TYPE_CHECKING:
+    from palaver.engines.mlx.media import MediaEncoder, SequenceMedia
 
 EXACT_CHUNK = 128
 """Prompt tokens of a sequence that a scheduler step computes in the exact mode."""
@@ -101,8 +105,10 @@ class MLXRunner:
         token_bytes: int,
         merges: bool = True,
         exact: MlxExactPasses | None = None,
+        encoder: MediaEncoder | None = None,
     ) -> None:
-        """`token_bytes`: the cache of one token. `merges`: whether states of this model can be merged."""
+        """`token_bytes`: the cache of one token. `merges`: whether states of this model can be merged. `encoder`: None
+        if the model takes text only."""
         self.reuse = "to the token" if model.always_truncates else "snapshots"
         self.run_ahead = None
         self.verify_drafts = None
@@ -113,6 +119,9 @@ class MLXRunner:
         self._token_bytes = token_bytes
         self._merges = merges and exact is None
         self._exact = exact
+        self._encoder = encoder
+        self._media: dict[SequenceState, SequenceMedia] = {}
+        """The media of running sequences that have some."""
         self._cache = StateCache()
         self._running: dict[SequenceState, CacheEntry] = {}
         self._batch: list[SequenceState] = []
@@ -133,7 +142,7 @@ class MLXRunner:
             raise CacheFull(len(sequence.token_ids), limit)
 
     def count_cached(self, sequence: SequenceState) -> int:
-        return self._cache.find(sequence.space, sequence.token_ids[:-1], self._shareable())[1]
+        return self._cache.find(sequence.space, sequence.integer_keys[:-1], self._shareable())[1]
 
     def max_chunk(self, sequence: SequenceState) -> int | None:
         """In the exact mode the chunk size must not depend on other sequences."""
@@ -143,7 +152,7 @@ class MLXRunner:
         return False
 
     def allocate(self, sequence: SequenceState) -> None:
-        tokens = sequence.token_ids
+        tokens = sequence.integer_keys
         running = sum(self._state_bytes(len(other.token_ids)) for other in (*self._running, sequence))
         if self._running and running > self._limit_bytes:
             raise CacheFull(len(tokens), 0)
@@ -156,9 +165,20 @@ class MLXRunner:
         self._running[sequence] = self._start_from(source, cached, sequence)
         self._evict_excess(running - self._running_bytes())  # only now: the source must not go first
         sequence.computed_tokens = sequence.cached_tokens = cached
+        if sequence.generation.prompt.media:
+            self._attach_media(sequence)
         self._prompt_tokens += len(tokens)
         self._hit_tokens += cached
         self._count()
+
+    def _attach_media(self, sequence: SequenceState) -> None:
+        assert self._encoder is not None, "media are refused by models that don't take them"
+        try:
+            self._media[sequence] = self._encoder.attach(sequence)
+        except BaseException:
+            self.release(sequence)
+            raise
+        self._own_state(sequence).media = self._media[sequence]
 
     def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Logits:
         self._make_room_for_pass(sequences, counts)
@@ -174,7 +194,7 @@ class MLXRunner:
         self.forward_seconds += time.thread_time() - began
         for sequence, count in zip(sequences, counts, strict=True):
             start = sequence.computed_tokens
-            self._running[sequence].tokens.extend(sequence.token_ids[start : start + count])
+            self._running[sequence].tokens.extend(integer_keys(sequence.prefix_keys[start : start + count]))
             sequence.computed_tokens += count
         self._count()
         return HostLogits(logits)
@@ -194,6 +214,7 @@ class MLXRunner:
         entry = self._running.get(sequence)
         if entry is None:
             return
+        self._media.pop(sequence, None)
         try:
             state = self._unmerge(sequence)
         except BaseException:
@@ -201,6 +222,7 @@ class MLXRunner:
             raise
         finally:
             del self._running[sequence]
+        state.media = None
         if state.length and entry.is_complete:
             state.compact()
             entry.add_use(sequence.conversation, len(entry.tokens))
@@ -223,7 +245,7 @@ class MLXRunner:
     def _start_from(self, source: CacheEntry | None, tokens: int, sequence: SequenceState) -> CacheEntry:
         """The entry of a sequence that begins with the first tokens of another one."""
         if source is None:
-            entry = CacheEntry(sequence.space, array("i"), self._model.new_state())
+            entry = CacheEntry(sequence.space, array("q"), self._model.new_state())
         elif source in self._cache and self._model.always_truncates and len(source.tokens) - tokens < MIN_TAIL:
             self._cache.remove(source)
             entry = source
@@ -294,10 +316,15 @@ class MLXRunner:
 
     def _complete_state(self, sequence: SequenceState) -> SequenceStates:
         """The sequence's own state; after a failed pass it lacks tokens, which are computed again."""
-        state = self._running[sequence].state
-        assert state is not None
+        state = self._own_state(sequence)
         if state.length < sequence.computed_tokens:
             self._model.feed(state, sequence.token_ids[state.length : sequence.computed_tokens])
+        return state
+
+    def _own_state(self, sequence: SequenceState) -> SequenceStates:
+        """The state of a sequence that is not merged."""
+        state = self._running[sequence].state
+        assert state is not None
         return state
 
     def _unmerge(self, sequence: SequenceState) -> SequenceStates:
@@ -319,7 +346,8 @@ class MLXRunner:
         failed = {*sequences, *self._batch}
         self._batch, self._merged = [], None
         for sequence in failed:
-            self._running[sequence].state = self._model.new_state()
+            self._running[sequence].state = state = self._model.new_state()
+            state.media = self._media.get(sequence)
         self._count()
 
     def _state_bytes(self, tokens: int) -> int:
@@ -363,8 +391,10 @@ TOLERANCE = 0.02
 class MlxProbe:
     """What a model's caches can do. A trial that raises is a no."""
 
-    def __init__(self, module: Any) -> None:
-        self._model = MLXModel(module)
+    def __init__(self, module: Any, encoder: MediaEncoder | None = None) -> None:
+        """`encoder`: of a model of mlx-vlm."""
+        self._encoder = encoder
+        self._model = MLXModel(module, None if encoder is None else encoder.decoder)
         state = self._model.new_state()
         self.vocabulary_size = self._model.logits(state, [0]).shape[-1]
         self._token_bytes = self._model.token_bytes(state)
@@ -378,7 +408,20 @@ class MlxProbe:
         passes = None if exact_rows is None else MlxExactPasses(self._model, exact_rows)
         exactness = BY_BATCH if passes is None else probe_exactness(self._model, passes, self.vocabulary_size)
         merges = passes is None and _succeeds(self._merges)
-        return MLXRunner(self._model, limit_bytes, self._token_bytes, merges, passes), exactness
+        return MLXRunner(self._model, limit_bytes, self._token_bytes, merges, passes, self._encoder), exactness
+
+    def check_media(self) -> None:
+        """Raises UnsupportedContent unless a picture in the middle of a prompt, computed in two passes that divide it,
+        gives the logits that mlx-vlm's own pass over the whole prompt gives."""
+        assert self._encoder is not None
+        ids, item, media = self._encoder.probe_prompt()
+        expected = self._encoder.decoder.reference_logits(ids, item)
+        state, middle = self._model.new_state(), len(ids) // 2
+        state.media = media
+        self._model.feed(state, ids[:middle])
+        self._model.feed(state, ids[middle:-1])
+        if not _is_close(self._model.logits(state, ids[-1:]), expected):
+            raise UnsupportedContent("mlx-vlm computes the pictures of this model in a way that is not supported here.")
 
     def _fed(self, tokens: int) -> SequenceStates:
         state = self._model.new_state()
@@ -409,7 +452,11 @@ class MlxProbe:
         return self._is_expected(rows[:1]) and self._is_expected(self._model.logits(alone, self._ids[LENGTH:]))
 
     def _is_expected(self, logits: Floats) -> bool:
-        return bool(np.abs(logits - self._expected).max() <= TOLERANCE * max(1.0, float(np.abs(self._expected).max())))
+        return _is_close(logits, self._expected)
+
+
+def _is_close(logits: Floats, expected: Floats) -> bool:
+    return bool(np.abs(logits - expected).max() <= TOLERANCE * max(1.0, float(np.abs(expected).max())))
 
 
 def _succeeds(trial: Callable[[], bool]) -> bool:

@@ -137,9 +137,10 @@ async def attach_bytes(session: Session, data: bytes, name: str) -> None:
         session.screen.note(strings.ATTACHED.format(name=one_line(name)))
         return
     card = await session.wait_for(session.chat.wait_until_ready(), strings.WAITING_FOR_MODEL)
-    check_accepted(str(media_type).partition("/")[0], card.name, card.media)
+    why = card.lacks.get("media", "")
+    check_accepted(str(media_type).partition("/")[0], card.name, card.media, why)
     blob = await session.chat.put_blob(data, name)
-    check_accepted(blob.kind, card.name, card.media)
+    check_accepted(blob.kind, card.name, card.media, why)
     session.attachments.append(media_part(blob, data))
     session.screen.note(strings.ATTACHED.format(name=format_blob(blob)))
     if blob.kind == "image":

@@ -111,7 +111,7 @@ def _media_part(where: str, kind: str, part: Mapping[str, Any], attachments: Att
     if not isinstance(part.get("data"), str):
         raise BadParameter(f"{where}.data", part.get("data"), "must be the file in base64")
     if attachments.accepts is not None:
-        check_accepted(kind, attachments.model, attachments.accepts)
+        check_accepted(kind, attachments.model, attachments.accepts, attachments.why)
     rate = _sample_rate(where, part)
     with named_in_errors(where):
         data = decode_base64(part["data"], name)
