@@ -1,16 +1,21 @@
-"""The embedded model with compiled steps answers without torch and transformers."""
+"""The embedded model with compiled steps, and a GGUF file, answer without torch and transformers."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import palaver
 from palaver.engines import loader
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.loader import has_accelerator
+from palaver.models.resolver import resolve_folder
 from tests.engines.compiler import needs_a_compiler
+from tests.gguf_files import convert_qwen3
 
 ASK = """
 from palaver.cli import app
@@ -41,6 +46,21 @@ print([name for name in ("torch", "transformers", "sqlalchemy") if name in sys.m
 """
 
 
+RECORD = """
+import os, sys
+
+NAMES = ("torch", "transformers", "palaver.cli", "palaver.engines.llamacpp.engine")
+
+def record(event, arguments):
+    if event == "import" and arguments[0] in NAMES:
+        with open(os.environ["PALAVER_IMPORTS"], "a") as file:
+            file.write(f"{os.getpid()} {arguments[0]}\\n")
+
+sys.addaudithook(record)
+"""
+"""Run by each Python process at its start: writes which of these modules it imports."""
+SOURCES = Path(palaver.__file__).parents[1]
+
 PLAIN = ASK.replace('"--device"', '"--no-compile", "--device"')
 
 
@@ -48,6 +68,23 @@ PLAIN = ASK.replace('"--device"', '"--no-compile", "--device"')
 @pytest.mark.parametrize("program", [ASK, HOST], ids=["ask", "host"])
 def test_neither_is_imported(program: str) -> None:
     assert imported_by(program) == "[]"
+
+
+def test_a_gguf_file_needs_neither_in_any_process(tmp_path: Path) -> None:
+    """In the command, and in the engine process."""
+    pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not installed")
+    file = convert_qwen3(resolve_folder("sprout"), tmp_path / "sprout.gguf")
+    (tmp_path / "sitecustomize.py").write_text(RECORD)
+    search = os.pathsep.join(filter(None, (str(tmp_path), str(SOURCES), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "palaver", "ask", "What is 12 + 30?", "--model", str(file)]
+    command += ["--set", "temperature=0"]
+    environment = os.environ | {"PYTHONPATH": search, "PALAVER_IMPORTS": str(tmp_path / "imports")}
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "42" in done.stdout
+    imports = dict(line.split()[::-1] for line in (tmp_path / "imports").read_text().splitlines())
+    assert set(imports) == {"palaver.cli", "palaver.engines.llamacpp.engine"}
+    assert len(set(imports.values())) == 2, "the engine has a process of its own"
 
 
 def test_a_plain_decoder_on_torch_needs_no_transformers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not installed")
 
+from palaver.models.catalog import Catalog
 from palaver.models.resolver import resolve_folder
 from tests.gguf_files import convert_qwen3
 from tests.media_files import picture
@@ -51,6 +53,47 @@ def test_two_turns_over_chat_completions(tmp_path: Path) -> None:
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
         other = ask({"role": "user", "content": [_picture(2), {"type": "text", "text": "What is it?"}]}, max_tokens=8)
         assert other["usage"]["prompt_tokens_details"]["cached_tokens"] < 64
+
+
+LOOPS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
+
+
+def test_hostile_files_end_in_one_sentence_beside_a_stream(tmp_path: Path) -> None:
+    """The server lives on, and so does a reply of an honest file that runs meanwhile."""
+    honest = convert_qwen3(resolve_folder("sprout"), tmp_path / "honest.gguf")
+    data = honest.read_bytes()
+    hostile = {"cut": data[:-100_000], "foreign": b"GGML" + data[4:]}
+    for name, content in hostile.items():
+        (tmp_path / f"{name}.gguf").write_bytes(content)
+    extra = {"tokenizer.chat_template": LOOPS}
+    convert_qwen3(resolve_folder("sprout"), tmp_path / "looping.gguf", extra=extra)
+    expected = {"cut": "damaged", "foreign": "not a GGUF file", "looping": "template"}
+    files = {name: str(tmp_path / f"{name}.gguf") for name in expected}
+    body = {"model": str(honest), "messages": [{"role": "user", "content": "Tell me a story."}], "temperature": 0}
+    body |= {"min_tokens": 600, "max_tokens": 600}
+    with (
+        LiveServer(tmp_path / "data", model=str(honest), catalog=Catalog((str(honest), *files.values()))) as server,
+        httpx.Client(base_url=server.url, headers=ADMIN, timeout=120) as client,
+    ):
+        with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            first = next(lines)
+            for name, file in files.items():
+                refused = client.post("/v1/chat/completions", json=body | {"model": file})
+                sentence = refused.json()["error"]["message"]
+                assert refused.status_code >= 400, name
+                assert expected[name] in sentence
+                assert "\n" not in sentence
+            streamed = [line for line in (first, *lines) if line.startswith("data: {")]
+        assert client.get("/health").status_code == 200
+        whole = client.post("/v1/chat/completions", json=body).json()
+        assert _text(streamed) == whole["choices"][0]["message"]["content"]
+        assert whole["usage"]["completion_tokens"] == 600
+
+
+def _text(lines: list[str]) -> str:
+    deltas = [json.loads(line.removeprefix("data: "))["choices"] for line in lines]
+    return "".join(choices[0]["delta"].get("content") or "" for choices in deltas if choices)
 
 
 def _picture(number: int) -> dict[str, Any]:
