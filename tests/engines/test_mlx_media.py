@@ -216,6 +216,59 @@ async def test_another_turn_encodes_and_computes_nothing_again(
         assert len(encoded) == at_start[0] + 2, "embeddings are shared; computed tokens are not"
 
 
+@needs_vision
+async def test_quantised_folders(folder_for: Callable[[str], Path], tmp_path: Path, expander: MediaExpander) -> None:
+    """As mlx-vlm converts them: most MLX models are published so."""
+    library = Library(quantise(folder_for("qwen2_5_vl"), tmp_path / "quantised"))
+    spoken = [turn("user", words("See "), media("qwen2_5_vl", "image", 1), words("?"))]
+    expected = library.generate(spoken, COUNT)
+    async with open_model(library.folder, expander) as model:
+        assert model.engine.info.media == ("image", "video")
+        assert model.engine.info.dtype == "float32, 8-bit"
+        greedy = Sampling(temperature=0, max_tokens=COUNT, banned_ids=library.control_ids)
+        out = await run(model.engine, await render(model, spoken), greedy)
+        assert expected.agrees(out.ids), (expected.ids, out.ids)
+
+
+def quantise(folder: Path, path: Path) -> Path:
+    """The model with 8 bits for each weight of the decoder whose size allows it."""
+    import mlx.core as mx
+    from mlx import nn
+    from mlx.utils import tree_flatten
+
+    group = {"group_size": 32, "bits": 8}
+    model = Library(folder).parts[0]
+    nn.quantize(
+        model.language_model, **group,
+        class_predicate=lambda _, layer: hasattr(layer, "to_quantized") and layer.weight.shape[-1] % 32 == 0,
+    )  # fmt: skip
+    path.mkdir()
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            (path / file.name).write_bytes(file.read_bytes())
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    config = json.loads((folder / "config.json").read_text()) | {"quantization": group}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_a_configuration_of_transformers_5_is_translated() -> None:
+    """Settings at the outermost level, as older folders have them, stay as they are."""
+    flat = {"hidden_size": 48, "rope_theta": 7.0, "vision_config": {"model_type": "qwen2_5_vl"}}
+    assert vision_config(flat) == flat
+    rotary = {"rope_type": "default", "rope_theta": 7.0, "mrope_section": [2, 2, 2]}
+    text = {"hidden_size": 48, "rope_parameters": rotary}
+    found = vision_config({"text_config": text, "vision_config": {"model_type": "qwen2_5_vl_vision"}})
+    assert (found["hidden_size"], found["rope_theta"], found["text_config"]["rope_theta"]) == (48, 7.0, 7.0)
+    assert found["text_config"]["rope_scaling"] == {"type": "default", **rotary}
+    assert found["vision_config"]["model_type"] == "qwen2_5_vl"
+    layers = {"full_attention": {"rope_theta": 9.0, "rope_type": "linear", "factor": 8.0}}
+    layers |= {"sliding_attention": {"rope_theta": 5.0, "rope_type": "default"}}
+    gemma = vision_config({"text_config": {"rope_parameters": layers}, "vision_config": {}})["text_config"]
+    assert (gemma["rope_global_base_freq"], gemma["rope_local_base_freq"]) == (9.0, 5.0)
+    assert gemma["rope_scaling"]["factor"] == 8.0
+
+
 def spy(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any]:
     """Records the calls of a method."""
     calls: list[Any] = []
