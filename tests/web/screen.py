@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from playwright.sync_api import Locator, Page, Route, expect
 
@@ -26,6 +28,12 @@ def ended(page: Page, status: str = "done") -> Locator:
     reply = last_reply(page)
     expect(reply).to_have_attribute("data-status", status)
     return reply
+
+
+def act(message: Locator, action: str) -> None:
+    """One of the actions in the menu of a message."""
+    message.get_by_role("button", name="More actions").click()
+    message.get_by_role("button", name=re.compile(rf"^{action}\b")).click()
 
 
 def conversation(page: Page) -> str:
@@ -53,6 +61,12 @@ def _words(markdown: Locator) -> str:
         "element => [...element.querySelectorAll('.chunk > *')].map(one => one.textContent).join(' ')"
     )
     return found
+
+
+def keep_picture(page: Page, name: str) -> None:
+    """Where `PALAVER_SCREENS` names a folder."""
+    if folder := os.environ.get("PALAVER_SCREENS"):
+        page.screenshot(path=Path(folder) / f"{name}.png", animations="disabled")
 
 
 def hold(page: Page, url: str, method: str) -> Callable[[], None]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import httpx
 from playwright.sync_api import BrowserContext, Page, Route, expect
 
 from tests.web.conftest import Served, stored, text_of
-from tests.web.screen import answer, ask, conversation, ended, hold, last_reply, message_id, replies
+from tests.web.screen import act, answer, ask, conversation, ended, hold, last_reply, message_id, replies
 
 
 def test_a_reply_shows_its_thought_and_its_answer(page: Page, sprout: Served, api: httpx.Client) -> None:
@@ -22,6 +23,7 @@ def test_a_reply_shows_its_thought_and_its_answer(page: Page, sprout: Served, ap
     assert answer(reply).strip() == text_of(kept).strip()
     thought.click()
     expect(reply.locator(".thinking .markdown")).to_contain_text(text_of(kept, "thinking").strip()[:20])
+    page.get_by_role("button", name=re.compile(r"^Context: .*% used$")).click()
     expect(page.get_by_text("of 8,192 tokens")).to_be_visible()
 
 
@@ -29,13 +31,13 @@ def test_statistics_raw_text_and_tokens_can_be_seen(page: Page, sprout: Served, 
     page.goto(sprout.url)
     ask(page, "What is 7 + 8?")
     reply = ended(page)
-    reply.get_by_role("button", name="Statistics").click()
+    act(reply, "Statistics")
     expect(reply.get_by_text("tokens/s")).to_be_visible()
-    reply.get_by_role("button", name="Raw").click()
+    act(reply, "Raw")
     raw = api.get(f"/api/turns/{message_id(reply)}/raw").json()["text"]
     expect(reply.locator("pre.raw")).to_have_text(raw)
     assert "</think>" in raw
-    reply.get_by_role("button", name="Tokens").click()
+    act(reply, "Tokens")
     tokens = api.get(f"/api/turns/{message_id(reply)}/tokens").json()
     expect(reply.locator(".text .token")).to_have_count(len(tokens))
 
@@ -47,7 +49,7 @@ def test_another_token_begins_a_branch_of_its_own(page: Page, sprout: Served, ap
     old = message_id(first)
     tokens = api.get(f"/api/turns/{old}/tokens").json()
     place = len(tokens) // 2
-    first.get_by_role("button", name="Tokens").click()
+    act(first, "Tokens")
     first.locator(".text .token").nth(place).click()
     others = [one for one in tokens[place]["alternatives"] if one["token_id"] != tokens[place]["token_id"]]
     first.get_by_role("button", name="Use this instead").first.click()
@@ -77,12 +79,13 @@ def test_retry_edit_and_arrows_walk_the_tree(page: Page, sprout: Served, api: ht
     assert len(api.get(f"/api/conversations/{conversation(page)}/nodes").json()) == 5
 
     page.get_by_role("button", name="Map").click()
-    dots = page.locator("dialog circle")
+    dots = page.locator("dialog .map button")
     expect(dots).to_have_count(5)
-    dots.first.focus()
+    expect(page.get_by_role("button", name="Your message: What is 2 + 2?")).to_be_visible()
+    page.get_by_role("button", name="Your message: Hello!").focus()
     page.keyboard.press("Enter")
+    expect(page.locator("dialog")).to_have_count(0)
     expect(page.locator("article.user")).to_contain_text("Hello!")
-    page.keyboard.press("Escape")
 
 
 def test_undo_and_redo_go_back_and_forth(page: Page, sprout: Served) -> None:
@@ -144,12 +147,16 @@ def test_stop_reload_continue_is_the_reply_that_was_not_stopped(page: Page, spro
 
 def test_thinking_is_switched_as_the_model_has_it(page: Page, sprout: Served, api: httpx.Client) -> None:
     page.goto(sprout.url)
-    page.get_by_label("Thinking").select_option("off")
+    switch = page.get_by_role("switch", name="Thinking")
+    expect(switch).to_have_attribute("aria-checked", "true")
+    switch.click()
+    expect(switch).to_have_attribute("aria-checked", "false")
     ask(page, "What is 3 + 4?")
     ended(page)
     expect(last_reply(page).get_by_role("button", name="Thought")).to_have_count(0)
     assert api.get(f"/api/conversations/{conversation(page)}").json()["parameters"]["thinking"] is False
-    page.get_by_label("Thinking").select_option("on")
+    switch.click()
+    expect(switch).to_have_attribute("aria-checked", "true")
     ask(page, "What is 5 + 4?")
     expect(replies(page)).to_have_count(2)
     ended(page)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.store.test_comparisons import check_preferences
 from tests.web.conftest import PATIENCE, Served
-from tests.web.screen import ask, last_reply, replies
+from tests.web.screen import act, ask, keep_picture, last_reply, replies
 from tests.web.test_manners import grave_violations
 from tests.web.test_tools import press_on
 
@@ -56,11 +55,6 @@ def columns(page: Page) -> Locator:
     return compared(page).locator(".column")
 
 
-def keep_picture(page: Page, name: str) -> None:
-    if folder := os.environ.get("PALAVER_SCREENS"):
-        page.screenshot(path=Path(folder) / f"{name}.png")
-
-
 def test_replies_stand_side_by_side_and_one_is_chosen(talk: Page, served: Served) -> None:
     start_comparing(talk)
     ask(talk, "Name a river.")
@@ -93,7 +87,7 @@ def test_replies_stand_side_by_side_and_one_is_chosen(talk: Page, served: Served
     expect(compared(talk)).to_have_count(0)
     expect(last_reply(talk)).to_have_attribute("data-id", second or "")
     expect(talk.get_by_label("Message", exact=True)).to_be_focused()
-    talk.get_by_role("button", name="Show the replies side by side").click()
+    act(talk.locator("article.user"), "Show the replies side by side")
     expect(columns(talk).nth(1)).to_contain_text("Go on with this")
     columns(talk).nth(1).get_by_role("button", name="Choose warm").click()
     expect(last_reply(talk)).to_have_attribute("data-id", second or "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 
 import httpx
@@ -188,8 +187,9 @@ def test_tools_are_checked_when_they_are_saved(page: Page, sprout: Served) -> No
     page.goto(sprout.url)
     page.get_by_role("button", name="Settings").click()
     dialog = page.get_by_role("dialog")
-    dialog.get_by_text("More", exact=True).click()
-    tools = dialog.get_by_label(re.compile("Tools"))
+    dialog.get_by_role("tab", name="Tools").click()
+    dialog.get_by_text("Tools whose results you give yourself").click()
+    tools = dialog.get_by_role("textbox", name="Tools (JSON list)")
     for text, why in (
         ("[{", "aren’t valid JSON"),
         ('{"name": "add"}', "must be a JSON list"),

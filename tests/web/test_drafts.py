@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.web.conftest import Served
-from tests.web.screen import answer, ask, ended, last_reply
+from tests.web.screen import act, answer, ask, ended, last_reply
 
 ANSWER = "Light falls on the leaf, and the leaf grows towards the light, a little more each day."
 
@@ -30,7 +30,7 @@ def test_a_draft_forms_settles_and_can_be_scrubbed(page: Page, drafting: Served)
     reply = ended(page)
     expect(draft).to_have_count(0)
     assert answer(reply).strip() == ANSWER
-    reply.get_by_role("button", name="Steps", exact=True).click()
+    act(reply, "Steps")
     slider = reply.get_by_role("slider", name="Step")
     expect(reply.get_by_text(re.compile(r"^Step \d+ of \d+, after"))).to_be_visible()
     assert int(slider.get_attribute("max") or 0) > 4

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.web.conftest import Served
-from tests.web.screen import ask, ended, last_reply
+from tests.web.screen import act, ask, ended, last_reply
 
 ATTACKS = """<script>window.hit = 1</script>
 
@@ -67,7 +67,7 @@ def test_nothing_that_a_model_says_runs(browser: Browser, hostile: Served) -> No
         for element in reply.locator(".markdown *").all():
             element.dispatch_event("mouseover")
         for view in ("Raw", "Tokens"):
-            reply.get_by_role("button", name=view).click()
+            act(reply, view)
             expect(reply).to_contain_text("window.hit = 1")
         page.reload()
         ended(page)

@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from palaver.store import open_store
 from tests.web.conftest import PATIENCE, ROOT, Served, stored
-from tests.web.screen import ask, conversation, ended, last_reply, replies
+from tests.web.screen import act, ask, conversation, ended, last_reply, replies
 from tests.web.served import LOGIN
 
 AXE = ROOT / "web" / "node_modules" / "axe-core" / "axe.min.js"
@@ -51,7 +51,7 @@ def test_axe_finds_nothing_grave(browser: Browser, talk: str, scheme: str) -> No
     reply = ended(page)
     assert grave_violations(page) == []
     reply.get_by_role("button", name="Thought").click()
-    reply.get_by_role("button", name="Tokens").click()
+    act(reply, "Tokens")
     reply.locator(".text .token").nth(3).click()
     assert grave_violations(page) == []
     for name in ("Map", "Settings", "Model"):
@@ -243,7 +243,9 @@ def test_search_tags_titles_delete_and_restore(page: Page, talk: str, sprout: Se
     nav.locator(".hits a").first.click()
     expect(page.locator("article.user")).to_contain_text("Write a list of animals.")
     page.get_by_label("Search conversations").fill("")
-    nav.get_by_role("button", name="Delete Animals of all kinds").click()
+    nav.get_by_role("listitem").filter(has_text="Animals of all kinds").hover()
+    nav.get_by_role("button", name="Actions for Animals of all kinds").click()
+    nav.get_by_role("button", name="Delete", exact=True).click()
     expect(page.get_by_text("Welcome to Palaver")).to_be_visible()
     nav.get_by_role("button", name="Deleted").click()
     nav.get_by_role("button", name="Restore Animals of all kinds").click()
@@ -257,8 +259,9 @@ def test_what_is_exported_can_be_imported(page: Page, sprout: Served, api: httpx
     ask(page, "Export me")
     ended(page)
     page.get_by_role("button", name="More", exact=True).click()
+    page.get_by_role("button", name="Export", exact=True).click()
     with page.expect_download() as download:
-        page.get_by_role("link", name="Export: All branches (JSON)").click()
+        page.get_by_role("link", name="All branches (JSON)").click()
     kept = tmp_path / "kept.json"
     download.value.save_as(kept)
     other = json.loads(kept.read_text().replace("Export me", "Imported as new"))
@@ -272,11 +275,13 @@ def test_system_prompt_settings_and_presets_are_kept(page: Page, sprout: Served,
     page.goto(sprout.url)
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("System prompt").fill("Be brief.")
-    temperature = page.locator("label", has=page.get_by_text("Temperature", exact=True)).get_by_role("textbox")
+    page.get_by_role("tab", name="Sampling").click()
+    temperature = page.get_by_role("textbox", name="Temperature", exact=True)
     temperature.fill("99")
     page.get_by_role("button", name="Save", exact=True).click()
     expect(page.get_by_role("alert")).to_contain_text("Temperature must be between 0 and 5")
     temperature.fill("0.3")
+    page.get_by_role("tab", name="Presets").click()
     page.get_by_label("Preset name").fill("brief")
     page.get_by_role("button", name="Save as preset").click()
     expect(page.get_by_role("button", name="Delete preset brief")).to_be_visible()
@@ -294,8 +299,11 @@ def test_system_prompt_settings_and_presets_are_kept(page: Page, sprout: Served,
     ended(page)
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("System prompt").fill("")
+    page.get_by_role("tab", name="Presets").click()
     page.get_by_role("button", name="brief", exact=True).click()
+    page.get_by_role("tab", name="General").click()
     expect(page.get_by_label("System prompt")).to_have_value("Be brief.")
+    page.get_by_role("tab", name="Presets").click()
     page.get_by_role("button", name="Delete preset brief").click()
     expect(page.get_by_role("button", name="Delete preset brief")).to_have_count(0)
     assert all(one["name"] != "brief" for one in api.get("/api/presets").json())

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.web.conftest import PATIENCE, ROOT, Served
-from tests.web.screen import ask, ended, last_reply
+from tests.web.screen import act, ask, ended, last_reply
 
 LARGEST = 150_000
 THOUGHT = """The question is how to draw a circle of points. I could place them one by one, but an angle that grows
@@ -128,14 +128,14 @@ def test_tokens_and_the_tree(browser: Browser, sprout: Served, pictures: Path) -
                 api.get(f"/api/turns/{other['id']}/events")
     page = opened(browser, f"{sprout.url}/#/c/{made}?at={parent}")
     reply = last_reply(page)
-    reply.get_by_role("button", name="Tokens").click()
+    act(reply, "Tokens")
     expect(reply.locator(".text .token").first).to_be_visible()
     open = reply.locator(".text .token:not(.s0)")
     (open.first if open.count() else reply.locator(".text .token").first).click()
     expect(reply.locator(".detail li").first).to_be_visible()
     seen(page, "tokens", pictures)
     page.get_by_role("button", name="Map").click()
-    expect(page.locator("dialog circle")).to_have_count(8)
+    expect(page.locator("dialog .map button")).to_have_count(8)
     seen(page, "tree", pictures)
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Settings").click()

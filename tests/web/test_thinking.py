@@ -33,7 +33,7 @@ def test_a_reply_that_was_stopped_in_its_thought_shows_it(page: Page, endless: S
     for _ in range(2):
         reply = ended(page, "stopped")
         expect(reply.get_by_text("Stopped while thinking")).to_be_visible()
-        expect(reply.get_by_role("button", name="Thought")).to_have_attribute("aria-expanded", "true")
+        expect(reply.get_by_role("button", name="Stopped while thinking")).to_have_attribute("aria-expanded", "true")
         expect(reply.locator(".thinking p").first).to_be_visible()
         expect(reply.get_by_role("button", name="Continue")).to_be_visible()
         page.reload()

@@ -14,7 +14,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from tests.chat.tool_service import ANSWER
 from tests.web.conftest import PATIENCE, Served
-from tests.web.screen import ask, last_reply
+from tests.web.screen import ask, keep_picture, last_reply
 from tests.web.test_manners import grave_violations
 
 
@@ -61,6 +61,7 @@ def test_one_press_of_a_key_runs_all_calls(talk: Page) -> None:
     expect(approval(talk)).to_be_visible()
     expect(talk.get_by_label("Tool call: bad__unchanged")).to_contain_text("waiting for your approval")
     assert grave_violations(talk) == []
+    keep_picture(talk, "tools")
     press_on(talk, approval(talk).get_by_role("button", name="Run all"))
     expect(last_reply(talk)).to_contain_text(ANSWER)
     expect(talk.get_by_label("Tool call: bad__unchanged")).to_contain_text("as always")
@@ -125,6 +126,7 @@ def test_servers_are_offered_and_added_in_the_settings(page: Page, served: Serve
     page.goto(served.url)
     page.get_by_role("button", name="Settings").first.click()
     dialog = page.locator("dialog")
+    dialog.get_by_role("tab", name="Tools").click()
     dialog.get_by_role("checkbox", name="bad").check()
     dialog.get_by_text("Add a tool server").click()
     dialog.get_by_label("Name of the server").fill("inside")

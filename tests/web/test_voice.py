@@ -10,7 +10,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from palaver.engines.core.logits_processors import unspeakable_characters
 from tests.web.conftest import Served, stored, text_of
-from tests.web.screen import ask, conversation, ended, last_reply, message_id
+from tests.web.screen import act, ask, conversation, ended, last_reply, message_id
 
 pytest.importorskip("espeakng_loader")
 
@@ -44,7 +44,7 @@ def test_a_message_is_read_aloud_and_stops(page: Page, sprout: Served) -> None:
     ask(page, "Who are you?")
     reply = ended(page)
     expect(player(reply)).to_have_count(0)
-    reply.get_by_role("button", name="Read aloud").click()
+    act(reply, "Read aloud")
     sound = plays(reply).element_handle()
     assert sound is not None
     seconds, level = page.evaluate(LEVEL, f"api/messages/{message_id(reply)}/speech")
@@ -53,7 +53,7 @@ def test_a_message_is_read_aloud_and_stops(page: Page, sprout: Served) -> None:
     player(reply).get_by_role("button", name="Stop reading").click()
     expect(player(reply)).to_have_count(0)
     assert sound.evaluate("audio => audio.paused && !audio.hasAttribute('src')")
-    page.locator("article.user").get_by_role("button", name="Read aloud").click()
+    act(page.locator("article.user"), "Read aloud")
     plays(page.locator("article.user"))
 
 
@@ -89,5 +89,5 @@ def test_stopping_the_reply_stops_its_sound(page: Page, tmp_path: Path, built: N
         expect(player(reply)).to_have_count(0)
         assert sound is not None
         assert sound.evaluate("audio => audio.paused")
-        reply.get_by_role("button", name="Read aloud").click()
+        act(reply, "Read aloud")
         plays(reply)

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from tests.web.conftest import Served
-from tests.web.screen import answer, ask, ended, last_reply, replies
+from tests.web.screen import answer, ask, ended, keep_picture, last_reply, replies
 
 GREEDY = "() => localStorage.setItem('palaver.fresh', JSON.stringify({ system: '', parameters: { temperature: 0 } }))"
 
@@ -81,6 +81,7 @@ def test_the_example_is_stopped_in_its_thought_and_goes_on(page: Page, endless: 
     page.get_by_role("button", name="Stop me mid-thought").click()
     reply = ended(page, "stopped")
     expect(reply).to_contain_text("Stopped while thinking")
+    keep_picture(page, "stopped")
     reply.get_by_role("button", name="Continue").click()
     ended(page, "running")
     expect(reply.locator(".thinking")).to_contain_text("and so on and so on and so on and so on")

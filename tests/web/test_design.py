@@ -1,0 +1,317 @@
+"""What the page looks like where that is a promise: actions, menus, settings, the map, the sidebar, touch and zoom."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from tests.web.conftest import PATIENCE, Served
+from tests.web.screen import act, ask, conversation, ended, last_reply
+from tests.web.test_manners import grave_violations
+
+TOUCH = 44
+COMPRESSED = 150_000
+
+
+@pytest.fixture
+def client(quick: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=quick.url, timeout=PATIENCE) as client:
+        yield client
+
+
+def opacity(element: Locator) -> float:
+    return float(element.evaluate("element => getComputedStyle(element).opacity"))
+
+
+def small_targets(page: Page) -> list[str]:
+    """What a finger can press in an open view, and misses: smaller than 44 by 44 pixels. Links within text may be."""
+    found: list[str] = page.evaluate(
+        """size => [...document.querySelectorAll('button, select, summary, nav a, [role=tab], input:not([hidden])')]
+          .filter(e => e.checkVisibility({ visibilityProperty: true }) && !e.closest('p, figure'))
+          .map(e => [e, (e.type === 'checkbox' ? e.closest('label') : e).getBoundingClientRect()])
+          .filter(([e, box]) => box.height < size - 0.5 || box.width < size - 0.5)
+          .map(([e, box]) => `${box.width}x${box.height} ${e.outerHTML.slice(0, 100)}`)""",
+        TOUCH,
+    )
+    return found
+
+
+def too_wide(page: Page) -> list[str]:
+    found: list[str] = page.evaluate(
+        """() => [...document.querySelectorAll('body *')]
+          .filter(e => !e.closest('aside, [role=tablist], pre, .wide'))
+          .filter(e => e.checkVisibility({ visibilityProperty: true }))
+          .filter(e => { const box = e.getBoundingClientRect(); return box.right > innerWidth + 1 || box.left < -1 })
+          .map(e => e.outerHTML.slice(0, 120))"""
+    )
+    return found
+
+
+def test_actions_are_under_the_last_reply_and_elsewhere_on_hover(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    for words in ("One", "Two"):
+        ask(page, words)
+        expect(page.locator("article.user").last).to_contain_text(words)
+        ended(page)
+    first, last = page.locator("article.assistant").first, last_reply(page)
+    page.get_by_label("Message", exact=True).hover()
+    assert opacity(last.locator(".tools")) == 1
+    assert opacity(first.locator(".tools")) == 0
+    first.hover()
+    assert opacity(first.locator(".tools")) == 1
+    page.get_by_label("Message", exact=True).hover()
+    first.get_by_role("button", name="Copy").focus()
+    assert opacity(first.locator(".tools")) == 1
+    names = [one.get_attribute("aria-label") for one in last.locator(".tools > button").all()]
+    assert names == ["Copy", "Edit", "Regenerate", "More actions"]
+
+
+def test_a_menu_has_words_and_is_walked_with_arrows(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    ask(page, "Well?")
+    reply = ended(page)
+    reply.get_by_role("button", name="More actions").press("Enter")
+    menu = page.locator("[popover]:popover-open")
+    expect(menu.get_by_role("button", name="Read aloud")).to_be_focused()
+    assert grave_violations(page) == []
+    page.keyboard.press("ArrowDown")
+    expect(menu.get_by_role("button", name=re.compile("^Tokens"))).to_be_focused()
+    page.keyboard.press("End")
+    expect(menu.get_by_role("button", name=re.compile("^Statistics"))).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(menu).to_have_count(0)
+    expect(reply.get_by_text("tokens/s")).to_be_visible()
+    reply.get_by_role("button", name="Show the text").click()
+    expect(reply.get_by_text("tokens/s")).to_have_count(0)
+
+
+def test_the_exports_are_a_menu_in_the_menu_and_delete_is_red(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    ask(page, "Well?")
+    ended(page)
+    page.get_by_role("button", name="More", exact=True).press("Enter")
+    export = page.get_by_role("button", name="Export", exact=True)
+    expect(export).to_be_focused()
+    delete = page.get_by_role("button", name="Delete conversation")
+    assert delete.evaluate("e => getComputedStyle(e).color") != export.evaluate("e => getComputedStyle(e).color")
+    assert page.locator("[popover]:popover-open hr").count() >= 2
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("link", name="Markdown", exact=True)).to_be_focused()
+    assert grave_violations(page) == []
+    page.keyboard.press("ArrowLeft")
+    expect(page.get_by_role("link", name="Markdown", exact=True)).to_have_count(0)
+    expect(delete).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("[popover]:popover-open")).to_have_count(0)
+
+
+def test_edits_of_the_settings_are_not_dropped_unasked(page: Page, quick: Served, client: httpx.Client) -> None:
+    page.goto(quick.url)
+    ask(page, "Well?")
+    ended(page)
+    page.get_by_role("button", name="Settings").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog.get_by_role("tab", name="General")).to_be_focused()
+    page.keyboard.press("ArrowRight")
+    save = dialog.get_by_role("button", name="Save", exact=True)
+    expect(save).to_be_in_viewport(ratio=1)
+    slider = dialog.get_by_role("slider", name="Temperature", exact=True)
+    slider.focus()
+    page.keyboard.press("End")
+    expect(dialog.get_by_role("textbox", name="Temperature", exact=True)).to_have_value("2")
+    dialog.get_by_text("More", exact=True).click()
+    dialog.get_by_role("textbox", name="Seed").scroll_into_view_if_needed()
+    expect(save).to_be_in_viewport(ratio=1)
+    for leave in ("Escape", "Escape"):
+        page.keyboard.press(leave)
+        expect(dialog.get_by_role("button", name="Keep editing")).to_be_focused()
+    assert grave_violations(page) == []
+    page.keyboard.press("Alt+n")
+    expect(dialog).to_be_visible()
+    page.keyboard.press("Enter")
+    save.click()
+    expect(dialog).to_have_count(0)
+    about = client.get(f"/api/conversations/{conversation(page)}").json()
+    assert about["parameters"]["temperature"] == 2
+    page.get_by_role("button", name="Settings").click()
+    dialog.get_by_role("tab", name="Sampling").click()
+    dialog.get_by_role("button", name="Reset Temperature").click()
+    dialog.get_by_role("button", name="Close").click()
+    dialog.get_by_role("button", name="Discard").click()
+    expect(dialog).to_have_count(0)
+    about = client.get(f"/api/conversations/{conversation(page)}").json()
+    assert about["parameters"]["temperature"] == 2
+
+
+def test_a_wrong_number_is_shown_where_it_is(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    page.get_by_role("button", name="Settings").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_role("tab", name="Sampling").click()
+    dialog.get_by_role("textbox", name="Temperature", exact=True).fill("warm")
+    dialog.get_by_role("tab", name="General").click()
+    dialog.get_by_role("button", name="Save", exact=True).click()
+    expect(dialog.get_by_role("textbox", name="Temperature", exact=True)).to_be_focused()
+    expect(dialog.get_by_role("alert")).to_contain_text("Temperature must be a number")
+
+
+def test_the_map_says_what_is_in_each_branch(page: Page, quick: Served, client: httpx.Client) -> None:
+    page.goto(quick.url)
+    ask(page, "First words of it")
+    ended(page)
+    last_reply(page).get_by_role("button", name="Regenerate").click()
+    expect(last_reply(page).get_by_label("Version 2 of 2")).to_be_visible()
+    ended(page)
+    page.keyboard.press("Alt+m")
+    dialog = page.get_by_role("dialog", name="Map of the conversation")
+    expect(dialog.get_by_role("list", name="Legend").get_by_role("listitem")).to_have_count(4)
+    nodes = dialog.get_by_role("group", name="Messages").get_by_role("button")
+    expect(nodes).to_have_count(3)
+    expect(nodes.nth(0)).to_have_accessible_name("Your message: First words of it")
+    expect(nodes.nth(2)).to_have_accessible_name("Reply: Yes.")
+    expect(nodes.nth(2)).to_be_focused()
+    assert grave_violations(page) == []
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("Enter")
+    expect(dialog).to_have_count(0)
+    expect(last_reply(page).get_by_label("Version 1 of 2")).to_be_visible()
+
+
+def test_the_sidebar_renames_pins_and_selects(page: Page, quick: Served, client: httpx.Client) -> None:
+    made = [client.post("/api/conversations", json={"title": f"Sidebar {n}"}).json()["id"] for n in range(4)]
+    page.goto(quick.url)
+    nav = page.get_by_role("navigation", name="Conversations")
+    today = nav.get_by_role("list", name="Today")
+    expect(today.get_by_role("link", name="Sidebar 3")).to_be_visible()
+
+    def do(title: str, action: str) -> None:
+        nav.get_by_role("button", name=f"Actions for {title}").focus()
+        page.keyboard.press("Enter")
+        nav.get_by_role("button", name=action, exact=True).press("Enter")
+
+    do("Sidebar 3", "Rename")
+    field = nav.get_by_label("New title for Sidebar 3")
+    expect(field).to_be_focused()
+    field.fill("Sidebar three")
+    field.press("Enter")
+    expect(today.get_by_role("link", name="Sidebar three")).to_be_visible()
+    do("Sidebar three", "Rename")
+    nav.get_by_label("New title for Sidebar three").fill("something else")
+    page.keyboard.press("Escape")
+    expect(today.get_by_role("link", name="Sidebar three")).to_be_visible()
+
+    do("Sidebar 0", "Pin")
+    expect(nav.get_by_role("list", name="Pinned").get_by_role("link")).to_have_text(["Sidebar 0"])
+    assert client.get(f"/api/conversations/{made[0]}").json()["pinned"] is True
+    assert grave_violations(page) == []
+
+    do("Sidebar 2", "Select")
+    nav.get_by_role("checkbox", name="Sidebar 1").check()
+    expect(nav.get_by_role("status")).to_have_text("2 selected")
+    assert grave_violations(page) == []
+    nav.get_by_role("button", name="Delete", exact=True).click()
+    expect(page.get_by_role("log")).to_contain_text("Deleted 2 conversations.")
+    expect(nav.get_by_role("link", name=re.compile("^Sidebar [12]$"))).to_have_count(0)
+    page.get_by_role("log").get_by_role("button", name="Restore").click()
+    expect(nav.get_by_role("link", name=re.compile("^Sidebar [12]$"))).to_have_count(2)
+    expect(page.get_by_role("log")).not_to_contain_text("Deleted")
+    do("Sidebar 0", "Unpin")
+    expect(nav.get_by_role("list", name="Pinned")).to_have_count(0)
+
+
+def test_conversations_are_grouped_by_their_date(page: Page, quick: Served, client: httpx.Client) -> None:
+    client.post("/api/conversations", json={"title": "Of another day"})
+    page.clock.install()
+    page.clock.fast_forward("24:00:00")
+    page.goto(quick.url)
+    nav = page.get_by_role("navigation", name="Conversations")
+    expect(nav.get_by_role("list", name="Yesterday").get_by_role("link", name="Of another day")).to_be_visible()
+
+
+def test_everything_can_be_pressed_with_a_finger(browser: Browser, quick: Served) -> None:
+    context = browser.new_context(
+        viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True, service_workers="block"
+    )
+    context.set_default_timeout(PATIENCE * 1000)
+    page = context.new_page()
+    page.goto(quick.url)
+    ask(page, "Well?")
+    page.get_by_role("button", name="Send").tap()
+    ended(page)
+    assert small_targets(page) == []
+    assert too_wide(page) == []
+    last_reply(page).get_by_role("button", name="More actions").tap()
+    expect(page.locator("[popover]:popover-open")).to_be_visible()
+    assert small_targets(page) == []
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Settings").tap()
+    for name in ("Sampling", "Presets"):
+        page.get_by_role("tab", name=name).tap()
+        assert small_targets(page) == []
+        assert too_wide(page) == []
+    page.get_by_role("button", name="Close").tap()
+    page.get_by_role("button", name="Conversations", exact=True).tap()
+    expect(page.get_by_label("Search conversations")).to_be_in_viewport()
+    assert small_targets(page) == []
+    context.close()
+
+
+@pytest.mark.parametrize("direction", ["ltr", "rtl"])
+def test_nothing_is_cut_off_at_twice_the_size(browser: Browser, quick: Served, direction: str) -> None:
+    """A window of 1200 by 780 pixels at 200%, in both directions of writing."""
+    context = browser.new_context(
+        viewport={"width": 600, "height": 390}, device_scale_factor=2, reduced_motion="reduce", service_workers="block"
+    )
+    context.set_default_timeout(PATIENCE * 1000)
+    page = context.new_page()
+    page.goto(quick.url)
+    page.evaluate("direction => (document.documentElement.dir = direction)", direction)
+    expect(page.get_by_role("group", name="Examples")).to_be_visible()
+    assert too_wide(page) == []
+    ask(page, "Well?")
+    reply = ended(page)
+    act(reply, "Statistics")
+    assert too_wide(page) == []
+    assert grave_violations(page) == []
+    for name in ("Map", "Settings", "Model: scripted", "Compare replies"):
+        page.get_by_role("button", name=name).first.click()
+        dialog = page.get_by_role("dialog")
+        expect(dialog).to_be_visible()
+        assert too_wide(page) == []
+        assert grave_violations(page) == []
+        if name == "Settings":
+            expect(dialog.get_by_role("button", name="Save", exact=True)).to_be_in_viewport(ratio=1)
+        page.keyboard.press("Escape")
+        expect(dialog).to_have_count(0)
+    context.close()
+
+
+def test_the_first_load_is_at_most_150_kb_compressed(browser: Browser, quick: Served) -> None:
+    context = browser.new_context(service_workers="block")
+    page = context.new_page()
+    page.goto(quick.url)
+    expect(page.get_by_role("group", name="Examples")).to_be_visible()
+    size = page.evaluate(
+        """() => [...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')]
+          .reduce((sum, entry) => sum + entry.encodedBodySize, 0)"""
+    )
+    assert 0 < size <= COMPRESSED
+    context.close()
+
+
+def test_notices_are_told_once_together_and_in_the_dialog(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    ask(page, "Well?")
+    reply = ended(page)
+    for _ in range(3):
+        reply.get_by_role("button", name="Copy").click()
+    log = page.get_by_role("log")
+    expect(log.locator(".notice")).to_have_count(1)
+    expect(log).to_contain_text("×3")
+    page.get_by_role("button", name="Settings").click()
+    expect(page.get_by_role("dialog").get_by_role("log")).to_contain_text("×3")
+    expect(page.get_by_role("log")).to_have_count(1)
