@@ -84,7 +84,7 @@ def test_the_clock_of_a_thought_outlives_the_server_and_the_page(page: Page, end
     check_clock(page)
     page.get_by_role("button", name="Stop", exact=True).click()
     reply = ended(page, "stopped")
-    expect(reply.get_by_role("button", name=re.compile("^Thought for 1[67] min"))).to_be_visible()
+    expect(reply.get_by_role("button", name=re.compile("^Stopped while thinking, after 1[67] min"))).to_be_visible()
 
 
 def seconds(text: str) -> float:

@@ -292,6 +292,7 @@ export const strings = {
     live: 'Thinking',
     done: 'Thought',
     doneIn: (time: number) => `Thought for ${seconds(time)}`,
+    endedIn: (how: string, time: number) => `${how}, after ${seconds(time)}`,
     content: 'Thoughts',
   },
 
